@@ -1,0 +1,1 @@
+"""Loopguard: an Envoy external processor that stops runaway agents."""

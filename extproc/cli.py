@@ -1,0 +1,283 @@
+"""The `loopguard` command."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from extproc import settings
+from extproc.engine import Engine, Sealed
+from extproc.errors import BundleErrors, LoopguardError, UsageError
+from extproc.fingerprint import NO_BODY
+from extproc.policy.bundle import schema
+from extproc.policy.loader import load
+from extproc.request import HttpRequest, unverified_claims
+from extproc.windows import Count
+
+_EXAMPLES = {
+    "serve": """examples:
+  loopguard serve --policy policies/
+  loopguard serve --policy bundle.json --listen 0.0.0.0:50051 --log-format json
+  LOOPGUARD_POLICY=/etc/loopguard loopguard serve --shadow
+
+signals: SIGHUP reloads the policies (so does any change of the files), SIGTERM drains, Ctrl-C drains without the delay""",
+    "validate": """examples:
+  loopguard validate policies/ && git push
+
+exit code: 0 good (warnings on stderr), 1 every error on stderr as file: /json/pointer: message""",
+    "explain": """examples:
+  loopguard explain --policy policies/ -X POST -H 'x-user-id: ann' -d '{"model": "m"}' https://api.example.com/v1/chat/completions
+  loopguard explain --policy policies/ --claim org_id=org-abc -d @body.json http://localhost:10000/v1/messages""",
+    "schema": """examples:
+  loopguard schema > loopguard.schema.json""",
+    "envoy-config": """examples:
+  loopguard envoy-config --policy policies/ --upstream 127.0.0.1:8080 > envoy.yaml && envoy -c envoy.yaml""",
+    "healthcheck": """examples:
+  loopguard healthcheck
+  loopguard healthcheck --address unix:/run/loopguard.sock
+
+exit code: 0 serving, 1 anything else""",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0 good, 1 failed, 2 usage."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except UsageError as error:
+        return _complain(str(error), 2)
+    except BundleErrors as error:
+        for problem in error.errors:
+            print(problem, file=sys.stderr)
+        return 1
+    except LoopguardError as error:
+        return _complain(str(error), 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `loopguard schema | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"loopguard: {message}", file=sys.stderr)
+    return code
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from extproc.logs import setup  # noqa: PLC0415  # the server's parts take 0.3 s to import; other commands need none
+    from extproc.server import Server  # noqa: PLC0415
+
+    chosen = settings.read(vars(options), os.environ)
+    if not chosen.policy:
+        raise UsageError("serve needs --policy PATH (a policy file or a directory of them)")
+    setup(chosen.log_format, chosen.log_level)
+
+    async def run() -> None:
+        await Server(chosen).run()
+
+    asyncio.run(run())
+    return 0
+
+
+def _validate(options: argparse.Namespace) -> int:
+    policies = load(options.path, _now())
+    for notice in (*policies.warnings, *policies.unenforced):
+        print(f"warning: {notice}", file=sys.stderr)
+    if policies.unenforced:
+        print("serve refuses these parts unless --allow-unenforced is given", file=sys.stderr)
+    count = sum(len(source.policies) for source in policies.sources)
+    print(f"good: {_plural(count, 'policy', 'policies')} in {_plural(len(policies.sources), 'file', 'files')}")
+    return 0
+
+
+def _plural(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
+
+
+def _explain(options: argparse.Namespace) -> int:
+    policies = load(options.policy, _now())
+    engine = Engine(policies, _now(), shadow=options.shadow)
+    body = _body(options.data)
+    request = _request(options, body)
+    check = engine.prepare(request)
+    if check is None:
+        print(f"no policy matches {request.method} {request.path}: the request goes on uncounted")
+        return 0
+    check.seal(NO_BODY.plus(body))
+    for policy, reason in check.uncounted:
+        print(f"policy       {policy}\nuncounted    {reason}\n")
+    for sealed in (*check.counting, *check.watching):
+        _explain_policy(sealed)
+    return 0
+
+
+def _explain_policy(sealed: Sealed) -> None:
+    """What one policy sees in the request, and what it will do about it."""
+    plan = sealed.plan
+    rows = {
+        "policy": f"{plan.id} ({plan.mode})",
+        "composite": sealed.composite,
+        "fingerprint": sealed.fingerprint,
+        "tenant": sealed.tenant,
+        "key": sealed.hit.key,
+        "decision": f"allow {plan.threshold - 1} identical requests, then {_then(sealed)}; "
+        f"window {plan.window_type}, {plan.window_seconds} s",
+    }
+    for name, value in rows.items():
+        print(f"{name:<12} {_printable(value)}")
+    print()
+
+
+def _then(sealed: Sealed) -> str:
+    """The decision on the request that reaches the threshold."""
+    plan = sealed.plan
+    outcome = plan.outcome(sealed, Count(plan.threshold, looping=True, cooldown_ms=sealed.hit.cooldown_ms, span_ms=0))
+    told = {
+        "reject": f"reject with {outcome.reject_status} (Retry-After: {outcome.retry_after})",
+        "throttle": f"throttle (hold {outcome.delay_ms} ms at first)",
+        "warn": "warn",
+    }[outcome.action.value]
+    return f"report: would {told}" if plan.shadow else told
+
+
+def _printable(text: str) -> str:
+    """Control characters and bytes that are not UTF-8 made visible."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def _body(data: str | None) -> bytes:
+    if data is None:
+        return b""
+    if not data.startswith("@"):
+        return data.encode("utf-8", "surrogateescape")
+    try:
+        return Path(data[1:]).read_bytes() if data != "@-" else sys.stdin.buffer.read()
+    except OSError as error:
+        raise UsageError(f"-d {data}: cannot be read: {error.strerror}") from None
+
+
+def _request(options: argparse.Namespace, body: bytes) -> HttpRequest:
+    url = urlsplit(options.url if "://" in options.url else f"http://{options.url}")
+    headers: dict[str, bytes] = {}
+    for line in options.header:
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip():
+            raise UsageError(f"-H {line!r} must be 'name: value'")
+        headers.setdefault(name.strip().lower(), value.strip().encode("utf-8", "surrogateescape"))
+    claims = {}
+    if options.allow_unverified_jwt:
+        claims = unverified_claims(headers.get("authorization", b"").decode("utf-8", "surrogateescape"))
+    for pair in options.claim:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise UsageError(f"--claim {pair!r} must be NAME=VALUE")
+        claims[name] = value
+    target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    method = options.request or ("POST" if body else "GET")
+    authority = headers.get("host", b"").decode("utf-8", "surrogateescape") or url.netloc.rpartition("@")[2]
+    return HttpRequest(method, target, authority, headers, route=options.route, address=options.address, claims=claims)
+
+
+def _schema(_: argparse.Namespace) -> int:
+    print(json.dumps(schema(), indent=2))
+    return 0
+
+
+def _envoy_config(options: argparse.Namespace) -> int:
+    from extproc.envoy_config import run  # noqa: PLC0415  # only this command needs it
+
+    return run(options, load(options.policy, _now()))
+
+
+def _healthcheck(options: argparse.Namespace) -> int:
+    from extproc.transport.grpcio import check_health  # noqa: PLC0415  # grpc takes 0.2 s to import
+
+    logging.disable()
+    status = check_health(options.address, options.timeout)
+    print(status.lower() if status == "SERVING" else status, file=sys.stdout if status == "SERVING" else sys.stderr)
+    return 0 if status == "SERVING" else 1
+
+
+def _listen_address() -> str:
+    """Where this machine's server listens, as far as the environment tells."""
+    text = os.environ.get(f"{settings.ENV_PREFIX}LISTEN", "127.0.0.1:50051")
+    try:
+        address = settings.address(text)
+    except ValueError:
+        return text
+    if address.is_unix or address.host not in ("::", "0.0.0.0"):  # noqa: S104  # recognised, not bound
+        return text
+    return f"127.0.0.1:{address.port}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="loopguard", description="Stops runaway agents at the gateway: an Envoy external processor."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, run: object, text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=_EXAMPLES[name],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made.set_defaults(run=run)
+        return made
+
+    serve = command("serve", _serve, "run the external processor")
+    settings.add_flags(serve)
+
+    validate = command("validate", _validate, "check policy files and report every error at once")
+    validate.add_argument("path", nargs="+", metavar="PATH", help="policy file or directory")
+
+    explain = command("explain", _explain, "show what the policies make of one request")
+    explain.add_argument(
+        "--policy", action="append", required=True, metavar="PATH", help="policy file or directory; repeatable"
+    )
+    explain.add_argument("-X", "--request", metavar="METHOD", help="default GET, or POST with -d")
+    explain.add_argument("-H", "--header", action="append", default=[], metavar="'NAME: VALUE'", help="repeatable")
+    explain.add_argument("-d", "--data", metavar="BODY|@FILE", help="request body, @- for standard input")
+    explain.add_argument("--claim", action="append", default=[], metavar="NAME=VALUE", help="a verified JWT claim; repeatable")
+    explain.add_argument("--address", default="127.0.0.1", metavar="IP", help="the caller's address (default 127.0.0.1)")
+    explain.add_argument("--route", default="", metavar="NAME", help="Envoy's name of the route")
+    explain.add_argument("--allow-unverified-jwt", action="store_true", help="take claims from -H 'authorization: Bearer ...'")
+    explain.add_argument("--shadow", action="store_true", help="as serve --shadow")
+    explain.add_argument("url", metavar="URL")
+
+    command("schema", _schema, "print the JSON Schema of policy files, for editors")
+
+    envoy_config = command("envoy-config", _envoy_config, "print a complete Envoy bootstrap that guards the policies' routes")
+    from extproc.envoy_config import add_flags  # noqa: PLC0415  # beside the command it belongs to
+
+    add_flags(envoy_config)
+
+    healthcheck = command("healthcheck", _healthcheck, "ask the running server's grpc.health.v1")
+    healthcheck.add_argument(
+        "--address",
+        default=_listen_address(),
+        metavar="HOST:PORT|unix:/PATH",
+        help="default: LOOPGUARD_LISTEN, else 127.0.0.1:50051",
+    )
+    healthcheck.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="default 3")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""The answer to one request, and the sentence that tells a model why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Action(str, Enum):
+    """What is done about a request, mildest first."""
+
+    ALLOW = "allow"
+    WARN = "warn"
+    THROTTLE = "throttle"
+    REJECT = "reject"
+
+
+SEVERITY = {action: rank for rank, action in enumerate(Action)}
+
+
+class Reason(str, Enum):
+    """Why, as it stands in `X-Fairvisor-Reason` and in the dynamic metadata."""
+
+    LOOP_DETECTED = "loop_detected"
+    STORE_UNAVAILABLE = "store_unavailable"
+
+
+class Outcome(NamedTuple):
+    """What one policy made of the request.
+
+    Attributes:
+        policy: its id.
+        mode: `enforce` or `shadow`.
+        action: ALLOW unless the policy saw a loop.
+        fingerprint: 8 hex digits.
+        tenant: 16 hex digits.
+        count: identical requests, this one included.
+        span_ms: the real span of those requests, in milliseconds.
+        window_seconds: the policy's window.
+        delay_ms: how long to hold the request; 0 unless throttled.
+        retry_after: seconds until a repeat makes sense; None when unknown.
+        reject_status: HTTP status of a refusal.
+    """
+
+    policy: str
+    mode: str
+    action: Action
+    fingerprint: str
+    tenant: str
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls
+    span_ms: int
+    window_seconds: int
+    delay_ms: int
+    retry_after: int | None
+    reject_status: int
+
+    def strictness(self) -> tuple[int, int]:
+        """Orders outcomes: reject > throttle > warn > allow, then the longest delay or Retry-After."""
+        return SEVERITY[self.action], self.delay_ms or self.retry_after or 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What all policies together make of one request.
+
+    Attributes:
+        lead: the strictest outcome of the enforcing policies that saw a loop; None lets the request through untouched.
+        warning: a policy with action warn fired.
+        shadow: the strictest outcome that a shadow policy would have had; never has an effect.
+        trace: every policy's outcome, in bundle order, enforcing ones first.
+    """
+
+    lead: Outcome | None = None
+    warning: bool = False
+    shadow: Outcome | None = None
+    trace: Sequence[Outcome] = field(default=())
+
+    @property
+    def action(self) -> Action:
+        """What is done about the request."""
+        return self.lead.action if self.lead is not None else Action.ALLOW
+
+
+def strictest(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The strictest of those that saw a loop, the first among equals."""
+    loops = [outcome for outcome in outcomes if outcome.action is not Action.ALLOW]
+    return max(loops, key=Outcome.strictness) if loops else None
+
+
+def loop_message(outcome: Outcome, method: str, path: str) -> str:
+    """What repeated, how often, over what span and what to do instead, in words that a model can act on."""
+    shown = path if len(path) <= 200 else path[:199] + "\u2026"  # noqa: PLR2004  # enough to recognise it
+    shown = shown.encode("utf-8", "backslashreplace").decode()
+    return (
+        f"Loop detected: this identical request ({method} {shown}) has been sent {outcome.count} times "
+        f"within {duration(outcome.span_ms)} and was refused. Sending it again will be refused again. "
+        "Do not retry it unchanged: change the approach or the input, or stop and report the result you have so far."
+    )
+
+
+def duration(milliseconds: int) -> str:
+    """A span in the unit that a reader would use.
+
+    >>> duration(1500), duration(150_000)
+    ('1.5 seconds', '2.5 minutes')
+    """
+    seconds = milliseconds / 1000
+    for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.3g} seconds"

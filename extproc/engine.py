@@ -1,0 +1,273 @@
+"""Policies applied to requests: `prepare` finds what is to be counted, `decide` turns counts into an answer.
+
+Pure: no clock, no asyncio, no store. The steps between are the service's: learn the body, `seal` the check with it, let the
+store count the hits. Enforcing and shadow policies are kept in two lanes all the way, so that nothing that happens to a shadow
+policy can reach the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from math import ceil
+from typing import NamedTuple
+
+from extproc.decision import Action, Decision, Outcome, strictest
+from extproc.fingerprint import (
+    MAX_TARGET,
+    NO_BODY,
+    Body,
+    canonical_query,
+    composite,
+    digest,
+    joined_descriptors,
+    request_head,
+    tenant,
+)
+from extproc.policy.bundle import UNSUPPORTED_KEYS, LoopDetection, Policy
+from extproc.policy.loader import PolicySet
+from extproc.policy.routes import Index
+from extproc.request import MAX_DESCRIPTOR, HttpRequest, descriptors
+from extproc.windows import Count, Hit
+
+DELAY_PER_REQUEST_MS = 100
+"""A throttled request is held for its count times this (Fairvisor's loop arithmetic)."""
+
+DISPLAY_COUNT = 1_000
+"""How far a `sliding_log` counts at least, so that reports stay truthful well past the threshold."""
+
+
+class Plan:
+    """One policy, ready to run: everything that does not depend on the request is worked out once."""
+
+    def __init__(self, policy: Policy, loop: LoopDetection, *, shadow: bool, scope: str) -> None:
+        """Compile a policy; `loop` is its enabled loop_detection."""
+        self.id = policy.id
+        self.selector = policy.spec.selector
+        self.shadow = shadow
+        self.mode = "shadow" if shadow else "enforce"
+        self.action = Action(loop.action)
+        self.threshold = loop.threshold_identical_requests or 0
+        self.window_seconds = loop.window_seconds or 0
+        self.window_type = loop.window_type
+        self.max_delay_ms = loop.max_delay_ms
+        self.reject_status = loop.reject_status
+        self.needs_body = loop.body == "include"
+        self.skip_missing = policy.spec.missing_descriptor == "skip"
+        self.descriptors = descriptors([key for key in policy.spec.all_limit_keys() if key not in UNSUPPORTED_KEYS])
+        self._key = f"{'shadow:' if shadow else ''}loop:{policy.id}:default:{loop.window_type}:{scope}:"
+        self._window_ms = self.window_seconds * 1000
+        self._cooldown_ms = loop.cooldown_seconds * 1000
+        # Only a refusal can be left out: a throttled or warned request goes on, so it counts.
+        self._count_refused = loop.count_refused or self.action is not Action.REJECT
+        self._count_to = max(self.threshold, DISPLAY_COUNT)
+
+    def hit(self, tenant: str, fingerprint: str, check: str) -> Hit:
+        """What the store is asked to count."""
+        return Hit(
+            f"{self._key}{tenant}:{fingerprint}{check}",
+            self.window_type,
+            self._window_ms,
+            self.threshold,
+            self._cooldown_ms,
+            self._count_refused,
+            self._count_to,
+        )
+
+    def outcome(self, sealed: Sealed, count: Count) -> Outcome:
+        """What this policy makes of the request."""
+        action = self.action if count.looping else Action.ALLOW
+        delay = min(count.count * DELAY_PER_REQUEST_MS, self.max_delay_ms) if action is Action.THROTTLE else 0
+        retry_after = ceil(count.cooldown_ms / 1000) or self.window_seconds or None
+        return Outcome(
+            self.id,
+            self.mode,
+            action,
+            sealed.fingerprint,
+            sealed.tenant,
+            count.count,
+            count.span_ms,
+            self.window_seconds,
+            delay,
+            retry_after,
+            self.reject_status,
+        )
+
+
+class Candidate(NamedTuple):
+    """A policy that will count the request, once the body is known."""
+
+    plan: Plan
+    descriptors: str
+
+
+class Sealed(NamedTuple):
+    """A request as one policy counts it."""
+
+    plan: Plan
+    composite: str
+    fingerprint: str
+    tenant: str
+    body_crc32: int
+    hit: Hit
+
+
+class Check:
+    """One request under way through the engine.
+
+    Attributes:
+        request: the request.
+        enforcing: candidates whose answer counts; after `seal`, `counting` has their hits.
+        shadow: candidates whose answer never does; after `seal`, `watching` has their hits.
+        uncounted: (policy, reason) of matched policies that will not count this request.
+        failures: (policy, error) of shadow policies whose evaluation raised.
+    """
+
+    __slots__ = ("_head", "counting", "enforcing", "failures", "request", "shadow", "uncounted", "watching")
+
+    def __init__(self, request: HttpRequest) -> None:
+        """Start with nothing matched."""
+        self.request = request
+        self.enforcing: list[Candidate] = []
+        self.shadow: list[Candidate] = []
+        self.counting: list[Sealed] = []
+        self.watching: list[Sealed] = []
+        self.uncounted: list[tuple[str, str]] = []
+        self.failures: list[tuple[str, Exception]] = []
+        self._head: str | None = None
+
+    @property
+    def needs_body(self) -> bool:
+        """Whether any candidate's fingerprint includes the body."""
+        return any(candidate.plan.needs_body for candidate in (*self.enforcing, *self.shadow))
+
+    def seal(self, body: Body | None, reason: str = "") -> None:
+        """Work out the fingerprints, now that the body is known or known to stay unknown.
+
+        Args:
+            body: None when it is not known: policies that need it do not count the request.
+            reason: why the body is not known, for `uncounted`.
+        """
+        self.counting = self._seal(self.enforcing, body, reason)
+        self.watching = self._seal(self.shadow, body, reason)
+
+    def give_up(self, reason: str) -> None:
+        """Nobody counts this request."""
+        self.uncounted += [(candidate.plan.id, reason) for candidate in (*self.enforcing, *self.shadow)]
+
+    def _seal(self, candidates: list[Candidate], body: Body | None, reason: str) -> list[Sealed]:
+        sealed = []
+        for candidate in candidates:
+            plan = candidate.plan
+            if body is None and plan.needs_body:
+                self.uncounted.append((plan.id, reason))
+                continue
+            try:
+                sealed.append(self._sealed(candidate, body if body is not None and plan.needs_body else NO_BODY))
+            except Exception as error:
+                if not plan.shadow:
+                    raise
+                self.failures.append((plan.id, error))
+        return sealed
+
+    def _sealed(self, candidate: Candidate, body: Body) -> Sealed:
+        if self._head is None:
+            request = self.request
+            query = canonical_query(request.query_pairs()) if request.query else ""
+            self._head = request_head(request.method, request.path, query)
+        text = composite(self._head, body, candidate.descriptors)
+        names = digest(text, body)
+        owner = tenant(candidate.descriptors)
+        hit = candidate.plan.hit(owner, names.fingerprint, names.check)
+        return Sealed(candidate.plan, text, names.fingerprint, owner, body.crc32, hit)
+
+
+class Engine:
+    """All policies of one load, immutable: a reload builds another.
+
+    Attributes:
+        plans: enabled policies in bundle order.
+        claims: the JWT claims that policies read.
+        uses_address: some policy reads the peer's address.
+        uses_routes: some policy selects by Envoy's route name.
+    """
+
+    def __init__(self, policies: PolicySet, now: datetime, *, shadow: bool = False, scope: str = "") -> None:
+        """Compile.
+
+        Args:
+            policies: what the loader returned.
+            now: decides whether a `global_shadow` still holds.
+            shadow: force every policy into shadow mode.
+            scope: attachment name in every key.
+        """
+        self.plans = [
+            Plan(policy, loop, shadow=shadow or source.shadowed(now) or policy.spec.mode == "shadow", scope=scope)
+            for source in policies.sources
+            for policy in source.policies
+            if (loop := policy.spec.loop_detection) is not None and loop.enabled
+        ]
+        read = {(descriptor.source, descriptor.argument) for plan in self.plans for descriptor in plan.descriptors}
+        self.claims = frozenset(argument for source, argument in read if source == "jwt")
+        self.uses_address = any(source == "ip" for source, _ in read)
+        self.uses_routes = any(plan.selector.routes is not None for plan in self.plans)
+        self._index = Index((plan.selector, plan) for plan in self.plans)
+
+    def prepare(self, request: HttpRequest) -> Check | None:
+        """Match policies and read descriptors; None when no policy matches."""
+        plans = self._index.match(request.method, request.authority, request.path, request.route)
+        if not plans:
+            return None
+        check = Check(request)
+        for plan in plans:
+            try:
+                self._admit(check, plan)
+            except Exception as error:
+                if not plan.shadow:
+                    raise
+                check.failures.append((plan.id, error))
+        return check
+
+    @staticmethod
+    def _admit(check: Check, plan: Plan) -> None:
+        """Make the plan a candidate, or say why it does not count this request."""
+        request = check.request
+        if len(request.target) > MAX_TARGET:
+            check.uncounted.append((plan.id, "target_too_long"))
+            return
+        values = []
+        for descriptor in plan.descriptors:
+            value = descriptor.value(request)
+            if len(value) > MAX_DESCRIPTOR:
+                check.uncounted.append((plan.id, "descriptor_too_long"))
+                return
+            if value:
+                values.append((descriptor.name, value))
+            elif plan.skip_missing:
+                check.uncounted.append((plan.id, "missing_descriptor"))
+                return
+        candidate = Candidate(plan, joined_descriptors(values))
+        (check.shadow if plan.shadow else check.enforcing).append(candidate)
+
+
+def decide(check: Check, counts: Sequence[Count], shadow_counts: Sequence[Count] = ()) -> Decision:
+    """The answer to a request that has been counted.
+
+    Args:
+        check: sealed.
+        counts: of `check.counting`, in its order.
+        shadow_counts: of `check.watching`; empty when they could not be had.
+    """
+    acting = [sealed.plan.outcome(sealed, count) for sealed, count in zip(check.counting, counts, strict=True)]
+    watching: list[Outcome] = []
+    for sealed, count in zip(check.watching, shadow_counts, strict=False):
+        try:
+            watching.append(sealed.plan.outcome(sealed, count))
+        except Exception as error:  # noqa: BLE001  # whatever it is, a shadow policy has no effect
+            check.failures.append((sealed.plan.id, error))
+    return Decision(
+        lead=strictest(acting),
+        warning=any(outcome.action is Action.WARN for outcome in acting),
+        shadow=strictest(watching),
+        trace=[*acting, *watching],
+    )

@@ -1,0 +1,74 @@
+"""What can go wrong, each error carrying what the one who has to hear it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class LoopguardError(Exception):
+    """The root of every error that Loopguard raises on purpose."""
+
+
+class UsageError(LoopguardError):
+    """A flag or an environment variable that cannot be used; the command exits 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class BundleError:
+    """One thing wrong in one place of a policy file.
+
+    Attributes:
+        file: the file as the user named it.
+        pointer: JSON Pointer (RFC 6901) to the place; empty for the whole file.
+        message: what is wrong and what would be right.
+    """
+
+    file: str
+    pointer: str
+    message: str
+
+    def __str__(self) -> str:
+        """`file: /json/pointer: message`, the form that `loopguard validate` prints."""
+        return f"{self.file}: {self.pointer or '/'}: {self.message}"
+
+
+class BundleErrors(LoopguardError):
+    """Every error of every policy file, found in one go.
+
+    Attributes:
+        errors: in the order of files, then of places.
+    """
+
+    def __init__(self, errors: Sequence[BundleError]) -> None:
+        """Keep all the errors; there is at least one."""
+        self.errors = tuple(errors)
+        super().__init__("\n".join(map(str, self.errors)))
+
+
+class StoreError(LoopguardError):
+    """The store could not count.
+
+    Attributes:
+        kind: a short fixed word for metrics, such as `timeout` or `connection`.
+        transient: True when trying again later may help.
+    """
+
+    def __init__(self, message: str, *, kind: str, transient: bool = True) -> None:
+        """Carry the message for the log and the kind for the metric."""
+        self.kind = kind
+        self.transient = transient
+        super().__init__(message)
+
+
+class ProtocolError(LoopguardError):
+    """The peer broke the protocol.
+
+    Attributes:
+        code: the gRPC status or HTTP/2 error code that the peer must hear.
+    """
+
+    def __init__(self, message: str, *, code: int) -> None:
+        """Carry the message for the log and the code for the peer."""
+        self.code = code
+        super().__init__(message)

@@ -1,0 +1,75 @@
+"""Log lines for people or machines, and a limit on how many of one kind are written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any, Literal
+
+LogFormat = Literal["text", "json"]
+
+
+class RateLimit:
+    """Lets through a bounded number of events a second and counts the rest."""
+
+    def __init__(self, per_second: int) -> None:
+        """Let `per_second` events through in every second of the clock."""
+        self._per_second = per_second
+        self._second = -1
+        self._passed = 0
+        self._suppressed = 0
+
+    def take(self, now: float) -> int | None:
+        """None when the event must be dropped, else how many were dropped since the last that was not.
+
+        Args:
+            now: seconds of any monotonic clock.
+        """
+        second = int(now)
+        if second != self._second:
+            self._second, self._passed = second, 0
+        if self._passed >= self._per_second:
+            self._suppressed += 1
+            return None
+        self._passed += 1
+        suppressed, self._suppressed = self._suppressed, 0
+        return suppressed
+
+
+def fields(**values: object) -> dict[str, Any]:
+    """For logging's `extra=`: fields that stand behind the message, or beside it in JSON."""
+    return {"fields": {name: value for name, value in values.items() if value is not None}}
+
+
+def setup(log_format: LogFormat, level: str) -> None:
+    """Send every log line to stderr in the chosen format."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if log_format == "json" else _Text())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def _stamp(record: logging.LogRecord) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        pairs = "".join(f" {name}={_plain(value)}" for name, value in getattr(record, "fields", {}).items())
+        line = f"{_stamp(record)} {record.levelname.lower():7} {record.getMessage()}{pairs}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": _stamp(record), "level": record.levelname.lower(), "message": record.getMessage()}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps({**line, **getattr(record, "fields", {})}, default=str)
+
+
+def _plain(value: object) -> str:
+    """A value as it is, or quoted where it could be taken for something else (or break the line)."""
+    text = str(value)
+    return text if text and text.isprintable() and not any(mark in text for mark in ' "=') else json.dumps(text)

@@ -1,0 +1,56 @@
+"""Every metric, named once. No label takes a value that a client chooses."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_PREFIX = "loopguard"
+_LATENCY_BUCKETS = (0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        """Register them all."""
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, namespace=_PREFIX, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(name, text, labels, namespace=_PREFIX, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, namespace=_PREFIX, registry=registry, buckets=buckets)
+
+        decided = ("policy", "mode", "action")
+        self.requests = counter("requests_total", "Requests that a policy counted, by what it made of them", *decided)
+        self.loops_detected = counter("loops_detected_total", "Requests that a policy saw as part of a loop", *decided)
+        self.unmatched = counter("unmatched_total", "Requests that no policy matched")
+        self.uncounted = counter("uncounted_total", "Requests that a policy matched but could not count", "policy", "reason")
+        self.decision_seconds = histogram("decision_seconds", "From message to answer, holds excluded", _LATENCY_BUCKETS)
+        self.throttled_in_flight = gauge("throttled_in_flight", "Requests being held now")
+        self.streams_in_flight = gauge("streams_in_flight", "ext_proc streams open now")
+        self.overload = counter("overload_total", "Requests let through because --max-streams was reached")
+        self.store_errors = counter("store_errors_total", "Failures of the store", "kind")
+        self.store_seconds = histogram("store_seconds", "Time that the store took to count", _LATENCY_BUCKETS)
+        self.store_batch_size = histogram("store_batch_size", "Hits sent to the store in one go", _BATCH_BUCKETS)
+        self.store_entries = gauge("store_entries", "Fingerprints kept in memory now")
+        self.store_evictions = counter("store_evictions_total", "Live fingerprints dropped for want of room")
+        self.policy_reloads = counter("policy_reloads_total", "Reloads by result", "result")
+        self.policy_expired = gauge("policy_expired", "Policy files whose expires_at has passed while they act")
+        self.policy_info = gauge("policy_info", "1 for each policy file in force", "bundle_version", "sha256")
+        self.fail_open = counter("fail_open_total", "Requests let through because Loopguard could not decide", "reason")
+        self._decided: dict[tuple[str, str, str], Counter] = {}
+
+    def count_decision(self, policy: str, mode: str, action: str, *, loop: bool) -> None:
+        """One policy's outcome for one request; its label lookups are remembered, because they cost more than counting."""
+        labels = (policy, mode, action)
+        child = self._decided.get(labels)
+        if child is None:
+            child = self._decided[labels] = self.requests.labels(*labels)
+        child.inc()
+        if loop:
+            self.loops_detected.labels(*labels).inc()

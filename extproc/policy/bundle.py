@@ -1,0 +1,307 @@
+"""What a policy bundle is: the JSON's own keys as typed, frozen models, and the JSON Schema made from them.
+
+The format is Fairvisor's bundle plus Loopguard's own keys, so a drop-in bundle loads as it is. Field rules stand here, beside
+the field; rules that compare fields stand in `cross_field_errors`, over the raw JSON, because a model's own validators do not
+run once one of its fields has failed, and every error has to be reported at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+MAX_SECONDS = 31_536_000
+"""Longest window or cooldown: a year, so that milliseconds always fit the stores' 64-bit fields."""
+
+MAX_THRESHOLD = 1_000_000_000
+MAX_LOG_THRESHOLD = 10_000
+"""Highest threshold of a `sliding_log`, which remembers one timestamp for each request."""
+
+MAX_DELAY_MS = 30_000
+"""Default and top of `max_delay_ms` (Fairvisor's cap on a throttled request)."""
+
+HEADER = "header"
+JWT = "jwt"
+QUERY = "query"
+IP_ADDRESS = "ip:address"
+# What Fairvisor can derive and Loopguard cannot: reported like every other part that is not enforced.
+UNSUPPORTED_KEYS = frozenset({"ip:country", "ip:asn", "ip:type", "ip:tor", "ua:bot", "ua:bot_category"})
+
+_KEY = re.compile(r"(?:jwt|header|query):[A-Za-z0-9_-]+\Z")
+_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
+_METHOD = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+\Z")  # RFC 9110 section 5.6.2, token
+_HOST = re.compile(r"(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?\Z")
+
+
+def normalized_host(authority: str) -> str:
+    """An authority as selectors compare it: lower-case, without port and trailing dot.
+
+    >>> normalized_host("API.Example.com.:8443")
+    'api.example.com'
+    """
+    host = authority.lower()
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0].rstrip(".")
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    return PydanticCustomError("loopguard", "{message}", {"message": message})
+
+
+def _path(value: str) -> str:
+    if not value.startswith("/"):
+        raise _wrong("must start with '/'")
+    if "?" in value or "#" in value:
+        raise _wrong("must be a path alone, without '?' or '#': the query is part of every fingerprint")
+    return value
+
+
+def _method(value: str) -> str:
+    if not _METHOD.match(value):
+        raise _wrong("must be an HTTP method such as 'POST'")
+    return value.upper()
+
+
+def _host(value: str) -> str:
+    if not _HOST.match(value):
+        raise _wrong("must be a host name such as 'api.example.com' (wildcards are not supported: list each host)")
+    return normalized_host(value)
+
+
+def _limit_key(value: str) -> str:
+    source, _, name = value.partition(":")
+    if source.lower() == HEADER:
+        value = f"{HEADER}:{name.lower()}"  # header names are case-insensitive (RFC 9110 section 5.1)
+    if value != IP_ADDRESS and value not in UNSUPPORTED_KEYS and not _KEY.match(value):
+        raise _wrong(
+            "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' or 'ip:address', names of letters, digits, '_' and '-'"
+        )
+    return value
+
+
+def _id(value: str) -> str:
+    if not _ID.match(value):
+        raise _wrong("must be 1 to 128 of the characters A-Z a-z 0-9 _ . -")
+    return value
+
+
+def _timestamp(value: object) -> object:
+    if not isinstance(value, str):
+        raise _wrong("must be an ISO 8601 time with its zone, such as '2026-12-31T00:00:00Z'")
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError:
+        moment = None
+    if moment is None or moment.tzinfo is None:
+        raise _wrong("must be an ISO 8601 time with its zone, such as '2026-12-31T00:00:00Z'")
+    return moment
+
+
+Path = Annotated[str, AfterValidator(_path)]
+Method = Annotated[str, AfterValidator(_method)]
+Host = Annotated[str, AfterValidator(_host)]
+LimitKey = Annotated[str, AfterValidator(_limit_key)]
+Id = Annotated[str, AfterValidator(_id)]
+Timestamp = Annotated[AwareDatetime, BeforeValidator(_timestamp)]
+
+
+def is_annotation(key: str) -> bool:
+    """True for the keys that any object may carry and nobody reads: `description` and `x-...`."""
+    return key == "description" or key.startswith("x-")
+
+
+class _Part(BaseModel):
+    """A JSON object of the bundle: unknown keys are errors, except `description` and `x-...`."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        json_schema_extra={"patternProperties": {"^x-": {}, "^description$": {}}},
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_annotations(cls, value: Any) -> Any:  # noqa: ANN401  # raw JSON, before any check
+        if isinstance(value, dict) and any(isinstance(key, str) and is_annotation(key) for key in value):
+            return {key: item for key, item in value.items() if not is_annotation(key)}
+        return value
+
+
+class Selector(_Part):
+    """Which requests a policy sees: (`pathExact` or `pathPrefix`) and `methods` and `hosts` and `routes`."""
+
+    pathExact: Path | None = None  # noqa: N815  # the JSON key is the attribute
+    pathPrefix: Path | None = None  # noqa: N815  # the JSON key is the attribute
+    methods: list[Method] | None = Field(default=None, min_length=1)
+    hosts: list[Host] | None = Field(default=None, min_length=1)
+    routes: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, min_length=1)
+
+
+class LoopDetection(_Part):
+    """What counts as a loop and what is done about it.
+
+    Attributes:
+        window_seconds: length of the window, in seconds.
+        threshold_identical_requests: the first identical request that is acted on.
+        cooldown_seconds: after a trip the fingerprint stays acted on that long, even when its window has emptied.
+        count_refused: False: a refused request leaves the count alone.
+        reject_status: HTTP status of a refusal.
+        max_delay_ms: longest hold of a throttled request, in milliseconds.
+        body: `ignore` leaves the body out of the fingerprint.
+    """
+
+    enabled: bool = False
+    window_seconds: Annotated[int, Field(gt=0, le=MAX_SECONDS)] | None = None
+    threshold_identical_requests: Annotated[int, Field(ge=2, le=MAX_THRESHOLD)] | None = None
+    action: Literal["reject", "throttle", "warn"] = "reject"
+    similarity: Literal["exact"] = "exact"
+    window_type: Literal["sliding_ttl", "sliding_log", "fixed"] = "sliding_ttl"
+    cooldown_seconds: Annotated[int, Field(ge=0, le=MAX_SECONDS)] = 0
+    count_refused: bool = True
+    reject_status: Annotated[int, Field(ge=400, le=599)] = 429
+    max_delay_ms: Annotated[int, Field(ge=1, le=MAX_DELAY_MS)] = MAX_DELAY_MS
+    body: Literal["include", "ignore"] = "include"
+
+
+class Rule(_Part):
+    """A Fairvisor rate-limit rule: its `limit_keys` are united with the policy's; the limit itself is not enforced."""
+
+    name: str
+    limit_keys: list[LimitKey] = []
+    algorithm: Literal["token_bucket", "cost_based", "token_bucket_llm"] | None = None
+    algorithm_config: dict[str, Any] | None = None
+    match: dict[str, Any] | None = None
+
+
+class Spec(_Part):
+    """One policy: where it applies, whom it tells apart, what it does."""
+
+    selector: Selector
+    mode: Literal["enforce", "shadow"] = "enforce"
+    limit_keys: list[LimitKey] = []
+    missing_descriptor: Literal["share", "skip"] = "share"
+    loop_detection: LoopDetection | None = None
+    rules: list[Rule] = []
+    fallback_limit: dict[str, Any] | None = None
+    circuit_breaker: dict[str, Any] | None = None
+
+    def all_limit_keys(self) -> list[str]:
+        """`limit_keys` of the policy united with those of its rules, each once, in order."""
+        return list(dict.fromkeys([*self.limit_keys, *(key for rule in self.rules for key in rule.limit_keys)]))
+
+
+class Policy(_Part):
+    """A policy and its identity, which is unique across all files."""
+
+    id: Id
+    spec: Spec
+
+
+class Override(_Part):
+    """`global_shadow` and `kill_switch_override`: a temporary switch with a reason and an end."""
+
+    enabled: bool
+    reason: Annotated[str, Field(max_length=256)] | None = None
+    expires_at: Timestamp | None = None
+
+
+class Envelope(_Part):
+    """A bundle around its policies, which are checked one by one."""
+
+    bundle_version: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    policies: list[Any]
+    issued_at: Timestamp | None = None
+    expires_at: Timestamp | None = None
+    global_shadow: Override | None = None
+    kill_switch_override: Override | None = None
+    kill_switches: list[Any] = []
+    defaults: Any = None
+
+
+class Bundle(Envelope):
+    """A whole bundle file; what `loopguard schema` describes."""
+
+    policies: list[Policy]
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of a policy file: a bundle, one policy or a list of policies."""
+    made = TypeAdapter(Bundle | Policy | list[Policy]).json_schema()
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Loopguard policy file",
+        **made,
+    }
+
+
+def cross_field_errors(spec: Any) -> Iterator[tuple[tuple[str, ...], str]]:  # noqa: ANN401  # raw JSON
+    """Rules between fields of one raw policy spec; silent about anything whose type is wrong, which the models report.
+
+    Yields:
+        the place below the spec, and the message.
+    """
+    if not isinstance(spec, dict):
+        return
+    selector = spec.get("selector")
+    if isinstance(selector, dict) and all(selector.get(key) is None for key in ("pathExact", "pathPrefix", "routes")):
+        yield ("selector",), "needs at least one of pathExact, pathPrefix and routes"
+    loop = spec.get("loop_detection")
+    if not isinstance(loop, dict) or loop.get("enabled") is not True:
+        return
+    for field in ("window_seconds", "threshold_identical_requests"):
+        if loop.get(field) is None:
+            yield ("loop_detection",), f"when enabled is true, {field} is required"
+    threshold = loop.get("threshold_identical_requests")
+    if (
+        loop.get("window_type") == "sliding_log"
+        and isinstance(threshold, int)
+        and MAX_LOG_THRESHOLD < threshold <= MAX_THRESHOLD
+    ):
+        yield (
+            ("loop_detection", "threshold_identical_requests"),
+            f"must be <= {MAX_LOG_THRESHOLD} with window_type sliding_log, which remembers every request; "
+            "use sliding_ttl or fixed for more",
+        )
+
+
+def unenforced(policy: Policy) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """The parts of a drop-in policy that this version reads but does not enforce.
+
+    Yields:
+        the place below the policy, and what is not enforced.
+    """
+    spec = policy.spec
+    if spec.rules:
+        names = ", ".join(rule.name for rule in spec.rules)
+        yield ("spec", "rules"), f"rate-limit rules are not enforced by Loopguard: {names}"
+    if spec.fallback_limit:
+        yield ("spec", "fallback_limit"), "fallback_limit is not enforced by Loopguard"
+    if spec.circuit_breaker and spec.circuit_breaker.get("enabled", True):
+        yield ("spec", "circuit_breaker"), "circuit_breaker is not enforced by Loopguard"
+    places: list[tuple[tuple[str | int, ...], list[str]]] = [
+        (("spec", "limit_keys"), spec.limit_keys),
+        *((("spec", "rules", number, "limit_keys"), rule.limit_keys) for number, rule in enumerate(spec.rules)),
+    ]
+    for place, keys in places:
+        for number, key in enumerate(keys):
+            if key in UNSUPPORTED_KEYS:
+                yield (
+                    (*place, number),
+                    f"the descriptor {key} cannot be derived by Loopguard and is left out of fingerprints",
+                )

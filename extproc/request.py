@@ -1,0 +1,150 @@
+"""One HTTP request as the policies see it, and the descriptors that tell its caller from others."""
+
+from __future__ import annotations
+
+import binascii
+import json
+from base64 import urlsafe_b64decode
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
+
+MAX_DESCRIPTOR = 8_192
+"""Longest descriptor value that is told apart, in characters; a longer one leaves the request uncounted."""
+
+MAX_TOKEN = 32_768
+"""Longest bearer token that is decoded, in characters; a longer one counts as missing."""
+
+
+class HttpRequest:
+    """What Envoy says about one request; header names are lower-case, the first of repeated headers wins.
+
+    Attributes:
+        method: as sent.
+        target: `:path` as received, query included.
+        path: the target without its query.
+        query: the part after the first `?`, without it.
+        authority: `:authority`, empty when absent.
+        headers: raw values by lower-case name.
+        route: Envoy's route name, empty when unknown.
+        address: the peer as Envoy trusts it, without its port, empty when unknown.
+        claims: verified (or, by opt-in, merely decoded) JWT claims as strings.
+    """
+
+    __slots__ = ("_pairs", "address", "authority", "claims", "headers", "method", "path", "query", "route", "target")
+
+    def __init__(  # noqa: PLR0913  # what a request is made of
+        self,
+        method: str,
+        target: str,
+        authority: str = "",
+        headers: Mapping[str, bytes] | None = None,
+        *,
+        route: str = "",
+        address: str = "",
+        claims: Mapping[str, str] | None = None,
+    ) -> None:
+        """Split the target; everything else is kept as given."""
+        if not target.startswith("/") and "://" in target:  # absolute-form (RFC 9112 section 3.2.2)
+            target = "/" + target.partition("://")[2].partition("/")[2]
+        self.method = method
+        self.target = target
+        self.path, _, self.query = target.partition("?")
+        self.authority = authority
+        self.headers: Mapping[str, bytes] = headers if headers is not None else {}
+        self.route = route
+        self.address = address
+        self.claims: Mapping[str, str] = claims if claims is not None else {}
+        self._pairs: list[tuple[str, str]] | None = None
+
+    def header(self, name: str) -> str:
+        """A header's value, empty when absent; bytes that are not UTF-8 survive as surrogates."""
+        if name == "host":
+            return self.authority
+        return self.headers.get(name, b"").decode("utf-8", "surrogateescape")
+
+    def query_pairs(self) -> list[tuple[str, str]]:
+        """The decoded pairs of the query in the order sent: `+` is a space, blank values are kept.
+
+        Bytes that are not UTF-8 survive as surrogates, so different bytes stay different.
+        """
+        if self._pairs is None:
+            query = self.query
+            if "%" in query or "+" in query:
+                self._pairs = parse_qsl(query, keep_blank_values=True, errors="surrogateescape")
+            else:  # the same answer without decoding, which most queries do not need
+                parts = (pair.partition("=") for pair in query.split("&") if pair)
+                self._pairs = [(name, value) for name, _, value in parts]
+        return self._pairs
+
+    def query_value(self, name: str) -> str:
+        """The first value of a query parameter, empty when absent."""
+        return next((value for key, value in self.query_pairs() if key == name), "")
+
+
+class Descriptor(NamedTuple):
+    """One limit key, ready to be read from requests.
+
+    Attributes:
+        name: as it stands in the composite: what follows the source, lower-case, or the whole key where two names are equal.
+        source: `jwt`, `header`, `query` or `ip`.
+        argument: which claim, header or parameter.
+    """
+
+    name: str
+    source: str
+    argument: str
+
+    def value(self, request: HttpRequest) -> str:
+        """The request's value, empty when it has none."""
+        return _READERS[self.source](request, self.argument)
+
+
+_READERS: dict[str, Callable[[HttpRequest, str], str]] = {
+    "jwt": lambda request, claim: request.claims.get(claim, ""),
+    "header": HttpRequest.header,
+    "query": HttpRequest.query_value,
+    "ip": lambda request, _: request.address,
+}
+
+
+def descriptors(limit_keys: Sequence[str]) -> tuple[Descriptor, ...]:
+    """The descriptors of a policy's limit keys, each of them `source:argument`."""
+    split = [(key, *key.partition(":")[::2]) for key in dict.fromkeys(limit_keys)]
+    names = Counter(argument.lower() for _, _, argument in split)
+    return tuple(
+        Descriptor(argument.lower() if names[argument.lower()] == 1 else key, source, argument)
+        for key, source, argument in split
+    )
+
+
+def claim_text(value: object) -> str:
+    """A claim's value as a descriptor: strings as they are, whole numbers without a fraction, nothing else that is not a scalar.
+
+    Envoy hands verified claims over as protobuf Structs, in which every number is a double.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, int | float):
+        return str(value)
+    return ""
+
+
+def unverified_claims(authorization: str) -> dict[str, str]:
+    """The claims of a bearer token whose signature nobody checked; empty when it is not a JWT (RFC 7519 section 7.2)."""
+    scheme, _, token = authorization.partition(" ")
+    parts = token.strip().split(".")
+    if scheme.lower() != "bearer" or len(parts) != 3 or len(token) > MAX_TOKEN:  # noqa: PLR2004  # header.payload.signature
+        return {}
+    try:
+        payload: Any = json.loads(urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+    except (binascii.Error, ValueError, RecursionError):
+        return {}
+    if not isinstance(payload, dict):
+        return {}
+    return {name: text for name, value in payload.items() if (text := claim_text(value))}

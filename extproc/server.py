@@ -1,0 +1,152 @@
+"""Assemble the parts, listen, and drain."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import time
+from http import HTTPStatus
+
+from extproc.admin import Admin, Page
+from extproc.engine import Engine
+from extproc.logs import fields
+from extproc.metrics import Metrics
+from extproc.reload import Reloader
+from extproc.service import Service
+from extproc.settings import Settings
+from extproc.store import open_store
+from extproc.store.memory import MemoryStore
+from extproc.transport.grpcio import GrpcServer, Health
+
+_LOG = logging.getLogger("loopguard")
+
+_STALLED_SECONDS = 10
+"""An event loop that has not run for that long is reported by /healthz, so that a supervisor restarts the process."""
+
+_LAST_WORDS_SECONDS = 1.0
+"""How long streams that were released at the end of the drain have to send their answer."""
+
+
+class Server:
+    """One running Loopguard."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Load the policies and open the store; nothing listens yet.
+
+        Raises:
+            LoopguardError: something in the settings or the policies cannot be used.
+        """
+        self._settings = settings
+        self._metrics = metrics = Metrics()
+        store = open_store(settings.store, metrics)
+        self._reloader = Reloader(settings, metrics)
+        # While a shared store is away a window local to this replica decides; in memory the store is that already.
+        local = store if isinstance(store, MemoryStore) else MemoryStore(metrics)
+        self.service = Service(self._reloader.engine, store, local, metrics, settings)
+        self._health = Health()
+        self._grpc = GrpcServer(self.service, self._health)
+        self._admin = Admin(metrics, {"/healthz": self._healthz, "/readyz": self._readyz, "/policies": self._policies})
+        self._stop = asyncio.Event()
+        self._skip_delay = asyncio.Event()
+        self._skip_grace = asyncio.Event()
+        self._beat = time.monotonic()
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT, then drain.
+
+        Raises:
+            LoopguardError: an address cannot be listened on.
+        """
+        loop = asyncio.get_running_loop()
+        admin = self._admin.start(self._settings.admin)
+        listening = await self._grpc.start(self._settings.listen)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_stop, number)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+        tasks = [asyncio.create_task(self._reloader.watch(self._swap)), asyncio.create_task(self._heartbeat())]
+        self._health.set(serving=True)
+        gc.freeze()  # what is here now stays: full collections need not walk it
+        plans = self.service.engine.plans
+        _LOG.info(
+            "serving",
+            extra=fields(listen=listening, admin=admin, policies=len(plans), store=self._settings.store.partition("?")[0]),
+        )
+        try:
+            await self._stop.wait()
+            await self._drain()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.service.store.close()
+            self._admin.stop()
+        _LOG.info("stopped")
+
+    def _on_stop(self, number: int) -> None:
+        """First signal: drain. Ctrl-C skips the delay, a second signal skips all waiting."""
+        if self._stop.is_set() or number == signal.SIGINT:
+            self._skip_delay.set()
+        if self._stop.is_set():
+            self._skip_grace.set()
+        self._stop.set()
+
+    def _on_hangup(self) -> None:
+        _LOG.info("SIGHUP: reloading policies")
+        self._reloading = asyncio.create_task(self._reloader.reload(self._swap, force=True))
+
+    def _swap(self, engine: Engine) -> None:
+        self.service.engine = engine
+        gc.freeze()
+
+    async def _drain(self) -> None:
+        """Turn Envoy away while still serving, then let streams in flight finish, then let the rest through."""
+        self._health.set(serving=False)
+        _LOG.info("draining", extra=fields(streams=self.service.streams))
+        await _wait(self._skip_delay, self._settings.drain_delay)
+        stopping = asyncio.create_task(self._grpc.stop(self._settings.drain_timeout + _LAST_WORDS_SECONDS))
+        grace = asyncio.create_task(_wait(self._skip_grace, self._settings.drain_timeout))
+        await asyncio.wait({stopping, grace}, return_when=asyncio.FIRST_COMPLETED)
+        self.service.holds.release()  # whoever is still held goes on now rather than being cut off
+        await stopping
+        grace.cancel()
+
+    async def _heartbeat(self) -> None:
+        while True:
+            self._beat = time.monotonic()
+            await asyncio.sleep(1)
+
+    def _healthz(self) -> Page:
+        silent = time.monotonic() - self._beat
+        if silent > _STALLED_SECONDS:
+            return Page(HTTPStatus.SERVICE_UNAVAILABLE, {"status": "stalled", "seconds": round(silent)})
+        return Page(HTTPStatus.OK, {"status": "ok"})
+
+    def _readyz(self) -> Page:
+        status = "draining" if self._stop.is_set() else "ready" if self._health.serving else "starting"
+        code = HTTPStatus.OK if status == "ready" else HTTPStatus.SERVICE_UNAVAILABLE
+        return Page(code, {"status": status, "store": self.service.store.health()})
+
+    def _policies(self) -> Page:
+        sources = [
+            {
+                "file": source.file,
+                "sha256": source.sha256,
+                "bundle_version": source.bundle_version,
+                "expires_at": source.expires_at.isoformat() if source.expires_at else None,
+                "policies": [policy.model_dump(mode="json", exclude_unset=True) for policy in source.policies],
+            }
+            for source in self._reloader.policies.sources
+        ]
+        modes = {plan.id: plan.mode for plan in self.service.engine.plans}
+        return Page(HTTPStatus.OK, {"modes": modes, "files": sources})
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Until the event, or that long."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass

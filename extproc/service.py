@@ -1,0 +1,623 @@
+"""One ext_proc stream: ProcessingRequest in, ProcessingResponse out. The only file that knows ext_proc's phases.
+
+Sans-IO: a `Stream` takes a message's bytes and returns a `Reply` with the answer's bytes, or an awaitable of one when the store
+has to be asked over a network. Whoever owns the socket sends, holds and closes as the reply says. Every message gets exactly one
+well-formed answer of its own phase (Envoy treats extras as an attack), and the stream is over as soon as nothing more can be
+decided: with a buffered body it would otherwise stay open until the upstream's answer and eat Envoy's `max_requests`.
+
+What goes wrong in here never reaches the client: the request goes on, and that is counted and logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any, NamedTuple, TypeAlias
+
+from google.protobuf.message import DecodeError
+
+from extproc.decision import Action, Decision, Outcome, Reason, loop_message
+from extproc.engine import Check, Engine, decide
+from extproc.errors import ProtocolError, StoreError
+from extproc.fingerprint import NO_BODY, Body
+from extproc.logs import RateLimit, fields
+from extproc.metrics import Metrics
+from extproc.pb.base_pb2 import HeaderValueOption
+from extproc.pb.external_processor_pb2 import HeaderMutation, ProcessingRequest, ProcessingResponse
+from extproc.pb.processing_mode_pb2 import ProcessingMode
+from extproc.request import HttpRequest, claim_text, unverified_claims
+from extproc.settings import Settings
+from extproc.store import Store
+from extproc.store.memory import MemoryStore
+from extproc.windows import Count
+
+_LOG = logging.getLogger("loopguard")
+
+NAMESPACE = "loopguard"
+"""Of the dynamic metadata that answers carry."""
+
+_ATTRIBUTES = "envoy.filters.http.ext_proc"
+_JWT_NAMESPACE = "envoy.filters.http.jwt_authn"
+_WARNING = ("X-Fairvisor-Warning", "loop_warn")
+_INVALID_ARGUMENT = 3
+_RESOURCE_EXHAUSTED = 8
+_UNAVAILABLE = 14
+_HOLD_MARGIN_MS = 2_000
+"""What the overridden message timeout exceeds the hold by, so that a busy moment does not turn a hold into a 504."""
+
+_LINES_PER_SECOND = 20
+
+
+class Reply(NamedTuple):
+    """What to do with one message.
+
+    Attributes:
+        answer: the ProcessingResponse to send; None when the message has no well-formed answer.
+        done: end the stream with status OK once the answer is out.
+        hold_ms: wait that long before the answer, in milliseconds.
+        first: a ProcessingResponse to send before the wait, which makes Envoy wait as well.
+    """
+
+    answer: bytes | None
+    done: bool
+    hold_ms: int = 0
+    first: bytes = b""
+
+
+MaybeLater: TypeAlias = Reply | Awaitable[Reply]
+
+
+def _go_on(kind: str) -> ProcessingResponse:
+    """The empty answer of a phase, which lets the request go on."""
+    response = ProcessingResponse()
+    getattr(response, kind).SetInParent()
+    return response
+
+
+_PHASES = (
+    "request_headers",
+    "request_body",
+    "request_trailers",
+    "response_headers",
+    "response_body",
+    "response_trailers",
+)
+_GO_ON = {kind: Reply(_go_on(kind).SerializeToString(), done=False) for kind in _PHASES}
+_DONE = {kind: Reply(reply.answer, done=True) for kind, reply in _GO_ON.items()}
+_NO_ANSWER = Reply(None, done=True)
+
+
+class Holds:
+    """Throttled requests being held: bounded in all and per tenant, each freed when its stream closes."""
+
+    def __init__(self, limit: int) -> None:
+        """Hold at most `limit` requests, a tenth of them for one tenant."""
+        self._limit = limit
+        self._tenant_limit = max(1, limit // 10)
+        self._tenants: Counter[str] = Counter()
+        self._released = asyncio.Event()
+        self.held = 0
+
+    def take(self, tenant: str) -> bool:
+        """Claim a place, or False when there is none."""
+        if self.held >= self._limit or self._tenants[tenant] >= self._tenant_limit:
+            return False
+        self.held += 1
+        self._tenants[tenant] += 1
+        return True
+
+    def free(self, tenant: str) -> None:
+        """Give a place back."""
+        self.held -= 1
+        self._tenants[tenant] -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+
+    async def wait(self, milliseconds: int) -> None:
+        """Hold the caller, until `release` at the latest."""
+        try:
+            async with asyncio.timeout(milliseconds / 1000):
+                await self._released.wait()
+        except TimeoutError:
+            pass
+
+    def release(self) -> None:
+        """End every hold at once, now and from now on: the server is about to stop."""
+        self._released.set()
+
+
+class _Lane:
+    """Counts on their way from the store: of a request's enforcing policies, or of its shadow policies.
+
+    Attributes:
+        shadow: which of the two.
+        counts: None when they could not be had.
+        pending: to be awaited first, when the store does not answer at once.
+    """
+
+    __slots__ = ("counts", "pending", "shadow")
+
+    def __init__(self, shadow: bool) -> None:  # noqa: FBT001  # private
+        self.shadow = shadow
+        self.counts: Sequence[Count] | None = ()
+        self.pending: Awaitable[Sequence[Count]] | None = None
+
+
+class Service:
+    """Everything that streams share."""
+
+    def __init__(self, engine: Engine, store: Store, local: MemoryStore, metrics: Metrics, settings: Settings) -> None:
+        """Put the parts together.
+
+        Args:
+            engine: the policies in force; assign `engine` to change them between two requests.
+            store: counts.
+            local: counts while `store` cannot.
+            metrics: is told everything.
+            settings: of the process.
+        """
+        self.engine = engine
+        self.store = store
+        self.metrics = metrics
+        self.settings = settings
+        self.holds = Holds(settings.max_throttled)
+        self.streams = 0
+        self._local = local
+        self._detections = RateLimit(_LINES_PER_SECOND)
+        self._failures = RateLimit(_LINES_PER_SECOND)
+        metrics.throttled_in_flight.set_function(lambda: self.holds.held)
+        metrics.streams_in_flight.set_function(lambda: self.streams)
+
+    def open(self) -> Stream:
+        """A new stream; the caller must `close` it, whatever happens."""
+        return Stream(self, overloaded=self.streams >= self.settings.max_streams)
+
+    def start(self, check: Check, *, shadow: bool) -> _Lane:
+        """Ask the store to count one lane of a request; look at the lane's `pending` before its `counts`."""
+        lane = _Lane(shadow)
+        sealed = check.watching if shadow else check.counting
+        if sealed:
+            try:
+                counts = self.store.hit([item.hit for item in sealed])
+            except Exception as error:  # noqa: BLE001  # sorted out below
+                self._lane_failed(check, lane, error)
+            else:
+                if isinstance(counts, Awaitable):
+                    lane.pending = counts
+                else:
+                    lane.counts = counts
+        return lane
+
+    async def settle(self, check: Check, lane: _Lane) -> None:
+        """Wait for a lane's counts."""
+        if lane.pending is None:
+            return
+        started = perf_counter()
+        try:
+            lane.counts = await lane.pending
+        except Exception as error:  # noqa: BLE001  # sorted out below
+            self._lane_failed(check, lane, error)
+        finally:
+            self.metrics.store_seconds.observe(perf_counter() - started)
+
+    def _lane_failed(self, check: Check, lane: _Lane, error: Exception) -> None:
+        sealed = check.watching if lane.shadow else check.counting
+        lane.counts = None
+        if isinstance(error, StoreError):
+            self.metrics.store_errors.labels(error.kind).inc()
+            self.log_failure("store failed", error)
+            if self.settings.on_store_error == "allow":
+                self.metrics.fail_open.labels("store_error").inc()
+                lane.counts = self._local.hit([item.hit for item in sealed])
+        elif lane.shadow:
+            check.failures.append((sealed[0].plan.id, error))
+        else:
+            raise error
+
+    def log_failure(self, message: str, error: BaseException, **more: object) -> None:
+        """One line for something that went wrong, unless there are too many of them."""
+        suppressed = self._failures.take(perf_counter())
+        if suppressed is not None:
+            trace = None if isinstance(error, StoreError) else error
+            extra = fields(error=f"{type(error).__name__}: {error}", **more, suppressed=suppressed or None)
+            _LOG.error(message, exc_info=trace, extra=extra)
+
+    def record(self, check: Check, decision: Decision) -> None:
+        """Metrics and log lines for one decided request."""
+        metrics = self.metrics
+        for outcome in decision.trace:
+            loop = outcome.action is not Action.ALLOW
+            metrics.count_decision(outcome.policy, outcome.mode, outcome.action.value, loop=loop)
+            if loop:
+                self._log_detection(check, outcome)
+        self.record_uncounted(check)
+
+    def record_uncounted(self, check: Check) -> None:
+        """Metrics and log lines for policies that did not count a request."""
+        for policy, reason in check.uncounted:
+            self.metrics.uncounted.labels(policy, reason).inc()
+        for policy, error in check.failures:
+            self.metrics.fail_open.labels("shadow_error").inc()
+            self.log_failure("shadow policy failed", error, policy=policy)
+
+    def _log_detection(self, check: Check, outcome: Outcome) -> None:
+        suppressed = self._detections.take(perf_counter())
+        if suppressed is None:
+            return
+        shown = None
+        if self.settings.log_descriptors:
+            plan = next(plan for plan in self.engine.plans if plan.id == outcome.policy)
+            shown = {item.name: item.value(check.request) for item in plan.descriptors}
+        extra = fields(
+            policy=outcome.policy,
+            mode=outcome.mode,
+            action=outcome.action.value,
+            fingerprint=outcome.fingerprint,
+            count=outcome.count,
+            tenant=outcome.tenant,
+            descriptors=shown,
+            suppressed=suppressed or None,
+        )
+        _LOG.warning("loop detected", extra=extra)
+
+
+class Stream:
+    """One ext_proc stream, that is, one HTTP request."""
+
+    __slots__ = (
+        "_body",
+        "_body_mode",
+        "_check",
+        "_engine",
+        "_expected",
+        "_holding",
+        "_observed",
+        "_overloaded",
+        "_service",
+        "_started",
+    )
+
+    def __init__(self, service: Service, *, overloaded: bool) -> None:
+        """Take part in the service's counts until `close`; an overloaded stream lets its request through at once."""
+        self._service = service
+        self._engine = service.engine  # one request sees one set of policies, whatever is reloaded meanwhile
+        self._overloaded = overloaded
+        self._check: Check | None = None
+        self._body = NO_BODY
+        self._body_mode = -1
+        self._expected = -1
+        self._holding: str | None = None
+        self._observed = False
+        self._started = 0.0
+        service.streams += 1
+
+    def receive(self, data: bytes) -> MaybeLater:
+        """Take one serialized ProcessingRequest.
+
+        Raises:
+            ProtocolError: the bytes are not a ProcessingRequest.
+        """
+        self._started = perf_counter()
+        try:
+            message = ProcessingRequest.FromString(data)
+        except DecodeError as error:
+            raise ProtocolError("not a ProcessingRequest", code=_INVALID_ARGUMENT) from error
+        kind = message.WhichOneof("request")
+        if kind is None:
+            return _NO_ANSWER  # a phase that does not exist yet; Envoy goes on when the stream ends with OK
+        if self._overloaded:
+            self._service.metrics.overload.inc()
+            return _DONE[kind]
+        try:
+            return _HANDLERS[kind](self, message)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
+            return self._failed(kind, error)
+
+    def close(self) -> None:
+        """The stream has ended, in whatever way: free what it held."""
+        self._service.streams -= 1
+        self._give_up()
+        if self._holding is not None:
+            self._service.holds.free(self._holding)
+            self._holding = None
+
+    def _request_headers(self, message: ProcessingRequest) -> MaybeLater:
+        if self._check is not None:
+            return _DONE["request_headers"]
+        self._observed = message.observability_mode
+        request = self._read(message)
+        check = self._engine.prepare(request)
+        if check is None:
+            self._service.metrics.unmatched.inc()
+            return _DONE["request_headers"]
+        if message.request_headers.end_of_stream:
+            return self._judge("request_headers", check, NO_BODY)
+        if not check.needs_body:
+            return self._judge("request_headers", check, None)
+        if message.HasField("protocol_config"):
+            self._body_mode = message.protocol_config.request_body_mode
+        reason = _unknowable_body(request, self._body_mode)
+        if reason:
+            return self._judge("request_headers", check, None, reason)
+        length = request.headers.get("content-length", b"")
+        self._expected = int(length) if length.isdigit() else -1
+        self._check = check
+        return _GO_ON["request_headers"]
+
+    def _request_body(self, message: ProcessingRequest) -> MaybeLater:
+        check = self._check
+        if check is None:
+            return _DONE["request_body"]
+        self._body = body = self._body.plus(message.request_body.body)
+        # With trailers to come, a complete buffered body does not say that it ends the stream.
+        complete = (
+            message.request_body.end_of_stream or self._body_mode == ProcessingMode.BUFFERED or body.length == self._expected
+        )
+        if not complete and self._body_mode == ProcessingMode.STREAMED:
+            return _GO_ON["request_body"]
+        self._check = None
+        if not complete:
+            return self._judge("request_body", check, None, "body_truncated")
+        return self._judge("request_body", check, body)
+
+    def _request_trailers(self, message: ProcessingRequest) -> MaybeLater:  # noqa: ARG002  # a handler's signature
+        check, self._check = self._check, None
+        if check is None:
+            return _DONE["request_trailers"]
+        return self._judge("request_trailers", check, self._body)  # the end of a streamed body
+
+    def _response(self, message: ProcessingRequest) -> MaybeLater:
+        self._give_up()
+        return _DONE[message.WhichOneof("request") or ""]
+
+    def _give_up(self) -> None:
+        """A body that was waited for never came: nothing is counted."""
+        check, self._check = self._check, None
+        if check is not None:
+            check.give_up("no_body_phase")
+            self._service.record_uncounted(check)
+
+    def _read(self, message: ProcessingRequest) -> HttpRequest:
+        headers: dict[str, bytes] = {}
+        for header in message.request_headers.headers.headers:
+            name = header.key
+            if name not in headers:
+                headers[name] = header.raw_value or header.value.encode()
+        engine = self._engine
+        route = address = ""
+        if _ATTRIBUTES in message.attributes:
+            attributes = message.attributes[_ATTRIBUTES].fields
+            if engine.uses_routes and "xds.route_name" in attributes:
+                route = attributes["xds.route_name"].string_value
+            if engine.uses_address and "source.address" in attributes:
+                address = _without_port(attributes["source.address"].string_value)
+        return HttpRequest(
+            _text(headers.get(":method", b"")),
+            _text(headers.get(":path", b"")),
+            _text(headers.get(":authority", b"")),
+            headers,
+            route=route,
+            address=address,
+            claims=self._claims(message, headers) if engine.claims else None,
+        )
+
+    def _claims(self, message: ProcessingRequest, headers: dict[str, bytes]) -> dict[str, str]:
+        """The claims that policies use, as Envoy verified them; unverified ones fill the gaps where that is allowed."""
+        claims: dict[str, str] = {}
+        if self._service.settings.allow_unverified_jwt:
+            claims = unverified_claims(_text(headers.get("authorization", b"")))
+        metadata = message.metadata_context.filter_metadata
+        if _JWT_NAMESPACE in metadata:
+            # jwt_authn files each payload under a name of the operator's choice (payload_in_metadata).
+            for payload in metadata[_JWT_NAMESPACE].fields.values():
+                verified = payload.struct_value.fields
+                for name in self._engine.claims:
+                    if name in verified:
+                        value = verified[name]
+                        kind = value.WhichOneof("kind")
+                        claims[name] = claim_text(getattr(value, kind)) if kind else ""
+        return claims
+
+    def _judge(self, kind: str, check: Check, body: Body | None, reason: str = "") -> MaybeLater:
+        """Count the request and answer, now or when the store has answered."""
+        check.seal(body, reason)
+        service = self._service
+        acting = service.start(check, shadow=False)
+        watching = service.start(check, shadow=True)
+        if acting.pending is None and watching.pending is None:
+            return self._answer(kind, check, acting, watching)
+        return self._judge_later(kind, check, acting, watching)
+
+    async def _judge_later(self, kind: str, check: Check, acting: _Lane, watching: _Lane) -> Reply:
+        try:
+            await self._service.settle(check, acting)
+            await self._service.settle(check, watching)
+            return self._answer(kind, check, acting, watching)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
+            return self._failed(kind, error)
+
+    def _answer(self, kind: str, check: Check, acting: _Lane, watching: _Lane) -> Reply:
+        service = self._service
+        if acting.counts is None:  # --on-store-error reject
+            check.counting = []
+        decision = decide(check, acting.counts or (), watching.counts or ())
+        if decision.action is Action.THROTTLE and not self._observed:
+            decision = self._hold(decision)
+        service.record(check, decision)
+        if acting.counts is None:
+            reply = Reply(_store_unavailable(_detected(decision), check.request), done=True)
+        else:
+            reply = self._encode(kind, check, decision)
+        service.metrics.decision_seconds.observe(perf_counter() - self._started)
+        return reply
+
+    def _hold(self, decision: Decision) -> Decision:
+        """Claim a place among the held requests; past the bound a throttled request is rejected."""
+        lead = decision.lead
+        if lead is None:
+            return decision
+        if self._service.holds.take(lead.tenant):
+            self._holding = lead.tenant
+            return decision
+        refused = lead._replace(action=Action.REJECT, delay_ms=0)
+        trace = [refused if outcome is lead else outcome for outcome in decision.trace]
+        return replace(decision, lead=refused, trace=trace)
+
+    def _encode(self, kind: str, check: Check, decision: Decision) -> Reply:
+        lead = decision.lead
+        recorded = self._service.settings.record and (check.counting or check.watching)
+        if lead is None and decision.shadow is None and not recorded:
+            return _DONE[kind]
+        metadata = _detected(decision)
+        if recorded:
+            first = (check.counting or check.watching)[0]
+            metadata |= {
+                "fingerprint": first.fingerprint,
+                "tenant": first.tenant,
+                "body_crc32": f"{first.body_crc32:08x}",
+                **metadata,
+            }
+        if lead is not None and lead.action is Action.REJECT:
+            return Reply(_refusal(lead, metadata, check.request), done=True)
+        response = _go_on(kind)
+        response.dynamic_metadata.update({NAMESPACE: metadata})
+        if decision.warning and kind != "request_trailers":  # headers have gone by then
+            _set_headers(getattr(response, kind).response.header_mutation, [_WARNING])
+        answer = response.SerializeToString()
+        if lead is None or self._holding is None:
+            return Reply(answer, done=True)
+        wait = ProcessingResponse()
+        wait.override_message_timeout.FromMilliseconds(lead.delay_ms + _HOLD_MARGIN_MS)
+        return Reply(answer, done=True, hold_ms=lead.delay_ms, first=wait.SerializeToString())
+
+    def _failed(self, kind: str, error: Exception) -> Reply:
+        """An internal error: the request goes on, loudly."""
+        self._check = None
+        self._service.metrics.fail_open.labels("internal_error").inc()
+        self._service.log_failure("internal error, request let through", error, phase=kind)
+        return _DONE[kind]
+
+
+_HANDLERS: dict[str, Callable[[Stream, ProcessingRequest], MaybeLater]] = {
+    "request_headers": Stream._request_headers,  # noqa: SLF001  # the table of its own methods
+    "request_body": Stream._request_body,  # noqa: SLF001
+    "request_trailers": Stream._request_trailers,  # noqa: SLF001
+    "response_headers": Stream._response,  # noqa: SLF001
+    "response_body": Stream._response,  # noqa: SLF001
+    "response_trailers": Stream._response,  # noqa: SLF001
+}
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "surrogateescape")
+
+
+def _without_port(address: str) -> str:
+    """`source.address` without its port: `192.0.2.1:443` or `[2001:db8::1]:443`; a Unix socket's path stays as it is."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    return address.rpartition(":")[0] if address.count(":") == 1 else address
+
+
+def _unknowable_body(request: HttpRequest, body_mode: int) -> str:
+    """Why this request's body will never be known, empty when it will."""
+    content_type = request.headers.get("content-type", b"")
+    if content_type.startswith(b"application/grpc") and content_type[16:17] in (b"", b"+", b";"):
+        return "grpc"
+    if request.method == "CONNECT":
+        return "connect"
+    if "upgrade" in request.headers:
+        return "upgrade"
+    if body_mode == ProcessingMode.NONE:
+        return "no_body_phase"
+    if body_mode in (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.GRPC):
+        return "body_mode"
+    return ""
+
+
+def _detected(decision: Decision) -> dict[str, str | int]:
+    """The dynamic metadata of a decision, empty for a plain allow."""
+    metadata: dict[str, str | int] = {}
+    lead, shadow = decision.lead, decision.shadow
+    if lead is not None:
+        metadata = {
+            "action": lead.action.value,
+            "reason": Reason.LOOP_DETECTED.value,
+            "policy": lead.policy,
+            "fingerprint": lead.fingerprint,
+            "count": lead.count,
+        }
+        if decision.warning and lead.action is not Action.REJECT:
+            metadata["warning"] = _WARNING[1]
+    if shadow is not None:
+        metadata |= {"shadow_action": shadow.action.value, "shadow_policy": shadow.policy, "shadow_count": shadow.count}
+    return metadata
+
+
+def _set_headers(mutation: HeaderMutation, headers: Sequence[tuple[str, str]]) -> None:
+    for name, value in headers:
+        option = mutation.set_headers.add(append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD)
+        option.header.key = name
+        option.header.raw_value = value.encode()  # Envoy drops what stands in `value`
+
+
+def _refusal(lead: Outcome, metadata: dict[str, str | int], request: HttpRequest) -> bytes:
+    """The immediate response of a loop: one body for every kind of client."""
+    message = loop_message(lead, request.method, request.path)
+    body: dict[str, Any] = {
+        "error": {
+            "message": message,
+            "type": Reason.LOOP_DETECTED.value,
+            "param": None,
+            "code": "recursive_loop_detected",
+        },
+        "detail": {"error": "recursive_loop_detected", "message": message, "cooldown_seconds": lead.retry_after},
+    }
+    headers = [
+        # Together these stop SDKs that would sleep and retry, and still tell everybody else when to come back.
+        ("x-should-retry", "false"),
+        ("X-Fairvisor-Reason", Reason.LOOP_DETECTED.value),
+        ("x-loopguard-policy", lead.policy),
+        ("x-loopguard-fingerprint", lead.fingerprint),
+        ("x-loopguard-count", str(lead.count)),
+    ]
+    if lead.retry_after is not None:
+        headers.insert(0, ("Retry-After", str(lead.retry_after)))
+    return _immediate(lead.reject_status, _RESOURCE_EXHAUSTED, Reason.LOOP_DETECTED, headers, body, metadata, request)
+
+
+def _store_unavailable(metadata: dict[str, str | int], request: HttpRequest) -> bytes:
+    """The immediate response when nothing can be counted and the operator wants that refused."""
+    message = "The request could not be checked because the state store is unavailable. Try again shortly."
+    reason = Reason.STORE_UNAVAILABLE
+    body = {"error": {"message": message, "type": reason.value, "param": None, "code": reason.value}}
+    headers = [("Retry-After", "1"), ("X-Fairvisor-Reason", reason.value)]
+    metadata = {"action": Action.REJECT.value, "reason": reason.value, **metadata}
+    return _immediate(503, _UNAVAILABLE, reason, headers, body, metadata, request)
+
+
+def _immediate(  # noqa: PLR0913  # the fields of the message
+    status: int,
+    grpc_status: int,
+    reason: Reason,
+    headers: Sequence[tuple[str, str]],
+    body: dict[str, Any],
+    metadata: dict[str, str | int],
+    request: HttpRequest,
+) -> bytes:
+    if request.path.endswith("/v1/messages") or "/v1/messages/" in request.path:
+        body = {"type": "error", **body}  # what Anthropic's clients look for
+    response = ProcessingResponse()
+    immediate = response.immediate_response
+    immediate.status.code = status  # type: ignore[assignment]  # proto3 enums are open
+    immediate.grpc_status.status = grpc_status
+    immediate.details = reason.value
+    immediate.body = json.dumps(body).encode()
+    _set_headers(immediate.headers, [("content-type", "application/json"), *headers])
+    response.dynamic_metadata.update({NAMESPACE: metadata})
+    return response.SerializeToString()

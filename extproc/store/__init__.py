@@ -1,0 +1,59 @@
+"""The Store protocol, and `open_store`, which chooses a store by its URL."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import import_module
+from typing import Protocol
+from urllib.parse import SplitResult, urlsplit
+
+from extproc.errors import UsageError
+from extproc.metrics import Metrics
+from extproc.windows import Count, Hit
+
+
+class Store(Protocol):
+    """Shared state: counts hits and decides, in one atomic step, whether each is to be acted on.
+
+    Every store answers exactly as `extproc.windows` does.
+    """
+
+    def hit(self, hits: Sequence[Hit], now: int | None = None) -> Sequence[Count] | Awaitable[Sequence[Count]]:
+        """Count every hit once; answers come in the order of the hits.
+
+        A store in this process answers at once, a remote one with an awaitable. Keys in one call are distinct.
+
+        Args:
+            hits: what to count.
+            now: milliseconds, for tests alone; None takes the store's own clock.
+
+        Raises:
+            StoreError: at once or from the awaitable; nothing else ever.
+        """
+        ...
+
+    def health(self) -> str:
+        """`ok`, or what is wrong in a few words, for `/readyz`."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections; the store is not used again."""
+        ...
+
+
+_SCHEMES = {"memory": "extproc.store.memory:open_memory"}
+
+
+def open_store(url: str, metrics: Metrics) -> Store:
+    """The store that `url` names.
+
+    Raises:
+        UsageError: the scheme is unknown or the URL has something wrong.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in _SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
+        raise UsageError(f"unknown store {url!r}; known are: {known}")
+    module, _, name = _SCHEMES[parts.scheme].partition(":")
+    opener: Callable[[SplitResult, Metrics], Store] = getattr(import_module(module), name)
+    return opener(parts, metrics)

@@ -1,0 +1,151 @@
+"""Counts in this process: for one replica, and as the oracle that every other store is tested against.
+
+Bounded: past `max_entries`, expired entries go first, then the least recently used. Everything is O(1) amortised and nothing
+ever stops the event loop for long: entries are spread over many small dicts ("shards"), because growing one dict of a million
+entries takes 30 ms, and because finding the oldest entry of a large dict means stepping over the gaps that older ones left.
+
+A shard keeps one dict for each lifetime (the window, or a longer cooldown), in order of last use. Within such a dict the order
+of use is the order of expiry, so the front is both the next to expire and the least recently used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import time
+from array import array
+from collections.abc import Sequence
+from urllib.parse import SplitResult, parse_qsl
+
+from extproc.errors import UsageError
+from extproc.metrics import Metrics
+from extproc.windows import Count, Hit, Tally, log, tally
+
+DEFAULT_MAX_ENTRIES = 1_000_000
+_SHARD_ENTRIES = 1024
+_SWEEP = 2
+"""Expired entries removed at most per dict looked at: more than one, so that sweeping overtakes inserting."""
+
+# A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never looks at it.
+_TALLY = struct.Struct("<Iqqq")
+_MAX_COUNT = 2**32 - 1
+
+_Entry = bytes | array[int]
+_Shard = dict[int, dict[str, _Entry]]  # lifetime in ms -> key -> entry
+
+
+class MemoryStore:
+    """The `memory://` store; see `Store`."""
+
+    def __init__(self, metrics: Metrics, max_entries: int = DEFAULT_MAX_ENTRIES) -> None:
+        """Start empty; `max_entries` bounds the fingerprints kept at once."""
+        self._max_entries = max_entries
+        self._shards: list[_Shard] = [{} for _ in range(max(1, max_entries // _SHARD_ENTRIES))]
+        self._entries = 0
+        self._hand = 0
+        self._evictions = metrics.store_evictions
+        metrics.store_entries.set_function(self.__len__)
+
+    def __len__(self) -> int:
+        """Entries kept now, some of which may have expired."""
+        return self._entries
+
+    def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count]:
+        """Count every hit once; answers at once and never raises a StoreError."""
+        moment = now if now is not None else time.monotonic_ns() // 1_000_000
+        return [self._count(hit, moment) for hit in hits]
+
+    def health(self) -> str:
+        """Memory is always well."""
+        return "ok"
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _count(self, hit: Hit, now: int) -> Count:
+        key, window = hit.key, hit.window_ms
+        shard = self._shards[hash(key) % len(self._shards)]
+        entry = _take(shard, window, key)
+        if entry is None and hit.cooldown_ms > window:
+            entry = _take(shard, hit.cooldown_ms, key)
+        fresh = entry is None
+        if hit.window_type == "sliding_log":
+            entry, count = log(entry if isinstance(entry, array) else None, hit, now)
+        else:
+            state, count = tally(Tally(*_TALLY.unpack(entry)) if isinstance(entry, bytes) else None, hit, now)
+            entry = _TALLY.pack(min(state.count, _MAX_COUNT), state.first, state.last, state.cooling_until)
+        lifetime = max(window, hit.cooldown_ms) if count.cooldown_ms else window
+        entries = shard.get(lifetime)
+        if entries is None:
+            entries = shard[lifetime] = {}
+        entries[key] = entry
+        if fresh:
+            self._entries += 1
+            self._sweep(now)
+            if self._entries > self._max_entries:
+                self._evict(shard, key)
+        return count
+
+    def _sweep(self, now: int) -> None:
+        """Remove expired entries from the fronts of one shard; the next call takes the next shard."""
+        self._hand = (self._hand + 1) % len(self._shards)
+        shard = self._shards[self._hand]
+        for lifetime in list(shard):
+            entries = shard[lifetime]
+            for _ in range(_SWEEP):
+                key = next(iter(entries), None)
+                if key is None:
+                    del shard[lifetime]
+                    break
+                last, cooling_until = _times(entries[key])
+                if now < max(last + lifetime, cooling_until):
+                    break
+                del entries[key]
+                self._entries -= 1
+
+    def _evict(self, shard: _Shard, newest: str) -> None:
+        """Make room: drop the least recently used entry beside the newest, or, where that is alone, of the next shard."""
+        position = self._hand
+        while True:
+            fronts = [
+                (_times(entries[key])[0], lifetime, key)
+                for lifetime, entries in shard.items()
+                for key in itertools.islice(entries, 1)
+                if key != newest
+            ]
+            if fronts:
+                _, lifetime, key = min(fronts)
+                del shard[lifetime][key]
+                self._entries -= 1
+                self._evictions.inc()
+                return
+            position = (position + 1) % len(self._shards)
+            shard = self._shards[position]
+
+
+def _take(shard: _Shard, lifetime: int, key: str) -> _Entry | None:
+    entries = shard.get(lifetime)
+    return entries.pop(key, None) if entries is not None else None
+
+
+def _times(entry: _Entry) -> tuple[int, int]:
+    """When the entry was last counted, and until when its cooldown runs."""
+    if isinstance(entry, bytes):
+        state = Tally(*_TALLY.unpack(entry))
+        return state.last, state.cooling_until
+    return entry[-1], entry[0]  # a log that holds no time any more is as old as its cooldown
+
+
+def open_memory(url: SplitResult, metrics: Metrics) -> MemoryStore:
+    """`memory://` with `?max_entries=N`.
+
+    Raises:
+        UsageError: anything else stands in the URL.
+    """
+    options = dict(parse_qsl(url.query, keep_blank_values=True))
+    limit = options.pop("max_entries", str(DEFAULT_MAX_ENTRIES))
+    if url.netloc or url.path.strip("/") or options:
+        raise UsageError(f"cannot use store {url.geturl()!r}: it takes the form memory://?max_entries=1000000")
+    if not limit.isdecimal() or int(limit) < 1:
+        raise UsageError(f"cannot use store {url.geturl()!r}: max_entries must be a positive integer")
+    return MemoryStore(metrics, int(limit))

@@ -1,0 +1,160 @@
+"""The reference transport: grpc.aio serving ext_proc and grpc.health.v1 on one port, and the client of the health check."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from extproc.errors import LoopguardError, ProtocolError
+from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from extproc.service import Service
+from extproc.settings import Address
+
+_LOG = logging.getLogger("loopguard")
+
+EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
+HEALTH = "grpc.health.v1.Health"
+
+_OPTIONS = [
+    # gRPC's own limits (4 MiB a message, 8 KiB of metadata) would fail requests that Envoy is happy with; what a client
+    # can send is bounded by Envoy's buffer and header limits.
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_metadata_size", 1 << 20),
+    ("grpc.absolute_max_metadata_size", 4 << 20),
+    # Two servers on one port would share it in silence.
+    ("grpc.so_reuseport", 0),
+]
+
+
+class Health:
+    """What grpc.health.v1 says about this process; watchers hear of every change."""
+
+    def __init__(self) -> None:
+        """Not serving until told otherwise."""
+        self.serving = False
+        self._changed = asyncio.Event()
+
+    def set(self, *, serving: bool) -> None:
+        """Change the answer and wake the watchers."""
+        self.serving = serving
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def status(self, service: str) -> HealthCheckResponse:
+        """The answer for one service name; empty means the whole server."""
+        if service not in ("", EXT_PROC, HEALTH):
+            return HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
+        serving = HealthCheckResponse.SERVING if self.serving else HealthCheckResponse.NOT_SERVING
+        return HealthCheckResponse(status=serving)
+
+    async def check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:  # noqa: ANN401  # grpc is untyped
+        """The unary call."""
+        answer = self.status(request.service)
+        if answer.status == HealthCheckResponse.SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
+        return answer
+
+    async def watch(self, request: HealthCheckRequest, context: Any) -> AsyncIterator[HealthCheckResponse]:  # noqa: ANN401, ARG002
+        """The streaming call: the answer now and whenever it changes."""
+        last = None
+        while True:
+            changed = self._changed
+            answer = self.status(request.service)
+            if answer != last:
+                last = answer
+                yield answer
+            await changed.wait()
+
+
+class GrpcServer:
+    """A grpc.aio server around a service."""
+
+    def __init__(self, service: Service, health: Health) -> None:
+        """Register the handlers; nothing listens yet."""
+        self._service = service
+        self._server = grpc.aio.server(options=_OPTIONS)
+        process = grpc.stream_stream_rpc_method_handler(self._process)  # bytes in, bytes out: the service parses
+        check = grpc.unary_unary_rpc_method_handler(
+            health.check, HealthCheckRequest.FromString, HealthCheckResponse.SerializeToString
+        )
+        watch = grpc.unary_stream_rpc_method_handler(
+            health.watch, HealthCheckRequest.FromString, HealthCheckResponse.SerializeToString
+        )
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(EXT_PROC, {"Process": process}),
+                grpc.method_handlers_generic_handler(HEALTH, {"Check": check, "Watch": watch}),
+            )
+        )
+
+    async def start(self, address: Address) -> str:
+        """Listen.
+
+        Returns:
+            the address, with the real port where 0 was asked for.
+
+        Raises:
+            LoopguardError: the address cannot be listened on.
+        """
+        try:
+            port = self._server.add_insecure_port(address.text)
+        except RuntimeError:
+            port = 0
+        if not port:
+            raise LoopguardError(f"cannot listen on {address.text}: is the address in use? Choose another with --listen")
+        await self._server.start()
+        return address.text if address.is_unix else f"{address.text.rpartition(':')[0]}:{port}"
+
+    async def stop(self, grace: float) -> None:
+        """Take no more streams, give those in flight `grace` seconds, then end them."""
+        await self._server.stop(grace)
+
+    async def _process(self, _: Any, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
+        stream = self._service.open()
+        try:
+            while True:
+                data = await context.read()
+                if data is grpc.aio.EOF:
+                    return
+                reply = stream.receive(data)
+                if not isinstance(reply, tuple):
+                    reply = await reply
+                if reply.hold_ms:
+                    await context.write(reply.first)
+                    await self._service.holds.wait(reply.hold_ms)
+                if reply.answer is not None:
+                    await context.write(reply.answer)
+                if reply.done:
+                    return
+        except ProtocolError as error:
+            await context.abort(_STATUS[error.code], str(error))
+        finally:
+            stream.close()
+
+
+_STATUS = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def check_health(target: str, timeout: float) -> str:
+    """Ask a running server's grpc.health.v1.
+
+    Args:
+        target: `host:port` or `unix:/path`.
+        timeout: in seconds.
+
+    Returns:
+        `SERVING`, another status, or why there was no answer.
+    """
+    with grpc.insecure_channel(target) as channel:
+        check = channel.unary_unary(f"/{HEALTH}/Check", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString)
+        try:
+            answer = check(HealthCheckRequest(), timeout=timeout)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+    return HealthCheckResponse.ServingStatus.Name(answer.status)
