@@ -62,7 +62,7 @@ class Admin:
         except OSError as error:
             reason = error.strerror or str(error)
             raise LoopguardError(f"cannot listen on {address.text}: {reason}; choose another with --admin") from None
-        threading.Thread(target=self._server.serve_forever, name="admin", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), name="admin", daemon=True).start()
         return f"{address.text.rpartition(':')[0]}:{self._server.server_address[1]}"
 
     def stop(self) -> None:

@@ -15,6 +15,7 @@ import struct
 import time
 from array import array
 from collections.abc import Sequence
+from typing import TypeAlias
 from urllib.parse import SplitResult, parse_qsl
 
 from extproc.errors import UsageError
@@ -30,8 +31,8 @@ _SWEEP = 2
 _TALLY = struct.Struct("<Iqqq")
 _MAX_COUNT = 2**32 - 1
 
-_Entry = bytes | array[int]
-_Shard = dict[int, dict[str, _Entry]]  # lifetime in ms -> key -> entry
+_Entry: TypeAlias = "bytes | array[int]"
+_Shard: TypeAlias = dict[int, dict[str, "_Entry"]]  # lifetime in ms -> key -> entry
 
 
 class MemoryStore:
