@@ -103,12 +103,10 @@ def loop_message(outcome: Outcome, method: str, path: str) -> str:
 
 
 def duration(milliseconds: int) -> str:
-    """A span in the unit that a reader would use.
-
-    >>> duration(1500), duration(150_000)
-    ('1.5 seconds', '2.5 minutes')
-    """
+    """A span in the unit that a reader would use, such as `2.5 minutes`."""
     seconds = milliseconds / 1000
+    if seconds < 1:
+        return "less than a second"
     for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.3g} {unit}"

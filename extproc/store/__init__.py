@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import import_module
 from typing import Protocol
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
@@ -50,10 +50,10 @@ def open_store(url: str, metrics: Metrics) -> Store:
     Raises:
         UsageError: the scheme is unknown or the URL has something wrong.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in _SCHEMES:
+    scheme = urlsplit(url).scheme
+    if scheme not in _SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
         raise UsageError(f"unknown store {url!r}; known are: {known}")
-    module, _, name = _SCHEMES[parts.scheme].partition(":")
-    opener: Callable[[SplitResult, Metrics], Store] = getattr(import_module(module), name)
-    return opener(parts, metrics)
+    module, _, name = _SCHEMES[scheme].partition(":")
+    opener: Callable[[str, Metrics], Store] = getattr(import_module(module), name)
+    return opener(url, metrics)

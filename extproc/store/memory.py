@@ -16,7 +16,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
-from urllib.parse import SplitResult, parse_qsl
+from urllib.parse import parse_qsl, urlsplit
 
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
@@ -137,16 +137,17 @@ def _times(entry: _Entry) -> tuple[int, int]:
     return entry[-1], entry[0]  # a log that holds no time any more is as old as its cooldown
 
 
-def open_memory(url: SplitResult, metrics: Metrics) -> MemoryStore:
+def open_memory(url: str, metrics: Metrics) -> MemoryStore:
     """`memory://` with `?max_entries=N`.
 
     Raises:
         UsageError: anything else stands in the URL.
     """
-    options = dict(parse_qsl(url.query, keep_blank_values=True))
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
     limit = options.pop("max_entries", str(DEFAULT_MAX_ENTRIES))
-    if url.netloc or url.path.strip("/") or options:
-        raise UsageError(f"cannot use store {url.geturl()!r}: it takes the form memory://?max_entries=1000000")
+    if parts.netloc or parts.path.strip("/") or options:
+        raise UsageError(f"cannot use store {url!r}: it takes the form memory://?max_entries=1000000")
     if not limit.isdecimal() or int(limit) < 1:
-        raise UsageError(f"cannot use store {url.geturl()!r}: max_entries must be a positive integer")
+        raise UsageError(f"cannot use store {url!r}: max_entries must be a positive integer")
     return MemoryStore(metrics, int(limit))

@@ -1,0 +1,1 @@
+"""The test suite; `harness.py` runs the real parts."""

@@ -1,0 +1,237 @@
+"""Policies applied to requests, without clock, store or socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from extproc.decision import Action, Outcome, duration, loop_message, strictest
+from extproc.engine import Engine, Sealed, decide
+from extproc.fingerprint import NO_BODY, Body
+from extproc.metrics import Metrics
+from extproc.policy.loader import parse
+from extproc.request import HttpRequest
+from extproc.store.memory import MemoryStore
+from extproc.windows import Count
+from tests.documents import bundle, policy
+
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+ANY = {"pathPrefix": "/"}
+
+
+def make_engine(*policies: Mapping[str, Any], now: datetime = NOW, shadow: bool = False, **more: object) -> Engine:
+    """An engine for one bundle."""
+    return Engine(parse({"bundle.json": json.dumps(bundle(*policies, **more)).encode()}, NOW), now, shadow=shadow)
+
+
+def sealed(engine: Engine, request: HttpRequest, body: Body | None = NO_BODY) -> tuple[list[Sealed], list[Sealed]]:
+    """What would be counted, enforcing and shadow."""
+    check = engine.prepare(request)
+    assert check is not None
+    check.seal(body, "reason")
+    return check.counting, check.watching
+
+
+def get(target: str = "/", **headers: str) -> HttpRequest:
+    """A GET request; `x_a` is the header `x-a`."""
+    return HttpRequest("GET", target, "host", {name.replace("_", "-"): value.encode() for name, value in headers.items()})
+
+
+def verdict(engine: Engine, *counts: Count) -> Any:  # noqa: ANN401  # a Decision
+    """The decision about a GET / whose policies counted so."""
+    check = engine.prepare(get())
+    assert check is not None
+    check.seal(NO_BODY)
+    return decide(check, counts[: len(check.counting)], counts[len(check.counting) :])
+
+
+LOOP = Count(3, looping=True, cooldown_ms=0, span_ms=1_000)
+FINE = Count(1, looping=False, cooldown_ms=0, span_ms=0)
+
+
+def test_keys_are_as_documented() -> None:
+    """The key names mode, policy, detector, window, scope, tenant, fingerprint and check, in that order."""
+    engine = make_engine(
+        policy("live", ANY, limit_keys=["header:x-a"]), policy("canary", ANY, mode="shadow", window_type="fixed")
+    )
+
+    live, canary = sealed(engine, get(x_a="1"))
+
+    assert live[0].hit.key.startswith(f"loop:live:default:sliding_ttl::{live[0].tenant}:{live[0].fingerprint}")
+    assert len(live[0].hit.key.rpartition(":")[2]) == 8 + 16
+    assert canary[0].hit.key.startswith("shadow:loop:canary:default:fixed::")
+
+
+def test_all_matching_policies_count_for_themselves() -> None:
+    """Two policies on one request have keys of their own."""
+    live, _ = sealed(make_engine(policy("a", ANY), policy("b", ANY)), get())
+
+    assert len({item.hit.key for item in live}) == 2
+
+
+def test_a_missing_descriptor_vanishes_or_skips() -> None:
+    """By default a missing descriptor leaves the others; with `skip` the request is not counted."""
+    keys = ["header:x-a", "header:x-b"]
+    engine = make_engine(policy("share", ANY, limit_keys=keys), policy("skip", ANY, limit_keys=keys, missing_descriptor="skip"))
+    check = engine.prepare(get(x_a="1"))
+    assert check is not None
+
+    check.seal(NO_BODY)
+
+    assert [item.composite for item in check.counting] == ["GET|/||00000000|x-a=1"]
+    assert check.uncounted == [("skip", "missing_descriptor")]
+
+
+def test_an_unknown_body_is_not_counted_unless_ignored() -> None:
+    """Without its body a request is counted only by policies that ignore bodies."""
+    check = make_engine(policy("needs", ANY), policy("ignores", ANY, body="ignore")).prepare(get())
+    assert check is not None
+
+    check.seal(None, "grpc")
+
+    assert [item.plan.id for item in check.counting] == ["ignores"]
+    assert check.uncounted == [("needs", "grpc")]
+
+
+def test_an_ignored_body_leaves_its_slot_empty() -> None:
+    """`body: ignore` fingerprints like a request without a body."""
+    live, _ = sealed(make_engine(policy("a", ANY, body="ignore")), get(), NO_BODY.plus(b"payload"))
+
+    assert live[0].composite == "GET|/||00000000"
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [(get("/" + "x" * 70_000), "target_too_long"), (get(x_a="y" * 9_000), "descriptor_too_long")],
+)
+def test_what_is_too_long_is_not_counted(request_: HttpRequest, reason: str) -> None:
+    """A target or a descriptor past its bound leaves the request uncounted instead of costing time."""
+    check = make_engine(policy("a", ANY, limit_keys=["header:x-a"])).prepare(request_)
+
+    assert check is not None
+    assert check.uncounted == [("a", reason)]
+
+
+def test_the_strictest_answer_wins() -> None:
+    """Reject beats throttle beats warn; the warning of a policy that fired is kept."""
+    three = [policy(action, ANY, action=action) for action in ("warn", "throttle", "reject")]
+
+    assert verdict(make_engine(*three), LOOP, LOOP, LOOP).lead.policy == "reject"
+    throttled = verdict(make_engine(*three), LOOP, LOOP, FINE)
+    assert (throttled.action, throttled.warning) == (Action.THROTTLE, True)
+    assert verdict(make_engine(*three), FINE, FINE, FINE).lead is None
+
+
+def test_ties_go_to_the_longest_wait_then_to_the_first() -> None:
+    """Among equals the longest Retry-After or delay wins, then bundle order."""
+    engine = make_engine(policy("short", ANY), policy("long", ANY, window_seconds=600), policy("last", ANY, window_seconds=600))
+
+    assert verdict(engine, LOOP, LOOP, LOOP).lead.policy == "long"
+    slow = make_engine(policy("a", ANY, action="throttle", max_delay_ms=200), policy("b", ANY, action="throttle"))
+    assert verdict(slow, LOOP, LOOP).lead.policy == "b"
+
+
+def test_retry_after_is_the_cooldown_else_the_window() -> None:
+    """What is left of a cooldown is rounded up to seconds; without one the window tells."""
+    engine = make_engine(policy("a", ANY, cooldown_seconds=90))
+
+    assert verdict(engine, LOOP._replace(cooldown_ms=1_001)).lead.retry_after == 2
+    assert verdict(engine, LOOP).lead.retry_after == 60
+
+
+def test_a_throttle_waits_for_its_count_up_to_the_cap() -> None:
+    """The delay is 100 ms for each request counted, at most max_delay_ms."""
+    engine = make_engine(policy("a", ANY, action="throttle"))
+
+    assert verdict(engine, LOOP).lead.delay_ms == 300
+    assert verdict(engine, LOOP._replace(count=100_000)).lead.delay_ms == 30_000
+
+
+def test_shadow_policies_never_lead() -> None:
+    """A shadow policy's loop is reported and decides nothing."""
+    decision = verdict(make_engine(policy("s", ANY, mode="shadow"), policy("e", ANY, action="warn")), LOOP, LOOP)
+
+    assert decision.lead.policy == "e"
+    assert decision.shadow.policy == "s"
+
+
+def test_a_policy_can_be_forced_into_shadow() -> None:
+    """`--shadow` and `global_shadow` move every policy to the shadow lane, the latter until it expires."""
+    until = NOW + timedelta(hours=1)
+    override = {"enabled": True, "reason": "canary", "expires_at": until.isoformat()}
+
+    assert make_engine(policy("a", ANY), shadow=True).plans[0].shadow
+    assert make_engine(policy("a", ANY), global_shadow=override).plans[0].shadow
+    assert not make_engine(policy("a", ANY), global_shadow=override, now=until).plans[0].shadow
+    assert not make_engine(policy("a", ANY), global_shadow={"enabled": False}).plans[0].shadow
+
+
+def test_count_refused_is_about_refusals_alone() -> None:
+    """A throttled or warned request goes on, so it counts even with count_refused off."""
+    engine = make_engine(
+        *(policy(action, ANY, action=action, count_refused=False) for action in ("reject", "throttle", "warn"))
+    )
+
+    live, _ = sealed(engine, get())
+
+    assert [item.hit.count_refused for item in live] == [False, True, True]
+
+
+def test_an_error_in_a_shadow_policy_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a shadow policy's evaluation raises, the enforcing policy beside it is evaluated as if it were alone."""
+    engine = make_engine(policy("s", ANY, mode="shadow", limit_keys=["header:x-a"]), policy("e", ANY))
+    monkeypatch.setattr(engine.plans[0], "descriptors", [None])
+
+    check = engine.prepare(get())
+
+    assert check is not None
+    check.seal(NO_BODY)
+    assert [item.plan.id for item in check.counting] == ["e"]
+    assert [identity for identity, _ in check.failures] == ["s"]
+
+
+def test_a_million_distinct_requests_share_no_count() -> None:
+    """1,000,000 distinct requests of 1,000 tenants: every one is the first of its kind."""
+    engine = make_engine(policy("a", ANY, limit_keys=["header:x-user-id"]))
+    store = MemoryStore(Metrics(), 1_100_000)
+    for tenant in range(1_000):
+        request = HttpRequest("POST", "/v1/chat/completions", "host", {"x-user-id": b"user-%d" % tenant})
+        check = engine.prepare(request)
+        assert check is not None
+        for number in range(1_000):
+            check.seal(NO_BODY.plus(b'{"prompt": %d}' % number))
+            (count,) = store.hit([check.counting[0].hit], number)
+            assert count.count == 1
+
+    assert len(store) == 1_000_000
+
+
+def test_the_message_says_what_to_do() -> None:
+    """What repeated, how often, over what span; a long path is cut, odd bytes cannot break the JSON."""
+    outcome = Outcome("p", "enforce", Action.REJECT, "f" * 8, "t" * 16, 7, 150_000, 60, 0, 60, 429)
+
+    message = loop_message(outcome, "POST", "/v1/" + "x" * 1_000 + "\udcff")
+
+    assert "POST /v1/xxx" in message
+    assert "7 times within 2.5 minutes" in message
+    assert "change the approach" in message
+    assert len(message) < 600
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "text"),
+    [(0, "less than a second"), (999, "less than a second"), (1_500, "1.5 seconds"), (150_000, "2.5 minutes"),
+     (7_200_000, "2 hours"), (864_000_000, "10 days")],
+)  # fmt: skip
+def test_spans_read_as_a_person_would_say_them(milliseconds: int, text: str) -> None:
+    """The unit grows with the span."""
+    assert duration(milliseconds) == text
+
+
+def test_nothing_acted_on_leads_nowhere() -> None:
+    """Without any loop there is no strictest outcome."""
+    assert strictest([]) is None

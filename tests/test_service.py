@@ -1,0 +1,579 @@
+"""One ext_proc stream at a time, message by message, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from extproc.errors import ProtocolError, StoreError
+from extproc.metrics import Metrics
+from extproc.pb.external_processor_pb2 import HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse
+from extproc.service import Holds, Reply, Service, Stream
+from extproc.settings import Settings
+from extproc.store import Store
+from extproc.store.memory import MemoryStore
+from extproc.windows import Count, Hit
+from tests.documents import policy
+from tests.messages import MODES, body, headers
+from tests.test_engine import ANY, make_engine
+
+
+class FailingStore:
+    """A store that fails for keys that hold `failing`, at once or later."""
+
+    def __init__(self, failing: str = "", error: Exception | None = None, *, later: bool = False) -> None:
+        self._failing = failing
+        self._error = error or StoreError("down", kind="connection")
+        self._later = later
+        self._memory = MemoryStore(Metrics())
+
+    def hit(self, hits: Sequence[Hit], now: int | None = None) -> Sequence[Count] | Awaitable[Sequence[Count]]:
+        """Count or fail."""
+        failing = any(self._failing in hit.key for hit in hits)
+
+        async def answer() -> Sequence[Count]:
+            await asyncio.sleep(0)
+            if failing:
+                raise self._error
+            return self._memory.hit(hits, now)
+
+        if self._later:
+            return answer()
+        if failing:
+            raise self._error
+        return self._memory.hit(hits, now)
+
+    def health(self) -> str:
+        """Never well."""
+        return "down"
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+def make_service(*policies: Mapping[str, Any], store: Store | None = None, **settings: Any) -> Service:  # noqa: ANN401
+    """A service for one bundle."""
+    metrics = Metrics()
+    local = MemoryStore(metrics)
+    return Service(make_engine(*policies), store or local, local, metrics, Settings(**settings))
+
+
+def receive(stream: Stream, message: Message) -> Reply:
+    """Hand one message over and wait for the reply."""
+    reply = stream.receive(message.SerializeToString())
+
+    async def settled() -> Reply:
+        return await reply if inspect.isawaitable(reply) else reply
+
+    return asyncio.run(settled()) if inspect.isawaitable(reply) else reply
+
+
+def decoded(reply: Reply) -> ProcessingResponse:
+    """The answer as a message."""
+    assert reply.answer is not None
+    return ProcessingResponse.FromString(reply.answer)
+
+
+def exchange(service: Service, *messages: ProcessingRequest) -> list[Reply]:
+    """One whole stream; stops where the server ends it."""
+    stream = service.open()
+    replies = []
+    try:
+        for message in messages:
+            replies.append(receive(stream, message))
+            if replies[-1].done:
+                break
+    finally:
+        stream.close()
+    return replies
+
+
+def repeat(service: Service, *messages: ProcessingRequest, times: int) -> ProcessingResponse:
+    """The same stream several times; returns the last answer of the last one."""
+    for _ in range(times):
+        replies = exchange(service, *messages)
+    return decoded(replies[-1])
+
+
+def sample(service: Service, name: str, **labels: str) -> float:
+    """A metric's value."""
+    return service.metrics.registry.get_sample_value(f"loopguard_{name}", labels) or 0.0
+
+
+def metadata_of(answer: ProcessingResponse) -> dict[str, Any]:
+    """Our namespace of an answer's dynamic metadata."""
+    metadata: dict[str, Any] = MessageToDict(answer.dynamic_metadata).get("loopguard", {})
+    return metadata
+
+
+def headers_of(answer: ProcessingResponse) -> dict[str, str]:
+    """An immediate response's headers."""
+    return {item.header.key: item.header.raw_value.decode() for item in answer.immediate_response.headers.set_headers}
+
+
+def test_a_request_that_no_policy_matches_is_finished_at_once() -> None:
+    """The stream ends in the headers phase, and the request counts as unmatched."""
+    service = make_service(policy("a", {"pathExact": "/guarded"}))
+
+    (reply,) = exchange(service, headers("/other"))
+
+    assert reply.done
+    assert decoded(reply).WhichOneof("response") == "request_headers"
+    assert sample(service, "unmatched_total") == 1
+
+
+def test_a_request_without_a_body_is_decided_in_the_headers_phase() -> None:
+    """End of stream in the headers means that nothing more will come."""
+    service = make_service(policy("a", ANY))
+
+    answer = repeat(service, headers(method="GET", end=True), times=3)
+
+    assert answer.immediate_response.status.code == 429
+
+
+def test_a_body_is_waited_for_and_decided_once_complete() -> None:
+    """Headers are answered, the decision comes with the body, and different bodies are different requests."""
+    service = make_service(policy("a", ANY))
+
+    first = exchange(service, headers(), body(b"one"))
+    repeat(service, headers(), body(b"two"), times=2)
+    refused = repeat(service, headers(), body(b"two"), times=1)
+
+    assert [reply.done for reply in first] == [False, True]
+    assert [decoded(reply).WhichOneof("response") for reply in first] == ["request_headers", "request_body"]
+    assert refused.immediate_response.status.code == 429
+
+
+def test_a_refusal_carries_everything_a_client_needs() -> None:
+    """Status, headers, details, gRPC status, body and metadata are as documented."""
+    service = make_service(policy("p", ANY, reject_status=422, cooldown_seconds=90, limit_keys=["header:x-a"]))
+
+    answer = repeat(service, headers("/v1/messages?beta=true", method="GET", end=True, x_a="1"), times=3)
+
+    immediate = answer.immediate_response
+    fingerprint = headers_of(answer)["x-loopguard-fingerprint"]
+    assert immediate.status.code == 422
+    assert immediate.grpc_status.status == 8
+    assert immediate.details == "loop_detected"
+    assert headers_of(answer) == {
+        "content-type": "application/json",
+        "Retry-After": "90",
+        "x-should-retry": "false",
+        "X-Fairvisor-Reason": "loop_detected",
+        "x-loopguard-policy": "p",
+        "x-loopguard-fingerprint": fingerprint,
+        "x-loopguard-count": "3",
+    }
+    page = json.loads(immediate.body)
+    message = page["error"]["message"]
+    assert page == {
+        "type": "error",
+        "error": {"message": message, "type": "loop_detected", "param": None, "code": "recursive_loop_detected"},
+        "detail": {"error": "recursive_loop_detected", "message": message, "cooldown_seconds": 90},
+    }
+    assert metadata_of(answer) == {
+        "action": "reject",
+        "reason": "loop_detected",
+        "policy": "p",
+        "fingerprint": fingerprint,
+        "count": 3,
+    }
+
+
+def test_only_anthropic_paths_get_a_top_level_type() -> None:
+    """Elsewhere the body has no `type` beside `error`."""
+    answer = repeat(make_service(policy("p", ANY)), headers("/v1/chat/completions", end=True), times=3)
+
+    assert set(json.loads(answer.immediate_response.body)) == {"error", "detail"}
+
+
+def test_a_warning_goes_upstream_and_into_the_metadata() -> None:
+    """The warn action sets the header on the request and `warning` in the metadata, and lets the request through."""
+    answer = repeat(make_service(policy("p", ANY, action="warn")), headers(), body(b"x"), times=3)
+
+    (option,) = answer.request_body.response.header_mutation.set_headers
+    assert (option.header.key, option.header.raw_value) == ("X-Fairvisor-Warning", b"loop_warn")
+    assert metadata_of(answer)["warning"] == "loop_warn"
+
+
+def test_a_throttled_request_makes_envoy_wait_first() -> None:
+    """One override of the message timeout, longer than the hold; then the answer that lets the request through."""
+    service = make_service(policy("p", ANY, action="throttle"), policy("w", ANY, action="warn"))
+    for _ in range(3):
+        reply = exchange(service, headers(end=True))[-1]
+
+    override = ProcessingResponse.FromString(reply.first)
+    assert reply.hold_ms == 300
+    assert override.override_message_timeout.ToMilliseconds() > 300
+    assert override.WhichOneof("response") is None
+    assert decoded(reply).request_headers.response.header_mutation.set_headers
+    assert metadata_of(decoded(reply))["action"] == "throttle"
+
+
+def test_holds_are_bounded_in_all_and_per_tenant() -> None:
+    """Past a tenth of --max-throttled one tenant, and past all of it anybody, is rejected instead; closing frees the place."""
+    service = make_service(policy("p", ANY, action="throttle", limit_keys=["header:x-a"]), max_throttled=10)
+    tenants = [str(number) for number in range(11)]
+    for tenant in tenants:
+        repeat(service, headers(end=True, x_a=tenant), times=2)
+    streams = {tenant: service.open() for tenant in tenants}
+    second = service.open()
+
+    holds = {tenant: receive(stream, headers(end=True, x_a=tenant)).hold_ms for tenant, stream in streams.items()}
+    same_tenant = decoded(receive(second, headers(end=True, x_a="0")))
+    streams.pop("0").close()
+    third = service.open()
+    freed = receive(third, headers(end=True, x_a="0"))
+
+    assert holds == {**dict.fromkeys(tenants, 300), "10": 0}
+    assert same_tenant.immediate_response.status.code == 429
+    assert freed.hold_ms > 0
+    assert sample(service, "throttled_in_flight") == 10
+    for stream in (*streams.values(), second, third):
+        stream.close()
+    assert sample(service, "throttled_in_flight") == sample(service, "streams_in_flight") == 0
+    assert sample(service, "loops_detected_total", policy="p", mode="enforce", action="reject") == 2
+
+
+def test_a_hold_ends_early_when_the_server_stops() -> None:
+    """Released holds end at once, and so does every later one."""
+
+    async def scenario() -> None:
+        holds = Holds(10)
+        waiting = asyncio.create_task(holds.wait(3_600_000))
+        await asyncio.sleep(0)
+        holds.release()
+        await waiting
+        await holds.wait(3_600_000)
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (headers(content_type="application/grpc"), "grpc"),
+        (headers(content_type="application/grpc+proto"), "grpc"),
+        (headers(upgrade="websocket", method="GET"), "upgrade"),
+        (headers("", method="CONNECT"), "connect"),
+        (headers(mode="NONE"), "no_body_phase"),
+        (headers(mode="FULL_DUPLEX_STREAMED"), "body_mode"),
+    ],
+)
+def test_an_unknowable_body_finishes_the_stream_uncounted(message: ProcessingRequest, reason: str) -> None:
+    """However often it comes, such a request passes at once and is counted as uncounted."""
+    service = make_service(policy("p", {"routes": ["r"], "pathPrefix": "/"}), policy("q", {"routes": ["r"]}))
+    message.attributes["envoy.filters.http.ext_proc"].update({"xds.route_name": "r"})
+
+    replies = [exchange(service, message)[-1] for _ in range(4)]
+
+    assert all(reply.done and decoded(reply).WhichOneof("response") == "request_headers" for reply in replies)
+    assert sample(service, "uncounted_total", policy="q", reason=reason) == 4
+
+
+def test_grpc_web_bodies_are_known() -> None:
+    """application/grpc-web is an ordinary body."""
+    service = make_service(policy("p", ANY))
+
+    assert [reply.done for reply in exchange(service, headers(content_type="application/grpc-web+proto"), body(b"x"))] == [
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "counted"),
+    [
+        ([headers(mode="BUFFERED"), body(b"abc", end=False)], True),  # trailers follow
+        ([headers(mode=None, content_length="3"), body(b"abc", end=False)], True),
+        ([headers(mode="BUFFERED_PARTIAL", content_length="3"), body(b"abc", end=False)], True),
+        ([headers(mode="BUFFERED_PARTIAL", content_length="9"), body(b"abc", end=False)], False),
+        ([headers(mode="BUFFERED_PARTIAL"), body(b"abc", end=False)], False),
+        ([headers(mode=None, content_length="-3"), body(b"abc", end=False)], False),
+        ([headers(mode="STREAMED"), body(b"a", end=False), body(b"bc", end=False), body(b"")], True),
+        ([headers(mode="STREAMED"), body(b"abc", end=False), ProcessingRequest(request_trailers=HttpTrailers())], True),
+        ([headers(mode=None), ProcessingRequest(response_headers=HttpHeaders())], False),
+    ],
+)
+def test_a_body_counts_exactly_when_it_is_whole(messages: list[ProcessingRequest], counted: bool) -> None:
+    """A body cut off at the buffer limit is not counted; one that is merely followed by trailers is."""
+    service = make_service(policy("p", ANY))
+
+    replies = exchange(service, *messages)
+
+    assert len(replies) == len(messages)
+    assert replies[-1].done
+    assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == counted
+    assert sum(s.value for m in service.metrics.uncounted.collect() for s in m.samples if s.name.endswith("_total")) == (
+        not counted
+    )
+
+
+def test_a_stream_that_ends_before_its_body_is_uncounted() -> None:
+    """A client that leaves while uploading is not counted, and that is counted."""
+    service = make_service(policy("p", ANY))
+
+    exchange(service, headers())
+
+    assert sample(service, "uncounted_total", policy="p", reason="no_body_phase") == 1
+    assert sample(service, "streams_in_flight") == 0
+
+
+def test_descriptors_come_from_where_envoy_puts_them() -> None:
+    """Verified claims, the trusted address without its port, the route's name."""
+    keys = ["jwt:org_id", "jwt:level", "ip:address"]
+    service = make_service(policy("p", {"routes": ["llm"]}, limit_keys=keys), log_descriptors=True)
+    message = headers(end=True, attributes={"source.address": "[2001:db8::1]:443", "xds.route_name": "llm"})
+    metadata = message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"]
+    metadata.update({"my_payload": {"org_id": "org-abc", "level": 7}})
+    stream = service.open()
+    seen = stream._read(message)
+    stream.close()
+
+    assert seen.claims == {"org_id": "org-abc", "level": "7"}
+    assert (seen.address, seen.route) == ("2001:db8::1", "llm")
+
+
+def test_unverified_tokens_are_read_only_by_opt_in() -> None:
+    """A bearer token is decoded only with --allow-unverified-jwt, and a verified claim wins over it."""
+    token = "Bearer e30.eyJvcmdfaWQiOiAib3JnLWFiYyJ9.x"  # {"org_id": "org-abc"}
+
+    def claims(*, allowed: bool, verified: bool) -> Mapping[str, str]:
+        service = make_service(policy("p", ANY, limit_keys=["jwt:org_id"]), allow_unverified_jwt=allowed)
+        message = headers(end=True, authorization=token)
+        if verified:
+            message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update({"x": {"org_id": "real"}})
+        return service.open()._read(message).claims
+
+    assert claims(allowed=False, verified=False) == {}
+    assert claims(allowed=True, verified=False) == {"org_id": "org-abc"}
+    assert claims(allowed=True, verified=True) == {"org_id": "real"}
+
+
+def test_the_first_of_repeated_headers_wins() -> None:
+    """A second header of the same name changes nothing."""
+    service = make_service(policy("p", ANY, limit_keys=["header:x-a"]))
+    message = headers(end=True, x_a="first")
+    message.request_headers.headers.headers.add(key="x-a", raw_value=b"second")
+
+    assert service.open()._read(message).header("x-a") == "first"
+
+
+def test_shadow_reports_and_does_nothing_else() -> None:
+    """Past its threshold a shadow policy adds metadata to an answer that is otherwise that of a plain allow."""
+    service = make_service(policy("s", ANY, mode="shadow"))
+
+    answer = repeat(service, headers(end=True), times=3)
+
+    shadow = {"shadow_action": "reject", "shadow_policy": "s", "shadow_count": 3}
+    assert metadata_of(answer) == shadow
+    answer.ClearField("dynamic_metadata")
+    assert answer == decoded(exchange(make_service(policy("s", ANY)), headers(end=True))[-1])
+    assert sample(service, "loops_detected_total", policy="s", mode="shadow", action="reject") == 1
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("error", [StoreError("down", kind="timeout"), RuntimeError("bug")])
+@pytest.mark.parametrize("on_store_error", ["allow", "reject"])
+def test_a_failing_shadow_lane_changes_no_answer(error: Exception, on_store_error: str, later: bool) -> None:
+    """When the store fails for the shadow policies alone, enforcing answers are those of a service without them."""
+    alone = make_service(policy("e", ANY))
+    store = FailingStore("shadow:", error, later=later)
+    beside = make_service(policy("s", ANY, mode="shadow"), policy("e", ANY), store=store, on_store_error=on_store_error)
+
+    for _ in range(4):
+        expected, got = (decoded(exchange(service, headers(end=True))[-1]) for service in (alone, beside))
+        assert got.WhichOneof("response") == expected.WhichOneof("response")
+        assert got.immediate_response == expected.immediate_response
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_store_that_is_down_leaves_a_local_window(later: bool) -> None:
+    """By default the requests go on and a window of this process still catches the loop."""
+    service = make_service(policy("p", ANY), store=FailingStore(later=later))
+
+    answers = [decoded(exchange(service, headers(end=True))[-1]) for _ in range(3)]
+
+    assert [answer.WhichOneof("response") for answer in answers] == ["request_headers", "request_headers", "immediate_response"]
+    assert sample(service, "store_errors_total", kind="connection") == 3
+    assert sample(service, "fail_open_total", reason="store_error") == 3
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_store_that_is_down_can_refuse(later: bool) -> None:
+    """With --on-store-error reject the answer is 503 store_unavailable, never a loop; shadow policies are not asked."""
+    store = FailingStore(later=later)
+    service = make_service(policy("p", ANY), store=store, on_store_error="reject")
+    shadow_only = make_service(policy("s", ANY, mode="shadow"), store=store, on_store_error="reject")
+
+    answer = decoded(exchange(service, headers(end=True))[-1])
+    passed = decoded(exchange(shadow_only, headers(end=True))[-1])
+
+    assert answer.immediate_response.status.code == 503
+    assert answer.immediate_response.details == "store_unavailable"
+    assert headers_of(answer)["X-Fairvisor-Reason"] == "store_unavailable"
+    assert json.loads(answer.immediate_response.body)["error"]["code"] == "store_unavailable"
+    assert passed.WhichOneof("response") == "request_headers"
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_an_internal_error_lets_the_request_through(later: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A bug is counted and logged, and the client never notices."""
+    service = make_service(policy("p", ANY), store=FailingStore(error=RuntimeError("bug"), later=later))
+
+    (reply,) = exchange(service, headers(end=True))
+
+    assert reply.done
+    assert decoded(reply).WhichOneof("response") == "request_headers"
+    assert sample(service, "fail_open_total", reason="internal_error") == 1
+    assert "internal error" in caplog.text
+
+
+def test_overload_lets_requests_through_at_once() -> None:
+    """Past --max-streams a request is not even looked at, and that is counted."""
+    service = make_service(policy("p", ANY), max_streams=1)
+    first = service.open()
+
+    (reply,) = exchange(service, headers())
+    first.close()
+
+    assert reply.done
+    assert sample(service, "overload_total") == 1
+    assert [reply.done for reply in exchange(service, headers(), body())] == [False, True]
+
+
+def test_record_reports_every_matched_request() -> None:
+    """With --record even a plain allow carries fingerprint, tenant and the body's CRC32."""
+    service = make_service(policy("p", ANY), record=True)
+
+    recorded = metadata_of(decoded(exchange(service, headers(), body(b"plumless"))[-1]))
+
+    assert set(recorded) == {"fingerprint", "tenant", "body_crc32"}
+    assert recorded["body_crc32"] == "4ddb0c25"
+
+
+def test_a_plain_allow_sends_no_metadata() -> None:
+    """Nothing detected, nothing said."""
+    answer = decoded(exchange(make_service(policy("p", ANY)), headers(end=True))[-1])
+
+    assert not answer.HasField("dynamic_metadata")
+
+
+def test_detections_are_logged_without_descriptor_values(caplog: pytest.LogCaptureFixture) -> None:
+    """One line per detection with policy, fingerprint, count and action; values only with --log-descriptors; rate-limited."""
+
+    def lines(*, shown: bool, times: int) -> list[dict[str, Any]]:
+        caplog.clear()
+        service = make_service(policy("p", ANY, limit_keys=["header:x-a"]), log_descriptors=shown)
+        repeat(service, headers(end=True, x_a="secret"), times=times)
+        return [vars(record)["fields"] for record in caplog.records if record.levelno == logging.WARNING]
+
+    (line,) = lines(shown=False, times=3)
+    assert (line["policy"], line["action"], line["count"]) == ("p", "reject", 3)
+    assert "secret" not in str(line)
+    assert lines(shown=True, times=3)[0]["descriptors"] == {"x-a": "secret"}
+    assert len(lines(shown=False, times=500)) < 100
+
+
+def test_garbage_bytes_are_a_protocol_error() -> None:
+    """What is not a ProcessingRequest is refused with INVALID_ARGUMENT."""
+    stream = make_service(policy("p", ANY)).open()
+
+    with pytest.raises(ProtocolError) as error:
+        stream.receive(b"\xff\xff\xff")
+
+    assert error.value.code == 3
+
+
+def test_a_phase_from_the_future_ends_the_stream() -> None:
+    """A message of no known phase has no well-formed answer; ending with OK makes Envoy go on."""
+    (reply,) = exchange(make_service(policy("p", ANY)), ProcessingRequest())
+
+    assert reply == Reply(None, done=True)
+
+
+def test_observability_mode_never_holds() -> None:
+    """Where Envoy does not wait, holding a stream would serve nobody."""
+    service = make_service(policy("p", ANY, action="throttle"))
+    message = headers(end=True)
+    message.observability_mode = True
+
+    replies = [exchange(service, message)[-1] for _ in range(4)]
+
+    assert [reply.hold_ms for reply in replies] == [0, 0, 0, 0]
+
+
+RAW = st.binary(max_size=12)
+HEADER = st.tuples(
+    st.sampled_from(
+        [":method", ":path", ":authority", "content-type", "content-length", "upgrade", "authorization", "x-a", ""]
+    ),
+    RAW
+    | st.sampled_from([b"/", b"/?a=%00&b", b"POST", b"CONNECT", b"application/grpc", b"99999999999999999999", b"Bearer a.b.c"]),
+)
+
+
+@st.composite
+def processing_requests(draw: st.DrawFn) -> ProcessingRequest:
+    """Any message that protobuf can express, likely or not."""
+    message = ProcessingRequest()
+    kind = draw(st.sampled_from([*[field.name for field in ProcessingRequest.DESCRIPTOR.oneofs[0].fields], None]))
+    if kind is not None:
+        part = getattr(message, kind)
+        part.SetInParent()
+        if kind.endswith("headers"):
+            part.end_of_stream = draw(st.booleans())
+            for name, value in draw(st.lists(HEADER, max_size=6)):
+                part.headers.headers.add(key=name, raw_value=value)
+        if kind.endswith("body"):
+            part.end_of_stream = draw(st.booleans())
+            part.body = draw(RAW)
+    message.observability_mode = draw(st.booleans())
+    if draw(st.booleans()):
+        message.protocol_config.request_body_mode = draw(st.sampled_from([*MODES.values(), 99]))  # type: ignore[assignment]
+    if draw(st.booleans()):
+        odd = draw(st.text(max_size=5) | st.floats() | st.booleans() | st.none())
+        message.attributes["envoy.filters.http.ext_proc"].update({"source.address": odd, "xds.route_name": odd})
+        message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update({"p": {"a": odd}, "q": odd})
+    return message
+
+
+FUZZED = [
+    policy("r", ANY, limit_keys=["jwt:a", "header:x-a", "query:a", "ip:address"], threshold_identical_requests=2),
+    policy("t", ANY, action="throttle", body="ignore", threshold_identical_requests=2),
+    policy("s", {"routes": ["x"]}, mode="shadow", window_type="sliding_log"),
+]
+
+
+@pytest.mark.parametrize("later", [False, True])
+@given(messages=st.lists(processing_requests(), max_size=6))
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+def test_any_sequence_of_messages_is_answered(messages: list[ProcessingRequest], later: bool) -> None:
+    """Nothing raises, and every message up to the end of the stream gets one answer of its own phase, or a refusal."""
+    store = FailingStore("never", later=later)
+    service = make_service(*FUZZED, store=store, allow_unverified_jwt=True, record=True)
+    stream = service.open()
+    for message in messages:
+        reply = receive(stream, message)
+        kind = message.WhichOneof("request")
+        assert (reply.answer is None) == (kind is None)
+        if kind is not None:
+            assert decoded(reply).WhichOneof("response") in (kind, "immediate_response")
+        if reply.done:
+            break
+    stream.close()
+
+    assert service.streams == service.holds.held == 0
+    assert sample(service, "fail_open_total", reason="internal_error") == 0
+    assert sample(service, "fail_open_total", reason="shadow_error") == 0

@@ -1,0 +1,150 @@
+"""The window arithmetic against a brute-force reading of its definition; time is an argument."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.windows import Count, Hit, Tally, log, tally
+
+WINDOW_TYPES = ("sliding_ttl", "sliding_log", "fixed")
+
+
+def make_hit(window_type: str = "sliding_ttl", **changes: Any) -> Hit:  # noqa: ANN401  # Hit's own fields
+    """A hit with a window of 10 s and a threshold of 3, changed as asked."""
+    made = Hit("key", window_type, 10_000, 3, 0, count_refused=True, count_to=100)
+    return made._replace(**changes)
+
+
+def run(hit: Hit, times: list[int]) -> list[Count]:
+    """Count one request at each time."""
+    state: Any = None
+    answers = []
+    for now in times:
+        state, answer = (log if hit.window_type == "sliding_log" else tally)(state, hit, now)
+        answers.append(answer)
+    return answers
+
+
+def oracle(hit: Hit, times: list[int]) -> list[Count]:
+    """The same by definition: keep every counted request for ever and look at them all each time."""
+    counted: list[int] = []
+    cooling_until = 0
+    answers = []
+    for now in times:
+        window: list[int] = []
+        if hit.window_type == "sliding_log":
+            window = [time for time in counted if now - time < hit.window_ms]
+        else:
+            for time in counted:  # runs: each request joins the window of the one before, or starts another
+                anchor = window[0] if window and hit.window_type == "fixed" else window[-1] if window else time
+                window = [*window, time] if time - anchor < hit.window_ms else [time]
+            if window and now - (window[0] if hit.window_type == "fixed" else window[-1]) >= hit.window_ms:
+                window = []
+        count = len(window) + 1
+        cooling = now < cooling_until
+        looping = cooling or count >= hit.threshold
+        if not cooling and len(window) < hit.threshold <= count:
+            cooling_until = now + hit.cooldown_ms
+        answers.append(Count(count, looping, max(0, cooling_until - now), now - window[0] if window else 0))
+        if hit.count_refused or not looping:
+            counted.append(now)
+    return answers
+
+
+@given(
+    st.sampled_from(WINDOW_TYPES),
+    st.integers(1, 20),
+    st.integers(2, 4),
+    st.sampled_from([0, 0, 5, 30]),
+    st.booleans(),
+    st.lists(st.integers(0, 12), max_size=30),
+)
+def test_every_window_does_what_its_definition_says(  # what a window is made of
+    window_type: str, window: int, threshold: int, cooldown: int, count_refused: bool, gaps: list[int]
+) -> None:
+    """For any sequence of requests, counts, verdicts, cooldowns and spans are those of the brute-force reading."""
+    hit = Hit("key", window_type, window, threshold, cooldown, count_refused, 100)
+    times = [sum(gaps[: position + 1]) for position in range(len(gaps))]
+
+    assert run(hit, times) == oracle(hit, times)
+
+
+@pytest.mark.parametrize("window_type", WINDOW_TYPES)
+def test_the_nth_request_is_the_first_acted_on(window_type: str) -> None:
+    """With threshold N the first N-1 requests pass, the Nth and every later one is acted on."""
+    answers = run(make_hit(window_type), [0, 1, 2, 3])
+
+    assert [answer.looping for answer in answers] == [False, False, True, True]
+    assert [answer.count for answer in answers] == [1, 2, 3, 4]
+
+
+def test_windows_differ_in_what_a_slow_repeat_is() -> None:
+    """Requests 6 s apart in a 10 s window: the TTL never lapses, the log holds two, the fixed window starts anew."""
+    times = [0, 6_000, 12_000, 18_000]
+
+    counts = {kind: [answer.count for answer in run(make_hit(kind), times)] for kind in WINDOW_TYPES}
+
+    assert counts == {"sliding_ttl": [1, 2, 3, 4], "sliding_log": [1, 2, 2, 2], "fixed": [1, 2, 1, 2]}
+
+
+@pytest.mark.parametrize("window_type", WINDOW_TYPES)
+def test_a_cooldown_outlasts_the_window(window_type: str) -> None:
+    """After a trip the key stays acted on for the cooldown, even when its window has emptied; then it is free."""
+    answers = run(make_hit(window_type, cooldown_ms=60_000), [0, 1, 2, 30_000, 60_001, 60_002, 80_000])
+
+    assert [answer.looping for answer in answers] == [False, False, True, True, True, False, False]
+    assert [answer.cooldown_ms for answer in answers] == [0, 0, 60_000, 30_002, 1, 0, 0]
+
+
+def test_refusals_do_not_prolong_the_cooldown() -> None:
+    """A client that hammers on is told an ever shorter wait."""
+    answers = run(make_hit(cooldown_ms=60_000), [0, 1, 2, 1_002, 2_002])
+
+    assert [answer.cooldown_ms for answer in answers[2:]] == [60_000, 59_000, 58_000]
+
+
+@pytest.mark.parametrize("window_type", WINDOW_TYPES)
+def test_refused_requests_can_be_left_out(window_type: str) -> None:
+    """With count_refused off, refusals leave the window as it was, so it empties although the client hammers on."""
+    hit = make_hit(window_type, count_refused=False)
+
+    answers = run(hit, [0, 1, 5_000, 9_000, 10_001])
+
+    assert [answer.count for answer in answers] == [1, 2, 3, 3, 1]
+    assert [answer.looping for answer in answers] == [False, False, True, True, False]
+
+
+def test_a_log_remembers_a_bounded_number() -> None:
+    """A sliding_log keeps at most count_to times, and says so many at most, without losing the verdict."""
+    hit = make_hit("sliding_log", count_to=4)
+    state: array[int] | None = None
+
+    for now in range(50):
+        state, answer = log(state, hit, now)
+
+    assert state is not None
+    assert len(state) - 1 == 4
+    assert answer == Count(4, looping=True, cooldown_ms=0, span_ms=4)
+
+
+@pytest.mark.parametrize("window_type", WINDOW_TYPES)
+def test_a_clock_that_steps_back_is_the_last_time_seen(window_type: str) -> None:
+    """A request that is older than the one before it counts as simultaneous: no negative span, no lost count."""
+    answers = run(make_hit(window_type), [5_000, 4_000, 4_500])
+
+    assert [answer.count for answer in answers] == [1, 2, 3]
+    assert all(answer.span_ms == 0 for answer in answers)
+
+
+def test_a_tally_is_three_times_and_a_count() -> None:
+    """The state after two requests is what stores keep."""
+    state, _ = tally(None, make_hit(), 7)
+
+    state, _ = tally(state, make_hit(), 9)
+
+    assert state == Tally(2, 7, 9, 0)
