@@ -11,12 +11,13 @@ import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any, NamedTuple
 
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from extproc.errors import LoopguardError
+from extproc.errors import LoopguardError, UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Address
 
@@ -52,10 +53,11 @@ class Admin:
             `host:port`, with the real port where 0 was asked for.
 
         Raises:
+            UsageError: the address is no TCP address.
             LoopguardError: the address cannot be listened on.
         """
         if address.is_unix:
-            raise LoopguardError(f"cannot listen on {address.text}: --admin takes HOST:PORT")
+            raise UsageError(f"--admin must be HOST:PORT, not {address.text!r}")
         server = _server_class(address.host)
         try:
             self._server = server((address.host, address.port), self._handler())
@@ -84,7 +86,7 @@ class Admin:
                 if path == "/metrics":
                     self._send(HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(metrics.registry))
                 elif path in pages:
-                    page = pages[path]()
+                    page = _page(pages[path])
                     self._send(page.status, "application/json", json.dumps(page.body, indent=2).encode() + b"\n")
                 else:
                     known = ", ".join(["/metrics", *pages])
@@ -106,10 +108,21 @@ class Admin:
         return Handler
 
 
+def _page(make: Callable[[], Page]) -> Page:
+    try:
+        return make()
+    except Exception as error:  # noqa: BLE001  # an answer that says so helps more than a connection that closes
+        return Page(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)})
+
+
 def _server_class(host: str) -> type[ThreadingHTTPServer]:
     class Server(ThreadingHTTPServer):
         daemon_threads = True
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        def server_bind(self) -> None:
+            """Without the base class's look-up of its own name, which takes seconds where DNS is down."""
+            TCPServer.server_bind(self)
 
         def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
             """A client that hangs up halfway is no error of ours."""

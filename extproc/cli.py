@@ -11,12 +11,14 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 from extproc import settings
 from extproc.engine import Engine, Sealed
 from extproc.errors import BundleErrors, LoopguardError, UsageError
 from extproc.fingerprint import NO_BODY
+from extproc.logs import one_line
 from extproc.policy.bundle import schema
 from extproc.policy.loader import load
 from extproc.request import HttpRequest, unverified_claims
@@ -50,14 +52,14 @@ exit code: 0 serving, 1 anything else""",
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0 good, 1 failed, 2 usage."""
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         return int(options.run(options))
     except UsageError as error:
         return _complain(str(error), 2)
     except BundleErrors as error:
         for problem in error.errors:
-            print(problem, file=sys.stderr)
+            print(one_line(str(problem)), file=sys.stderr)
         return 1
     except LoopguardError as error:
         return _complain(str(error), 1)
@@ -96,7 +98,7 @@ def _serve(options: argparse.Namespace) -> int:
 def _validate(options: argparse.Namespace) -> int:
     policies = load(options.path, _now())
     for notice in (*policies.warnings, *policies.unenforced):
-        print(f"warning: {notice}", file=sys.stderr)
+        print(one_line(f"warning: {notice}"), file=sys.stderr)
     if policies.unenforced:
         print("serve refuses these parts unless --allow-unenforced is given", file=sys.stderr)
     count = sum(len(source.policies) for source in policies.sources)
@@ -115,7 +117,7 @@ def _explain(options: argparse.Namespace) -> int:
     request = _request(options, body)
     check = engine.prepare(request)
     if check is None:
-        print(f"no policy matches {request.method} {request.path}: the request goes on uncounted")
+        print(one_line(f"no policy matches {request.method} {request.path}: the request goes on uncounted"))
         return 0
     check.seal(NO_BODY.plus(body))
     for policy, reason in check.uncounted:
@@ -138,7 +140,7 @@ def _explain_policy(sealed: Sealed) -> None:
         f"window {plan.window_type}, {plan.window_seconds} s",
     }
     for name, value in rows.items():
-        print(f"{name:<12} {_printable(value)}")
+        print(f"{name:<12} {one_line(value)}")
     print()
 
 
@@ -154,11 +156,6 @@ def _then(sealed: Sealed) -> str:
     return f"report: would {told}" if plan.shadow else told
 
 
-def _printable(text: str) -> str:
-    """Control characters and bytes that are not UTF-8 made visible."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
 def _body(data: str | None) -> bytes:
     if data is None:
         return b""
@@ -171,7 +168,10 @@ def _body(data: str | None) -> bytes:
 
 
 def _request(options: argparse.Namespace, body: bytes) -> HttpRequest:
-    url = urlsplit(options.url if "://" in options.url else f"http://{options.url}")
+    try:
+        url = urlsplit(options.url if "://" in options.url else f"http://{options.url}")
+    except ValueError as error:
+        raise UsageError(f"{options.url!r} is not a URL: {error}") from None
     headers: dict[str, bytes] = {}
     for line in options.header:
         name, colon, value = line.partition(":")
@@ -224,10 +224,15 @@ def _listen_address() -> str:
     return f"127.0.0.1:{address.port}"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage of twenty flags in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see '{self.prog} --help'")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="loopguard", description="Stops runaway agents at the gateway: an Envoy external processor."
-    )
+    parser = _Parser(prog="loopguard", description="Stops runaway agents at the gateway: an Envoy external processor.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(name: str, run: object, text: str) -> argparse.ArgumentParser:

@@ -48,6 +48,7 @@ def setup(log_format: LogFormat, level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if log_format == "json" else _Text())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("watchfiles").setLevel(logging.WARNING)  # it tells of every change of any file
 
 
 def _stamp(record: logging.LogRecord) -> str:
@@ -57,7 +58,7 @@ def _stamp(record: logging.LogRecord) -> str:
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         pairs = "".join(f" {name}={_plain(value)}" for name, value in getattr(record, "fields", {}).items())
-        line = f"{_stamp(record)} {record.levelname.lower():7} {record.getMessage()}{pairs}"
+        line = f"{_stamp(record)} {record.levelname.lower():7} {one_line(record.getMessage())}{pairs}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -67,6 +68,13 @@ class _Json(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps({**line, **getattr(record, "fields", {})}, default=str)
+
+
+def one_line(text: str) -> str:
+    """Control characters and bytes that are not UTF-8 made visible, so that nothing can pass for a line of its own."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _plain(value: object) -> str:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from watchfiles import awatch
+from watchfiles.main import FileChange
 
 from extproc.engine import Engine
-from extproc.errors import BundleErrors, LoopguardError
+from extproc.errors import BundleErrors
 from extproc.logs import fields
 from extproc.metrics import Metrics
-from extproc.policy.loader import PolicySet, parse, read_files
+from extproc.policy.loader import PolicySet, directories, parse, read_files
 from extproc.settings import Settings
 
 _LOG = logging.getLogger("loopguard")
@@ -35,20 +39,23 @@ class Reloader:
         policies: what was loaded last without an error.
     """
 
+    engine: Engine
+    policies: PolicySet
+    _shadowed: list[bool]
+
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         """Load for the first time.
 
         Raises:
-            BundleErrors: the policies have errors.
-            LoopguardError: parts of a bundle are not enforced, and nobody allowed that.
+            BundleErrors: the policies have errors, or parts that are not enforced, which nobody allowed.
         """
         self._settings = settings
         self._metrics = metrics
-        self._expired: set[str] = set()
+        self._expired: Collection[str] = frozenset()
         self._lock = asyncio.Lock()
         self._seen = read_files(settings.policy)
-        self._refused = ""
-        self._take(*_compile(self._seen, settings))
+        self._unreadable = ""
+        self._take(_compile(self._seen, settings, _now()))
 
     async def reload(self, swap: Callable[[Engine], None], *, force: bool = False) -> None:
         """Read the files again; when they changed, or `force` says so, load them and swap.
@@ -56,64 +63,72 @@ class Reloader:
         Nothing is raised: errors are logged, counted, and leave everything as it was.
         """
         async with self._lock:
-            if self._shadows() != self._shadowed:  # a global_shadow has expired
-                self._take(self.policies, Engine(self.policies, _now(), shadow=self._settings.shadow))
-                swap(self.engine)
             try:
-                files = await asyncio.to_thread(read_files, self._settings.policy)
-                if files == self._seen and not force:
-                    return
-                self._seen = files
-                policies, engine = await asyncio.to_thread(_compile, files, self._settings)
-            except LoopguardError as error:
-                self._refuse(error, force=force)
-                return
-            self._refused = ""
-            self._warn_about_versions(policies)
-            self._take(policies, engine)
-            swap(engine)
-            self._metrics.policy_reloads.labels("ok").inc()
-            _LOG.info("policies reloaded", extra=fields(policies=len(engine.plans), files=len(policies.sources)))
+                await self._follow_clock(swap)
+                await self._follow_files(swap, force=force)
+            except Exception as error:  # noqa: BLE001  # whatever a bundle provokes, the last good one stays in force
+                self._refuse(error)
 
     async def watch(self, swap: Callable[[Engine], None]) -> None:
         """Reload on every change, until cancelled."""
+        failure = ""
         while True:
-            try:
-                async for _ in awatch(
-                    *_directories(self._settings.policy),
-                    debounce=4 * _SETTLE_MS,
-                    step=_SETTLE_MS,
-                    rust_timeout=_RECHECK_SECONDS * 1000,
-                    yield_on_timeout=True,
-                ):
-                    await self.reload(swap)
-                    self._report_expiry()
-            except (OSError, RuntimeError) as error:  # a watched directory went away
-                _LOG.warning("cannot watch the policy files, comparing them instead", extra=fields(error=str(error)))
-            await asyncio.sleep(1)
             await self.reload(swap)
+            try:
+                watched = await asyncio.to_thread(_directories, self._settings.policy, self._seen)
+                async with aclosing(_changes(watched)) as changes:
+                    async for _ in changes:
+                        await self.reload(swap)
+                        if watched != await asyncio.to_thread(_directories, self._settings.policy, self._seen):
+                            break
+            except (OSError, RuntimeError) as error:  # a watched directory went away, or the system's watches are used up
+                if str(error) != failure:
+                    _LOG.warning("cannot watch the policy files, comparing them instead", extra=fields(error=str(error)))
+                failure = str(error)
+                await asyncio.sleep(1)
 
-    def _take(self, policies: PolicySet, engine: Engine) -> None:
-        self.policies = policies
-        self.engine = engine
-        for warning in (*policies.warnings, *policies.unenforced):
+    async def _follow_clock(self, swap: Callable[[Engine], None]) -> None:
+        """Notice what expires while it is in force."""
+        now = _now()
+        self._report_expiry(now)
+        if _shadowed(self.policies, now) != self._shadowed:
+            self.engine = await asyncio.to_thread(Engine, self.policies, now, shadow=self._settings.shadow)
+            self._shadowed = _shadowed(self.policies, now)
+            swap(self.engine)
+            _LOG.warning("global_shadow expired, its policies act again")
+
+    async def _follow_files(self, swap: Callable[[Engine], None], *, force: bool) -> None:
+        try:
+            files = await asyncio.to_thread(read_files, self._settings.policy)
+        except BundleErrors as error:
+            if str(error) != self._unreadable or force:  # a file that stays missing is one failure, not one every recheck
+                self._refuse(error)
+            self._unreadable = str(error)
+            return
+        self._unreadable = ""
+        if files == self._seen and not force:
+            return
+        self._seen = files
+        loaded = await asyncio.to_thread(_compile, files, self._settings, _now())
+        self._warn_about_versions(loaded.policies)
+        self._take(loaded)
+        swap(self.engine)
+        self._metrics.policy_reloads.labels("ok").inc()
+        _LOG.info("policies reloaded", extra=fields(policies=len(self.engine.plans), files=len(files)))
+
+    def _take(self, loaded: _Loaded) -> None:
+        self.policies, self.engine = loaded.policies, loaded.engine
+        for warning in (*self.policies.warnings, *self.policies.unenforced):
             _LOG.warning(str(warning))
         info = self._metrics.policy_info
         info.clear()
-        for source in policies.sources:
-            version = "" if source.bundle_version is None else f"{source.bundle_version:g}"
+        for source in self.policies.sources:
+            version = "" if source.bundle_version is None else f"{source.bundle_version:.15g}"
             info.labels(version, source.sha256).set(1)
-        self._shadowed = self._shadows()
-        self._report_expiry()
+        self._shadowed = _shadowed(loaded.policies, loaded.now)
+        self._report_expiry(loaded.now)
 
-    def _shadows(self) -> list[bool]:
-        now = _now()
-        return [source.shadowed(now) for source in self.policies.sources]
-
-    def _refuse(self, error: LoopguardError, *, force: bool) -> None:
-        if str(error) == self._refused and not force:  # a file that stays missing is one failure, not one every recheck
-            return
-        self._refused = str(error)
+    def _refuse(self, error: Exception) -> None:
         self._metrics.policy_reloads.labels("error").inc()
         problems: Sequence[object] = error.errors if isinstance(error, BundleErrors) else [error]
         for problem in problems:
@@ -127,35 +142,61 @@ class Reloader:
             if old is not None and new is not None and new < old:
                 _LOG.warning("bundle_version went down", extra=fields(file=source.file, before=old, now=new))
 
-    def _report_expiry(self) -> None:
-        now = _now()
-        for source in self.policies.sources:
-            expired = source.expires_at is not None and source.expires_at <= now
-            if expired and source.file not in self._expired:
-                self._expired.add(source.file)
-                _LOG.error("bundle expired, its policies keep acting", extra=fields(file=source.file, at=source.expires_at))
-            elif not expired:
-                self._expired.discard(source.file)
-        self._metrics.policy_expired.set(len(self._expired))
+    def _report_expiry(self, now: datetime) -> None:
+        expired = {source.file: at for source in self.policies.sources if (at := source.expires_at) is not None and at <= now}
+        for file in expired.keys() - set(self._expired):
+            _LOG.error("bundle expired, its policies keep acting", extra=fields(file=file, at=expired[file]))
+        self._expired = frozenset(expired)
+        self._metrics.policy_expired.set(len(expired))
 
 
 def _now() -> datetime:
     return datetime.now(UTC)
 
 
-def _compile(files: dict[str, bytes], settings: Settings) -> tuple[PolicySet, Engine]:
+class _Loaded(NamedTuple):
+    """Policies, compiled, and the moment for which that holds."""
+
+    policies: PolicySet
+    engine: Engine
+    now: datetime
+
+
+def _compile(files: dict[str, bytes], settings: Settings, now: datetime) -> _Loaded:
     """Runs in a worker thread during a reload."""
-    now = _now()
     policies = parse(files, now)
     if policies.unenforced and not settings.allow_unenforced:
-        raise BundleErrors(policies.unenforced)
-    return policies, Engine(policies, now, shadow=settings.shadow)
+        hint = "remove it, or start with --allow-unenforced"
+        raise BundleErrors([replace(part, message=f"{part.message}; {hint}") for part in policies.unenforced])
+    return _Loaded(policies, Engine(policies, now, shadow=settings.shadow), now)
 
 
-def _directories(paths: Sequence[str]) -> list[str]:
-    """What to watch: directories, because a file that is replaced takes its watch with it."""
-    found = set()
+def _shadowed(policies: PolicySet, now: datetime) -> list[bool]:
+    return [source.shadowed(now) for source in policies.sources]
+
+
+def _changes(watched: Collection[str]) -> AsyncGenerator[set[FileChange], None]:
+    """One item for each burst of changes, and an empty one every now and then."""
+    return awatch(
+        *watched,
+        watch_filter=None,
+        recursive=False,
+        debounce=4 * _SETTLE_MS,
+        step=_SETTLE_MS,
+        rust_timeout=_RECHECK_SECONDS * 1000,
+        yield_on_timeout=True,
+    )
+
+
+def _directories(paths: Iterable[str], files: Iterable[str]) -> set[str]:
+    """What to watch: directories, because a file that is replaced takes its watch with it.
+
+    Each by itself rather than a tree from its root: a policy file in `/` must not have all of the disk watched.
+    """
+    found = {str(parent) for file in files if (parent := Path(os.path.realpath(file)).parent).is_dir()}
     for path in paths:
-        for place in (Path(path), Path(os.path.realpath(path))):
-            found.add(str(place if place.is_dir() else place.parent))
-    return sorted(found)
+        if Path(path).is_dir():
+            found.update(directories(path))
+        else:  # of a path that is missing, the nearest directory above that is there
+            found.add(next(str(above) for above in Path(path).absolute().parents if above.is_dir()))
+    return found

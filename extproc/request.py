@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import binascii
 import json
+import re
 from base64 import urlsafe_b64decode
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ MAX_DESCRIPTOR = 8_192
 
 MAX_TOKEN = 32_768
 """Longest bearer token that is decoded, in characters; a longer one counts as missing."""
+
+_ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # absolute-form up to its path (RFC 9112 section 3.2.2)
 
 
 class HttpRequest:
@@ -46,8 +49,9 @@ class HttpRequest:
         claims: Mapping[str, str] | None = None,
     ) -> None:
         """Split the target; everything else is kept as given."""
-        if not target.startswith("/") and "://" in target:  # absolute-form (RFC 9112 section 3.2.2)
-            target = "/" + target.partition("://")[2].partition("/")[2]
+        if not target.startswith("/") and (absolute := _ABSOLUTE.match(target)):
+            rest = target[absolute.end() :]
+            target = rest if rest.startswith("/") else f"/{rest}"
         self.method = method
         self.target = target
         self.path, _, self.query = target.partition("?")
@@ -120,7 +124,7 @@ def descriptors(limit_keys: Sequence[str]) -> tuple[Descriptor, ...]:
 
 
 def claim_text(value: object) -> str:
-    """A claim's value as a descriptor: strings as they are, whole numbers without a fraction, nothing else that is not a scalar.
+    """A claim's value as a descriptor: strings as they are, whole numbers without a fraction, of the rest only scalars.
 
     Envoy hands verified claims over as protobuf Structs, in which every number is a double.
     """
@@ -147,4 +151,6 @@ def unverified_claims(authorization: str) -> dict[str, str]:
         return {}
     if not isinstance(payload, dict):
         return {}
-    return {name: text for name, value in payload.items() if (text := claim_text(value))}
+    # JSON can spell half a surrogate pair, which nothing can encode: its bytes stay, as those of any text that is not UTF-8.
+    texts = {name: claim_text(value).encode("utf-8", "surrogatepass") for name, value in payload.items()}
+    return {name: text.decode("utf-8", "surrogateescape") for name, text in texts.items() if text}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from extproc.errors import UsageError
 from extproc.logs import LogFormat
 
 ENV_PREFIX = "LOOPGUARD_"
+
+_HOST_PORT = re.compile(r"(?P<host>[^\s:\[\]/]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):(?P<port>[0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,10 @@ def address(text: str) -> Address:
     """
     if text.startswith("unix:/"):
         return Address(text)
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > 65_535 or (":" in host and not host.startswith("[")):  # noqa: PLR2004
+    found = _HOST_PORT.fullmatch(text)
+    if found is None or text.startswith("unix:") or int(found["port"]) > 65_535:  # noqa: PLR2004  # 16 bits
         raise ValueError("must be HOST:PORT or unix:/PATH")
+    host, port = found["host"], found["port"]
     return Address(text if host else f"[::]:{port}", host.strip("[]") or "::", int(port))
 
 
@@ -54,7 +58,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = -1
     if not 0 <= seconds <= 86_400:  # noqa: PLR2004  # a day
-        raise ValueError("must be a number of seconds, 0 or more")
+        raise ValueError("must be a number of seconds from 0 to 86400")
     return seconds
 
 
@@ -99,10 +103,10 @@ class Settings:
     policy: tuple[str, ...] = _option(
         (), _paths, "policy file or directory; repeatable (in the environment separated by ':')", "PATH"
     )
-    listen: Address = _option(
+    listen: Address = _option(  # noqa: RUF009  # made by dataclasses.field
         Address("127.0.0.1:50051", "127.0.0.1", 50051), address, "where Envoy connects (gRPC)", "HOST:PORT|unix:/PATH"
     )
-    admin: Address = _option(
+    admin: Address = _option(  # noqa: RUF009  # made by dataclasses.field
         Address("127.0.0.1:9900", "127.0.0.1", 9900), address, "/metrics, /healthz, /readyz and /policies", "HOST:PORT"
     )
     store: str = _option("memory://", str, "where counts are kept", "URL")
@@ -131,7 +135,9 @@ class Settings:
         "SECONDS",
     )
     drain_timeout: float = _option(35.0, _seconds, "after that: seconds that streams in flight may take", "SECONDS")
-    log_format: LogFormat = _option("text", _one_of("text", "json"), "log lines for people or machines", "text|json")
+    log_format: LogFormat = _option(  # noqa: RUF009  # made by dataclasses.field
+        "text", _one_of("text", "json"), "log lines for people or machines", "text|json"
+    )
     log_level: str = _option(
         "info", _one_of("debug", "info", "warning", "error"), "least severe lines written", "debug|info|warning|error"
     )

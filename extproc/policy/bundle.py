@@ -78,7 +78,7 @@ def _method(value: str) -> str:
 
 
 def _host(value: str) -> str:
-    if not _HOST.match(value):
+    if not _HOST.match(value) or not normalized_host(value):
         raise _wrong("must be a host name such as 'api.example.com' (wildcards are not supported: list each host)")
     return normalized_host(value)
 
@@ -112,11 +112,11 @@ def _timestamp(value: object) -> object:
     return moment
 
 
-Path = Annotated[str, AfterValidator(_path)]
+Path = Annotated[str, AfterValidator(_path), Field(json_schema_extra={"pattern": "^/[^?#]*$"})]
 Method = Annotated[str, AfterValidator(_method)]
 Host = Annotated[str, AfterValidator(_host)]
 LimitKey = Annotated[str, AfterValidator(_limit_key)]
-Id = Annotated[str, AfterValidator(_id)]
+Id = Annotated[str, AfterValidator(_id), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,128}$"})]
 Timestamp = Annotated[AwareDatetime, BeforeValidator(_timestamp)]
 
 
@@ -260,7 +260,7 @@ def cross_field_errors(spec: Any) -> Iterator[tuple[tuple[str, ...], str]]:  # n
         return
     selector = spec.get("selector")
     if isinstance(selector, dict) and all(selector.get(key) is None for key in ("pathExact", "pathPrefix", "routes")):
-        yield ("selector",), "needs at least one of pathExact, pathPrefix and routes"
+        yield ("selector",), "selector needs at least one of pathExact, pathPrefix and routes"
     loop = spec.get("loop_detection")
     if not isinstance(loop, dict) or loop.get("enabled") is not True:
         return
@@ -275,8 +275,7 @@ def cross_field_errors(spec: Any) -> Iterator[tuple[tuple[str, ...], str]]:  # n
     ):
         yield (
             ("loop_detection", "threshold_identical_requests"),
-            f"must be <= {MAX_LOG_THRESHOLD} with window_type sliding_log, which remembers every request; "
-            "use sliding_ttl or fixed for more",
+            f"threshold_identical_requests must be <= {MAX_LOG_THRESHOLD} with window_type sliding_log, which remembers each",
         )
 
 

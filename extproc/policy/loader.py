@@ -1,7 +1,7 @@
 """Bytes to policies, or every error at once: nothing is half-loaded, nothing is silently dropped.
 
-`load` is pure but for reading the files; it runs in a worker thread during a reload, so it checks policies one by one: no single
-call keeps the interpreter lock for long.
+`load` is pure but for reading the files; it runs in a worker thread during a reload, so it checks policies one by one: no
+single call keeps the interpreter lock for long.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import difflib
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -147,11 +149,11 @@ def _source(data: bytes, now: datetime, report: _Report) -> Source | None:
     place: Place
     if isinstance(document, list):
         entries, place = document, ()
-    elif isinstance(document, dict) and "policies" in document:
+    elif isinstance(document, dict) and _is_bundle(document):
         envelope = _checked(Envelope, document, (), report)
-        listed = document["policies"]
+        listed = document.get("policies")
         entries, place = listed if isinstance(listed, list) else [], ("policies",)
-        _check_times(document, envelope, now, report)
+        _check_times(document, now, report)
         if envelope is not None and envelope.kill_switches:
             report.unenforced.append(BundleError(report.file, "/kill_switches", "kill_switches are not enforced by Loopguard"))
     elif isinstance(document, dict) and ("id" in document or "spec" in document):
@@ -162,12 +164,19 @@ def _source(data: bytes, now: datetime, report: _Report) -> Source | None:
         report.error((), f"must be {shapes}")
         return None
     if not entries:
-        report.warn(place, "holds no policy")
+        report.warn(place, "holds no policy: nothing is guarded")
     policies = [policy for number, entry in enumerate(entries) if (policy := _policy(entry, (*place, number), report))]
     digest = hashlib.sha256(data).hexdigest()
     if envelope is None:
         return Source(report.file, digest, tuple(policies))
     return Source(report.file, digest, tuple(policies), envelope.bundle_version, envelope.expires_at, envelope.global_shadow)
+
+
+def _is_bundle(document: Mapping[str, Any]) -> bool:
+    """Whether an object is meant as a bundle; a misspelt `policies` must not hide which key is wrong."""
+    if "policies" in document:
+        return True
+    return not {"id", "spec"} & document.keys() and not Envelope.model_fields.keys().isdisjoint(document)
 
 
 def _policy(entry: Any, place: Place, report: _Report) -> Policy | None:  # noqa: ANN401  # raw JSON
@@ -183,25 +192,22 @@ def _policy(entry: Any, place: Place, report: _Report) -> Policy | None:  # noqa
     loop = policy.spec.loop_detection
     if loop is None or not loop.enabled:
         report.warn((*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing")
-    elif not policy.spec.all_limit_keys():
+    elif bundle.UNSUPPORTED_KEYS.issuperset(policy.spec.all_limit_keys()):
         report.warn((*place, "spec"), f"no limit_keys: all callers of policy {policy.id} share its counts")
     for below, message in bundle.unenforced(policy):
         report.unenforced.append(BundleError(report.file, _pointer((*place, *below)), message))
     return policy
 
 
-def _check_times(document: Mapping[str, Any], envelope: Envelope | None, now: datetime, report: _Report) -> None:
-    """Refuse an expired bundle; `envelope` is None when a field of it is wrong, which must not hide this error."""
-    expiries: list[tuple[Place, str, datetime | None]]
-    if envelope is not None:
-        overrides = [("global_shadow", envelope.global_shadow), ("kill_switch_override", envelope.kill_switch_override)]
-        expiries = [
-            (("expires_at",), "the bundle expired", envelope.expires_at),
-            *(((name, "expires_at"), "expired", item.expires_at) for name, item in overrides if item and item.enabled),
-        ]
-    else:
-        expiries = [(("expires_at",), "the bundle expired", _moment(document.get("expires_at")))]
-    for place, what, moment in expiries:
+def _check_times(document: Mapping[str, Any], now: datetime, report: _Report) -> None:
+    """Refuse what has expired; over the raw JSON, because another field that is wrong must not hide this error."""
+    expiries: list[tuple[Place, str, object]] = [(("expires_at",), "the bundle expired", document.get("expires_at"))]
+    for name in ("global_shadow", "kill_switch_override"):
+        override = document.get(name)
+        if isinstance(override, dict) and override.get("enabled") is True:
+            expiries.append(((name, "expires_at"), "expired", override.get("expires_at")))
+    for place, what, value in expiries:
+        moment = _moment(value)
         if moment is not None and moment <= now:
             report.error(place, f"{what} at {moment.isoformat()}; it must be in the future")
 
@@ -231,71 +237,87 @@ class _Repeating(dict[str, Any]):
 
 
 def _decode(data: bytes, report: _Report) -> Any:  # noqa: ANN401  # raw JSON
-    """The document, or None when it is not JSON or repeats a key (which most parsers would drop in silence)."""
-    found: list[_Repeating] = []
-
-    def keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) == len(pairs):
-            return made
-        names = [name for name, _ in pairs]
-        repeating = _Repeating(made)
-        repeating.repeated = tuple(name for name in made if names.count(name) > 1)
-        found.append(repeating)
-        return repeating
-
+    """The document, or None when it is not JSON; a repeated key, which most parsers drop in silence, is an error."""
+    repeating: list[_Repeating] = []
     try:
-        document = json.loads(data.decode("utf-8-sig"), object_pairs_hook=keep, parse_constant=_not_json)
-    except UnicodeDecodeError as error:
-        report.error((), f"is not UTF-8 (byte {error.start})")
-        return None
-    except json.JSONDecodeError as error:
-        report.error((), f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}")
-        return None
-    except ValueError as error:
-        report.error((), f"is not JSON: {error}")
-        return None
-    except RecursionError:
-        report.error((), "is nested too deeply to be a policy file")
+        document = json.loads(data.decode("utf-8-sig"), object_pairs_hook=partial(_object, repeating), parse_constant=_not_json)
+    except (ValueError, RecursionError) as error:
+        report.error((), _why_not_json(error))
         return None
     if document is None:
         report.error((), "is null; it must hold a bundle, a policy or a list of policies")
-    if not found:
-        return document
-    for place, item in _walk(document, ()):
-        if isinstance(item, _Repeating):
-            for name in item.repeated:
+    if repeating:
+        for place, item in _walk(document):
+            for name in item.repeated if isinstance(item, _Repeating) else ():
                 report.error((*place, name), "the key stands more than once in its object; keep one")
-    return None
+    return document
+
+
+def _object(repeating: list[_Repeating], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) == len(pairs):
+        return made
+    marked = _Repeating(made)
+    marked.repeated = tuple(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+    repeating.append(marked)
+    return marked
+
+
+def _why_not_json(error: ValueError | RecursionError) -> str:
+    match error:
+        case UnicodeDecodeError():
+            return f"is not UTF-8 (byte {error.start})"
+        case json.JSONDecodeError():
+            return f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        case _NotJsonError():
+            return f"is not JSON: {error}"
+        case RecursionError():
+            return "is nested too deeply to be a policy file"
+    return "holds a number of thousands of digits; no number of a policy is that long"  # what int() takes is bounded
+
+
+class _NotJsonError(ValueError):
+    """Python's parser takes it, JSON does not know it."""
 
 
 def _not_json(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a JSON number")
+    raise _NotJsonError(f"{constant} is not a JSON number")
 
 
-def _walk(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:  # noqa: ANN401  # raw JSON
-    yield place, value
-    items: Iterable[tuple[str | int, Any]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    for step, item in items:
-        yield from _walk(item, (*place, step))
+def _walk(document: Any) -> Iterator[tuple[Place, Any]]:  # noqa: ANN401  # raw JSON
+    """Every value and its place, in the document's order; without recursion, because the parser goes deeper than Python may."""
+    waiting: list[tuple[Place, Any]] = [((), document)]
+    while waiting:
+        place, value = waiting.pop()
+        yield place, value
+        items: Iterable[tuple[str | int, Any]] = ()
+        if isinstance(value, dict):
+            items = value.items()
+        elif isinstance(value, list):
+            items = enumerate(value)
+        waiting += reversed([((*place, step), item) for step, item in items])
 
 
-def _json_files(directory: str, seen: frozenset[str] = frozenset()) -> Iterator[str]:
+def _json_files(directory: str) -> Iterator[str]:
+    for below in directories(directory):
+        with os.scandir(below) as entries:
+            yield from (entry.path for entry in entries if _counts(entry, ".json") and not entry.is_dir())
+
+
+def directories(directory: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
+    """The directory and those below it that are read for policies."""
     real = os.path.realpath(directory)
-    if real in seen:  # a symbolic link that leads back up
+    if real in above:  # a symbolic link that leads back up
         return
+    yield directory
     with os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                yield from _json_files(entry.path, seen | {real})
-            elif entry.name.endswith(".json"):
-                yield entry.path
+        below = [entry.path for entry in entries if _counts(entry) and entry.is_dir()]
+    for path in below:
+        yield from directories(path, above | {real})
+
+
+def _counts(entry: os.DirEntry[str], suffix: str = "") -> bool:
+    return entry.name.endswith(suffix) and not entry.name.startswith(".")
 
 
 def _pointer(place: Place) -> str:
@@ -326,7 +348,13 @@ def _message(model: type[BaseModel], kind: str, place: Place, context: Mapping[s
 
 
 def _expected(name: str, context: Mapping[str, Any]) -> str:
-    return f"{name} must be one of {str(context['expected']).replace(' or ', ', ').replace(chr(39), '')}"
+    choices = str(context["expected"]).replace(" or ", ", ").replace("'", "")
+    return f"{name} must be {'one of ' if ',' in choices else ''}{choices}"
+
+
+def _integer(name: str, _: Mapping[str, Any]) -> str:
+    kind = "a positive integer" if name in {"window_seconds", "threshold_identical_requests"} else "an integer"
+    return f"{name} must be {kind}"
 
 
 def _greater_than(name: str, context: Mapping[str, Any]) -> str:
@@ -350,8 +378,7 @@ _PHRASES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "greater_than_equal": _at_least,
     "less_than_equal": lambda name, context: f"{name} must be <= {context['le']}",
     "bool_type": _just("must be a boolean"),
-    "int_type": _just("must be an integer"),
-    "int_from_float": _just("must be an integer"),
+    "int_type": _integer,
     "float_type": _just("must be a number"),
     "finite_number": _just("must be a finite number"),
     "string_type": _just("must be a string"),
@@ -374,10 +401,13 @@ def _unknown_key(model: type[BaseModel], name: str, place: Place) -> str:
         "spec": list(bundle.Spec.model_fields),
         "spec/selector": list(bundle.Selector.model_fields),
         "spec/loop_detection": list(bundle.LoopDetection.model_fields),
+        "a rule": list(bundle.Rule.model_fields),
+        "an override": list(bundle.Override.model_fields),
     }
-    here = {"selector": "spec/selector", "loop_detection": "spec/loop_detection", "spec": "spec"}
-    parent = place[-2] if len(place) > 1 else None
-    own = here.get(str(parent), "the bundle" if model is Envelope else "the policy")
+    own = "the bundle" if model is Envelope else "the policy"
+    if len(place) > 1:
+        here = {"selector": "spec/selector", "loop_detection": "spec/loop_detection", "spec": "spec"}
+        own = here.get(str(place[-2]), "an override" if model is Envelope else "a rule")
     owner = next((other for other, fields in objects.items() if name in fields and other != own), None)
     if owner is not None:
         return f"unknown key; {name} belongs into {owner}"
