@@ -1,0 +1,568 @@
+"""Bytes to policies, or every error at once with its place."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.errors import BundleError, BundleErrors
+from extproc.policy.bundle import schema
+from extproc.policy.loader import PolicySet, load, parse
+from tests.documents import bundle, policy
+
+NOW = datetime(2026, 6, 1, tzinfo=UTC)
+PAST = "2026-05-31T23:59:59Z"
+FUTURE = "2026-06-01T00:00:01Z"
+
+SHAPES = 'must be a bundle {"bundle_version", "policies"}, a policy {"id", "spec"} or a list of policies'
+LIMIT_KEY = "it must be 'jwt:<claim>', 'header:<name>', 'query:<name>' or 'ip:address', names of letters, digits, '_' and '-'"
+HOST = "it must be a host name such as 'api.example.com' (wildcards are not supported: list each host)"
+TIME = "must be an ISO 8601 time with its zone, such as '2026-12-31T00:00:00Z'"
+TWICE = "the key stands more than once in its object; keep one"
+ANNOTATION = "unknown key; only description and x-... may be added"
+EXPIRED = "expired at 2026-05-31T23:59:59+00:00; it must be in the future"
+
+Errors = list[tuple[str, str]]
+
+
+def good(identity: str = "p") -> dict[str, Any]:
+    """A policy without any error or warning."""
+    return policy(identity, {"pathExact": "/a"}, limit_keys=["jwt:org"])
+
+
+def spec(**changes: object) -> dict[str, Any]:
+    """A good policy with keys of its spec replaced."""
+    made = good()
+    made["spec"].update(changes)
+    return made
+
+
+def loop(**changes: object) -> dict[str, Any]:
+    """A good policy with keys of its loop_detection replaced; `...` takes a key away."""
+    made = spec()
+    detection = made["spec"]["loop_detection"] | changes
+    made["spec"]["loop_detection"] = {key: value for key, value in detection.items() if value is not ...}
+    return made
+
+
+def check(*documents: object, **named: object) -> PolicySet:
+    """Load documents (bytes as they are, everything else as JSON) from files `0`, `1`, ... and those named."""
+    files = {str(number): document for number, document in enumerate(documents)} | named
+    return parse({name: d if isinstance(d, bytes) else json.dumps(d).encode() for name, d in files.items()}, NOW)
+
+
+def refused(*documents: object) -> list[BundleError]:
+    """The errors of documents that must not load."""
+    with pytest.raises(BundleErrors) as failure:
+        check(*documents)
+    return list(failure.value.errors)
+
+
+def plain(problems: object) -> Errors:
+    """Pointers and messages alone."""
+    assert isinstance(problems, list | tuple)
+    return [(problem.pointer, problem.message) for problem in problems]
+
+
+def in_spec(place: str, message: str) -> Errors:
+    """One error below the spec of a single policy, its message starting with the field's name."""
+    return [(f"/spec/{place}", f"{place.rpartition('/')[2]} {message}")]
+
+
+LOOP_FIELDS: list[tuple[str, object, str]] = [
+    ("enabled", "yes", "must be a boolean"),
+    ("enabled", None, "must be a boolean"),
+    ("window_seconds", 0, "must be a positive integer"),
+    ("window_seconds", -1, "must be a positive integer"),
+    ("window_seconds", 1.5, "must be a positive integer"),
+    ("window_seconds", "60", "must be a positive integer"),
+    ("window_seconds", True, "must be a positive integer"),
+    ("window_seconds", 10**30, "must be <= 31536000"),
+    ("threshold_identical_requests", 1, "must be >= 2"),
+    ("threshold_identical_requests", 2.5, "must be a positive integer"),
+    ("threshold_identical_requests", 10**10, "must be <= 1000000000"),
+    ("action", "explode", "must be one of reject, throttle, warn"),
+    ("action", ["reject"], "must be one of reject, throttle, warn"),
+    ("similarity", "nearly", "must be exact"),
+    ("window_type", "tumbling", "must be one of sliding_ttl, sliding_log, fixed"),
+    ("cooldown_seconds", -1, "must be >= 0"),
+    ("cooldown_seconds", "1", "must be an integer"),
+    ("count_refused", 1, "must be a boolean"),
+    ("reject_status", 399, "must be >= 400"),
+    ("reject_status", 600, "must be <= 599"),
+    ("max_delay_ms", 0, "must be >= 1"),
+    ("max_delay_ms", 30_001, "must be <= 30000"),
+    ("body", "maybe", "must be one of include, ignore"),
+]
+
+SPEC_FIELDS: list[tuple[str, object, Errors]] = [
+    ("selector", 5, in_spec("selector", "must be an object")),
+    ("selector", {}, in_spec("selector", "needs at least one of pathExact, pathPrefix and routes")),
+    ("selector", {"hosts": ["a"]}, in_spec("selector", "needs at least one of pathExact, pathPrefix and routes")),
+    ("selector", {"pathExact": None}, in_spec("selector", "needs at least one of pathExact, pathPrefix and routes")),
+    ("selector", {"pathExact": "v1"}, in_spec("selector/pathExact", "must start with '/'")),
+    ("selector", {"pathPrefix": ""}, in_spec("selector/pathPrefix", "must start with '/'")),
+    ("selector", {"pathExact": 1}, in_spec("selector/pathExact", "must be a string")),
+    (
+        "selector",
+        {"pathExact": "/a?b"},
+        in_spec("selector/pathExact", "must be a path alone, without '?' or '#': the query is part of every fingerprint"),
+    ),
+    (
+        "selector",
+        {"pathExact": "/a", "methods": []},
+        in_spec("selector/methods", "must not be an empty array; leave it out to match any"),
+    ),
+    (
+        "selector",
+        {"routes": ["r", ""], "methods": ["A B"], "hosts": ["*.example.com", "."]},
+        [
+            ("/spec/selector/methods/0", "it must be an HTTP method such as 'POST'"),
+            ("/spec/selector/hosts/0", HOST),
+            ("/spec/selector/hosts/1", HOST),
+            ("/spec/selector/routes/1", "it must not be empty"),
+        ],
+    ),
+    ("mode", "dry", in_spec("mode", "must be one of enforce, shadow")),
+    ("missing_descriptor", "x", in_spec("missing_descriptor", "must be one of share, skip")),
+    ("limit_keys", "jwt:org", in_spec("limit_keys", "must be an array")),
+    (
+        "limit_keys",
+        ["jwt:", "ip:peer", 5],
+        [("/spec/limit_keys/0", LIMIT_KEY), ("/spec/limit_keys/1", LIMIT_KEY), ("/spec/limit_keys/2", "it must be a string")],
+    ),
+    ("loop_detection", [], in_spec("loop_detection", "must be an object")),
+    ("rules", {}, in_spec("rules", "must be an array")),
+    ("rules", [{"limit_keys": ["x"]}], [("/spec/rules/0/name", "name is required"), ("/spec/rules/0/limit_keys/0", LIMIT_KEY)]),
+    ("fallback_limit", 1, in_spec("fallback_limit", "must be an object")),
+    ("circuit_breaker", 1, in_spec("circuit_breaker", "must be an object")),
+]
+
+DOCUMENTS: list[tuple[object, Errors]] = [
+    # What is no document at all.
+    (b"", [("", "is not JSON: Expecting value at line 1, column 1")]),
+    (b'{"id": "x",\n "spec"}', [("", "is not JSON: Expecting ':' delimiter at line 2, column 8")]),
+    (b'{"id": "\xff"}', [("", "is not UTF-8 (byte 8)")]),
+    (b'{"bundle_version": NaN, "policies": []}', [("", "is not JSON: NaN is not a JSON number")]),
+    (b'{"bundle_version": -Infinity, "policies": []}', [("", "is not JSON: -Infinity is not a JSON number")]),
+    (b"[" * 100_000, [("", "is nested too deeply to be a policy file")]),
+    (b'{"a":' * 100_000, [("", "is nested too deeply to be a policy file")]),
+    (b"1" * 5000, [("", "holds a number of thousands of digits; no number of a policy is that long")]),
+    (b"null", [("", "is null; it must hold a bundle, a policy or a list of policies")]),
+    # Shapes.
+    ({}, [("", SHAPES)]),
+    (5, [("", SHAPES)]),
+    ("x", [("", SHAPES)]),
+    ({"policy": []}, [("", SHAPES)]),
+    ([5], [("/0", "it must be an object")]),
+    ([good(), None], [("/1", "it must be an object")]),
+    ({"id": "p"}, [("/spec", "spec is required")]),
+    ({"spec": good()["spec"]}, [("/id", "id is required")]),
+    *(
+        ({**good(), "id": name}, [("/id", "id must be 1 to 128 of the characters A-Z a-z 0-9 _ . -")])
+        for name in ("", "a b", "a" * 129)
+    ),
+    ({**good(), "id": "p\n"}, [("/id", "id must be 1 to 128 of the characters A-Z a-z 0-9 _ . -")]),
+    ({**good(), "id": 7}, [("/id", "id must be a string")]),
+    # The bundle's own fields.
+    ({"bundle_version": 1}, [("/policies", "policies is required")]),
+    ({"policies": [good()]}, [("/bundle_version", "bundle_version is required")]),
+    (
+        {"bundle_version": 1, "polices": []},
+        [("/policies", "policies is required"), ("/polices", "unknown key; did you mean policies?")],
+    ),
+    (bundle() | {"policies": None}, [("/policies", "policies must be an array")]),
+    (bundle(bundle_version=0), [("/bundle_version", "bundle_version must be greater than 0")]),
+    (bundle(bundle_version="1"), [("/bundle_version", "bundle_version must be a number")]),
+    (bundle(bundle_version=True), [("/bundle_version", "bundle_version must be a number")]),
+    (b'{"bundle_version": 1e999, "policies": []}', [("/bundle_version", "bundle_version must be a finite number")]),
+    (bundle(kill_switches={}), [("/kill_switches", "kill_switches must be an array")]),
+    *((bundle(issued_at=time), [("/issued_at", f"issued_at {TIME}")]) for time in ("yesterday", "2026-06-01T00:00:00", 1)),
+    (bundle(expires_at=PAST), [("/expires_at", f"the bundle {EXPIRED}")]),
+    (
+        bundle(expires_at="2026-06-01T00:00:00Z"),
+        [("/expires_at", f"the bundle {EXPIRED.replace('05-31T23:59:59', '06-01T00:00:00')}")],
+    ),
+    (bundle(expires_at="2026-07-01"), [("/expires_at", f"expires_at {TIME}")]),
+    (bundle(global_shadow=True), [("/global_shadow", "global_shadow must be an object")]),
+    (bundle(global_shadow={}), [("/global_shadow/enabled", "enabled is required")]),
+    (bundle(global_shadow={"enabled": "on"}), [("/global_shadow/enabled", "enabled must be a boolean")]),
+    (
+        bundle(global_shadow={"enabled": True, "reason": "x" * 257}),
+        [("/global_shadow/reason", "reason must be at most 256 characters")],
+    ),
+    (bundle(global_shadow={"enabled": True, "expires_at": PAST}), [("/global_shadow/expires_at", EXPIRED)]),
+    (bundle(kill_switch_override={"enabled": True, "expires_at": PAST}), [("/kill_switch_override/expires_at", EXPIRED)]),
+    (
+        bundle(global_shadow={"enabled": True, "expires_at": FUTURE.rstrip("Z")}),
+        [("/global_shadow/expires_at", f"expires_at {TIME}")],
+    ),
+    # Unknown keys: what was meant, or where it belongs.
+    (loop(window=1), [("/spec/loop_detection/window", "unknown key; did you mean window_type?")]),
+    (loop(mode="shadow"), [("/spec/loop_detection/mode", "unknown key; mode belongs into spec")]),
+    (spec(action="warn"), [("/spec/action", "unknown key; action belongs into spec/loop_detection")]),
+    (spec(pathExact="/a"), [("/spec/pathExact", "unknown key; pathExact belongs into spec/selector")]),
+    ({**good(), "mode": "shadow"}, [("/mode", "unknown key; mode belongs into spec")]),
+    ({**good(), "zzz": 1}, [("/zzz", ANNOTATION)]),
+    (bundle(id="x"), [("/id", "unknown key; id belongs into the policy")]),
+    (bundle(global_shadow={"enabled": True, "reson": "x"}), [("/global_shadow/reson", "unknown key; did you mean reason?")]),
+    (spec(rules=[{"name": "r", "limit_key": []}]), [("/spec/rules/0/limit_key", "unknown key; did you mean limit_keys?")]),
+    (spec(**{"a/b~c": 1}), [("/spec/a~1b~0c", ANNOTATION)]),
+    # Rules between fields.
+    (loop(window_seconds=...), [("/spec/loop_detection", "when enabled is true, window_seconds is required")]),
+    (loop(window_seconds=None), [("/spec/loop_detection", "when enabled is true, window_seconds is required")]),
+    (
+        loop(threshold_identical_requests=...),
+        [("/spec/loop_detection", "when enabled is true, threshold_identical_requests is required")],
+    ),
+    (
+        loop(window_type="sliding_log", threshold_identical_requests=10_001),
+        in_spec(
+            "loop_detection/threshold_identical_requests", "must be <= 10000 with window_type sliding_log, which remembers each"
+        ),
+    ),
+    # Repeated keys, at any depth.
+    (b'{"id": "p", "id": "q", "spec": 5}', [("/id", TWICE), ("/spec", "spec must be an object")]),
+    (
+        json.dumps([good(), loop(action="warn", x=1)]).replace('"x": 1', '"action": "reject"').encode(),
+        [
+            ("/1/spec/loop_detection/action", TWICE),
+            ("/1/id", "duplicate id 'p', also at 0 /0/id; ids are unique across all files"),
+        ],
+    ),
+    # Another error in the same object hides nothing.
+    (
+        loop(window_seconds=..., action="explode", enabled=True, surprise=1),
+        [
+            ("/spec/loop_detection/action", "action must be one of reject, throttle, warn"),
+            ("/spec/loop_detection/surprise", ANNOTATION),
+            ("/spec/loop_detection", "when enabled is true, window_seconds is required"),
+        ],
+    ),
+    (
+        spec(selector={"methods": [1]}),
+        [
+            ("/spec/selector/methods/0", "it must be a string"),
+            ("/spec/selector", "selector needs at least one of pathExact, pathPrefix and routes"),
+        ],
+    ),
+    (
+        bundle(bundle_version="1", expires_at=PAST, global_shadow={"enabled": True, "expires_at": PAST, "reason": 1}),
+        [
+            ("/bundle_version", "bundle_version must be a number"),
+            ("/global_shadow/reason", "reason must be a string"),
+            ("/expires_at", f"the bundle {EXPIRED}"),
+            ("/global_shadow/expires_at", EXPIRED),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), LOOP_FIELDS)
+def test_each_field_of_loop_detection_is_checked(name: str, value: object, message: str) -> None:
+    """A wrong value is one error that names the field and what would be right."""
+    errors = refused(loop(**{name: value}))
+
+    assert plain(errors) == in_spec(f"loop_detection/{name}", message)
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), SPEC_FIELDS)
+def test_each_field_of_a_spec_is_checked(name: str, value: object, expected: Errors) -> None:
+    """A wrong value is reported at its own place, every element of an array for itself."""
+    errors = refused(spec(**{name: value}))
+
+    assert plain(errors) == expected
+
+
+@pytest.mark.parametrize(("document", "expected"), DOCUMENTS)
+def test_each_rule_of_a_document_is_checked(document: object, expected: Errors) -> None:
+    """A document that breaks a rule is refused with exactly these places and messages."""
+    errors = refused(document)
+
+    assert plain(errors) == expected
+
+
+def test_every_error_of_every_file_is_reported_at_once() -> None:
+    """Three broken files are reported together, in their order, each error as `file: pointer: message`."""
+    first = bundle(loop(action="x", window_seconds=0), {**spec(mode="y"), "id": 1}, bundle_version=0)
+
+    errors = refused(first, b"{", good("ok"), spec(selector={}))
+
+    assert [str(error) for error in errors] == [
+        "0: /bundle_version: bundle_version must be greater than 0",
+        "0: /policies/0/spec/loop_detection/window_seconds: window_seconds must be a positive integer",
+        "0: /policies/0/spec/loop_detection/action: action must be one of reject, throttle, warn",
+        "0: /policies/1/id: id must be a string",
+        "0: /policies/1/spec/mode: mode must be one of enforce, shadow",
+        "1: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
+        "3: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes",
+        "3: /id: duplicate id 'p', also at 0 /policies/0/id; ids are unique across all files",
+    ]
+
+
+def test_ids_are_unique_across_files() -> None:
+    """An id that another file has already is refused, and the error says where the first one stands."""
+    errors = refused(bundle(good("a"), good("b")), [good("c"), good("b")], good("a"))
+
+    assert [(error.file, error.pointer, error.message) for error in errors] == [
+        ("1", "/1/id", "duplicate id 'b', also at 0 /policies/1/id; ids are unique across all files"),
+        ("2", "/id", "duplicate id 'a', also at 0 /policies/0/id; ids are unique across all files"),
+    ]
+
+
+def test_a_repeated_key_is_found_however_deep_it_stands() -> None:
+    """The search for the place of a repeated key does not run out of stack where the parser did not."""
+    errors = refused(b"[" * 900 + b'{"a": 1, "a": 2}' + b"]" * 900)
+
+    assert ("/0" * 900 + "/a", TWICE) in plain(errors)
+
+
+@pytest.mark.parametrize("document", [bundle(good()), good(), [good()], b"\xef\xbb\xbf" + json.dumps(good()).encode()])
+def test_a_file_is_a_bundle_a_policy_or_a_list(document: object) -> None:
+    """All three shapes load the same policy without a warning; a byte order mark is no obstacle."""
+    loaded = check(document)
+
+    (source,) = loaded.sources
+    assert [item.id for item in source.policies] == ["p"]
+    assert source.bundle_version == (1 if isinstance(document, dict) and "policies" in document else None)
+    assert (loaded.warnings, loaded.unenforced) == ((), ())
+
+
+def test_description_and_x_keys_may_stand_anywhere() -> None:
+    """`description` and `x-...` are allowed in every object, whatever they hold."""
+    note = {"description": ["any", None], "x-owner": {"team": 1}, "x-": 0}
+    selector = {"pathExact": "/a", **note}
+    detection = {"enabled": True, "window_seconds": 1, "threshold_identical_requests": 2, **note}
+    rules = [{"name": "r", **note}]
+    item = {
+        "id": "p",
+        "spec": {"selector": selector, "limit_keys": ["jwt:a"], "loop_detection": detection, "rules": rules, **note},
+    }
+
+    loaded = check(bundle(item | note, global_shadow={"enabled": False, **note}, **note))
+
+    assert loaded.sources[0].policies[0].spec.selector.pathExact == "/a"
+    assert loaded.warnings == ()
+
+
+def test_a_drop_in_fairvisor_bundle_loads_and_names_what_is_not_enforced() -> None:
+    """Every part of a Fairvisor bundle is read; each that Loopguard does not enforce is named at its place."""
+    rule = {
+        "name": "per-org",
+        "limit_keys": ["jwt:org_id", "ua:bot"],
+        "algorithm": "token_bucket",
+        "algorithm_config": {"tokens_per_second": 10, "burst": 20},
+        "match": {"jwt:plan": "free"},
+    }
+    item = spec(
+        limit_keys=["ip:country", "header:X-Key"],
+        rules=[rule, {"name": "cost", "limit_keys": ["jwt:org_id"], "algorithm": "cost_based"}],
+        fallback_limit=rule,
+        circuit_breaker={"enabled": True, "spend_rate_threshold_per_minute": 5},
+    )
+    override = {"enabled": True, "reason": "planned", "expires_at": FUTURE}
+    kill = {"scope_key": "jwt:org_id", "scope_value": "bad", "reason": "abuse"}
+
+    loaded = check(
+        bundle(
+            item,
+            bundle_version=42,
+            issued_at="2026-01-01T00:00:00Z",
+            expires_at=FUTURE,
+            kill_switches=[kill],
+            global_shadow=override,
+            kill_switch_override=override,
+            defaults={"algorithm": "token_bucket"},
+        )
+    )
+
+    here = "/policies/0/spec"
+    left_out = "cannot be derived by Loopguard and is left out of fingerprints"
+    assert plain(loaded.unenforced) == [
+        ("/kill_switches", "kill_switches are not enforced by Loopguard"),
+        (f"{here}/rules", "rate-limit rules are not enforced by Loopguard: per-org, cost"),
+        (f"{here}/fallback_limit", "fallback_limit is not enforced by Loopguard"),
+        (f"{here}/circuit_breaker", "circuit_breaker is not enforced by Loopguard"),
+        (f"{here}/limit_keys/0", f"the descriptor ip:country {left_out}"),
+        (f"{here}/rules/0/limit_keys/1", f"the descriptor ua:bot {left_out}"),
+    ]
+    assert loaded.warnings == ()
+    assert loaded.sources[0].policies[0].spec.all_limit_keys() == ["ip:country", "header:x-key", "jwt:org_id", "ua:bot"]
+
+
+def test_what_a_drop_in_bundle_switches_off_is_not_reported() -> None:
+    """A circuit breaker that is off, and empty parts, are no limits that anybody could miss."""
+    loaded = check(bundle(spec(rules=[], fallback_limit={}, circuit_breaker={"enabled": False}), kill_switches=[]))
+
+    assert loaded.unenforced == ()
+
+
+SHARED = "no limit_keys: all callers of policy p share its counts"
+IDLE = "loop_detection is not enabled: policy p does nothing"
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (spec(limit_keys=[]), [("/spec", SHARED)]),
+        (spec(limit_keys=["ip:country"]), [("/spec", SHARED)]),
+        (spec(limit_keys=[], rules=[{"name": "r", "limit_keys": ["jwt:a"]}]), []),
+        (spec(loop_detection=None), [("/spec", IDLE)]),
+        (loop(enabled=False, window_seconds=...), [("/spec", IDLE)]),
+        (bundle(spec(limit_keys=[])), [("/policies/0/spec", SHARED)]),
+        (bundle(), [("/policies", "holds no policy: nothing is guarded")]),
+        ([], [("", "holds no policy: nothing is guarded")]),
+    ],
+)
+def test_what_works_but_is_perhaps_not_meant_is_a_warning(document: object, expected: Errors) -> None:
+    """A policy that shares counts, or does nothing, loads with a warning at its place."""
+    loaded = check(document)
+
+    assert plain(loaded.warnings) == expected
+
+
+def test_times_of_a_bundle_are_kept() -> None:
+    """A bundle that expires in the future loads, and its expiry is known, whatever the zone it is written in."""
+    loaded = check(bundle(good(), expires_at="2026-06-01T02:00:01+02:00", issued_at=PAST))
+
+    assert loaded.sources[0].expires_at == datetime(2026, 6, 1, 0, 0, 1, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("override", "shadowed"),
+    [
+        (None, (False, False)),
+        ({"enabled": False, "expires_at": PAST}, (False, False)),
+        ({"enabled": True}, (True, True)),
+        ({"enabled": True, "expires_at": FUTURE, "reason": "x" * 256}, (True, False)),
+    ],
+)
+def test_global_shadow_holds_until_it_expires(override: object, shadowed: tuple[bool, bool]) -> None:
+    """An enabled `global_shadow` covers its file up to, and not including, its end; one that is off may be past it."""
+    (source,) = check(bundle(good(), global_shadow=override)).sources
+
+    assert (source.shadowed(NOW), source.shadowed(datetime.fromisoformat(FUTURE))) == shadowed
+
+
+def test_selectors_and_keys_are_normalised() -> None:
+    """Methods are upper-case, hosts lower-case without port and trailing dot, header names lower-case, claims as they are."""
+    selector = {"pathPrefix": "/", "methods": ["post", "GET"], "hosts": ["API.Example.com.:8443", "[2001:DB8::1]:80"]}
+
+    loaded = check(spec(selector=selector, limit_keys=["Header:X-User-ID", "jwt:Org", "query:Q", "ip:address"]))
+
+    made = loaded.sources[0].policies[0].spec
+    assert made.selector.methods == ["POST", "GET"]
+    assert made.selector.hosts == ["api.example.com", "[2001:db8::1]"]
+    assert made.limit_keys == ["header:x-user-id", "jwt:Org", "query:Q", "ip:address"]
+
+
+def write(root: Path, files: Mapping[str, object]) -> None:
+    """Files with JSON, or bytes, or links to what a Path names."""
+    for name, content in files.items():
+        place = root / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            place.symlink_to(content)
+        else:
+            place.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+
+def ids(*paths: Path | str) -> list[str]:
+    """The ids loaded from paths, in order."""
+    return [item.id for source in load(map(str, paths), NOW).sources for item in source.policies]
+
+
+def test_directories_are_read_all_the_way_down(tmp_path: Path) -> None:
+    """All `*.json` below a directory are policy files, in a stable order; dot-entries and other files are skipped."""
+    skipped: dict[str, object] = dict.fromkeys(
+        (".git/x.json", ".hidden.json", "a.json.bak", "README.md", "x/.y/z.json"), b"broken"
+    )
+    write(tmp_path, {"b.json": good("b"), "a.json": good("a"), "x/y/c.json": good("c"), "d.json/e.json": good("e"), **skipped})
+
+    found = ids(tmp_path)
+
+    assert found == ["a", "b", "e", "c"]
+
+
+def test_a_config_map_is_read_once(tmp_path: Path) -> None:
+    """In Kubernetes' layout of links through `..data` every file counts once."""
+    write(tmp_path, {"..2026_06_01/p.json": good(), "..data": Path("..2026_06_01"), "p.json": Path("..data/p.json")})
+
+    assert ids(tmp_path) == ["p"]
+    assert ids(tmp_path / "p.json") == ["p"]
+
+
+def test_a_link_that_leads_back_up_ends(tmp_path: Path) -> None:
+    """A directory that contains itself through a link is read once."""
+    write(tmp_path, {"sub/p.json": good(), "sub/again": tmp_path})
+
+    assert ids(tmp_path) == ["p"]
+
+
+def test_a_file_given_twice_counts_once(tmp_path: Path) -> None:
+    """A file and the directory around it may both be given."""
+    write(tmp_path, {"p.json": good(), "q.json": good("q")})
+
+    assert ids(tmp_path, tmp_path / "p.json") == ["p", "q"]
+
+
+def test_every_path_that_cannot_be_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing, unreadable and empty places are all named at once, before anything is parsed."""
+    write(
+        tmp_path, {"locked.json": good("x"), "bad.json": b"{", "links/dangling.json": Path("nowhere"), "empty/.p.json": good()}
+    )
+    (tmp_path / "barred").mkdir()
+    read, scan = Path.read_bytes, os.scandir
+
+    def read_bytes(path: Path) -> bytes:
+        if path.name == "locked.json":
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    def scandir(path: str) -> Any:  # noqa: ANN401  # os names its type for stubs alone
+        if path.endswith("barred"):
+            raise PermissionError(13, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(BundleErrors) as failure:
+        load([str(tmp_path / name) for name in ("missing.json", "locked.json", "bad.json", "links", "empty", "barred")], NOW)
+
+    assert [str(error).removeprefix(f"{tmp_path}/") for error in failure.value.errors] == [
+        "missing.json: /: cannot be read: No such file or directory",
+        "locked.json: /: cannot be read: Permission denied",
+        "links/dangling.json: /: cannot be read: No such file or directory",
+        "empty: /: the directory holds no *.json file; put at least one policy into it",
+        "barred: /: cannot be listed: Permission denied",
+    ]
+
+
+def test_the_schema_describes_the_models() -> None:
+    """`schema` is draft 2020-12 with every reference resolved, closed objects, and the rules that editors can show."""
+    made = schema()
+
+    text = json.dumps(made)
+    kinds = made["$defs"]
+    detection = kinds["LoopDetection"]
+    assert made["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert made["anyOf"] == [
+        {"$ref": "#/$defs/Bundle"},
+        {"$ref": "#/$defs/Policy"},
+        {"items": {"$ref": "#/$defs/Policy"}, "type": "array"},
+    ]
+    assert all(f'"#/$defs/{name}"' in text for name in kinds)
+    assert text.count('"$ref"') == sum(text.count(f'"#/$defs/{name}"') for name in kinds)
+    assert all(kind["additionalProperties"] is False and "^x-" in kind["patternProperties"] for kind in kinds.values())
+    assert kinds["Bundle"]["required"] == ["bundle_version", "policies"]
+    assert kinds["Policy"]["properties"]["id"]["pattern"] == "^[A-Za-z0-9_.-]{1,128}$"
+    assert detection["properties"]["action"]["enum"] == ["reject", "throttle", "warn"]
+    assert {"exclusiveMinimum": 0, "maximum": 31_536_000, "type": "integer"} in detection["properties"]["window_seconds"][
+        "anyOf"
+    ]
