@@ -208,16 +208,18 @@ class Service:
     def _lane_failed(self, check: Check, lane: _Lane, error: Exception) -> None:
         sealed = check.watching if lane.shadow else check.counting
         lane.counts = None
-        if isinstance(error, StoreError):
+        try:
+            if not isinstance(error, StoreError):
+                raise error
             self.metrics.store_errors.labels(error.kind).inc()
             self.log_failure("store failed", error)
             if self.settings.on_store_error == "allow":
                 self.metrics.fail_open.labels("store_error").inc()
                 lane.counts = self._local.hit([item.hit for item in sealed])
-        elif lane.shadow:
-            check.failures.append((sealed[0].plan.id, error))
-        else:
-            raise error
+        except Exception as bug:
+            if not lane.shadow:
+                raise
+            check.failures.append((sealed[0].plan.id, bug))
 
     def log_failure(self, message: str, error: BaseException, **more: object) -> None:
         """One line for something that went wrong, unless there are too many of them."""

@@ -147,7 +147,7 @@ class Envoy(Process):
         config, admin = folder / "envoy.yaml", folder / "envoy-admin.txt"
         config.write_text(text)
         arguments = ["-c", str(config), "--concurrency", "1", "--use-dynamic-base-id", "--admin-address-path", str(admin)]
-        super().__init__([ENVOY, *arguments, "-l", "warning", "--drain-time-s", "1"], folder / "envoy.log")
+        super().__init__([ENVOY, *arguments, "-l", "warning", "--file-flush-interval-msec", "50"], folder / "envoy.log")
         try:
             eventually(lambda: admin.exists() and admin.read_text(), "Envoy's admin address")
             self._admin = int(admin.read_text().rpartition(":")[2])
@@ -167,6 +167,18 @@ class Envoy(Process):
             return "{}"
         finally:
             connection.close()
+
+    def logged(self, path: str, **fields: object) -> dict[str, Any]:
+        """Wait for the first access log line of a path with these fields."""
+
+        def probe() -> dict[str, Any] | None:
+            for line in self.output().splitlines():
+                entry = json.loads(line) if line.startswith("{") and line.endswith("}") else {}
+                if entry.get("path") == path and fields.items() <= entry.items():
+                    return entry
+            return None
+
+        return eventually(probe, f"an access log line for {path}")
 
     def stat(self, name: str) -> int:
         """A counter or gauge."""
@@ -306,7 +318,7 @@ def write_policies(folder: Path, document: object, name: str = "policies.json") 
 
 
 @contextmanager
-def stack(  # noqa: PLR0913  # what a stack is made of
+def stack(  # what a stack is made of
     document: object,
     *arguments: str,
     preamble: str = "",
