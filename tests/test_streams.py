@@ -27,7 +27,7 @@ _ECHO = "/loopguard.test.Echo"
 def _grpc_upstream() -> Iterator[str]:
     """A gRPC server whose every method, unary or streaming, answers each message with itself."""
 
-    class Echo(grpc.GenericRpcHandler):
+    class Echo(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc is untyped
         def service(self, call: Any) -> Any:  # noqa: ANN401  # grpc is untyped
             if call.method.endswith("/Stream"):
                 return grpc.stream_stream_rpc_method_handler(lambda messages, _: messages)
@@ -204,9 +204,7 @@ _HOSTILE = {
     "invalid UTF-8 in a header": b"GET /reject/h1 HTTP/1.1\r\nhost: h\r\nx-user-id: \xff\xfe\r\n\r\n",
     "%00 in the query": b"GET /reject/h2?a=%00&%00 HTTP/1.1\r\nhost: h\r\nx-user-id: h\r\n\r\n",
     "broken percent encoding": b"GET /reject/h3?%zz=%1&%=%% HTTP/1.1\r\nhost: h\r\nx-user-id: h\r\n\r\n",
-    "10,000 query pairs": b"GET /reject/h4?"
-    + b"&".join(b"%d=1" % n for n in range(7_000))
-    + b" HTTP/1.1\r\nhost: h\r\nx-user-id: h\r\n\r\n",
+    "10,000 query pairs": b"GET /reject/h4?%b HTTP/1.1\r\nhost: h\r\nx-user-id: h\r\n\r\n" % b"&".join([b"a=1"] * 10_000),
     "a JWT that is none": b"GET /reject/h5 HTTP/1.1\r\nhost: h\r\nauthorization: Bearer a.b.c\r\nx-user-id: h\r\n\r\n",
     "a header twice": b"GET /reject/h6 HTTP/1.1\r\nhost: h\r\nx-user-id: a\r\nx-user-id: b\r\n\r\n",
     "absolute form": b"GET http://h/reject/h7 HTTP/1.1\r\nhost: h\r\nx-user-id: h\r\n\r\n",
