@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -15,10 +14,10 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from extproc import settings
-from extproc.engine import Engine, Sealed
+from extproc.engine import Engine, Entry
 from extproc.errors import BundleErrors, LoopguardError, UsageError
 from extproc.fingerprint import NO_BODY
-from extproc.logs import one_line
+from extproc.logs import one_line, setup
 from extproc.policy.bundle import schema
 from extproc.policy.loader import load
 from extproc.request import HttpRequest, unverified_claims
@@ -80,8 +79,8 @@ def _now() -> datetime:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from extproc.logs import setup  # noqa: PLC0415  # the server's parts take 0.3 s to import; other commands need none
-    from extproc.server import Server  # noqa: PLC0415
+    _hush_grpc()
+    from extproc.server import Server  # noqa: PLC0415  # the server's parts take 0.3 s to import; other commands need none
 
     chosen = settings.read(vars(options), os.environ)
     if not chosen.policy:
@@ -122,12 +121,12 @@ def _explain(options: argparse.Namespace) -> int:
     check.seal(NO_BODY.plus(body))
     for policy, reason in check.uncounted:
         print(f"policy       {policy}\nuncounted    {reason}\n")
-    for sealed in (*check.counting, *check.watching):
+    for sealed in (*check.enforcing, *check.shadow):
         _explain_policy(sealed)
     return 0
 
 
-def _explain_policy(sealed: Sealed) -> None:
+def _explain_policy(sealed: Entry) -> None:
     """What one policy sees in the request, and what it will do about it."""
     plan = sealed.plan
     rows = {
@@ -144,7 +143,7 @@ def _explain_policy(sealed: Sealed) -> None:
     print()
 
 
-def _then(sealed: Sealed) -> str:
+def _then(sealed: Entry) -> str:
     """The decision on the request that reaches the threshold."""
     plan = sealed.plan
     outcome = plan.outcome(sealed, Count(plan.threshold, looping=True, cooldown_ms=sealed.hit.cooldown_ms, span_ms=0))
@@ -203,10 +202,15 @@ def _envoy_config(options: argparse.Namespace) -> int:
     return run(options, load(options.policy, _now()))
 
 
+def _hush_grpc() -> None:
+    """Before grpc is imported: its core would write lines of its own form to stderr, about what we report ourselves."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def _healthcheck(options: argparse.Namespace) -> int:
+    _hush_grpc()
     from extproc.transport.grpcio import check_health  # noqa: PLC0415  # grpc takes 0.2 s to import
 
-    logging.disable()
     status = check_health(options.address, options.timeout)
     print(status.lower() if status == "SERVING" else status, file=sys.stdout if status == "SERVING" else sys.stderr)
     return 0 if status == "SERVING" else 1

@@ -1,0 +1,395 @@
+"""The `loopguard` command: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from base64 import urlsafe_b64encode
+from collections.abc import Iterator
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+
+from extproc.cli import main
+from extproc.policy.bundle import schema
+from tests.documents import bundle, policy
+from tests.harness import PATIENCE, Loopguard, write_policies
+
+GOOD = policy("p", {"pathExact": "/v1/chat/completions"}, limit_keys=["jwt:org_id", "jwt:user_id"])
+WITH_RULES = policy("p", {"pathExact": "/a"}, limit_keys=["jwt:org_id"])
+WITH_RULES["spec"]["rules"] = [{"name": "per-org"}]
+
+COMMANDS = ["serve", "validate", "explain", "schema", "envoy-config", "healthcheck"]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing from the environment of whoever runs the tests."""
+    for name in ("POLICY", "LISTEN", "ADMIN", "STORE"):
+        monkeypatch.delenv(f"LOOPGUARD_{name}", raising=False)
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> str:
+    """A file with a policy that has neither errors nor warnings."""
+    return written(tmp_path / "good.json", GOOD)
+
+
+def written(file: Path, document: object) -> str:
+    """The path of a file with a document."""
+    file.write_text(json.dumps(document))
+    return str(file)
+
+
+class Run:
+    """One run of the command in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> None:
+        """Run it; an exit by exception counts like a returned code."""
+        capsys.readouterr()
+        try:
+            self.code: object = main(arguments)
+        except SystemExit as leaving:
+            self.code = leaving.code or 0
+        self.out, self.err = capsys.readouterr()
+
+    @property
+    def complaint(self) -> str:
+        """The one line of stderr."""
+        (line,) = self.err.splitlines()
+        return line
+
+
+# validate
+
+
+def test_validate_good(capsys: pytest.CaptureFixture[str], good: str) -> None:
+    """A good file exits 0 and stays silent on stderr."""
+    run = Run(capsys, "validate", good)
+
+    assert (run.code, run.out, run.err) == (0, "good: 1 policy in 1 file\n", "")
+
+
+def test_validate_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Warnings and parts that are not enforced go to stderr, each with its place, and the exit code stays 0."""
+    one = written(tmp_path / "one.json", bundle(WITH_RULES, kill_switches=[{"scope_key": "jwt:org_id"}]))
+    two = written(tmp_path / "two.json", policy("q", {"pathExact": "/b"}))
+
+    run = Run(capsys, "validate", one, two)
+
+    assert (run.code, run.out) == (0, "good: 2 policies in 2 files\n")
+    assert run.err.splitlines() == [
+        f"warning: {two}: /spec: no limit_keys: all callers of policy q share its counts",
+        f"warning: {one}: /kill_switches: kill_switches are not enforced by Loopguard",
+        f"warning: {one}: /policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org",
+        "serve refuses these parts unless --allow-unenforced is given",
+    ]
+
+
+def test_validate_bad(capsys: pytest.CaptureFixture[str], tmp_path: Path, good: str) -> None:
+    """Every error of every file is on stderr as `file: /pointer: message`, and the exit code is 1."""
+    bad = written(tmp_path / "bad.json", policy("q", {}, action="explode", window_seconds=0))
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+
+    run = Run(capsys, "validate", bad, good, str(broken))
+
+    assert (run.code, run.out) == (1, "")
+    assert run.err.splitlines() == [
+        f"{bad}: /spec/loop_detection/window_seconds: window_seconds must be a positive integer",
+        f"{bad}: /spec/loop_detection/action: action must be one of reject, throttle, warn",
+        f"{bad}: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes",
+        f"{broken}: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
+    ]
+
+
+def test_validate_keeps_each_error_on_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A key with a line break in it cannot forge a line of its own."""
+    run = Run(capsys, "validate", written(tmp_path / "p.json", {**GOOD, "a\nb": 1}))
+
+    assert run.complaint.endswith(r"/a\nb: unknown key; only description and x-... may be added")
+
+
+# explain
+
+
+def explained(run: Run) -> list[dict[str, str]]:
+    """The blocks that explain printed, one for each policy."""
+    assert run.code == 0, run.err
+    return [dict(re.split(r"\s+", line, maxsplit=1) for line in block.splitlines()) for block in run.out.strip().split("\n\n")]
+
+
+def test_explain_shows_the_composite(capsys: pytest.CaptureFixture[str], good: str) -> None:
+    """Composite, fingerprint, tenant, key and decision of a real request; the fingerprint is the CRC32 of the composite."""
+    body = '{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
+    flags = ["--policy", good, "--claim", "org_id=org-abc", "--claim", "user_id=user-1", "-d", body]
+
+    (found,) = explained(Run(capsys, "explain", *flags, "https://api.example.com/v1/chat/completions"))
+
+    composite = f"POST|/v1/chat/completions||{crc32(body.encode()):08x}|org_id=org-abc|user_id=user-1"
+    fingerprint = f"{crc32(composite.encode()):08x}"
+    assert found["policy"] == "p (enforce)"
+    assert found["composite"] == composite
+    assert found["fingerprint"] == fingerprint
+    assert re.fullmatch(rf"loop:p:default:sliding_ttl::{found['tenant']}:{fingerprint}[0-9a-f]{{16}}", found["key"])
+    assert found["decision"] == "allow 2 identical requests, then reject with 429 (Retry-After: 60); window sliding_ttl, 60 s"
+
+
+TOKEN = "authorization: Bearer e30." + urlsafe_b64encode(b'{"org_id": "o"}').decode().rstrip("=") + ".x"
+
+
+@pytest.mark.parametrize(
+    ("limit_key", "flags", "url", "composite"),
+    [
+        ("jwt:org_id", [], "h/a", "GET|/a||00000000"),
+        ("jwt:org_id", ["-H", TOKEN], "h/a", "GET|/a||00000000"),
+        ("jwt:org_id", ["-H", TOKEN, "--allow-unverified-jwt"], "h/a", "GET|/a||00000000|org_id=o"),
+        ("header:x-user", ["-H", "X-User:  ann ", "-H", "x-user: bob"], "h/a", "GET|/a||00000000|x-user=ann"),
+        ("header:host", ["-H", "Host: other:1"], "http://u@h:80/a", "GET|/a||00000000|host=other:1"),
+        ("header:host", [], "http://u@h:80/a", "GET|/a||00000000|host=h:80"),
+        ("query:q", ["-X", "PUT"], "http://h/a?z=1&q=a+b%7C&q=2#f", "PUT|/a|q=2&q=a b%7C&z=1|00000000|q=a b%7C"),
+        ("ip:address", ["--address", "2001:db8::1"], "h/a", "GET|/a||00000000|address=2001:db8::1"),
+        ("ip:address", ["-d", "", "-X", "DELETE"], "/a", "DELETE|/a||00000000|address=127.0.0.1"),
+        ("ip:address", ["-d", "x"], "h/a\udcff", f"POST|/a\\udcff||{crc32(b'x'):08x}|address=127.0.0.1"),
+    ],
+)
+def test_explain_takes_requests_like_curl(  # a table's columns
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, limit_key: str, flags: list[str], url: str, composite: str
+) -> None:
+    """Method, headers, body and URL mean what they mean to curl; the rest of what Envoy knows has flags."""
+    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, limit_keys=[limit_key]))
+
+    (found,) = explained(Run(capsys, "explain", "--policy", file, *flags, url))
+
+    assert found["composite"] == composite
+
+
+def test_explain_reads_a_body_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, good: str) -> None:
+    """`-d @file` is the file's bytes, unchanged."""
+    body = b"\xff\r\n"
+    (tmp_path / "body").write_bytes(body)
+
+    (found,) = explained(Run(capsys, "explain", "--policy", good, "-d", f"@{tmp_path}/body", "h/v1/chat/completions"))
+
+    assert found["composite"] == f"POST|/v1/chat/completions||{crc32(body):08x}"
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "decision"),
+    [
+        ("enforce", {"action": "warn"}, "then warn; "),
+        ("enforce", {"action": "throttle"}, "then throttle (hold 300 ms at first); "),
+        ("enforce", {"cooldown_seconds": 7, "reject_status": 503}, "then reject with 503 (Retry-After: 7); "),
+        ("shadow", {"window_type": "fixed"}, "then report: would reject with 429 (Retry-After: 60); window fixed, 60 s"),
+    ],
+)
+def test_explain_says_what_will_be_done(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, mode: str, more: dict[str, object], decision: str
+) -> None:
+    """The decision names the action of the request that reaches the threshold; a shadow policy only reports."""
+    file = written(tmp_path / "p.json", bundle(policy("p", {"pathPrefix": "/"}, mode=mode, **more)))
+
+    (found,) = explained(Run(capsys, "explain", "--policy", file, "h/"))
+
+    assert decision in found["decision"]
+    assert found["key"].startswith("shadow:loop:" if mode == "shadow" else "loop:")
+
+
+def test_explain_says_why_a_request_is_not_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A policy that matches but does not count says why; without any match there is one plain line."""
+    file = written(
+        tmp_path / "p.json", [policy("p", {"pathExact": "/a"}, limit_keys=["jwt:org_id"], missing_descriptor="skip")]
+    )
+
+    matched, unmatched = Run(capsys, "explain", "--policy", file, "h/a"), Run(capsys, "explain", "--policy", file, "h/b")
+
+    assert explained(matched) == [{"policy": "p", "uncounted": "missing_descriptor"}]
+    assert (unmatched.code, unmatched.out) == (0, "no policy matches GET /b: the request goes on uncounted\n")
+
+
+# schema, healthcheck, help
+
+
+def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """The schema of policy files, and nothing else, stands on stdout."""
+    run = Run(capsys, "schema")
+
+    assert (run.code, run.err) == (0, "")
+    assert json.loads(run.out) == schema()
+
+
+def test_healthcheck_of_nothing(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Where nothing answers, the exit code is 1 and stderr says why in one line."""
+    run = Run(capfd, "healthcheck", "--address", f"unix:{tmp_path}/none.sock", "--timeout", "5")
+
+    assert (run.code, run.out) == (1, "")
+    assert run.complaint.startswith("UNAVAILABLE: ")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """`--help` of every command shows how it is used, by examples that start with its own name."""
+    run = Run(capsys, command, "--help")
+
+    assert run.code == 0
+    assert re.search(rf"^examples:\n  (LOOPGUARD_\S+ )?loopguard {command}\b", run.out, re.MULTILINE)
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`loopguard --help` names each command with what it does."""
+    run = Run(capsys, "--help")
+
+    assert run.code == 0
+    assert re.findall(r"^    (\S+)(?:  +\S|$)", run.out, re.MULTILINE) == COMMANDS
+
+
+# usage errors: exit 2 and one clear line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "the following arguments are required: COMMAND; see 'loopguard --help'"),
+        (["sreve"], "argument COMMAND: invalid choice: 'sreve' (choose from "),
+        (["serve"], "serve needs --policy PATH (a policy file or a directory of them)"),
+        (["serve", "--policy"], "argument --policy: expected one argument; see 'loopguard serve --help'"),
+        (["serve", "--policy", "GOOD", "--listen", "here"], "--listen must be HOST:PORT or unix:/PATH, not 'here'"),
+        (["serve", "--policy", "GOOD", "--admin", "unix:/x"], "--admin must be HOST:PORT, not 'unix:/x'"),
+        (["serve", "--policy", "GOOD", "--store", "mongodb://h"], "unknown store 'mongodb://h'; known are: memory://"),
+        (["serve", "--policy", "GOOD", "--store", "memory://?max_entries=0"], "cannot use store 'memory://?max_entries=0': "),
+        (["serve", "--policy", "GOOD", "--max-streams", "0"], "--max-streams must be a positive integer, not '0'"),
+        (["serve", "--policy", "GOOD", "--colour"], "unrecognized arguments: --colour"),
+        (["serve", "GOOD"], "unrecognized arguments: "),
+        (["validate"], "the following arguments are required: PATH; see 'loopguard validate --help'"),
+        (["explain", "h/"], "the following arguments are required: --policy; see 'loopguard explain --help'"),
+        (["explain", "--policy", "GOOD"], "the following arguments are required: URL; see 'loopguard explain --help'"),
+        (["explain", "--policy", "GOOD", "-H", "novalue", "h/"], "-H 'novalue' must be 'name: value'"),
+        (["explain", "--policy", "GOOD", "--claim", "x", "h/"], "--claim 'x' must be NAME=VALUE"),
+        (["explain", "--policy", "GOOD", "-d", "@/no/such", "h/"], "-d @/no/such: cannot be read: No such file or directory"),
+        (["explain", "--policy", "GOOD", "http://[::1/"], "'http://[::1/' is not a URL: Invalid IPv6 URL"),
+        (["healthcheck", "--timeout", "soon"], "argument --timeout: invalid float value: 'soon'"),
+    ],
+)
+def test_usage_errors(capsys: pytest.CaptureFixture[str], good: str, arguments: list[str], line: str) -> None:
+    """A command line that cannot be meant exits 2 with one line that names what is wrong and what would be right."""
+    run = Run(capsys, *(good if argument == "GOOD" else argument for argument in arguments))
+
+    assert run.code == 2
+    assert run.complaint.startswith(f"loopguard: {line}")
+
+
+def test_a_bad_variable_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], good: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment is held to the same rules as the flags."""
+    monkeypatch.setenv("LOOPGUARD_LISTEN", "nowhere")
+
+    run = Run(capsys, "serve", "--policy", good)
+
+    assert (run.code, run.complaint) == (2, "loopguard: LOOPGUARD_LISTEN must be HOST:PORT or unix:/PATH, not 'nowhere'")
+
+
+# serve
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """A TCP address that somebody else listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        yield f"127.0.0.1:{holder.getsockname()[1]}"
+
+
+def served(*arguments: str) -> tuple[int, list[str]]:
+    """Exit code and stderr of a server that is expected not to start."""
+    command = [sys.executable, "-m", "extproc.cli", "serve", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert ended.stdout == ""
+    return ended.returncode, ended.stderr.splitlines()
+
+
+@pytest.mark.parametrize(("flag", "other"), [("--listen", "--admin"), ("--admin", "--listen")])
+def test_a_port_in_use(good: str, taken: str, flag: str, other: str) -> None:
+    """An address that is taken exits 1 with one line that names it and the flag to change."""
+    code, lines = served("--policy", good, flag, taken, other, "127.0.0.1:0")
+
+    assert code == 1
+    assert len(lines) == 1, lines
+    assert lines[0].startswith(f"loopguard: cannot listen on {taken}: ")
+    assert flag in lines[0]
+
+
+def test_serve_refuses_bad_policies(tmp_path: Path) -> None:
+    """A bundle with errors, or a path that is not there, exits 1 with every error before anything listens."""
+    bad = written(tmp_path / "bad.json", policy("p", {}, action="explode"))
+
+    code, lines = served("--policy", bad, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")
+    missing = served("--policy", f"{tmp_path}/none", "--policy", bad)
+
+    assert code == 1
+    assert [line.partition(": ")[0] for line in lines] == [bad, bad]
+    assert missing == (1, [f"{tmp_path}/none: /: cannot be read: No such file or directory"])
+
+
+def test_serve_refuses_what_it_does_not_enforce(tmp_path: Path) -> None:
+    """Each part that would be lost is named, with the way out; with --allow-unenforced the server starts and warns."""
+    write_policies(tmp_path, bundle(WITH_RULES))
+    file = f"{tmp_path}/policies/policies.json"
+    part = f"{file}: /policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org"
+
+    refusal = served("--policy", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")
+    server = Loopguard(tmp_path, "--allow-unenforced")
+    server.stop()
+
+    assert refusal == (1, [f"{part}; remove it, or start with --allow-unenforced"])
+    assert f"warning {part}\n" in server.output()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_until_told_to_stop(capsys: pytest.CaptureFixture[str], tmp_path: Path, number: signal.Signals) -> None:
+    """A running server is healthy; SIGTERM and Ctrl-C end it in good order with exit code 0."""
+    write_policies(tmp_path, GOOD)
+    server = Loopguard(tmp_path)
+    try:
+        health = Run(capsys, "healthcheck", "--address", server.address)
+        server.signal(number)
+        code = server.wait()
+    finally:
+        server.stop()
+
+    assert (health.code, health.out) == (0, "serving\n")
+    assert code == 0
+    assert server.output().splitlines()[-1].endswith("info    stopped")
+
+
+def test_serve_reads_the_environment_and_writes_json(tmp_path: Path) -> None:
+    """With `--log-format json` every line of the server is one JSON object."""
+    write_policies(tmp_path, GOOD)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "extproc.cli", "serve"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            "LOOPGUARD_POLICY": f"{tmp_path}/policies",
+            "LOOPGUARD_LISTEN": "127.0.0.1:0",
+            "LOOPGUARD_ADMIN": "127.0.0.1:0",
+            "LOOPGUARD_DRAIN_DELAY": "0",
+            "LOOPGUARD_LOG_FORMAT": "json",
+        },
+    )
+    try:
+        assert process.stderr is not None
+        first = json.loads(process.stderr.readline())
+        process.send_signal(signal.SIGTERM)
+        rest = [json.loads(line) for line in process.communicate(timeout=PATIENCE)[1].splitlines()]
+    finally:
+        process.kill()
+
+    assert (first["message"], first["policies"], first["store"]) == ("serving", 1, "memory://")
+    assert re.fullmatch(r"127\.0\.0\.1:[1-9]\d*", first["listen"])
+    assert [line["message"] for line in rest] == ["draining", "stopped"]
+    assert process.returncode == 0

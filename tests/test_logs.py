@@ -1,0 +1,120 @@
+"""Log lines, and the limit on how many are written."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from extproc.logs import LogFormat, RateLimit, fields, setup
+
+
+@pytest.fixture(autouse=True)
+def _root_logger() -> Iterator[None]:
+    """Put the root logger back as it was."""
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = before
+
+
+def written(capsys: pytest.CaptureFixture[str], log_format: LogFormat, message: str, **values: object) -> str:
+    """What stderr gets for one warning."""
+    setup(log_format, "info")
+    logging.getLogger("loopguard").warning(message, extra=fields(**values))
+    logging.getLogger("loopguard").debug("below the level")
+    out, line = capsys.readouterr()
+    assert out == ""
+    return line
+
+
+def test_a_rate_limit_counts_what_it_drops() -> None:
+    """In each second a bounded number passes, and the next one that passes tells how many did not."""
+    limit = RateLimit(2)
+
+    taken = [limit.take(now) for now in (10.0, 10.1, 10.2, 10.9, 11.0, 11.5, 11.6, 13.0, 13.1, 14.0)]
+
+    assert taken == [0, 0, None, None, 2, 0, None, 1, 0, 0]
+
+
+def test_a_rate_limit_passes_the_first_event_whatever_the_clock_says() -> None:
+    """A clock that starts at zero is no reason to drop anything."""
+    assert [RateLimit(1).take(now) for now in (0.0, 0.5, 1e9)] == [0, 0, 0]
+
+
+def test_a_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """Time, level, message and fields stand in one line; fields that are None are left out."""
+    line = written(capsys, "text", "loop detected", policy="p", count=3, tenant=None)
+
+    stamp, _, rest = line.partition(" ")
+    assert len(stamp) == len("2026-06-01T00:00:00.000Z")
+    assert stamp.endswith("Z")
+    assert rest == "warning loop detected policy=p count=3\n"
+
+
+def test_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fields keep their types and stand beside time, level and message; what JSON does not know becomes text."""
+    line = json.loads(written(capsys, "json", "loop detected", policy="p", count=3, tenant=None, odd=1 + 2j))
+
+    assert line.pop("time").endswith("Z")
+    assert line == {"level": "warning", "message": "loop detected", "policy": "p", "count": 3, "odd": "(1+2j)"}
+
+
+HOSTILE = [
+    "a\nb",
+    "a\r\n2026-06-01T00:00:00.000Z error   forged",
+    'say "hi"',
+    "a=b c=d",
+    "",
+    "\x1b[31m",
+    "\u2028",
+    "\udcff",
+    "\x00",
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_no_value_can_break_a_line(capsys: pytest.CaptureFixture[str], log_format: LogFormat, value: str) -> None:
+    """Whatever stands in a field or in the message, the line stays one line, and its fields can be told apart."""
+    line = written(capsys, log_format, f"m {value}", field=value, last="end")
+
+    text = line.removesuffix("\n")
+    assert text.isprintable()
+    if log_format == "json":
+        assert json.loads(text)["field"] == value
+    else:
+        quoted, last = text.rsplit(" last=", 1)
+        assert last == "end"
+        assert json.loads(quoted.rsplit(" field=", 1)[1]) == value
+
+
+def test_an_exception_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """A traceback follows the line in text, and is a field in JSON."""
+    shown = {}
+    formats: tuple[LogFormat, ...] = ("text", "json")
+    for log_format in formats:
+        setup(log_format, "info")
+        try:
+            int("boom")
+        except ValueError:
+            logging.getLogger("loopguard").exception("failed")
+        shown[log_format] = capsys.readouterr().err
+
+    first, second = shown["text"].splitlines()[:2]
+    assert first.endswith("error   failed")
+    assert second == "Traceback (most recent call last):"
+    assert json.loads(shown["json"])["exception"].endswith("base 10: 'boom'")
+
+
+def test_the_level_is_a_floor(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines below the level are not written, and the watcher's chatter never is."""
+    setup("text", "error")
+    logging.getLogger("loopguard").warning("too mild")
+    setup("text", "debug")
+    logging.getLogger("watchfiles.main").info("1 change detected")
+    logging.getLogger("loopguard").debug("small")
+
+    assert [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines()] == ["debug   small"]
