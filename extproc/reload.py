@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
@@ -27,8 +28,12 @@ _LOG = logging.getLogger("loopguard")
 _SETTLE_MS = 100
 """Changes that follow each other this fast (an editor's save, a ConfigMap's swap) are one change."""
 
-_RECHECK_SECONDS = 5
-"""How often the files are compared without any event: some file systems send none, and overrides expire by the clock."""
+_TICK_MS = 500
+_RECHECK_TICKS = 10
+"""How often the files are compared without any event: some file systems send none, and overrides expire by the clock.
+
+The first tick counts as well: it finds what changed while the watch was being set up.
+"""
 
 
 class Reloader:
@@ -77,7 +82,10 @@ class Reloader:
             try:
                 watched = await asyncio.to_thread(_directories, self._settings.policy, self._seen)
                 async with aclosing(_changes(watched)) as changes:
-                    async for _ in changes:
+                    ticks = itertools.cycle(range(_RECHECK_TICKS))
+                    async for changed in changes:
+                        if next(ticks) and not changed:
+                            continue
                         await self.reload(swap)
                         if watched != await asyncio.to_thread(_directories, self._settings.policy, self._seen):
                             break
@@ -176,14 +184,14 @@ def _shadowed(policies: PolicySet, now: datetime) -> list[bool]:
 
 
 def _changes(watched: Collection[str]) -> AsyncGenerator[set[FileChange], None]:
-    """One item for each burst of changes, and an empty one every now and then."""
+    """One item for each burst of changes, and an empty one for each tick without any."""
     return awatch(
         *watched,
         watch_filter=None,
         recursive=False,
         debounce=4 * _SETTLE_MS,
         step=_SETTLE_MS,
-        rust_timeout=_RECHECK_SECONDS * 1000,
+        rust_timeout=_TICK_MS,
         yield_on_timeout=True,
     )
 
