@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,8 +62,7 @@ class Outcome(NamedTuple):
         return SEVERITY[self.action], self.delay_ms or self.retry_after or 0
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What all policies together make of one request.
 
     Attributes:
@@ -77,7 +75,7 @@ class Decision:
     lead: Outcome | None = None
     warning: bool = False
     shadow: Outcome | None = None
-    trace: Sequence[Outcome] = field(default=())
+    trace: Sequence[Outcome] = ()
 
     @property
     def action(self) -> Action:
@@ -85,10 +83,9 @@ class Decision:
         return self.lead.action if self.lead is not None else Action.ALLOW
 
 
-def strictest(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The strictest of those that saw a loop, the first among equals."""
-    loops = [outcome for outcome in outcomes if outcome.action is not Action.ALLOW]
-    return max(loops, key=Outcome.strictness) if loops else None
+def strictest(outcomes: Sequence[Outcome]) -> Outcome:
+    """The strictest of one or more outcomes, the first among equals."""
+    return max(outcomes, key=Outcome.strictness)
 
 
 def loop_message(outcome: Outcome, method: str, path: str) -> str:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from math import ceil
-from typing import NamedTuple
 
 from extproc.decision import Action, Decision, Outcome, strictest
 from extproc.fingerprint import (
@@ -74,42 +72,57 @@ class Plan:
             self._count_to,
         )
 
-    def outcome(self, sealed: Sealed, count: Count) -> Outcome:
+    def outcome(self, entry: Entry, count: Count) -> Outcome:
         """What this policy makes of the request."""
         action = self.action if count.looping else Action.ALLOW
-        delay = min(count.count * DELAY_PER_REQUEST_MS, self.max_delay_ms) if action is Action.THROTTLE else 0
-        retry_after = ceil(count.cooldown_ms / 1000) or self.window_seconds or None
         return Outcome(
             self.id,
             self.mode,
             action,
-            sealed.fingerprint,
-            sealed.tenant,
+            entry.fingerprint,
+            entry.tenant,
             count.count,
             count.span_ms,
             self.window_seconds,
-            delay,
-            retry_after,
+            min(count.count * DELAY_PER_REQUEST_MS, self.max_delay_ms) if action is Action.THROTTLE else 0,
+            -(-count.cooldown_ms // 1000) or self.window_seconds or None,
             self.reject_status,
         )
 
 
-class Candidate(NamedTuple):
-    """A policy that will count the request, once the body is known."""
+class Entry:
+    """One matched policy's part in a request; everything below `descriptors` is set by `Check.seal`.
 
-    plan: Plan
-    descriptors: str
+    Attributes:
+        plan: the policy.
+        descriptors: joined, as the composite has them.
+        composite: the whole composite.
+        fingerprint: its CRC32, 8 hex digits.
+        tenant: hash of the descriptors, 16 hex digits.
+        body_crc32: of the body as this policy sees it.
+        hit: what the store is asked to count.
+    """
 
+    __slots__ = ("body_crc32", "composite", "descriptors", "fingerprint", "hit", "plan", "tenant")
 
-class Sealed(NamedTuple):
-    """A request as one policy counts it."""
-
-    plan: Plan
     composite: str
     fingerprint: str
     tenant: str
     body_crc32: int
     hit: Hit
+
+    def __init__(self, plan: Plan, descriptors: str) -> None:
+        """Not sealed yet."""
+        self.plan = plan
+        self.descriptors = descriptors
+
+    def seal(self, head: str, body: Body) -> None:
+        """Work out the names; `head` comes from `fingerprint.request_head`."""
+        self.body_crc32 = body.crc32
+        self.composite = composite(head, body, self.descriptors)
+        self.fingerprint, check = digest(self.composite, body)
+        self.tenant = tenant(self.descriptors)
+        self.hit = self.plan.hit(self.tenant, self.fingerprint, check)
 
 
 class Check:
@@ -117,29 +130,23 @@ class Check:
 
     Attributes:
         request: the request.
-        enforcing: candidates whose answer counts; after `seal`, `counting` has their hits.
-        shadow: candidates whose answer never does; after `seal`, `watching` has their hits.
-        uncounted: (policy, reason) of matched policies that will not count this request.
+        enforcing: the policies that will count it and whose answer counts.
+        shadow: the policies that will count it and whose answer never does.
+        needs_body: some fingerprint includes the body.
+        uncounted: (policy, reason) of matched policies that do not count this request.
         failures: (policy, error) of shadow policies whose evaluation raised.
     """
 
-    __slots__ = ("_head", "counting", "enforcing", "failures", "request", "shadow", "uncounted", "watching")
+    __slots__ = ("enforcing", "failures", "needs_body", "request", "shadow", "uncounted")
 
     def __init__(self, request: HttpRequest) -> None:
         """Start with nothing matched."""
         self.request = request
-        self.enforcing: list[Candidate] = []
-        self.shadow: list[Candidate] = []
-        self.counting: list[Sealed] = []
-        self.watching: list[Sealed] = []
+        self.enforcing: list[Entry] = []
+        self.shadow: list[Entry] = []
+        self.needs_body = False
         self.uncounted: list[tuple[str, str]] = []
         self.failures: list[tuple[str, Exception]] = []
-        self._head: str | None = None
-
-    @property
-    def needs_body(self) -> bool:
-        """Whether any candidate's fingerprint includes the body."""
-        return any(candidate.plan.needs_body for candidate in (*self.enforcing, *self.shadow))
 
     def seal(self, body: Body | None, reason: str = "") -> None:
         """Work out the fingerprints, now that the body is known or known to stay unknown.
@@ -148,38 +155,25 @@ class Check:
             body: None when it is not known: policies that need it do not count the request.
             reason: why the body is not known, for `uncounted`.
         """
-        self.counting = self._seal(self.enforcing, body, reason)
-        self.watching = self._seal(self.shadow, body, reason)
+        request = self.request
+        query = canonical_query(request.query_pairs()) if request.query else ""
+        head = request_head(request.method, request.path, query)
+        if body is None and self.needs_body:
+            self.uncounted += [(entry.plan.id, reason) for entry in (*self.enforcing, *self.shadow) if entry.plan.needs_body]
+            self.enforcing = [entry for entry in self.enforcing if not entry.plan.needs_body]
+            self.shadow = [entry for entry in self.shadow if not entry.plan.needs_body]
+        for entry in self.enforcing:
+            entry.seal(head, body if body is not None and entry.plan.needs_body else NO_BODY)
+        for entry in self.shadow[:]:
+            try:
+                entry.seal(head, body if body is not None and entry.plan.needs_body else NO_BODY)
+            except Exception as error:  # noqa: BLE001  # whatever it is, a shadow policy has no effect
+                self.shadow.remove(entry)
+                self.failures.append((entry.plan.id, error))
 
     def give_up(self, reason: str) -> None:
         """Nobody counts this request."""
-        self.uncounted += [(candidate.plan.id, reason) for candidate in (*self.enforcing, *self.shadow)]
-
-    def _seal(self, candidates: list[Candidate], body: Body | None, reason: str) -> list[Sealed]:
-        sealed = []
-        for candidate in candidates:
-            plan = candidate.plan
-            if body is None and plan.needs_body:
-                self.uncounted.append((plan.id, reason))
-                continue
-            try:
-                sealed.append(self._sealed(candidate, body if body is not None and plan.needs_body else NO_BODY))
-            except Exception as error:
-                if not plan.shadow:
-                    raise
-                self.failures.append((plan.id, error))
-        return sealed
-
-    def _sealed(self, candidate: Candidate, body: Body) -> Sealed:
-        if self._head is None:
-            request = self.request
-            query = canonical_query(request.query_pairs()) if request.query else ""
-            self._head = request_head(request.method, request.path, query)
-        text = composite(self._head, body, candidate.descriptors)
-        names = digest(text, body)
-        owner = tenant(candidate.descriptors)
-        hit = candidate.plan.hit(owner, names.fingerprint, names.check)
-        return Sealed(candidate.plan, text, names.fingerprint, owner, body.crc32, hit)
+        self.uncounted += [(entry.plan.id, reason) for entry in (*self.enforcing, *self.shadow)]
 
 
 class Engine:
@@ -237,7 +231,7 @@ class Engine:
             return
         values = []
         for descriptor in plan.descriptors:
-            value = descriptor.value(request)
+            value = descriptor.read(request, descriptor.argument)
             if len(value) > MAX_DESCRIPTOR:
                 check.uncounted.append((plan.id, "descriptor_too_long"))
                 return
@@ -246,8 +240,9 @@ class Engine:
             elif plan.skip_missing:
                 check.uncounted.append((plan.id, "missing_descriptor"))
                 return
-        candidate = Candidate(plan, joined_descriptors(values))
-        (check.shadow if plan.shadow else check.enforcing).append(candidate)
+        entry = Entry(plan, joined_descriptors(values))
+        (check.shadow if plan.shadow else check.enforcing).append(entry)
+        check.needs_body = check.needs_body or plan.needs_body
 
 
 def decide(check: Check, counts: Sequence[Count], shadow_counts: Sequence[Count] = ()) -> Decision:
@@ -255,19 +250,20 @@ def decide(check: Check, counts: Sequence[Count], shadow_counts: Sequence[Count]
 
     Args:
         check: sealed.
-        counts: of `check.counting`, in its order.
-        shadow_counts: of `check.watching`; empty when they could not be had.
+        counts: of `check.enforcing`, in its order.
+        shadow_counts: of `check.shadow`; empty when they could not be had.
     """
-    acting = [sealed.plan.outcome(sealed, count) for sealed, count in zip(check.counting, counts, strict=True)]
+    trace = [entry.plan.outcome(entry, count) for entry, count in zip(check.enforcing, counts, strict=True)]
+    loops = [outcome for outcome in trace if outcome.action is not Action.ALLOW]
+    lead = strictest(loops) if loops else None
+    warning = bool(loops) and any(outcome.action is Action.WARN for outcome in loops)
+    if not shadow_counts:
+        return Decision(lead, warning, None, trace)
     watching: list[Outcome] = []
-    for sealed, count in zip(check.watching, shadow_counts, strict=False):
+    for entry, count in zip(check.shadow, shadow_counts, strict=True):
         try:
-            watching.append(sealed.plan.outcome(sealed, count))
+            watching.append(entry.plan.outcome(entry, count))
         except Exception as error:  # noqa: BLE001  # whatever it is, a shadow policy has no effect
-            check.failures.append((sealed.plan.id, error))
-    return Decision(
-        lead=strictest(acting),
-        warning=any(outcome.action is Action.WARN for outcome in acting),
-        shadow=strictest(watching),
-        trace=[*acting, *watching],
-    )
+            check.failures.append((entry.plan.id, error))
+    shadow_loops = [outcome for outcome in watching if outcome.action is not Action.ALLOW]
+    return Decision(lead, warning, strictest(shadow_loops) if shadow_loops else None, [*trace, *watching])

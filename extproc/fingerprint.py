@@ -8,6 +8,7 @@ few and a collision must not refuse the innocent.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 from zlib import adler32, crc32
@@ -60,25 +61,19 @@ def composite(head: str, body: Body, descriptors: str) -> str:
     return f"{head}{body.crc32:08x}"
 
 
-class Digest(NamedTuple):
+def digest(composite: str, body: Body) -> tuple[str, str]:
     """A composite's short names.
 
-    Attributes:
-        fingerprint: CRC32 of the composite, 8 hex digits: what logs, headers and `explain` show.
-        check: 64-bit hash of the composite, the body's length and its Adler-32, 16 hex digits.
+    Returns:
+        the fingerprint: CRC32 of the composite, 8 hex digits, what logs, headers and `explain` show;
+        the check: 64-bit hash of the composite, the body's length and its Adler-32, 16 hex digits.
     """
-
-    fingerprint: str
-    check: str
-
-
-def digest(composite: str, body: Body) -> Digest:
-    """Hash a composite."""
     data = composite.encode("utf-8", "surrogateescape")
     check = blake2b(b"%b\0%d\0%d" % (data, body.length, body.adler32), digest_size=8)
-    return Digest(f"{crc32(data):08x}", check.hexdigest())
+    return f"{crc32(data):08x}", check.hexdigest()
 
 
+@lru_cache(maxsize=1024)
 def tenant(descriptors: str) -> str:
     """blake2b-64 of the joined descriptors, 16 hex digits; requests of different tenants never share a key."""
     return blake2b(descriptors.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()

@@ -94,15 +94,13 @@ class Descriptor(NamedTuple):
         name: as it stands in the composite: what follows the source, lower-case, or the whole key where two names are equal.
         source: `jwt`, `header`, `query` or `ip`.
         argument: which claim, header or parameter.
+        read: takes a request and the argument; the request's value, empty when it has none.
     """
 
     name: str
     source: str
     argument: str
-
-    def value(self, request: HttpRequest) -> str:
-        """The request's value, empty when it has none."""
-        return _READERS[self.source](request, self.argument)
+    read: Callable[[HttpRequest, str], str]
 
 
 _READERS: dict[str, Callable[[HttpRequest, str], str]] = {
@@ -118,7 +116,7 @@ def descriptors(limit_keys: Sequence[str]) -> tuple[Descriptor, ...]:
     split = [(key, *key.partition(":")[::2]) for key in dict.fromkeys(limit_keys)]
     names = Counter(argument.lower() for _, _, argument in split)
     return tuple(
-        Descriptor(argument.lower() if names[argument.lower()] == 1 else key, source, argument)
+        Descriptor(argument.lower() if names[argument.lower()] == 1 else key, source, argument, _READERS[source])
         for key, source, argument in split
     )
 

@@ -15,14 +15,13 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
 from google.protobuf.message import DecodeError
 
 from extproc.decision import Action, Decision, Outcome, Reason, loop_message
-from extproc.engine import Check, Engine, decide
+from extproc.engine import Check, Engine, Entry, decide
 from extproc.errors import ProtocolError, StoreError
 from extproc.fingerprint import NO_BODY, Body
 from extproc.logs import RateLimit, fields
@@ -52,6 +51,13 @@ _HOLD_MARGIN_MS = 2_000
 
 _LINES_PER_SECOND = 20
 
+# Enum values by name: looking one up on its message class costs microseconds.
+_NONE = ProcessingMode.NONE
+_STREAMED = ProcessingMode.STREAMED
+_BUFFERED = ProcessingMode.BUFFERED
+_UNSUPPORTED_MODES = (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.GRPC)
+_OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+
 
 class Reply(NamedTuple):
     """What to do with one message.
@@ -70,6 +76,7 @@ class Reply(NamedTuple):
 
 
 MaybeLater: TypeAlias = Reply | Awaitable[Reply]
+MaybeCounts: TypeAlias = Sequence[Count] | Awaitable[Sequence[Count] | None] | None
 
 
 def _go_on(kind: str) -> ProcessingResponse:
@@ -131,23 +138,6 @@ class Holds:
         self._released.set()
 
 
-class _Lane:
-    """Counts on their way from the store: of a request's enforcing policies, or of its shadow policies.
-
-    Attributes:
-        shadow: which of the two.
-        counts: None when they could not be had.
-        pending: to be awaited first, when the store does not answer at once.
-    """
-
-    __slots__ = ("counts", "pending", "shadow")
-
-    def __init__(self, shadow: bool) -> None:  # noqa: FBT001  # private
-        self.shadow = shadow
-        self.counts: Sequence[Count] | None = ()
-        self.pending: Awaitable[Sequence[Count]] | None = None
-
-
 class Service:
     """Everything that streams share."""
 
@@ -177,49 +167,43 @@ class Service:
         """A new stream; the caller must `close` it, whatever happens."""
         return Stream(self, overloaded=self.streams >= self.settings.max_streams)
 
-    def start(self, check: Check, *, shadow: bool) -> _Lane:
-        """Ask the store to count one lane of a request; look at the lane's `pending` before its `counts`."""
-        lane = _Lane(shadow)
-        sealed = check.watching if shadow else check.counting
-        if sealed:
-            try:
-                counts = self.store.hit([item.hit for item in sealed])
-            except Exception as error:  # noqa: BLE001  # sorted out below
-                self._lane_failed(check, lane, error)
-            else:
-                if isinstance(counts, Awaitable):
-                    lane.pending = counts
-                else:
-                    lane.counts = counts
-        return lane
+    def count(self, check: Check, entries: Sequence[Entry], *, shadow: bool) -> MaybeCounts:
+        """Ask the store to count one lane of a request; None when the counts could not be had."""
+        try:
+            counts = self.store.hit([entry.hit for entry in entries])
+        except Exception as error:  # noqa: BLE001  # sorted out by the callee
+            return self._without_store(check, entries, error, shadow=shadow)
+        return self._count_later(check, entries, counts, shadow=shadow) if isinstance(counts, Awaitable) else counts
 
-    async def settle(self, check: Check, lane: _Lane) -> None:
-        """Wait for a lane's counts."""
-        if lane.pending is None:
-            return
+    async def _count_later(
+        self, check: Check, entries: Sequence[Entry], counts: Awaitable[Sequence[Count]], *, shadow: bool
+    ) -> Sequence[Count] | None:
         started = perf_counter()
         try:
-            lane.counts = await lane.pending
-        except Exception as error:  # noqa: BLE001  # sorted out below
-            self._lane_failed(check, lane, error)
+            return await counts
+        except Exception as error:  # noqa: BLE001  # sorted out by the callee
+            return self._without_store(check, entries, error, shadow=shadow)
         finally:
             self.metrics.store_seconds.observe(perf_counter() - started)
 
-    def _lane_failed(self, check: Check, lane: _Lane, error: Exception) -> None:
-        sealed = check.watching if lane.shadow else check.counting
-        lane.counts = None
+    def _without_store(
+        self, check: Check, entries: Sequence[Entry], error: Exception, *, shadow: bool
+    ) -> Sequence[Count] | None:
+        """The counts of a window local to this process, or none; a bug is raised, unless only shadow policies see it."""
         try:
             if not isinstance(error, StoreError):
                 raise error
             self.metrics.store_errors.labels(error.kind).inc()
             self.log_failure("store failed", error)
-            if self.settings.on_store_error == "allow":
-                self.metrics.fail_open.labels("store_error").inc()
-                lane.counts = self._local.hit([item.hit for item in sealed])
+            if self.settings.on_store_error == "reject":
+                return None
+            self.metrics.fail_open.labels("store_error").inc()
+            return self._local.hit([entry.hit for entry in entries])
         except Exception as bug:
-            if not lane.shadow:
+            if not shadow:
                 raise
-            check.failures.append((sealed[0].plan.id, bug))
+            check.failures.append((entries[0].plan.id, bug))
+            return None
 
     def log_failure(self, message: str, error: BaseException, **more: object) -> None:
         """One line for something that went wrong, unless there are too many of them."""
@@ -253,8 +237,8 @@ class Service:
             return
         shown = None
         if self.settings.log_descriptors:
-            plan = next(plan for plan in self.engine.plans if plan.id == outcome.policy)
-            shown = {item.name: item.value(check.request) for item in plan.descriptors}
+            plan = next(entry.plan for entry in (*check.enforcing, *check.shadow) if entry.plan.id == outcome.policy)
+            shown = {item.name: item.read(check.request, item.argument) for item in plan.descriptors}
         extra = fields(
             policy=outcome.policy,
             mode=outcome.mode,
@@ -357,10 +341,8 @@ class Stream:
             return _DONE["request_body"]
         self._body = body = self._body.plus(message.request_body.body)
         # With trailers to come, a complete buffered body does not say that it ends the stream.
-        complete = (
-            message.request_body.end_of_stream or self._body_mode == ProcessingMode.BUFFERED or body.length == self._expected
-        )
-        if not complete and self._body_mode == ProcessingMode.STREAMED:
+        complete = message.request_body.end_of_stream or self._body_mode == _BUFFERED or body.length == self._expected
+        if not complete and self._body_mode == _STREAMED:
             return _GO_ON["request_body"]
         self._check = None
         if not complete:
@@ -385,14 +367,13 @@ class Stream:
             self._service.record_uncounted(check)
 
     def _read(self, message: ProcessingRequest) -> HttpRequest:
-        headers: dict[str, bytes] = {}
-        for header in message.request_headers.headers.headers:
-            name = header.key
-            if name not in headers:
-                headers[name] = header.raw_value or header.value.encode()
+        listed = message.request_headers.headers.headers
+        headers = {header.key: header.raw_value for header in listed}
+        if len(headers) < len(listed):  # a name repeats, and the first wins
+            headers = {header.key: header.raw_value for header in reversed(listed)}
         engine = self._engine
         route = address = ""
-        if _ATTRIBUTES in message.attributes:
+        if (engine.uses_routes or engine.uses_address) and _ATTRIBUTES in message.attributes:
             attributes = message.attributes[_ATTRIBUTES].fields
             if engine.uses_routes and "xds.route_name" in attributes:
                 route = attributes["xds.route_name"].string_value
@@ -429,55 +410,52 @@ class Stream:
         """Count the request and answer, now or when the store has answered."""
         check.seal(body, reason)
         service = self._service
-        acting = service.start(check, shadow=False)
-        watching = service.start(check, shadow=True)
-        if acting.pending is None and watching.pending is None:
-            return self._answer(kind, check, acting, watching)
-        return self._judge_later(kind, check, acting, watching)
+        counts = service.count(check, check.enforcing, shadow=False) if check.enforcing else ()
+        shadow_counts = service.count(check, check.shadow, shadow=True) if check.shadow else ()
+        if isinstance(counts, Awaitable) or isinstance(shadow_counts, Awaitable):
+            return self._judge_later(kind, check, counts, shadow_counts)
+        return self._answer(kind, check, counts, shadow_counts)
 
-    async def _judge_later(self, kind: str, check: Check, acting: _Lane, watching: _Lane) -> Reply:
+    async def _judge_later(self, kind: str, check: Check, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:
         try:
-            await self._service.settle(check, acting)
-            await self._service.settle(check, watching)
-            return self._answer(kind, check, acting, watching)
+            settled = await asyncio.gather(_settled(counts), _settled(shadow_counts))
+            return self._answer(kind, check, *settled)
         except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
             return self._failed(kind, error)
 
-    def _answer(self, kind: str, check: Check, acting: _Lane, watching: _Lane) -> Reply:
+    def _answer(self, kind: str, check: Check, counts: Sequence[Count] | None, shadow_counts: Sequence[Count] | None) -> Reply:
         service = self._service
-        if acting.counts is None:  # --on-store-error reject
-            check.counting = []
-        decision = decide(check, acting.counts or (), watching.counts or ())
-        if decision.action is Action.THROTTLE and not self._observed:
-            decision = self._hold(decision)
+        unavailable = counts is None  # --on-store-error reject
+        if unavailable:
+            check.enforcing = []
+        decision = decide(check, counts or (), shadow_counts or ())
+        if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self._observed:
+            decision = self._hold(decision, decision.lead)
         service.record(check, decision)
-        if acting.counts is None:
+        if unavailable:
             reply = Reply(_store_unavailable(_detected(decision), check.request), done=True)
         else:
             reply = self._encode(kind, check, decision)
         service.metrics.decision_seconds.observe(perf_counter() - self._started)
         return reply
 
-    def _hold(self, decision: Decision) -> Decision:
+    def _hold(self, decision: Decision, lead: Outcome) -> Decision:
         """Claim a place among the held requests; past the bound a throttled request is rejected."""
-        lead = decision.lead
-        if lead is None:
-            return decision
         if self._service.holds.take(lead.tenant):
             self._holding = lead.tenant
             return decision
         refused = lead._replace(action=Action.REJECT, delay_ms=0)
         trace = [refused if outcome is lead else outcome for outcome in decision.trace]
-        return replace(decision, lead=refused, trace=trace)
+        return decision._replace(lead=refused, trace=trace)
 
     def _encode(self, kind: str, check: Check, decision: Decision) -> Reply:
         lead = decision.lead
-        recorded = self._service.settings.record and (check.counting or check.watching)
+        recorded = self._service.settings.record and (check.enforcing or check.shadow)
         if lead is None and decision.shadow is None and not recorded:
             return _DONE[kind]
         metadata = _detected(decision)
         if recorded:
-            first = (check.counting or check.watching)[0]
+            first = recorded[0]
             metadata |= {
                 "fingerprint": first.fingerprint,
                 "tenant": first.tenant,
@@ -515,6 +493,10 @@ _HANDLERS: dict[str, Callable[[Stream, ProcessingRequest], MaybeLater]] = {
 }
 
 
+async def _settled(counts: MaybeCounts) -> Sequence[Count] | None:
+    return await counts if isinstance(counts, Awaitable) else counts
+
+
 def _text(value: bytes) -> str:
     return value.decode("utf-8", "surrogateescape")
 
@@ -535,9 +517,9 @@ def _unknowable_body(request: HttpRequest, body_mode: int) -> str:
         return "connect"
     if "upgrade" in request.headers:
         return "upgrade"
-    if body_mode == ProcessingMode.NONE:
+    if body_mode == _NONE:
         return "no_body_phase"
-    if body_mode in (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.GRPC):
+    if body_mode in _UNSUPPORTED_MODES:
         return "body_mode"
     return ""
 
@@ -563,7 +545,7 @@ def _detected(decision: Decision) -> dict[str, str | int]:
 
 def _set_headers(mutation: HeaderMutation, headers: Sequence[tuple[str, str]]) -> None:
     for name, value in headers:
-        option = mutation.set_headers.add(append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD)
+        option = mutation.set_headers.add(append_action=_OVERWRITE)
         option.header.key = name
         option.header.raw_value = value.encode()  # Envoy drops what stands in `value`
 

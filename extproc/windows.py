@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 
 class Hit(NamedTuple):
@@ -56,31 +56,27 @@ class Count(NamedTuple):
     span_ms: int
 
 
-class Tally(NamedTuple):
-    """The state behind `sliding_ttl` and `fixed`; times in milliseconds of the store's clock."""
-
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls
-    first: int
-    last: int
-    cooling_until: int
+Tally: TypeAlias = tuple[int, int, int, int]
+"""The state behind `sliding_ttl` and `fixed`: count, first, last, cooling_until; times in milliseconds of the store's clock."""
 
 
 def tally(state: Tally | None, hit: Hit, now: int) -> tuple[Tally, Count]:
     """Count one request in a `sliding_ttl` or `fixed` window; `state` is None for a key never seen."""
     if state is None:
-        return Tally(1, now, now, 0), Count(1, False, 0, 0)  # thresholds start at 2: a first request never trips
+        return (1, now, now, 0), Count(1, False, 0, 0)  # thresholds start at 2: a first request never trips
     count, first, last, cooling_until = state
-    now = max(now, last)  # another server's clock may be behind after a failover
-    start = first if hit.window_type == "fixed" else last
-    live = now < start + hit.window_ms
-    before = count if live else 0
-    began = first if live else now
+    if now < last:  # another server's clock may be behind after a failover
+        now = last
+    if now < (first if hit.window_type == "fixed" else last) + hit.window_ms:
+        before, began = count, first
+    else:
+        before, began = 0, now
     count = before + 1
     looping, cooling_until = _judge(before, count, cooling_until, hit, now)
-    answer = Count(count, looping, max(0, cooling_until - now), now - began)
+    answer = Count(count, looping, cooling_until - now if cooling_until > now else 0, now - began)
     if looping and not hit.count_refused:
-        return state._replace(cooling_until=cooling_until), answer
-    return Tally(count, began, now, cooling_until), answer
+        return (state[0], first, state[2], cooling_until), answer
+    return (count, began, now, cooling_until), answer
 
 
 def log(state: array[int] | None, hit: Hit, now: int) -> tuple[array[int], Count]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from extproc.decision import Action, Outcome, duration, loop_message, strictest
-from extproc.engine import Engine, Sealed, decide
+from extproc.decision import Action, Outcome, duration, loop_message
+from extproc.engine import Engine, Entry, decide
 from extproc.fingerprint import NO_BODY, Body
 from extproc.metrics import Metrics
 from extproc.policy.loader import parse
@@ -28,12 +28,12 @@ def make_engine(*policies: Mapping[str, Any], now: datetime = NOW, shadow: bool 
     return Engine(parse({"bundle.json": json.dumps(bundle(*policies, **more)).encode()}, NOW), now, shadow=shadow)
 
 
-def sealed(engine: Engine, request: HttpRequest, body: Body | None = NO_BODY) -> tuple[list[Sealed], list[Sealed]]:
+def sealed(engine: Engine, request: HttpRequest, body: Body | None = NO_BODY) -> tuple[list[Entry], list[Entry]]:
     """What would be counted, enforcing and shadow."""
     check = engine.prepare(request)
     assert check is not None
     check.seal(body, "reason")
-    return check.counting, check.watching
+    return check.enforcing, check.shadow
 
 
 def get(target: str = "/", **headers: str) -> HttpRequest:
@@ -46,7 +46,7 @@ def verdict(engine: Engine, *counts: Count) -> Any:  # noqa: ANN401  # a Decisio
     check = engine.prepare(get())
     assert check is not None
     check.seal(NO_BODY)
-    return decide(check, counts[: len(check.counting)], counts[len(check.counting) :])
+    return decide(check, counts[: len(check.enforcing)], counts[len(check.enforcing) :])
 
 
 LOOP = Count(3, looping=True, cooldown_ms=0, span_ms=1_000)
@@ -82,7 +82,7 @@ def test_a_missing_descriptor_vanishes_or_skips() -> None:
 
     check.seal(NO_BODY)
 
-    assert [item.composite for item in check.counting] == ["GET|/||00000000|x-a=1"]
+    assert [item.composite for item in check.enforcing] == ["GET|/||00000000|x-a=1"]
     assert check.uncounted == [("skip", "missing_descriptor")]
 
 
@@ -93,7 +93,7 @@ def test_an_unknown_body_is_not_counted_unless_ignored() -> None:
 
     check.seal(None, "grpc")
 
-    assert [item.plan.id for item in check.counting] == ["ignores"]
+    assert [item.plan.id for item in check.enforcing] == ["ignores"]
     assert check.uncounted == [("needs", "grpc")]
 
 
@@ -190,7 +190,7 @@ def test_an_error_in_a_shadow_policy_stays_there(monkeypatch: pytest.MonkeyPatch
 
     assert check is not None
     check.seal(NO_BODY)
-    assert [item.plan.id for item in check.counting] == ["e"]
+    assert [item.plan.id for item in check.enforcing] == ["e"]
     assert [identity for identity, _ in check.failures] == ["s"]
 
 
@@ -204,7 +204,7 @@ def test_a_million_distinct_requests_share_no_count() -> None:
         assert check is not None
         for number in range(1_000):
             check.seal(NO_BODY.plus(b'{"prompt": %d}' % number))
-            (count,) = store.hit([check.counting[0].hit], number)
+            (count,) = store.hit([check.enforcing[0].hit], number)
             assert count.count == 1
 
     assert len(store) == 1_000_000
@@ -230,8 +230,3 @@ def test_the_message_says_what_to_do() -> None:
 def test_spans_read_as_a_person_would_say_them(milliseconds: int, text: str) -> None:
     """The unit grows with the span."""
     assert duration(milliseconds) == text
-
-
-def test_nothing_acted_on_leads_nowhere() -> None:
-    """Without any loop there is no strictest outcome."""
-    assert strictest([]) is None

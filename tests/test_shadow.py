@@ -23,12 +23,12 @@ SHADOW = [
 
 _BROKEN_EVALUATION = """
 import extproc.engine
-seal = extproc.engine.Check._sealed
-def broken(self, candidate, body):
-    if candidate.plan.shadow:
+seal = extproc.engine.Entry.seal
+def broken(self, head, body):
+    if self.plan.shadow:
         raise RuntimeError("shadow evaluation is broken")
-    return seal(self, candidate, body)
-extproc.engine.Check._sealed = broken
+    seal(self, head, body)
+extproc.engine.Entry.seal = broken
 """
 _BROKEN_STORE = """
 import extproc.store.memory

@@ -33,11 +33,12 @@ class _Anchor(Generic[Item]):
         for key in product(*(dict.fromkeys(values) if values is not None else (None,) for values in fields)):
             table.setdefault((key[0], key[1], key[2]), []).append((order, item))
 
-    def find(self, host: str, method: str, route: str) -> Iterator[tuple[int, Item]]:
+    def find(self, host: str, method: str, route: str, found: list[tuple[int, Item]]) -> None:
+        """Add the items that take this request to `found`."""
         for (by_host, by_method, by_route), table in self.shapes.items():
-            found = table.get((host if by_host else None, method if by_method else None, route if by_route else None))
-            if found is not None:
-                yield from found
+            filed = table.get((host if by_host else None, method if by_method else None, route if by_route else None))
+            if filed is not None:
+                found += filed
 
 
 class Index(Generic[Item]):
@@ -73,14 +74,14 @@ class Index(Generic[Item]):
         found: list[tuple[int, Item]] = []
         exact = self._exact.get(path)
         if exact is not None:
-            found.extend(exact.find(host, method, route))
+            exact.find(host, method, route, found)
         if self._depth:
             for prefix in self._prefixes(path):
                 anchor = self._prefix.get(prefix)
                 if anchor is not None:
-                    found.extend(anchor.find(host, method, route))
+                    anchor.find(host, method, route, found)
         if self._anywhere.shapes:
-            found.extend(self._anywhere.find(host, method, route))
+            self._anywhere.find(host, method, route, found)
         if len(found) > 1:  # one with both anchors may stand twice
             return [item for _, item in sorted(dict(found).items(), key=itemgetter(0))]
         return [item for _, item in found]

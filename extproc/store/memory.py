@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
-from extproc.windows import Count, Hit, Tally, log, tally
+from extproc.windows import Count, Hit, log, tally
 
 DEFAULT_MAX_ENTRIES = 1_000_000
 _SHARD_ENTRIES = 1024
@@ -66,17 +66,20 @@ class MemoryStore:
     def _count(self, hit: Hit, now: int) -> Count:
         key, window = hit.key, hit.window_ms
         shard = self._shards[hash(key) % len(self._shards)]
-        entry = _take(shard, window, key)
-        if entry is None and hit.cooldown_ms > window:
-            entry = _take(shard, hit.cooldown_ms, key)
+        entries = shard.get(window)
+        entry = entries.pop(key, None) if entries is not None else None
+        if entry is None and hit.cooldown_ms > window and hit.cooldown_ms in shard:
+            entry = shard[hit.cooldown_ms].pop(key, None)
         fresh = entry is None
         if hit.window_type == "sliding_log":
             entry, count = log(entry if isinstance(entry, array) else None, hit, now)
         else:
-            state, count = tally(Tally(*_TALLY.unpack(entry)) if isinstance(entry, bytes) else None, hit, now)
-            entry = _TALLY.pack(min(state.count, _MAX_COUNT), state.first, state.last, state.cooling_until)
-        lifetime = max(window, hit.cooldown_ms) if count.cooldown_ms else window
-        entries = shard.get(lifetime)
+            state, count = tally(_TALLY.unpack(entry) if isinstance(entry, bytes) else None, hit, now)
+            entry = _TALLY.pack(min(state[0], _MAX_COUNT), *state[1:])
+        lifetime = window
+        if count.cooldown_ms and hit.cooldown_ms > window:
+            lifetime = hit.cooldown_ms
+            entries = shard.get(lifetime)
         if entries is None:
             entries = shard[lifetime] = {}
         entries[key] = entry
@@ -124,16 +127,11 @@ class MemoryStore:
             shard = self._shards[position]
 
 
-def _take(shard: _Shard, lifetime: int, key: str) -> _Entry | None:
-    entries = shard.get(lifetime)
-    return entries.pop(key, None) if entries is not None else None
-
-
 def _times(entry: _Entry) -> tuple[int, int]:
     """When the entry was last counted, and until when its cooldown runs."""
     if isinstance(entry, bytes):
-        state = Tally(*_TALLY.unpack(entry))
-        return state.last, state.cooling_until
+        _, _, last, cooling_until = _TALLY.unpack(entry)
+        return last, cooling_until
     return entry[-1], entry[0]  # a log that holds no time any more is as old as its cooldown
 
 
