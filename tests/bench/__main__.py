@@ -1,0 +1,76 @@
+"""`python -m tests.bench`: run the benchmark, print its tables, write its results."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+from tests.bench import engine, envoy, hostile, memory, policies, reload
+from tests.bench.report import Section, progress_done, table, verdict, write_json
+
+_SECTIONS = {
+    "engine": (engine.TITLE, engine.run),
+    "policies": (policies.TITLE, policies.run),
+    "memory": (memory.TITLE, memory.run),
+    "reload": (reload.TITLE, reload.run),
+    "hostile": (hostile.TITLE, hostile.run),
+    "envoy": (envoy.TITLE, envoy.run),
+}
+
+_EPILOG = """examples:
+  make bench                                          everything, about three minutes
+  python -m tests.bench --quick                       the same with fewer rounds, to see that it works
+  python -m tests.bench --only envoy --only engine    two sections
+  python -m tests.bench --output /tmp/before.json     keep the results of an experiment
+
+What two servers cost is measured side by side, in turns, and compared as a ratio; figures in microseconds are CPU time of this
+machine and mean little on another. exit code: 0 measured (also when a requirement was missed), 1 the benchmark failed"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the sections asked for."""
+    options = _parser().parse_args(arguments)
+    sections: dict[str, Section] = {}
+    failed = []
+    for name in options.only or _SECTIONS:
+        title, run = _SECTIONS[name]
+        started = perf_counter()
+        try:
+            rows = run(quick=options.quick)
+        except Exception:  # noqa: BLE001  # one broken section must not cost the others' figures
+            progress_done()
+            traceback.print_exc()
+            failed.append(name)
+            continue
+        sections[name] = Section(title, perf_counter() - started, rows)
+        progress_done()
+        print(table(sections[name]), end="\n\n", flush=True)
+    write_json(options.output, sections, quick=options.quick)
+    print(verdict(sections))
+    print(f"written to {options.output}")
+    for name in failed:
+        print(f"FAILED {name}: see above", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench",
+        description="What Loopguard costs, beside a server that does nothing.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, a tenth of the fingerprints")
+    parser.add_argument("--only", action="append", choices=tuple(_SECTIONS), help="this section; repeatable")
+    parser.add_argument(
+        "--output", type=Path, default=Path("bench-results.json"), metavar="FILE", help="default bench-results.json"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

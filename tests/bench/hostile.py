@@ -1,0 +1,81 @@
+"""Requests made to hurt: each message holds up everybody else for as long as the guard looks at it."""
+
+from __future__ import annotations
+
+from base64 import urlsafe_b64encode
+from collections.abc import Mapping, Sequence
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from extproc.service import Stream
+from extproc.settings import Settings
+from tests.bench import samples
+from tests.bench.report import Row, progress
+
+TITLE = "hostile: the longest that one message keeps the event loop busy"
+
+_LIMIT_MS = 50
+_SELECTORS: tuple[dict[str, Any], ...] = (
+    {"pathExact": samples.PATH, "methods": ["POST"]},
+    {"pathPrefix": "/"},
+    {"pathPrefix": "/a/b/c/d/e/f/g/h/i/j"},
+)
+_KEYS = ["header:x-user-id", "query:page", "jwt:org_id", "ip:address"]
+
+
+def _cases() -> Mapping[str, Sequence[bytes]]:
+    """The messages of a stream for each kind of request."""
+    path, body = samples.PATH, samples.body_message(samples.chat_body(1))
+    pairs = "&".join(f"{number % 100}=%41" for number in range(10_000))
+    headers = {
+        "10 MB in one header": samples.headers_message(more={"x-big": "v" * 10_000_000}),
+        "10 MB in 100,000 headers": samples.headers_message(more={f"x-{n:06d}": "v" * 80 for n in range(100_000)}),
+        "10 MB path": samples.headers_message("/a" * 5_000_000),
+        "64 KB query of %00&": samples.headers_message(f"{path}?{'%00&' * 16_378}"),
+        "64 KB query of a&": samples.headers_message(f"{path}?{'a&' * 32_757}"),
+        "64 KB query of %": samples.headers_message(f"{path}?{'%' * 65_515}"),
+        "10,000 query pairs": samples.headers_message(f"{path}?{pairs}"),
+        "path of 1,000 slashes": samples.headers_message("/" * 1_000),
+        "path of 32,000 segments": samples.headers_message("/a" * 32_000),
+        "32 KB bearer token, nested": samples.headers_message(more={"authorization": _token(b"[" * 12_000)}),
+        "32 KB bearer token, wide": samples.headers_message(
+            more={"authorization": _token(b'{"a":[' + b"0," * 12_000 + b'0],"org_id":"o"}')}
+        ),
+    }
+    bodies = {
+        "body of 5 MB": [
+            samples.headers_message(length=5_000_000),
+            samples.body_message(samples.chat_body(1, 5_000_000)),
+        ]
+    }
+    return {name: [message, body] for name, message in headers.items()} | bodies
+
+
+def _token(payload: bytes) -> str:
+    return f"Bearer e30.{urlsafe_b64encode(payload).decode().rstrip('=')[:32_000]}.c2ln"
+
+
+def run(*, quick: bool) -> list[Row]:
+    """Send every kind of request a few times and keep the median of its longest message."""
+    rows = []
+    cases = _cases()
+    policies = [samples.policy(number, selector) for number, selector in enumerate(_SELECTORS)]
+    for policy in policies:
+        policy["spec"]["limit_keys"] = _KEYS
+    serving = samples.service(samples.engine(policies), Settings(allow_unverified_jwt=True))
+    for number, (name, messages) in enumerate(cases.items(), 1):
+        progress(f"hostile: {name}", number, len(cases))
+        longest = []
+        for _ in range(2 if quick else 4):  # a fifth would be refused as a loop
+            stream = serving.open()
+            longest.append(max(_milliseconds(stream, message) for message in messages))
+            stream.close()
+        rows.append(Row(name, median(longest), "ms", _LIMIT_MS))
+    return rows
+
+
+def _milliseconds(stream: Stream, message: bytes) -> float:
+    started = perf_counter()
+    stream.receive(message)
+    return (perf_counter() - started) * 1000

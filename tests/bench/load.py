@@ -1,0 +1,95 @@
+"""A small HTTP/1.1 load generator: `python -m tests.bench.load PORT CONNECTIONS REQUESTS BODY_BYTES FIRST_NUMBER`.
+
+A fixed number of POSTs over keep-alive connections, one in flight on each. Every request is another one: the header that a
+policy tells callers apart by, and a number in the body. Prints how many were answered, by status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from time import perf_counter
+
+from tests.bench import samples
+
+_TENANTS = 1_000
+_TIMEOUT = 120
+
+
+class Client(asyncio.Protocol):
+    """One connection, which takes its requests from an iterator that all connections share."""
+
+    def __init__(self, numbers: Iterator[int], length: int, statuses: Counter[str]) -> None:
+        """Nothing is sent until connected; `statuses` is counted into."""
+        self._numbers = numbers
+        self._length = length
+        self._statuses = statuses
+        self._received = b""
+        self._transport: asyncio.WriteTransport | None = None
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send the first request."""
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+        self._send()
+
+    def data_received(self, data: bytes) -> None:
+        """Count an answer once it is complete, and send the next request."""
+        self._received += data
+        head, end, body = self._received.partition(b"\r\n\r\n")
+        if end and len(body) >= _content_length(head):
+            self._received = b""
+            self._statuses[head[9:12].decode()] += 1
+            self._send()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Over, in whatever way: what is missing shows in the statuses."""
+        if not self.done.done():
+            self.done.set_result(None)
+        if error is not None:
+            self._statuses[type(error).__name__] += 1
+
+    def _send(self) -> None:
+        assert self._transport is not None
+        number = next(self._numbers, None)
+        if number is None:
+            self._transport.close()
+            return
+        head = (
+            f"POST {samples.PATH} HTTP/1.1\r\nhost: {samples.HOST}\r\nuser-agent: OpenAI/Python 3.54.0\r\n"
+            "accept: application/json\r\naccept-encoding: gzip, deflate\r\ncontent-type: application/json\r\n"
+            f"authorization: Bearer sk-0123456789abcdef\r\nx-user-id: user-{number % _TENANTS}\r\n"
+            f"x-stainless-lang: python\r\nx-stainless-retry-count: 0\r\ncontent-length: {self._length}\r\n\r\n"
+        )
+        self._transport.write(head.encode() + samples.chat_body(number, self._length))
+
+
+def _content_length(head: bytes) -> int:
+    _, _, rest = head.lower().partition(b"\r\ncontent-length:")
+    return int(rest.partition(b"\r\n")[0] or 0)
+
+
+async def load(port: int, connections: int, requests: int, length: int, first: int) -> dict[str, object]:
+    """Send all the requests and wait for all the answers."""
+    loop = asyncio.get_running_loop()
+    numbers, statuses = iter(range(first, first + requests)), Counter[str]()
+    clients = [Client(numbers, length, statuses) for _ in range(connections)]
+    started = perf_counter()
+    async with asyncio.timeout(_TIMEOUT):
+        for client in clients:
+            await loop.create_connection(lambda client=client: client, "127.0.0.1", port)  # type: ignore[misc]
+        await asyncio.gather(*(client.done for client in clients))
+    return {"statuses": dict(statuses), "seconds": perf_counter() - started}
+
+
+def main(port: int, connections: int, requests: int, length: int, first: int) -> None:
+    """Print what `load` found."""
+    print(json.dumps(asyncio.run(load(port, connections, requests, length, first))))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:6]))

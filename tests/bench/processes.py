@@ -1,0 +1,69 @@
+"""Processes that the benchmark starts, each stopped by its own id."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+_START_SECONDS = 20
+_STOP_SECONDS = 10
+
+
+def run_module(module: str, *arguments: str) -> dict[str, Any]:
+    """Run a module of the benchmark in a fresh interpreter and read the JSON object that it prints.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def running(command: Sequence[str | Path], port: int, log: Path) -> Iterator[int]:
+    """A server, from the moment its port takes connections until the block ends; gives its process id.
+
+    Raises:
+        RuntimeError: it did not come up; the message ends with what it said.
+    """
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+        try:
+            _wait_for(process, port, log)
+            yield process.pid
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = monotonic() + _START_SECONDS
+    while monotonic() < deadline and process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            sleep(0.05)
+        else:
+            return
+    raise RuntimeError(f"{process.args!r} did not come up:\n{log.read_text(errors='replace')[-2000:]}")

@@ -1,0 +1,123 @@
+"""How long a reload of 10,000 policies keeps the event loop from running: requests wait that long.
+
+Runs in a process of its own (`python -m tests.bench.reload FILES POLICIES CHANGES`): the real server's reloader, watching real
+files, beside a task that sleeps a millisecond at a time and notes how late it wakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from extproc.engine import Engine
+from extproc.server import Server
+from extproc.settings import Settings
+from tests.bench import samples
+from tests.bench.processes import run_module
+from tests.bench.report import Row, progress
+
+TITLE = "reload: 10,000 policies change while requests are served"
+
+_POLICIES = 10_000
+_LIMIT_STALL_MS = 50
+_LIMIT_SECONDS = 1
+_NAP = 0.001
+_SETTLE = 0.5
+_TIMEOUT = 30
+
+
+def run(*, quick: bool) -> list[Row]:
+    """Change one file of one, and one file of a hundred."""
+    rows = []
+    cases = {"one file": 1, "100 files": 100}
+    for number, (name, files) in enumerate(cases.items(), 1):
+        progress(f"reload: {name}", number, len(cases))
+        found = run_module("tests.bench.reload", str(files), str(_POLICIES), "3" if quick else "7")
+        rows += [
+            Row(f"{name}: longest stall of the loop", found["stall_ms"], "ms", _LIMIT_STALL_MS, "median of the reloads"),
+            Row(f"{name}: the same while idle", found["idle_ms"], "ms"),
+            Row(f"{name}: from change to effect", found["seconds"], "s", _LIMIT_SECONDS),
+        ]
+    return rows
+
+
+class Ticker:
+    """Notes the longest gap beyond its nap since it was last asked."""
+
+    def __init__(self) -> None:
+        """Not running yet."""
+        self._longest = 0.0
+
+    async def run(self) -> None:
+        """Sleep and compare, until cancelled."""
+        while True:
+            before = perf_counter()
+            await asyncio.sleep(_NAP)
+            self._longest = max(self._longest, perf_counter() - before - _NAP)
+
+    def take(self) -> float:
+        """The longest gap so far in milliseconds; starts again from nothing."""
+        longest, self._longest = self._longest, 0.0
+        return longest * 1000
+
+
+def _write(directory: Path, files: int, policies: int, version: int) -> None:
+    """Policies in files of equal size, so that every version differs in the first of them."""
+    each = policies // files
+    for file in range(files if version == 1 else 1):
+        numbers = range(file * each, (file + 1) * each)
+        listed = [samples.policy(n, {"pathExact": f"/v1/tools/{n:05d}"}, cooldown_seconds=version) for n in numbers]
+        fresh = directory / ".fresh"
+        fresh.write_bytes(samples.bundle(listed, version))
+        fresh.replace(directory / f"{file:03d}.json")
+
+
+async def measure(directory: Path, files: int, policies: int, changes: int) -> dict[str, float]:
+    """Reload `changes` times and watch the loop."""
+    _write(directory, files, policies, 1)
+    server = Server(Settings(policy=(str(directory),)))
+    gc.freeze()  # as the server does once it listens
+    ticker, swapped = Ticker(), asyncio.Event()
+
+    def swap(engine: Engine) -> None:
+        server._swap(engine)
+        swapped.set()
+
+    tasks = [asyncio.create_task(ticker.run()), asyncio.create_task(server._reloader.watch(swap))]
+    await asyncio.sleep(_SETTLE)
+    stalls, idle, seconds = [], [], []
+    for version in range(2, changes + 2):
+        ticker.take()
+        await asyncio.sleep(1)
+        idle.append(ticker.take())
+        swapped.clear()
+        await asyncio.to_thread(_write, directory, files, policies, version)
+        ticker.take()
+        started = perf_counter()
+        async with asyncio.timeout(_TIMEOUT):
+            await swapped.wait()
+        seconds.append(perf_counter() - started)
+        await asyncio.sleep(_SETTLE)  # what the old policies leave is cleared away after the swap
+        stalls.append(ticker.take())
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return {"stall_ms": median(stalls), "idle_ms": median(idle), "seconds": median(seconds)}
+
+
+def main(files: int, policies: int, changes: int) -> None:
+    """Print what `measure` found."""
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory() as directory:
+        print(json.dumps(asyncio.run(measure(Path(directory), files, policies, changes))))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]))

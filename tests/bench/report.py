@@ -1,0 +1,119 @@
+"""Rows of figures, shown as tables and written as JSON; and the line that says what is being measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_BAR = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        name: what was measured.
+        value: the figure, in `unit`.
+        unit: empty for a ratio.
+        at_most: what the project requires, None where the figure is for information.
+        note: how to read it.
+    """
+
+    name: str
+    value: float
+    unit: str = ""
+    at_most: float | None = None
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the requirement holds, None where there is none."""
+        return None if self.at_most is None else self.value <= self.at_most
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as it stands in the results file."""
+        required = {} if self.at_most is None else {"at_most": round(self.at_most, 4), "met": self.met}
+        note = {"note": self.note} if self.note else {}
+        return {"name": self.name, "value": round(self.value, 4), "unit": self.unit, **required, **note}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What one part of the benchmark found, and how long that took."""
+
+    title: str
+    seconds: float
+    rows: Sequence[Row]
+
+
+def table(section: Section) -> str:
+    """The section as text, columns aligned."""
+    lines = [_cells(row) for row in section.rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    shown = [f"{section.title} ({section.seconds:.0f} s)"]
+    for name, value, limit, verdict, note in lines:
+        text = f"  {name:{widths[0]}}  {value:>{widths[1]}}  {limit:{widths[2]}}  {verdict:{widths[3]}}  {note}"
+        shown.append(text.rstrip())
+    return "\n".join(shown)
+
+
+def _cells(row: Row) -> tuple[str, str, str, str, str]:
+    unit = f" {row.unit}" if row.unit else ""
+    limit = "" if row.at_most is None else f"<= {_figure(row.at_most)}{unit}"
+    verdict = {True: "met", False: "MISSED", None: ""}[row.met]
+    return row.name, f"{_figure(row.value)}{unit}", limit, verdict, row.note
+
+
+def _figure(value: float) -> str:
+    """Three figures are all that a noisy machine can vouch for."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def verdict(sections: Mapping[str, Section]) -> str:
+    """One closing line for each requirement that was missed, or one that says that all were met."""
+    judged = [(name, row) for name, section in sections.items() for row in section.rows if row.met is not None]
+    missed = [f"MISSED {name}: {row.name} is {' '.join(_cells(row)[1:3])}" for name, row in judged if not row.met]
+    return "\n".join([*missed, f"{len(judged) - len(missed)} of {len(judged)} requirements met"])
+
+
+def write_json(path: Path, sections: Mapping[str, Section], *, quick: bool) -> None:
+    """Everything that was measured, for machines."""
+    document = {
+        "quick": quick,
+        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
+        "sections": {
+            name: {
+                "title": section.title,
+                "seconds": round(section.seconds, 1),
+                "rows": [row.as_json() for row in section.rows],
+            }
+            for name, section in sections.items()
+        },
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def progress(text: str, done: int, total: int) -> None:
+    """Say on stderr what is being measured: a bar that overwrites itself on a terminal, else a line for each step."""
+    filled = _BAR * done // total
+    line = f"[{'#' * filled}{'.' * (_BAR - filled)}] {done}/{total} {text}"
+    if sys.stderr.isatty():
+        line = f"\r\x1b[K{line}"
+    else:
+        line += "\n"
+    sys.stderr.write(line)
+    sys.stderr.flush()
+
+
+def progress_done() -> None:
+    """Clear the bar, so that a table can follow."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()

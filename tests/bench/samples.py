@@ -1,0 +1,112 @@
+"""What is measured: policies, requests as Envoy sends them, and a service in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from extproc.engine import Engine
+from extproc.metrics import Metrics
+from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
+from extproc.pb.processing_mode_pb2 import ProcessingMode
+from extproc.policy.loader import parse
+from extproc.service import MaybeLater, Reply, Service
+from extproc.settings import Settings
+from extproc.store.memory import MemoryStore
+
+PATH = "/v1/chat/completions"
+HOST = "api.example.com"
+_ATTRIBUTES = "envoy.filters.http.ext_proc"
+_GO_ON_BYTES = 4
+"""An answer that lets the request through is two bytes: its phase and an empty message."""
+
+
+def policy(number: int = 0, selector: dict[str, Any] | None = None, **loop: object) -> dict[str, Any]:
+    """One policy that tells callers apart by a header; `loop` changes its loop_detection."""
+    detection = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 5, **loop}
+    return {
+        "id": f"policy-{number:05d}",
+        "spec": {
+            "selector": selector or {"pathExact": PATH, "methods": ["POST"]},
+            "limit_keys": ["header:x-user-id"],
+            "loop_detection": detection,
+        },
+    }
+
+
+def bundle(policies: Sequence[dict[str, Any]], version: int = 1) -> bytes:
+    """A policy file."""
+    return json.dumps({"bundle_version": version, "policies": policies}).encode()
+
+
+def engine(policies: Sequence[dict[str, Any]]) -> Engine:
+    """The engine for these policies."""
+    now = datetime.now(UTC)
+    return Engine(parse({"bench.json": bundle(policies)}, now), now)
+
+
+def service(compiled: Engine, settings: Settings | None = None) -> Service:
+    """A service around an engine, with an empty store in memory."""
+    metrics = Metrics()
+    store = MemoryStore(metrics)
+    return Service(compiled, store, store, metrics, settings or Settings())
+
+
+def chat_body(number: int, length: int = 1024) -> bytes:
+    """A chat request of `length` bytes, different for each number."""
+    start = b'{"model":"gpt-4o","messages":[{"role":"user","content":"%08d ' % number
+    end = b'"}]}'
+    return start + b"x" * (length - len(start) - len(end)) + end
+
+
+def headers_message(
+    path: str = PATH, *, host: str = HOST, user: str = "user-1", length: int = 1024, more: Mapping[str, str] | None = None
+) -> bytes:
+    """The first message of a stream: the 16 headers of an LLM client behind Envoy, and the attributes that are asked for."""
+    headers = {
+        ":authority": host,
+        ":path": path,
+        ":method": "POST",
+        ":scheme": "https",
+        "user-agent": "OpenAI/Python 3.54.0",
+        "accept": "application/json",
+        "accept-encoding": "gzip, deflate, br",
+        "content-type": "application/json",
+        "content-length": str(length),
+        "authorization": "Bearer sk-0123456789abcdef0123456789abcdef0123456789abcdef",
+        "x-user-id": user,
+        "x-stainless-lang": "python",
+        "x-stainless-retry-count": "0",
+        "x-forwarded-for": "203.0.113.7",
+        "x-forwarded-proto": "https",
+        "x-request-id": "0a1b2c3d-4e5f-6071-8293-a4b5c6d7e8f9",
+        **(more or {}),
+    }
+    message = ProcessingRequest(request_headers=HttpHeaders())
+    for name, value in headers.items():
+        message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+    message.attributes[_ATTRIBUTES].update({"source.address": "203.0.113.7:51234", "xds.route_name": "llm"})
+    message.protocol_config.request_body_mode = ProcessingMode.BUFFERED
+    return message.SerializeToString()
+
+
+def body_message(body: bytes) -> bytes:
+    """The second message of a stream: a whole buffered body."""
+    return ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=True)).SerializeToString()
+
+
+def process(serving: Service, messages: Sequence[bytes]) -> None:
+    """One whole stream, as a transport drives it.
+
+    Raises:
+        RuntimeError: the answer is not a plain go-on, so something else than intended would be measured.
+    """
+    stream = serving.open()
+    reply: MaybeLater | None = None
+    for message in messages:
+        reply = stream.receive(message)
+    stream.close()
+    if not isinstance(reply, Reply) or not reply.done or reply.answer is None or len(reply.answer) > _GO_ON_BYTES:
+        raise RuntimeError(f"the request was not let through: {reply}")

@@ -1,0 +1,49 @@
+"""Clocks for a machine that does other things as well: CPU time instead of wall time, interleaved rounds, medians."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from time import thread_time
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 1_000_000
+
+
+def cpu_us(work: Callable[[], object], count: int) -> float:
+    """Microseconds of this thread's CPU for each of the `count` things that `work` does."""
+    started = thread_time()
+    work()
+    return (thread_time() - started) / count * 1e6
+
+
+def interleaved(rounds: int, works: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Run every work once a round, A B A B, so that a slow moment of the machine hits all of them alike."""
+    found: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            found[name].append(work())
+    return found
+
+
+def ratio(found: Mapping[str, list[float]], name: str, reference: str) -> float:
+    """The median over the rounds of one work's figure divided by another's."""
+    return median(one / other for one, other in zip(found[name], found[reference], strict=True))
+
+
+def difference(found: Mapping[str, list[float]], name: str, reference: str) -> float:
+    """The median over the rounds of one work's figure less another's."""
+    return median(one - other for one, other in zip(found[name], found[reference], strict=True))
+
+
+def process_cpu(pid: int) -> float:
+    """Seconds of CPU, user and system, that a process has used; the kernel counts them in hundredths."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def resident_mb() -> float:
+    """Memory of this process that is in RAM, in MB of 10^6 bytes."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_MB
