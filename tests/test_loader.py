@@ -483,11 +483,13 @@ def test_directories_are_read_all_the_way_down(tmp_path: Path) -> None:
     skipped: dict[str, object] = dict.fromkeys(
         (".git/x.json", ".hidden.json", "a.json.bak", "README.md", "x/.y/z.json"), b"broken"
     )
-    write(tmp_path, {"b.json": good("b"), "a.json": good("a"), "x/y/c.json": good("c"), "d.json/e.json": good("e"), **skipped})
+    names = [f"p{number}" for number in range(30, 10, -1)]
+    write(tmp_path, {f"{name}.json": good(name) for name in names})
+    write(tmp_path, {"x/y/c.json": good("c"), "d.json/e.json": good("e"), **skipped})
 
     found = ids(tmp_path)
 
-    assert found == ["a", "b", "e", "c"]
+    assert found == ["e", *sorted(names), "c"]
 
 
 def test_a_config_map_is_read_once(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_each_source_of_descriptors(key: str, name: str, value: str) -> None:
     """A limit key is named after what follows its source; the first of repeated values counts, an empty one is none."""
     (found,) = descriptors([key])
 
-    assert (found.name, found.value(REQUEST)) == (name, value)
+    assert (found.name, found.read(REQUEST, found.argument)) == (name, value)
 
 
 @pytest.mark.parametrize(
