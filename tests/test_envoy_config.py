@@ -1,0 +1,344 @@
+"""The Envoy bootstrap that is made from policies, judged by the real Envoy."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.cli import main
+from extproc.envoy_config import EnvoyOptions, bootstrap
+from extproc.errors import UsageError
+from extproc.policy.bundle import Selector
+from extproc.policy.loader import PolicySet, parse
+from extproc.policy.routes import Index
+from tests.documents import bundle, policy
+from tests.harness import ENVOY, stack
+
+ROOT = Path(__file__).parent.parent
+SAMPLE = ROOT / "envoy" / "policy.json"
+UPSTREAM = "127.0.0.1:8080"
+
+DOCUMENTS: dict[str, Any] = {
+    "sample": json.loads(SAMPLE.read_text()),
+    "nothing guarded": bundle(policy("off", {"pathPrefix": "/"}, enabled=False)),
+    "everything guarded": bundle(policy("all", {"pathPrefix": "/"})),
+    "every kind of selector": bundle(
+        policy("both", {"pathExact": "/v1", "pathPrefix": "/v1/"}),
+        policy("below", {"pathPrefix": "/v1/chat", "routes": ["llm", "chat"], "hosts": ["a.example"], "methods": ["POST"]}),
+        policy("route", {"routes": ["main"]}),
+    ),
+    "paths that YAML could misread": bundle(
+        *(
+            policy(f"p{number}", {"pathExact": path, "pathPrefix": path})
+            for number, path in enumerate(
+                [
+                    '/"',
+                    "/'",
+                    "/{a: b}",
+                    "/- x",
+                    "/a: b",
+                    "/%7E",
+                    "/\\n",
+                    "/$limit",
+                    "/*x",
+                    "/\u00e9\U0001f600",
+                    "/\u2028",
+                    "/\u007f",
+                ]
+            )
+        )
+    ),
+}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "fail closed": {"failure_mode": "deny"},
+    "large bodies": {"buffer_limit": 2**31 - 1},
+    "small bodies": {"buffer_limit": 65_535},
+    "all interfaces": {"listen": ":10000", "admin": "[::1]:9901"},
+    "unix socket": {"endpoints": ("unix:/run/loopguard.sock", "127.0.0.1:50051", "[::1]:50051")},
+    "names": {"upstream": "upstream.example:80", "endpoints": ("loopguard.example:50051", "127.0.0.1:50051")},
+}
+
+
+CERTIFICATE = """\
+-----BEGIN CERTIFICATE-----
+MIIBdDCCARugAwIBAgIUZSpFQ1PfoG/71qIiQTt1Tfd5cH4wCgYIKoZIzj0EAwIw
+DzENMAsGA1UEAwwEdGVzdDAgFw0yNjExMjEyMjQwMjlaGA8yMTI2MTAyODIyNDAy
+OVowDzENMAsGA1UEAwwEdGVzdDBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABMsW
+Y8knHDfT5tjWre6H1XG3pXxWP3D+OAvbseR4c/eEQpTv5g2/3Fh5FRlZF/adtX/3
+cLRd6/Dt8iiaMLq7hRSjUzBRMB0GA1UdDgQWBBQ+chabTBUc2DR4A9kqD0LxGk9R
+bTAfBgNVHSMEGDAWgBQ+chabTBUc2DR4A9kqD0LxGk9RbTAPBgNVHRMBAf8EBTAD
+AQH/MAoGCCqGSM49BAMCA0cAMEQCIBM6PschlseGNy8cZeYtztTO9jsi9kuZlphe
+TZI7q67eAiBeQeiPO+sjfHpDPJ3WSx6fU3EZA2uwgzjilbqzjEm91g==
+-----END CERTIFICATE-----
+"""  # of nobody: Envoy only has to be able to read it
+
+
+def loaded(document: object) -> PolicySet:
+    """The policies of a document."""
+    return parse({"policies.json": json.dumps(document).encode()}, datetime.now(UTC))
+
+
+def verdict(text: str, folder: Path) -> str:
+    """What the real Envoy says about a configuration."""
+    file = folder / "bootstrap.yaml"
+    file.write_text(text, encoding="utf-8")
+    checked = subprocess.run(
+        [ENVOY, "--mode", "validate", "-c", str(file), "-l", "error"], capture_output=True, text=True, check=False
+    )
+    return checked.stdout + checked.stderr
+
+
+def version() -> tuple[int, int]:
+    """Major and minor version of the Envoy under test."""
+    told = subprocess.run([ENVOY, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"/(\d+)\.(\d+)\.\d+/", told)
+    assert found, told
+    return int(found[1]), int(found[2])
+
+
+def routes(text: str) -> list[tuple[str, str, bool]]:
+    """Name, match and whether Loopguard is asked, of every route in order."""
+    found = re.findall(r"- name: (.*)\n +match: \{(.*)\}\n +route: .*\n( +typed_per_filter_config:\n)?", text)
+    return [(name.strip('"'), match, bool(guard)) for name, match, guard in found]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_envoy_accepts_it(document: object, options: Mapping[str, Any], tmp_path: Path) -> None:
+    """Whatever the policies and the options, the real Envoy finds nothing wrong with the bootstrap."""
+    text = bootstrap(loaded(document), EnvoyOptions(**{"upstream": UPSTREAM, **options}))
+
+    assert verdict(text, tmp_path).endswith("OK\n")
+
+
+@pytest.mark.parametrize("upstream", ["api.example.com:443", "192.0.2.1:443", "[2001:db8::1]:443"])
+def test_envoy_accepts_tls(upstream: str, tmp_path: Path) -> None:
+    """TLS to the upstream verifies its certificate against a name or an address, and Envoy accepts that."""
+    authority = tmp_path / "ca.pem"
+    authority.write_text(CERTIFICATE)
+    options = EnvoyOptions(upstream=upstream, upstream_tls=True, upstream_ca=str(authority))
+
+    text = bootstrap(loaded(DOCUMENTS["sample"]), options)
+
+    assert verdict(text, tmp_path).endswith("OK\n")
+    assert "auto_sni_san_validation" in text or "match_typed_subject_alt_names" in text
+    assert ("auto_host_rewrite: true" in text) == upstream.startswith("api")
+
+
+def test_envoy_accepts_tolerant(tmp_path: Path) -> None:
+    """The tolerant body mode buffers what fits and keeps content-length; only Envoy 1.38 and newer can do that."""
+    text = bootstrap(loaded(DOCUMENTS["sample"]), EnvoyOptions(upstream=UPSTREAM, body_mode="tolerant"))
+
+    assert "request_body_mode: BUFFERED_PARTIAL" in text
+    assert verdict(text, tmp_path).endswith("OK\n") == (version() >= (1, 38))
+
+
+def test_the_jwt_example_works(tmp_path: Path) -> None:
+    """The commented-out filter for verified claims is valid as soon as it is uncommented."""
+    keys = tmp_path / "jwks.json"
+    keys.write_text(json.dumps({"keys": [{"kty": "oct", "alg": "HS256", "kid": "k", "k": "c2VjcmV0"}]}))
+    text = bootstrap(loaded(DOCUMENTS["sample"]), EnvoyOptions(upstream=UPSTREAM))
+    example = re.search(r"( *# - name: envoy.filters.http.jwt_authn\n)( *#  .*\n)+", text)
+    assert example
+    live = re.sub(r"^( *)# ", r"\1", example[0], flags=re.MULTILINE).replace("/etc/envoy/jwks.json", str(keys))
+
+    said = verdict(text.replace(example[0], live), tmp_path)
+
+    assert said.endswith("OK\n")
+
+
+def test_the_committed_bootstrap_is_current() -> None:
+    """envoy/bootstrap.yaml is what the command prints for envoy/policy.json."""
+    text = bootstrap(parse({str(SAMPLE): SAMPLE.read_bytes()}, datetime.now(UTC)), EnvoyOptions(upstream=UPSTREAM))
+
+    committed = (ROOT / "envoy" / "bootstrap.yaml").read_text(encoding="utf-8")
+
+    command = f"loopguard envoy-config --policy envoy/policy.json --upstream {UPSTREAM} > envoy/bootstrap.yaml"
+    assert committed == text, f"out of date; make it again: {command}"
+
+
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints the bootstrap and nothing else, with every flag in its place."""
+    flags = "--upstream api.example.com:443 --upstream-tls --upstream-ca /ca.pem --listen 0.0.0.0:80 --admin 127.0.0.1:81"
+    flags += (
+        " --endpoints 10.0.0.1:1,10.0.0.2:2 --endpoints unix:/x --body-mode tolerant --buffer-limit 99999 --failure-mode deny"
+    )
+    expected = EnvoyOptions(
+        upstream="api.example.com:443",
+        upstream_tls=True,
+        upstream_ca="/ca.pem",
+        listen="0.0.0.0:80",
+        admin="127.0.0.1:81",
+        endpoints=("10.0.0.1:1", "10.0.0.2:2", "unix:/x"),
+        body_mode="tolerant",
+        buffer_limit=99_999,
+        failure_mode="deny",
+    )
+
+    code = main(["envoy-config", "--policy", str(SAMPLE), *flags.split()])
+
+    printed = capsys.readouterr()
+    assert (code, printed.err) == (0, "")
+    assert printed.out == bootstrap(loaded(DOCUMENTS["sample"]), expected)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--upstream", "api.example.com"),
+        ("--upstream", "https://api.example.com"),
+        ("--upstream", "api.example.com:0"),
+        ("--upstream", "api.example.com:65536"),
+        ("--upstream", "a b:80"),
+        ("--upstream", ":80"),
+        ("--upstream", "unix:/run/upstream.sock"),
+        ("--listen", "localhost:10000"),
+        ("--listen", "unix:/run/envoy.sock"),
+        ("--admin", "9901"),
+        ("--endpoints", "50051"),
+        ("--endpoints", "127.0.0.1:50051,"),
+        ("--endpoints", "unix:/run/loopguard.sock,loopguard.example:50051"),
+        ("--body-mode", "lenient"),
+        ("--buffer-limit", "10MiB"),
+        ("--buffer-limit", "1000"),
+        ("--buffer-limit", "9999999999"),
+        ("--failure-mode", "open"),
+    ],
+)
+def test_a_bad_flag_is_told_in_one_line(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag that cannot be used ends with exit code 2 and one line that names it and what was given."""
+    flags = {"--upstream": UPSTREAM, flag: value}
+
+    code = main(["envoy-config", "--policy", str(SAMPLE), *(item for pair in flags.items() for item in pair)])
+
+    printed = capsys.readouterr()
+    assert (code, printed.out) == (2, "")
+    assert printed.err.count("\n") == 1
+    assert printed.err.startswith(f"loopguard: {flag} must ")
+
+
+def test_a_required_flag_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --upstream there is no bootstrap."""
+    code = main(["envoy-config", "--policy", str(SAMPLE)])
+
+    assert code == 2
+    assert "--upstream" in capsys.readouterr().err
+
+
+def test_nothing_guarded_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Policies that do nothing still make a bootstrap, with a warning that it guards nothing."""
+    file = tmp_path / "policies.json"
+    file.write_text(json.dumps(DOCUMENTS["nothing guarded"]))
+
+    code = main(["envoy-config", "--policy", str(file), "--upstream", UPSTREAM])
+
+    printed = capsys.readouterr()
+    assert code == 0
+    assert routes(printed.out) == [("unguarded", "prefix: /", False)]
+    assert "guards nothing" in printed.err
+
+
+def test_the_most_specific_route_is_first() -> None:
+    """Envoy takes the first route that matches: exact paths stand first, then prefixes, the longest first, then the rest."""
+    selectors = [{"pathPrefix": "/v1"}, {"pathExact": "/v1/chat"}, {"pathPrefix": "/v1/chat/"}, {"pathPrefix": "/v1/chat"}]
+    document = bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors)))
+
+    text = bootstrap(loaded(document), EnvoyOptions(upstream=UPSTREAM))
+
+    assert routes(text) == [
+        ("guarded:/v1/chat", 'path: "/v1/chat"', True),
+        ("guarded:/v1/chat/*", 'prefix: "/v1/chat/"', True),
+        ("guarded:/v1/chat*", 'path_separated_prefix: "/v1/chat"', True),
+        ("guarded:/v1*", 'path_separated_prefix: "/v1"', True),
+        ("unguarded", "prefix: /", False),
+    ]
+
+
+def test_policies_on_one_path_share_a_route() -> None:
+    """Two policies with the same path make one route, which names both."""
+    document = bundle(policy("live", {"pathExact": "/a"}), policy("canary", {"pathExact": "/a"}, mode="shadow"))
+
+    text = bootstrap(loaded(document), EnvoyOptions(upstream=UPSTREAM))
+
+    assert [name for name, _, guarded in routes(text) if guarded] == ["guarded:/a"]
+    assert "# Asked for by: live, canary\n" in text
+
+
+@pytest.mark.parametrize(
+    ("selectors", "names"),
+    [
+        ([{"pathExact": "/a", "routes": ["x"]}], ["x", "unguarded"]),
+        ([{"pathExact": "/a", "routes": ["x", "y"]}, {"pathExact": "/a", "routes": ["y", "z"]}], ["y", "unguarded"]),
+        ([{"pathExact": "/v1/a"}, {"pathPrefix": "/v1", "routes": ["x"]}], ["x", "x", "unguarded"]),
+        ([{"pathPrefix": "/v1/a/b"}, {"pathPrefix": "/v1/", "routes": ["x"]}], ["x", "x", "unguarded"]),
+        ([{"pathPrefix": "/v1a"}, {"pathPrefix": "/v1", "routes": ["x"]}], ["guarded:/v1a*", "x", "unguarded"]),
+        ([{"pathExact": "/v1/a", "routes": ["y"]}, {"pathPrefix": "/v1", "routes": ["x"]}], ["y", "x", "unguarded"]),
+        ([{"routes": ["x"]}], ["x"]),
+        ([{"routes": ["x"]}, {"pathExact": "/a"}], ["x", "x"]),
+        ([{"routes": ["x"]}, {"pathPrefix": "/", "methods": ["POST"]}], ["x"]),
+        ([{"routes": ["x"]}, {"pathExact": "/a", "routes": ["x"]}], ["x", "unguarded"]),
+        ([{"routes": ["y"]}, {"pathExact": "/a", "routes": ["x"]}], ["x", "y"]),
+    ],
+)
+def test_routes_get_the_names_that_selectors_ask_for(selectors: Sequence[Mapping[str, object]], names: Sequence[str]) -> None:
+    """A route has the name that its policies select by, else that of the path around it, so that every policy can match."""
+    document = bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors)))
+
+    text = bootstrap(loaded(document), EnvoyOptions(upstream=UPSTREAM))
+
+    assert [name for name, _, _ in routes(text)] == names
+
+
+@pytest.mark.parametrize(
+    ("selectors", "told"),
+    [
+        ([{"routes": ["x", "y"]}], "p0 select by route alone"),
+        ([{"routes": ["x"]}, {"routes": ["y"]}], "p0, p1 select by route alone"),
+        ([{"pathExact": "/a", "routes": ["x"]}, {"pathExact": "/a", "routes": ["y"]}], "the path /a can have one route name"),
+        ([{"routes": ["x"]}, {"pathPrefix": "/", "routes": ["y"]}], "the path / can have one route name"),
+    ],
+)
+def test_names_that_cannot_be_placed(selectors: Sequence[Mapping[str, object]], told: str) -> None:
+    """Where one set of routes cannot serve all the selectors, the error names the policies and what to change."""
+    document = bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors)))
+
+    with pytest.raises(UsageError, match=re.escape(told)):
+        bootstrap(loaded(document), EnvoyOptions(upstream=UPSTREAM))
+
+
+def test_envoy_and_the_policies_agree_on_paths() -> None:
+    """The real Envoy shows Loopguard exactly the requests whose path some selector takes."""
+    odd = """/$y"'{}*&\\n"""
+    selectors = [{"pathPrefix": path} for path in ("/v1", "/v2/", "/d/e")]
+    selectors += [{"pathExact": path} for path in ("/x", "/d/e/", odd)]
+    targets = ["/", "/v1", "/v1/", "/v1/a", "/v1?q=/v2/", "/v1a", "/V1", "/v2", "/v2/", "/v2/a/b", "/v2//a"]
+    targets += ["/x", "/x?y=1", "/x/", "/xy", "//x", "/./x", "/%78", "/d", "/d/e/f", "/d/e/", "/d/ef", "/?/v1", odd]
+    document = bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors)))
+    index = Index([(Selector.model_validate(selector), number) for number, selector in enumerate(selectors)])
+    with stack(document) as running:
+        statuses = {running.send(target).status for target in targets}
+
+        counted = running.loopguard.metric("requests_total")
+        unmatched = running.loopguard.metric("unmatched_total")
+
+    assert statuses == {200}
+    assert unmatched == 0
+    assert counted == sum(len(index.match("GET", "", target.partition("?")[0])) for target in targets)
+
+
+def test_a_route_alone_is_enough() -> None:
+    """A policy that selects by nothing but a route's name sees the requests of that route, whatever their path."""
+    document = bundle(policy("by-name", {"routes": ["main"]}))
+    with stack(document) as running:
+        statuses = [running.send("/anything").status for _ in range(3)]
+
+    assert statuses == [200, 200, 429]
