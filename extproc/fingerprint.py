@@ -1,8 +1,8 @@
 """The fingerprint: what makes two requests the same.
 
 A request's composite is `METHOD|path|query|body|descriptors`, with enough percent-encoding that equal composites mean equal
-parts. Its CRC32 is the fingerprint people see; the counter key adds a 64-bit check and a hash of the tenant, because 32 bits are
-few and a collision must not refuse the innocent.
+parts. Its CRC32 is the fingerprint people see; the counter key adds a 64-bit check and a hash of the tenant, because 32 bits
+are few and a collision must not refuse the innocent.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """One ext_proc stream: ProcessingRequest in, ProcessingResponse out. The only file that knows ext_proc's phases.
 
-Sans-IO: a `Stream` takes a message's bytes and returns a `Reply` with the answer's bytes, or an awaitable of one when the store
-has to be asked over a network. Whoever owns the socket sends, holds and closes as the reply says. Every message gets exactly one
-well-formed answer of its own phase (Envoy treats extras as an attack), and the stream is over as soon as nothing more can be
-decided: with a buffered body it would otherwise stay open until the upstream's answer and eat Envoy's `max_requests`.
+Sans-IO: a `Stream` takes a message's bytes and returns a `Reply` with the answer's bytes, or an awaitable of one when the
+store has to be asked over a network. Whoever owns the socket sends, holds and closes as the reply says. Every message gets
+exactly one well-formed answer of its own phase (Envoy treats extras as an attack), and the stream is over as soon as nothing
+more can be decided: with a buffered body it would otherwise stay open until the upstream's answer and eat Envoy's
+`max_requests`.
 
 What goes wrong in here never reaches the client: the request goes on, and that is counted and logged.
 """
@@ -190,20 +191,20 @@ class Service:
         self, check: Check, entries: Sequence[Entry], error: Exception, *, shadow: bool
     ) -> Sequence[Count] | None:
         """The counts of a window local to this process, or none; a bug is raised, unless only shadow policies see it."""
-        try:
-            if not isinstance(error, StoreError):
-                raise error
+        if isinstance(error, StoreError):
             self.metrics.store_errors.labels(error.kind).inc()
             self.log_failure("store failed", error)
             if self.settings.on_store_error == "reject":
                 return None
             self.metrics.fail_open.labels("store_error").inc()
-            return self._local.hit([entry.hit for entry in entries])
-        except Exception as bug:
-            if not shadow:
-                raise
-            check.failures.append((entries[0].plan.id, bug))
-            return None
+            try:
+                return self._local.hit([entry.hit for entry in entries])
+            except Exception as bug:  # noqa: BLE001  # as any other bug, below
+                error = bug
+        if not shadow:
+            raise error
+        check.failures.append((entries[0].plan.id, error))
+        return None
 
     def log_failure(self, message: str, error: BaseException, **more: object) -> None:
         """One line for something that went wrong, unless there are too many of them."""

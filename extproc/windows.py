@@ -65,8 +65,7 @@ def tally(state: Tally | None, hit: Hit, now: int) -> tuple[Tally, Count]:
     if state is None:
         return (1, now, now, 0), Count(1, False, 0, 0)  # thresholds start at 2: a first request never trips
     count, first, last, cooling_until = state
-    if now < last:  # another server's clock may be behind after a failover
-        now = last
+    now = max(now, last)  # another server's clock may be behind after a failover
     if now < (first if hit.window_type == "fixed" else last) + hit.window_ms:
         before, began = count, first
     else:

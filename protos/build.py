@@ -1,4 +1,4 @@
-"""Build hook: turns protos/*.proto into extproc/pb/ (never edited, never committed) whenever the package is built or installed."""
+"""Build hook: turns protos/*.proto into extproc/pb/ (never edited, never committed) at every build and install."""
 
 from __future__ import annotations
 

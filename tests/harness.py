@@ -31,6 +31,14 @@ PATIENCE = 20.0
 ENVOY = os.environ.get("LOOPGUARD_TEST_ENVOY", str(Path(sys.executable).parent / "envoy"))
 
 
+def envoy_version() -> tuple[int, int]:
+    """Major and minor version of the Envoy that tests run."""
+    printed = subprocess.run([ENVOY, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"/(\d+)\.(\d+)\.\d+", printed)
+    assert found is not None, printed
+    return int(found[1]), int(found[2])
+
+
 def eventually(probe: Callable[[], T | None], what: str = "it") -> T:
     """Poll until `probe` returns something true; fails after PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE

@@ -63,47 +63,47 @@ def test_overload_lets_requests_through() -> None:
         held.join(PATIENCE)
 
 
-def _statuses_while(made: Stack, target: str, stop: threading.Event) -> list[int]:
-    statuses: list[int] = []
+def _traffic(made: Stack, statuses: list[int], stop: threading.Event) -> threading.Thread:
+    """Distinct requests one after the other until `stop`, on a thread of their own."""
 
-    def traffic() -> None:
-        number = 0
+    def send() -> None:
         while not stop.is_set():
-            number += 1
-            statuses.append(made.send(f"{target}?n={number}").status)
+            statuses.append(made.send(f"/p?n={len(statuses)}").status)
 
-    thread = threading.Thread(target=traffic)
+    thread = threading.Thread(target=send)
     thread.start()
-    made.loopguard.signal(signal.SIGTERM)
-    assert made.loopguard.wait() == 0
-    stop.set()
-    thread.join(PATIENCE)
-    return statuses
+    return thread
 
 
 def test_sigterm_drains() -> None:
-    """Told to stop, Loopguard says NOT_SERVING, keeps serving until Envoy has turned away, finishes holds, and exits 0."""
+    """Told to stop, Loopguard says so, serves until Envoy has turned away, lets holds run to their end, and exits 0."""
     holding = bundle(
-        policy("hold", {"pathExact": "/hold"}, action="throttle", threshold_identical_requests=20),
+        policy("hold", {"pathExact": "/hold"}, action="throttle", threshold_identical_requests=40),
         policy("p", {"pathPrefix": "/p"}),
     )
-    with stack(holding, "--drain-delay", "4", failure_mode="allow") as made:
-        for _ in range(19):
+    with stack(holding, "--drain-delay", "3", failure_mode="allow") as made:
+        for _ in range(39):
             made.send("/hold")
-        answers: list[int] = []
-        held = threading.Thread(target=lambda: answers.append(made.send("/hold").status))
-        held.start()  # held for 2 s
+        statuses: list[int] = []
+        held, stop = made.connect(), threading.Event()
+        held.sendall(b"GET /hold HTTP/1.1\r\nhost: h\r\n\r\n")  # held for 4 s, longer than the delay
         eventually(lambda: made.loopguard.metric("throttled_in_flight") == 1, "a hold")
+        traffic = _traffic(made, statuses, stop)
 
         made.loopguard.signal(signal.SIGTERM)
         eventually(lambda: made.loopguard.get("/readyz")[0] == 503, "not ready")
         eventually(lambda: made.envoy.stat("cluster.loopguard.membership_healthy") == 0, "Envoy's notice")
-        statuses = _statuses_while(made, "/p", threading.Event())
-        held.join(PATIENCE)
+        served = made.loopguard.metric("requests_total", policy="p")
+        answer = held.makefile("rb").readline()
+        code = made.loopguard.wait()
+        stop.set()
+        traffic.join(PATIENCE)
 
-        assert answers == [200]
+        assert code == 0
+        assert answer == b"HTTP/1.1 200 OK\r\n"
+        assert served > 0
         assert set(statuses) == {200}
-        assert "stopped" in made.loopguard.output()
+        held.close()
 
 
 def test_a_second_signal_does_not_wait() -> None:
