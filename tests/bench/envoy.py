@@ -102,7 +102,7 @@ def _lab(directory: Path) -> Iterator[_Lab]:
 
 def run(*, quick: bool) -> list[Row]:
     """Small bodies first, then large ones; the servers take turns."""
-    rounds = 3 if quick else 7
+    rounds = 3 if quick else 11
     with tempfile.TemporaryDirectory() as directory, _lab(Path(directory)) as lab:
         progress("envoy: warming up", 0, 1)
         for name in lab.targets:

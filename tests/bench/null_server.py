@@ -21,7 +21,7 @@ _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0)]
 
 
 async def process(_: object, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
-    """One stream; as an async generator it takes a twentieth more CPU."""
+    """One stream; the same as an async generator was measured a twentieth dearer."""
     while (data := await context.read()) is not grpc.aio.EOF:
         if ProcessingRequest.FromString(data).WhichOneof("request") == "request_body":
             await context.write(_BODY)
