@@ -38,7 +38,7 @@ DISPLAY_COUNT = 1_000
 class Plan:
     """One policy, ready to run: everything that does not depend on the request is worked out once."""
 
-    def __init__(self, policy: Policy, loop: LoopDetection, *, shadow: bool, scope: str) -> None:
+    def __init__(self, policy: Policy, loop: LoopDetection, *, shadow: bool) -> None:
         """Compile a policy; `loop` is its enabled loop_detection."""
         self.id = policy.id
         self.selector = policy.spec.selector
@@ -53,17 +53,17 @@ class Plan:
         self.needs_body = loop.body == "include"
         self.skip_missing = policy.spec.missing_descriptor == "skip"
         self.descriptors = descriptors([key for key in policy.spec.all_limit_keys() if key not in UNSUPPORTED_KEYS])
-        self._key = f"{'shadow:' if shadow else ''}loop:{policy.id}:default:{loop.window_type}:{scope}:"
+        self._key = f"{'shadow:' if shadow else ''}loop:{policy.id}:default:{loop.window_type}:"
         self._window_ms = self.window_seconds * 1000
         self._cooldown_ms = loop.cooldown_seconds * 1000
         # Only a refusal can be left out: a throttled or warned request goes on, so it counts.
         self._count_refused = loop.count_refused or self.action is not Action.REJECT
         self._count_to = max(self.threshold, DISPLAY_COUNT)
 
-    def hit(self, tenant: str, fingerprint: str, check: str) -> Hit:
+    def hit(self, scope: str, tenant: str, fingerprint: str, check: str) -> Hit:
         """What the store is asked to count."""
         return Hit(
-            f"{self._key}{tenant}:{fingerprint}{check}",
+            f"{self._key}{scope}:{tenant}:{fingerprint}{check}",
             self.window_type,
             self._window_ms,
             self.threshold,
@@ -116,13 +116,13 @@ class Entry:
         self.plan = plan
         self.descriptors = descriptors
 
-    def seal(self, head: str, body: Body) -> None:
+    def seal(self, head: str, body: Body, scope: str) -> None:
         """Work out the names; `head` comes from `fingerprint.request_head`."""
         self.body_crc32 = body.crc32
         self.composite = composite(head, body, self.descriptors)
         self.fingerprint, check = digest(self.composite, body)
         self.tenant = tenant(self.descriptors)
-        self.hit = self.plan.hit(self.tenant, self.fingerprint, check)
+        self.hit = self.plan.hit(scope, self.tenant, self.fingerprint, check)
 
 
 class Check:
@@ -130,6 +130,7 @@ class Check:
 
     Attributes:
         request: the request.
+        scope: attachment name in every key.
         enforcing: the policies that will count it and whose answer counts.
         shadow: the policies that will count it and whose answer never does.
         needs_body: some fingerprint includes the body.
@@ -137,11 +138,12 @@ class Check:
         failures: (policy, error) of shadow policies whose evaluation raised.
     """
 
-    __slots__ = ("enforcing", "failures", "needs_body", "request", "shadow", "uncounted")
+    __slots__ = ("enforcing", "failures", "needs_body", "request", "scope", "shadow", "uncounted")
 
-    def __init__(self, request: HttpRequest) -> None:
+    def __init__(self, request: HttpRequest, scope: str) -> None:
         """Start with nothing matched."""
         self.request = request
+        self.scope = scope
         self.enforcing: list[Entry] = []
         self.shadow: list[Entry] = []
         self.needs_body = False
@@ -163,10 +165,10 @@ class Check:
             self.enforcing = [entry for entry in self.enforcing if not entry.plan.needs_body]
             self.shadow = [entry for entry in self.shadow if not entry.plan.needs_body]
         for entry in self.enforcing:
-            entry.seal(head, body if body is not None and entry.plan.needs_body else NO_BODY)
+            entry.seal(head, body if body is not None and entry.plan.needs_body else NO_BODY, self.scope)
         for entry in self.shadow[:]:
             try:
-                entry.seal(head, body if body is not None and entry.plan.needs_body else NO_BODY)
+                entry.seal(head, body if body is not None and entry.plan.needs_body else NO_BODY, self.scope)
             except Exception as error:  # noqa: BLE001  # whatever it is, a shadow policy has no effect
                 self.shadow.remove(entry)
                 self.failures.append((entry.plan.id, error))
@@ -186,17 +188,16 @@ class Engine:
         uses_routes: some policy selects by Envoy's route name.
     """
 
-    def __init__(self, policies: PolicySet, now: datetime, *, shadow: bool = False, scope: str = "") -> None:
+    def __init__(self, policies: PolicySet, now: datetime, *, shadow: bool = False) -> None:
         """Compile.
 
         Args:
             policies: what the loader returned.
             now: decides whether a `global_shadow` still holds.
             shadow: force every policy into shadow mode.
-            scope: attachment name in every key.
         """
         self.plans = [
-            Plan(policy, loop, shadow=shadow or source.shadowed(now) or policy.spec.mode == "shadow", scope=scope)
+            Plan(policy, loop, shadow=shadow or source.shadowed(now) or policy.spec.mode == "shadow")
             for source in policies.sources
             for policy in source.policies
             if (loop := policy.spec.loop_detection) is not None and loop.enabled
@@ -207,12 +208,17 @@ class Engine:
         self.uses_routes = any(plan.selector.routes is not None for plan in self.plans)
         self._index = Index((plan.selector, plan) for plan in self.plans)
 
-    def prepare(self, request: HttpRequest) -> Check | None:
-        """Match policies and read descriptors; None when no policy matches."""
+    def prepare(self, request: HttpRequest, scope: str = "") -> Check | None:
+        """Match policies and read descriptors; None when no policy matches.
+
+        Args:
+            request: the request.
+            scope: attachment name, so that a gateway and a sidecar on one store do not count a request twice.
+        """
         plans = self._index.match(request.method, request.authority, request.path, request.route)
         if not plans:
             return None
-        check = Check(request)
+        check = Check(request, scope)
         for plan in plans:
             try:
                 self._admit(check, plan)

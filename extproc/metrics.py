@@ -14,7 +14,7 @@ class Metrics:
 
     def __init__(self) -> None:
         """Register them all."""
-        disable_created_metrics()  # when a counter started is worth no second time series for each
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # when a counter began is not worth a second time series
         self.registry = registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:

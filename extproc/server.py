@@ -16,7 +16,7 @@ from extproc.metrics import Metrics
 from extproc.reload import Reloader
 from extproc.service import Service
 from extproc.settings import Settings
-from extproc.store import open_store
+from extproc.store import open_store, redacted
 from extproc.store.memory import MemoryStore
 from extproc.transport.grpcio import GrpcServer, Health
 
@@ -40,7 +40,7 @@ class Server:
         """
         self._settings = settings
         self._metrics = metrics = Metrics()
-        store = open_store(settings.store, metrics)
+        store = open_store(settings.store, metrics, settings)
         self._reloader = Reloader(settings, metrics)
         # While a shared store is away a window local to this replica decides; in memory the store is that already.
         local = store if isinstance(store, MemoryStore) else MemoryStore(metrics)
@@ -60,6 +60,7 @@ class Server:
             LoopguardError: an address cannot be listened on.
         """
         loop = asyncio.get_running_loop()
+        await self.service.store.start()
         admin = self._admin.start(self._settings.admin)
         listening = await self._grpc.start(self._settings.listen)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -71,7 +72,7 @@ class Server:
         plans = self.service.engine.plans
         _LOG.info(
             "serving",
-            extra=fields(listen=listening, admin=admin, policies=len(plans), store=self._settings.store.partition("?")[0]),
+            extra=fields(listen=listening, admin=admin, policies=len(plans), store=redacted(self._settings.store)),
         )
         try:
             await self._stop.wait()

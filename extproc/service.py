@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,7 +31,7 @@ from extproc.pb.base_pb2 import HeaderValueOption
 from extproc.pb.external_processor_pb2 import HeaderMutation, ProcessingRequest, ProcessingResponse
 from extproc.pb.processing_mode_pb2 import ProcessingMode
 from extproc.request import HttpRequest, claim_text, unverified_claims
-from extproc.settings import Settings
+from extproc.settings import Settings, valid_scope
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.windows import Count
@@ -40,6 +40,9 @@ _LOG = logging.getLogger("loopguard")
 
 NAMESPACE = "loopguard"
 """Of the dynamic metadata that answers carry."""
+
+SCOPE_METADATA = "x-loopguard-scope"
+"""Names the attachment for one stream, in place of `--scope`."""
 
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
 _JWT_NAMESPACE = "envoy.filters.http.jwt_authn"
@@ -164,9 +167,17 @@ class Service:
         metrics.throttled_in_flight.set_function(lambda: self.holds.held)
         metrics.streams_in_flight.set_function(lambda: self.streams)
 
-    def open(self) -> Stream:
-        """A new stream; the caller must `close` it, whatever happens."""
-        return Stream(self, overloaded=self.streams >= self.settings.max_streams)
+    def open(self, metadata: Iterable[tuple[str, str | bytes]] = ()) -> Stream:
+        """A new stream; the caller must `close` it, whatever happens.
+
+        Args:
+            metadata: the stream's gRPC initial metadata, which Envoy's `grpc_service.initial_metadata` sets.
+        """
+        scope = self.settings.scope
+        for name, value in metadata:
+            if name == SCOPE_METADATA and isinstance(value, str) and valid_scope(value):
+                scope = value
+        return Stream(self, scope, overloaded=self.streams >= self.settings.max_streams)
 
     def count(self, check: Check, entries: Sequence[Entry], *, shadow: bool) -> MaybeCounts:
         """Ask the store to count one lane of a request; None when the counts could not be had."""
@@ -193,7 +204,6 @@ class Service:
         """The counts of a window local to this process, or none; a bug is raised, unless only shadow policies see it."""
         if isinstance(error, StoreError):
             self.metrics.store_errors.labels(error.kind).inc()
-            self.log_failure("store failed", error)
             if self.settings.on_store_error == "reject":
                 return None
             self.metrics.fail_open.labels("store_error").inc()
@@ -210,9 +220,8 @@ class Service:
         """One line for something that went wrong, unless there are too many of them."""
         suppressed = self._failures.take(perf_counter())
         if suppressed is not None:
-            trace = None if isinstance(error, StoreError) else error
             extra = fields(error=f"{type(error).__name__}: {error}", **more, suppressed=suppressed or None)
-            _LOG.error(message, exc_info=trace, extra=extra)
+            _LOG.error(message, exc_info=error, extra=extra)
 
     def record(self, check: Check, decision: Decision) -> None:
         """Metrics and log lines for one decided request."""
@@ -265,14 +274,16 @@ class Stream:
         "_holding",
         "_observed",
         "_overloaded",
+        "_scope",
         "_service",
         "_started",
     )
 
-    def __init__(self, service: Service, *, overloaded: bool) -> None:
+    def __init__(self, service: Service, scope: str, *, overloaded: bool) -> None:
         """Take part in the service's counts until `close`; an overloaded stream lets its request through at once."""
         self._service = service
         self._engine = service.engine  # one request sees one set of policies, whatever is reloaded meanwhile
+        self._scope = scope
         self._overloaded = overloaded
         self._check: Check | None = None
         self._body = NO_BODY
@@ -318,7 +329,7 @@ class Stream:
             return _DONE["request_headers"]
         self._observed = message.observability_mode
         request = self._read(message)
-        check = self._engine.prepare(request)
+        check = self._engine.prepare(request, self._scope)
         if check is None:
             self._service.metrics.unmatched.inc()
             return _DONE["request_headers"]

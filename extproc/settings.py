@@ -13,6 +13,8 @@ from extproc.errors import UsageError
 from extproc.logs import LogFormat
 
 ENV_PREFIX = "LOOPGUARD_"
+ENVIRONMENT_ONLY = "environment only"
+"""In place of a flag's metavar: a secret on a command line is a secret no more."""
 
 _HOST_PORT = re.compile(r"(?P<host>[^\s:\[\]/]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):(?P<port>[0-9]{1,5})")
 
@@ -88,6 +90,17 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def valid_scope(text: str) -> bool:
+    """Whether an attachment may be called that."""
+    return re.fullmatch(r"[A-Za-z0-9_.-]{0,64}", text) is not None
+
+
+def _scope(text: str) -> str:
+    if not valid_scope(text):
+        raise ValueError("must be at most 64 of the characters A-Z a-z 0-9 _ . -")
+    return text
+
+
 def _paths(text: str) -> tuple[str, ...]:
     return tuple(path for path in text.split(os.pathsep) if path)
 
@@ -110,6 +123,10 @@ class Settings:
         Address("127.0.0.1:9900", "127.0.0.1", 9900), address, "/metrics, /healthz, /readyz and /policies", "HOST:PORT"
     )
     store: str = _option("memory://", str, "where counts are kept", "URL")
+    store_timeout: float = _option(0.05, _seconds, "what a request waits for the store at most", "SECONDS")
+    store_password: str = _option("", str, "password of the store, where it does not stand in the URL", ENVIRONMENT_ONLY)
+    store_password_file: str = _option("", str, "file with the password of the store, read at every connect", "PATH")
+    scope: str = _option("", _scope, "attachment name: processes of different scopes count apart in one store", "NAME")
     on_store_error: Literal["allow", "reject"] = _option(
         "allow",
         _one_of("allow", "reject"),
@@ -147,9 +164,11 @@ class Settings:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for each setting; what is not given stays out of the namespace."""
     for item in fields(Settings):
+        if item.metadata["metavar"] == ENVIRONMENT_ONLY:
+            continue
         flag = "--" + item.name.replace("_", "-")
         default = getattr(item.default, "text", item.default)
-        shown = "" if default is False or default == () else f" (default {default})"
+        shown = "" if default in (False, (), "") else f" (default {default})"
         text = f"{item.metadata['help']}{shown} [{ENV_PREFIX}{item.name.upper()}]"
         if item.metadata["parse"] is _switch:
             parser.add_argument(flag, dest=item.name, action="store_true", default=argparse.SUPPRESS, help=text)

@@ -58,6 +58,9 @@ class FailingStore:
         """Never well."""
         return "down"
 
+    async def start(self) -> None:
+        """Nothing to connect to."""
+
     async def close(self) -> None:
         """Nothing to close."""
 

@@ -24,10 +24,10 @@ SHADOW = [
 _BROKEN_EVALUATION = """
 import extproc.engine
 seal = extproc.engine.Entry.seal
-def broken(self, head, body):
+def broken(self, head, body, scope):
     if self.plan.shadow:
         raise RuntimeError("shadow evaluation is broken")
-    seal(self, head, body)
+    seal(self, head, body, scope)
 extproc.engine.Entry.seal = broken
 """
 _BROKEN_STORE = """

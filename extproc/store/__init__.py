@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
+from extproc.settings import Settings
 from extproc.windows import Count, Hit
 
 
@@ -36,16 +37,30 @@ class Store(Protocol):
         """`ok`, or what is wrong in a few words, for `/readyz`."""
         ...
 
+    async def start(self) -> None:
+        """Connect, where there is something to connect to; failing is no error, and shows in `health`."""
+        ...
+
     async def close(self) -> None:
         """Let go of connections; the store is not used again."""
         ...
 
 
-_SCHEMES = {"memory": "extproc.store.memory:open_memory"}
+_REDIS = "extproc.store.redis:open_redis"
+_SCHEMES = {
+    "memory": "extproc.store.memory:open_memory",
+    "redis": _REDIS,
+    "rediss": _REDIS,
+    "unix": _REDIS,
+    "redis+sentinel": _REDIS,
+    "rediss+sentinel": _REDIS,
+    "redis+cluster": _REDIS,
+    "rediss+cluster": _REDIS,
+}
 
 
-def open_store(url: str, metrics: Metrics) -> Store:
-    """The store that `url` names.
+def open_store(url: str, metrics: Metrics, settings: Settings | None = None) -> Store:
+    """The store that `url` names; `settings` has timeout and password.
 
     Raises:
         UsageError: the scheme is unknown or the URL has something wrong.
@@ -53,7 +68,14 @@ def open_store(url: str, metrics: Metrics) -> Store:
     scheme = urlsplit(url).scheme
     if scheme not in _SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
-        raise UsageError(f"unknown store {url!r}; known are: {known}")
+        raise UsageError(f"unknown store {scheme or url!r}; known are: {known}")
     module, _, name = _SCHEMES[scheme].partition(":")
-    opener: Callable[[str, Metrics], Store] = getattr(import_module(module), name)
-    return opener(url, metrics)
+    opener: Callable[[str, Metrics, Settings], Store] = getattr(import_module(module), name)
+    return opener(url, metrics, settings or Settings())
+
+
+def redacted(url: str) -> str:
+    """A store URL without user and password, for logs."""
+    scheme, separator, rest = url.partition("://")
+    authority, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{authority.rpartition('@')[2]}{slash}{path.partition('?')[0]}"

@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
+from extproc.settings import Settings
 from extproc.windows import Count, Hit, log, tally
 
 DEFAULT_MAX_ENTRIES = 1_000_000
@@ -59,6 +60,9 @@ class MemoryStore:
     def health(self) -> str:
         """Memory is always well."""
         return "ok"
+
+    async def start(self) -> None:
+        """Nothing to connect to."""
 
     async def close(self) -> None:
         """Nothing to let go of."""
@@ -135,7 +139,7 @@ def _times(entry: _Entry) -> tuple[int, int]:
     return entry[-1], entry[0]  # a log that holds no time any more is as old as its cooldown
 
 
-def open_memory(url: str, metrics: Metrics) -> MemoryStore:
+def open_memory(url: str, metrics: Metrics, _: Settings) -> MemoryStore:
     """`memory://` with `?max_entries=N`.
 
     Raises:

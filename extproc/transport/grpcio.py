@@ -116,7 +116,7 @@ class GrpcServer:
         await self._server.stop(grace)
 
     async def _process(self, _: Any, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
-        stream = self._service.open()
+        stream = self._service.open(context.invocation_metadata() or ())
         try:
             while True:
                 data = await context.read()

@@ -79,7 +79,7 @@ def _hits(plan: Plan, start: int) -> list[Hit]:
     for number in range(start, start + _CHUNK):
         tenant = blake2b(b"user_id=user-%d" % (number % 1000), digest_size=8).hexdigest()
         names = blake2b(b"%d" % number, digest_size=12).hexdigest()
-        hits.append(plan.hit(tenant, names[:8], names[8:]))
+        hits.append(plan.hit("", tenant, names[:8], names[8:]))
     return hits
 
 

