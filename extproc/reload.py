@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -100,7 +101,7 @@ class Reloader:
         now = _now()
         self._report_expiry(now)
         if _shadowed(self.policies, now) != self._shadowed:
-            self.engine = await asyncio.to_thread(Engine, self.policies, now, shadow=self._settings.shadow)
+            self.engine = await asyncio.to_thread(_engine, self.policies, self._settings, now)
             self._shadowed = _shadowed(self.policies, now)
             swap(self.engine)
             _LOG.warning("global_shadow expired, its policies act again")
@@ -172,11 +173,32 @@ class _Loaded(NamedTuple):
 
 def _compile(files: dict[str, bytes], settings: Settings, now: datetime) -> _Loaded:
     """Runs in a worker thread during a reload."""
-    policies = parse(files, now)
+    with _uncollected():
+        policies = parse(files, now)
     if policies.unenforced and not settings.allow_unenforced:
         hint = "remove it, or start with --allow-unenforced"
         raise BundleErrors([replace(part, message=f"{part.message}; {hint}") for part in policies.unenforced])
-    return _Loaded(policies, Engine(policies, now, shadow=settings.shadow), now)
+    return _Loaded(policies, _engine(policies, settings, now), now)
+
+
+def _engine(policies: PolicySet, settings: Settings, now: datetime) -> Engine:
+    """Runs in a worker thread during a reload."""
+    with _uncollected():
+        return Engine(policies, now, shadow=settings.shadow)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from what is built here, now and later: it would stop the event loop while it walks it.
+
+    Policies hold no cycles, so whatever is dropped, by a swap or by a refusal, is freed all the same.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _shadowed(policies: PolicySet, now: datetime) -> list[bool]:

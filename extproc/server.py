@@ -99,7 +99,6 @@ class Server:
 
     def _swap(self, engine: Engine) -> None:
         self.service.engine = engine
-        gc.freeze()
 
     async def _drain(self) -> None:
         """Turn Envoy away while still serving, then let streams in flight finish, then let the rest through."""

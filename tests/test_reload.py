@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -99,6 +100,23 @@ def test_a_change_is_taken(place: Place) -> None:
 
     assert seen == [["a"], ["b"], ["b", "c", "d"], ["c", "d"]]
     assert (place.reloads("ok"), place.reloads("error"), len(place.swapped)) == (3, 0, 3)
+
+
+def test_a_load_leaves_nothing_to_the_garbage_collector(place: Place) -> None:
+    """What was loaded is frozen, and collections go on, after a load that was taken and after one that was refused."""
+    place.write(guard("a"))
+    place.start()
+    place.write(guard("b"))
+    place.reload()
+    left = {id(thing) for thing in gc.get_objects()}  # all that a collection would walk
+    on = [gc.isenabled()]
+    place.write(b"{")
+    place.reload()
+    on.append(gc.isenabled())
+
+    assert not {id(plan) for plan in place.reloader.engine.plans} & left
+    assert place.reloads("error") == 1
+    assert on == [True, True]
 
 
 def test_what_is_no_change_does_nothing(place: Place) -> None:
