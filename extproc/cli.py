@@ -80,6 +80,8 @@ def _now() -> datetime:
 
 def _serve(options: argparse.Namespace) -> int:
     _hush_grpc()
+    import uvloop  # noqa: PLC0415  # only the server needs it
+
     from extproc.server import Server  # noqa: PLC0415  # the server's parts take 0.3 s to import; other commands need none
 
     chosen = settings.read(vars(options), os.environ)
@@ -90,7 +92,9 @@ def _serve(options: argparse.Namespace) -> int:
     async def run() -> None:
         await Server(chosen).run()
 
-    asyncio.run(run())
+    # Our own transport gains from uvloop; grpcio brings its own poller and does not.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if chosen.transport == "fast" else None) as runner:
+        runner.run(run())
     return 0
 
 

@@ -7,7 +7,10 @@ import gc
 import logging
 import signal
 import time
+from collections.abc import Callable
 from http import HTTPStatus
+from importlib import import_module
+from typing import Protocol
 
 from extproc.admin import Admin, Page
 from extproc.engine import Engine
@@ -15,10 +18,10 @@ from extproc.logs import fields
 from extproc.metrics import Metrics
 from extproc.reload import Reloader
 from extproc.service import Service
-from extproc.settings import Settings
+from extproc.settings import Address, Settings
 from extproc.store import open_store, redacted
 from extproc.store.memory import MemoryStore
-from extproc.transport.grpcio import GrpcServer, Health
+from extproc.transport.health import Health
 
 _LOG = logging.getLogger("loopguard")
 
@@ -27,6 +30,24 @@ _STALLED_SECONDS = 10
 
 _LAST_WORDS_SECONDS = 1.0
 """How long streams that were released at the end of the drain have to send their answer."""
+
+
+_TRANSPORTS = {
+    "fast": "extproc.transport.fast:FastServer",
+    "grpcio": "extproc.transport.grpcio:GrpcServer",
+}
+
+
+class Transport(Protocol):
+    """A door into the service: speaks gRPC on one address."""
+
+    async def start(self, address: Address) -> str:
+        """Listen; returns the address with its real port, raises LoopguardError where that is impossible."""
+        ...
+
+    async def stop(self, grace: float) -> None:
+        """Take no more calls, give those in flight `grace` seconds, then end them."""
+        ...
 
 
 class Server:
@@ -46,7 +67,7 @@ class Server:
         local = store if isinstance(store, MemoryStore) else MemoryStore(metrics)
         self.service = Service(self._reloader.engine, store, local, metrics, settings)
         self._health = Health()
-        self._grpc = GrpcServer(self.service, self._health)
+        self._grpc = _transport(settings.transport)(self.service, self._health)
         self._admin = Admin(metrics, {"/healthz": self._healthz, "/readyz": self._readyz, "/policies": self._policies})
         self._stop = asyncio.Event()
         self._skip_delay = asyncio.Event()
@@ -141,6 +162,13 @@ class Server:
         ]
         modes = {plan.id: plan.mode for plan in self.service.engine.plans}
         return Page(HTTPStatus.OK, {"modes": modes, "files": sources})
+
+
+def _transport(name: str) -> Callable[[Service, Health], Transport]:
+    """The class behind a transport's name; only the one chosen is imported."""
+    module, _, attribute = _TRANSPORTS[name].partition(":")
+    made: Callable[[Service, Health], Transport] = getattr(import_module(module), attribute)
+    return made
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

@@ -119,6 +119,9 @@ class Settings:
     listen: Address = _option(  # noqa: RUF009  # made by dataclasses.field
         Address("127.0.0.1:50051", "127.0.0.1", 50051), address, "where Envoy connects (gRPC)", "HOST:PORT|unix:/PATH"
     )
+    transport: Literal["fast", "grpcio"] = _option(
+        "fast", _one_of("fast", "grpcio"), "fast: our own lean gRPC server; grpcio: the reference", "fast|grpcio"
+    )
     admin: Address = _option(  # noqa: RUF009  # made by dataclasses.field
         Address("127.0.0.1:9900", "127.0.0.1", 9900), address, "/metrics, /healthz, /readyz and /policies", "HOST:PORT"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,11 +13,9 @@ from extproc.errors import LoopguardError, ProtocolError
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.service import Service
 from extproc.settings import Address
+from extproc.transport.health import EXT_PROC, HEALTH, Health
 
 _LOG = logging.getLogger("loopguard")
-
-EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
-HEALTH = "grpc.health.v1.Health"
 
 _OPTIONS = [
     # gRPC's own limits (4 MiB a message, 8 KiB of metadata) would fail requests that Envoy is happy with; what a client
@@ -32,46 +29,6 @@ _OPTIONS = [
 ]
 
 
-class Health:
-    """What grpc.health.v1 says about this process; watchers hear of every change."""
-
-    def __init__(self) -> None:
-        """Not serving until told otherwise."""
-        self.serving = False
-        self._changed = asyncio.Event()
-
-    def set(self, *, serving: bool) -> None:
-        """Change the answer and wake the watchers."""
-        self.serving = serving
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def status(self, service: str) -> HealthCheckResponse:
-        """The answer for one service name; empty means the whole server."""
-        if service not in ("", EXT_PROC, HEALTH):
-            return HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
-        serving = HealthCheckResponse.SERVING if self.serving else HealthCheckResponse.NOT_SERVING
-        return HealthCheckResponse(status=serving)
-
-    async def check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:  # noqa: ANN401  # grpc is untyped
-        """The unary call."""
-        answer = self.status(request.service)
-        if answer.status == HealthCheckResponse.SERVICE_UNKNOWN:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
-        return answer
-
-    async def watch(self, request: HealthCheckRequest, context: Any) -> AsyncIterator[HealthCheckResponse]:  # noqa: ANN401, ARG002
-        """The streaming call: the answer now and whenever it changes."""
-        last = None
-        while True:
-            changed = self._changed
-            answer = self.status(request.service)
-            if answer != last:
-                last = answer
-                yield answer
-            await changed.wait()
-
-
 class GrpcServer:
     """A grpc.aio server around a service."""
 
@@ -80,11 +37,12 @@ class GrpcServer:
         self._service = service
         self._server = grpc.aio.server(options=_OPTIONS)
         process = grpc.stream_stream_rpc_method_handler(self._process)  # bytes in, bytes out: the service parses
+        self._health = health
         check = grpc.unary_unary_rpc_method_handler(
-            health.check, HealthCheckRequest.FromString, HealthCheckResponse.SerializeToString
+            self._check, HealthCheckRequest.FromString, HealthCheckResponse.SerializeToString
         )
         watch = grpc.unary_stream_rpc_method_handler(
-            health.watch, HealthCheckRequest.FromString, HealthCheckResponse.SerializeToString
+            self._watch, HealthCheckRequest.FromString, HealthCheckResponse.SerializeToString
         )
         self._server.add_generic_rpc_handlers(
             (
@@ -136,6 +94,15 @@ class GrpcServer:
             await context.abort(_STATUS[error.code], str(error))
         finally:
             stream.close()
+
+    async def _check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:  # noqa: ANN401  # grpc is untyped
+        answer = self._health.status(request.service)
+        if answer.status == HealthCheckResponse.SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
+        return answer
+
+    def _watch(self, request: HealthCheckRequest, _: Any) -> AsyncIterator[HealthCheckResponse]:  # noqa: ANN401  # grpc is untyped
+        return self._health.watch(request.service)
 
 
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}

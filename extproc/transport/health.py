@@ -1,0 +1,44 @@
+"""What grpc.health.v1 says about this process, whoever asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from extproc.pb.health_pb2 import HealthCheckResponse
+
+EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
+HEALTH = "grpc.health.v1.Health"
+
+
+class Health:
+    """The state, and those who watch it."""
+
+    def __init__(self) -> None:
+        """Not serving until told otherwise."""
+        self.serving = False
+        self._changed = asyncio.Event()
+
+    def set(self, *, serving: bool) -> None:
+        """Change the answer and wake the watchers."""
+        self.serving = serving
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def status(self, service: str) -> HealthCheckResponse:
+        """The answer for one service name; empty means the whole server."""
+        if service not in ("", EXT_PROC, HEALTH):
+            return HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
+        serving = HealthCheckResponse.SERVING if self.serving else HealthCheckResponse.NOT_SERVING
+        return HealthCheckResponse(status=serving)
+
+    async def watch(self, service: str) -> AsyncIterator[HealthCheckResponse]:
+        """The answer now and whenever it changes, without end."""
+        last = None
+        while True:
+            changed = self._changed
+            answer = self.status(service)
+            if answer != last:
+                last = answer
+                yield answer
+            await changed.wait()

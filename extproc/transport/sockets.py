@@ -1,0 +1,48 @@
+"""Listening sockets, with errors that say why."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+from extproc.errors import LoopguardError
+from extproc.settings import Address
+
+_BACKLOG = 1_024
+
+
+def listening_socket(address: Address) -> socket.socket:
+    """A socket that listens on `address`; a Unix socket that nobody listens on any more is replaced.
+
+    Raises:
+        LoopguardError: the address cannot be listened on; the message says why.
+    """
+    try:
+        if address.is_unix:
+            return _unix(address.text.removeprefix("unix:"))
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        both = family is socket.AF_INET6 and address.host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise LoopguardError(f"cannot listen on {address.text}: {reason}; choose another with --listen") from None
+
+
+def _unix(path: str) -> socket.socket:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            Path(path).unlink(missing_ok=True)
+        else:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        made.bind(path)
+        made.listen(_BACKLOG)
+    except BaseException:
+        made.close()
+        raise
+    return made
