@@ -30,7 +30,7 @@ class Body(NamedTuple):
     crc32: int
     adler32: int
 
-    def plus(self, chunk: bytes) -> Body:
+    def plus(self, chunk: bytes | memoryview) -> Body:
         """The body with `chunk` behind it."""
         return Body(self.length + len(chunk), crc32(chunk, self.crc32), adler32(chunk, self.adler32))
 

@@ -35,6 +35,7 @@ from extproc.settings import Settings, valid_scope
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.windows import Count
+from extproc.wire import LARGE, parse_large
 
 _LOG = logging.getLogger("loopguard")
 
@@ -269,6 +270,7 @@ class Stream:
         "_body",
         "_body_mode",
         "_check",
+        "_chunk",
         "_engine",
         "_expected",
         "_holding",
@@ -286,6 +288,7 @@ class Stream:
         self._scope = scope
         self._overloaded = overloaded
         self._check: Check | None = None
+        self._chunk: bytes | memoryview | None = None  # of the body, where the message at hand is large
         self._body = NO_BODY
         self._body_mode = -1
         self._expected = -1
@@ -302,7 +305,10 @@ class Stream:
         """
         self._started = perf_counter()
         try:
-            message = ProcessingRequest.FromString(data)
+            if len(data) < LARGE:
+                message, self._chunk = ProcessingRequest.FromString(data), None
+            else:
+                message, self._chunk = parse_large(data)
         except DecodeError as error:
             raise ProtocolError("not a ProcessingRequest", code=_INVALID_ARGUMENT) from error
         kind = message.WhichOneof("request")
@@ -351,7 +357,8 @@ class Stream:
         check = self._check
         if check is None:
             return _DONE["request_body"]
-        self._body = body = self._body.plus(message.request_body.body)
+        chunk, self._chunk = self._chunk, None
+        self._body = body = self._body.plus(message.request_body.body if chunk is None else chunk)
         # With trailers to come, a complete buffered body does not say that it ends the stream.
         complete = message.request_body.end_of_stream or self._body_mode == _BUFFERED or body.length == self._expected
         if not complete and self._body_mode == _STREAMED:

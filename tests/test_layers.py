@@ -16,7 +16,7 @@ FLOORS: list[set[str]] = [
     {"errors", "request", "decision", "settings", "metrics", "logs"},
     {"policy", "fingerprint", "windows"},
     {"engine", "store"},
-    {"service"},
+    {"service", "wire"},
     {"transport"},
     {"reload", "admin", "server"},
     {"replay", "envoy_config", "cli"},
@@ -24,7 +24,7 @@ FLOORS: list[set[str]] = [
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 
 GENERATED = "pb"
-MAY_READ_PB = {"service", "transport"}
+MAY_READ_PB = {"service", "wire", "transport"}
 
 FILES = sorted(file for file in ROOT.rglob("*.py") if file.relative_to(ROOT).parts[0] not in {GENERATED, "__init__.py"})
 

@@ -24,6 +24,7 @@ from extproc.settings import Settings
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.windows import Count, Hit
+from extproc.wire import LARGE
 from tests.documents import policy
 from tests.messages import MODES, body, headers
 from tests.test_engine import ANY, make_engine
@@ -156,6 +157,28 @@ def test_a_body_is_waited_for_and_decided_once_complete() -> None:
     assert [reply.done for reply in first] == [False, True]
     assert [decoded(reply).WhichOneof("response") for reply in first] == ["request_headers", "request_body"]
     assert refused.immediate_response.status.code == 429
+
+
+def test_large_messages_are_read_like_small_ones() -> None:
+    """A body is its bytes, whatever chunks it comes in and however large its headers are; a changed byte is another body."""
+    service = make_service(policy("a", ANY), record=True)
+    data = bytes(range(256)) * 40
+    plain, large = headers(mode="STREAMED"), headers(mode="STREAMED", x_a="v" * LARGE)
+    chunks = [
+        [body(data)],
+        [body(data[:5000], end=False), body(data[5000:])],
+        [body(data[:7], end=False), body(data[7:9000], end=False), body(data[9000:])],
+        [body(data[:-1] + b"?")],
+    ]
+
+    found = [
+        metadata_of(decoded(exchange(service, first, *parts)[-1]))["fingerprint"]
+        for first in (plain, large)
+        for parts in chunks
+    ]
+
+    assert found[:3] + found[4:7] == [found[0]] * 6
+    assert {found[3], found[7]} == {found[3]} != {found[0]}
 
 
 def test_a_refusal_carries_everything_a_client_needs() -> None:
