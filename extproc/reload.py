@@ -7,12 +7,15 @@ import gc
 import itertools
 import logging
 import os
+import threading
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from watchfiles import awatch
 from watchfiles.main import FileChange
@@ -21,7 +24,7 @@ from extproc.engine import Engine
 from extproc.errors import BundleErrors
 from extproc.logs import fields
 from extproc.metrics import Metrics
-from extproc.policy.loader import PolicySet, directories, parse, read_files
+from extproc.policy.loader import PolicySet, directories, load, parse, read_files
 from extproc.settings import Settings
 
 _LOG = logging.getLogger("loopguard")
@@ -35,6 +38,12 @@ _RECHECK_TICKS = 10
 
 The first tick counts as well: it finds what changed while the watch was being set up.
 """
+
+_READ_SECONDS = 10.0
+"""How long a file system may take to answer; one on a network that is gone may never."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Reloader:
@@ -59,7 +68,12 @@ class Reloader:
         self._metrics = metrics
         self._expired: Collection[str] = frozenset()
         self._lock = asyncio.Lock()
-        self._seen = read_files(settings.policy)
+        try:
+            self._seen = read_files(settings.policy)
+        except BundleErrors:
+            load(settings.policy, _now())  # raises the same, with the errors of the files that can be read
+            raise
+        self._files = _FileSystem()
         self._unreadable = ""
         self._take(_compile(self._seen, settings, _now()))
 
@@ -81,14 +95,14 @@ class Reloader:
         while True:
             await self.reload(swap)
             try:
-                watched = await asyncio.to_thread(_directories, self._settings.policy, self._seen)
+                watched = await self._files.ask(_directories, self._settings.policy, self._seen)
                 async with aclosing(_changes(watched)) as changes:
                     ticks = itertools.cycle(range(_RECHECK_TICKS))
                     async for changed in changes:
                         if next(ticks) and not changed:
                             continue
                         await self.reload(swap)
-                        if watched != await asyncio.to_thread(_directories, self._settings.policy, self._seen):
+                        if watched != await self._files.ask(_directories, self._settings.policy, self._seen):
                             break
             except (OSError, RuntimeError) as error:  # a watched directory went away, or the system's watches are used up
                 if str(error) != failure:
@@ -108,8 +122,8 @@ class Reloader:
 
     async def _follow_files(self, swap: Callable[[Engine], None], *, force: bool) -> None:
         try:
-            files = await asyncio.to_thread(read_files, self._settings.policy)
-        except BundleErrors as error:
+            files = await self._files.ask(read_files, self._settings.policy)
+        except (BundleErrors, OSError) as error:
             if str(error) != self._unreadable or force:  # a file that stays missing is one failure, not one every recheck
                 self._refuse(error)
             self._unreadable = str(error)
@@ -161,6 +175,43 @@ class Reloader:
 
 def _now() -> datetime:
     return datetime.now(UTC)
+
+
+class _FileSystem:
+    """Asks the file system on threads of its own, with a limit on how long that may take.
+
+    They are daemon threads: one that never comes back does not keep the process from ending, as one of asyncio's own would.
+    """
+
+    def __init__(self) -> None:
+        self._asked: dict[object, Future[Any]] = {}
+
+    async def ask(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The question's answer.
+
+        While it is still busy with the same question from before, that answer has to do: stuck threads must not pile up.
+
+        Raises:
+            TimeoutError: there was none in time.
+        """
+        answer = self._asked.get(question)
+        if answer is None or answer.done():
+            answer = self._asked[question] = Future()
+            work = partial(_settle, answer, partial(question, *args, **kwargs))
+            threading.Thread(target=work, name="policy files", daemon=True).start()
+        try:
+            async with asyncio.timeout(_READ_SECONDS):
+                found: T = await asyncio.shield(asyncio.wrap_future(answer))
+        except TimeoutError:
+            raise TimeoutError(f"the policy files could not be read within {_READ_SECONDS:g} s") from None
+        return found
+
+
+def _settle(answer: Future[T], work: Callable[[], T]) -> None:
+    try:
+        answer.set_result(work())
+    except Exception as error:  # noqa: BLE001  # raised again where the answer is awaited
+        answer.set_exception(error)
 
 
 class _Loaded(NamedTuple):

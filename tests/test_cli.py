@@ -260,7 +260,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--policy"], "argument --policy: expected one argument; see 'loopguard serve --help'"),
         (["serve", "--policy", "GOOD", "--listen", "here"], "--listen must be HOST:PORT or unix:/PATH, not 'here'"),
         (["serve", "--policy", "GOOD", "--admin", "unix:/x"], "--admin must be HOST:PORT, not 'unix:/x'"),
-        (["serve", "--policy", "GOOD", "--store", "mongodb://h"], "unknown store 'mongodb://h'; known are: memory://"),
+        (["serve", "--policy", "GOOD", "--store", "mongodb://h"], "unknown store 'mongodb'; known are: memory://"),
         (["serve", "--policy", "GOOD", "--store", "memory://?max_entries=0"], "cannot use store 'memory://?max_entries=0': "),
         (["serve", "--policy", "GOOD", "--max-streams", "0"], "--max-streams must be a positive integer, not '0'"),
         (["serve", "--policy", "GOOD", "--colour"], "unrecognized arguments: --colour"),
@@ -332,7 +332,7 @@ def test_serve_refuses_bad_policies(tmp_path: Path) -> None:
 
     assert code == 1
     assert [line.partition(": ")[0] for line in lines] == [bad, bad]
-    assert missing == (1, [f"{tmp_path}/none: /: cannot be read: No such file or directory"])
+    assert missing == (1, [f"{tmp_path}/none: /: cannot be read: No such file or directory", *lines])
 
 
 def test_serve_refuses_what_it_does_not_enforce(tmp_path: Path) -> None:

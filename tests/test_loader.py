@@ -13,7 +13,7 @@ import pytest
 
 from extproc.errors import BundleError, BundleErrors
 from extproc.policy.bundle import schema
-from extproc.policy.loader import PolicySet, load, parse
+from extproc.policy.loader import MAX_FILE, PolicySet, load, parse
 from tests.documents import bundle, policy
 
 NOW = datetime(2026, 6, 1, tzinfo=UTC)
@@ -515,27 +515,31 @@ def test_a_file_given_twice_counts_once(tmp_path: Path) -> None:
 
 
 def test_every_path_that_cannot_be_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Missing, unreadable and empty places are all named at once, before anything is parsed."""
+    """Missing, unreadable and empty places are all named at once, and then what is wrong with the files that can be read."""
     write(
         tmp_path, {"locked.json": good("x"), "bad.json": b"{", "links/dangling.json": Path("nowhere"), "empty/.p.json": good()}
     )
     (tmp_path / "barred").mkdir()
-    read, scan = Path.read_bytes, os.scandir
+    os.mkfifo(tmp_path / "fifo.json")
+    with (tmp_path / "large.json").open("wb") as large:
+        large.truncate(MAX_FILE + 1)
+    opens, scan = os.open, os.scandir
 
-    def read_bytes(path: Path) -> bytes:
-        if path.name == "locked.json":
+    def open_(path: str, flags: int, *more: int) -> int:
+        if path.endswith("locked.json"):
             raise PermissionError(13, "Permission denied")
-        return read(path)
+        return opens(path, flags, *more)
 
     def scandir(path: str) -> Any:  # noqa: ANN401  # os names its type for stubs alone
         if path.endswith("barred"):
             raise PermissionError(13, "Permission denied")
         return scan(path)
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(os, "open", open_)
     monkeypatch.setattr(os, "scandir", scandir)
+    names = ["missing.json", "locked.json", "bad.json", "links", "empty", "barred", "fifo.json", "large.json"]
     with pytest.raises(BundleErrors) as failure:
-        load([str(tmp_path / name) for name in ("missing.json", "locked.json", "bad.json", "links", "empty", "barred")], NOW)
+        load([*(str(tmp_path / name) for name in names), "/dev/zero"], NOW)
 
     assert [str(error).removeprefix(f"{tmp_path}/") for error in failure.value.errors] == [
         "missing.json: /: cannot be read: No such file or directory",
@@ -543,6 +547,10 @@ def test_every_path_that_cannot_be_read_is_reported(tmp_path: Path, monkeypatch:
         "links/dangling.json: /: cannot be read: No such file or directory",
         "empty: /: the directory holds no *.json file; put at least one policy into it",
         "barred: /: cannot be listed: Permission denied",
+        "fifo.json: /: is not a regular file",
+        "large.json: /: is larger than 64 MiB",
+        "/dev/zero: /: is not a regular file",
+        "bad.json: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
     ]
 
 

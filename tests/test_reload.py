@@ -10,7 +10,8 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Coroutine, Iterator
+import threading
+from collections.abc import Coroutine, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from extproc import reload
 from extproc.engine import Engine
 from extproc.errors import BundleErrors
 from extproc.metrics import Metrics
+from extproc.policy.loader import read_files
 from extproc.reload import Reloader
 from extproc.settings import Settings
 from tests.documents import bundle, policy
@@ -215,6 +217,46 @@ def test_whatever_a_change_provokes_the_last_good_stays(
 
     assert errors(caplog) == ["unforeseen", KEPT]
     assert (place.reloads("error"), place.reloads("ok"), place.ids) == (1, 1, ["r"])
+
+
+def test_what_is_no_regular_file_is_refused(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """A FIFO among the files is an error of the reload, which does not wait for somebody to write into it."""
+    place.write(guard())
+    place.start()
+    os.mkfifo(place.folder / "q.json")
+    place.reload()
+
+    assert errors(caplog) == [f"{place.folder}/q.json: /: is not a regular file", KEPT]
+    assert (place.reloads("error"), place.ids) == (1, ["p"])
+
+
+def test_a_file_system_that_never_answers_is_a_failed_reload(
+    place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading is bounded, and counts once; one thread at most waits; when the file system is back, so are reloads."""
+    back = threading.Event()
+    waiting: list[threading.Thread] = []
+
+    def stuck(paths: Iterable[str]) -> dict[str, bytes]:
+        waiting.append(threading.current_thread())
+        assert back.wait(PATIENCE)
+        return read_files(paths)
+
+    place.write(guard())
+    place.start()
+    monkeypatch.setattr(reload, "_READ_SECONDS", 0.01)
+    monkeypatch.setattr(reload, "read_files", stuck)
+    for _ in range(3):
+        place.reload()
+    found = errors(caplog), place.reloads("error"), len(waiting), waiting[0].daemon
+    back.set()
+    waiting[0].join(PATIENCE)
+    monkeypatch.undo()
+    place.write(guard("q"))
+    place.reload()
+
+    assert found == (["the policy files could not be read within 0.01 s", KEPT], 1, 1, True)
+    assert (place.reloads("ok"), place.ids) == (1, ["q"])
 
 
 def test_parts_that_are_not_enforced_are_refused_in_a_reload(place: Place, caplog: pytest.LogCaptureFixture) -> None:
@@ -449,3 +491,31 @@ def test_a_running_server_follows_its_files(tmp_path: Path, running: Loopguard) 
         assert len(re.findall(rf"error .*{message}", log)) == 2
     assert re.search(r"warning bundle_version went down file=\S+ before=8\S* now=6", log)
     assert f"{os.sep}policies.json: /policies/0/spec/loop_detection/action: " in log
+
+
+_STUCK = """
+import threading
+import extproc.reload as reload
+real, times = reload.read_files, []
+def read_files(paths):
+    times.append(1)
+    if len(times) > 1:
+        threading.Event().wait()
+    return real(paths)
+reload.read_files, reload._READ_SECONDS = read_files, 0.1
+"""
+
+
+def test_a_stuck_file_system_does_not_keep_the_process(tmp_path: Path) -> None:
+    """While a read never comes back, that is counted, and SIGTERM still ends the process in good order."""
+    write_policies(tmp_path, bundle(guard("a")))
+    server = Loopguard(tmp_path, preamble=_STUCK)
+    try:
+        eventually(lambda: server.metric("policy_reloads_total", result="error"), "the failed reload")
+        server.signal(signal.SIGTERM)
+        code = server.wait()
+    finally:
+        server.stop()
+
+    assert code == 0
+    assert server.output().splitlines()[-1].endswith("info    stopped")

@@ -10,12 +10,12 @@ import difflib
 import hashlib
 import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -23,6 +23,9 @@ from pydantic import BaseModel, ValidationError
 from extproc.errors import BundleError, BundleErrors
 from extproc.policy import bundle
 from extproc.policy.bundle import Envelope, Override, Policy
+
+MAX_FILE = 64 * 2**20
+"""Largest policy file, in bytes: room for a hundred thousand policies."""
 
 Place = tuple[str | int, ...]
 Model = TypeVar("Model", bound=BaseModel)
@@ -78,6 +81,14 @@ def read_files(paths: Iterable[str]) -> dict[str, bytes]:
     Raises:
         BundleErrors: a path is missing or unreadable, or a directory holds no policy file.
     """
+    files, errors = _readable(paths)
+    if errors:
+        raise BundleErrors(errors)
+    return files
+
+
+def _readable(paths: Iterable[str]) -> tuple[dict[str, bytes], list[BundleError]]:
+    """What can be read, and why the rest cannot."""
     files: dict[str, bytes] = {}
     errors: list[BundleError] = []
     for path in paths:
@@ -90,21 +101,42 @@ def read_files(paths: Iterable[str]) -> dict[str, bytes]:
             errors.append(BundleError(path, "", "the directory holds no *.json file; put at least one policy into it"))
         for file in found:
             try:
-                files[file] = Path(file).read_bytes()
+                files[file] = _content(file)
             except OSError as error:
-                errors.append(BundleError(file, "", f"cannot be read: {error.strerror}"))
-    if errors:
-        raise BundleErrors(errors)
-    return files
+                why = f"cannot be read: {error.strerror}" if error.strerror else str(error)
+                errors.append(BundleError(file, "", why))
+    return files, errors
+
+
+def _content(file: str) -> bytes:
+    """The bytes of a regular file: opening a FIFO would wait for somebody to write, and a device may never end."""
+    with open(file, "rb", opener=_without_waiting) as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise OSError("is not a regular file")
+        data = opened.read(MAX_FILE + 1)
+    if len(data) > MAX_FILE:
+        raise OSError(f"is larger than {MAX_FILE >> 20} MiB")
+    return data
+
+
+def _without_waiting(file: str, flags: int) -> int:
+    return os.open(file, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
 def load(paths: Iterable[str], now: datetime) -> PolicySet:
     """Read and check every policy file below `paths`; `now` is compared with each `expires_at`.
 
     Raises:
-        BundleErrors: with every error of every file.
+        BundleErrors: with every error of every file, those that cannot be read first.
     """
-    return parse(read_files(paths), now)
+    files, errors = _readable(paths)
+    try:
+        policies = parse(files, now)
+    except BundleErrors as error:
+        raise BundleErrors([*errors, *error.errors]) from None
+    if errors:
+        raise BundleErrors(errors)
+    return policies
 
 
 def parse(files: Mapping[str, bytes], now: datetime) -> PolicySet:
