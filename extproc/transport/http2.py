@@ -4,9 +4,9 @@ It is as much of HTTP/2 as gRPC needs, and all of what a peer could do wrong: ev
 that stream, errors of the connection end it with a GOAWAY, and nothing a peer sends makes it grow without bound (header blocks,
 streams at once and the header cache have limits; what is received is handed on at once).
 
-Header blocks: SETTINGS_HEADER_TABLE_SIZE is 0, so once the peer has acknowledged that, a block means the same wherever it
-stands. Envoy sends few distinct blocks, and decoding one costs more than everything else in a request: a small cache from
-block to headers is exact then. Blocks that come before, and all that is not in the cache, go through the stateful decoder.
+Header blocks: we ask for a SETTINGS_HEADER_TABLE_SIZE of 0, and once the peer's encoder has shrunk its table to that, a block
+means the same wherever it stands. Envoy sends few distinct blocks, and decoding one costs more than everything else in a
+request: a small cache from block to headers is exact then. All that is not in the cache goes through the stateful decoder.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ MAX_STREAMS = 65_536
 
 MAX_HEADER_BLOCK = 262_144
 """Bytes of one request's encoded headers and of its decoded ones; Envoy's metadata takes about a kilobyte."""
+
+_TABLE_SIZE_UPDATE = 0x20
+"""First bits of a dynamic table size update (RFC 7541 section 6.3); its other five bits hold the size."""
 
 _MAX_WINDOW = 2**31 - 1
 _STREAM_WINDOW = 2**30
@@ -135,12 +138,11 @@ class Connection:
         self._buffer = b""
         self._preface = False
         self._settled = False  # the peer's first SETTINGS came
-        self._acknowledged = False  # ours were acknowledged
+        self._acknowledged = False  # it knows ours
         self._streams: dict[int, _Stream] = {}
         self._last = 0
         self._block: tuple[int, int, bytearray] | None = None  # stream, flags and what came of a block that goes on
         self._decoder = Decoder(max_header_list_size=MAX_HEADER_BLOCK)
-        self._decoder.max_allowed_table_size = 4_096  # until our setting is acknowledged
         self._blocks: dict[bytes, Headers] = {}
         self._window = 65_535  # what we may still send on the whole connection
         self._peer_window = 65_535
@@ -300,12 +302,14 @@ class Connection:
         cached = self._blocks.get(block)
         if cached is not None:
             return cached
+        if self._acknowledged and block[:1] > b"\x20" and block[0] & 0xE0 == _TABLE_SIZE_UPDATE:
+            raise ProtocolError("header block: a table larger than allowed", code=COMPRESSION_ERROR)
         try:
             decoded: Iterable[HeaderTuple] = self._decoder.decode(block, raw=True)
             headers: Headers = tuple((bytes(name), bytes(value)) for name, value in decoded)
         except HPACKError as error:
             raise ProtocolError(f"header block: {error}", code=COMPRESSION_ERROR) from error
-        if self._acknowledged and self._decoder.header_table_size == 0 and len(block) <= _CACHED_BLOCK_BYTES:
+        if self._decoder.header_table_size == 0 and len(block) <= _CACHED_BLOCK_BYTES:
             if len(self._blocks) >= _CACHED_BLOCKS:
                 del self._blocks[next(iter(self._blocks))]
             self._blocks[block] = headers
@@ -334,7 +338,6 @@ class Connection:
             if payload:
                 raise ProtocolError("SETTINGS acknowledged with a payload", code=FRAME_SIZE_ERROR)
             self._acknowledged = True
-            self._decoder.max_allowed_table_size = 0
             return
         if len(payload) % 6:
             raise ProtocolError("SETTINGS of a wrong size", code=FRAME_SIZE_ERROR)
@@ -418,7 +421,13 @@ class Connection:
                 self._local_ends(stream, state)
 
     def send(self, stream: int, data: bytes, trailers: bytes | None = None) -> None:
-        """Send body bytes as far as the peer's windows allow, the rest when it opens them; `trailers` end the stream."""
+        """Send body bytes as far as the peer's windows allow, the rest when it opens them.
+
+        Args:
+            stream: its number.
+            data: what to send.
+            trailers: the header block that ends the stream, empty to end it without; None keeps it open.
+        """
         state = self._streams.get(stream)
         if state is None:
             return
@@ -429,7 +438,7 @@ class Connection:
                 self._window -= size
                 self._out.append(_frame(DATA, 0, stream, data))
             if trailers is not None:
-                self._out.append(_frame(HEADERS, END_HEADERS | END_STREAM, stream, trailers))
+                self._out.append(_last(stream, trailers))
                 self._local_ends(stream, state)
             return
         state.blocked += data
@@ -456,7 +465,7 @@ class Connection:
             self._window -= size
             self._out.append(_frame(DATA, 0, stream, part))
         if state.trailers is not None:
-            self._out.append(_frame(HEADERS, END_HEADERS | END_STREAM, stream, state.trailers))
+            self._out.append(_last(stream, state.trailers))
             self._local_ends(stream, state)
 
     def _unblock(self) -> None:
@@ -511,6 +520,11 @@ def _length(value: int) -> bytes:
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     size = len(payload)
     return _FRAME.pack(size >> 8, size & 255, kind, flags, stream) + payload
+
+
+def _last(stream: int, trailers: bytes) -> bytes:
+    """The frame that ends a stream: trailers, or an empty DATA frame without any."""
+    return _frame(HEADERS, END_HEADERS | END_STREAM, stream, trailers) if trailers else _frame(DATA, END_STREAM, stream, b"")
 
 
 def _window_update(stream: int, increment: int) -> bytes:
