@@ -64,6 +64,13 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _timeout(text: str) -> float:
+    seconds = _seconds(text)
+    if not 0.001 <= seconds <= 60:  # noqa: PLR2004  # a minute is more than any client waits
+        raise ValueError("must be a number of seconds from 0.001 to 60")
+    return seconds
+
+
 def _switch(text: str) -> bool:
     known = {
         "1": True,
@@ -126,7 +133,7 @@ class Settings:
         Address("127.0.0.1:9900", "127.0.0.1", 9900), address, "/metrics, /healthz, /readyz and /policies", "HOST:PORT"
     )
     store: str = _option("memory://", str, "where counts are kept", "URL")
-    store_timeout: float = _option(0.05, _seconds, "what a request waits for the store at most", "SECONDS")
+    store_timeout: float = _option(0.05, _timeout, "what a request waits for the store at most", "SECONDS")
     store_password: str = _option("", str, "password of the store, where it does not stand in the URL", ENVIRONMENT_ONLY)
     store_password_file: str = _option("", str, "file with the password of the store, read at every connect", "PATH")
     scope: str = _option("", _scope, "attachment name: processes of different scopes count apart in one store", "NAME")

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
+import os
+import zlib
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self, TypeVar
 
 import pytest
 from hypothesis import given
@@ -12,80 +17,155 @@ from hypothesis import strategies as st
 
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
-from extproc.store import Store, open_store
+from extproc.settings import Settings
+from extproc.store import open_store
 from extproc.store.memory import MemoryStore
 from extproc.windows import Count, Hit
+from tests.harness import PATIENCE
+from tests.servers import cluster, server
 from tests.test_windows import WINDOW_TYPES, make_hit, oracle
 
-STORES: dict[str, Callable[[], Store]] = {"memory": lambda: open_store("memory://", Metrics())}
-"""Every store by name: one body of tests drives them all."""
+T = TypeVar("T")
 
 
-@pytest.fixture(params=STORES)
-def store(request: pytest.FixtureRequest) -> Store:
-    """Each store, empty."""
-    return STORES[request.param]()
+class Driver:
+    """A store with an event loop of its own; keys of one driver never meet those of another on the same server."""
 
+    _numbers = itertools.count()
 
-def count(store: Store, hits: Sequence[Hit], now: int) -> list[Count]:
-    """Count, whether the store answers at once or later."""
-    answer = store.hit(hits, now)
+    def __init__(self, url: str) -> None:
+        self._runner = asyncio.Runner()
+        self.store = open_store(url, Metrics(), Settings(store_timeout=PATIENCE))
+        self._runner.run(self.store.start())
+        self.fresh()
 
-    async def settled() -> Sequence[Count]:
+    def fresh(self) -> Self:
+        """As if nothing had been counted yet."""
+        self._name = f"{os.getpid()}-{next(self._numbers)}"
+        return self
+
+    def count(self, hits: Sequence[Hit], now: int) -> list[Count]:
+        """Count, whether the store answers at once or later."""
+
+        async def settled() -> Sequence[Count]:
+            return await self.ask(hits, now)
+
+        return list(self._runner.run(settled()))
+
+    async def ask(self, hits: Sequence[Hit], now: int | None) -> Sequence[Count]:
+        """The same on the loop."""
+        named = [hit._replace(key=f"{self._name}:{hit.key}:{zlib.crc32(hit.key.encode()):08x}") for hit in hits]
+        answer = self.store.hit(named, now)
         return await answer if inspect.isawaitable(answer) else answer
 
-    return list(asyncio.run(settled()))
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something on the loop."""
+        return self._runner.run(work)
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._runner.run(self.store.close())
+        self._runner.close()
+
+
+def _on_one() -> Iterator[str]:
+    with server() as one:
+        yield f"redis://127.0.0.1:{one.port}"
+
+
+def _on_a_cluster() -> Iterator[str]:
+    with cluster() as nodes:
+        yield "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes[:2])
+
+
+STORES: dict[str, Callable[[], Iterator[str]]] = {
+    "memory": lambda: iter(["memory://"]),
+    "redis": _on_one,
+    "cluster": _on_a_cluster,
+}
+"""Every store by name, with the servers that it needs: one body of tests drives them all."""
+
+
+@pytest.fixture(scope="module", params=STORES)
+def opened(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    """Each store, started once."""
+    with contextmanager(STORES[request.param])() as url:
+        driver = Driver(url)
+        yield driver
+        driver.close()
+
+
+@pytest.fixture
+def store(opened: Driver) -> Driver:
+    """Each store, empty."""
+    return opened.fresh()
 
 
 @given(
-    st.lists(
+    steps=st.lists(
         st.tuples(
             st.sampled_from(WINDOW_TYPES),
             st.sampled_from([(3, 0, True), (2, 7_000, True), (3, 30_000, False), (2, 0, False)]),
+            st.sampled_from([4, 100]),
             st.integers(0, 4_000),
         ),
         max_size=40,
     )
 )
-def test_a_store_answers_as_the_windows_do(steps: list[tuple[str, tuple[int, int, bool], int]]) -> None:
-    """Interleaved keys of every window type get the answers that each would get alone."""
-    for make in STORES.values():
-        store = make()
-        now = 1_000
-        history: dict[Hit, list[int]] = {}
-        answers: dict[Hit, list[Count]] = {}
-        for window_type, (threshold, cooldown, refused), gap in steps:
-            now += gap
-            hit = make_hit(window_type, threshold=threshold, cooldown_ms=cooldown, count_refused=refused)
-            hit = hit._replace(key=f"{window_type}:{threshold}:{cooldown}:{refused}")
-            history.setdefault(hit, []).append(now)
-            answers.setdefault(hit, []).extend(count(store, [hit], now))
+def test_a_store_answers_as_the_windows_do(opened: Driver, steps: list[tuple[str, tuple[int, int, bool], int, int]]) -> None:
+    """Interleaved keys of every window type get the answers that each would get alone, by definition and from memory."""
+    store, memory = opened.fresh(), open_store("memory://", Metrics())
+    now = 1_000
+    history: dict[Hit, list[int]] = {}
+    answers: dict[Hit, list[Count]] = {}
+    for window_type, (threshold, cooldown, refused), count_to, gap in steps:
+        now += gap
+        hit = make_hit(window_type, threshold=threshold, cooldown_ms=cooldown, count_refused=refused, count_to=count_to)
+        hit = hit._replace(key=f"{window_type}:{threshold}:{cooldown}:{refused}:{count_to}")
+        history.setdefault(hit, []).append(now)
+        found = store.count([hit], now)
+        answers.setdefault(hit, []).extend(found)
+        assert memory.hit([hit], now) == found
 
-        assert {hit: oracle(hit, times) for hit, times in history.items()} == answers
+    roomy = {hit: times for hit, times in history.items() if hit.count_to == 100}  # the definition knows no bound
+    assert {hit: oracle(hit, times) for hit, times in roomy.items()} == {hit: answers[hit] for hit in roomy}
 
 
-def test_hits_of_one_request_are_counted_in_one_go(store: Store) -> None:
+def test_a_clock_that_steps_back_loses_no_count(store: Driver) -> None:
+    """After a failover to a server whose clock is behind, requests count as simultaneous with the last one seen."""
+    for kind in WINDOW_TYPES:
+        answers = [store.count([make_hit(kind, key=kind)], now)[0] for now in (5_000, 4_000, 4_500)]
+
+        assert [(answer.count, answer.span_ms) for answer in answers] == [(1, 0), (2, 0), (3, 0)]
+
+
+def test_hits_of_one_request_are_counted_in_one_go(store: Driver) -> None:
     """Answers come in the order of the hits, each key counted for itself."""
     hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
-    count(store, hits[:1], 0)
+    store.count(hits[:1], 0)
 
-    answers = count(store, hits, 1)
+    answers = store.count(hits, 1)
 
     assert [answer.count for answer in answers] == [2, 1, 1]
 
 
-def test_requests_at_the_same_time_count_once_each(store: Store) -> None:
+def test_requests_at_the_same_time_count_once_each(store: Driver) -> None:
     """A thousand concurrent requests take the numbers 1 to 1000."""
 
-    async def one() -> int:
-        answer = store.hit([make_hit()], 5)
-        counts: Sequence[Count] = await answer if inspect.isawaitable(answer) else answer
-        return counts[0].count
+    async def all_at_once() -> list[Sequence[Count]]:
+        return await asyncio.gather(*(store.ask([make_hit()], 5) for _ in range(1_000)))
 
-    async def all_at_once() -> list[int]:
-        return await asyncio.gather(*(one() for _ in range(1_000)))
+    assert sorted(answer.count for (answer,) in store.run(all_at_once())) == list(range(1, 1_001))
 
-    assert sorted(asyncio.run(all_at_once())) == list(range(1, 1_001))
+
+@pytest.mark.parametrize("window_type", WINDOW_TYPES)
+def test_the_store_has_a_clock_of_its_own(store: Driver, window_type: str) -> None:
+    """Without a time given, requests in quick succession are one loop, whose Nth request is the first acted on."""
+    hit = make_hit(window_type, window_ms=60_000)
+
+    answers = [store.run(store.ask([hit], None))[0] for _ in range(5)]
+
+    assert [(answer.count, answer.looping) for answer in answers] == [(1, False), (2, False), (3, True), (4, True), (5, True)]
 
 
 def _memory(max_entries: int) -> tuple[MemoryStore, Metrics]:
@@ -151,11 +231,19 @@ def test_memory_is_bounded_and_expired_entries_are_swept(max_entries: int) -> No
     assert len(store) < max_entries
 
 
+_KNOWN = (
+    "known are: memory://, redis://, rediss://, unix://, redis+sentinel://, rediss+sentinel://, redis+cluster://, "
+    "rediss+cluster://"
+)
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("etcd://x", "unknown store 'etcd://x'; known are: memory://"),
-        ("memory", "unknown store 'memory'; known are: memory://"),
+        ("etcd://x", f"unknown store etcd://x; {_KNOWN}"),
+        ("etcd://me:secret@x/y?z", f"unknown store etcd://x/y; {_KNOWN}"),
+        ("memory", f"a store is named by a URL; {_KNOWN}"),
+        ("me:secret@x", f"a store is named by a URL; {_KNOWN}"),
         ("memory://?max_entries=0", "cannot use store 'memory://?max_entries=0': max_entries must be a positive integer"),
         ("memory://host", "cannot use store 'memory://host': it takes the form memory://?max_entries=1000000"),
         ("memory://?size=3", "cannot use store 'memory://?size=3': it takes the form memory://?max_entries=1000000"),
@@ -173,7 +261,7 @@ def test_max_entries_comes_from_the_url() -> None:
     """`?max_entries=` bounds the store."""
     store = open_store("memory://?max_entries=2", Metrics())
     for key in "abc":
-        count(store, [make_hit(key=key)], 0)
+        store.hit([make_hit(key=key)], 0)
 
     assert isinstance(store, MemoryStore)
     assert len(store) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import import_module
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
@@ -65,17 +64,17 @@ def open_store(url: str, metrics: Metrics, settings: Settings | None = None) -> 
     Raises:
         UsageError: the scheme is unknown or the URL has something wrong.
     """
-    scheme = urlsplit(url).scheme
-    if scheme not in _SCHEMES:
+    scheme, separator, _ = url.partition("://")
+    if scheme not in _SCHEMES or not separator:
         known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
-        raise UsageError(f"unknown store {scheme or url!r}; known are: {known}")
+        wrong = f"unknown store {redacted(url)}" if separator else "a store is named by a URL"
+        raise UsageError(f"{wrong}; known are: {known}")
     module, _, name = _SCHEMES[scheme].partition(":")
     opener: Callable[[str, Metrics, Settings], Store] = getattr(import_module(module), name)
     return opener(url, metrics, settings or Settings())
 
 
 def redacted(url: str) -> str:
-    """A store URL without user and password, for logs."""
+    """A store URL without user, password and options, for logs; whatever a password is made of."""
     scheme, separator, rest = url.partition("://")
-    authority, slash, path = rest.partition("/")
-    return f"{scheme}{separator}{authority.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
+    return f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"

@@ -3,11 +3,12 @@
 - **Batches.** Hits that arrive while a round trip is under way go together in the next one, so that the cost of a request falls
   as load rises, and an idle server adds no delay.
 - **Deadlines.** No hit waits longer than the timeout, whether for its own round trip or for the one before.
-- **Breaker.** The first failure opens it: hits fail at once, the caller counts for itself, and only a probe asks the server,
-  until it answers.
-- **Certainty.** A loop that is being refused stays refused as long as its window or cooldown lasts, whatever anybody else does.
-  While that is certain the answer is given here; the hits are added up and sent as one, ten times a second, so that the window
-  is extended, the count rises, and a hammering client does not make its key a hot one.
+- **Breaker.** The first round trip that fails, or that takes longer than the timeout, opens it: hits fail at once, the caller
+  counts for itself, and only a probe asks the server, until it answers.
+- **Certainty.** See `certain`.
+
+Worst case: a server that hangs costs one timeout for the requests of that moment, then nothing. A request that was sent and not
+answered may have counted; it is never sent again.
 """
 
 from __future__ import annotations
@@ -15,30 +16,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Awaitable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from extproc.errors import StoreError
 from extproc.logs import fields
 from extproc.metrics import Metrics
+from extproc.store.certain import Certain
 from extproc.windows import Count, Hit
 
 _LOG = logging.getLogger("loopguard")
-T = TypeVar("T")
 
 MAX_BATCH = 256
 """Hits in one round trip: a script call of that size keeps the server busy for under a millisecond."""
 
-MAX_CERTAIN = 10_000
-"""Loops that are answered from memory at once; the oldest makes room."""
+_SECOND_LOOK = 0.002
+"""Before a deadline strikes, the event loop gets this long to read answers: it may have been busy while they came."""
 
-_SETTLE_SECONDS = 0.1
-_SETTLE_MS = 100
 _PROBE_SECONDS = (0.1, 0.25, 0.5, 1.0)
 """Pauses between probes; the last one repeats, so a server that is back is found within two seconds."""
 
 _PROBE_TIMEOUT = 1.0
+_WELL_SECONDS = 10.0
+"""A server that failed again sooner than that after it came back is probed as rarely as before."""
 
 
 class Shot(NamedTuple):
@@ -68,7 +68,7 @@ class Verdict(NamedTuple):
 
 
 class Backend(Protocol):
-    """The wire to a server; raises StoreError and nothing else."""
+    """The wire to a server, for one round trip at a time; raises StoreError and nothing else."""
 
     async def count(self, shots: Sequence[Shot]) -> Sequence[Verdict]:
         """Count every shot, in as few round trips as the server allows."""
@@ -78,41 +78,57 @@ class Backend(Protocol):
         """Return when the server can count."""
         ...
 
-    async def reset(self) -> None:
-        """Drop the connections: what is on them can no longer be told apart."""
-        ...
-
-    async def close(self) -> None:
-        """Drop the connections for good."""
+    def drop(self) -> None:
+        """Drop the connections: what is on them can no longer be told apart. They open again when needed."""
         ...
 
 
 class _Waiting(NamedTuple):
-    """The hits of one caller, in the queue."""
+    """The hits of one caller."""
 
     shots: Sequence[Shot]
     answers: asyncio.Future[Sequence[Count]]
-    arrived: float
+    deadline: float
+
+
+class _Flight(NamedTuple):
+    """A round trip under way."""
+
+    backend: Backend
+    batch: Sequence[_Waiting]
+    shots: Sequence[Shot]
+    deadline: float
 
 
 class RemoteStore:
     """A store behind a `Backend`; see `Store`."""
 
-    def __init__(self, backend: Backend, metrics: Metrics, timeout: float) -> None:
-        """Nothing is connected yet; `timeout` in seconds bounds what a request can wait."""
-        self._backend = backend
+    def __init__(self, backends: Sequence[Backend], metrics: Metrics, timeout: float) -> None:
+        """Nothing is connected yet.
+
+        Args:
+            backends: as many round trips may be under way at once; all lead to the same server.
+            metrics: is told of batches and failures.
+            timeout: bounds what a request can wait, in seconds.
+        """
+        self._backends = backends
+        self._idle = list(backends)
         self._metrics = metrics
         self._timeout = timeout
         self._queue: list[_Waiting] = []
-        self._flight: asyncio.Task[None] | None = None
-        self._probing: asyncio.Task[None] | None = None
+        self._flights: dict[asyncio.Task[Sequence[Verdict]], _Flight] = {}
+        self._departing = False
+        self._clock: asyncio.TimerHandle | None = None
         self._trouble: StoreError | None = None
-        self._certain = _Certain(self._settle)
+        self._probing: asyncio.Task[None] | None = None
+        self._pauses: Iterator[float] = iter(())
+        self._well_since = float("-inf")
+        self._certain = Certain(self._settle)
 
     async def start(self) -> None:
         """Try the server once, so that a wrong address or password is told at the start and not by the first request."""
         try:
-            await self._within(self._backend.probe(), _PROBE_TIMEOUT)
+            await _tried(self._backends[0])
         except StoreError as error:
             self._fail(error)
 
@@ -123,11 +139,11 @@ class RemoteStore:
             StoreError: the breaker is open.
         """
         known = [self._certain.answer(hit) for hit in hits] if now is None else [None] * len(hits)
-        asked = [Shot(hit, now=now or 0) for hit, answer in zip(hits, known, strict=True) if answer is None]
+        asked = [Shot(hit, 1, now or 0) for hit, answer in zip(hits, known, strict=True) if answer is None]
         if not asked:
             return [answer for answer in known if answer is not None]
         if self._trouble is not None:
-            raise StoreError(str(self._trouble), kind="unavailable", transient=self._trouble.transient)
+            raise _unavailable(self._trouble)
         answers = self._ask(asked)
         return answers if len(asked) == len(hits) else _merged(known, answers)
 
@@ -138,66 +154,122 @@ class RemoteStore:
     async def close(self) -> None:
         """Send what is owed, then drop the connections."""
         self._certain.close()
-        if self._flight is not None:
-            with contextlib.suppress(StoreError):
-                await self._within(asyncio.shield(self._flight), self._timeout)
-        for task in (self._flight, self._probing):
-            if task is not None:
-                task.cancel()
-        await self._backend.close()
+        while self._trouble is None and (self._queue or self._flights):  # their deadlines bound this
+            if self._flights:
+                await asyncio.wait(list(self._flights), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0)
+        self._trouble = self._trouble or StoreError("closed", kind="closed")
+        if self._probing is not None:
+            self._probing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._probing
+        if self._clock is not None:
+            self._clock.cancel()
+        for backend in self._backends:
+            backend.drop()
 
     def _ask(self, shots: Sequence[Shot]) -> asyncio.Future[Sequence[Count]]:
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(shots, loop.create_future(), loop.time())
+        waiting = _Waiting(shots, loop.create_future(), loop.time() + self._timeout)
         self._queue.append(waiting)
-        if self._flight is None:
-            self._flight = loop.create_task(self._fly())
+        if self._idle and not self._departing:  # after whatever else is ready just now: it may have hits as well
+            self._departing = True
+            loop.call_soon(self._depart)
         return waiting.answers
 
     def _settle(self, hit: Hit, times: int) -> None:
         """Send what was answered from memory."""
         if self._trouble is None:
-            self._ask([Shot(hit, times)]).add_done_callback(_ignore)
+            self._ask([Shot(hit, times)])
 
-    async def _fly(self) -> None:
-        """Round trips, one after the other, until nobody waits."""
-        batch: list[_Waiting] = []
-        try:
-            while self._queue:
-                batch, self._queue = _first(self._queue, MAX_BATCH)
-                shots = [shot for waiting in batch for shot in waiting.shots]
-                self._metrics.store_batch_size.observe(len(shots))
-                left = batch[0].arrived + self._timeout - asyncio.get_running_loop().time()
-                verdicts = iter(await self._within(self._backend.count(shots), left))
-                for waiting in batch:
-                    answers = [self._learn(shot, next(verdicts)) for shot in waiting.shots]
-                    if not waiting.answers.done():  # its client may have left
-                        waiting.answers.set_result(answers)
-        except StoreError as error:
-            self._fail(error, batch)
-        except Exception as bug:  # noqa: BLE001  # whoever waits must hear of it
-            self._fail(StoreError(f"{type(bug).__name__}: {bug}", kind="internal"), batch)
-        finally:
-            self._flight = None
+    def _depart(self) -> None:
+        """Send those who wait, as far as there is a connection free."""
+        self._departing = False
+        while self._queue and self._idle:
+            batch = self._boarding()
+            shots = [shot for waiting in batch for shot in waiting.shots]
+            if not shots:
+                continue
+            self._metrics.store_batch_size.observe(len(shots))
+            loop = asyncio.get_running_loop()
+            backend = self._idle.pop()
+            task = loop.create_task(backend.count(shots))
+            self._flights[task] = _Flight(backend, batch, shots, loop.time() + self._timeout)
+            task.add_done_callback(self._landed)
+            self._watch()
+
+    def _boarding(self) -> Sequence[_Waiting]:
+        """Take those who go next: up to `MAX_BATCH` hits, without those who have been told that it took too long."""
+        hits = 0
+        for position, waiting in enumerate(self._queue):
+            hits += len(waiting.shots)
+            if hits > MAX_BATCH and position:
+                batch, self._queue = self._queue[:position], self._queue[position:]
+                break
+        else:
+            batch, self._queue = self._queue, []
+        return [waiting for waiting in batch if not waiting.answers.done() or waiting.answers.cancelled()]
+
+    def _landed(self, task: asyncio.Task[Sequence[Verdict]]) -> None:
+        flight = self._flights.pop(task, None)
+        if flight is None:  # given up
+            if not task.cancelled():
+                task.exception()
+            return
+        self._idle.append(flight.backend)
+        error = _failure(task)
+        if error is not None:
+            self._fail(error, flight.batch)
+            return
+        verdicts = iter(task.result())
+        for waiting in flight.batch:
+            answers = [self._learn(shot, next(verdicts)) for shot in waiting.shots]
+            if not waiting.answers.done():  # its client may have left
+                waiting.answers.set_result(answers)
+        self._depart()
 
     def _learn(self, shot: Shot, verdict: Verdict) -> Count:
-        if verdict.answer.looping and not shot.now:
-            self._certain.learn(shot.hit, verdict)
+        if not shot.now:
+            self._certain.learn(shot.hit, verdict.answer, verdict.stands_ms)
         return verdict.answer
 
-    async def _within(self, work: Awaitable[T], seconds: float) -> T:
-        try:
-            async with asyncio.timeout(max(seconds, 0.001)):
-                return await work
-        except TimeoutError:
-            raise StoreError(f"no answer within {self._timeout:g} s", kind="timeout") from None
+    def _watch(self) -> None:
+        """Be back at the first deadline."""
+        if self._clock is None:
+            first = [flight.deadline for flight in self._flights.values()]
+            first += [waiting.deadline for waiting in self._outstanding() if not waiting.answers.done()][:1]
+            if first:
+                loop = asyncio.get_running_loop()
+                self._clock = loop.call_at(min(first) - _SECOND_LOOK, loop.call_later, _SECOND_LOOK, self._expire)
+
+    def _expire(self) -> None:
+        """Tell those whose time is up; a round trip that takes too long is a failure of the server."""
+        self._clock = None
+        now = asyncio.get_running_loop().time()
+        error = StoreError(f"no answer within {self._timeout:g} s", kind="timeout")
+        if any(flight.deadline <= now for flight in self._flights.values()):
+            self._fail(error)
+            return
+        for waiting in self._outstanding():
+            if waiting.deadline <= now:
+                _tell(waiting, StoreError(str(error), kind=error.kind))
+        self._watch()
+
+    def _outstanding(self) -> Iterator[_Waiting]:
+        """Everybody who waits, roughly in the order of their deadlines."""
+        for flight in self._flights.values():
+            yield from flight.batch
+        yield from self._queue
 
     def _fail(self, error: StoreError, batch: Sequence[_Waiting] = ()) -> None:
-        """Open the breaker: everybody who waits hears the error, and the probe starts."""
-        waiting, self._queue = [*batch, *self._queue], []
-        for item in waiting:
-            if not item.answers.done():
-                item.answers.set_exception(error)
+        """Open the breaker: everybody who waits hears of it, and the probe starts."""
+        self._metrics.store_errors.labels(error.kind).inc()
+        for waiting in (*batch, *self._outstanding()):
+            _tell(waiting, _unavailable(error))
+        flights, self._flights, self._queue = self._flights, {}, []
+        for task in flights:
+            task.cancel()
+        self._idle = list(self._backends)
         if self._trouble is None:
             _LOG.error("store unavailable, each replica counts for itself", extra=fields(kind=error.kind, error=str(error)))
         self._trouble = error
@@ -205,114 +277,66 @@ class RemoteStore:
             self._probing = asyncio.get_running_loop().create_task(self._probe())
 
     async def _probe(self) -> None:
-        pauses = iter(_PROBE_SECONDS)
-        pause = next(pauses)
+        loop = asyncio.get_running_loop()
+        if loop.time() > self._well_since + _WELL_SECONDS:
+            self._pauses = iter(_PROBE_SECONDS)
         while True:
-            await self._backend.reset()
-            await asyncio.sleep(pause)
-            pause = next(pauses, pause)
+            for backend in self._backends:
+                backend.drop()
+            await asyncio.sleep(next(self._pauses, _PROBE_SECONDS[-1]))
             try:
-                await self._within(self._backend.probe(), _PROBE_TIMEOUT)
+                await _tried(self._backends[0])
             except StoreError as error:
+                self._metrics.store_errors.labels(error.kind).inc()
                 self._trouble = error
-                continue
-            break
-        self._trouble = None
-        self._probing = None
+            else:
+                break
+        self._well_since = loop.time()
+        self._trouble = self._probing = None
         _LOG.info("store available again")
 
 
-class _Refusal:
-    """What is known about one loop; times in milliseconds of this process's clock."""
+async def _tried(backend: Backend) -> None:
+    """Probe once, within bounds.
 
-    __slots__ = ("cooling_until", "count", "hit", "learned", "owed", "span", "until")
-
-    def __init__(self, hit: Hit) -> None:
-        self.hit = hit
-        self.owed = 0
-
-    def learn(self, verdict: Verdict, now: int) -> None:
-        answer = verdict.answer
-        self.count, self.span, self.learned = answer.count, answer.span_ms, now
-        self.cooling_until = now + answer.cooldown_ms
-        self.until = now + verdict.stands_ms - _SETTLE_MS  # leaves time to send what is owed
-
-    def answer(self, now: int) -> Count:
-        count = self.count + self.owed
-        if self.hit.window_type == "sliding_log":
-            count = min(count, self.hit.count_to)
-        return Count(count, looping=True, cooldown_ms=max(0, self.cooling_until - now), span_ms=self.span + now - self.learned)
+    Raises:
+        StoreError: the server cannot count.
+    """
+    try:
+        async with asyncio.timeout(_PROBE_TIMEOUT):
+            await backend.probe()
+    except StoreError:
+        raise
+    except TimeoutError:
+        raise StoreError(f"no answer within {_PROBE_TIMEOUT:g} s", kind="timeout") from None
+    except Exception as bug:  # the prober must outlive it
+        raise _internal(bug) from bug
 
 
-class _Certain:
-    """Loops whose next verdict is certain, answered here while that lasts."""
-
-    def __init__(self, settle: Callable[[Hit, int], None]) -> None:
-        """`settle` takes a hit and how often it was answered here."""
-        self._settle = settle
-        self._known: dict[str, _Refusal] = {}
-
-    def learn(self, hit: Hit, verdict: Verdict) -> None:
-        """Remember a looping verdict."""
-        now = _now()
-        known = self._known.get(hit.key)
-        if known is None or known.hit != hit:
-            if verdict.stands_ms <= 2 * _SETTLE_MS:
-                return
-            if len(self._known) >= MAX_CERTAIN:
-                del self._known[next(iter(self._known))]
-            known = self._known[hit.key] = _Refusal(hit)
-        known.learn(verdict, now)
-
-    def answer(self, hit: Hit) -> Count | None:
-        """The verdict, if it is certain; the hit is then counted here and settled soon."""
-        known = self._known.get(hit.key)
-        if known is None:
-            return None
-        now = _now()
-        if now >= known.until or known.hit != hit:  # over, or the policy has changed
-            del self._known[hit.key]
-            return None
-        if hit.count_refused:
-            known.owed += 1
-            if known.owed == 1:
-                asyncio.get_running_loop().call_later(_SETTLE_SECONDS, self._pay, known)
-        return known.answer(now)
-
-    def close(self) -> None:
-        """Settle everything now."""
-        for known in self._known.values():
-            self._pay(known)
-        self._known.clear()
-
-    def _pay(self, known: _Refusal) -> None:
-        owed, known.owed = known.owed, 0
-        if owed:
-            known.count += owed
-            self._settle(known.hit, owed)
+def _failure(task: asyncio.Task[Sequence[Verdict]]) -> StoreError | None:
+    """Why a round trip failed, None when it did not."""
+    if task.cancelled():
+        return StoreError("the connection was dropped", kind="connection")
+    error = task.exception()
+    return error if error is None or isinstance(error, StoreError) else _internal(error)
 
 
-def _now() -> int:
-    return time.monotonic_ns() // 1_000_000
+def _internal(bug: BaseException) -> StoreError:
+    return StoreError(f"{type(bug).__name__}: {bug}", kind="internal")
 
 
-def _first(queue: list[_Waiting], limit: int) -> tuple[list[_Waiting], list[_Waiting]]:
-    """Split the queue: as many callers as fit into `limit` hits, at least one, and the rest."""
-    hits = 0
-    for position, waiting in enumerate(queue):
-        hits += len(waiting.shots)
-        if hits > limit and position:
-            return queue[:position], queue[position:]
-    return queue, []
+def _unavailable(trouble: StoreError) -> StoreError:
+    """What a request hears, an error of its own: one that is raised again and again would grow with every traceback."""
+    return StoreError(str(trouble), kind="unavailable", transient=trouble.transient)
+
+
+def _tell(waiting: _Waiting, error: StoreError) -> None:
+    if not waiting.answers.done():
+        waiting.answers.set_exception(error)
+        waiting.answers.exception()  # nobody may be there to hear it, which is no reason for asyncio to complain
 
 
 async def _merged(known: Sequence[Count | None], asked: Awaitable[Sequence[Count]]) -> Sequence[Count]:
     """Answers that were certain, and those that had to be asked for, in the order of the hits."""
     fresh = iter(await asked)
     return [answer if answer is not None else next(fresh) for answer in known]
-
-
-def _ignore(settled: asyncio.Future[Sequence[Count]]) -> None:
-    """Nobody waits for what is settled; its failure has opened the breaker, which is told elsewhere."""
-    if not settled.cancelled():
-        settled.exception()

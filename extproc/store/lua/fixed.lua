@@ -45,13 +45,16 @@ for i, key in ipairs(KEYS) do
     count, first, last = seen, began, now
   end
 
-  local stands = math.max(first + window, cooling) - now
-  redis.call('SET', key, struct.pack(FORMAT, math.min(count, 4294967295), first, last, cooling), 'PX', stands + GARBAGE_MS)
+  local over, certain = first + window, count >= threshold
+  if not count_refused and cooldown == 0 then certain = count >= threshold - 1 end -- else the next one trips
+  local stands = math.max(cooling, certain and over or 0) - now
+  local lifetime = math.max(over, cooling) - now + GARBAGE_MS
+  redis.call('SET', key, struct.pack(FORMAT, math.min(count, 4294967295), first, last, cooling), 'PX', lifetime)
   answers[#answers + 1] = seen
   answers[#answers + 1] = looping and 1 or 0
   answers[#answers + 1] = math.max(0, cooling - now)
   answers[#answers + 1] = now - began
-  answers[#answers + 1] = stands
+  answers[#answers + 1] = math.max(0, stands)
 end
 
 return answers

@@ -62,9 +62,10 @@ for i, key in ipairs(KEYS) do
     end
   end
 
-  local stands = cooling - now
-  if before >= threshold then -- until the threshold-th newest is too old
-    stands = math.max(stands, tonumber(redis.call('LINDEX', key, -threshold)) + window - now)
+  local stands, enough = cooling - now, threshold
+  if not count_refused and cooldown == 0 then enough = threshold - 1 end -- else the next one trips
+  if before >= enough then -- until the last that is needed is too old
+    stands = math.max(stands, tonumber(redis.call('LINDEX', key, -enough)) + window - now)
   end
   redis.call('LPUSH', key, string.format('%.0f', cooling))
   redis.call('PEXPIRE', key, string.format('%.0f', math.max(window, cooling - now) + GARBAGE_MS))

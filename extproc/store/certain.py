@@ -1,0 +1,102 @@
+"""Loops whose next verdict is certain, answered in this process while that lasts.
+
+A loop that is being refused stays refused as long as its window or cooldown lasts, whatever anybody else does. While that is
+certain a hammering client costs the server nothing: its requests are added up and sent as one, ten times a second, so that the
+window is extended and the count rises all the same. What is believed here is checked at least once a second, so that keys which
+an operator deletes are soon gone from here as well. Bounded: the loop that was learned first makes room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from extproc.windows import Count, Hit
+
+MAX_LOOPS = 10_000
+SETTLE_MS = 100
+"""How long requests are added up."""
+
+_BELIEVED_MS = 1_000
+
+
+class _Refusal:
+    """What is known about one loop; times in milliseconds of this process's clock."""
+
+    __slots__ = ("answer", "hit", "learned", "owed", "until")
+
+    def __init__(self, hit: Hit, answer: Count) -> None:
+        self.hit = hit
+        self.answer = answer
+        self.learned = self.until = 0
+        self.owed = 0
+
+
+class Certain:
+    """The loops known to this process."""
+
+    def __init__(self, settle: Callable[[Hit, int], None]) -> None:
+        """`settle` takes a hit and how often it was answered here."""
+        self._settle = settle
+        self._known: dict[str, _Refusal] = {}
+
+    def __len__(self) -> int:
+        """Loops known now."""
+        return len(self._known)
+
+    def learn(self, hit: Hit, answer: Count, stands_ms: int) -> None:
+        """Remember, or forget, what the server said last.
+
+        Args:
+            hit: what was counted.
+            answer: what that found.
+            stands_ms: how long a looping verdict would stand if nothing more were counted.
+        """
+        known = self._known.get(hit.key)
+        lasts = min(stands_ms - SETTLE_MS, _BELIEVED_MS)  # leaves time to send what is owed
+        if not answer.looping or lasts <= 0:
+            if known is not None:
+                del self._known[hit.key]
+            return
+        if known is None or known.hit != hit:
+            if known is None and len(self._known) >= MAX_LOOPS:
+                del self._known[next(iter(self._known))]
+            known = self._known[hit.key] = _Refusal(hit, answer)
+        known.answer, known.learned = answer, _now()
+        known.until = known.learned + lasts
+
+    def answer(self, hit: Hit) -> Count | None:
+        """The verdict, if it is certain; the hit is then counted here and settled soon."""
+        known = self._known.get(hit.key)
+        if known is None:
+            return None
+        now = _now()
+        if now >= known.until or known.hit != hit:  # over, or the policy has changed
+            del self._known[hit.key]
+            return None
+        if hit.count_refused:
+            known.owed += 1
+            if known.owed == 1:
+                asyncio.get_running_loop().call_later(SETTLE_MS / 1000, self._pay, known)
+        count, _, cooldown, span = known.answer
+        age = now - known.learned
+        if hit.window_type == "sliding_log":
+            return Count(min(count + known.owed, hit.count_to), True, max(0, cooldown - age), min(span + age, hit.window_ms))
+        return Count(count + known.owed, True, max(0, cooldown - age), span + age)
+
+    def close(self) -> None:
+        """Settle everything now."""
+        for known in self._known.values():
+            self._pay(known)
+        self._known.clear()
+
+    def _pay(self, known: _Refusal) -> None:
+        owed, known.owed = known.owed, 0
+        if owed:
+            known.answer = known.answer._replace(count=known.answer.count + owed)
+            self._settle(known.hit, owed)
+
+
+def _now() -> int:
+    return time.monotonic_ns() // 1_000_000
