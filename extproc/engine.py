@@ -12,7 +12,6 @@ from datetime import datetime
 
 from extproc.decision import Action, Decision, Outcome, strictest
 from extproc.fingerprint import (
-    MAX_TARGET,
     NO_BODY,
     Body,
     canonical_query,
@@ -21,6 +20,7 @@ from extproc.fingerprint import (
     joined_descriptors,
     request_head,
     tenant,
+    too_long,
 )
 from extproc.policy.bundle import UNSUPPORTED_KEYS, LoopDetection, Policy
 from extproc.policy.loader import PolicySet
@@ -232,7 +232,7 @@ class Engine:
     def _admit(check: Check, plan: Plan) -> None:
         """Make the plan a candidate, or say why it does not count this request."""
         request = check.request
-        if len(request.target) > MAX_TARGET:
+        if too_long(request.target, request.query):
             check.uncounted.append((plan.id, "target_too_long"))
             return
         values = []

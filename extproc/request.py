@@ -87,6 +87,21 @@ class HttpRequest:
         return next((value for key, value in self.query_pairs() if key == name), "")
 
 
+def unknowable_body(request: HttpRequest) -> str:
+    """Why the request has no body that could be compared, whoever sends it on; empty when it may have one.
+
+    What stands for the body of an RPC, an upgrade or a tunnel is a conversation, which nobody waits for.
+    """
+    content_type = request.headers.get("content-type", b"")
+    if content_type.startswith(b"application/grpc") and content_type[16:17] in (b"", b"+", b";"):
+        return "grpc"
+    if request.method == "CONNECT":
+        return "connect"
+    if "upgrade" in request.headers:
+        return "upgrade"
+    return ""
+
+
 class Descriptor(NamedTuple):
     """One limit key, ready to be read from requests.
 

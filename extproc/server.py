@@ -129,7 +129,7 @@ class Server:
         stopping = asyncio.create_task(self._grpc.stop(self._settings.drain_timeout + _LAST_WORDS_SECONDS))
         grace = asyncio.create_task(_wait(self._skip_grace, self._settings.drain_timeout))
         await asyncio.wait({stopping, grace}, return_when=asyncio.FIRST_COMPLETED)
-        self.service.holds.release()  # whoever is still held goes on now rather than being cut off
+        self.service.release()  # whoever is still held, or still uploads, goes on now rather than being cut off
         await stopping
         grace.cancel()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
@@ -30,7 +30,7 @@ from extproc.metrics import Metrics
 from extproc.pb.base_pb2 import HeaderValueOption
 from extproc.pb.external_processor_pb2 import HeaderMutation, ProcessingRequest, ProcessingResponse
 from extproc.pb.processing_mode_pb2 import ProcessingMode
-from extproc.request import HttpRequest, claim_text, unverified_claims
+from extproc.request import HttpRequest, claim_text, unknowable_body, unverified_claims
 from extproc.settings import Settings, valid_scope
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
@@ -112,7 +112,7 @@ class Holds:
         self._limit = limit
         self._tenant_limit = max(1, limit // 10)
         self._tenants: Counter[str] = Counter()
-        self._released = asyncio.Event()
+        self.released = asyncio.Event()
         self.held = 0
 
     def take(self, tenant: str) -> bool:
@@ -134,17 +134,24 @@ class Holds:
         """Hold the caller, until `release` at the latest."""
         try:
             async with asyncio.timeout(milliseconds / 1000):
-                await self._released.wait()
+                await self.released.wait()
         except TimeoutError:
             pass
 
     def release(self) -> None:
-        """End every hold at once, now and from now on: the server is about to stop."""
-        self._released.set()
+        """End every hold at once, now and from now on."""
+        self.released.set()
 
 
 class Service:
-    """Everything that streams share."""
+    """Everything that streams share.
+
+    Attributes:
+        released: set once `release` was called.
+        streams: open now.
+        waiting: of these, the ones that wait for a body, the oldest first.
+        given_up: of these, the ones that decide nothing any more and only have to close.
+    """
 
     def __init__(self, engine: Engine, store: Store, local: MemoryStore, metrics: Metrics, settings: Settings) -> None:
         """Put the parts together.
@@ -161,7 +168,10 @@ class Service:
         self.metrics = metrics
         self.settings = settings
         self.holds = Holds(settings.max_throttled)
+        self.released = self.holds.released
         self.streams = 0
+        self.waiting: OrderedDict[Stream, None] = OrderedDict()
+        self.given_up = 0
         self._local = local
         self._detections = RateLimit(_LINES_PER_SECOND)
         self._failures = RateLimit(_LINES_PER_SECOND)
@@ -178,7 +188,19 @@ class Service:
         for name, value in metadata:
             if name == SCOPE_METADATA and isinstance(value, str) and valid_scope(value):
                 scope = value
-        return Stream(self, scope, overloaded=self.streams >= self.settings.max_streams)
+        overloaded = self.streams - self.given_up >= self.settings.max_streams
+        if overloaded and self.waiting:
+            # Whoever uploads may stall for as long as he likes; that must not switch the guard off for everybody else.
+            self.metrics.overload.inc()
+            next(iter(self.waiting)).give_up("overload")
+            overloaded = False
+        return Stream(self, scope, overloaded=overloaded)
+
+    def release(self) -> None:
+        """End every hold and every wait for a body, now and from now on: the server is about to stop."""
+        self.holds.release()
+        for stream in list(self.waiting):
+            stream.give_up("shutdown")
 
     def count(self, check: Check, entries: Sequence[Entry], *, shadow: bool) -> MaybeCounts:
         """Ask the store to count one lane of a request; None when the counts could not be had."""
@@ -264,7 +286,12 @@ class Service:
 
 
 class Stream:
-    """One ext_proc stream, that is, one HTTP request."""
+    """One ext_proc stream, that is, one HTTP request.
+
+    Attributes:
+        on_given_up: for whoever owns the socket to set; called, from within a call of another stream, when this one need not go
+            on: end it with status OK. A stream that goes on all the same has its next message answered, and is over then.
+    """
 
     __slots__ = (
         "_body",
@@ -273,12 +300,14 @@ class Stream:
         "_chunk",
         "_engine",
         "_expected",
+        "_given_up",
         "_holding",
         "_observed",
         "_overloaded",
         "_scope",
         "_service",
         "_started",
+        "on_given_up",
     )
 
     def __init__(self, service: Service, scope: str, *, overloaded: bool) -> None:
@@ -292,9 +321,11 @@ class Stream:
         self._body = NO_BODY
         self._body_mode = -1
         self._expected = -1
+        self._given_up = False
         self._holding: str | None = None
         self._observed = False
         self._started = 0.0
+        self.on_given_up: Callable[[], None] | None = None
         service.streams += 1
 
     def receive(self, data: bytes) -> MaybeLater:
@@ -325,13 +356,23 @@ class Stream:
     def close(self) -> None:
         """The stream has ended, in whatever way: free what it held."""
         self._service.streams -= 1
-        self._give_up()
+        self._service.given_up -= self._given_up
+        # Where Envoy did not say whether it sends bodies, nobody knows which of the two it was.
+        self._leave_uncounted("no_body_phase" if self._body_mode < 0 else "aborted")
         if self._holding is not None:
             self._service.holds.free(self._holding)
             self._holding = None
 
+    def give_up(self, reason: str) -> None:
+        """Wait for the body no longer: the request goes on, uncounted."""
+        self._leave_uncounted(reason)
+        self._given_up = True
+        self._service.given_up += 1
+        if self.on_given_up is not None:
+            self.on_given_up()
+
     def _request_headers(self, message: ProcessingRequest) -> MaybeLater:
-        if self._check is not None:
+        if self._check is not None or self._given_up:
             return _DONE["request_headers"]
         self._observed = message.observability_mode
         request = self._read(message)
@@ -345,12 +386,15 @@ class Stream:
             return self._judge("request_headers", check, None)
         if message.HasField("protocol_config"):
             self._body_mode = message.protocol_config.request_body_mode
-        reason = _unknowable_body(request, self._body_mode)
+        reason = unknowable_body(request) or _no_body_phase(self._body_mode)
+        if not reason and self._service.released.is_set():
+            reason = "shutdown"
         if reason:
             return self._judge("request_headers", check, None, reason)
         length = request.headers.get("content-length", b"")
         self._expected = int(length) if length.isdigit() else -1
         self._check = check
+        self._service.waiting[self] = None
         return _GO_ON["request_headers"]
 
     def _request_body(self, message: ProcessingRequest) -> MaybeLater:
@@ -363,26 +407,33 @@ class Stream:
         complete = message.request_body.end_of_stream or self._body_mode == _BUFFERED or body.length == self._expected
         if not complete and self._body_mode == _STREAMED:
             return _GO_ON["request_body"]
-        self._check = None
+        self._wait_no_more()
         if not complete:
             return self._judge("request_body", check, None, "body_truncated")
         return self._judge("request_body", check, body)
 
     def _request_trailers(self, message: ProcessingRequest) -> MaybeLater:  # noqa: ARG002  # a handler's signature
-        check, self._check = self._check, None
+        check = self._wait_no_more()
         if check is None:
             return _DONE["request_trailers"]
         return self._judge("request_trailers", check, self._body)  # the end of a streamed body
 
     def _response(self, message: ProcessingRequest) -> MaybeLater:
-        self._give_up()
+        self._leave_uncounted("no_body_phase")
         return _DONE[message.WhichOneof("request") or ""]
 
-    def _give_up(self) -> None:
-        """A body that was waited for never came: nothing is counted."""
+    def _wait_no_more(self) -> Check | None:
+        """What waited for the body until now, if anything did."""
         check, self._check = self._check, None
         if check is not None:
-            check.give_up("no_body_phase")
+            del self._service.waiting[self]
+        return check
+
+    def _leave_uncounted(self, reason: str) -> None:
+        """A body that was waited for never came: nothing is counted."""
+        check = self._wait_no_more()
+        if check is not None:
+            check.give_up(reason)
             self._service.record_uncounted(check)
 
     def _read(self, message: ProcessingRequest) -> HttpRequest:
@@ -496,7 +547,7 @@ class Stream:
 
     def _failed(self, kind: str, error: Exception) -> Reply:
         """An internal error: the request goes on, loudly."""
-        self._check = None
+        self._wait_no_more()
         self._service.metrics.fail_open.labels("internal_error").inc()
         self._service.log_failure("internal error, request let through", error, phase=kind)
         return _DONE[kind]
@@ -527,15 +578,8 @@ def _without_port(address: str) -> str:
     return address.rpartition(":")[0] if address.count(":") == 1 else address
 
 
-def _unknowable_body(request: HttpRequest, body_mode: int) -> str:
-    """Why this request's body will never be known, empty when it will."""
-    content_type = request.headers.get("content-type", b"")
-    if content_type.startswith(b"application/grpc") and content_type[16:17] in (b"", b"+", b";"):
-        return "grpc"
-    if request.method == "CONNECT":
-        return "connect"
-    if "upgrade" in request.headers:
-        return "upgrade"
+def _no_body_phase(body_mode: int) -> str:
+    """Why Envoy will not hand over any body as a whole, empty when it will."""
     if body_mode == _NONE:
         return "no_body_phase"
     if body_mode in _UNSUPPORTED_MODES:

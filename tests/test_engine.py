@@ -106,7 +106,12 @@ def test_an_ignored_body_leaves_its_slot_empty() -> None:
 
 @pytest.mark.parametrize(
     ("request_", "reason"),
-    [(get("/" + "x" * 70_000), "target_too_long"), (get(x_a="y" * 9_000), "descriptor_too_long")],
+    [
+        (get("/" + "x" * 70_000), "target_too_long"),
+        (get("/?" + "+&" * 30_000), "target_too_long"),
+        (get("/?a=" + "%41" * 10_001), "target_too_long"),
+        (get(x_a="y" * 9_000), "descriptor_too_long"),
+    ],
 )
 def test_what_is_too_long_is_not_counted(request_: HttpRequest, reason: str) -> None:
     """A target or a descriptor past its bound leaves the request uncounted instead of costing time."""

@@ -346,14 +346,23 @@ def test_a_body_counts_exactly_when_it_is_whole(messages: list[ProcessingRequest
     )
 
 
-def test_a_stream_that_ends_before_its_body_is_uncounted() -> None:
-    """A client that leaves while uploading is not counted, and that is counted."""
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([headers()], "aborted"),
+        ([headers(mode="STREAMED"), body(b"a", end=False)], "aborted"),
+        ([headers(mode=None)], "no_body_phase"),  # Envoy may send no bodies at all
+        ([headers(), ProcessingRequest(response_headers=HttpHeaders())], "no_body_phase"),
+    ],
+)
+def test_a_stream_that_ends_before_its_body_is_uncounted(messages: list[ProcessingRequest], reason: str) -> None:
+    """A client that leaves while uploading is not counted, and that is counted, apart from bodies that Envoy does not send."""
     service = make_service(policy("p", ANY))
 
-    exchange(service, headers())
+    exchange(service, *messages)
 
-    assert sample(service, "uncounted_total", policy="p", reason="no_body_phase") == 1
-    assert sample(service, "streams_in_flight") == 0
+    assert sample(service, "uncounted_total", policy="p", reason=reason) == 1
+    assert sample(service, "streams_in_flight") == len(service.waiting) == 0
 
 
 def test_descriptors_come_from_where_envoy_puts_them() -> None:
@@ -477,6 +486,67 @@ def test_overload_lets_requests_through_at_once() -> None:
     assert reply.done
     assert sample(service, "overload_total") == 1
     assert [reply.done for reply in exchange(service, headers(), body())] == [False, True]
+
+
+def test_stalled_uploads_do_not_keep_others_out() -> None:
+    """At --max-streams the upload that has waited longest goes on uncounted, and whoever comes is looked at."""
+    service = make_service(policy("p", ANY), max_streams=3)
+    ended: list[int] = []
+    stalled = [service.open() for _ in range(3)]
+    for number, stream in enumerate(stalled):
+        stream.on_given_up = lambda number=number: ended.append(number)
+        receive(stream, headers())
+
+    answers = [decoded(exchange(service, headers(end=True))[-1]).WhichOneof("response") for _ in range(3)]
+    late = receive(stalled[0], body(b"late"))
+    counted = sample(service, "requests_total", policy="p", mode="enforce", action="allow")
+    for stream in stalled:
+        stream.close()
+
+    assert answers == ["request_headers", "request_headers", "immediate_response"]
+    assert ended == [0]  # its place is enough, one after the other
+    assert (late.done, decoded(late).WhichOneof("response"), counted) == (True, "request_body", 2)
+    assert sample(service, "uncounted_total", policy="p", reason="overload") == sample(service, "overload_total") == 1
+    assert sample(service, "uncounted_total", policy="p", reason="aborted") == 2
+    assert (service.streams, service.given_up, len(service.waiting)) == (0, 0, 0)
+
+
+def test_a_stream_given_up_may_be_closed_at_once() -> None:
+    """Whoever owns the socket may close the stream while it is being told."""
+    service = make_service(policy("p", ANY), max_streams=1)
+    first = service.open()
+    first.on_given_up = first.close
+    receive(first, headers())
+
+    second = service.open()
+    receive(second, headers())
+    streams = service.streams, service.given_up, list(service.waiting)
+    second.close()
+
+    assert streams == (1, 0, [second])
+
+
+def test_release_ends_every_wait_for_a_body() -> None:
+    """When the server is about to stop, uploads go on uncounted, those that begin afterwards as well; the rest is decided."""
+    service = make_service(policy("p", ANY))
+    ended: list[Stream] = []
+    first, decided = service.open(), service.open()
+    for stream in (first, decided):
+        stream.on_given_up = lambda stream=stream: ended.append(stream)
+        receive(stream, headers())
+    receive(decided, body(b"x"))
+
+    service.release()
+    late = exchange(service, headers(), body(b"x"))
+    whole = exchange(service, headers(end=True))
+    for stream in (first, decided):
+        stream.close()
+
+    assert service.released.is_set()
+    assert ended == [first]
+    assert [reply.done for reply in (*late, *whole)] == [True, True]
+    assert sample(service, "uncounted_total", policy="p", reason="shutdown") == 2
+    assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == 2
 
 
 def test_record_reports_every_matched_request() -> None:
