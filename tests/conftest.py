@@ -34,12 +34,12 @@ SHARED_BUNDLE = bundle(
 )
 
 
-@pytest.fixture(scope="session")
-def shared() -> Iterator[Stack]:
-    """One stack for all tests that change nothing but the counts of a user of their own."""
+@pytest.fixture(scope="session", params=["fast", "grpcio"])
+def shared(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """One stack for each transport, for all tests that change nothing but the counts of a user of their own."""
     from tests.harness import stack  # noqa: PLC0415  # unit tests need no Envoy
 
-    with stack(SHARED_BUNDLE) as made:
+    with stack(SHARED_BUNDLE, "--transport", request.param) as made:
         yield made
 
 

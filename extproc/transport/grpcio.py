@@ -14,6 +14,7 @@ from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.service import Service
 from extproc.settings import Address
 from extproc.transport.health import EXT_PROC, HEALTH, Health
+from extproc.transport.sockets import listening_socket
 
 _LOG = logging.getLogger("loopguard")
 
@@ -60,12 +61,13 @@ class GrpcServer:
         Raises:
             LoopguardError: the address cannot be listened on.
         """
+        # grpc does not say why it cannot listen, and takes a Unix socket away from whoever has it.
+        probe = listening_socket(address)
+        probe.close()
         try:
             port = self._server.add_insecure_port(address.text)
-        except RuntimeError:
-            port = 0
-        if not port:
-            raise LoopguardError(f"cannot listen on {address.text}: is the address in use? Choose another with --listen")
+        except RuntimeError as error:
+            raise LoopguardError(f"cannot listen on {address.text}: {error}; choose another with --listen") from None
         await self._server.start()
         return address.text if address.is_unix else f"{address.text.rpartition(':')[0]}:{port}"
 
@@ -101,8 +103,9 @@ class GrpcServer:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
         return answer
 
-    def _watch(self, request: HealthCheckRequest, _: Any) -> AsyncIterator[HealthCheckResponse]:  # noqa: ANN401  # grpc is untyped
-        return self._health.watch(request.service)
+    async def _watch(self, request: HealthCheckRequest, _: Any) -> AsyncIterator[HealthCheckResponse]:  # noqa: ANN401  # grpc is untyped
+        async for answer in self._health.watch(request.service):
+            yield answer
 
 
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
