@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import struct
 import time
-from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
 from urllib.parse import parse_qsl, urlsplit
@@ -21,19 +20,22 @@ from urllib.parse import parse_qsl, urlsplit
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
-from extproc.windows import Count, Hit, log, tally
+from extproc.windows import Count, Hit, log, log_times, tally
 
 DEFAULT_MAX_ENTRIES = 1_000_000
 _SHARD_ENTRIES = 1024
-_SWEEP = 2
-"""Expired entries removed at most per dict looked at: more than one, so that sweeping overtakes inserting."""
+_SWEEP_EVERY = 16
+"""How many new entries come between two looks for expired ones, most of which find none."""
+
+_SWEEP = 2 * _SWEEP_EVERY
+"""Expired entries removed at most per dict looked at: more than have come, so that sweeping overtakes inserting."""
 
 # A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never looks at it.
 _TALLY = struct.Struct("<Iqqq")
 _MAX_COUNT = 2**32 - 1
 
-_Entry: TypeAlias = "bytes | array[int]"
-_Shard: TypeAlias = dict[int, dict[str, "_Entry"]]  # lifetime in ms -> key -> entry
+_Entry: TypeAlias = bytes | bytearray
+_Shard: TypeAlias = dict[int, dict[str, _Entry]]  # lifetime in ms -> key -> entry
 
 
 class MemoryStore:
@@ -76,10 +78,10 @@ class MemoryStore:
             entry = shard[hit.cooldown_ms].pop(key, None)
         fresh = entry is None
         if hit.window_type == "sliding_log":
-            entry, count = log(entry if isinstance(entry, array) else None, hit, now)
+            entry, count = log(entry if isinstance(entry, bytearray) else None, hit, now)
         else:
             state, count = tally(_TALLY.unpack(entry) if isinstance(entry, bytes) else None, hit, now)
-            entry = _TALLY.pack(min(state[0], _MAX_COUNT), *state[1:])
+            entry = _TALLY.pack(min(state[0], _MAX_COUNT), state[1], state[2], state[3])
         lifetime = window
         if count.cooldown_ms and hit.cooldown_ms > window:
             lifetime = hit.cooldown_ms
@@ -89,8 +91,10 @@ class MemoryStore:
         entries[key] = entry
         if fresh:
             self._entries += 1
-            self._sweep(now)
-            if self._entries > self._max_entries:
+            full = self._entries > self._max_entries
+            if full or not self._entries % _SWEEP_EVERY:
+                self._sweep(now)
+            if full and self._entries > self._max_entries:
                 self._evict(shard, key)
         return count
 
@@ -133,10 +137,10 @@ class MemoryStore:
 
 def _times(entry: _Entry) -> tuple[int, int]:
     """When the entry was last counted, and until when its cooldown runs."""
-    if isinstance(entry, bytes):
-        _, _, last, cooling_until = _TALLY.unpack(entry)
-        return last, cooling_until
-    return entry[-1], entry[0]  # a log that holds no time any more is as old as its cooldown
+    if isinstance(entry, bytearray):
+        return log_times(entry)
+    _, _, last, cooling_until = _TALLY.unpack(entry)
+    return last, cooling_until
 
 
 def open_memory(url: str, metrics: Metrics, _: Settings) -> MemoryStore:
