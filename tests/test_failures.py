@@ -63,6 +63,49 @@ def test_overload_lets_requests_through() -> None:
         held.join(PATIENCE)
 
 
+_STALLED = b"POST /p/slow HTTP/1.1\r\nhost: h\r\ncontent-length: 4\r\n\r\nhal"
+
+
+def test_stalled_uploads_do_not_switch_the_guard_off() -> None:
+    """However many uploads stall, a loop is still refused; an upload that was given up is served when it is complete."""
+    with stack(REJECT, "--max-streams", "3", failure_mode="deny") as made:
+        stalled = [made.connect() for _ in range(5)]
+        for number, connection in enumerate(stalled, 1):
+            connection.sendall(_STALLED)
+            eventually(lambda number=number: made.envoy.stat("http.ingress.ext_proc.streams_started") == number, "the stream")
+        eventually(lambda: made.loopguard.metric("uncounted_total", reason="overload") == 2, "two uploads given up")
+
+        statuses = [made.send("/p").status for _ in range(4)]
+        for connection in stalled:
+            connection.sendall(b"f")
+        lines = [connection.makefile("rb").readline() for connection in stalled]
+
+        assert statuses == [200, 200, 429, 429]
+        assert made.loopguard.metric("overload_total") == 3
+        assert lines == [b"HTTP/1.1 200 OK\r\n"] * 5
+        for connection in stalled:
+            connection.close()
+
+
+def test_an_upload_that_stalls_ends_but_an_answer_may_take_its_time() -> None:
+    """Envoy's request_timeout is over as soon as the request is received: only then is an answer waited for, without end."""
+
+    def hasty(config: str) -> str:
+        assert "request_timeout: 60s" in config
+        return config.replace("request_timeout: 60s", "request_timeout: 0.5s")
+
+    with stack(REJECT, edit=hasty) as made, made.connect() as slow, made.connect() as stalled:
+        slow.sendall(b"POST /hang HTTP/1.1\r\nhost: h\r\ncontent-length: 1\r\n\r\nx")
+        eventually(lambda: made.upstream.seen, "the request at the upstream")
+        stalled.sendall(_STALLED)
+        refusal = stalled.makefile("rb").readline()
+        made.upstream.release.set()
+
+        assert refusal == b"HTTP/1.1 408 Request Timeout\r\n"
+        assert slow.makefile("rb").readline() == b"HTTP/1.1 200 OK\r\n"
+        eventually(lambda: made.loopguard.metric("uncounted_total", reason="aborted") == 1, "the upload's end")
+
+
 def _traffic(made: Stack, statuses: list[int], stop: threading.Event) -> threading.Thread:
     """Distinct requests one after the other until `stop`, on a thread of their own."""
 
@@ -104,6 +147,23 @@ def test_sigterm_drains() -> None:
         assert served > 0
         assert set(statuses) == {200}
         held.close()
+
+
+@pytest.mark.parametrize("transport", ["fast", "grpcio"])
+def test_an_upload_that_outlasts_the_drain_goes_on(transport: str) -> None:
+    """Even where Envoy is fail-closed, a request whose body is still coming when Loopguard stops reaches its upstream."""
+    arguments = ("--transport", transport, "--drain-timeout", "0")
+    with stack(REJECT, *arguments, failure_mode="deny") as made:
+        client = made.connect()
+        client.sendall(b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: 4\r\n\r\nab")
+        eventually(lambda: made.loopguard.metric("streams_in_flight") == 1, "the upload")
+
+        made.loopguard.stop()
+        client.sendall(b"cd")
+
+        assert client.makefile("rb").readline() == b"HTTP/1.1 200 OK\r\n"
+        assert made.upstream.seen[-1].body == b"abcd"
+        client.close()
 
 
 def test_a_second_signal_does_not_wait() -> None:

@@ -38,6 +38,7 @@ _LOG = logging.getLogger("loopguard")
 _HELLO_SECONDS = 10
 """A connection that has not opened a stream by then and never spoke HTTP/2 is closed."""
 
+_GOODBYE_SECONDS = 0.5
 _POLL_SECONDS = 0.02
 _NOT_GRPC = encode([(b":status", b"415"), (b"content-type", b"text/plain")])
 _NOT_GRPC_BODY = b"this port speaks gRPC: envoy.service.ext_proc.v3 and grpc.health.v1\n"
@@ -136,11 +137,14 @@ class _Peer(asyncio.Protocol):
                 self._finish(call, grpc_wire.UNAVAILABLE, "shutting down")
         self._flush()
 
-    def cut(self) -> None:
-        """End every call with OK, which makes Envoy go on with its request, and close."""
+    def release(self) -> None:
+        """End every call with OK, which makes Envoy go on with its request."""
         for call in list(self._calls.values()):
             self._finish(call, grpc_wire.OK)
         self._flush()
+
+    def close(self) -> None:
+        """Hang up."""
         self._transport.close()
 
     def _check_hello(self) -> None:
@@ -344,9 +348,18 @@ class FastServer:
         self._server.close()
         for peer in list(self.peers):
             peer.shut()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace):
-                while any(peer.calls for peer in self.peers):  # noqa: ASYNC110  # an event would cost every call something
-                    await asyncio.sleep(_POLL_SECONDS)
+        await _until(lambda: not any(peer.calls for peer in self.peers), grace)
         for peer in list(self.peers):
-            peer.cut()
+            peer.release()
+        # A peer that has been asked to leave hangs up by itself once it has read its last answer.
+        await _until(lambda: not self.peers, _GOODBYE_SECONDS)
+        for peer in list(self.peers):
+            peer.close()
+
+
+async def _until(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait for the condition, or that long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while not condition():  # noqa: ASYNC110  # an event for this would cost every call something
+                await asyncio.sleep(_POLL_SECONDS)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -39,6 +40,7 @@ class GrpcServer:
         self._server = grpc.aio.server(options=_OPTIONS)
         process = grpc.stream_stream_rpc_method_handler(self._process)  # bytes in, bytes out: the service parses
         self._health = health
+        self._reading: set[asyncio.Task[None]] = set()
         check = grpc.unary_unary_rpc_method_handler(
             self._check, HealthCheckRequest.FromString, HealthCheckResponse.SerializeToString
         )
@@ -73,13 +75,30 @@ class GrpcServer:
 
     async def stop(self, grace: float) -> None:
         """Take no more streams, give those in flight `grace` seconds, then end them."""
+        ending = asyncio.create_task(self._end_reads())
         await self._server.stop(grace)
+        ending.cancel()
+
+    async def _end_reads(self) -> None:
+        """Calls that wait for a message when the service gives up end with OK, so that Envoy goes on with their requests."""
+        await self._service.released.wait()
+        for call in list(self._reading):
+            call.cancel()
 
     async def _process(self, _: Any, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
         stream = self._service.open(context.invocation_metadata() or ())
+        call = cast("asyncio.Task[None]", asyncio.current_task())
         try:
             while True:
-                data = await context.read()
+                self._reading.add(call)
+                try:
+                    data = await context.read()
+                except asyncio.CancelledError:
+                    if self._service.released.is_set():
+                        return
+                    raise
+                finally:
+                    self._reading.discard(call)
                 if data is grpc.aio.EOF:
                     return
                 reply = stream.receive(data)
