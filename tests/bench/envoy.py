@@ -85,18 +85,22 @@ def _lab(directory: Path) -> Iterator[_Lab]:
     """Start everything; stop everything."""
     policy = directory / "policy.json"
     policy.write_bytes(samples.bundle([samples.policy(window_seconds=3600)]))
-    guard, admin, null = free_port(), free_port(), free_port()
-    ports = {"without": free_port(), "null": free_port(), "guard": free_port()}
+    servers = {name: free_port() for name in ("null", "guard", "grpcio")}
+    ports = {name: free_port() for name in ("without", *servers)}
+    admin = free_port()
     config = directory / "envoy.json"
-    config.write_text(json.dumps(bootstrap(ports, {"null": null, "guard": guard})), encoding="utf-8")
-    addresses = ["--listen", f"127.0.0.1:{guard}", "--admin", f"127.0.0.1:{admin}"]
-    loopguard = [executable, "-m", "extproc.cli", "serve", "--policy", str(policy), "--drain-delay", "0", *addresses]
-    nothing = [executable, "-m", "tests.bench.null_server", str(null)]
+    config.write_text(json.dumps(bootstrap(ports, servers)), encoding="utf-8")
+    serve = [executable, "-m", "extproc.cli", "serve", "--policy", str(policy), "--drain-delay", "0"]
+    commands = {
+        "null": [executable, "-m", "tests.bench.null_server", str(servers["null"])],
+        "guard": [*serve, "--listen", f"127.0.0.1:{servers['guard']}", "--admin", f"127.0.0.1:{admin}"],
+        "grpcio": [*serve, "--transport", "grpcio", "--listen", f"127.0.0.1:{servers['grpcio']}", "--admin", "127.0.0.1:0"],
+    }
     envoy = [str(Path(executable).parent / "envoy"), "-c", str(config), "--concurrency", "1", "--log-level", "warn"]
     with ExitStack() as stack:
         pids = {
-            "null": stack.enter_context(running(nothing, null, directory / "null.log")),
-            "guard": stack.enter_context(running(loopguard, guard, directory / "guard.log")),
+            name: stack.enter_context(running(command, servers[name], directory / f"{name}.log"))
+            for name, command in commands.items()
         }
         proxy = stack.enter_context(running([*envoy, "--disable-hot-restart"], ports["guard"], directory / "envoy.log"))
         stack.enter_context(apart(pids.values(), [proxy]))
@@ -110,7 +114,7 @@ def run(*, quick: bool) -> list[Row]:
         progress("envoy: warming up", 0, 1)
         for name in lab.targets:
             lab.load(name, _WARM_UP, _SMALL)
-        small = _rounds(lab, ("without", "null", "guard"), rounds, 1000 if quick else 3000, _SMALL)
+        small = _rounds(lab, ("without", "null", "guard", "grpcio"), rounds, 1000 if quick else 3000, _SMALL)
         large = _rounds(lab, ("null", "guard"), rounds, 100 if quick else 300, _LARGE)
         checksums = _checksums_us()
         lab.check_guard()
@@ -140,7 +144,8 @@ def _server(found: Mapping[str, list[Cost]]) -> dict[str, list[float]]:
 def _small_rows(found: Mapping[str, list[Cost]]) -> list[Row]:
     server = _server(found)
     rows = [Row("1 KB: guard against null server", ratio(server, "guard", "null"), "x", _LIMIT_SMALL)]
-    for name, label in (("null", "null server"), ("guard", "guard")):
+    rows.append(Row("1 KB: guard on the grpcio transport, against null server", ratio(server, "grpcio", "null"), "x"))
+    for name, label in (("null", "null server"), ("guard", "guard"), ("grpcio", "guard on the grpcio transport")):
         rows.append(Row(f"1 KB: {label}", median(server[name]), "us"))
     for name, label in (("without", "without the filter"), ("null", "with the null server"), ("guard", "with the guard")):
         per_second = median(cost.per_second for cost in found[name])
