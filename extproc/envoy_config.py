@@ -26,6 +26,11 @@ _WINDOW = range(65_535, 2**31)
 """What an HTTP/2 flow-control window may be, in bytes (RFC 9113 section 6.5.2): request bodies are buffered in one."""
 
 _BODY_MODES = {"strict": "BUFFERED", "tolerant": "BUFFERED_PARTIAL"}
+_UPSTREAM_PROTOCOLS = {
+    "http1": "explicit_http_config: {http_protocol_options: {}}",
+    "http2": "explicit_http_config: {http2_protocol_options: {}}",
+    "as-client": "use_downstream_protocol_config: {http_protocol_options: {}, http2_protocol_options: {}}",
+}
 _FAILURE_MODES = {"allow": "true", "deny": "false"}
 
 
@@ -35,6 +40,7 @@ class EnvoyOptions:
 
     Attributes:
         upstream: where guarded and unguarded requests go, `HOST:PORT`.
+        upstream_protocol: what it speaks: `http1`, `http2`, or `as-client` where it speaks both.
         upstream_tls: speak TLS to it and verify its certificate.
         upstream_ca: the file with the certificates that may have signed it, on the machine where Envoy runs.
         listen: where Envoy listens, `IP:PORT`.
@@ -46,6 +52,7 @@ class EnvoyOptions:
     """
 
     upstream: str
+    upstream_protocol: str = "http1"
     upstream_tls: bool = False
     upstream_ca: str = "/etc/ssl/certs/ca-certificates.crt"
     listen: str = "127.0.0.1:10000"
@@ -68,6 +75,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("--policy", action="append", required=True, metavar="PATH", help="policy file or directory; repeatable")
     flag("upstream", "HOST:PORT", "where the requests go", required=True)
+    text = "what it speaks: http2 for gRPC; as-client: both, each request goes on in the client's"
+    flag("upstream-protocol", "http1|http2|as-client", text, default=_DEFAULTS.upstream_protocol)
     parser.add_argument("--upstream-tls", action="store_true", help="speak TLS to it and verify its certificate")
     flag("upstream-ca", "PATH", "whose certificates to trust then", default=_DEFAULTS.upstream_ca)
     flag("listen", "IP:PORT", "where Envoy listens", default=_DEFAULTS.listen)
@@ -97,6 +106,7 @@ def run(options: argparse.Namespace, policies: PolicySet) -> int:
     given = [item.strip() for text in options.endpoints or () for item in text.split(",")]
     chosen = EnvoyOptions(
         upstream=options.upstream,
+        upstream_protocol=options.upstream_protocol,
         upstream_tls=options.upstream_tls,
         upstream_ca=options.upstream_ca,
         listen=options.listen,
@@ -142,6 +152,7 @@ def bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
         loopguard_type="STRICT_DNS" if resolved else "STATIC",
         loopguard_endpoints="\n".join(f"- endpoint: {{address: {_socket(peer)}}}" for peer in peers),
         upstream_type="STATIC" if _is_ip(upstream.host) else "LOGICAL_DNS",
+        upstream_protocol=_one_of("--upstream-protocol", options.upstream_protocol, _UPSTREAM_PROTOCOLS),
         upstream_endpoint=f"- endpoint: {{address: {_socket(upstream)}}}",
         upstream_tls=_tls(upstream, options.upstream_ca) if options.upstream_tls else "",
     )
@@ -402,9 +413,23 @@ static_resources:
           stream_idle_timeout: 900s
           # But the headers of a request come at once or never.
           request_headers_timeout: 10s
+          # And all of a request in this time, or it ends with 408: an upload that stalls would be buffered, and watched by
+          # Loopguard, for as long as it likes. The answer may take longer, and so may what streams both ways: the time ends when
+          # the upstream has the request or an answer begins. Here, too, the longest hold has to fit in. Clients that stream a
+          # request for longer, as gRPC's may, need more.
+          request_timeout: 60s
           # For HTTP/2 requests the buffer limit is the stream's window.
           http2_protocol_options:
             initial_stream_window_size: $buffer_limit
+            # One connection's share: Envoy's default is 2^31, and so many buffered bodies.
+            max_concurrent_streams: 100
+          # Loopguard's warning is Loopguard's to give: a client that sends one is not believed.
+          early_header_mutation_extensions:
+          - name: envoy.http.early_header_mutation.header_mutation
+            typed_config:
+              "@type": type.googleapis.com/envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation
+              mutations:
+              - remove: x-fairvisor-warning
           # Realtime APIs. Loopguard lets upgrades through without counting them.
           upgrade_configs:
           - upgrade_type: websocket
@@ -554,11 +579,15 @@ static_resources:
       endpoints:
       - lb_endpoints:
         $upstream_endpoint
-    # As the client speaks, so the upstream is spoken to: HTTP/1.1 for WebSockets, HTTP/2 for gRPC.
+    # What the upstream speaks; a request is translated where its client speaks another. `--upstream-protocol`, or here:
+    #   http1      explicit_http_config: {http_protocol_options: {}}     almost any API; WebSockets
+    #   http2      explicit_http_config: {http2_protocol_options: {}}    gRPC needs it
+    #   as-client  use_downstream_protocol_config: {http_protocol_options: {}, http2_protocol_options: {}}
+    #              for an upstream that speaks both: gRPC beside WebSockets. One that does not answers HTTP/2 clients with 502.
     typed_extension_protocol_options:
       envoy.extensions.upstreams.http.v3.HttpProtocolOptions:
         "@type": type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions
-        use_downstream_protocol_config: {http_protocol_options: {}, http2_protocol_options: {}}
+        $upstream_protocol
     # Answers of models are slow, so many are in flight; how many is for the upstream to limit.
     circuit_breakers: *unlimited
     $upstream_tls

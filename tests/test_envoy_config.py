@@ -64,6 +64,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "small bodies": {"buffer_limit": 65_535},
     "all interfaces": {"listen": ":10000", "admin": "[::1]:9901"},
     "unix socket": {"endpoints": ("unix:/run/loopguard.sock", "127.0.0.1:50051", "[::1]:50051")},
+    "HTTP/2 upstream": {"upstream_protocol": "http2"},
+    "upstream of both": {"upstream_protocol": "as-client"},
     "names": {"upstream": "upstream.example:80", "endpoints": ("loopguard.example:50051", "127.0.0.1:50051")},
 }
 
@@ -120,12 +122,13 @@ def test_envoy_accepts_it(document: object, options: Mapping[str, Any], tmp_path
     assert verdict(text, tmp_path).endswith("OK\n")
 
 
+@pytest.mark.parametrize("protocol", ["http1", "http2", "as-client"])
 @pytest.mark.parametrize("upstream", ["api.example.com:443", "192.0.2.1:443", "[2001:db8::1]:443"])
-def test_envoy_accepts_tls(upstream: str, tmp_path: Path) -> None:
+def test_envoy_accepts_tls(upstream: str, protocol: str, tmp_path: Path) -> None:
     """TLS to the upstream verifies its certificate against a name or an address, and Envoy accepts that."""
     authority = tmp_path / "ca.pem"
     authority.write_text(CERTIFICATE)
-    options = EnvoyOptions(upstream=upstream, upstream_tls=True, upstream_ca=str(authority))
+    options = EnvoyOptions(upstream=upstream, upstream_protocol=protocol, upstream_tls=True, upstream_ca=str(authority))
 
     text = bootstrap(loaded(DOCUMENTS["sample"]), options)
 
@@ -168,7 +171,7 @@ def test_the_committed_bootstrap_is_current() -> None:
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     """The command prints the bootstrap and nothing else, with every flag in its place."""
-    flags = "--upstream api.example.com:443 --upstream-tls --upstream-ca /ca.pem --listen 0.0.0.0:80 --admin 127.0.0.1:81"
+    flags = "--upstream api.example.com:443 --upstream-tls --upstream-ca /ca.pem --upstream-protocol http2 --listen 0.0.0.0:80 --admin 127.0.0.1:81"
     flags += (
         " --endpoints 10.0.0.1:1,10.0.0.2:2 --endpoints unix:/x --body-mode tolerant --buffer-limit 99999 --failure-mode deny"
     )
@@ -176,6 +179,7 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
         upstream="api.example.com:443",
         upstream_tls=True,
         upstream_ca="/ca.pem",
+        upstream_protocol="http2",
         listen="0.0.0.0:80",
         admin="127.0.0.1:81",
         endpoints=("10.0.0.1:1", "10.0.0.2:2", "unix:/x"),
@@ -201,6 +205,7 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
         ("--upstream", "a b:80"),
         ("--upstream", ":80"),
         ("--upstream", "unix:/run/upstream.sock"),
+        ("--upstream-protocol", "h2c"),
         ("--listen", "localhost:10000"),
         ("--listen", "unix:/run/envoy.sock"),
         ("--admin", "9901"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
 import socket
 import threading
@@ -12,6 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
+import h2.connection
+import h2.events
 import pytest
 import websockets.sync.client
 import websockets.sync.server
@@ -53,7 +56,7 @@ GRPC = bundle(
 @pytest.fixture(scope="module")
 def over_grpc() -> Iterator[Stack]:
     """A stack with a gRPC upstream."""
-    with _grpc_upstream() as address, stack(GRPC, upstream=address) as made:
+    with _grpc_upstream() as address, stack(GRPC, upstream=address, upstream_protocol="http2") as made:
         yield made
 
 
@@ -118,6 +121,36 @@ def test_websockets_keep_streaming() -> None:
 
             assert made.loopguard.metric("uncounted_total", reason="upgrade") == 4
         server.shutdown()
+
+
+def _over_http2(made: Stack, path: str, **headers: str) -> tuple[str, bytes]:
+    """Status and body of one GET over HTTP/2, spoken to Envoy without asking first."""
+    http = h2.connection.H2Connection()
+    http.initiate_connection()
+    lines = {":method": "GET", ":path": path, ":authority": "h", ":scheme": "http", **headers}
+    http.send_headers(1, list(lines.items()), end_stream=True)
+    status, body = "", b""
+    with made.connect() as connection:
+        while True:
+            connection.sendall(http.data_to_send())
+            for event in http.receive_data(connection.recv(65_536)):
+                match event:
+                    case h2.events.ResponseReceived():
+                        status = dict(event.headers)[b":status"].decode()
+                    case h2.events.DataReceived():
+                        body += event.data
+                    case h2.events.StreamEnded():
+                        return status, body
+                    case h2.events.StreamReset() | h2.events.ConnectionTerminated():
+                        raise AssertionError(event)
+
+
+def test_http2_clients_reach_an_upstream_of_http1(shared: Stack, user: dict[str, str]) -> None:
+    """What the client speaks is no reason to speak it to the upstream; requests over HTTP/2 are counted like others."""
+    answers = [_over_http2(shared, "/reject/h2", **user) for _ in range(3)]
+
+    assert [status for status, _ in answers] == ["200", "200", "429"]
+    assert json.loads(answers[0][1])["number"]
 
 
 def test_the_stream_is_over_once_decided(shared: Stack, user: dict[str, str]) -> None:
