@@ -31,7 +31,7 @@ from extproc.transport.http2 import (
     StreamReset,
     encode,
 )
-from extproc.transport.sockets import listening_socket
+from extproc.transport.sockets import keep_alive, listening_socket
 
 _LOG = logging.getLogger("loopguard")
 
@@ -95,6 +95,7 @@ class _Peer(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A peer connected."""
         self._transport = cast("asyncio.Transport", transport)  # what a stream server hands out, uvloop's own class included
+        keep_alive(transport.get_extra_info("socket"))
         self._server.peers.add(self)
         self._flush()
         asyncio.get_running_loop().call_later(_HELLO_SECONDS, self._check_hello)

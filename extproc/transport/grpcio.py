@@ -14,20 +14,24 @@ from extproc.errors import LoopguardError, ProtocolError
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.service import Service
 from extproc.settings import Address
+from extproc.transport.grpc_wire import MAX_MESSAGE
 from extproc.transport.health import EXT_PROC, HEALTH, Health
 from extproc.transport.sockets import listening_socket
 
 _LOG = logging.getLogger("loopguard")
 
 _OPTIONS = [
-    # gRPC's own limits (4 MiB a message, 8 KiB of metadata) would fail requests that Envoy is happy with; what a client
-    # can send is bounded by Envoy's buffer and header limits.
-    ("grpc.max_receive_message_length", -1),
+    # gRPC's own limits (4 MiB a message, 8 KiB of metadata) would fail requests that Envoy is happy with.
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", -1),
     ("grpc.max_metadata_size", 1 << 20),
     ("grpc.absolute_max_metadata_size", 4 << 20),
     # Two servers on one port would share it in silence.
     ("grpc.so_reuseport", 0),
+    # An Envoy whose machine vanished must not hold its streams for hours.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
 ]
 
 

@@ -11,6 +11,7 @@ from extproc.errors import LoopguardError
 from extproc.settings import Address
 
 _BACKLOG = 1_024
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 def listening_socket(address: Address) -> socket.socket:
@@ -28,6 +29,16 @@ def listening_socket(address: Address) -> socket.socket:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise LoopguardError(f"cannot listen on {address.text}: {reason}; choose another with --listen") from None
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel find out within a minute when a peer's machine has vanished without a word."""
+    if connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE.items():
+        if hasattr(socket, option):  # Linux has them all
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _unix(path: str) -> socket.socket:
