@@ -414,9 +414,9 @@ static_resources:
           # But the headers of a request come at once or never.
           request_headers_timeout: 10s
           # And all of a request in this time, or it ends with 408: an upload that stalls would be buffered, and watched by
-          # Loopguard, for as long as it likes. The answer may take longer, and so may what streams both ways: the time ends when
-          # the upstream has the request or an answer begins. Here, too, the longest hold has to fit in. Clients that stream a
-          # request for longer, as gRPC's may, need more.
+          # Loopguard, for as long as it likes. The answer may take longer, and so may what streams both ways: the time ends
+          # when the upstream has the request or an answer begins. Here, too, the longest hold has to fit in. Clients that
+          # stream a request for longer, as those of gRPC may, need more.
           request_timeout: 60s
           # For HTTP/2 requests the buffer limit is the stream's window.
           http2_protocol_options:
