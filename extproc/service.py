@@ -17,6 +17,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from time import perf_counter
+from types import NoneType
 from typing import Any, NamedTuple, TypeAlias
 
 from google.protobuf.message import DecodeError
@@ -27,7 +28,7 @@ from extproc.errors import ProtocolError, StoreError
 from extproc.fingerprint import NO_BODY, Body
 from extproc.logs import RateLimit, fields
 from extproc.metrics import Metrics
-from extproc.pb.base_pb2 import HeaderValueOption
+from extproc.pb.base_pb2 import HeaderValue, HeaderValueOption
 from extproc.pb.external_processor_pb2 import HeaderMutation, ProcessingRequest, ProcessingResponse
 from extproc.pb.processing_mode_pb2 import ProcessingMode
 from extproc.request import HttpRequest, claim_text, unknowable_body, unverified_claims
@@ -41,6 +42,12 @@ _LOG = logging.getLogger("loopguard")
 
 NAMESPACE = "loopguard"
 """Of the dynamic metadata that answers carry."""
+
+MAX_HEADERS = 10_000
+"""So many headers of a request are read (Envoy itself takes 100 by default); those behind them count as missing.
+
+Reading 100,000 takes 40 ms; nothing a client sends may hold up the others for longer than 50 ms.
+"""
 
 SCOPE_METADATA = "x-loopguard-scope"
 """Names the attachment for one stream, in place of `--scope`."""
@@ -82,6 +89,8 @@ class Reply(NamedTuple):
 
 MaybeLater: TypeAlias = Reply | Awaitable[Reply]
 MaybeCounts: TypeAlias = Sequence[Count] | Awaitable[Sequence[Count] | None] | None
+_PLAIN = (list, tuple, NoneType)
+"""Counts that are there already; whether something is an Awaitable, an abstract type, is ten times as dear to find out."""
 
 
 def _go_on(kind: str) -> ProcessingResponse:
@@ -208,7 +217,9 @@ class Service:
             counts = self.store.hit([entry.hit for entry in entries])
         except Exception as error:  # noqa: BLE001  # sorted out by the callee
             return self._without_store(check, entries, error, shadow=shadow)
-        return self._count_later(check, entries, counts, shadow=shadow) if isinstance(counts, Awaitable) else counts
+        if isinstance(counts, _PLAIN) or not isinstance(counts, Awaitable):
+            return counts
+        return self._count_later(check, entries, counts, shadow=shadow)
 
     async def _count_later(
         self, check: Check, entries: Sequence[Entry], counts: Awaitable[Sequence[Count]], *, shadow: bool
@@ -289,6 +300,7 @@ class Stream:
     """One ext_proc stream, that is, one HTTP request.
 
     Attributes:
+        given_up: nobody waits for its body any more.
         on_given_up: for whoever owns the socket to set; called, from within a call of another stream, when this one need not go
             on: end it with status OK. A stream that goes on all the same has its next message answered, and is over then.
     """
@@ -300,13 +312,13 @@ class Stream:
         "_chunk",
         "_engine",
         "_expected",
-        "_given_up",
         "_holding",
         "_observed",
         "_overloaded",
         "_scope",
         "_service",
         "_started",
+        "given_up",
         "on_given_up",
     )
 
@@ -321,11 +333,11 @@ class Stream:
         self._body = NO_BODY
         self._body_mode = -1
         self._expected = -1
-        self._given_up = False
+        self.given_up = False
         self._holding: str | None = None
         self._observed = False
         self._started = 0.0
-        self.on_given_up: Callable[[], None] | None = None
+        self.on_given_up: Callable[[], object] | None = None
         service.streams += 1
 
     def receive(self, data: bytes) -> MaybeLater:
@@ -356,7 +368,7 @@ class Stream:
     def close(self) -> None:
         """The stream has ended, in whatever way: free what it held."""
         self._service.streams -= 1
-        self._service.given_up -= self._given_up
+        self._service.given_up -= self.given_up
         # Where Envoy did not say whether it sends bodies, nobody knows which of the two it was.
         self._leave_uncounted("no_body_phase" if self._body_mode < 0 else "aborted")
         if self._holding is not None:
@@ -366,13 +378,13 @@ class Stream:
     def give_up(self, reason: str) -> None:
         """Wait for the body no longer: the request goes on, uncounted."""
         self._leave_uncounted(reason)
-        self._given_up = True
+        self.given_up = True
         self._service.given_up += 1
         if self.on_given_up is not None:
             self.on_given_up()
 
     def _request_headers(self, message: ProcessingRequest) -> MaybeLater:
-        if self._check is not None or self._given_up:
+        if self._check is not None or self.given_up:
             return _DONE["request_headers"]
         self._observed = message.observability_mode
         request = self._read(message)
@@ -437,7 +449,9 @@ class Stream:
             self._service.record_uncounted(check)
 
     def _read(self, message: ProcessingRequest) -> HttpRequest:
-        listed = message.request_headers.headers.headers
+        listed: Sequence[HeaderValue] = message.request_headers.headers.headers
+        if len(listed) > MAX_HEADERS:
+            listed = listed[:MAX_HEADERS]
         headers = {header.key: header.raw_value for header in listed}
         if len(headers) < len(listed):  # a name repeats, and the first wins
             headers = {header.key: header.raw_value for header in reversed(listed)}
@@ -482,9 +496,9 @@ class Stream:
         service = self._service
         counts = service.count(check, check.enforcing, shadow=False) if check.enforcing else ()
         shadow_counts = service.count(check, check.shadow, shadow=True) if check.shadow else ()
-        if isinstance(counts, Awaitable) or isinstance(shadow_counts, Awaitable):
-            return self._judge_later(kind, check, counts, shadow_counts)
-        return self._answer(kind, check, counts, shadow_counts)
+        if isinstance(counts, _PLAIN) and isinstance(shadow_counts, _PLAIN):
+            return self._answer(kind, check, counts, shadow_counts)
+        return self._judge_later(kind, check, counts, shadow_counts)
 
     async def _judge_later(self, kind: str, check: Check, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:
         try:

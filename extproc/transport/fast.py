@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, cast
 
 from google.protobuf.message import DecodeError
@@ -182,6 +182,7 @@ class _Peer(asyncio.Protocol):
         call = self._calls[event.stream] = _Call(event.stream, handler)
         if handler is _Peer._process:
             call.stream = self._server.service.open(target.metadata)
+            call.stream.on_given_up = partial(self._give_up, call)
         if event.ended:
             self._finish(call, grpc_wire.OK)
 
@@ -264,6 +265,11 @@ class _Peer(asyncio.Protocol):
         else:
             self._http.respond(call.number, grpc_wire.trailers(status, message, only=True), end=True)
         self._drop(call)
+
+    def _give_up(self, call: _Call) -> None:
+        """Nobody waits for the body any more: ending with OK makes Envoy go on with the request."""
+        self._finish(call, grpc_wire.OK)
+        self._flush_soon()
 
     def _drop(self, call: _Call) -> None:
         """A call is over while its answer may still be under way."""

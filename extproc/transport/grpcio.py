@@ -44,7 +44,6 @@ class GrpcServer:
         self._server = grpc.aio.server(options=_OPTIONS)
         process = grpc.stream_stream_rpc_method_handler(self._process)  # bytes in, bytes out: the service parses
         self._health = health
-        self._reading: set[asyncio.Task[None]] = set()
         check = grpc.unary_unary_rpc_method_handler(
             self._check, HealthCheckRequest.FromString, HealthCheckResponse.SerializeToString
         )
@@ -79,30 +78,14 @@ class GrpcServer:
 
     async def stop(self, grace: float) -> None:
         """Take no more streams, give those in flight `grace` seconds, then end them."""
-        ending = asyncio.create_task(self._end_reads())
         await self._server.stop(grace)
-        ending.cancel()
-
-    async def _end_reads(self) -> None:
-        """Calls that wait for a message when the service gives up end with OK, so that Envoy goes on with their requests."""
-        await self._service.released.wait()
-        for call in list(self._reading):
-            call.cancel()
 
     async def _process(self, _: Any, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
         stream = self._service.open(context.invocation_metadata() or ())
-        call = cast("asyncio.Task[None]", asyncio.current_task())
+        stream.on_given_up = cast("asyncio.Task[None]", asyncio.current_task()).cancel
         try:
             while True:
-                self._reading.add(call)
-                try:
-                    data = await context.read()
-                except asyncio.CancelledError:
-                    if self._service.released.is_set():
-                        return
-                    raise
-                finally:
-                    self._reading.discard(call)
+                data = await context.read()
                 if data is grpc.aio.EOF:
                     return
                 reply = stream.receive(data)
@@ -115,6 +98,10 @@ class GrpcServer:
                     await context.write(reply.answer)
                 if reply.done:
                     return
+        except asyncio.CancelledError:
+            if not stream.given_up:
+                raise
+            # Nobody waits for the body any more: ending with OK makes Envoy go on with the request.
         except ProtocolError as error:
             await context.abort(_STATUS[error.code], str(error))
         finally:
