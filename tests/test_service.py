@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from extproc.errors import ProtocolError, StoreError
 from extproc.metrics import Metrics
+from extproc.pb.base_pb2 import HeaderValue
 from extproc.pb.external_processor_pb2 import HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse
-from extproc.service import Holds, Reply, Service, Stream
+from extproc.service import MAX_HEADERS, Holds, Reply, Service, Stream
 from extproc.settings import Settings
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
@@ -403,6 +404,23 @@ def test_the_first_of_repeated_headers_wins() -> None:
     message.request_headers.headers.headers.add(key="x-a", raw_value=b"second")
 
     assert service.open()._read(message).header("x-a") == "first"
+
+
+def test_headers_beyond_the_cap_count_as_missing() -> None:
+    """The first headers are read, pseudo-headers among them, and a caller's name that comes too late is no name."""
+    service = make_service(policy("a", {"pathPrefix": "/"}, limit_keys=["header:x-late"], missing_descriptor="skip"))
+    message = headers(end=True)
+    listed = message.request_headers.headers.headers
+    for number in range(MAX_HEADERS - len(listed) - 1):
+        listed.add(key=f"x-{number}", raw_value=b"v")
+    listed.add(key="x-late", raw_value=b"1")
+
+    exchange(service, message)
+    listed.insert(5, HeaderValue(key="x-more", raw_value=b"v"))
+    exchange(service, message)
+
+    assert sample(service, "requests_total", policy="a", mode="enforce", action="allow") == 1
+    assert sample(service, "uncounted_total", policy="a", reason="missing_descriptor") == 1
 
 
 def test_shadow_reports_and_does_nothing_else() -> None:
