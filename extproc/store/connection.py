@@ -44,6 +44,8 @@ _KINDS = {
 def refusal(reply: hiredis.ReplyError) -> StoreError:
     """What an error reply means."""
     text = str(reply)
+    if "unauthenticated" in text:  # a script is longer than what strangers may say, and that is heard first
+        text = "NOAUTH Authentication required."
     words = [text.partition(" ")[0], *(word for word in _KINDS if f"-{word} " in text)]  # Redis 6 quotes it behind its own
     kind, transient = next((_KINDS[word] for word in words if word in _KINDS), ("response", True))
     return StoreError(text, kind=kind, transient=transient)

@@ -125,7 +125,7 @@ class RedisBackend:
                 _read(call, await _only(connection, self._command(call, whole=True)), verdicts)
             elif word == "MOVED":
                 self._topology.forget()
-                connection = await self._topology.open(call.tag)
+                connection = await self._topology.at(_place(rest))
                 _read(call, await _only(connection, self._command(call, whole=True)), verdicts)
             elif word == "ASK" and len(call.shots) == 1:  # the slot is on its way to another server
                 connection = await self._topology.at(_place(rest))

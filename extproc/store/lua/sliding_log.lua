@@ -32,10 +32,10 @@ for i, key in ipairs(KEYS) do
   if before < 0 then
     before = 0
   else
-    cooling = tonumber(redis.call('LPOP', key))
-    if before > 0 then now = math.max(now, tonumber(redis.call('LINDEX', key, -1))) end
+    cooling = tonumber(redis.call('LPOP', key)) or 0
+    if before > 0 then now = math.max(now, tonumber(redis.call('LINDEX', key, -1)) or 0) end
     while before > 0 do
-      oldest = tonumber(redis.call('LINDEX', key, 0))
+      oldest = tonumber(redis.call('LINDEX', key, 0)) or 0
       if now < oldest + window then break end
       redis.call('LPOP', key)
       before = before - 1
@@ -56,7 +56,7 @@ for i, key in ipairs(KEYS) do
     redis.call('RPUSH', key, string.format('%.0f', now))
     if before == count_to then
       redis.call('LPOP', key)
-      oldest = tonumber(redis.call('LINDEX', key, 0))
+      oldest = tonumber(redis.call('LINDEX', key, 0)) or 0
     else
       before = before + 1
     end
@@ -65,7 +65,7 @@ for i, key in ipairs(KEYS) do
   local stands, enough = cooling - now, threshold
   if not count_refused and cooldown == 0 then enough = threshold - 1 end -- else the next one trips
   if before >= enough then -- until the last that is needed is too old
-    stands = math.max(stands, tonumber(redis.call('LINDEX', key, -enough)) + window - now)
+    stands = math.max(stands, (tonumber(redis.call('LINDEX', key, -enough)) or 0) + window - now)
   end
   redis.call('LPUSH', key, string.format('%.0f', cooling))
   redis.call('PEXPIRE', key, string.format('%.0f', math.max(window, cooling - now) + GARBAGE_MS))

@@ -1,0 +1,836 @@
+"""The Redis store beyond counting: URLs and secrets, batches, certainty, what breaks and how it heals; on real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any, cast
+
+import hiredis
+import pytest
+import trustme
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.errors import StoreError, UsageError
+from extproc.metrics import Metrics
+from extproc.settings import Settings
+from extproc.store import certain, open_store, redacted
+from extproc.store.connection import Connection, refusal
+from extproc.store.redis import TAGS, RedisBackend
+from extproc.store.remote import RemoteStore, Shot
+from extproc.store.topology import SLOTS, slot, spread
+from extproc.windows import Count, Hit
+from tests.harness import eventually
+from tests.servers import Driver, Server, cluster, replicated, sentinels, server
+from tests.test_windows import WINDOW_TYPES, make_hit, oracle
+
+SECRET = "hunter2"
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Server]:
+    """One server for all tests that leave it as it was."""
+    with server() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def six() -> Iterator[list[Server]]:
+    """A cluster of three primaries and their replicas."""
+    with cluster() as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def driver(one: Server) -> Iterator[Driver]:
+    """A store on the one server."""
+    with Driver(f"redis://{one.address}") as made:
+        yield made
+
+
+def remote(driver: Driver) -> RemoteStore:
+    """The store as what it is."""
+    return cast("RemoteStore", driver.store)
+
+
+def backend(driver: Driver) -> RedisBackend:
+    """The wire behind the store."""
+    return cast("RedisBackend", remote(driver)._backends[0])
+
+
+# --- URLs and secrets
+
+
+_CANNOT = "cannot use store"
+BAD_URLS = [
+    ("redis://", "redis://: it takes one HOST:PORT; for several use redis+sentinel:// or redis+cluster://"),
+    ("redis://a,b", "redis://a,b: it takes one HOST:PORT; for several use redis+sentinel:// or redis+cluster://"),
+    ("redis://a:x", "redis://a:x: what stands behind :// must be HOST:PORT"),
+    ("redis://a:70000", "redis://a:70000: what stands behind :// must be HOST:PORT"),
+    ("redis://[::1", "redis://[::1: Invalid IPv6 URL"),
+    ("redis://a/zero", "redis://a/zero: the database must be a number from 0"),
+    ("redis://a?x=1", "redis://a: unknown option; there are prefix, connections"),
+    ("redis://a?ca=x", "redis://a: unknown option; there are prefix, connections"),
+    ("redis://a?connections=0", "redis://a: connections must be a number from 1"),
+    ("redis://a#b", "redis://a#b: it must not contain #; in a password, write %23"),
+    ("rediss://a?ca=/none", "rediss://a: ca: there is no file /none"),
+    (f"rediss://a?key={__file__}", "rediss://a: key needs cert"),
+    (
+        f"rediss://a?ca={__file__}",
+        "rediss://a: ca, cert and key must be PEM files that belong together ([X509",
+    ),
+    ("unix://", "unix://: it takes the form unix:///PATH?db=0"),
+    ("unix://run/x.sock", "unix://run/x.sock: it takes the form unix:///PATH?db=0"),
+    ("redis+sentinel://a", "redis+sentinel://a: it takes the form redis+sentinel://HOST1:PORT,HOST2:PORT/SERVICE"),
+    ("rediss+sentinel:///s", "rediss+sentinel:///s: it takes the form rediss+sentinel://HOST1:PORT,HOST2:PORT/SERVICE"),
+    (
+        "redis+cluster://a/1",
+        "redis+cluster://a/1: it takes the form redis+cluster://HOST1:PORT,HOST2:PORT (a cluster has no databases)",
+    ),
+    (
+        "redis+cluster://a?prefix={x}",
+        "redis+cluster://a: the prefix must not contain {: the hash tag of a cluster's keys is Loopguard's",
+    ),
+    (
+        "redis://ann@a",
+        "redis://a: a user needs a password, here as USER:PASSWORD@, in LOOPGUARD_STORE_PASSWORD or in --store-password-file",
+    ),
+]
+
+
+@pytest.mark.parametrize(("url", "message"), BAD_URLS)
+def test_a_bad_url_says_what_would_be_right(url: str, message: str) -> None:
+    """Every part of a store URL that cannot be used is a usage error that names the form it should have."""
+    with pytest.raises(UsageError) as error:
+        open_store(url, Metrics())
+
+    assert str(error.value).startswith(f"{_CANNOT} {message}")
+
+
+@pytest.mark.parametrize(
+    "password", [SECRET, f"{SECRET}/x", f"x?{SECRET}", f"x#{SECRET}", f"@{SECRET}@", f"[{SECRET}", f"{SECRET}:%zz"]
+)
+@pytest.mark.parametrize(("url", "_"), BAD_URLS[:-1])
+def test_no_error_shows_the_password(url: str, _: str, password: str) -> None:
+    """Whatever is wrong with a URL, and whatever the password is made of, the error does not repeat it."""
+    scheme, _, rest = url.partition("://")
+    url = f"{scheme}://ann:{password}@{rest}"
+
+    with pytest.raises(UsageError) as error:
+        open_store(url, Metrics())
+
+    assert SECRET not in str(error.value)
+    assert SECRET not in redacted(url)
+
+
+def test_a_password_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path) -> None:
+    """The message names the file and the reason."""
+    with pytest.raises(UsageError) as error:
+        open_store("redis://a", Metrics(), Settings(store_password_file=str(tmp_path / "none")))
+
+    assert str(error.value) == f"--store-password-file {tmp_path}/none: No such file or directory"
+
+
+def test_database_prefix_and_connections(one: Server) -> None:
+    """Keys go to the database of the URL and start with its prefix; several round trips may be under way at once."""
+    with Driver(f"redis://{one.address}/3?prefix=mine-&connections=3") as driver:
+
+        async def many() -> list[Sequence[Count]]:
+            return await asyncio.gather(*(driver.ask([make_hit()], 0) for _ in range(1_000)))
+
+        assert sorted(answer.count for (answer,) in driver.run(many())) == list(range(1, 1_001))
+
+        keys = one.client(db=3).keys()
+        clients = [client for client in one.client().client_list() if client["db"] == "3"]
+        assert keys
+        assert all(key.startswith(b"mine-") for key in keys)
+        assert len(clients) >= 3
+
+
+def test_the_default_prefix(driver: Driver, one: Server) -> None:
+    """Keys start with `loopguard:`, then the counter key as `explain` shows it."""
+    driver.count([make_hit()], 0)
+
+    assert one.client().exists(f"loopguard:{driver.key(make_hit())}")
+
+
+def test_a_unix_socket(one: Server) -> None:
+    """`unix:///path?db=N` connects to the server's socket."""
+    with Driver(f"unix://{one.socket}?db=2") as driver:
+        assert driver.count([make_hit()])[0].count == 1
+
+        assert one.client(db=2).exists(f"loopguard:{driver.key(make_hit())}")
+
+
+ACL = "~loopguard:* +evalsha +eval +time +get +set +del +pexpire +llen +lindex +lpush +lpop +rpush"
+"""What the README says a user needs."""
+
+
+def test_an_acl_user_with_the_least_rights(one: Server) -> None:
+    """A user who may call the commands that the README lists, on keys with the prefix, is all that it takes."""
+    one.client().execute_command("ACL", "SETUSER", "counter", "on", f">{SECRET}", *ACL.split())
+
+    with Driver(f"redis://counter:{SECRET}@{one.address}") as driver:
+        hits = [make_hit(kind, key=kind, cooldown_ms=50) for kind in WINDOW_TYPES]
+        answers = [driver.count(hits, now) for now in range(5)]
+
+        assert [answer.count for answer in answers[-1]] == [5, 5, 5]
+        assert driver.store.health() == "ok"
+
+
+def test_a_password_from_the_environment_or_a_file_that_changes(tmp_path: Path) -> None:
+    """A password need not stand in the URL; a file is read at every connect, so a changed password needs no restart."""
+    file = tmp_path / "password"
+    file.write_text(f"{SECRET}\n")
+    with server("--requirepass", SECRET) as locked:
+        with Driver(f"redis://{locked.address}", store_password=SECRET) as driver:
+            assert driver.count([make_hit()])[0].count == 1
+
+        with Driver(f"redis://{locked.address}", store_password_file=str(file)) as driver:
+            admin = locked.client(password=SECRET)
+            assert driver.count([make_hit()])[0].count == 1
+            admin.config_set("requirepass", "changed")
+            file.write_text("changed")
+            admin.client_kill_filter(_type="normal", skipme=True)
+
+            assert driver.count([make_hit()])[0].count == 2
+
+
+def test_a_server_without_a_password_is_told_none_of_ours(one: Server) -> None:
+    """A password that the server does not want is an error of kind auth whose text does not repeat it."""
+    with server("--requirepass", "other") as locked:
+        for address in (locked.address, one.address):
+            with Driver(f"redis://:{SECRET}@{address}") as driver:
+                expected = "unavailable" if address == locked.address else driver.store.health()  # some servers do not mind
+                assert driver.store.health().startswith(expected)
+                assert SECRET not in driver.store.health()
+
+
+@asynccontextmanager
+async def _tls(context: ssl.SSLContext, port: int) -> AsyncIterator[int]:
+    """A TLS front for a server that has none: pip's Valkey is built without."""
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65_536):
+            writer.write(data)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        behind_reader, behind_writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            await asyncio.gather(pipe(reader, behind_writer), pipe(behind_reader, writer))
+        except OSError:
+            pass
+        finally:
+            behind_writer.close()
+            writer.close()
+
+    front = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    try:
+        yield front.sockets[0].getsockname()[1]
+    finally:
+        front.close()
+
+
+def test_tls_with_a_ca_and_a_client_certificate(one: Server, tmp_path: Path) -> None:
+    """`rediss://` trusts the CA of the URL alone, checks the host's name, and shows its own certificate."""
+    authority, stranger = trustme.CA(), trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    stranger.cert_pem.write_to_path(str(tmp_path / "stranger.pem"))
+    client = authority.issue_cert("loopguard.example")
+    client.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "client.pem"))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.verify_mode = ssl.CERT_REQUIRED
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.configure_trust(context)
+
+    async def states() -> dict[str, str]:
+        found = {}
+        async with _tls(context, one.port) as port:
+            for name, host, options in (
+                ("good", "127.0.0.1", f"ca={tmp_path}/ca.pem&cert={tmp_path}/client.pem"),
+                ("unknown CA", "127.0.0.1", f"ca={tmp_path}/stranger.pem&cert={tmp_path}/client.pem"),
+                ("wrong name", "localhost", f"ca={tmp_path}/ca.pem&cert={tmp_path}/client.pem"),
+                ("no certificate", "127.0.0.1", f"ca={tmp_path}/ca.pem"),
+            ):
+                store = open_store(f"rediss://{host}:{port}?{options}", Metrics(), Settings())
+                await store.start()
+                found[name] = store.health()
+                if name == "good":
+                    answer = await cast("Any", store.hit([make_hit(key="tls:00")]))
+                    assert answer[0].count == 1
+                await store.close()
+        return found
+
+    found = asyncio.run(states())
+
+    assert found.pop("good") == "ok"
+    assert {name: text.startswith("unavailable: ") for name, text in found.items()} == dict.fromkeys(found, True)
+    assert "certificate verify failed" in found["unknown CA"]
+
+
+# --- the wire
+
+
+class _Transport(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.aborted = False
+
+    def write(self, data: Any) -> None:  # noqa: ANN401  # bytes-like
+        self.written += data
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+REPLIES = b":1\r\n-ERR no\r\n*2\r\n:1\r\n$2\r\nab\r\n"
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, len(REPLIES)])
+def test_replies_in_any_pieces(step: int) -> None:
+    """Replies are told apart however the network cuts them, and go to those who asked, in order."""
+
+    async def received() -> list[list[Any]]:
+        connection, transport = Connection("here"), _Transport()
+        connection.connection_made(transport)
+        first, second = connection.send([("GET", "a"), ("GET", "b")]), connection.send([("GET", 3)])
+        assert transport.written.count(b"$3\r\nGET\r\n") == 3
+        for at in range(0, len(REPLIES), step):
+            connection.data_received(REPLIES[at : at + step])
+        return [await first, await second]
+
+    (one, error), (pair,) = asyncio.run(received())
+
+    assert one == 1
+    assert isinstance(error, hiredis.ReplyError)
+    assert pair == [1, b"ab"]
+
+
+def test_what_is_no_reply_ends_the_connection() -> None:
+    """Bytes that are not the protocol fail whoever waits, and nothing after them is believed."""
+
+    async def received() -> tuple[BaseException | None, bool, BaseException | None]:
+        connection, transport = Connection("here"), _Transport()
+        connection.connection_made(transport)
+        waiting = connection.send([("GET", "a")])
+        connection.data_received(b"HTTP/1.1 400 Bad Request\r\n")
+        late = connection.send([("GET", "a")])
+        return waiting.exception(), transport.aborted, late.exception()
+
+    first, aborted, late = asyncio.run(received())
+
+    assert aborted
+    assert [error.kind for error in (first, late) if isinstance(error, StoreError)] == ["connection"] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("ERR Protocol error: unauthenticated bulk length", "auth"),
+        ("NOAUTH Authentication required.", "auth"),
+        ("WRONGPASS invalid username-password pair or user is disabled.", "auth"),
+        ("OOM command not allowed when used memory > 'maxmemory'. script: x, on @user_script:1.", "oom"),
+        (
+            "ERR Error running script (call to f_x): @user_script:53: -OOM command not allowed when used memory > 'maxmemory'.",
+            "oom",
+        ),
+        ("READONLY You can't write against a read only replica.", "read_only"),
+        ("LOADING Redis is loading the dataset in memory", "loading"),
+        ("CLUSTERDOWN The cluster is down", "cluster"),
+        ("ERR whatever", "response"),
+    ],
+)
+def test_what_an_error_reply_means(text: str, kind: str) -> None:
+    """The first word tells, also where Redis 6 quotes it inside a script error."""
+    assert refusal(hiredis.ReplyError(text)).kind == kind
+
+
+# --- scripts and keys
+
+
+def test_a_server_that_forgot_the_scripts_is_given_them_again(driver: Driver, one: Server) -> None:
+    """After SCRIPT FLUSH the next hits of every window type count on, and nobody notices."""
+    hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
+    driver.count(hits, 0)
+    one.client().script_flush()
+
+    answers = driver.count(hits, 1)
+
+    assert [answer.count for answer in answers] == [2, 2, 2]
+    assert driver.store.health() == "ok"
+
+
+@pytest.mark.parametrize("window_type", WINDOW_TYPES)
+@pytest.mark.parametrize("cooldown_ms", [0, 90_000])
+def test_keys_expire_by_themselves(driver: Driver, one: Server, window_type: str, cooldown_ms: int) -> None:
+    """A key lives as long as its window or its cooldown, and a second longer."""
+    hit = make_hit(window_type, cooldown_ms=cooldown_ms, threshold=2)
+    key = f"loopguard:{driver.key(hit)}"
+
+    driver.count([hit])
+    first = one.client().pttl(key)
+    driver.count([hit])
+    tripped = one.client().pttl(key)
+
+    assert 0 < first <= hit.window_ms + 1_000
+    assert max(hit.window_ms, cooldown_ms) - 10_000 < tripped <= max(hit.window_ms, cooldown_ms) + 1_000
+
+
+def test_nothing_is_ever_scanned() -> None:
+    """Counting calls the commands that an ACL user needs, and no others."""
+    with server() as fresh, Driver(f"redis://{fresh.address}") as driver:
+        before = set(fresh.commands())
+        for now in range(0, 60_000, 3_000):
+            driver.count([make_hit(kind, key=kind, cooldown_ms=5_000) for kind in WINDOW_TYPES], now)
+
+        assert {f"+{name}" for name in set(fresh.commands()) - before} - {"+info"} <= set(ACL.split())
+
+
+@pytest.mark.parametrize("poison", ["set x y", "set x ''", "hset x a b", "rpush x y", "rpush x 1 y", "sadd x y"])
+def test_a_key_of_somebody_else_is_replaced(driver: Driver, one: Server, poison: str) -> None:
+    """Where a counter's key holds something else, that hit counts from 1, and the others of its batch are not disturbed."""
+    hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
+    good = [hit._replace(key=f"good-{hit.key}") for hit in hits]
+    driver.count(good, 1_000_000)
+    command, _, *values = poison.split()
+    for hit in hits:
+        one.client().execute_command(command, f"loopguard:{driver.key(hit)}", *values)
+
+    first = driver.count([*good, *hits], 1_000_001)
+    second = driver.count([*good, *hits], 1_000_002)
+
+    assert [answer.count for answer in first[:3]] == [2, 2, 2]
+    assert all(answer.count <= 3 for answer in first[3:])
+    assert [answer.count for answer in second] == [answer.count + 1 for answer in first]
+
+
+@given(
+    window_type=st.sampled_from(WINDOW_TYPES),
+    threshold=st.integers(2, 4),
+    cooldown=st.sampled_from([0, 0, 5, 30]),
+    count_refused=st.booleans(),
+    gaps=st.lists(st.integers(0, 12), min_size=1, max_size=15),
+    times=st.integers(1, 5),
+    later=st.integers(0, 40),
+)
+def test_a_verdict_stands_as_long_as_it_says(
+    driver_of_module: Driver,
+    window_type: str,
+    threshold: int,
+    cooldown: int,
+    count_refused: bool,
+    gaps: list[int],
+    times: int,
+    later: int,
+) -> None:
+    """Several requests sent as one count as if sent alone; a hit before the verdict's end is refused and starts no cooldown."""
+    driver = driver_of_module.fresh()
+    hit = Hit("key", window_type, 20, threshold, cooldown, count_refused, 100)
+    hit = hit._replace(key=driver.key(hit))
+    moments = [1_000 + sum(gaps[: position + 1]) for position in range(len(gaps))]
+    history = [*moments[:-1], *[moments[-1]] * times]
+
+    async def counted() -> tuple[Count, int]:
+        shots = [*(Shot(hit, 1, now) for now in moments[:-1]), Shot(hit, times, moments[-1])]
+        verdicts = [(await backend(driver).count([shot]))[0] for shot in shots]
+        return verdicts[-1].answer, verdicts[-1].stands_ms
+
+    answer, stands = driver.run(counted())
+
+    expected = oracle(hit, history)
+    if count_refused:
+        assert answer == expected[-1]
+    else:
+        assert answer == next((one for one in expected[len(moments) - 1 :] if one.looping), expected[-1])
+    if answer.looping and later < stands:
+        then = oracle(hit, [*history, moments[-1] + later])[-1]
+        assert then.looping
+        assert then.cooldown_ms == max(0, answer.cooldown_ms - later)
+
+
+@pytest.fixture(scope="module")
+def driver_of_module(one: Server) -> Iterator[Driver]:
+    """For property tests, whose examples cannot have a fixture each."""
+    with Driver(f"redis://{one.address}") as made:
+        yield made
+
+
+# --- batches
+
+
+def test_hits_that_wait_go_together(driver: Driver) -> None:
+    """With 64 requests in flight a round trip carries at least 8 hits on average."""
+
+    async def client(number: int) -> None:
+        for turn in range(40):
+            await driver.ask([make_hit(key=f"{number}-{turn}")], None)
+
+    async def all_clients() -> None:
+        await asyncio.gather(*(client(number) for number in range(64)))
+
+    driver.run(all_clients())
+
+    hits, trips = driver.metric("store_batch_size_sum"), driver.metric("store_batch_size_count")
+    assert hits == 64 * 40
+    assert hits / trips >= 8
+
+
+def test_a_request_that_meets_many_policies_is_one_round_trip(driver: Driver) -> None:
+    """Hits asked for in the same moment, in one call or in two, make one round trip."""
+    hits = [make_hit(kind, key=f"{kind}-{number}") for kind in WINDOW_TYPES for number in range(3)]
+
+    async def both() -> None:
+        await asyncio.gather(driver.ask(hits, None), driver.ask([make_hit(key="shadow")], None))
+
+    driver.run(both())
+
+    assert driver.metric("store_batch_size_count") == 1
+    assert driver.metric("store_batch_size_sum") == 10
+
+
+def test_a_batch_is_bounded(driver: Driver) -> None:
+    """More hits than fit into one round trip take several."""
+
+    async def flood() -> None:
+        await asyncio.gather(*(driver.ask([make_hit(key=str(number))], None) for number in range(600)))
+
+    driver.run(flood())
+
+    assert driver.metric("store_batch_size_count") == 3
+    assert driver.metric("store_batch_size_sum") == 600
+
+
+def test_a_caller_who_leaves_disturbs_nobody(driver: Driver) -> None:
+    """Requests cancelled while they wait are counted, and the others get their answers."""
+
+    async def some_leave() -> list[int]:
+        tasks = [asyncio.create_task(_one(driver)) for _ in range(10)]
+        await asyncio.sleep(0)
+        for task in tasks[::2]:
+            task.cancel()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        return [answer for answer in answers if isinstance(answer, int)]
+
+    counts = driver.run(some_leave())
+
+    assert counts == [2, 4, 6, 8, 10]
+
+
+async def _one(driver: Driver) -> int:
+    return (await driver.ask([make_hit(threshold=100)], None))[0].count
+
+
+# --- certainty
+
+
+def _loop(driver: Driver, hit: Hit) -> None:
+    """Count until the loop is refused."""
+    while not driver.count([hit])[0].looping:
+        pass
+
+
+def test_a_hammered_loop_is_no_hot_key(driver: Driver, one: Server) -> None:
+    """A loop that is being refused is answered here; the server hears of it now and then, and its count is right in the end."""
+    hit = make_hit(window_ms=60_000)
+    _loop(driver, hit)
+    before = one.commands()["evalsha"]
+
+    answers = [driver.count([hit])[0] for _ in range(2_000)]
+    calls = one.commands()["evalsha"] - before
+    with Driver(f"redis://{one.address}") as other:
+        other._name = driver._name
+        eventually(lambda: driver.run(asyncio.sleep(0.02)) or remote(driver)._certain._known[driver.key(hit)].owed == 0)
+        seen = other.count([hit])[0].count
+
+    assert all(answer.looping for answer in answers)
+    assert [answer.count for answer in answers] == list(range(4, 2_004))
+    assert calls <= 100  # of 2,000 refused requests
+    assert seen == 2_004
+
+
+def test_refusals_that_do_not_count_cost_nothing(driver: Driver, one: Server) -> None:
+    """With count_refused off a certain refusal is not sent at all, and shows the same count each time."""
+    hit = make_hit(window_ms=60_000, count_refused=False)
+    _loop(driver, hit)
+    before = one.commands()["evalsha"]
+
+    answers = [driver.count([hit])[0] for _ in range(500)]
+
+    assert {(answer.count, answer.looping) for answer in answers} == {(3, True)}
+    assert one.commands()["evalsha"] - before <= 5
+
+
+def test_a_changed_policy_is_asked_about_anew(driver: Driver) -> None:
+    """What was certain for one threshold says nothing about another."""
+    _loop(driver, make_hit(window_ms=60_000))
+
+    assert not driver.count([make_hit(window_ms=60_000, threshold=50)])[0].looping
+
+
+@pytest.mark.parametrize("count_refused", [True, False])
+def test_a_key_that_an_operator_deletes_is_forgotten_here_as_well(driver: Driver, one: Server, count_refused: bool) -> None:
+    """After FLUSHALL a loop that hammers on is soon let through again, and counts from 1."""
+    hit = make_hit(window_ms=60_000, count_refused=count_refused, threshold=100)
+    _loop(driver, hit)
+    one.client().flushall()
+
+    eventually(lambda: not driver.count([hit])[0].looping, "a request that goes on")
+
+
+def test_what_is_certain_is_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many loops there are, a bounded number is remembered; the others are asked about."""
+    monkeypatch.setattr(certain, "MAX_LOOPS", 3)
+    for number in range(10):
+        _loop(driver, make_hit(window_ms=60_000, key=str(number)))
+
+    assert len(remote(driver)._certain) == 3
+    assert driver.count([make_hit(window_ms=60_000, key="0")])[0].count == 4
+
+
+def test_closing_sends_what_is_owed(driver: Driver, one: Server) -> None:
+    """Refusals answered here right before the end are counted on the server."""
+    hit = make_hit(window_ms=60_000)
+    with Driver(f"redis://{one.address}") as leaving:
+        leaving._name = driver._name
+        _loop(leaving, hit)
+        for _ in range(5):
+            leaving.count([hit])
+
+    assert driver.count([hit])[0].count == 9
+
+
+# --- what breaks
+
+
+def _kill(broken: Server) -> None:
+    broken.kill()
+
+
+def _command(*command: str | int) -> Callable[[Server], None]:
+    def run(broken: Server) -> None:
+        broken.client().execute_command(*command)
+
+    return run
+
+
+def _lock(broken: Server) -> None:
+    broken.client().config_set("requirepass", SECRET)
+    broken.client(password=SECRET).client_kill_filter(_type="normal", skipme=True)
+
+
+TROUBLES: dict[str, tuple[Callable[[Server], None], Callable[[Server], None], set[str]]] = {
+    "down": (_kill, Server.start, {"connection"}),
+    "hung": (Server.hang, Server.resume, {"timeout"}),
+    "locked": (_lock, lambda broken: broken.client(password=SECRET).config_set("requirepass", ""), {"auth", "connection"}),
+    "full": (_command("CONFIG", "SET", "maxmemory", 1), _command("CONFIG", "SET", "maxmemory", 0), {"oom"}),
+    "demoted": (_command("REPLICAOF", "127.0.0.1", 1), _command("REPLICAOF", "NO", "ONE"), {"read_only"}),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_trouble_is_told_once_and_heals(trouble: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Requests fail rather than wait, the cause is in health and metrics, one line each tells of outage and recovery."""
+    harm, cure, kinds = TROUBLES[trouble]
+    caplog.set_level(logging.INFO, "loopguard")
+    with server() as broken, Driver(f"redis://{broken.address}", store_timeout=0.2) as driver:
+        assert driver.count([make_hit(window_ms=600_000)])[0].count == 1
+        harm(broken)
+
+        eventually(lambda: _refused(driver) and "unavailable" in driver.store.health(), "the outage")
+        errors = [_refused(driver) for _ in range(20)]
+        eventually(
+            lambda: driver.run(asyncio.sleep(0.02)) or any(driver.metric("store_errors_total", kind=kind) for kind in kinds)
+        )
+        health = driver.store.health()
+        cure(broken)
+        eventually(lambda: driver.run(asyncio.sleep(0.02)) or driver.store.health() == "ok", "the recovery")
+
+        assert {error.kind for error in errors if error} == {"unavailable"}
+        assert SECRET not in health
+        assert driver.count([make_hit(window_ms=600_000)])[0].count >= 1
+    lines = [record.message for record in caplog.records if record.name == "loopguard"]
+    assert lines == ["store unavailable, each replica counts for itself", "store available again"]
+
+
+def _refused(driver: Driver) -> StoreError | None:
+    try:
+        driver.count([make_hit(window_ms=600_000)])
+    except StoreError as error:
+        return error
+    return None
+
+
+def test_a_hung_server_fails_everybody_who_waits() -> None:
+    """Requests of one moment, in flight and in the queue, all hear of a server that does not answer."""
+    with server() as hung, Driver(f"redis://{hung.address}", store_timeout=0.1) as driver:
+        driver.count([make_hit()])
+        hung.hang()
+
+        async def flood() -> list[Any]:
+            return await asyncio.gather(*(driver.ask([make_hit()], None) for _ in range(600)), return_exceptions=True)
+
+        answers = driver.run(flood())
+        hung.resume()
+
+    assert {type(answer) for answer in answers} == {StoreError}
+
+
+def test_a_busy_event_loop_is_no_outage(driver: Driver) -> None:
+    """Where this process, not the server, was too slow, the answers that have come meanwhile are taken."""
+    store = remote(driver)
+    store._timeout = 0.02
+
+    async def stalled() -> int:
+        answer = asyncio.ensure_future(cast("Any", store.hit([make_hit(key="stall:00")])))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        _spin(0.05)
+        return cast("int", (await answer)[0].count)
+
+    assert driver.run(stalled()) == 1
+    assert driver.store.health() == "ok"
+
+
+def _spin(seconds: float) -> None:
+    """Hold the event loop."""
+    end = perf_counter() + seconds
+    while perf_counter() < end:
+        pass
+
+
+def test_a_connection_that_the_server_closed_is_opened_again(driver: Driver, one: Server) -> None:
+    """An idle connection's end costs the next request nothing but a connect."""
+    driver.count([make_hit()])
+    one.client().client_kill_filter(_type="normal", skipme=True)
+    driver.run(asyncio.sleep(0.05))
+
+    assert driver.count([make_hit()])[0].count == 2
+
+
+def test_a_store_without_a_server_starts(caplog: pytest.LogCaptureFixture) -> None:
+    """Starting without a server is no error: it is told, and the first request fails at once."""
+    with server() as gone:
+        pass
+
+    with Driver(f"redis://{gone.address}") as driver:
+        assert driver.store.health().startswith("unavailable: 127.0.0.1:")
+        assert _refused(driver)
+
+    assert [record.message for record in caplog.records] == ["store unavailable, each replica counts for itself"]
+
+
+# --- Sentinel and Cluster
+
+
+def test_tags_spread_evenly() -> None:
+    """Each hash tag's slot lies in a share of the slots of its own."""
+    assert sorted(slot(tag) * TAGS // SLOTS for tag in spread(TAGS)) == list(range(TAGS))
+
+
+def test_cluster_keys_lie_in_few_slots_on_every_primary(six: list[Server]) -> None:
+    """Keys use at most 16 slots; every primary has its share; a batch takes one connection to each of them."""
+    with Driver("redis+cluster://" + six[1].address) as driver:
+        hits = [make_hit(key=str(number)) for number in range(300)]
+        for start in range(0, 300, 100):
+            driver.count(hits[start : start + 100])
+
+        slots = {six[0].client().cluster("keyslot", key) for node in six[:3] for key in node.client().keys("loopguard:*")}
+        sizes = [node.client().dbsize() for node in six[:3]]
+        assert len(slots) <= TAGS
+        assert min(sizes) > 300 / 3 / 2
+        assert driver.metric("store_batch_size_count") == 3
+
+
+def test_a_cluster_batch_is_few_commands(six: list[Server]) -> None:
+    """A batch of 200 hits takes at most one script call per hash tag."""
+    with Driver("redis+cluster://" + six[0].address) as driver:
+        driver.count([make_hit(key=str(number)) for number in range(200)])
+        before = sum(node.commands()["evalsha"] for node in six[:3])
+
+        driver.count([make_hit(key=str(number)) for number in range(200)])
+
+        assert sum(node.commands()["evalsha"] for node in six[:3]) - before <= TAGS
+
+
+def test_slots_that_move_are_followed(six: list[Server]) -> None:
+    """While a slot's keys move to another primary, and after, every hit is counted where its key is."""
+    source, target = six[0], six[1]
+    with Driver("redis+cluster://" + six[2].address) as driver:
+        tag = next(tag for tag in spread(TAGS) if slot(tag) < SLOTS // 3)
+        numbers = [number for number in range(256) if spread(TAGS)[number % TAGS] == tag]
+        hits = [make_hit(window_ms=600_000, threshold=100)._replace(key=f"moving:{number:02x}") for number in numbers]
+
+        def count() -> list[int]:
+            async def counted() -> list[int]:
+                return [answer.count for answer in await cast("Any", driver.store.hit(hits))]
+
+            return driver.run(counted())
+
+        assert count() == [1] * len(hits)
+        ids = [node.client().execute_command("CLUSTER", "MYID").decode() for node in (source, target)]
+        target.client().execute_command("CLUSTER", "SETSLOT", slot(tag), "IMPORTING", ids[0])
+        source.client().execute_command("CLUSTER", "SETSLOT", slot(tag), "MIGRATING", ids[1])
+        keys = source.client().keys("loopguard:*moving*")
+        for key in keys[::2]:
+            source.client().migrate("127.0.0.1", target.port, key, 0, 1_000)
+
+        assert count() == [2] * len(hits)
+        for key in source.client().execute_command("CLUSTER", "GETKEYSINSLOT", slot(tag), 10_000):
+            source.client().migrate("127.0.0.1", target.port, key, 0, 1_000)
+        for node in (target, source, six[2]):
+            node.client().execute_command("CLUSTER", "SETSLOT", slot(tag), "NODE", ids[1])
+
+        assert count() == [3] * len(hits)
+        assert driver.store.health() == "ok"
+
+
+def test_a_server_of_a_cluster_is_not_a_single_one(six: list[Server]) -> None:
+    """`redis://` on a node of a cluster says which scheme is right."""
+    with Driver(f"redis://{six[0].address}") as driver:
+        for number in range(20):
+            try:
+                driver.count([make_hit(key=str(number))])
+            except StoreError:
+                break
+
+        assert "use redis+cluster://" in driver.store.health()
+
+
+def test_sentinels_name_the_primary_and_its_successor() -> None:
+    """The store counts on the primary that Sentinels name, and after a failover on the one that took over."""
+    with sentinels() as (watchers, primary, replica):
+        watchers[0].kill()
+        hosts = ",".join(watcher.address for watcher in watchers)
+        with Driver(f"redis+sentinel://{hosts}/counts", store_timeout=0.2) as driver:
+            assert driver.count([make_hit(window_ms=600_000)])[0].count == 1
+            eventually(lambda: replica.client().dbsize() >= 1, "replication")
+            primary.kill()
+
+            eventually(lambda: driver.run(asyncio.sleep(0.05)) or not _refused(driver), "the failover")
+
+            assert driver.count([make_hit(window_ms=600_000)])[0].count >= 3
+            assert replica.client().role()[0] == b"master"
+        with Driver(f"redis+sentinel://{hosts}/other") as driver:
+            assert "does not watch other" in driver.store.health()
+
+
+def test_a_promoted_replica_counts_on() -> None:
+    """A replica that becomes the primary has the counts, though not the scripts."""
+    with replicated() as (primary, replica), Driver(f"redis://{primary.address}") as before:
+        assert [before.count([make_hit(window_ms=600_000)])[0].count for _ in range(2)] == [1, 2]
+        eventually(lambda: replica.client().dbsize() >= 1, "replication")
+        replica.client().replicaof("NO", "ONE")
+
+        with Driver(f"redis://{replica.address}") as after:
+            after._name = before._name
+
+            assert after.count([make_hit(window_ms=600_000)])[0].count == 3
