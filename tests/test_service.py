@@ -40,11 +40,11 @@ class FailingStore:
         self._later = later
         self._memory = MemoryStore(Metrics())
 
-    def hit(self, hits: Sequence[Hit], now: int | None = None) -> Sequence[Count] | Awaitable[Sequence[Count]]:
+    def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count] | Awaitable[list[Count]]:
         """Count or fail."""
         failing = any(self._failing in hit.key for hit in hits)
 
-        async def answer() -> Sequence[Count]:
+        async def answer() -> list[Count]:
             await asyncio.sleep(0)
             if failing:
                 raise self._error
