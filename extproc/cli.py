@@ -5,23 +5,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
+import re
+import signal
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from extproc import settings
 from extproc.engine import Engine, Entry
 from extproc.errors import BundleErrors, LoopguardError, UsageError
 from extproc.fingerprint import NO_BODY
 from extproc.logs import one_line, setup
-from extproc.policy.bundle import schema
+from extproc.policy.bundle import METHOD, schema
 from extproc.policy.loader import load
-from extproc.request import HttpRequest, unverified_claims
+from extproc.request import HttpRequest, unknowable_body, unverified_claims
 from extproc.windows import Count
+
+_LOG = logging.getLogger("loopguard")
 
 _EXAMPLES = {
     "serve": """examples:
@@ -78,7 +84,15 @@ def _now() -> datetime:
     return datetime.now(UTC)
 
 
+def _paths(paths: Sequence[str]) -> Sequence[str]:
+    """The policy paths of a command line, of which none is empty."""
+    if not all(paths):  # such as that of a shell's variable that is not set
+        raise UsageError("a policy path is empty; give a policy file or a directory of them")
+    return paths
+
+
 def _serve(options: argparse.Namespace) -> int:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it would end a process that cannot reload yet
     _hush_grpc()
     import uvloop  # noqa: PLC0415  # only the server needs it
 
@@ -87,7 +101,10 @@ def _serve(options: argparse.Namespace) -> int:
     chosen = settings.read(vars(options), os.environ)
     if not chosen.policy:
         raise UsageError("serve needs --policy PATH (a policy file or a directory of them)")
+    _paths(chosen.policy)
     setup(chosen.log_format, chosen.log_level)
+    for warning in settings.unknown(os.environ):
+        _LOG.warning(warning)
 
     async def run() -> None:
         await Server(chosen).run()
@@ -99,7 +116,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    policies = load(options.path, _now())
+    policies = load(_paths(options.path), _now())
     for notice in (*policies.warnings, *policies.unenforced):
         print(one_line(f"warning: {notice}"), file=sys.stderr)
     if policies.unenforced:
@@ -114,7 +131,7 @@ def _plural(count: int, one: str, many: str) -> str:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    policies = load(options.policy, _now())
+    policies = load(_paths(options.policy), _now())
     engine = Engine(policies, _now(), shadow=options.shadow)
     body = _body(options.data)
     request = _request(options, body)
@@ -122,7 +139,8 @@ def _explain(options: argparse.Namespace) -> int:
     if check is None:
         print(one_line(f"no policy matches {request.method} {request.path}: the request goes on uncounted"))
         return 0
-    check.seal(NO_BODY.plus(body))
+    reason = unknowable_body(request) if check.needs_body else ""
+    check.seal(None if reason else NO_BODY.plus(body), reason)
     for policy, reason in check.uncounted:
         print(f"policy       {policy}\nuncounted    {reason}\n")
     for sealed in (*check.enforcing, *check.shadow):
@@ -170,11 +188,26 @@ def _body(data: str | None) -> bytes:
         raise UsageError(f"-d {data}: cannot be read: {error.strerror}") from None
 
 
-def _request(options: argparse.Namespace, body: bytes) -> HttpRequest:
+def _url(text: str) -> SplitResult:
+    """A URL as curl takes it, without its scheme or, because only policies look at it, with nothing but its path."""
     try:
-        url = urlsplit(options.url if "://" in options.url else f"http://{options.url}")
+        url = urlsplit(text if "://" in text else f"http://{text}")
+        _ = url.port  # checked as it is read
     except ValueError as error:
-        raise UsageError(f"{options.url!r} is not a URL: {error}") from None
+        raise UsageError(f"{text!r} is not a URL: {error}") from None
+    if url.scheme not in ("http", "https"):
+        raise UsageError(f"{text!r} is not a URL of http or https")
+    if not (url.hostname or text.startswith("/")):
+        raise UsageError(f"{text!r} is not a URL: it names no host")
+    if re.search(r"[\x00-\x20\x7f]", text):
+        raise UsageError(f"{text!r} is not a URL: spaces and control characters are sent percent-encoded")
+    return url
+
+
+def _request(options: argparse.Namespace, body: bytes) -> HttpRequest:
+    url = _url(options.url)
+    if options.request is not None and not METHOD.match(options.request):
+        raise UsageError(f"-X {options.request!r} must be an HTTP method such as POST")
     headers: dict[str, bytes] = {}
     for line in options.header:
         name, colon, value = line.partition(":")
@@ -203,7 +236,7 @@ def _schema(_: argparse.Namespace) -> int:
 def _envoy_config(options: argparse.Namespace) -> int:
     from extproc.envoy_config import run  # noqa: PLC0415  # only this command needs it
 
-    return run(options, load(options.policy, _now()))
+    return run(options, load(_paths(options.policy), _now()))
 
 
 def _hush_grpc() -> None:
@@ -241,6 +274,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="loopguard", description="Stops runaway agents at the gateway: an Envoy external processor.")
+    parser.add_argument("--version", action="version", version=f"loopguard {version('extproc-loopguard')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(name: str, run: object, text: str) -> argparse.ArgumentParser:

@@ -154,7 +154,7 @@ class Server:
             {
                 "file": source.file,
                 "sha256": source.sha256,
-                "bundle_version": source.bundle_version,
+                "bundle_version": _plain(source.bundle_version),
                 "expires_at": source.expires_at.isoformat() if source.expires_at else None,
                 "policies": [policy.model_dump(mode="json", exclude_unset=True) for policy in source.policies],
             }
@@ -169,6 +169,11 @@ def _transport(name: str) -> Callable[[Service, Health], Transport]:
     module, _, attribute = _TRANSPORTS[name].partition(":")
     made: Callable[[Service, Health], Transport] = getattr(import_module(module), attribute)
     return made
+
+
+def _plain(number: float | None) -> float | None:
+    """A whole number without the `.0` that it was not written with."""
+    return int(number) if number is not None and number.is_integer() else number
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

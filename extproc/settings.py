@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -13,6 +14,9 @@ from extproc.errors import UsageError
 from extproc.logs import LogFormat
 
 ENV_PREFIX = "LOOPGUARD_"
+_NOT_OURS = ("SERVICE_", "PORT", "TEST_")
+"""What Kubernetes sets for a Service called `loopguard`, and what only tests read."""
+
 ENVIRONMENT_ONLY = "environment only"
 """In place of a flag's metavar: a secret on a command line is a secret no more."""
 
@@ -186,6 +190,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             action = "append" if item.name == "policy" else "store"
             metavar = item.metadata["metavar"]
             parser.add_argument(flag, dest=item.name, action=action, default=argparse.SUPPRESS, help=text, metavar=metavar)
+
+
+def unknown(environ: Mapping[str, str]) -> list[str]:
+    """One warning for each variable that looks like a setting and is none; a misspelt one would go unnoticed."""
+    known = [item.name.upper() for item in fields(Settings)]
+    found = []
+    for variable in sorted(environ):
+        name = variable.removeprefix(ENV_PREFIX)
+        if variable.startswith(ENV_PREFIX) and name not in known and not name.startswith(_NOT_OURS):
+            close = difflib.get_close_matches(name, known, n=1)
+            found.append(f"{variable} is not a setting" + (f"; did you mean {ENV_PREFIX}{close[0]}?" if close else ""))
+    return found
 
 
 def read(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from zlib import crc32
 
@@ -28,10 +29,13 @@ COMMANDS = ["serve", "validate", "explain", "schema", "envoy-config", "healthche
 
 
 @pytest.fixture(autouse=True)
-def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing from the environment of whoever runs the tests."""
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing from the environment of whoever runs the tests, and nothing left of what `serve` does to its process."""
     for name in ("POLICY", "LISTEN", "ADMIN", "STORE"):
         monkeypatch.delenv(f"LOOPGUARD_{name}", raising=False)
+    hangup = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, hangup)
 
 
 @pytest.fixture
@@ -212,6 +216,26 @@ def test_explain_says_why_a_request_is_not_counted(capsys: pytest.CaptureFixture
     assert (unmatched.code, unmatched.out) == (0, "no policy matches GET /b: the request goes on uncounted\n")
 
 
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["-H", "content-type: application/grpc+proto", "-d", "x"], "grpc"),
+        (["-H", "connection: upgrade", "-H", "Upgrade: websocket"], "upgrade"),
+        (["-X", "CONNECT"], "connect"),
+    ],
+)
+def test_explain_knows_bodies_that_cannot_be_known(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], reason: str
+) -> None:
+    """What live traffic leaves uncounted for its body is uncounted here, except by policies that do without bodies."""
+    file = written(tmp_path / "p.json", [policy("p", {"pathExact": "/a"}), policy("i", {"pathExact": "/a"}, body="ignore")])
+
+    uncounted, counted = explained(Run(capsys, "explain", "--policy", file, *flags, "h/a"))
+
+    assert uncounted == {"policy": "p", "uncounted": reason}
+    assert counted["composite"].endswith("|/a||00000000")
+
+
 # schema, healthcheck, help
 
 
@@ -229,6 +253,13 @@ def test_healthcheck_of_nothing(capfd: pytest.CaptureFixture[str], tmp_path: Pat
 
     assert (run.code, run.out) == (1, "")
     assert run.complaint.startswith("UNAVAILABLE: ")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--version` is the distribution's."""
+    run = Run(capsys, "--version")
+
+    assert (run.code, run.out) == (0, f"loopguard {metadata.version('extproc-loopguard')}\n")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -260,11 +291,15 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--policy"], "argument --policy: expected one argument; see 'loopguard serve --help'"),
         (["serve", "--policy", "GOOD", "--listen", "here"], "--listen must be HOST:PORT or unix:/PATH, not 'here'"),
         (["serve", "--policy", "GOOD", "--admin", "unix:/x"], "--admin must be HOST:PORT, not 'unix:/x'"),
-        (["serve", "--policy", "GOOD", "--store", "mongodb://h"], "unknown store 'mongodb"),
+        (["serve", "--policy", "GOOD", "--store", "mongodb://h"], "unknown store mongodb"),
         (["serve", "--policy", "GOOD", "--store", "memory://?max_entries=0"], "cannot use store 'memory://?max_entries=0': "),
         (["serve", "--policy", "GOOD", "--max-streams", "0"], "--max-streams must be a positive integer, not '0'"),
         (["serve", "--policy", "GOOD", "--colour"], "unrecognized arguments: --colour"),
         (["serve", "GOOD"], "unrecognized arguments: "),
+        (["serve", "--policy", ""], "a policy path is empty; give a policy file or a directory of them"),
+        (["validate", ""], "a policy path is empty; "),
+        (["explain", "--policy", "", "h/"], "a policy path is empty; "),
+        (["envoy-config", "--policy", "", "--upstream", "h:1"], "a policy path is empty; "),
         (["validate"], "the following arguments are required: PATH; see 'loopguard validate --help'"),
         (["explain", "h/"], "the following arguments are required: --policy; see 'loopguard explain --help'"),
         (["explain", "--policy", "GOOD"], "the following arguments are required: URL; see 'loopguard explain --help'"),
@@ -272,6 +307,19 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "--policy", "GOOD", "--claim", "x", "h/"], "--claim 'x' must be NAME=VALUE"),
         (["explain", "--policy", "GOOD", "-d", "@/no/such", "h/"], "-d @/no/such: cannot be read: No such file or directory"),
         (["explain", "--policy", "GOOD", "http://[::1/"], "'http://[::1/' is not a URL: Invalid IPv6 URL"),
+        (["explain", "--policy", "GOOD", "http://h:99999/"], "'http://h:99999/' is not a URL: Port out of range 0-65535"),
+        (["explain", "--policy", "GOOD", "mailto:ann"], "'mailto:ann' is not a URL: "),
+        (["explain", "--policy", "GOOD", "ftp://h/"], "'ftp://h/' is not a URL of http or https"),
+        (["explain", "--policy", "GOOD", "://h/"], "'://h/' is not a URL of http or https"),
+        (["explain", "--policy", "GOOD", ""], "'' is not a URL: it names no host"),
+        (["explain", "--policy", "GOOD", "http:///a"], "'http:///a' is not a URL: it names no host"),
+        (["explain", "--policy", "GOOD", "?q=1"], "'?q=1' is not a URL: it names no host"),
+        (
+            ["explain", "--policy", "GOOD", "http://h/a b"],
+            "'http://h/a b' is not a URL: spaces and control characters are sent ",
+        ),
+        (["explain", "--policy", "GOOD", "-X", "", "h/"], "-X '' must be an HTTP method such as POST"),
+        (["explain", "--policy", "GOOD", "-X", "GET /", "h/"], "-X 'GET /' must be an HTTP method such as POST"),
         (["healthcheck", "--timeout", "soon"], "argument --timeout: invalid float value: 'soon'"),
     ],
 )
@@ -393,3 +441,33 @@ def test_serve_reads_the_environment_and_writes_json(tmp_path: Path) -> None:
     assert re.fullmatch(r"127\.0\.0\.1:[1-9]\d*", first["listen"])
     assert [line["message"] for line in rest] == ["draining", "stopped"]
     assert process.returncode == 0
+
+
+def test_serve_names_variables_that_are_no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A misspelt variable does not stop the server, but it is told."""
+    write_policies(tmp_path, GOOD)
+    monkeypatch.setenv("LOOPGUARD_SHADOWS", "1")
+    server = Loopguard(tmp_path)
+    server.stop()
+
+    assert "warning LOOPGUARD_SHADOWS is not a setting; did you mean LOOPGUARD_SHADOW?\n" in server.output()
+
+
+_HANGUP = """
+import os, signal
+import extproc.policy.loader as loader
+real = loader.read_files
+def read_files(paths):
+    os.kill(os.getpid(), signal.SIGHUP)
+    return real(paths)
+loader.read_files = read_files
+"""
+
+
+def test_a_hangup_during_the_start_is_survived(tmp_path: Path) -> None:
+    """SIGHUP before the policies are loaded, as a supervisor may send it at any time, does not end the process."""
+    write_policies(tmp_path, GOOD)
+    server = Loopguard(tmp_path, preamble=_HANGUP)  # waits until it serves
+    server.stop()
+
+    assert server.wait() == 0

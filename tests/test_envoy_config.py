@@ -172,7 +172,8 @@ def test_the_committed_bootstrap_is_current() -> None:
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     """The command prints the bootstrap and nothing else, with every flag in its place."""
     flags = "--upstream api.example.com:443 --upstream-tls --upstream-ca /ca.pem --listen 0.0.0.0:80 --admin 127.0.0.1:81"
-    flags += " --upstream-protocol http2 --endpoints 10.0.0.1:1,10.0.0.2:2 --endpoints unix:/x --body-mode tolerant --buffer-limit 99999 --failure-mode deny"
+    flags += " --endpoints 10.0.0.1:1,10.0.0.2:2 --endpoints unix:/x --body-mode tolerant --buffer-limit 99999"
+    flags += " --failure-mode deny --upstream-protocol http2"
     expected = EnvoyOptions(
         upstream="api.example.com:443",
         upstream_tls=True,

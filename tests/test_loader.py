@@ -416,6 +416,17 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
         (spec(loop_detection=None), [("/spec", IDLE)]),
         (loop(enabled=False, window_seconds=...), [("/spec", IDLE)]),
         (bundle(spec(limit_keys=[])), [("/policies/0/spec", SHARED)]),
+        (
+            spec(selector={"pathExact": "/v1/*/chat", "pathPrefix": "/a b/\u00e9"}),
+            [
+                (
+                    "/spec/selector/pathExact",
+                    """'*' is matched literally; for all that is below, give "pathPrefix": "/v1/\"""",
+                ),
+                ("/spec/selector/pathPrefix", "is compared as it is sent, and that is percent-encoded: /a%20b/%C3%A9"),
+            ],
+        ),
+        (spec(selector={"pathExact": "/v1/%7Bid%7D/a:b@c;d=e"}), []),
         (bundle(), [("/policies", "holds no policy: nothing is guarded")]),
         ([], [("", "holds no policy: nothing is guarded")]),
     ],

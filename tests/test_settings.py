@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from extproc.errors import UsageError
-from extproc.settings import Address, Settings, add_flags, address, read
+from extproc.settings import Address, Settings, add_flags, address, read, unknown
 
 
 def given(*flags: str, **environment: str) -> Settings:
@@ -160,3 +160,16 @@ def test_a_flag_hides_a_bad_variable() -> None:
 def test_variables_of_other_things_are_left_alone() -> None:
     """Kubernetes sets `LOOPGUARD_PORT` and the like for a Service of that name; that is no error."""
     assert given(PORT="tcp://10.0.0.1:50051", SERVICE_HOST="10.0.0.1") == Settings()
+
+
+def test_unknown_variables_are_named() -> None:
+    """What looks like a setting and is none is told, with what may be meant; what Kubernetes sets is left alone."""
+    environ = dict.fromkeys(
+        ["LOOPGUARD_MAX_STREAM", "LOOPGUARD_QQQQ", "LOOPGUARD_SHADOW", "LOOPGUARD_PORT", "LOOPGUARD_PORT_50051_TCP_ADDR"], "1"
+    )
+    environ |= dict.fromkeys(["LOOPGUARD_SERVICE_HOST", "LOOPGUARD_SERVICE_PORT_GRPC", "LOOPGUARD_TEST_ENVOY", "PATH"], "1")
+
+    assert unknown(environ) == [
+        "LOOPGUARD_MAX_STREAM is not a setting; did you mean LOOPGUARD_MAX_STREAMS?",
+        "LOOPGUARD_QQQQ is not a setting",
+    ]

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 from pydantic import (
     AfterValidator,
@@ -43,7 +44,7 @@ UNSUPPORTED_KEYS = frozenset({"ip:country", "ip:asn", "ip:type", "ip:tor", "ua:b
 
 _KEY = re.compile(r"(?:jwt|header|query):[A-Za-z0-9_-]+\Z")
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
-_METHOD = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+\Z")  # RFC 9110 section 5.6.2, token
+METHOD = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+\Z")  # RFC 9110 section 5.6.2, token
 _HOST = re.compile(r"(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?\Z")
 
 
@@ -72,7 +73,7 @@ def _path(value: str) -> str:
 
 
 def _method(value: str) -> str:
-    if not _METHOD.match(value):
+    if not METHOD.match(value):
         raise _wrong("must be an HTTP method such as 'POST'")
     return value.upper()
 
@@ -277,6 +278,24 @@ def cross_field_errors(spec: Any) -> Iterator[tuple[tuple[str, ...], str]]:  # n
             ("loop_detection", "threshold_identical_requests"),
             f"threshold_identical_requests must be <= {MAX_LOG_THRESHOLD} with window_type sliding_log, which remembers each",
         )
+
+
+def suspicious(policy: Policy) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Paths that are good as they stand, but that hardly any request has.
+
+    Yields:
+        the place below the policy, and what may have been meant.
+    """
+    selector = policy.spec.selector
+    for name, path in (("pathExact", selector.pathExact), ("pathPrefix", selector.pathPrefix)):
+        if path is None:
+            continue
+        if "*" in path:
+            meant = path.partition("*")[0]
+            yield ("spec", "selector", name), f'\'*\' is matched literally; for all that is below, give "pathPrefix": "{meant}"'
+        if not path.isascii() or not path.isprintable() or " " in path:
+            arrives = quote(path, safe="/%!$&'()*+,;=:@")
+            yield ("spec", "selector", name), f"is compared as it is sent, and that is percent-encoded: {arrives}"
 
 
 def unenforced(policy: Policy) -> Iterator[tuple[tuple[str | int, ...], str]]:

@@ -228,6 +228,8 @@ def _policy(entry: Any, place: Place, report: _Report) -> Policy | None:  # noqa
         report.warn((*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing")
     elif bundle.UNSUPPORTED_KEYS.issuperset(policy.spec.all_limit_keys()):
         report.warn((*place, "spec"), f"no limit_keys: all callers of policy {policy.id} share its counts")
+    for below, message in bundle.suspicious(policy):
+        report.warn((*place, *below), message)
     for below, message in bundle.unenforced(policy):
         report.unenforced.append(BundleError(report.file, _pointer((*place, *below)), message))
     return policy
