@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from extproc.cli import main
+from extproc.decision import Action, Outcome, loop_message
 from extproc.metrics import Metrics
 from extproc.policy.bundle import LoopDetection
 from extproc.policy.loader import parse
@@ -38,6 +39,13 @@ def test_the_sample_bundle_is_good() -> None:
 
     assert not loaded.warnings
     assert not loaded.unenforced
+
+
+def test_the_refusal_reads_as_shown() -> None:
+    """The message of the README's example is that of a sixth request sent at once."""
+    sixth = Outcome("p", "enforce", Action.REJECT, "0d8562cd", "", 6, 40, 60, 0, 60, 429)
+
+    assert loop_message(sixth, "POST", "/v1/chat/completions") in README.read_text()
 
 
 def test_every_key_and_metric_is_documented() -> None:
