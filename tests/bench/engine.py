@@ -29,7 +29,7 @@ _STEPS = {
     "metrics and log": False,
     "encode": True,
 }
-"""In the order of a request; True: the guard's own work, False: decoding and reporting, which any server would have to do."""
+"""In the order of a request; True: the guard's own work, False: decoding and reporting, for information."""
 
 
 class _Fixture:
