@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from extproc.errors import UsageError
-from extproc.settings import Address, Settings, add_flags, address, read, unknown
+from extproc.settings import ENVIRONMENT_ONLY, Address, Settings, add_flags, address, read, unknown
 
 
 def given(*flags: str, **environment: str) -> Settings:
@@ -18,12 +18,23 @@ def given(*flags: str, **environment: str) -> Settings:
     return read(vars(parser.parse_args(flags)), {f"LOOPGUARD_{name}": value for name, value in environment.items()})
 
 
+def help_text() -> str:
+    """What `--help` says of every flag."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return parser.format_help()
+
+
 # field, a value other than the default as flag and as variable, what becomes of them
 EVERY: list[tuple[str, list[str], str, object, object]] = [
     ("policy", ["a:b", "c"], "d:e:", ("a:b", "c"), ("d", "e")),
     ("listen", ["unix:/x"], "h:1", Address("unix:/x"), Address("h:1", "h", 1)),
+    ("transport", ["grpcio"], "grpcio", "grpcio", "grpcio"),
     ("admin", ["h:2"], "h:1", Address("h:2", "h", 2), Address("h:1", "h", 1)),
     ("store", ["x://"], "y://", "x://", "y://"),
+    ("store_timeout", ["1"], "0.5", 1.0, 0.5),
+    ("store_password_file", ["/a"], "/b", "/a", "/b"),
+    ("scope", ["edge"], "sidecar", "edge", "sidecar"),
     ("on_store_error", ["reject"], "reject", "reject", "reject"),
     ("shadow", [], "yes", True, True),
     ("record", [], "1", True, True),
@@ -41,7 +52,17 @@ EVERY: list[tuple[str, list[str], str, object, object]] = [
 
 def test_the_table_below_has_every_setting() -> None:
     """A setting that is added has to be tested as well."""
-    assert [row[0] for row in EVERY] == [item.name for item in fields(Settings)]
+    flags = [item.name for item in fields(Settings) if item.metadata["metavar"] != ENVIRONMENT_ONLY]
+
+    assert [row[0] for row in EVERY] == flags
+
+
+def test_a_password_comes_from_the_environment_alone() -> None:
+    """A secret has a variable and no flag: everybody on the machine can read a command line."""
+    settings = given(**{"STORE_PASSWORD": "secret"})
+
+    assert settings.store_password == "secret"
+    assert "STORE_PASSWORD]" not in help_text()
 
 
 @pytest.mark.parametrize(("name", "flags", "variable", "by_flag", "by_variable"), EVERY)
