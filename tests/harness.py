@@ -282,13 +282,13 @@ class Answer:
 
 @dataclass
 class Stack:
-    """Upstream, Loopguard and Envoy, wired together."""
+    """Upstream, Loopguard and Envoy, wired together; `loopguard` is the first of `replicas`."""
 
     folder: Path
     upstream: Upstream
     loopguard: Loopguard
     envoy: Envoy
-    extra: list[Process] = field(default_factory=list)
+    replicas: list[Loopguard] = field(default_factory=list)
 
     def send(
         self,
@@ -332,6 +332,7 @@ def stack(  # what a stack is made of
     preamble: str = "",
     upstream: str = "",
     edit: Callable[[str], str] = str,
+    replicas: int = 1,
     **options: Any,  # noqa: ANN401  # of EnvoyOptions
 ) -> Iterator[Stack]:
     """Everything running, and stopped at the end.
@@ -342,6 +343,7 @@ def stack(  # what a stack is made of
         preamble: Python that Loopguard's process runs first.
         upstream: instead of an HTTP upstream of our own.
         edit: changes Envoy's configuration.
+        replicas: so many Loopguards, between which Envoy spreads the requests.
         **options: of EnvoyOptions.
     """
     with tempfile.TemporaryDirectory(prefix="lg") as name:
@@ -352,17 +354,22 @@ def stack(  # what a stack is made of
         try:
             loopguard = Loopguard(folder, *arguments, preamble=preamble)
             parts.append(loopguard)
+            guards = [loopguard]
+            for number in range(1, replicas):
+                guards.append(Loopguard(folder, *arguments, listen=f"unix:{folder}/replica-{number}.sock", preamble=preamble))
+                parts.append(guards[-1])
             chosen = EnvoyOptions(
                 upstream=upstream or server.address,
                 listen="127.0.0.1:0",
                 admin="127.0.0.1:0",
-                endpoints=(loopguard.address,),
+                endpoints=tuple(guard.address for guard in guards),
                 **options,
             )
             envoy = Envoy(folder, chosen, edit)
             parts.append(envoy)
-            made = Stack(folder, server, loopguard, envoy)
-            eventually(lambda: "healthy" in envoy.admin("/clusters") and envoy.stat("cluster.loopguard.membership_healthy"))
+            made = Stack(folder, server, loopguard, envoy, guards)
+            eventually(lambda: "healthy" in envoy.admin("/clusters"))
+            eventually(lambda: envoy.stat("cluster.loopguard.membership_healthy") == replicas, "healthy replicas")
             yield made
         finally:
             server.release.set()
