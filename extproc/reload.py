@@ -29,6 +29,9 @@ from extproc.settings import Settings
 
 _LOG = logging.getLogger("loopguard")
 
+_LINES_AT_ONCE = 100
+"""Log lines between two chances for everybody else."""
+
 _SETTLE_MS = 100
 """Changes that follow each other this fast (an editor's save, a ConfigMap's swap) are one change."""
 
@@ -76,6 +79,8 @@ class Reloader:
         self._files = _FileSystem()
         self._unreadable = ""
         self._take(_compile(self._seen, settings, _now()))
+        for warning in (*self.policies.warnings, *self.policies.unenforced):
+            _LOG.warning(str(warning))
 
     async def reload(self, swap: Callable[[Engine], None], *, force: bool = False) -> None:
         """Read the files again; when they changed, or `force` says so, load them and swap.
@@ -87,7 +92,7 @@ class Reloader:
                 await self._follow_clock(swap)
                 await self._follow_files(swap, force=force)
             except Exception as error:  # noqa: BLE001  # whatever a bundle provokes, the last good one stays in force
-                self._refuse(error)
+                await self._refuse(error)
 
     async def watch(self, swap: Callable[[Engine], None]) -> None:
         """Reload on every change, until cancelled."""
@@ -125,7 +130,7 @@ class Reloader:
             files = await self._files.ask(read_files, self._settings.policy)
         except (BundleErrors, OSError) as error:
             if str(error) != self._unreadable or force:  # a file that stays missing is one failure, not one every recheck
-                self._refuse(error)
+                await self._refuse(error)
             self._unreadable = str(error)
             return
         self._unreadable = ""
@@ -136,13 +141,12 @@ class Reloader:
         self._warn_about_versions(loaded.policies)
         self._take(loaded)
         swap(self.engine)
+        await _log_all(logging.WARNING, [*loaded.policies.warnings, *loaded.policies.unenforced])
         self._metrics.policy_reloads.labels("ok").inc()
         _LOG.info("policies reloaded", extra=fields(policies=len(self.engine.plans), files=len(files)))
 
     def _take(self, loaded: _Loaded) -> None:
         self.policies, self.engine = loaded.policies, loaded.engine
-        for warning in (*self.policies.warnings, *self.policies.unenforced):
-            _LOG.warning(str(warning))
         info = self._metrics.policy_info
         info.clear()
         for source in self.policies.sources:
@@ -151,11 +155,10 @@ class Reloader:
         self._shadowed = _shadowed(loaded.policies, loaded.now)
         self._report_expiry(loaded.now)
 
-    def _refuse(self, error: Exception) -> None:
+    async def _refuse(self, error: Exception) -> None:
         self._metrics.policy_reloads.labels("error").inc()
         problems: Sequence[object] = error.errors if isinstance(error, BundleErrors) else [error]
-        for problem in problems:
-            _LOG.error(str(problem))
+        await _log_all(logging.ERROR, problems)
         _LOG.error("policies not reloaded, the last good ones stay in force", extra=fields(errors=len(problems)))
 
     def _warn_about_versions(self, policies: PolicySet) -> None:
@@ -171,6 +174,14 @@ class Reloader:
             _LOG.error("bundle expired, its policies keep acting", extra=fields(file=file, at=expired[file]))
         self._expired = frozenset(expired)
         self._metrics.policy_expired.set(len(expired))
+
+
+async def _log_all(level: int, problems: Sequence[object]) -> None:
+    """A line for each; ten thousand of them in one go would hold up every request meanwhile."""
+    for number, problem in enumerate(problems, 1):
+        _LOG.log(level, str(problem))
+        if not number % _LINES_AT_ONCE:
+            await asyncio.sleep(0)
 
 
 def _now() -> datetime:
