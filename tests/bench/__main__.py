@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from tests.bench import engine, envoy, hostile, memory, policies, reload
+from tests.bench import engine, envoy, hostile, memory, policies, redis, reload
 from tests.bench.report import Section, progress_done, table, verdict, write_json
 
 _SECTIONS = {
@@ -18,6 +18,7 @@ _SECTIONS = {
     "memory": (memory.TITLE, memory.run),
     "reload": (reload.TITLE, reload.run),
     "hostile": (hostile.TITLE, hostile.run),
+    "redis": (redis.TITLE, redis.run),
     "envoy": (envoy.TITLE, envoy.run),
 }
 

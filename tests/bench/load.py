@@ -41,7 +41,7 @@ class Client(asyncio.Protocol):
         """Count an answer once it is complete, and send the next request."""
         self._received += data
         head, end, body = self._received.partition(b"\r\n\r\n")
-        if end and len(body) >= _content_length(head):
+        if end and len(body) >= content_length(head):
             self._received = b""
             self._statuses[head[9:12].decode()] += 1
             self._send()
@@ -59,16 +59,22 @@ class Client(asyncio.Protocol):
         if number is None:
             self._transport.close()
             return
-        head = (
-            f"POST {samples.PATH} HTTP/1.1\r\nhost: {samples.HOST}\r\nuser-agent: OpenAI/Python 3.54.0\r\n"
-            "accept: application/json\r\naccept-encoding: gzip, deflate\r\ncontent-type: application/json\r\n"
-            f"authorization: Bearer sk-0123456789abcdef\r\nx-user-id: user-{number % _TENANTS}\r\n"
-            f"x-stainless-lang: python\r\nx-stainless-retry-count: 0\r\ncontent-length: {self._length}\r\n\r\n"
-        )
-        self._transport.write(head.encode() + samples.chat_body(number, self._length))
+        self._transport.write(request(number, self._length))
 
 
-def _content_length(head: bytes) -> int:
+def request(number: int, length: int) -> bytes:
+    """The request of that number."""
+    head = (
+        f"POST {samples.PATH} HTTP/1.1\r\nhost: {samples.HOST}\r\nuser-agent: OpenAI/Python 3.54.0\r\n"
+        "accept: application/json\r\naccept-encoding: gzip, deflate\r\ncontent-type: application/json\r\n"
+        f"authorization: Bearer sk-0123456789abcdef\r\nx-user-id: user-{number % _TENANTS}\r\n"
+        f"x-stainless-lang: python\r\nx-stainless-retry-count: 0\r\ncontent-length: {length}\r\n\r\n"
+    )
+    return head.encode() + samples.chat_body(number, length)
+
+
+def content_length(head: bytes) -> int:
+    """Of an answer."""
     _, _, rest = head.lower().partition(b"\r\ncontent-length:")
     return int(rest.partition(b"\r\n")[0] or 0)
 

@@ -1,0 +1,119 @@
+"""A load generator that keeps a pace: `python -m tests.bench.paced PORT RATE SECONDS FIRST_NUMBER`.
+
+Every request is sent when it is due, whether those before it were answered or not, and its latency counts from that moment:
+a server that stops for a while has every request of that while against it. Prints latencies in milliseconds, by quantile, and
+how many were answered, by status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+from collections import Counter
+from time import perf_counter
+
+from tests.bench.load import content_length, request
+
+_BODY_BYTES = 1024
+_CONNECTIONS = 128
+_TIMEOUT = 60
+QUANTILES = (0.5, 0.99, 0.999)
+
+
+class _Client(asyncio.Protocol):
+    """One keep-alive connection, in the pool while nothing is in flight on it."""
+
+    def __init__(self, pace: _Pace) -> None:
+        self._pace = pace
+        self._received = b""
+        self._due = 0.0
+        self._transport: asyncio.WriteTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Ready."""
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+        self._pace.idle.append(self)
+
+    def send(self, number: int, due: float) -> None:
+        """One request, which was to be sent when `due`."""
+        assert self._transport is not None
+        self._due = due
+        self._transport.write(request(number, _BODY_BYTES))
+
+    def data_received(self, data: bytes) -> None:
+        """Take down an answer once it is complete."""
+        self._received += data
+        head, end, body = self._received.partition(b"\r\n\r\n")
+        if end and len(body) >= content_length(head):
+            self._received = b""
+            self._pace.answered(self, head[9:12].decode(), perf_counter() - self._due)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # the base class's signature
+        """A request that is lost with it shows in the statuses."""
+        self._pace.lost(self)
+
+
+class _Pace:
+    """The pool of connections, what waits for one, and what was answered."""
+
+    def __init__(self) -> None:
+        self.idle: list[_Client] = []
+        self.statuses: Counter[str] = Counter()
+        self.latencies: list[float] = []
+        self.total = -1
+        self.done = asyncio.Event()
+        self._waiting: list[tuple[int, float]] = []
+
+    def send(self, number: int, due: float) -> None:
+        if self.idle:
+            self.idle.pop().send(number, due)
+        else:
+            self._waiting.append((number, due))
+
+    def answered(self, client: _Client, status: str, seconds: float) -> None:
+        self.statuses[status] += 1
+        self.latencies.append(seconds)
+        self.check()
+        if self._waiting:
+            client.send(*self._waiting.pop(0))
+        else:
+            self.idle.append(client)
+
+    def lost(self, client: _Client) -> None:
+        self.statuses["lost"] += client not in self.idle
+        self.check()
+
+    def check(self) -> None:
+        if sum(self.statuses.values()) == self.total:
+            self.done.set()
+
+
+async def paced(port: int, rate: int, seconds: float, first: int) -> dict[str, object]:
+    """Keep the pace, then wait for the last answers."""
+    loop = asyncio.get_running_loop()
+    pace, total = _Pace(), int(rate * seconds)
+    for _ in range(_CONNECTIONS):
+        await loop.create_connection(lambda: _Client(pace), "127.0.0.1", port)
+    gc.freeze()
+    gc.disable()
+    started, sent = perf_counter() + 0.1, 0
+    print("started", flush=True)
+    async with asyncio.timeout(seconds + _TIMEOUT):
+        while sent < total:
+            while sent < total and started + sent / rate <= perf_counter():
+                pace.send(first + sent, started + sent / rate)
+                sent += 1
+            await asyncio.sleep(max(0.0, started + sent / rate - perf_counter()))
+        pace.total = total
+        pace.check()
+        await pace.done.wait()
+    found = sorted(pace.latencies)
+    quantiles = [found[min(len(found) - 1, int(len(found) * quantile))] * 1000 for quantile in QUANTILES]
+    return {"statuses": dict(pace.statuses), "milliseconds": quantiles}
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(paced(*map(int, sys.argv[1:5])))))

@@ -1,0 +1,269 @@
+"""Counts in Redis beside counts in memory, in one run on loopback: latency, CPU, round trips, bytes, and faults.
+
+Two Loopguards behind one Envoy, one with each store, take turns. What happens in the store alone (batches, hammered loops) is
+measured in this process, where exactly 64 requests are in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple, cast
+
+from extproc.engine import Plan
+from extproc.metrics import Metrics
+from extproc.service import Reply, Service
+from extproc.settings import Settings
+from extproc.store import Store, open_store
+from extproc.store.memory import MemoryStore
+from extproc.windows import Hit
+from tests.bench import samples
+from tests.bench.envoy_config import bootstrap
+from tests.bench.processes import apart, free_port, run_module, running
+from tests.bench.report import Row, progress
+from tests.bench.timing import interleaved, process_cpu, ratio
+from tests.servers import Server, server
+
+TITLE = "redis: counts in Valkey on loopback, beside counts in memory (POST 1 KB, one policy)"
+
+_IN_FLIGHT = 64
+_RATE = 1_000
+_CONNECTIONS = 64
+_LIMIT_TRIPS = 1 / 8
+_LIMIT_CPU = 2.0
+_TIMEOUT_MS = 50
+_LIMIT_FAULT_MS = _TIMEOUT_MS + 50
+_QUANTILES = ("p50", "p99", "p99.9")
+
+
+def run(*, quick: bool) -> list[Row]:
+    """The store alone first, then whole servers behind Envoy."""
+    with server() as valkey:
+        rows = _store_alone(valkey, quick=quick)
+    return [*rows, *_behind_envoy(quick=quick)]
+
+
+# --- in this process
+
+
+class _Streams:
+    """A service driven by 64 clients at the same time, each with one request in flight."""
+
+    def __init__(self, runner: asyncio.Runner, store: Store, metrics: Metrics) -> None:
+        self._runner = runner
+        self.metrics = metrics
+        self.store = store
+        runner.run(store.start())
+        engine = samples.engine([samples.policy(window_seconds=3600)])
+        self._service = Service(engine, store, MemoryStore(Metrics()), metrics, Settings())
+        self._next = 0
+
+    def cpu_us(self, count: int) -> float:
+        """Microseconds of this process's CPU per request, each of which is a new one."""
+        first, self._next = self._next, self._next + count
+        pairs = [
+            (samples.headers_message(user=f"user-{number % 1000}"), samples.body_message(samples.chat_body(number)))
+            for number in range(first, first + count)
+        ]
+        started = time.process_time()
+        self._runner.run(self._drive(pairs))
+        return (time.process_time() - started) / count * 1e6
+
+    async def _drive(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
+        waiting = iter(pairs)
+
+        async def client() -> None:
+            for headers, body in waiting:
+                stream = self._service.open()
+                stream.receive(headers)
+                reply = stream.receive(body)
+                if not isinstance(reply, Reply):
+                    reply = await reply
+                stream.close()
+                await asyncio.sleep(0)  # as a transport returns to its event loop between requests
+
+        await asyncio.gather(*(client() for _ in range(_IN_FLIGHT)))
+        value = self.metrics.registry.get_sample_value
+        if value("loopguard_fail_open_total", {"reason": "store_error"}):
+            raise RuntimeError("the store failed under load")
+
+
+def _store_alone(valkey: Server, *, quick: bool) -> list[Row]:
+    rounds, count = (3, 2_000) if quick else (9, 10_000)
+    settings = Settings(store_timeout=1.0)  # what is measured here is work, on a machine that does other things as well
+    with asyncio.Runner() as runner:
+        metrics = {"memory": Metrics(), "redis": Metrics()}
+        urls = {"memory": "memory://", "redis": f"redis://{valkey.address}"}
+        streams = {name: _Streams(runner, open_store(urls[name], metrics[name], settings), metrics[name]) for name in urls}
+        for each in streams.values():
+            each.cpu_us(500)
+        progress("redis: 64 in flight", 1, 5)
+        before, sent = _trips(metrics["redis"]), process_cpu(valkey.pid)
+        found = interleaved(rounds, {name: lambda each=each: each.cpu_us(count) for name, each in streams.items()})  # type: ignore[misc]
+        trips, hits = (after - start for after, start in zip(_trips(metrics["redis"]), before, strict=True))
+        served = (process_cpu(valkey.pid) - sent) / hits * 1e6
+        progress("redis: a hammered loop", 2, 5)
+        refused, commands = runner.run(_hammer(streams["redis"].store, valkey, 5_000 if quick else 50_000))
+        for each in streams.values():
+            runner.run(each.store.close())
+        progress("redis: bytes", 3, 5)
+        taken = runner.run(_bytes(valkey, 10_000 if quick else 100_000))
+    return [
+        Row("64 in flight: round trips per request", trips / hits, "", _LIMIT_TRIPS, f"{hits / trips:.0f} hits per round trip"),
+        Row(
+            "64 in flight: Loopguard's CPU per request without transport, Redis against memory",
+            ratio(found, "redis", "memory"), "x", None,
+            f"{median(found['redis']):.0f} against {median(found['memory']):.0f} us",
+        ),
+        Row("64 in flight: Valkey's CPU per request", served, "us"),
+        Row("hammered loop: commands per refused request", commands / refused, "", 0.1, f"{commands} for {refused:,}"),
+        Row("bytes per fingerprint in Valkey", taken, "B", None, "sliding_ttl, key and value and their overhead"),
+    ]  # fmt: skip
+
+
+def _trips(metrics: Metrics) -> tuple[float, float]:
+    value = metrics.registry.get_sample_value
+    return value("loopguard_store_batch_size_count") or 0.0, value("loopguard_store_batch_size_sum") or 0.0
+
+
+def _hit(number: int) -> Hit:
+    """What the sample policy asks the store for."""
+    plan: Plan = samples.engine([samples.policy(window_seconds=3600)]).plans[0]
+    return plan.hit("", f"{number % 1000:016x}", f"{number & 0xFFFFFFFF:08x}", f"{number:016x}")
+
+
+async def _hammer(store: Store, valkey: Server, count: int) -> tuple[int, int]:
+    """Requests of one loop, 64 in flight, all refused; and how many script calls reached the server for them."""
+    hit = _hit(0)._replace(key=f"{_hit(0).key[:-2]}aa")
+    for _ in range(hit.threshold):
+        await cast("Awaitable[object]", store.hit([hit]))
+    before = valkey.commands()["evalsha"]
+    left = iter(range(count))
+
+    async def client() -> None:
+        for _ in left:
+            answer = store.hit([hit])
+            counts = await answer if isinstance(answer, Awaitable) else answer
+            if not counts[0].looping:
+                raise RuntimeError("a request of the loop was let through")
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(client() for _ in range(_IN_FLIGHT)))
+    await asyncio.sleep(0.3)  # what is owed
+    return count, valkey.commands()["evalsha"] - before
+
+
+async def _bytes(valkey: Server, count: int) -> float:
+    client = valkey.client()
+    client.flushall()
+    store = open_store(f"redis://{valkey.address}", Metrics(), Settings(store_timeout=10.0))
+    template = _hit(0)
+    hits = [template._replace(key=f"{template.key[:-41]}{number:016x}:{number:08x}{number:016x}") for number in range(count)]
+    before = client.info("memory")["used_memory"]
+    for start in range(0, count, 200):
+        await cast("Awaitable[object]", store.hit(hits[start : start + 200]))
+    taken = client.info("memory")["used_memory"] - before
+    if client.dbsize() != count:
+        raise RuntimeError("not every fingerprint has a key")
+    await store.close()
+    return cast("float", taken / count)
+
+
+# --- behind Envoy
+
+
+class _Lab(NamedTuple):
+    """Two Loopguards behind Envoy, and the server of one of them."""
+
+    valkey: Server
+    ports: dict[str, int]
+    pids: dict[str, int]
+
+
+@contextmanager
+def _lab(directory: Path) -> Iterator[_Lab]:
+    policy = directory / "policy.json"
+    policy.write_bytes(samples.bundle([samples.policy(window_seconds=3600)]))
+    with ExitStack() as stack:
+        valkey = stack.enter_context(server())
+        stores = {"memory": "memory://", "redis": f"redis://{valkey.address}"}
+        servers, ports = ({name: free_port() for name in stores} for _ in range(2))
+        config = directory / "envoy.json"
+        config.write_text(json.dumps(bootstrap(ports, servers)), encoding="utf-8")
+        pids = {}
+        for name, url in stores.items():
+            flags = ["--listen", f"127.0.0.1:{servers[name]}", "--admin", "127.0.0.1:0", "--drain-delay", "0", "--store", url]
+            flags += ["--store-timeout", str(_TIMEOUT_MS / 1000)]
+            command = [sys.executable, "-m", "extproc.cli", "serve", "--policy", str(policy), *flags]
+            pids[name] = stack.enter_context(running(command, servers[name], directory / f"{name}.log"))
+        envoy = [str(Path(sys.executable).parent / "envoy"), "-c", str(config), "--concurrency", "1", "--log-level", "warn"]
+        command = [*envoy, "--disable-hot-restart"]
+        proxy = stack.enter_context(running(command, ports["redis"], directory / "envoy.log"))
+        stack.enter_context(apart(pids.values(), [proxy, valkey.pid]))
+        yield _Lab(valkey, ports, pids)
+
+
+def _behind_envoy(*, quick: bool) -> list[Row]:
+    rounds, requests, seconds = (3, 1_000, 3) if quick else (9, 3_000, 10)
+    with tempfile.TemporaryDirectory() as directory, _lab(Path(directory)) as lab:
+        sent = iter(range(0, 1 << 40, 1 << 20))  # every run sends requests that were never sent before
+
+        def cpu(name: str, count: int = requests) -> float:
+            before = process_cpu(lab.pids[name])
+            found = run_module("tests.bench.load", *map(str, (lab.ports[name], _CONNECTIONS, count, 1024, next(sent))))
+            if found["statuses"] != {"200": count}:
+                raise RuntimeError(f"{name}: {count} requests were answered {found['statuses']}")
+            return (process_cpu(lab.pids[name]) - before) / count * 1e6
+
+        for name in lab.ports:
+            cpu(name, 500)
+        progress("redis: CPU behind Envoy", 4, 5)
+        cost = interleaved(rounds, {name: lambda name=name: cpu(name) for name in lab.ports})  # type: ignore[misc]
+        progress("redis: 1,000 requests/s and faults", 5, 5)
+        calm = {name: _paced(lab.ports[name], seconds, next(sent)) for _ in range(2) for name in lab.ports}
+        hung = _paced(lab.ports["redis"], seconds, next(sent), lambda: _fault(lab.valkey.hang, lab.valkey.resume))
+        killed = _paced(lab.ports["redis"], seconds, next(sent), lambda: _fault(lab.valkey.kill, lab.valkey.start))
+    rows = [
+        Row(
+            "behind Envoy, 64 connections: Loopguard's CPU per request, Redis against memory",
+            ratio(cost, "redis", "memory"), "x", _LIMIT_CPU,
+            f"{median(cost['redis']):.0f} against {median(cost['memory']):.0f} us",
+        )
+    ]  # fmt: skip
+    for at, quantile in enumerate(_QUANTILES[:2]):
+        added = calm["redis"][at] - calm["memory"][at]
+        note = f"{calm['redis'][at]:.2f} against {calm['memory'][at]:.2f} ms at the client"
+        rows.append(Row(f"1,000 requests/s: {quantile} added to memory's", added, "ms", None, note))
+    for name, found in (("hung", hung), ("killed", killed)):
+        note = f"p50 {found[0]:.2f}, p99 {found[1]:.2f} ms; calm p99.9 {calm['redis'][2]:.2f} ms"
+        rows.append(Row(f"1,000 requests/s, server {name} for 1 s: p99.9", found[2], "ms", _LIMIT_FAULT_MS, note))
+    return rows
+
+
+def _fault(harm: Callable[[], None], cure: Callable[[], None]) -> None:
+    time.sleep(1)
+    harm()
+    time.sleep(1)
+    cure()
+
+
+def _paced(port: int, seconds: int, first: int, meanwhile: Callable[[], None] | None = None) -> list[float]:
+    """Latencies in milliseconds, by quantile, at a fixed rate; and what happens to the server meanwhile."""
+    command = [sys.executable, "-m", "tests.bench.paced", *map(str, (port, _RATE, seconds, first))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        if meanwhile is not None:
+            meanwhile()
+        found = json.loads(process.stdout.read())
+    if found["statuses"] != {"200": _RATE * seconds}:
+        raise RuntimeError(f"{_RATE * seconds} requests were answered {found['statuses']}")
+    return cast("list[float]", found["milliseconds"])
