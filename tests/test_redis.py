@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -127,6 +128,17 @@ def test_no_error_shows_the_password(url: str, _: str, password: str) -> None:
 
     assert SECRET not in str(error.value)
     assert SECRET not in redacted(url)
+
+
+def test_the_urls_and_the_rights_that_the_readme_names_are_good() -> None:
+    """Every store URL of the README's table opens, and its ACL rule is the one that is tested."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    urls = re.findall(r"`((?:redis|unix)[+a-z]*://[0-9/][^`]*)`", readme)
+
+    for url in urls:
+        open_store(url, Metrics())
+    assert len(urls) == 4
+    assert f"`{ACL}`" in readme
 
 
 def test_a_password_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path) -> None:
@@ -750,6 +762,17 @@ def test_cluster_keys_lie_in_few_slots_on_every_primary(six: list[Server]) -> No
         assert driver.metric("store_batch_size_count") == 3
 
 
+def test_an_acl_user_of_a_cluster_with_the_least_rights(six: list[Server]) -> None:
+    """A cluster asks for one more right than a single server does: to ask who has which slots."""
+    for node in six:
+        node.client().execute_command("ACL", "SETUSER", "counter", "on", f">{SECRET}", *ACL.split(), "+cluster|slots")
+
+    with Driver(f"redis+cluster://counter:{SECRET}@{six[0].address}") as driver:
+        driver.count([make_hit(kind, key=f"{kind}-{number}") for kind in WINDOW_TYPES for number in range(50)])
+
+        assert driver.store.health() == "ok"
+
+
 def test_a_cluster_batch_is_few_commands(six: list[Server]) -> None:
     """A batch of 200 hits takes at most one script call per hash tag."""
     with Driver("redis+cluster://" + six[0].address) as driver:
@@ -821,6 +844,13 @@ def test_sentinels_name_the_primary_and_its_successor() -> None:
             assert replica.client().role()[0] == b"master"
         with Driver(f"redis+sentinel://{hosts}/other") as driver:
             assert "does not watch other" in driver.store.health()
+        replica.client().config_set("requirepass", SECRET)
+        for watcher in watchers[1:]:
+            watcher.client().execute_command("ACL", "SETUSER", "default", "resetpass", f">{SECRET}")
+        with Driver(f"redis+sentinel://:{SECRET}@{hosts}/counts/1") as driver:
+            assert driver.store.health() == "ok"
+            assert driver.count([make_hit()])[0].count == 1
+            assert replica.client(password=SECRET, db=1).exists(f"loopguard:{driver.key(make_hit())}")
 
 
 def test_a_promoted_replica_counts_on() -> None:

@@ -15,7 +15,7 @@ from extproc.metrics import Metrics
 from extproc.store import open_store
 from extproc.store.memory import MemoryStore
 from extproc.windows import Count, Hit
-from tests.servers import Driver, cluster, server
+from tests.servers import REDIS, Driver, cluster, server
 from tests.test_windows import WINDOW_TYPES, make_hit, oracle
 
 
@@ -29,9 +29,17 @@ def _on_a_cluster() -> Iterator[str]:
         yield "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes[:2])
 
 
+def _on_debians() -> Iterator[str]:
+    if REDIS is None:
+        pytest.skip("Debian's redis-server is not installed: counted on Valkey alone")
+    with server(binary=REDIS) as one:
+        yield f"redis://127.0.0.1:{one.port}"
+
+
 STORES: dict[str, Callable[[], Iterator[str]]] = {
     "memory": lambda: iter(["memory://"]),
-    "redis": _on_one,
+    "valkey": _on_one,
+    "redis": _on_debians,
     "cluster": _on_a_cluster,
 }
 """Every store by name, with the servers that it needs: one body of tests drives them all."""
