@@ -284,6 +284,7 @@ def _parser() -> argparse.ArgumentParser:
             description=text[0].upper() + text[1:] + ".",
             epilog=_EXAMPLES[name],
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # what is misspelt is an error, not another flag
         )
         made.set_defaults(run=run)
         return made

@@ -186,7 +186,8 @@ def test_make_passes_flags() -> None:
     """`make run ARGS=...` starts the demo with those flags."""
     root = ENVOY_FOLDER.parent
 
-    told = subprocess.run(["make", "-n", "run", "ARGS=--port 0"], cwd=root, capture_output=True, text=True, check=True).stdout
+    command = ["make", "--no-print-directory", "-n", "run", "ARGS=--port 0"]
+    told = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
 
     assert told.splitlines()[-1].endswith("envoy/demo.py --port 0")
 
