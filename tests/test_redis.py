@@ -22,10 +22,10 @@ from extproc.errors import StoreError, UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import certain, open_store, redacted
-from extproc.store.connection import Connection, refusal
+from extproc.store.connection import Access, Connection, Place, refusal
 from extproc.store.redis import TAGS, RedisBackend
 from extproc.store.remote import RemoteStore, Shot
-from extproc.store.topology import SLOTS, slot, spread
+from extproc.store.topology import SLOTS, Cluster, slot, spread
 from extproc.windows import Count, Hit
 from tests.harness import eventually
 from tests.servers import Driver, Server, cluster, replicated, sentinels, server
@@ -782,6 +782,21 @@ def test_a_cluster_batch_is_few_commands(six: list[Server]) -> None:
         driver.count([make_hit(key=str(number)) for number in range(200)])
 
         assert sum(node.commands()["evalsha"] for node in six[:3]) - before <= TAGS
+
+
+def test_who_has_which_slots_is_asked_of_one_node_after_the_other(six: list[Server]) -> None:
+    """A node that was cut off and believes in owners of old is not asked again before the others were."""
+    topology = Cluster([Place("127.0.0.1", six[0].port)], Access(), TAGS)
+
+    async def asked() -> list[Place]:
+        found = []
+        for _ in six:
+            await topology.open(topology.tags[0])
+            topology.drop()
+            found.append(topology._known[-1])
+        return found
+
+    assert {place.port for place in asyncio.run(asked())} == {node.port for node in six}
 
 
 def test_slots_that_move_are_followed(six: list[Server]) -> None:

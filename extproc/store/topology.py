@@ -105,9 +105,10 @@ class Watched(One):
         self._service = service
 
     async def _find(self) -> Place:
-        """Ask the Sentinels in turn; the one that answered is asked first the next time."""
+        """Ask the Sentinels in turn, each time another one first: one that was cut off may name a primary of old."""
         errors = []
         for sentinel in list(self._sentinels):
+            self._sentinels.append(self._sentinels.pop(0))
             try:
                 async with asyncio.timeout(_SENTINEL_SECONDS):
                     return await self._ask(sentinel)
@@ -115,8 +116,6 @@ class Watched(One):
                 errors.append(str(error))
             except TimeoutError:
                 errors.append(f"{sentinel}: no answer")
-            self._sentinels.remove(sentinel)
-            self._sentinels.append(sentinel)
         raise StoreError(f"no Sentinel knows the primary: {'; '.join(errors)}", kind="sentinel")
 
     async def _ask(self, sentinel: Place) -> Place:
@@ -186,7 +185,7 @@ class Cluster:
         self._connections.clear()
 
     async def _learn(self) -> None:
-        """Ask any node who has which slots; a node that does not answer is asked last the next time."""
+        """Ask the nodes in turn who has which slots, each time another one first: one that was cut off may not know."""
         errors = []
         for place in dict.fromkeys([*self._known, *self._seeds]):
             try:
@@ -211,4 +210,4 @@ class Cluster:
             for tag in self.tags:
                 if first <= slot(tag) <= last:  # type: ignore[operator]
                     self._owners[tag] = places[0]
-        self._known = [asked, *(nodes - {asked})]
+        self._known = [*(known for known in dict.fromkeys([*self._known, *nodes]) if known != asked and known in nodes), asked]
