@@ -34,8 +34,8 @@ _SECOND_LOOK = 0.002
 """Before a deadline strikes, the event loop gets this long to read answers: it may have been busy while they came."""
 
 _PROBE_SECONDS = (0.0, 0.1, 0.25, 0.5, 1.0)
-"""Pauses before probes, none before the first: a connection may be lost for no lasting reason. The last one repeats, so a server
-that is back is found within two seconds."""
+"""Pauses before probes, none before the first: a connection may be lost for no lasting reason. The last one repeats, so a
+server that is back is found within two seconds."""
 
 _PROBE_TIMEOUT = 1.0
 _WELL_SECONDS = 10.0
