@@ -23,7 +23,7 @@ _SECTIONS = {
 }
 
 _EPILOG = """examples:
-  make bench                                          everything, about two minutes
+  make bench                                          everything, a few minutes
   python -m tests.bench --quick                       the same with fewer rounds, to see that it works
   python -m tests.bench --only envoy --only engine    two sections
   python -m tests.bench --output /tmp/before.json     keep the results of an experiment
