@@ -52,7 +52,7 @@ class _Target(NamedTuple):
     metadata: tuple[tuple[str, str], ...]
 
 
-@lru_cache(maxsize=1_024)
+@lru_cache(maxsize=256)
 def _target(headers: Headers) -> _Target:
     fields = {name: value for name, value in reversed(headers)}  # noqa: C416  # the first of a name wins
     is_grpc = fields.get(b":method") == b"POST" and fields.get(b"content-type", b"").startswith(b"application/grpc")
