@@ -143,7 +143,7 @@ class Connection:
         self._last = 0
         self._block: tuple[int, int, bytearray] | None = None  # stream, flags and what came of a block that goes on
         self._decoder = Decoder(max_header_list_size=MAX_HEADER_BLOCK)
-        self._blocks: dict[bytes, Headers] = {}
+        self._blocks: dict[bytes, tuple[Headers, int | None]] = {}
         self._window = 65_535  # what we may still send on the whole connection
         self._peer_window = 65_535
         self._peer_frame = MAX_FRAME
@@ -272,7 +272,7 @@ class Connection:
 
     def _headers(self, stream: int, flags: int, block: bytes) -> None:
         """A whole header block: a request, or the trailers of one."""
-        headers = self._decoded(block)
+        headers, expected = self._decoded(block)
         ended = bool(flags & END_STREAM)
         state = self._streams.get(stream)
         if state is not None:
@@ -291,14 +291,14 @@ class Connection:
         self._last = stream
         if len(self._streams) >= MAX_STREAMS:
             raise _StreamError(stream, REFUSED_STREAM)
-        expected = _checked(headers)
         if expected is None or (ended and expected > 0):
             raise _StreamError(stream, PROTOCOL_ERROR)
         state = self._streams[stream] = _Stream(self._peer_window, expected)
         state.remote_closed = ended
         self._events.append(RequestReceived(stream, headers, ended))
 
-    def _decoded(self, block: bytes) -> Headers:
+    def _decoded(self, block: bytes) -> tuple[Headers, int | None]:
+        """The headers, and their content-length if they are a well-formed request's: see `_checked`."""
         cached = self._blocks.get(block)
         if cached is not None:
             return cached
@@ -309,11 +309,12 @@ class Connection:
             headers: Headers = tuple((bytes(name), bytes(value)) for name, value in decoded)
         except HPACKError as error:
             raise ProtocolError(f"header block: {error}", code=COMPRESSION_ERROR) from error
+        checked = headers, _checked(headers)
         if self._decoder.header_table_size == 0 and len(block) <= _CACHED_BLOCK_BYTES:
             if len(self._blocks) >= _CACHED_BLOCKS:
                 del self._blocks[next(iter(self._blocks))]
-            self._blocks[block] = headers
-        return headers
+            self._blocks[block] = checked
+        return checked
 
     def _on_priority(self, _: int, stream: int, payload: bytes) -> None:
         if not stream:
