@@ -493,6 +493,21 @@ def test_an_internal_error_lets_the_request_through(later: bool, caplog: pytest.
     assert "internal error" in caplog.text
 
 
+def test_a_request_sees_one_set_of_policies() -> None:
+    """Policies that change between a request's headers and its body act on the next request, not on half of this one."""
+    service = make_service(policy("old", ANY))
+    stream = service.open()
+    receive(stream, headers())
+
+    service.engine = make_engine(policy("new", ANY))
+    receive(stream, body(b"x"))
+    stream.close()
+    exchange(service, headers(), body(b"x"))
+
+    counted = {name: sample(service, "requests_total", policy=name, mode="enforce", action="allow") for name in ("old", "new")}
+    assert counted == {"old": 1, "new": 1}
+
+
 def test_overload_lets_requests_through_at_once() -> None:
     """Past --max-streams a request is not even looked at, and that is counted."""
     service = make_service(policy("p", ANY), max_streams=1)

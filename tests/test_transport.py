@@ -26,9 +26,12 @@ from extproc.transport.fast import FastServer
 from extproc.transport.grpc_wire import MAX_MESSAGE, Deframer, framed
 from extproc.transport.grpcio import GrpcServer
 from extproc.transport.health import EXT_PROC, HEALTH, Health
+from extproc.transport.http2 import DATA, END_STREAM
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_engine import ANY
+from tests.test_http2 import HELLO, frame
+from tests.test_http2 import headers as header_frame
 from tests.test_service import FailingStore, make_service, sample
 
 TRANSPORTS: dict[str, Callable[[Service, Health], Transport]] = {"fast": FastServer, "grpcio": GrpcServer}
@@ -332,3 +335,28 @@ def test_streams_are_counted_back(run: Run) -> None:
         assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == 50
 
     run(service, steps)
+
+
+def test_odd_metadata_harms_nobody() -> None:
+    """Header names and values of any bytes are taken as they come, and the connection goes on."""
+    odd = ((b"x-loopguard-\xff", b"\xfe"), (b"x-loopguard-scope", b"not a scope!"))
+    pairs = (
+        (b":method", b"POST"), (b":scheme", b"http"), (b":path", f"/{EXT_PROC}/Process".encode()), (b":authority", b"h"),
+        (b"content-type", b"application/grpc"), *odd,
+    )  # fmt: skip
+
+    async def main() -> bytes:
+        async with _running("fast", make_service(policy("p", ANY))) as made:
+            host, _, port = made.where.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(
+                HELLO + header_frame(1, pairs=pairs) + frame(DATA, END_STREAM, 1, framed(headers("/").SerializeToString()))
+            )
+            found = b""
+            async with asyncio.timeout(20):
+                while b"grpc-status" not in found:
+                    found += await reader.read(65_536)
+            writer.close()
+            return found
+
+    assert b"application/grpc" in asyncio.run(main())

@@ -54,10 +54,11 @@ class _Target(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _target(headers: Headers) -> _Target:
-    fields = {name: value for name, value in reversed(headers)}  # noqa: C416  # the first of a name wins
-    is_grpc = fields.get(b":method") == b"POST" and fields.get(b"content-type", b"").startswith(b"application/grpc")
-    ours = tuple((name.decode(), value.decode("latin-1")) for name, value in headers if name.startswith(b"x-loopguard-"))
-    return _Target(fields.get(b":path", b"").decode("latin-1"), is_grpc, ours)
+    first = dict(reversed(headers))  # the first of a name wins
+    is_grpc = first.get(b":method") == b"POST" and first.get(b"content-type", b"").startswith(b"application/grpc")
+    ours = [(name, value) for name, value in headers if name.startswith(b"x-loopguard-")]
+    metadata = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in ours)
+    return _Target(first.get(b":path", b"").decode("latin-1"), is_grpc, metadata)
 
 
 class _Call:
