@@ -355,7 +355,9 @@ def test_odd_metadata_harms_nobody() -> None:
             found = b""
             async with asyncio.timeout(20):
                 while b"grpc-status" not in found:
-                    found += await reader.read(65_536)
+                    part = await reader.read(65_536)
+                    assert part, "the connection was closed"
+                    found += part
             writer.close()
             return found
 
