@@ -60,24 +60,30 @@ def store(opened: Driver) -> Driver:
     return opened.fresh()
 
 
+_CONFIGURATIONS = st.tuples(
+    st.sampled_from(WINDOW_TYPES),
+    st.sampled_from([(3, 0, True), (2, 7_000, True), (3, 30_000, False), (2, 0, False)]),
+    st.sampled_from([4, 100]),
+)
+
+
 @given(
-    steps=st.lists(
-        st.tuples(
-            st.sampled_from(WINDOW_TYPES),
-            st.sampled_from([(3, 0, True), (2, 7_000, True), (3, 30_000, False), (2, 0, False)]),
-            st.sampled_from([4, 100]),
-            st.integers(0, 4_000),
-        ),
-        max_size=40,
+    # Two keys at a time, so that each is hit often enough for its windows to end, and long gaps beside short ones.
+    steps=st.lists(_CONFIGURATIONS, min_size=2, max_size=2).flatmap(
+        lambda keys: st.lists(
+            st.tuples(st.sampled_from(keys), st.integers(0, 1_000) | st.integers(2_000, 12_000)), min_size=10, max_size=40
+        )
     )
 )
-def test_a_store_answers_as_the_windows_do(opened: Driver, steps: list[tuple[str, tuple[int, int, bool], int, int]]) -> None:
+def test_a_store_answers_as_the_windows_do(
+    opened: Driver, steps: list[tuple[tuple[str, tuple[int, int, bool], int], int]]
+) -> None:
     """Interleaved keys of every window type get the answers that each would get alone, by definition and from memory."""
     store, memory = opened.fresh(), open_store("memory://", Metrics())
     now = 1_000
     history: dict[Hit, list[int]] = {}
     answers: dict[Hit, list[Count]] = {}
-    for window_type, (threshold, cooldown, refused), count_to, gap in steps:
+    for (window_type, (threshold, cooldown, refused), count_to), gap in steps:
         now += gap
         hit = make_hit(window_type, threshold=threshold, cooldown_ms=cooldown, count_refused=refused, count_to=count_to)
         hit = hit._replace(key=f"{window_type}:{threshold}:{cooldown}:{refused}:{count_to}")

@@ -152,6 +152,25 @@ def test_a_client_that_says_nothing_more_is_ended_with_ok(run: Run) -> None:
     run(make_service(policy("p", ANY)), steps)
 
 
+def test_an_upload_makes_room_for_others(run: Run) -> None:
+    """At --max-streams the call that waits for its body decides nothing any more, ends with OK, and the newcomer is decided."""
+
+    async def steps(made: Running) -> None:
+        stalled = made.process()
+        await _exchange(stalled, headers())
+        newcomer = made.process()
+        await _exchange(newcomer, headers(), body(b"x"))
+
+        assert sample(made.service, "uncounted_total", policy="p", reason="overload") == 1
+        if isinstance(made.server, GrpcServer):  # there the next message ends it, here it has ended already
+            assert await _exchange(stalled, body(b"x")) == ["request_body"]
+        assert await stalled.read() is grpc.aio.EOF
+        assert await stalled.code() is grpc.StatusCode.OK
+        assert made.service.streams == made.service.given_up == 0
+
+    run(make_service(policy("p", ANY), max_streams=1), steps)
+
+
 def test_a_client_that_cancels_frees_its_hold(run: Run) -> None:
     """A throttled call that is cancelled gives its place back."""
     service = make_service(policy("p", ANY, action="throttle"))

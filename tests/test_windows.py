@@ -7,7 +7,7 @@ from array import array
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.windows import Count, Hit, log, tally
@@ -57,6 +57,7 @@ def oracle(hit: Hit, times: list[int]) -> list[Count]:
     return answers
 
 
+@settings(max_examples=1_000)
 @given(
     st.sampled_from(WINDOW_TYPES),
     st.integers(1, 20),
@@ -100,6 +101,14 @@ def test_a_cooldown_outlasts_the_window(window_type: str) -> None:
 
     assert [answer.looping for answer in answers] == [False, False, True, True, True, False, False]
     assert [answer.cooldown_ms for answer in answers] == [0, 0, 60_000, 30_002, 1, 0, 0]
+
+
+def test_a_loop_that_never_pauses_trips_once() -> None:
+    """Past its cooldown a client that hammered on is still refused by its window, but no new cooldown begins."""
+    answers = run(make_hit(cooldown_ms=5_000), [0, 1, 2, 5_003, 5_004])
+
+    assert [answer.looping for answer in answers[2:]] == [True, True, True]
+    assert [answer.cooldown_ms for answer in answers[2:]] == [5_000, 0, 0]
 
 
 def test_refusals_do_not_prolong_the_cooldown() -> None:

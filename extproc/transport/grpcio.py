@@ -82,7 +82,9 @@ class GrpcServer:
 
     async def _process(self, _: Any, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
         stream = self._service.open(context.invocation_metadata() or ())
-        stream.on_given_up = cast("asyncio.Task[None]", asyncio.current_task()).cancel
+        call = cast("asyncio.Task[None]", asyncio.current_task())
+        # grpc cannot end a call cleanly while it reads: only a stop is worth that. Otherwise the next message ends the call.
+        stream.on_given_up = lambda: self._service.released.is_set() and call.cancel()
         try:
             while True:
                 data = await context.read()
