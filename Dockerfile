@@ -1,0 +1,54 @@
+# The image of Loopguard: its wheel and the pinned packages it needs in one virtual environment, nothing that built them.
+#
+#   docker build --tag loopguard .
+#   docker run --read-only --publish 50051:50051 --publish 9900:9900 --volume ./policies:/etc/loopguard/policies:ro loopguard
+#
+# Reproducible: every package is the file whose hash stands in requirements.txt, the build tools among them, and bytecode
+# carries no time. For the same base each time, too, give it by digest: --build-arg PYTHON_IMAGE=python@sha256:...
+
+# One argument for both stages: the environment that is copied runs on the interpreter that made it.
+ARG PYTHON_IMAGE=python:3.13-slim
+
+FROM ${PYTHON_IMAGE} AS build
+WORKDIR /src
+
+# The only step that uses the network. Before the sources, so that a change of theirs downloads nothing again.
+COPY requirements.txt ./
+RUN pip download --quiet --no-cache-dir --require-hashes --only-binary :all: --dest /wheels --requirement requirements.txt
+
+# From here on /wheels is all that pip knows: where pyproject.toml asks for what is not pinned, the build fails.
+COPY . ./
+RUN pip wheel --quiet --no-cache-dir --no-index --find-links /wheels --no-deps --wheel-dir /wheels .
+
+# No pip in the environment, and bytecode that is not compared with its source: nobody can change either.
+RUN python -m venv --without-pip /opt/loopguard \
+    && pip --python /opt/loopguard/bin/python install --quiet --no-cache-dir --no-index --find-links /wheels --no-compile \
+        /wheels/extproc_loopguard-*.whl \
+    && python -m compileall -q --invalidation-mode unchecked-hash /opt/loopguard/lib
+
+FROM ${PYTHON_IMAGE}
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="Loopguard" \
+    org.opencontainers.image.description="Envoy external processor that stops runaway AI agents" \
+    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.revision="${REVISION}"
+
+COPY --from=build /opt/loopguard /opt/loopguard
+
+# The command's own defaults are loopback, where nobody outside of the container could reach it.
+ENV PATH=/opt/loopguard/bin:${PATH} \
+    PYTHONDONTWRITEBYTECODE=1 \
+    LOOPGUARD_LISTEN=0.0.0.0:50051 \
+    LOOPGUARD_ADMIN=0.0.0.0:9900 \
+    LOOPGUARD_POLICY=/etc/loopguard/policies
+EXPOSE 50051 9900
+
+# A number, because Kubernetes' runAsNonRoot cannot tell who a name is. It owns no file and needs no entry in /etc/passwd.
+USER 65532:65532
+
+# Asks where LOOPGUARD_LISTEN says: change that rather than give --listen. Kubernetes ignores this and asks by itself.
+HEALTHCHECK --interval=30s --timeout=5s --start-period=10s CMD ["loopguard", "healthcheck"]
+
+# `docker stop` waits 10 s unless told otherwise; a full drain takes up to 40 s: --time 45.
+ENTRYPOINT ["loopguard"]
+CMD ["serve"]
