@@ -1,0 +1,468 @@
+"""Make the chart's values.schema.json, and the tables of its README.md, from the commented values.yaml.
+
+    python helm/generate.py            writes both
+    python helm/generate.py --check    writes nothing; exit code 1 and a line for each file that is out of date
+
+How values.yaml is read:
+- The comment right above a key documents it; every value has one. Maps are looked into, and need none.
+- A line `@schema {...}` in it adds to what the default's type says about a value. One with `$ref` or `if` describes the value
+  alone, and what stands below the key is not looked into. A `$ref` names a definition: of Kubernetes, by its full name;
+  `Bundle`, a policy bundle as `loopguard schema` describes it; or `Settings`, the flags of `loopguard serve` that have no value
+  of their own.
+- A comment that starts with `##` is a heading of the README.
+
+The schema is draft-07, which every version of Helm reads. Policies are described in 2020-12: what they use of it is rewritten,
+and anything else is an error here, not a hole in the schema. Rules between a policy's fields are not in that schema at all. The
+ones that matter most are found by asking `cross_field_errors` what it thinks of samples; the process itself checks them all.
+"""  # noqa: INP001  # a script beside the chart, not a package
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import helm_python
+
+from extproc.policy import bundle
+from extproc.settings import Settings
+
+Schema = dict[str, Any]
+
+CHART = Path(__file__).parent / "loopguard"
+KUBERNETES = "kubernetes-json-schema/v1.37.0-local-strict/_definitions.json"
+
+OWN_VALUES = {
+    *("policy", "listen", "admin", "shadow", "drain_delay", "drain_timeout"),
+    *("store", "store_password", "store_password_file"),
+}
+"""Settings that the templates make from values of other names."""
+
+TABLES = re.compile(r"(?<=<!-- values -->\n).*(?=<!-- end of values -->)", re.DOTALL)
+REFERENCE = "#/definitions/"
+
+
+class ChartError(Exception):
+    """values.yaml, or something a schema is made from, is not as it has to be."""
+
+
+# ---- values.yaml
+
+
+@dataclass
+class Value:
+    """One value of the chart.
+
+    Attributes:
+        path: the keys that lead to it.
+        words: of its comment.
+        extra: what `@schema` says.
+        heading: the last one above it.
+        default: as written.
+        below: the values in it, where it is a map that is looked into.
+    """
+
+    path: tuple[str, ...]
+    words: str
+    extra: Schema
+    heading: str
+    default: Any
+    below: list[Value] = field(default_factory=list)
+
+
+def read_values(text: str) -> list[Value]:
+    """The values at the top of values.yaml, in its order, with those below them.
+
+    Raises:
+        ChartError: a value has no comment, or its type cannot be told.
+    """
+    defaults = helm_python.values_from_yaml(text)
+    top: list[Value] = []
+    open_maps: list[Value] = []
+    comment: list[str] = []
+    heading = ""
+    closed_at: int | None = None  # the indentation of the value whose inside is its own affair
+    for line in text.splitlines():
+        words = line.strip()
+        indent = len(line) - len(line.lstrip())
+        if words.startswith("#"):
+            comment.append(words.lstrip("# "))
+            heading = words[3:] if words.startswith("## ") else heading
+            continue
+        key = re.match(r"([A-Za-z]\w*):", words)
+        inside = closed_at is not None and indent > closed_at
+        if key and not inside:
+            depth = indent // 2
+            del open_maps[depth:]
+            path = (*(open_maps[-1].path if open_maps else ()), key[1])
+            value = _value(path, comment, heading, defaults)
+            (open_maps[-1].below if open_maps else top).append(value)
+            open_maps.append(value)
+            closed_at = None if _is_map(value) else indent
+        comment = []
+    return top
+
+
+def _value(path: tuple[str, ...], comment: Sequence[str], heading: str, defaults: Schema) -> Value:
+    default: Any = defaults
+    for step in path:
+        default = default[step]
+    extra: Schema = {}
+    words = []
+    for line in comment:
+        if line.startswith("@schema "):
+            extra |= json.loads(line.removeprefix("@schema "))
+        else:
+            words.append(line)
+    value = Value(path, " ".join(words), extra, heading, default)
+    if not words and not _is_map(value):
+        raise ChartError(f"{'.'.join(path)} has no comment that says what it is")
+    return value
+
+
+def _is_map(value: Value) -> bool:
+    """Whether the value is looked into, because nothing else describes it."""
+    return isinstance(value.default, dict) and not value.extra
+
+
+# ---- values.schema.json
+
+
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+
+
+def values_schema(values: Sequence[Value]) -> Schema:
+    """The whole of values.schema.json."""
+    properties: Schema = {value.path[-1]: _schema(value) for value in values}
+    properties["global"] = {"type": "object", "description": "Of a chart that this one is a part of; not read."}
+    made = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Values of the Loopguard chart",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+    }
+    return {**made, "definitions": _used(made, {**kubernetes(), **policies(), "Settings": settings()})}
+
+
+def _schema(value: Value) -> Schema:
+    if _is_map(value):
+        below = {item.path[-1]: _schema(item) for item in value.below}
+        return {"type": "object", "additionalProperties": False, "properties": below}
+    if "$ref" in value.extra or "if" in value.extra:
+        return {**value.extra, "description": value.words}
+    kind = _TYPES[type(value.default)]
+    if kind in ("array", "object") and not value.extra:
+        raise ChartError(f"{'.'.join(value.path)} needs a line '@schema' that says what it holds")
+    return {"type": kind, **value.extra, "description": value.words, "default": value.default}
+
+
+def settings() -> Schema:
+    """The flags of `loopguard serve` that the chart passes on as they are, by their names in camelCase."""
+    hints = typing.get_type_hints(Settings)
+    properties: Schema = {}
+    for item in fields(Settings):
+        if item.name in OWN_VALUES:
+            continue
+        choices = typing.get_args(hints[item.name]) or re.fullmatch(r"[a-z]+(\|[a-z]+)+", item.metadata["metavar"])
+        described: Schema = {"type": _TYPES[type(item.default)]}
+        if choices:
+            described = {"enum": item.metadata["metavar"].split("|")}
+        elif described["type"] in ("integer", "number") and not _accepts(item.metadata["parse"], "0"):
+            described["exclusiveMinimum"] = 0
+        first, *rest = item.name.split("_")
+        name = first + "".join(part.capitalize() for part in rest)
+        properties[name] = {**described, "description": item.metadata["help"], "default": item.default}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _accepts(parse: Callable[[str], object], text: str) -> bool:
+    try:
+        parse(text)
+    except ValueError:
+        return False
+    return True
+
+
+def kubernetes() -> Schema:
+    """Kubernetes' own definitions, without their descriptions."""
+    text = resources.files("kubernetes_validate").joinpath(KUBERNETES).read_text()
+    raw = {name: convert(_bare(made)) for name, made in json.loads(text)["$defs"].items()}
+    return {name: choose(made, raw) for name, made in raw.items()}
+
+
+def _bare(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
+    """Without what only people and the API server read."""
+    if isinstance(schema, list):
+        return [_bare(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _bare(item) for key, item in schema.items() if key != "format" and not _is_remark(key, item)}
+
+
+def _is_remark(key: str, item: object) -> bool:
+    return (key == "description" and isinstance(item, str)) or key.startswith("x-kubernetes-")
+
+
+def _used(schema: Any, pool: Schema) -> Schema:  # noqa: ANN401  # raw JSON
+    """The definitions that a schema leads to, by name."""
+    found: Schema = {}
+    waiting = list(_references(schema))
+    while waiting:
+        name = waiting.pop()
+        if name not in pool:
+            raise ChartError(f"there is no definition of {name}")
+        if name not in found:
+            found[name] = pool[name]
+            waiting += _references(pool[name])
+    return dict(sorted(found.items()))
+
+
+def _references(schema: Any) -> Iterator[str]:  # noqa: ANN401  # raw JSON
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _references(item)
+    elif isinstance(schema, dict):
+        for key, item in schema.items():
+            if key == "$ref" and isinstance(item, str):
+                yield item.removeprefix(REFERENCE)
+            else:
+                yield from _references(item)
+
+
+# ---- From draft 2020-12 to draft-07
+
+
+def convert(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
+    """A schema's meaning in draft-07.
+
+    Raises:
+        ChartError: it uses something that is not known to mean the same there.
+    """
+    if not isinstance(schema, dict):  # true and false
+        return schema
+    if "$ref" in schema:
+        if constraints := schema.keys() - {"$ref", "description", "default"}:
+            raise ChartError(f"draft-07 ignores what stands beside $ref: {', '.join(sorted(constraints))}")
+        return {"$ref": REFERENCE + schema["$ref"].rpartition("/")[2]}
+    if unknown := schema.keys() - _KEYWORDS.keys() - {"title", "discriminator"}:  # both are remarks
+        raise ChartError(f"not known to mean the same in draft-07: {', '.join(sorted(unknown))}")
+    return {
+        key: _KEYWORDS[key](item)
+        for key, item in schema.items()
+        if key in _KEYWORDS and not (key == "default" and item is None)
+    }
+
+
+def _many(schemas: Sequence[Any]) -> list[Any]:
+    return [convert(schema) for schema in schemas]
+
+
+def _named(schemas: Mapping[str, Any]) -> Schema:
+    return {name: convert(schema) for name, schema in schemas.items()}
+
+
+def _as_it_is(value: Any) -> Any:  # noqa: ANN401  # raw JSON
+    return value
+
+
+def _first_paragraph(text: str) -> str:
+    return text.partition("\n\n")[0].replace("\n", " ")
+
+
+_KEYWORDS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("items", "additionalProperties", "propertyNames", "not", "if", "then", "else"), convert),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf"), _many),
+    **dict.fromkeys(("properties", "patternProperties"), _named),
+    **dict.fromkeys(("type", "enum", "const", "required", "pattern", "format", "default"), _as_it_is),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), _as_it_is),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "uniqueItems"), _as_it_is),
+    **dict.fromkeys(("minProperties", "maxProperties"), _as_it_is),
+    "description": _first_paragraph,
+}
+"""What becomes of the value of each keyword."""
+
+
+def choose(schema: Any, definitions: Schema) -> Any:  # noqa: ANN401  # raw JSON
+    """The same with `anyOf` and `oneOf` decided by the value's type, so that only the branch that was meant complains."""
+    if isinstance(schema, list):
+        return [choose(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: choose(item, definitions) for key, item in schema.items()}
+    for key in ("anyOf", "oneOf"):
+        if isinstance(made.get(key), list):
+            decided = _by_type(made[key], definitions)
+            if decided is not None:
+                rest = {name: item for name, item in made.items() if name != key}
+                made = {**decided, **rest}
+    return made
+
+
+def _by_type(branches: Sequence[Schema], definitions: Schema) -> Schema | None:
+    """One of several schemas by the type of the value, or None where types do not decide."""
+    kinds = [_kinds(branch, definitions) for branch in branches]
+    every = [kind for found in kinds for kind in found]
+    if all(branch.keys() == {"type"} for branch in branches):
+        return {"type": sorted(set(every))}
+    if not all(kinds) or len(set(every)) < len(every) or {"integer", "number"} <= set(every):
+        return None
+    made: Schema = {}
+    for branch, found in zip(reversed(branches), reversed(kinds), strict=True):
+        if branch.keys() == {"type"}:
+            continue
+        if len(branches) == 2 and ["null"] in kinds and branch.keys().isdisjoint({"$ref", "enum", "const"}):  # noqa: PLR2004
+            made = branch  # what else it says is about its own type
+        else:
+            step: Schema = {"if": {"type": found}, "then": branch}
+            made = {**step, "else": made} if made else step
+    return {**made, "type": sorted(every)}
+
+
+def _kinds(schema: Schema, definitions: Schema) -> list[str]:
+    """The types that a schema takes, none where it does not say."""
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].removeprefix(REFERENCE)]
+    kinds = schema.get("type", [])
+    return [kinds] if isinstance(kinds, str) else list(kinds)
+
+
+# ---- Policies
+
+
+def policies() -> Schema:
+    """Definitions of a bundle and its parts."""
+    raw = {name: convert(made) for name, made in bundle.schema()["$defs"].items()}
+    definitions: Schema = {name: choose(made, raw) for name, made in raw.items()}
+    definitions["Spec"]["allOf"] = [_selector_rule(definitions)]
+    definitions["LoopDetection"]["allOf"] = [*_required_rules(definitions), *_ownership_rules(definitions), _log_rule()]
+    return definitions
+
+
+def _selector_rule(definitions: Schema) -> Schema:
+    """One of the keys that the loader takes for enough has to be there."""
+    enough = [key for key in definitions["Selector"]["properties"] if not _complaints({"selector": {key: "/"}})]
+    given = [_required([key], definitions["Selector"]) for key in enough]
+    return {"properties": {"selector": {"anyOf": given}}}
+
+
+def _required(keys: Sequence[str], definition: Schema) -> Schema:
+    """All of these are there, and none is null, which is the same as nothing."""
+    kinds = {key: [kind for kind in _kinds(definition["properties"][key], {}) if kind != "null"] for key in keys}
+    return {"required": [*keys], "properties": {key: {"type": found} for key, found in kinds.items()}}
+
+
+SAMPLE = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 5}
+
+
+def _required_rules(definitions: Schema) -> Iterator[Schema]:
+    """What an enabled detector needs, which is not the same for every similarity."""
+    for similarity in _similarities(definitions):
+        sample = SAMPLE | {"similarity": similarity}
+        needed = [key for key in SAMPLE if _loop_complaints({name: sample[name] for name in sample if name != key})]
+        when = {"properties": {"enabled": {"const": True}, "similarity": {"const": similarity}}, "required": ["enabled"]}
+        if similarity != definitions["LoopDetection"]["properties"]["similarity"]["default"]:
+            when["required"] = ["enabled", "similarity"]
+        yield {"if": when, "then": _required(needed, definitions["LoopDetection"])}
+
+
+def _ownership_rules(definitions: Schema) -> Iterator[Schema]:
+    """Keys that mean something with some similarities only."""
+    default = definitions["LoopDetection"]["properties"]["similarity"]["default"]
+    similarities = _similarities(definitions)
+    for key, described in definitions["LoopDetection"]["properties"].items():
+        sample = {key: described.get("default")}
+        owners = [name for name in similarities if not _loop_complaints({"similarity": name, **sample})]
+        if key not in SAMPLE and key != "similarity" and owners != similarities:
+            rule = {"properties": {"similarity": {"enum": owners}}, "required": [] if default in owners else ["similarity"]}
+            yield {"if": {"required": [key]}, "then": rule}
+
+
+def _log_rule() -> Schema:
+    """A window that remembers every request takes no high threshold."""
+    log = {"enabled": {"const": True}, "window_type": {"const": "sliding_log"}}
+    most = {"threshold_identical_requests": {"maximum": bundle.MAX_LOG_THRESHOLD}}
+    return {"if": {"properties": log, "required": [*log]}, "then": {"properties": most}}
+
+
+def _similarities(definitions: Schema) -> list[str]:
+    described = definitions["LoopDetection"]["properties"]["similarity"]
+    return list(described.get("enum") or [described["const"]])
+
+
+def _loop_complaints(loop: Schema) -> bool:
+    return _complaints({"selector": {"pathExact": "/"}, "loop_detection": loop})
+
+
+def _complaints(spec: Schema) -> bool:
+    return any(True for _ in bundle.cross_field_errors(spec))
+
+
+# ---- README.md
+
+
+def tables(values: Sequence[Value], definitions: Schema) -> str:
+    """A table of values for each heading."""
+    made: dict[str, list[str]] = {}
+    for value in _leaves(values):
+        rows = made.setdefault(value.heading, [])
+        rows.append(_row(".".join(value.path), value.default, value.words))
+        if value.extra.get("$ref") == f"{REFERENCE}Settings":
+            for name, described in definitions["Settings"]["properties"].items():
+                default = value.default.get(name, described["default"])
+                rows.append(_row(f"{'.'.join(value.path)}.{name}", default, described["description"]))
+    head = "| value | default | |\n|---|---|---|\n"
+    return "\n".join(f"### {heading}\n\n{head}" + "\n".join(rows) + "\n" for heading, rows in made.items())
+
+
+def _leaves(values: Sequence[Value]) -> Iterator[Value]:
+    for value in values:
+        if value.below:
+            yield from _leaves(value.below)
+        else:
+            yield value
+
+
+def _row(name: str, default: object, words: str) -> str:
+    shown = json.dumps(default)
+    shown = f"`{shown}`" if len(shown) <= 60 else "see values.yaml"  # noqa: PLR2004  # wider, and the table is no table
+    return f"| `{name}` | {shown} | {words.replace('|', '&#124;')} |"
+
+
+# ---- The command
+
+
+def generated(chart: Path = CHART) -> dict[Path, str]:
+    """Every generated file of a chart and what should stand in it."""
+    values = read_values((chart / "values.yaml").read_text())
+    schema = values_schema(values)
+    readme = (chart / "README.md").read_text()
+    if not TABLES.search(readme):
+        raise ChartError("README.md has no lines '<!-- values -->' and '<!-- end of values -->' to put the tables between")
+    made = tables(values, schema["definitions"])
+    return {
+        chart / "values.schema.json": json.dumps(schema, indent=2) + "\n",
+        chart / "README.md": TABLES.sub(lambda _: f"\n{made}\n", readme),
+    }
+
+
+def main(arguments: Sequence[str], chart: Path = CHART) -> int:
+    """Write or check; returns the exit code."""
+    stale = {file: text for file, text in generated(chart).items() if not file.exists() or file.read_text() != text}
+    if "--check" in arguments:
+        for file in stale:
+            sys.stderr.write(f"{file} is out of date: run python helm/generate.py\n")
+        return 1 if stale else 0
+    for file, text in stale.items():
+        file.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

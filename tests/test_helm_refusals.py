@@ -1,0 +1,328 @@
+"""What Helm refuses to install, and the sentence with which it does."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.errors import BundleErrors
+from extproc.policy.bundle import MAX_DELAY_MS
+from extproc.policy.loader import parse
+from extproc.service import _HOLD_MARGIN_MS
+from extproc.store import _SCHEMES
+from tests.chart import Values, merged, objects, problems, refusal, with_policies
+from tests.documents import bundle, policy
+
+ROOT = Path(__file__).parent.parent
+
+SHARE = "name a store that they share, such as store.url=redis://redis:6379, or accept it with store.allowPerReplica=true"
+REDIS: Values = {"store": {"url": "redis://redis"}}
+SCALED: Values = {"autoscaling": {"enabled": True}}
+CANARY: Values = {"canary": {"enabled": True}}
+ACTING: Values = {"canary": {"enabled": True, "shadow": {"enabled": False}}}
+GUARDED: Values = {"networkPolicy": {"enabled": True, "gateways": [{"podSelector": {}}]}}
+
+
+def store(url: str, **more: object) -> Values:
+    """Values with a store."""
+    return {"store": {"url": url, **more}}
+
+
+def throttle(**more: Any) -> Values:  # noqa: ANN401  # keys of loop_detection
+    """Values with one throttling policy."""
+    return with_policies(policy("slow", {"pathPrefix": "/"}, action="throttle", **more))
+
+
+MONITORS: Values = {"monitoring": {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}}
+UNENFORCED: Values = {"rules": [{"name": "r"}], "fallback_limit": {"a": 1}, "circuit_breaker": {"b": 1}}
+
+
+def row(values: Values, *words: str) -> tuple[Values, str]:
+    """Values and the one sentence that refuses them."""
+    return values, " ".join(words)
+
+
+PROBLEMS: list[tuple[Values, str]] = [
+    row(
+        {"replicaCount": 3},
+        f"replicaCount=3, and with store.url=memory:// each pod would count for itself: {SHARE}, or set replicaCount=1.",
+    ),
+    row(
+        SCALED,
+        f"autoscaling.enabled may run several pods, and with store.url=memory:// each would count for itself: {SHARE}.",
+    ),
+    row(
+        {"canary": {"enabled": True, "replicaCount": 2}},
+        f"canary.replicaCount=2, and with store.url=memory:// each pod would count for itself: {SHARE},",
+        "or set canary.replicaCount=1.",
+    ),
+    row(
+        ACTING,
+        "canary.shadow.enabled=false, and with store.url=memory:// the canary would count apart from the other pods, so that a",
+        f"loop is split between them: {SHARE}, or leave the canary in shadow.",
+    ),
+    row(
+        store("redis://ann:hush@redis"),
+        "store.url contains a password, which everybody who may read the Deployment would see: put it into a Secret, name that",
+        "in store.existingSecret, and take it out of the URL.",
+    ),
+    row(
+        store("redis://ann@redis"),
+        "store.url names a user, and a user needs a password: name a Secret that holds it in store.existingSecret.",
+    ),
+    row(
+        store("redis+cluster://redis", tls={"existingSecret": "s"}),
+        "store.tls.existingSecret is for a store with TLS: write rediss in place of redis in store.url, or leave it out.",
+    ),
+    row(
+        store("rediss://redis", tls={"existingSecret": "s", "keyKey": "tls.key"}),
+        "store.tls.keyKey is the key of a certificate: name the certificate in store.tls.certKey as well.",
+    ),
+    row(
+        with_policies(policy("a", {"pathPrefix": "/"}), policy("b", {"pathPrefix": "/"}), policy("a", {"pathPrefix": "/b"})),
+        "policies.bundle: two policies have the id a: give each an id of its own.",
+    ),
+    row(
+        throttle(max_delay_ms=28_001) | {"envoy": {"maxMessageTimeoutSeconds": 30}},
+        "policies.bundle: policy slow may hold a request for 28001 ms, and envoy.maxMessageTimeoutSeconds=30 cuts that off:",
+        "lower its max_delay_ms, or let Envoy wait at least 31 seconds.",
+    ),
+    row(
+        throttle() | {"drain": {"timeoutSeconds": 10.5}},
+        "policies.bundle: policy slow may hold a request for 30000 ms, and drain.timeoutSeconds=10.5 cuts that off when a pod",
+        "stops: lower its max_delay_ms, or set drain.timeoutSeconds to at least 32.",
+    ),
+    row(
+        {"canary": {"enabled": True, "policies": throttle()["policies"]}, "envoy": {"maxMessageTimeoutSeconds": 10}},
+        "canary.policies.bundle: policy slow may hold a request for 30000 ms, and envoy.maxMessageTimeoutSeconds=10 cuts that",
+        "off: lower its max_delay_ms, or let Envoy wait at least 32 seconds.",
+    ),
+    row(
+        with_policies(policy("a", {"pathPrefix": "/"}), kill_switches=[{}]),
+        "policies.bundle: kill_switches are not enforced by Loopguard: take them out, or accept that with",
+        "settings.allowUnenforced=true.",
+    ),
+    row(
+        with_policies(merged(policy("drop-in", {"pathPrefix": "/"}), {"spec": UNENFORCED})),
+        "policies.bundle: policy drop-in has rules and fallback_limit and circuit_breaker, which Loopguard does not enforce:",
+        "take that out, or accept it with settings.allowUnenforced=true.",
+    ),
+    row(
+        merged(SCALED, REDIS, {"autoscaling": {"minReplicas": 11}}),
+        "autoscaling.minReplicas=11 is more than autoscaling.maxReplicas=10: lower the one or raise the other.",
+    ),
+    row(
+        merged(SCALED, REDIS, {"resources": {"requests": {"cpu": None}}}),
+        "autoscaling.enabled compares usage with resources.requests.cpu, and there is none: set it.",
+    ),
+    row(
+        MONITORS,
+        "monitoring.serviceMonitor.enabled and monitoring.podMonitor.enabled would have every pod scraped and counted twice:",
+        "enable one of them.",
+    ),
+    row(
+        {"networkPolicy": {"enabled": True}},
+        "networkPolicy.enabled keeps every Envoy out: say in networkPolicy.gateways where they run, such as",
+        "[{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: istio-ingress}}}].",
+    ),
+    row(
+        {**GUARDED, "monitoring": {"podMonitor": {"enabled": True}}},
+        "networkPolicy.enabled keeps Prometheus out: say in networkPolicy.monitoring where it runs, such as",
+        "[{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}].",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "sentence"), PROBLEMS)
+def test_what_cannot_work_together_is_refused(values: Values, sentence: str) -> None:
+    """Each combination is refused by a sentence that names the values and what to do, and by nothing else."""
+    assert problems(values) == [sentence]
+
+
+def test_every_problem_is_told_at_once() -> None:
+    """Values with several mistakes are mended in one round."""
+    found = problems({"replicaCount": 2, "networkPolicy": {"enabled": True}, **MONITORS})
+
+    assert [sentence.partition(" ")[0] for sentence in found] == [
+        "replicaCount=2,",
+        "monitoring.serviceMonitor.enabled",
+        "networkPolicy.enabled",
+        "networkPolicy.enabled",
+    ]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"replicaCount": 3, "store": {"allowPerReplica": True}},
+        merged(SCALED, {"store": {"allowPerReplica": True}}),
+        merged(SCALED, {"replicaCount": 3, "autoscaling": {"minReplicas": 1, "maxReplicas": 1}}),
+        {"replicaCount": 0},
+        merged(REDIS, {"replicaCount": 3}),
+        CANARY,
+        merged(ACTING, REDIS),
+        merged(ACTING, {"store": {"allowPerReplica": True}}),
+        {"canary": {"enabled": False, "replicaCount": 5, "shadow": {"enabled": False}}},
+        store("redis://redis:6379/0?prefix=a@b:c"),
+        store("redis://ann@redis", existingSecret="s"),
+        store("rediss+sentinel://a,b/main", tls={"existingSecret": "s", "certKey": "c", "keyKey": "k"}),
+        throttle() | {"policies": {"existingConfigMap": "theirs"}, "drain": {"timeoutSeconds": 1}},
+        with_policies(policy("quick", {"pathPrefix": "/"}, max_delay_ms=30_000)) | {"drain": {"timeoutSeconds": 1}},
+        with_policies({"id": "idle", "spec": {"selector": {"routes": ["r"]}, "circuit_breaker": {"enabled": False}}}),
+        merged(SCALED, REDIS),
+        GUARDED,
+    ],
+    ids=json.dumps,
+)
+def test_what_works_is_taken(values: Values) -> None:
+    """The checks let pass what only looks like one of the mistakes."""
+    assert objects(values)
+
+
+def test_the_longest_hold_is_the_codes() -> None:
+    """A throttle that names no limit holds as long, and needs as much more, as it does in the process."""
+    needed = -(-(MAX_DELAY_MS + _HOLD_MARGIN_MS) // 1000)
+
+    assert objects(throttle() | {"envoy": {"maxMessageTimeoutSeconds": needed}, "drain": {"timeoutSeconds": needed}})
+    assert len(problems(throttle() | {"envoy": {"maxMessageTimeoutSeconds": needed - 1}})) == 1
+    assert len(problems(throttle() | {"drain": {"timeoutSeconds": needed - 1}})) == 1
+
+
+# ---- What the schema refuses
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"replicacount": 2}, "at '': additional properties 'replicacount' not allowed"),
+        ({"image": {"tga": "1"}}, "at '/image': additional properties 'tga' not allowed"),
+        ({"replicaCount": "2"}, "at '/replicaCount': got string, want integer"),
+        ({"replicaCount": -1}, "at '/replicaCount': minimum: got -1, want 0"),
+        (
+            {"image": {"pullPolicy": "Sometimes"}},
+            "at '/image/pullPolicy': value must be one of 'Always', 'IfNotPresent', 'Never'",
+        ),
+        ({"image": {"repository": ""}}, "at '/image/repository': minLength: got 0, want 1"),
+        ({"image": {"digest": "sha256:12"}}, "at '/image/digest': 'sha256:12' does not match pattern"),
+        ({"settings": {"max_streams": 1}}, "at '/settings': additional properties 'max_streams' not allowed"),
+        ({"settings": {"maxStreams": 0}}, "at '/settings/maxStreams': exclusiveMinimum: got 0, want 0"),
+        (
+            {"settings": {"logLevel": "loud"}},
+            "at '/settings/logLevel': value must be one of 'debug', 'info', 'warning', 'error'",
+        ),
+        ({"settings": {"drainDelay": 1}}, "at '/settings': additional properties 'drainDelay' not allowed"),
+        ({"canary": {"enabled": "yes"}}, "at '/canary/enabled': got string, want boolean"),
+        ({"resources": {"limit": {}}}, "at '/resources': additional properties 'limit' not allowed"),
+        ({"tolerations": [{"keys": "a"}]}, "at '/tolerations/0': additional properties 'keys' not allowed"),
+        ({"affinity": {"podAffinities": {}}}, "at '/affinity': additional properties 'podAffinities' not allowed"),
+        ({"securityContext": {"privilege": True}}, "at '/securityContext': additional properties 'privilege' not allowed"),
+        ({"podSecurityContext": {"runAsUser": "me"}}, "at '/podSecurityContext/runAsUser': got string, want null or integer"),
+        ({"networkPolicy": {"gateways": [{"namespace": "a"}]}}, "additional properties 'namespace' not allowed"),
+        ({"podDisruptionBudget": {"maxUnavailable": 0.5}}, "at '/podDisruptionBudget/maxUnavailable': got number, want"),
+        ({"podLabels": {"a": 1}}, "at '/podLabels/a': got number, want string"),
+        ({"drain": {"delaySeconds": -1}}, "at '/drain/delaySeconds': minimum: got -1, want 0"),
+        ({"canary": {"policies": {"bundle": {"policies": []}}}}, "missing property 'bundle_version'"),
+        ({"policies": {"bundle": []}}, "at '/policies/bundle': got array, want object"),
+    ],
+)
+def test_a_wrong_value_is_refused(values: Values, message: str) -> None:
+    """A misspelt name, a wrong type or a value out of range is refused at its place, with what would be right."""
+    assert message in refusal(values)
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in _SCHEMES if scheme != "unix"])
+def test_every_kind_of_store_is_taken(scheme: str) -> None:
+    """The schema takes the URLs that the process takes, except a socket, which no pod shares."""
+    assert objects(store(f"{scheme}://{'' if scheme == 'memory' else 'redis'}"))
+
+
+@pytest.mark.parametrize(
+    "url", ["redis", "unix:///run/redis.sock", "http://redis", "redis+sentinels://a/b", "memory+cluster://", ""]
+)
+def test_no_other_store_is_taken(url: str) -> None:
+    """A URL of another form is refused before a pod fails on it."""
+    assert "at '/store/url'" in refusal(store(url))
+
+
+# ---- Policies that do not validate
+
+
+def changed(**changes: object) -> dict[str, Any]:
+    """A good policy with keys of its loop_detection replaced; `...` takes a key away."""
+    made = policy("p", {"pathExact": "/a"}, limit_keys=["jwt:org"])
+    detection = {**made["spec"]["loop_detection"], **changes}
+    made["spec"]["loop_detection"] = {key: value for key, value in detection.items() if value is not ...}
+    return made
+
+
+def in_spec(**changes: object) -> dict[str, Any]:
+    """A good policy with keys of its spec replaced."""
+    made = changed()
+    made["spec"].update(changes)
+    return made
+
+
+DETECTION = "at '/policies/bundle/policies/0/spec/loop_detection"
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (bundle(changed(enbled=True)), f"{DETECTION}': additional properties 'enbled' not allowed"),
+    (bundle(changed(window_seconds=...)), f"{DETECTION}': missing property 'window_seconds'"),
+    (bundle(changed(window_seconds=None)), f"{DETECTION}/window_seconds': got null, want integer"),
+    (bundle(changed(threshold_identical_requests=...)), f"{DETECTION}': missing property 'threshold_identical_requests'"),
+    (bundle(changed(window_seconds=0)), f"{DETECTION}/window_seconds': exclusiveMinimum: got 0, want 0"),
+    (bundle(changed(window_seconds="60")), f"{DETECTION}/window_seconds': got string, want"),
+    (bundle(changed(threshold_identical_requests=1)), f"{DETECTION}/threshold_identical_requests': minimum: got 1, want 2"),
+    (bundle(changed(action="block")), f"{DETECTION}/action': value must be one of 'reject', 'throttle', 'warn'"),
+    (bundle(changed(similarity="fuzzy")), f"{DETECTION}/similarity': value must be"),
+    (bundle(changed(max_delay_ms=30_001)), f"{DETECTION}/max_delay_ms': maximum: got 30,001, want 30,000"),
+    (bundle(changed(reject_status=200)), f"{DETECTION}/reject_status': minimum: got 200, want 400"),
+    (
+        bundle(changed(window_type="sliding_log", threshold_identical_requests=10_001)),
+        f"{DETECTION}/threshold_identical_requests': maximum: got 10,001, want 10,000",
+    ),
+    (bundle(in_spec(loop_detection="on")), f"{DETECTION}': got string, want"),
+    (bundle(in_spec(mode="canary")), "/spec/mode': value must be one of 'enforce', 'shadow'"),
+    (bundle(in_spec(limit_keys="jwt:org")), "/spec/limit_keys': got string, want array"),
+    (bundle(in_spec(selector={"methods": ["POST"]})), "/spec/selector': missing property 'pathExact'"),
+    (bundle(in_spec(selector={"pathExact": None})), "/spec/selector/pathExact': got null, want string"),
+    (bundle(in_spec(selector={"pathExact": "v1"})), "/spec/selector/pathExact': 'v1' does not match pattern '^/[^?#]*$'"),
+    (bundle(in_spec(selector={"pathPrefix": "/", "hosts": []})), "/spec/selector/hosts': minItems: got 0, want 1"),
+    (bundle({"id": "p"}), "at '/policies/bundle/policies/0': missing property 'spec'"),
+    (bundle({**changed(), "id": "a b"}), "at '/policies/bundle/policies/0/id': 'a b' does not match pattern"),
+    (bundle(changed(), bundle_version=0), "at '/policies/bundle/bundle_version': exclusiveMinimum: got 0, want 0"),
+    (bundle(changed(), expires_at="tomorrow"), "at '/policies/bundle/expires_at': 'tomorrow' is not valid date-time"),
+    (bundle(changed(), policys=[]), "at '/policies/bundle': additional properties 'policys' not allowed"),
+]
+
+
+@pytest.mark.parametrize(("document", "message"), WRONG)
+def test_a_policy_that_does_not_validate_is_refused(document: dict[str, Any], message: str) -> None:
+    """What `loopguard validate` refuses, Helm refuses at the same place."""
+    with pytest.raises(BundleErrors):
+        parse({"bundle.json": json.dumps(document).encode()}, datetime.now(UTC))
+
+    assert message in refusal({"policies": {"bundle": document}})
+
+
+README_BUNDLE = re.search(r"```json\n(\{\"bundle_version\".*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+GOOD: list[dict[str, Any]] = [
+    json.loads(README_BUNDLE[1]) if README_BUNDLE else {},
+    bundle(*json.loads((ROOT / "envoy" / "policy.json").read_text())["policies"]),
+    bundle(),
+    bundle(changed(enabled=False, window_seconds=None, threshold_identical_requests=...)),
+    bundle({"id": "p", "spec": {"selector": {"routes": ["r"], "pathExact": None}, "loop_detection": None}}),
+    bundle({**changed(), "description": {"any": "thing"}, "x-owner": 1}),
+    bundle(changed(), bundle_version=1.5, global_shadow={"enabled": True, "expires_at": "2999-01-01T00:00:00+02:00"}),
+]
+
+
+@pytest.mark.parametrize("document", GOOD)
+def test_a_policy_that_validates_is_taken(document: dict[str, Any]) -> None:
+    """The schema refuses nothing that Loopguard takes."""
+    parse({"bundle.json": json.dumps(document).encode()}, datetime.now(UTC))
+
+    assert objects({"policies": {"bundle": document}})
