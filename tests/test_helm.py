@@ -528,6 +528,17 @@ def test_alerts_and_dashboards_are_the_files() -> None:
 # ---- The chart as a package
 
 
+def test_the_values_of_the_readme_are_good() -> None:
+    """What its README recommends for production renders to objects that Kubernetes takes."""
+    shown = re.search(r"```yaml\n(.*?)```", (CHART / "README.md").read_text(), re.DOTALL)
+    assert shown is not None
+
+    made = objects(helm_python.values_from_yaml(shown[1]))
+
+    assert [wrong for item in made if (wrong := wrong_with(item))] == []
+    assert {"NetworkPolicy", "ServiceMonitor", "PrometheusRule"} <= {item["kind"] for item in made}
+
+
 def test_the_app_version_is_the_projects() -> None:
     """The image's default tag is the version that this tree builds."""
     with helm_python.Chart.load(CHART) as chart:

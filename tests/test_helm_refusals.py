@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import helm_python
 import pytest
 
 from extproc.errors import BundleErrors
-from extproc.policy.bundle import MAX_DELAY_MS
+from extproc.policy.bundle import MAX_DELAY_MS, UNSUPPORTED_KEYS
 from extproc.policy.loader import parse
 from extproc.service import _HOLD_MARGIN_MS
 from extproc.store import _SCHEMES
-from tests.chart import Values, merged, objects, problems, refusal, with_policies
+from tests.chart import CHART, Values, merged, objects, problems, refusal, with_policies
 from tests.documents import bundle, policy
 
 ROOT = Path(__file__).parent.parent
@@ -113,6 +115,14 @@ PROBLEMS: list[tuple[Values, str]] = [
         "take that out, or accept it with settings.allowUnenforced=true.",
     ),
     row(
+        with_policies(expires_at="2020-01-01T00:00:00.5+02:00"),
+        "policies.bundle: expires_at=2020-01-01T00:00:00.5+02:00 has passed: give a later time, or take it out.",
+    ),
+    row(
+        with_policies(global_shadow={"enabled": True, "expires_at": "2020-01-01T00:00:00Z"}),
+        "policies.bundle: global_shadow.expires_at=2020-01-01T00:00:00Z has passed: give a later time, or take it out.",
+    ),
+    row(
         merged(SCALED, REDIS, {"autoscaling": {"minReplicas": 11}}),
         "autoscaling.minReplicas=11 is more than autoscaling.maxReplicas=10: lower the one or raise the other.",
     ),
@@ -176,12 +186,39 @@ def test_every_problem_is_told_at_once() -> None:
         with_policies({"id": "idle", "spec": {"selector": {"routes": ["r"]}, "circuit_breaker": {"enabled": False}}}),
         merged(SCALED, REDIS),
         GUARDED,
+        with_policies(expires_at="2999-01-01T00:00:00Z"),
+        with_policies(global_shadow={"enabled": False, "expires_at": "2020-01-01T00:00:00Z"}),
     ],
     ids=json.dumps,
 )
 def test_what_works_is_taken(values: Values) -> None:
     """The checks let pass what only looks like one of the mistakes."""
     assert objects(values)
+
+
+@pytest.mark.parametrize("key", sorted(UNSUPPORTED_KEYS))
+def test_a_descriptor_that_cannot_be_derived_is_refused(key: str) -> None:
+    """The process would not start with it."""
+    (sentence,) = problems(with_policies(policy("a", {"pathPrefix": "/"}, limit_keys=["jwt:org", key])))
+
+    assert sentence.startswith(
+        f"policies.bundle: policy a has the descriptor {key}, which Loopguard does not enforce: take that"
+    )
+
+
+def test_every_detector_of_a_policy_is_looked_at(tmp_path: Path) -> None:
+    """Where loop_detection is a list, the longest hold of its throttles counts; the check does not wait for the schema."""
+    copy = tmp_path / "loopguard"
+    shutil.copytree(CHART, copy, ignore=shutil.ignore_patterns("values.schema.json"))
+    slow = policy("slow", {"pathPrefix": "/"})
+    slow["spec"]["loop_detection"] = [{"action": "throttle", "max_delay_ms": delay} for delay in (5_000, 20_000, 10_000)]
+    values = with_policies(slow) | {"drain": {"timeoutSeconds": 21}}
+
+    with (
+        helm_python.Chart.load(copy) as chart,
+        pytest.raises(helm_python.HelmRenderError, match="may hold a request for 20000 ms"),
+    ):
+        chart.render(values)
 
 
 def test_the_longest_hold_is_the_codes() -> None:
