@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 from google.protobuf.message import DecodeError
 
 from extproc.decision import Action, Decision, Outcome, Reason, loop_message
-from extproc.engine import Check, Engine, Entry, decide
+from extproc.engine import Check, Engine, decide, hits, per_policy
 from extproc.errors import ProtocolError, StoreError
 from extproc.fingerprint import NO_BODY, Body
 from extproc.logs import RateLimit, fields
@@ -31,6 +31,8 @@ from extproc.metrics import Metrics
 from extproc.pb.base_pb2 import HeaderValue, HeaderValueOption
 from extproc.pb.external_processor_pb2 import HeaderMutation, ProcessingRequest, ProcessingResponse
 from extproc.pb.processing_mode_pb2 import ProcessingMode
+from extproc.plan import Entry
+from extproc.policy.bundle import DEFAULT_DETECTOR
 from extproc.request import HttpRequest, claim_text, unknowable_body, unverified_claims
 from extproc.settings import Settings, valid_scope
 from extproc.store import Store
@@ -48,6 +50,9 @@ MAX_HEADERS = 10_000
 
 Reading 100,000 takes 40 ms; nothing a client sends may hold up the others for longer than 50 ms.
 """
+
+MAX_KEPT = 64 * 2**20
+"""Most bytes of streamed bodies that are kept at once; buffered ones come in one message and are not kept at all."""
 
 SCOPE_METADATA = "x-loopguard-scope"
 """Names the attachment for one stream, in place of `--scope`."""
@@ -160,6 +165,7 @@ class Service:
         streams: open now.
         waiting: of these, the ones that wait for a body, the oldest first.
         given_up: of these, the ones that decide nothing any more and only have to close.
+        kept: bytes of streamed bodies that are waited for, of those that are to be looked into.
     """
 
     def __init__(self, engine: Engine, store: Store, local: MemoryStore, metrics: Metrics, settings: Settings) -> None:
@@ -181,6 +187,7 @@ class Service:
         self.streams = 0
         self.waiting: OrderedDict[Stream, None] = OrderedDict()
         self.given_up = 0
+        self.kept = 0
         self._local = local
         self._detections = RateLimit(_LINES_PER_SECOND)
         self._failures = RateLimit(_LINES_PER_SECOND)
@@ -213,8 +220,11 @@ class Service:
 
     def count(self, check: Check, entries: Sequence[Entry], *, shadow: bool) -> MaybeCounts:
         """Ask the store to count one lane of a request; None when the counts could not be had."""
+        asked = hits(entries)
+        if not asked:
+            return ()
         try:
-            counts = self.store.hit([entry.hit for entry in entries])
+            counts = self.store.hit(asked)
         except Exception as error:  # noqa: BLE001  # sorted out by the callee
             return self._without_store(check, entries, error, shadow=shadow)
         if isinstance(counts, _PLAIN) or not isinstance(counts, Awaitable):
@@ -242,7 +252,7 @@ class Service:
                 return None
             self.metrics.fail_open.labels("store_error").inc()
             try:
-                return self._local.hit([entry.hit for entry in entries])
+                return self._local.hit(hits(entries))
             except Exception as bug:  # noqa: BLE001  # as any other bug, below
                 error = bug
         if not shadow:
@@ -261,10 +271,14 @@ class Service:
         """Metrics and log lines for one decided request."""
         metrics = self.metrics
         for outcome in decision.trace:
+            if outcome.action is not Action.ALLOW:
+                metrics.detections.labels(outcome.policy, outcome.detector, outcome.mode, outcome.action.value).inc()
+                self._log_detection(check, outcome)
+        for outcome in per_policy(decision.trace):
             loop = outcome.action is not Action.ALLOW
             metrics.count_decision(outcome.policy, outcome.mode, outcome.action.value, loop=loop)
-            if loop:
-                self._log_detection(check, outcome)
+        for policy in check.compared_exactly:
+            metrics.compared_exactly.labels(policy).inc()
         self.record_uncounted(check)
 
     def record_uncounted(self, check: Check) -> None:
@@ -281,10 +295,11 @@ class Service:
             return
         shown = None
         if self.settings.log_descriptors:
-            plan = next(entry.plan for entry in (*check.enforcing, *check.shadow) if entry.plan.id == outcome.policy)
-            shown = {item.name: item.read(check.request, item.argument) for item in plan.descriptors}
+            entries = (*check.enforcing, *check.shadow)
+            shown = next(dict(entry.values) for entry in entries if entry.plan.id == outcome.policy)
         extra = fields(
             policy=outcome.policy,
+            detector=outcome.detector,
             mode=outcome.mode,
             action=outcome.action.value,
             fingerprint=outcome.fingerprint,
@@ -313,6 +328,7 @@ class Stream:
         "_engine",
         "_expected",
         "_holding",
+        "_kept",
         "_observed",
         "_overloaded",
         "_scope",
@@ -331,6 +347,7 @@ class Stream:
         self._check: Check | None = None
         self._chunk: bytes | memoryview | None = None  # of the body, where the message at hand is large
         self._body = NO_BODY
+        self._kept: list[bytes] = []  # of a streamed body, what came before
         self._body_mode = -1
         self._expected = -1
         self.given_up = False
@@ -371,6 +388,7 @@ class Stream:
         self._service.given_up -= self.given_up
         # Where Envoy did not say whether it sends bodies, nobody knows which of the two it was.
         self._leave_uncounted("no_body_phase" if self._body_mode < 0 else "aborted")
+        self._drop_kept()
         if self._holding is not None:
             self._service.holds.free(self._holding)
             self._holding = None
@@ -393,7 +411,7 @@ class Stream:
             self._service.metrics.unmatched.inc()
             return _DONE["request_headers"]
         if message.request_headers.end_of_stream:
-            return self._judge("request_headers", check, NO_BODY)
+            return self._judge("request_headers", check, NO_BODY, content=b"")
         if not check.needs_body:
             return self._judge("request_headers", check, None)
         if message.HasField("protocol_config"):
@@ -414,21 +432,48 @@ class Stream:
         if check is None:
             return _DONE["request_body"]
         chunk, self._chunk = self._chunk, None
-        self._body = body = self._body.plus(message.request_body.body if chunk is None else chunk)
+        if chunk is None:
+            chunk = message.request_body.body
+        self._body = body = self._body.plus(chunk)
         # With trailers to come, a complete buffered body does not say that it ends the stream.
         complete = message.request_body.end_of_stream or self._body_mode == _BUFFERED or body.length == self._expected
         if not complete and self._body_mode == _STREAMED:
+            self._keep(check, chunk)
             return _GO_ON["request_body"]
         self._wait_no_more()
         if not complete:
             return self._judge("request_body", check, None, "body_truncated")
-        return self._judge("request_body", check, body)
+        return self._judge("request_body", check, body, content=self._content(check, chunk))
 
     def _request_trailers(self, message: ProcessingRequest) -> MaybeLater:  # noqa: ARG002  # a handler's signature
         check = self._wait_no_more()
         if check is None:
             return _DONE["request_trailers"]
-        return self._judge("request_trailers", check, self._body)  # the end of a streamed body
+        return self._judge("request_trailers", check, self._body, content=self._content(check, b""))  # a streamed body ends
+
+    def _keep(self, check: Check, chunk: bytes | memoryview) -> None:
+        """A part of a streamed body that somebody may look into, unless that is too much of it, or of all bodies under way."""
+        service = self._service
+        size = self._body.length
+        if size <= check.inspects and service.kept + len(chunk) <= MAX_KEPT:
+            service.kept += len(chunk)
+            self._kept.append(bytes(chunk))
+        else:
+            self._drop_kept()
+
+    def _content(self, check: Check, last: bytes | memoryview) -> bytes | memoryview | None:
+        """The whole body, None where it was not kept."""
+        length = self._body.length
+        if length > check.inspects:
+            return None
+        if len(last) == length:
+            return last
+        content = b"".join((*self._kept, last))
+        return content if len(content) == length else None
+
+    def _drop_kept(self) -> None:
+        self._service.kept -= sum(map(len, self._kept))
+        self._kept.clear()
 
     def _response(self, message: ProcessingRequest) -> MaybeLater:
         self._leave_uncounted("no_body_phase")
@@ -490,9 +535,11 @@ class Stream:
                         claims[name] = claim_text(getattr(value, kind)) if kind else ""
         return claims
 
-    def _judge(self, kind: str, check: Check, body: Body | None, reason: str = "") -> MaybeLater:
+    def _judge(
+        self, kind: str, check: Check, body: Body | None, reason: str = "", content: bytes | memoryview | None = None
+    ) -> MaybeLater:
         """Count the request and answer, now or when the store has answered."""
-        check.seal(body, reason)
+        check.seal(body, reason, content)
         service = self._service
         counts = service.count(check, check.enforcing, shadow=False) if check.enforcing else ()
         shadow_counts = service.count(check, check.shadow, shadow=True) if check.shadow else ()
@@ -512,7 +559,7 @@ class Stream:
         unavailable = counts is None  # --on-store-error reject
         if unavailable:
             check.enforcing = []
-        decision = decide(check, counts or (), shadow_counts or ())
+        decision = decide(check, counts or (), shadow_counts)
         if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self._observed:
             decision = self._hold(decision, decision.lead)
         service.record(check, decision)
@@ -613,6 +660,8 @@ def _detected(decision: Decision) -> dict[str, str | int]:
             "fingerprint": lead.fingerprint,
             "count": lead.count,
         }
+        if lead.detector != DEFAULT_DETECTOR:
+            metadata["detector"] = lead.detector
         if decision.warning and lead.action is not Action.REJECT:
             metadata["warning"] = _WARNING[1]
     if shadow is not None:

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent / "extproc"
 FLOORS: list[set[str]] = [
     {"errors", "request", "decision", "settings", "metrics", "logs"},
     {"policy", "fingerprint", "windows"},
-    {"engine", "store"},
+    {"similarity"},
+    {"plan", "engine", "store"},
     {"service", "wire"},
     {"transport"},
     {"reload", "admin", "server"},

@@ -89,7 +89,7 @@ LOOP_FIELDS: list[tuple[str, object, str]] = [
     ("threshold_identical_requests", 10**10, "must be <= 1000000000"),
     ("action", "explode", "must be one of reject, throttle, warn"),
     ("action", ["reject"], "must be one of reject, throttle, warn"),
-    ("similarity", "nearly", "must be exact"),
+    ("similarity", "nearly", "must be one of exact, canonical, tail, tool_calls"),
     ("window_type", "tumbling", "must be one of sliding_ttl, sliding_log, fixed"),
     ("cooldown_seconds", -1, "must be >= 0"),
     ("cooldown_seconds", "1", "must be an integer"),

@@ -1,0 +1,73 @@
+"""Similarity `tail`: the model and the last messages of a conversation, by role, text, tool names, arguments and results.
+
+An agent appends every turn to its history, so whole bodies are almost never equal; one that is stuck ends its requests the same
+way all the same. Text is compared without the space around it, in lower case, each run of white space as one space.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from extproc.policy.bundle import LoopDetection
+from extproc.similarity.conversation import CALL, OTHER, RESULT, TEXT, Part, arguments, conversation, other, parts, result
+from extproc.similarity.document import Document, Json
+
+# What UTF-8 never contains separates what is joined, so that different things never look alike.
+_NEXT_PART = b"\xff"
+_NEXT_MESSAGE = b"\xfe"
+
+_ASCII_SPACE = bytes(range(9, 14)) + bytes(range(28, 32))
+_FOLDED = bytes.maketrans(
+    _ASCII_SPACE + bytes(range(ord("A"), ord("Z") + 1)), b" " * len(_ASCII_SPACE) + bytes(range(ord("a"), ord("z") + 1))
+)
+
+
+class Tail:
+    """A detector's `tail_messages`, ready to look into conversations."""
+
+    def __init__(self, loop: LoopDetection) -> None:
+        """Compile."""
+        self._messages = loop.tail_messages
+
+    def compare(self, document: Document) -> tuple[bytes, None]:
+        """The model and the last messages, the newest first; see `Similarity`."""
+        talk = conversation(document)
+        said = [talk.model.encode()]
+        for message in islice(talk.backwards(), self._messages):
+            fields = [_name(message)]
+            for part in parts(message):
+                fields += _compared(part)
+            said.append(_NEXT_PART.join(fields))
+        return _NEXT_MESSAGE.join(said), None
+
+    def shown(self, document: Document) -> list[str]:
+        """The model, then the messages, the oldest first; see `Similarity`."""
+        model, *messages = self.compare(document)[0].split(_NEXT_MESSAGE)
+        return [text.replace(_NEXT_PART, b" | ").decode() for text in (b"model | " + model, *reversed(messages))]
+
+
+def _name(message: dict[str, Json]) -> bytes:
+    name = message.get("role", message.get("type"))
+    return name.encode() if isinstance(name, str) else b""
+
+
+def _compared(part: Part) -> tuple[bytes, ...]:
+    kind, value = part.kind, part.value
+    if kind == CALL:
+        return b"call", part.name.encode(), arguments(value)
+    if kind == RESULT:
+        return b"error" if part.failed else b"result", fold(value if isinstance(value, str) else result(value).decode())
+    if kind == OTHER or not isinstance(value, str):
+        return OTHER.encode(), other(value)
+    text = fold(value)
+    return (TEXT.encode(), text) if text else ()
+
+
+def fold(text: str) -> bytes:
+    """Lower case, each run of white space as one space, none around it."""
+    if not text.isascii():
+        return " ".join(text.lower().split()).encode()
+    folded = text.encode().translate(_FOLDED)  # the same, five times as fast
+    while b"  " in folded:
+        folded = folded.replace(b"  ", b" ")
+    return folded.strip(b" ")
