@@ -21,7 +21,10 @@ PAST = "2026-05-31T23:59:59Z"
 FUTURE = "2026-06-01T00:00:01Z"
 
 SHAPES = 'must be a bundle {"bundle_version", "policies"}, a policy {"id", "spec"} or a list of policies'
-LIMIT_KEY = "it must be 'jwt:<claim>', 'header:<name>', 'query:<name>' or 'ip:address', names of letters, digits, '_' and '-'"
+LIMIT_KEY = (
+    "it must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-'), 'ip:address' "
+    "or 'body:/<JSON Pointer>'"
+)
 HOST = "it must be a host name such as 'api.example.com' (wildcards are not supported: list each host)"
 TIME = "must be an ISO 8601 time with its zone, such as '2026-12-31T00:00:00Z'"
 TWICE = "the key stands more than once in its object; keep one"
@@ -137,7 +140,7 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
         ["jwt:", "ip:peer", 5],
         [("/spec/limit_keys/0", LIMIT_KEY), ("/spec/limit_keys/1", LIMIT_KEY), ("/spec/limit_keys/2", "it must be a string")],
     ),
-    ("loop_detection", [], in_spec("loop_detection", "must be an object")),
+    ("loop_detection", [], in_spec("loop_detection", "must not be an empty array; leave it out")),
     ("rules", {}, in_spec("rules", "must be an array")),
     ("rules", [{"limit_keys": ["x"]}], [("/spec/rules/0/name", "name is required"), ("/spec/rules/0/limit_keys/0", LIMIT_KEY)]),
     ("fallback_limit", 1, in_spec("fallback_limit", "must be an object")),

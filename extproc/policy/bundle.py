@@ -34,7 +34,7 @@ MAX_THRESHOLD = 1_000_000_000
 MAX_LOG_THRESHOLD = 10_000
 """Highest threshold of a `sliding_log`, which remembers one timestamp for each request."""
 
-MAX_CALLS = 500
+MAX_CALLS = 200
 """Most calls, and most messages, that a detector compares with each other."""
 
 MAX_CYCLE = 16

@@ -425,7 +425,9 @@ _PHRASES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "string_too_short": _just("must not be empty"),
     "string_too_long": lambda name, context: f"{name} must be at most {context['max_length']} characters",
     "list_type": _just("must be an array"),
-    "too_short": lambda name, _: f"{name} must not be an empty array; leave it out{_NOTHING_LEFT_OUT.get(name, ' to match any')}",
+    "too_short": lambda name, _: (
+        f"{name} must not be an empty array; leave it out{_NOTHING_LEFT_OUT.get(name, ' to match any')}"
+    ),
     "dict_type": _just("must be an object"),
     "model_type": _just("must be an object"),
     "model_attributes_type": _just("must be an object"),

@@ -9,8 +9,20 @@ from __future__ import annotations
 from itertools import islice
 
 from extproc.policy.bundle import LoopDetection
-from extproc.similarity.conversation import CALL, OTHER, RESULT, TEXT, Part, arguments, conversation, other, parts, result
-from extproc.similarity.document import Document, Json
+from extproc.similarity.conversation import (
+    CALL,
+    RESULT,
+    TEXT,
+    Message,
+    Part,
+    arguments,
+    conversation,
+    other,
+    parts,
+    result,
+    spoken,
+)
+from extproc.similarity.document import Document, opened
 
 # What UTF-8 never contains separates what is joined, so that different things never look alike.
 _NEXT_PART = b"\xff"
@@ -33,11 +45,7 @@ class Tail:
         """The model and the last messages, the newest first; see `Similarity`."""
         talk = conversation(document)
         said = [talk.model.encode()]
-        for message in islice(talk.backwards(), self._messages):
-            fields = [_name(message)]
-            for part in parts(message):
-                fields += _compared(part)
-            said.append(_NEXT_PART.join(fields))
+        said += [_spelled(message) for message in islice(talk.backwards(), self._messages)]
         return _NEXT_MESSAGE.join(said), None
 
     def shown(self, document: Document) -> list[str]:
@@ -46,21 +54,29 @@ class Tail:
         return [text.replace(_NEXT_PART, b" | ").decode() for text in (b"model | " + model, *reversed(messages))]
 
 
-def _name(message: dict[str, Json]) -> bytes:
-    name = message.get("role", message.get("type"))
-    return name.encode() if isinstance(name, str) else b""
+def _spelled(message: Message) -> bytes:
+    """A message's role and parts."""
+    said = spoken(message)
+    if said is not None:
+        text = fold(said)
+        return b"%b%btext%b%b" % (message.role.encode(), _NEXT_PART, _NEXT_PART, text) if text else message.role.encode()
+    fields = [(message.role or message.type).encode()]
+    for part in parts(message):
+        fields += _compared(part)
+    return _NEXT_PART.join(fields)
 
 
 def _compared(part: Part) -> tuple[bytes, ...]:
     kind, value = part.kind, part.value
+    if kind == TEXT:
+        text = fold(value)
+        return (b"text", text) if text else ()
     if kind == CALL:
         return b"call", part.name.encode(), arguments(value)
     if kind == RESULT:
+        value = opened(value)
         return b"error" if part.failed else b"result", fold(value if isinstance(value, str) else result(value).decode())
-    if kind == OTHER or not isinstance(value, str):
-        return OTHER.encode(), other(value)
-    text = fold(value)
-    return (TEXT.encode(), text) if text else ()
+    return b"other", other(value)
 
 
 def fold(text: str) -> bytes:

@@ -14,8 +14,19 @@ from typing import NamedTuple
 
 from extproc.decision import Repeat
 from extproc.policy.bundle import LoopDetection
-from extproc.similarity.conversation import CALL, RESULT, Conversation, Part, arguments, conversation, parts, result
-from extproc.similarity.document import Document, Json, NotCounted
+from extproc.similarity.conversation import (
+    CALL,
+    RESULT,
+    Conversation,
+    Part,
+    arguments,
+    chat_calls,
+    conversation,
+    parts,
+    result,
+    spoken,
+)
+from extproc.similarity.document import Document, NotCounted
 
 MAX_NAME = 256
 """So much of a tool's name is matched with the patterns of `tools` and shown, in characters."""
@@ -40,14 +51,14 @@ class Call:
         turn: 0 in the assistant's last turn, 1 in the one before that, and so on.
     """
 
-    __slots__ = ("_arguments", "_outcome", "_result", "_value", "name", "turn")
+    __slots__ = ("_answer", "_arguments", "_outcome", "_value", "name", "turn")
 
-    def __init__(self, name: str, value: Json, result: Part | None, turn: int) -> None:
-        """Nothing is brought into one spelling before it is compared."""
-        self.name = name
+    def __init__(self, call: Part, answer: Part | None, turn: int) -> None:
+        """Nothing is brought into one spelling before it is compared; `answer` is what came back, as far as it has."""
+        self.name = call.name
         self.turn = turn
-        self._value = value
-        self._result = result
+        self._value = call.value
+        self._answer = answer
         self._arguments: bytes | None = None
         self._outcome: bytes | None = None
 
@@ -57,10 +68,13 @@ class Call:
             self._arguments = arguments(self._value)
         return self._arguments
 
-    def outcome(self) -> bytes | None:
-        """The result in one spelling, None when there is none."""
-        if self._outcome is None and self._result is not None:
-            self._outcome = (b"error" if self._result.failed else b"result") + _SEPARATOR + result(self._result.value)
+    def outcome(self) -> bytes:
+        """The result in one spelling, empty when there is none."""
+        if self._outcome is None:
+            self._outcome = b""
+            if self._answer is not None:
+                failed = b"error" if self._answer.failed else b"result"
+                self._outcome = failed + _SEPARATOR + result(self._answer.value)
         return self._outcome
 
     def same(self, other: Call, *, results: bool) -> bool:
@@ -69,12 +83,12 @@ class Call:
             return True
         if self.name != other.name or self.arguments() != other.arguments():
             return False
-        return not results or (self.outcome() is not None and self.outcome() == other.outcome())
+        return not results or (self.outcome() != b"" and self.outcome() == other.outcome())
 
     def named(self, *, results: bool) -> bytes:
         """All that is compared, for a fingerprint."""
         spelled = self.name.encode() + _SEPARATOR + self.arguments()
-        return spelled + _SEPARATOR + (self.outcome() or b"") if results else spelled
+        return spelled + _SEPARATOR + self.outcome() if results else spelled
 
 
 class ToolCalls:
@@ -93,11 +107,15 @@ class ToolCalls:
             for name, tool in loop.tools.items()
         }
         self._patterns = [(name.split("*"), rule) for name, rule in self._named.items() if "*" in name]
+        self._cooldown = loop.cooldown_seconds > 0  # then a call may be refused that does not loop
+        self._fewest = min(rule.threshold for rule in (self._rule, *self._named.values()))
         self._longest = max(rule.window_calls for rule in (self._rule, *self._named.values()))
 
     def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
-        """What is repeated, empty when the assistant's last turn calls nothing, and how often; see `Similarity`."""
+        """What is repeated, empty when nothing is that matters, and how often; see `Similarity`."""
         history = _History(self._counted(document))
+        if history.at(self._fewest - 1) is None and not self._cooldown:
+            return b"", None  # too few calls for any loop
         best = self._most_repeated(history)
         if best is not None and not best[1].looping:
             return self._cycle(history) or best
@@ -114,7 +132,8 @@ class ToolCalls:
         talk = conversation(document)
         if talk.elsewhere:
             raise NotCounted("no_history")
-        return (call for call in calls(talk, reset=self._reset) if not self.rule(call.name).allow)
+        found = calls(talk, reset=self._reset)
+        return (call for call in found if not self.rule(call.name).allow) if self._named else found
 
     def rule(self, name: str) -> Rule:
         """What holds for a tool: its own entry of `tools`, else the first pattern that takes its name, else the detector's."""
@@ -137,7 +156,7 @@ class ToolCalls:
             if place >= rule.window_calls or any(call.same(other, results=self._results) for other, _ in candidates):
                 continue
             among = history.newest(rule.window_calls)
-            count = sum(call.same(other, results=self._results) for other in among)
+            count = sum([call.same(other, results=self._results) for other in among])
             looping = count >= rule.threshold
             repeat = Repeat((call.name[:MAX_NAME],), count, len(among), looping, self._results, rule.reason)
             candidates.append((call, repeat))
@@ -149,8 +168,10 @@ class ToolCalls:
     def _cycle(self, history: _History) -> tuple[bytes, Repeat] | None:
         """The shortest cycle of different calls that has come round often enough, its newest call last."""
         for length in range(2, self._max_cycle + 1):
+            if not self._same(history, 0, length):
+                continue
             members = history.newest(length)
-            if not self._same(history, 0, length) or not self._all_different(members):
+            if not self._all_different(members):
                 continue
             rules = [self.rule(call.name) for call in members]
             rounds = max(rule.threshold for rule in rules)
@@ -198,22 +219,25 @@ def calls(talk: Conversation, *, reset: bool) -> Iterator[Call]:
         talk: the conversation.
         reset: stop at the last message of the user's own; one that only carries results is not.
     """
-    results: dict[str, Part] = {}
-    turn, calling = 0, False
-    for number, message in enumerate(talk.backwards()):
-        found = list(parts(message))
-        role = message.get("role")
-        if role == "user" and reset and not (found and all(part.kind == RESULT for part in found)):
+    answers: dict[str, Part] = {}
+    turn, calling, newest = 0, False, True
+    for message in talk.backwards():
+        if reset and message.role == "user" and spoken(message) is not None:
             return
-        if not number and role == "assistant" and not any(part.kind == CALL for part in found):
-            turn = 1  # it has said something since, and calls nothing
+        found = chat_calls(message) if message.tool_calls else parts(message)
+        if reset and message.role == "user" and not (found and all(part.kind == RESULT for part in found)):
+            return
+        called = False
         for part in reversed(found):
             if part.kind == RESULT:
                 turn, calling = turn + calling, False
-                results[part.id] = part
+                answers[part.id] = part
             elif part.kind == CALL:
-                calling = True
-                yield Call(part.name, part.value, results.pop(part.id, None), turn)
+                calling = called = True
+                yield Call(part, answers.pop(part.id, None), turn)
+        if newest and message.role == "assistant" and not called:
+            turn = 1  # it has said something since, and calls nothing
+        newest = False
 
 
 def _matches(name: str, pattern: Sequence[str]) -> bool:
