@@ -133,6 +133,8 @@ def conversation(document: Document) -> Conversation:
     Raises:
         NotCounted: there is none, or it cannot be read.
     """
+    if not len(document):
+        raise NotCounted("no_messages")
     body = document.part(_decode_body)
     if isinstance(body, dict):
         body = _body(body)
