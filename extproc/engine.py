@@ -7,6 +7,7 @@ policy can reach the answer.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from itertools import groupby
@@ -19,6 +20,9 @@ from extproc.policy.routes import Index
 from extproc.request import MAX_DESCRIPTOR, HttpRequest
 from extproc.similarity.document import Document, NotCounted
 from extproc.windows import UNCOUNTED, Count, Hit
+
+_MANY_OBJECTS = 32_768
+"""A body of so many bytes may hold enough objects for the garbage collector to become a nuisance."""
 
 
 class Check:
@@ -76,8 +80,20 @@ class Check:
             self.uncounted += [(entry.plan.id, reason) for entry in (*self.enforcing, *self.shadow) if entry.needs_body]
             self.enforcing = [entry for entry in self.enforcing if not entry.needs_body]
             self.shadow = [entry for entry in self.shadow if not entry.needs_body]
-        document = Document(content, whole=self._whole) if self.inspects and content is not None else None
         known = body if body is not None else NO_BODY
+        if not self.inspects or content is None:
+            self._seal(head, known, None)
+        elif len(content) < _MANY_OBJECTS or not gc.isenabled():
+            self._seal(head, known, Document(content, whole=self._whole))
+        else:
+            gc.disable()  # it would walk what is being decoded again and again, for longer than decoding takes
+            try:
+                self._seal(head, known, Document(content, whole=self._whole))
+            finally:
+                gc.enable()
+
+    def _seal(self, head: str, known: Body, document: Document | None) -> None:
+        """Seal every entry, or say why it does not count."""
         for entry in self.enforcing[:]:
             try:
                 entry.seal(head, known, document, self.scope)
