@@ -87,8 +87,9 @@ def _bodies() -> Mapping[str, bytes]:
         "1 MB body, calls in one turn": filled(call, '{"messages":[{"role":"assistant","content":[', last % call).replace(
             b'"content":[{"id"', b'"tool_calls":[{"id"'
         ),
-        "0.3 MB of arguments": b'{"messages":[{"role":"assistant","tool_calls":[{"id":"c","function":{"name":"f","arguments":%b}}]}]}'
-        % asked.encode(),
+        "0.3 MB of arguments": (
+            b'{"messages":[{"role":"assistant","tool_calls":[{"id":"c","function":{"arguments":%b}}]}]}' % asked.encode()
+        ),
     }
 
 
