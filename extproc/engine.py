@@ -128,6 +128,7 @@ class Engine:
         claims: the JWT claims that policies read.
         uses_address: some policy reads the peer's address.
         uses_routes: some policy selects by Envoy's route name.
+        by_id: the plans by their policies' ids.
     """
 
     def __init__(self, policies: PolicySet, now: datetime, *, shadow: bool = False) -> None:
@@ -148,16 +149,27 @@ class Engine:
         self.claims = frozenset(argument for source, argument in read if source == "jwt")
         self.uses_address = any(source == "ip" for source, _ in read)
         self.uses_routes = any(plan.selector.routes is not None for plan in self.plans)
+        self.by_id = {plan.id: plan for plan in self.plans}
         self._index = Index((plan.selector, plan) for plan in self.plans)
 
-    def prepare(self, request: HttpRequest, scope: str = "") -> Check | None:
+    def match(self, request: HttpRequest) -> Sequence[Plan]:
+        """The policies whose selectors take the request, in bundle order."""
+        return self._index.match(request.method, request.authority, request.path, request.route)
+
+    def prepare(
+        self, request: HttpRequest, scope: str = "", pinned: Sequence[str] = (), handed_over: Engine | None = None
+    ) -> Check | None:
         """Match policies and read descriptors; None when no policy matches.
 
         Args:
             request: the request.
             scope: attachment name, so that a gateway and a sidecar on one store do not count a request twice.
+            pinned: ids of the policies that apply, in place of those whose selectors match; unknown ones are passed over.
+            handed_over: the policies that came with the request's route; they take the place of those with the same id.
         """
-        plans = self._index.match(request.method, request.authority, request.path, request.route)
+        plans = [self.by_id[name] for name in pinned if name in self.by_id] if pinned else self.match(request)
+        if handed_over is not None:
+            plans = [*(plan for plan in plans if plan.id not in handed_over.by_id), *handed_over.match(request)]
         if not plans:
             return None
         check = Check(request, scope)

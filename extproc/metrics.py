@@ -47,6 +47,7 @@ class Metrics:
         self.policy_expired = gauge("policy_expired", "Policy files whose expires_at has passed while they act")
         self.policy_info = gauge("policy_info", "1 for each policy file in force", "bundle_version", "sha256")
         self.fail_open = counter("fail_open_total", "Requests let through because Loopguard could not decide", "reason")
+        self.handover_errors = counter("handover_errors_total", "Requests whose route named or held no usable policy", "reason")
         self._decided: dict[tuple[str, str, str], Counter] = {}
 
     def count_decision(self, policy: str, mode: str, action: str, *, loop: bool) -> None:

@@ -258,6 +258,9 @@ class LoopDetection(_Part):
     tools: dict[Annotated[str, Field(min_length=1)], Tool] = {}
 
 
+_ANCHORS = ("pathExact", "pathPrefix", "routes")
+"""Of these a selector needs at least one."""
+
 SIMILARITY_KEYS = {
     "canonical": ("ignore_fields",),
     "tail": ("tail_messages",),
@@ -360,6 +363,16 @@ def schema() -> dict[str, Any]:
     }
 
 
+def on_route(policy: Any) -> Any:  # noqa: ANN401  # raw JSON
+    """A raw policy that came with a route: without a path or a route of its own it takes all requests of that one."""
+    if not isinstance(policy, dict) or not isinstance(policy.get("spec"), dict):
+        return policy
+    selector = policy["spec"].get("selector", {})
+    if not isinstance(selector, dict) or any(selector.get(key) is not None for key in _ANCHORS):
+        return policy
+    return policy | {"spec": policy["spec"] | {"selector": selector | {"pathPrefix": "/"}}}
+
+
 def cross_field_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
     """Rules between fields of one raw policy spec; silent about anything whose type is wrong, which the models report.
 
@@ -369,7 +382,7 @@ def cross_field_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN40
     if not isinstance(spec, dict):
         return
     selector = spec.get("selector")
-    if isinstance(selector, dict) and all(selector.get(key) is None for key in ("pathExact", "pathPrefix", "routes")):
+    if isinstance(selector, dict) and all(selector.get(key) is None for key in _ANCHORS):
         yield ("selector",), "selector needs at least one of pathExact, pathPrefix and routes"
     loops = spec.get("loop_detection")
     if isinstance(loops, list):

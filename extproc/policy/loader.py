@@ -141,12 +141,18 @@ def load(paths: Iterable[str], now: datetime) -> PolicySet:
     return policies
 
 
-def parse(files: Mapping[str, bytes], now: datetime) -> PolicySet:
-    """Check policy files that have been read already; otherwise as `load`."""
+def parse(files: Mapping[str, bytes], now: datetime, *, on_route: bool = False) -> PolicySet:
+    """Check policy files that have been read already; otherwise as `load`.
+
+    Args:
+        files: contents by name.
+        now: compared with each `expires_at`.
+        on_route: they came with a route, so that a policy without a path or a route takes all of its requests.
+    """
     # Hashed beforehand, not file by file below: hashing lets go of the interpreter lock for a moment. An event loop that waits
     # for the lock is woken to find it taken again, and its patience (5 ms) starts anew: every millisecond, that starves it.
     hashes = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
-    report = _Report()
+    report = _Report(on_route=on_route)
     sources = []
     for file, data in files.items():
         report.file = file
@@ -162,7 +168,8 @@ def parse(files: Mapping[str, bytes], now: datetime) -> PolicySet:
 class _Report:
     """Collects what is found in one file after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_route: bool) -> None:
+        self.on_route = on_route
         self.file = ""
         self.errors: list[BundleError] = []
         self.warnings: list[BundleError] = []
@@ -216,6 +223,8 @@ def _is_bundle(document: Mapping[str, Any]) -> bool:
 
 
 def _policy(entry: Any, place: Place, report: _Report) -> Policy | None:  # noqa: ANN401  # raw JSON
+    if report.on_route:
+        entry = bundle.on_route(entry)
     policy = _checked(Policy, entry, place, report)
     before = len(report.errors)
     if isinstance(entry, dict):
