@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help run test test-envoys check bench clean
+.PHONY: help run demo-agent test test-envoys check bench clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -16,6 +16,9 @@ help: ## what there is
 
 run: .venv/demo.stamp ## a sample upstream, Loopguard and the real Envoy, ready for curl (flags: make run ARGS='--help')
 	@exec $(BIN)/python envoy/demo.py $(ARGS)
+
+demo-agent: .venv/agent-demo.stamp ## looping agents on the real SDKs, stopped by Loopguard (flags: make demo-agent ARGS='--help')
+	@exec $(BIN)/python envoy/agent_demo.py $(ARGS)
 
 test: .venv/test.stamp ## the whole test suite, on the real Envoy 1.40
 	@$(BIN)/python -m pytest

@@ -1,7 +1,7 @@
 """What `make run` starts: a sample upstream, Loopguard and the real Envoy in front of both, with lines to try.
 
 The upstream runs in a thread of this process, the other two are children of it. Whatever ends this process in an orderly way
-(Ctrl-C, SIGTERM, a closed terminal, a child that died) ends the children first.
+(Ctrl-C, SIGTERM, a closed terminal, a child that died) ends the children first. `agent_demo.py` starts its parts from here.
 """  # noqa: INP001  # a script beside its data, not a package
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, TypeVar
 
 from extproc.envoy_config import EnvoyOptions, bootstrap
 from extproc.errors import LoopguardError
 from extproc.policy.loader import load
 
-_HERE = "127.0.0.1"
+T = TypeVar("T")
+
+HERE = "127.0.0.1"
 _POLICY = Path(__file__).parent / "policy.json"
 
 _PATIENCE = 30.0
@@ -38,7 +41,7 @@ _PATIENCE = 30.0
 _GRACE = 5.0
 """Seconds that a child may take to end before it is killed."""
 
-_PORTS = {  # flag: default, whose it is
+PORTS = {  # flag: default, whose it is
     "port": (10_000, "Envoy"),
     "envoy-admin-port": (9_901, "Envoy's admin page"),
     "loopguard-port": (50_051, "Loopguard"),
@@ -128,7 +131,7 @@ class Upstream(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def _echo(self) -> None:
-        size = self._read_body()
+        size = len(read_body(self))
         seen = {"upstream": "sample", "request": self.requestline, "body_bytes": size, "headers": dict(self.headers.items())}
         body = json.dumps(seen, indent=2).encode() + b"\n"
         self.send_response(HTTPStatus.OK)
@@ -140,28 +143,30 @@ class Upstream(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _echo  # noqa: N815  # the base class's names
 
-    def _read_body(self) -> int:
-        """Take the body off the connection, or the next request would begin in it; returns its length in bytes."""
-        if self.headers.get("transfer-encoding", "").lower() != "chunked":
-            return len(self.rfile.read(int(self.headers.get("content-length") or 0)))
-        total = 0
-        while size := int(self.rfile.readline().partition(b";")[0], 16):
-            total += len(self.rfile.read(size))
-            self.rfile.readline()
-        while self.rfile.readline().strip():  # trailers
-            pass
-        return total
-
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
         """Say nothing: the log to read is Loopguard's."""
 
 
+def read_body(request: BaseHTTPRequestHandler) -> bytes:
+    """Take the body off the connection, or the next request would begin in it."""
+    if request.headers.get("transfer-encoding", "").lower() != "chunked":
+        return request.rfile.read(int(request.headers.get("content-length") or 0))
+    chunks = []
+    while size := int(request.rfile.readline().partition(b";")[0], 16):
+        chunks.append(request.rfile.read(size))
+        request.rfile.readline()
+    while request.rfile.readline().strip():  # trailers
+        pass
+    return b"".join(chunks)
+
+
 @contextmanager
-def _upstream(port: int) -> Iterator[None]:
-    server = ThreadingHTTPServer((_HERE, port), Upstream)
+def serving(handler: type[BaseHTTPRequestHandler], port: int = 0) -> Iterator[int]:
+    """An HTTP server in threads of this process; yields its port, which is any free one for 0."""
+    server = ThreadingHTTPServer((HERE, port), handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
-        yield
+        yield server.server_address[1]
     finally:
         server.shutdown()
         server.server_close()
@@ -170,7 +175,8 @@ def _upstream(port: int) -> Iterator[None]:
 def _main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        asyncio.run(_until_told(options.policy, _free_ports({flag: vars(options)[_name(flag)] for flag in _PORTS})))
+        ports = free_ports({flag: vars(options)[_name(flag)] for flag in PORTS})
+        asyncio.run(until_told(_demo(options.policy, ports)))
     except LoopguardError as error:
         sys.stderr.write(f"demo: {error}\n")
         return 1
@@ -182,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--policy", default=os.path.relpath(_POLICY), metavar="PATH", help="policy file or directory (default %(default)s)"
     )
-    for flag, (default, whose) in _PORTS.items():
+    for flag, (default, whose) in PORTS.items():
         text = f"of {whose}, 0 for any that is free (default %(default)s)"
         parser.add_argument(f"--{flag}", type=_port, default=default, metavar="PORT", help=text)
     return parser
@@ -198,7 +204,7 @@ def _name(flag: str) -> str:
     return flag.replace("-", "_")
 
 
-def _free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
+def free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
     """Choose a port where 0 is wanted.
 
     Raises:
@@ -210,9 +216,9 @@ def _free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
             claim = claims.enter_context(socket.socket())
             claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                claim.bind((_HERE, port))
+                claim.bind((HERE, port))
             except OSError as error:
-                what = f"port {port}, for {_PORTS[flag][1]}: {os.strerror(error.errno or 0)}"
+                what = f"port {port}, for {PORTS[flag][1]}: {os.strerror(error.errno or 0)}"
                 taken.append(f"{what}; choose another with --{flag} PORT, or 0 for any that is free")
                 flags.append(f"--{flag} 0")
             else:
@@ -223,34 +229,54 @@ def _free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-async def _until_told(policy: str, ports: Mapping[str, int]) -> None:
-    """Run the demo until a signal says that it is enough.
+async def until_told(work: Coroutine[Any, Any, T]) -> T | None:
+    """Work until it is done, or a signal says that it is enough, which gives None.
 
     Raises:
         LoopguardError: something did not start, or ended by itself.
     """
-    demo = asyncio.create_task(_demo(policy, ports))
+    task = asyncio.create_task(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, lambda: demo.cancelling() or demo.cancel())  # a second one must not disturb the first
-    await asyncio.wait([demo])
-    if not demo.cancelled():
-        demo.result()
+        loop.add_signal_handler(number, lambda: task.cancelling() or task.cancel())  # a second one must not disturb the first
+    await asyncio.wait([task])
+    return None if task.cancelled() else task.result()
 
 
 async def _demo(policy: str, ports: Mapping[str, int]) -> None:
     """Start everything, show it, and wait for the first child to end."""
-    children: list[Child] = []
-    with tempfile.TemporaryDirectory(prefix="loopguard-demo-") as folder, _upstream(ports["upstream_port"]):
-        try:
-            loopguard = await _start_loopguard(policy, ports, children)
-            envoy = await _start_envoy(policy, ports, Path(folder), children)
+    with serving(Upstream, ports["upstream_port"]):
+        async with guarded(policy, ports) as (loopguard, envoy):
             sys.stdout.write(_screen(policy, ports, loopguard, envoy) + "\n")
             sys.stdout.flush()
-            ends = [asyncio.create_task(child.process.wait()) for child in children]
+            ends = [asyncio.create_task(child.process.wait()) for child in (loopguard, envoy)]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for child in children:
+            for child in (loopguard, envoy):
                 child.check()
+
+
+@asynccontextmanager
+async def guarded(policy: str, ports: Mapping[str, int], *, quiet: bool = False) -> AsyncIterator[tuple[Child, Child]]:
+    """Loopguard and Envoy in front of what listens on the upstream's port; both are stopped at the end.
+
+    Args:
+        policy: file or directory.
+        ports: by the names of `PORTS`, as `free_ports` gives them.
+        quiet: Loopguard's log goes to a file instead of the terminal.
+
+    Yields:
+        Loopguard and Envoy.
+
+    Raises:
+        LoopguardError: one of them did not start.
+    """
+    children: list[Child] = []
+    with tempfile.TemporaryDirectory(prefix="loopguard-demo-") as name:
+        folder = Path(name)
+        try:
+            loopguard = await _start_loopguard(policy, ports, folder / "loopguard.log" if quiet else None, children)
+            envoy = await _start_envoy(policy, ports, folder, children)
+            yield loopguard, envoy
         finally:
             for child in reversed(children):  # Envoy first, so that no request finds Loopguard gone
                 await child.stop()
@@ -258,7 +284,7 @@ async def _demo(policy: str, ports: Mapping[str, int]) -> None:
 
 def _screen(policy: str, ports: Mapping[str, int], loopguard: Child, envoy: Child) -> str:
     """What runs where, and lines to try that fit the policies."""
-    known = {"here": _HERE, "policy": policy, **ports}
+    known = {"here": HERE, "policy": policy, **ports}
     lines = _SAMPLE_LINES if Path(policy).resolve() == _POLICY.resolve() else _OTHER_LINES
     return _SCREEN.format(
         **known,
@@ -269,21 +295,21 @@ def _screen(policy: str, ports: Mapping[str, int], loopguard: Child, envoy: Chil
     )
 
 
-async def _start_loopguard(policy: str, ports: Mapping[str, int], children: list[Child]) -> Child:
-    flags = ["--policy", policy, "--listen", f"{_HERE}:{ports['loopguard_port']}"]
-    flags += ["--admin", f"{_HERE}:{ports['loopguard_admin_port']}"]
-    process = await _spawn(sys.executable, "-m", "extproc.cli", "serve", *flags, "--drain-timeout", "1", output=None)
-    children.append(Child("Loopguard", process, signal.SIGINT))
+async def _start_loopguard(policy: str, ports: Mapping[str, int], log: Path | None, children: list[Child]) -> Child:
+    flags = ["--policy", policy, "--listen", f"{HERE}:{ports['loopguard_port']}"]
+    flags += ["--admin", f"{HERE}:{ports['loopguard_admin_port']}"]
+    process = await _spawn(sys.executable, "-m", "extproc.cli", "serve", *flags, "--drain-timeout", "1", output=log)
+    children.append(Child("Loopguard", process, signal.SIGINT, log))
     await _until(lambda: _answers(ports["loopguard_admin_port"], "/readyz"), children)
     return children[-1]
 
 
 async def _start_envoy(policy: str, ports: Mapping[str, int], folder: Path, children: list[Child]) -> Child:
     options = EnvoyOptions(
-        upstream=f"{_HERE}:{ports['upstream_port']}",
-        listen=f"{_HERE}:{ports['port']}",
-        admin=f"{_HERE}:{ports['envoy_admin_port']}",
-        endpoints=(f"{_HERE}:{ports['loopguard_port']}",),
+        upstream=f"{HERE}:{ports['upstream_port']}",
+        listen=f"{HERE}:{ports['port']}",
+        admin=f"{HERE}:{ports['envoy_admin_port']}",
+        endpoints=(f"{HERE}:{ports['loopguard_port']}",),
     )
     config, log = folder / "bootstrap.yaml", folder / "envoy.log"
     config.write_text(bootstrap(load([policy], datetime.now(UTC)), options), encoding="utf-8")
@@ -331,7 +357,7 @@ async def _until(probe: Callable[[], bool], children: Sequence[Child]) -> None:
 
 def _answers(port: int, path: str) -> bool:
     """Whether a page is there and says OK."""
-    connection = http.client.HTTPConnection(_HERE, port, timeout=1)
+    connection = http.client.HTTPConnection(HERE, port, timeout=1)
     try:
         connection.request("GET", path)
         return connection.getresponse().status == HTTPStatus.OK
@@ -343,7 +369,7 @@ def _answers(port: int, path: str) -> bool:
 
 def _listens(port: int) -> bool:
     try:
-        socket.create_connection((_HERE, port), timeout=1).close()
+        socket.create_connection((HERE, port), timeout=1).close()
     except OSError:
         return False
     return True

@@ -13,18 +13,21 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import chain, repeat
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import SplitResult, urlsplit
 
 from extproc import settings
-from extproc.engine import Engine, Entry
+from extproc.engine import Engine
 from extproc.errors import BundleErrors, LoopguardError, UsageError
 from extproc.fingerprint import NO_BODY
 from extproc.logs import one_line, setup
-from extproc.policy.bundle import METHOD, schema
+from extproc.plan import Entry
+from extproc.policy.bundle import DEFAULT_DETECTOR, METHOD, schema
 from extproc.policy.loader import load
 from extproc.request import HttpRequest, unknowable_body, unverified_claims
+from extproc.similarity.document import Document
 from extproc.windows import Count
 
 _LOG = logging.getLogger("loopguard")
@@ -140,41 +143,59 @@ def _explain(options: argparse.Namespace) -> int:
         print(one_line(f"no policy matches {request.method} {request.path}: the request goes on uncounted"))
         return 0
     reason = unknowable_body(request) if check.needs_body else ""
-    check.seal(None if reason else NO_BODY.plus(body), reason)
+    check.seal(None if reason else NO_BODY.plus(body), reason, body)
     for policy, reason in check.uncounted:
         print(f"policy       {policy}\nuncounted    {reason}\n")
     for sealed in (*check.enforcing, *check.shadow):
-        _explain_policy(sealed)
+        _explain_detector(sealed, body)
     return 0
 
 
-def _explain_policy(sealed: Entry) -> None:
-    """What one policy sees in the request, and what it will do about it."""
-    plan = sealed.plan
-    rows = {
-        "policy": f"{plan.id} ({plan.mode})",
-        "composite": sealed.composite,
-        "fingerprint": sealed.fingerprint,
-        "tenant": sealed.tenant,
-        "key": sealed.hit.key,
-        "decision": f"allow {plan.threshold - 1} identical requests, then {_then(sealed)}; "
-        f"window {plan.window_type}, {plan.window_seconds} s",
-    }
-    for name, value in rows.items():
+def _explain_detector(sealed: Entry, body: bytes) -> None:
+    """What one detector of a policy sees in the request, and what it will do about it."""
+    detector, hit = sealed.detector, sealed.hit
+    rows = [("policy", f"{sealed.plan.id} ({detector.mode})")]
+    if detector.name != DEFAULT_DETECTOR or detector.looks is not None:
+        rows.append(("detector", f"{detector.name} ({detector.similarity})"))
+    if detector.looks is not None:
+        rows += zip(chain(["compared"], repeat("")), detector.looks.shown(Document(body)), strict=False)
+    rows += [("composite", sealed.composite), ("fingerprint", sealed.fingerprint), ("tenant", sealed.tenant)]
+    if hit is not None:
+        rows.append(("key", hit.key))
+    rows.append(("decision", _decision(sealed)))
+    for name, value in rows:
         print(f"{name:<12} {one_line(value)}")
     print()
 
 
+def _decision(sealed: Entry) -> str:
+    """What is done about this request, or about the one that reaches the threshold."""
+    detector, found = sealed.detector, sealed.repeat
+    if detector.stateless:
+        if found is None:
+            return "allow: the last turn calls no tool"
+        state = f"{', '.join(found.tools)}: {found.count} of {found.calls} calls"
+        if found.looping:
+            return f"{_then(sealed)}; {state}"
+        return f"allow below {detector.threshold} equal calls, then {_then(sealed)}; {state}"
+    return (
+        f"allow {detector.threshold - 1} identical requests, then {_then(sealed)}; "
+        f"window {detector.window_type}, {detector.window_seconds} s"
+    )
+
+
 def _then(sealed: Entry) -> str:
     """The decision on the request that reaches the threshold."""
-    plan = sealed.plan
-    outcome = plan.outcome(sealed, Count(plan.threshold, looping=True, cooldown_ms=sealed.hit.cooldown_ms, span_ms=0))
+    detector = sealed.detector
+    cooldown_ms = sealed.hit.cooldown_ms if sealed.hit is not None else 0
+    outcome = detector.outcome(sealed, Count(detector.threshold, looping=True, cooldown_ms=cooldown_ms, span_ms=0))
+    again = f" (Retry-After: {outcome.retry_after})" if outcome.retry_after is not None else ""
     told = {
-        "reject": f"reject with {outcome.reject_status} (Retry-After: {outcome.retry_after})",
+        "reject": f"reject with {outcome.reject_status}{again}",
         "throttle": f"throttle (hold {outcome.delay_ms} ms at first)",
         "warn": "warn",
     }[outcome.action.value]
-    return f"report: would {told}" if plan.shadow else told
+    return f"report: would {told}" if detector.shadow else told
 
 
 def _body(data: str | None) -> bytes:

@@ -28,8 +28,28 @@ class Reason(str, Enum):
     STORE_UNAVAILABLE = "store_unavailable"
 
 
+class Repeat(NamedTuple):
+    """What a conversation's own history says about the calls of its last turn.
+
+    Attributes:
+        tools: the tool, or the tools of a cycle in the order in which they are called.
+        count: how often it was called, or how often the cycle came round.
+        calls: among how many calls.
+        looping: that is often enough.
+        results: that they brought back the same was compared as well.
+        reason: the operator's words about it, empty when there are none.
+    """
+
+    tools: tuple[str, ...]
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls
+    calls: int
+    looping: bool
+    results: bool
+    reason: str = ""
+
+
 class Outcome(NamedTuple):
-    """What one policy made of the request.
+    """What one detector of a policy made of the request.
 
     Attributes:
         policy: its id.
@@ -43,6 +63,9 @@ class Outcome(NamedTuple):
         delay_ms: how long to hold the request; 0 unless throttled.
         retry_after: seconds until a repeat makes sense; None when unknown.
         reject_status: HTTP status of a refusal.
+        detector: the name of its loop_detection entry.
+        similarity: what was compared.
+        repeat: what the request's own history says, None where requests are counted.
     """
 
     policy: str
@@ -56,6 +79,9 @@ class Outcome(NamedTuple):
     delay_ms: int
     retry_after: int | None
     reject_status: int
+    detector: str = "default"
+    similarity: str = "exact"
+    repeat: Repeat | None = None
 
     def strictness(self) -> tuple[int, int]:
         """Orders outcomes: reject > throttle > warn > allow, then the longest delay or Retry-After."""
@@ -90,12 +116,32 @@ def strictest(outcomes: Sequence[Outcome]) -> Outcome:
 
 def loop_message(outcome: Outcome, method: str, path: str) -> str:
     """What repeated, how often, over what span and what to do instead, in words that a model can act on."""
+    if outcome.repeat is not None:
+        return _calls_message(outcome.repeat)
     shown = path if len(path) <= 200 else path[:199] + "\u2026"  # noqa: PLR2004  # enough to recognise it
     shown = shown.encode("utf-8", "backslashreplace").decode()
+    what = f"this identical request ({method} {shown}) has been sent"
+    if outcome.similarity == "tail":
+        what = f"a conversation that ends with these same messages ({method} {shown}) has been sent"
     return (
-        f"Loop detected: this identical request ({method} {shown}) has been sent {outcome.count} times "
-        f"within {duration(outcome.span_ms)} and was refused. Sending it again will be refused again. "
+        f"Loop detected: {what} {outcome.count} times within {duration(outcome.span_ms)} and was refused. "
+        "Sending it again will be refused again. "
         "Do not retry it unchanged: change the approach or the input, or stop and report the result you have so far."
+    )
+
+
+def _calls_message(repeat: Repeat) -> str:
+    """The same about calls of tools; what they were called with and what they said stays out of it."""
+    names = ", ".join(repeat.tools)
+    if len(repeat.tools) == 1:
+        same = "the same arguments and the same result" if repeat.results else "the same arguments"
+        what = f"{repeat.count} of the last {repeat.calls} tool calls were {names} with {same}"
+    else:
+        what = f"the last {repeat.calls} tool calls were {repeat.count} rounds of the same {len(repeat.tools)} calls ({names})"
+    reason = f" {repeat.reason.strip()}" if repeat.reason.strip() else ""
+    return (
+        f"Loop detected: {what}, so this request was refused.{reason} Calling again will not bring anything new: "
+        "change the approach or the arguments, or finish with the result you have so far."
     )
 
 

@@ -233,7 +233,7 @@ def _guards(policies: PolicySet) -> list[_Guard]:
 def _acting(policies: PolicySet) -> Iterator[Policy]:
     for source in policies.sources:
         for policy in source.policies:
-            if policy.spec.loop_detection is not None and policy.spec.loop_detection.enabled:
+            if policy.spec.detectors():
                 yield policy
 
 

@@ -29,6 +29,9 @@ class Metrics:
         decided = ("policy", "mode", "action")
         self.requests = counter("requests_total", "Requests that a policy counted, by what it made of them", *decided)
         self.loops_detected = counter("loops_detected_total", "Requests that a policy saw as part of a loop", *decided)
+        by_detector = ("policy", "detector", "mode", "action")
+        self.detections = counter("detections_total", "Requests that a detector saw as part of a loop", *by_detector)
+        self.compared_exactly = counter("compared_exactly_total", "Bodies that are not JSON, compared byte for byte", "policy")
         self.unmatched = counter("unmatched_total", "Requests that no policy matched")
         self.uncounted = counter("uncounted_total", "Requests that a policy matched but could not count", "policy", "reason")
         self.decision_seconds = histogram("decision_seconds", "From message to answer, holds excluded", _LATENCY_BUCKETS)
@@ -41,9 +44,16 @@ class Metrics:
         self.store_entries = gauge("store_entries", "Fingerprints kept in memory now")
         self.store_evictions = counter("store_evictions_total", "Live fingerprints dropped for want of room")
         self.policy_reloads = counter("policy_reloads_total", "Reloads by result", "result")
+        self.policy_reload_refused = gauge("policy_reload_refused", "1 while the policy files are not what is in force")
         self.policy_expired = gauge("policy_expired", "Policy files whose expires_at has passed while they act")
         self.policy_info = gauge("policy_info", "1 for each policy file in force", "bundle_version", "sha256")
         self.fail_open = counter("fail_open_total", "Requests let through because Loopguard could not decide", "reason")
+        self.handover_errors = counter("handover_errors_total", "Requests whose route named or held no usable policy", "reason")
+        # What is alerted on is there from the start: a counter's first event goes unseen where the series begins with it.
+        for reason in ("internal_error", "store_error", "shadow_error"):
+            self.fail_open.labels(reason)
+        for result in ("ok", "error"):
+            self.policy_reloads.labels(result)
         self._decided: dict[tuple[str, str, str], Counter] = {}
 
     def count_decision(self, policy: str, mode: str, action: str, *, loop: bool) -> None:

@@ -78,6 +78,8 @@ class Reloader:
             raise
         self._files = _FileSystem()
         self._unreadable = ""
+        self._refused = False
+        metrics.policy_reload_refused.set_function(lambda: bool(self._refused or self._unreadable))
         self._take(_compile(self._seen, settings, _now()))
         for warning in (*self.policies.warnings, *self.policies.unenforced):
             _LOG.warning(str(warning))
@@ -137,9 +139,11 @@ class Reloader:
         if files == self._seen and not force:
             return
         self._seen = files
+        self._refused = True  # until it is taken
         loaded = await asyncio.to_thread(_compile, files, self._settings, _now())
         self._warn_about_versions(loaded.policies)
         self._take(loaded)
+        self._refused = False
         swap(self.engine)
         await _log_all(logging.WARNING, [*loaded.policies.warnings, *loaded.policies.unenforced])
         self._metrics.policy_reloads.labels("ok").inc()

@@ -107,9 +107,9 @@ class Descriptor(NamedTuple):
 
     Attributes:
         name: as it stands in the composite: what follows the source, lower-case, or the whole key where two names are equal.
-        source: `jwt`, `header`, `query` or `ip`.
-        argument: which claim, header or parameter.
-        read: takes a request and the argument; the request's value, empty when it has none.
+        source: `jwt`, `header`, `query`, `ip` or `body`.
+        argument: which claim, header or parameter, or a JSON Pointer.
+        read: takes a request and the argument; the request's value, empty when it has none or when it stands in the body.
     """
 
     name: str
@@ -123,6 +123,7 @@ _READERS: dict[str, Callable[[HttpRequest, str], str]] = {
     "header": HttpRequest.header,
     "query": HttpRequest.query_value,
     "ip": lambda request, _: request.address,
+    "body": lambda _request, _pointer: "",
 }
 
 

@@ -12,52 +12,43 @@ What goes wrong in here never reaches the client: the request goes on, and that 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from time import perf_counter
 from types import NoneType
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from google.protobuf.message import DecodeError
 
-from extproc.decision import Action, Decision, Outcome, Reason, loop_message
-from extproc.engine import Check, Engine, Entry, decide
+from extproc import answers
+from extproc.decision import Action, Decision, Outcome
+from extproc.engine import Check, Engine, decide, hits, per_policy
 from extproc.errors import ProtocolError, StoreError
 from extproc.fingerprint import NO_BODY, Body
+from extproc.handover import POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicyError, named
 from extproc.logs import RateLimit, fields
 from extproc.metrics import Metrics
-from extproc.pb.base_pb2 import HeaderValue, HeaderValueOption
-from extproc.pb.external_processor_pb2 import HeaderMutation, ProcessingRequest, ProcessingResponse
+from extproc.pb.external_processor_pb2 import ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
-from extproc.request import HttpRequest, claim_text, unknowable_body, unverified_claims
+from extproc.plan import Entry
+from extproc.request import unknowable_body
 from extproc.settings import Settings, valid_scope
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.windows import Count
-from extproc.wire import LARGE, parse_large
+from extproc.wire import LARGE, attributes, parse_large, read_request
 
 _LOG = logging.getLogger("loopguard")
 
-NAMESPACE = "loopguard"
-"""Of the dynamic metadata that answers carry."""
-
-MAX_HEADERS = 10_000
-"""So many headers of a request are read (Envoy itself takes 100 by default); those behind them count as missing.
-
-Reading 100,000 takes 40 ms; nothing a client sends may hold up the others for longer than 50 ms.
-"""
+MAX_KEPT = 64 * 2**20
+"""Most bytes of streamed bodies that are kept at once; buffered ones come in one message and are not kept at all."""
 
 SCOPE_METADATA = "x-loopguard-scope"
 """Names the attachment for one stream, in place of `--scope`."""
 
-_ATTRIBUTES = "envoy.filters.http.ext_proc"
-_JWT_NAMESPACE = "envoy.filters.http.jwt_authn"
-_WARNING = ("X-Fairvisor-Warning", "loop_warn")
 _INVALID_ARGUMENT = 3
-_RESOURCE_EXHAUSTED = 8
-_UNAVAILABLE = 14
 _HOLD_MARGIN_MS = 2_000
 """What the overridden message timeout exceeds the hold by, so that a busy moment does not turn a hold into a 504."""
 
@@ -68,7 +59,6 @@ _NONE = ProcessingMode.NONE
 _STREAMED = ProcessingMode.STREAMED
 _BUFFERED = ProcessingMode.BUFFERED
 _UNSUPPORTED_MODES = (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.GRPC)
-_OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
 class Reply(NamedTuple):
@@ -93,13 +83,6 @@ _PLAIN = (list, tuple, NoneType)
 """Counts that are there already; whether something is an Awaitable, an abstract type, is ten times as dear to find out."""
 
 
-def _go_on(kind: str) -> ProcessingResponse:
-    """The empty answer of a phase, which lets the request go on."""
-    response = ProcessingResponse()
-    getattr(response, kind).SetInParent()
-    return response
-
-
 _PHASES = (
     "request_headers",
     "request_body",
@@ -108,7 +91,7 @@ _PHASES = (
     "response_body",
     "response_trailers",
 )
-_GO_ON = {kind: Reply(_go_on(kind).SerializeToString(), done=False) for kind in _PHASES}
+_GO_ON = {kind: Reply(answers.go_on(kind), done=False) for kind in _PHASES}
 _DONE = {kind: Reply(reply.answer, done=True) for kind, reply in _GO_ON.items()}
 _NO_ANSWER = Reply(None, done=True)
 
@@ -160,6 +143,7 @@ class Service:
         streams: open now.
         waiting: of these, the ones that wait for a body, the oldest first.
         given_up: of these, the ones that decide nothing any more and only have to close.
+        kept: bytes of streamed bodies that are waited for, of those that are to be looked into.
     """
 
     def __init__(self, engine: Engine, store: Store, local: MemoryStore, metrics: Metrics, settings: Settings) -> None:
@@ -181,6 +165,8 @@ class Service:
         self.streams = 0
         self.waiting: OrderedDict[Stream, None] = OrderedDict()
         self.given_up = 0
+        self.kept = 0
+        self._handed_over = HandedOver(shadow=settings.shadow, allow_unenforced=settings.allow_unenforced)
         self._local = local
         self._detections = RateLimit(_LINES_PER_SECOND)
         self._failures = RateLimit(_LINES_PER_SECOND)
@@ -194,16 +180,19 @@ class Service:
             metadata: the stream's gRPC initial metadata, which Envoy's `grpc_service.initial_metadata` sets.
         """
         scope = self.settings.scope
+        pinned: list[str] = []
         for name, value in metadata:
             if name == SCOPE_METADATA and isinstance(value, str) and valid_scope(value):
                 scope = value
+            elif name == POLICY_METADATA and isinstance(value, str):
+                pinned += named(value)
         overloaded = self.streams - self.given_up >= self.settings.max_streams
         if overloaded and self.waiting:
             # Whoever uploads may stall for as long as he likes; that must not switch the guard off for everybody else.
             self.metrics.overload.inc()
             next(iter(self.waiting)).give_up("overload")
             overloaded = False
-        return Stream(self, scope, overloaded=overloaded)
+        return Stream(self, scope, list(dict.fromkeys(pinned)), overloaded=overloaded)
 
     def release(self) -> None:
         """End every hold and every wait for a body, now and from now on: the server is about to stop."""
@@ -213,8 +202,11 @@ class Service:
 
     def count(self, check: Check, entries: Sequence[Entry], *, shadow: bool) -> MaybeCounts:
         """Ask the store to count one lane of a request; None when the counts could not be had."""
+        asked = hits(entries)
+        if not asked:
+            return ()
         try:
-            counts = self.store.hit([entry.hit for entry in entries])
+            counts = self.store.hit(asked)
         except Exception as error:  # noqa: BLE001  # sorted out by the callee
             return self._without_store(check, entries, error, shadow=shadow)
         if isinstance(counts, _PLAIN) or not isinstance(counts, Awaitable):
@@ -242,13 +234,34 @@ class Service:
                 return None
             self.metrics.fail_open.labels("store_error").inc()
             try:
-                return self._local.hit([entry.hit for entry in entries])
+                return self._local.hit(hits(entries))
             except Exception as bug:  # noqa: BLE001  # as any other bug, below
                 error = bug
         if not shadow:
             raise error
         check.failures.append((entries[0].plan.id, error))
         return None
+
+    def handed_over(self, policy_json: str) -> Engine | None:
+        """The policies that came with a route; None when they cannot be used, which is counted, and logged once."""
+        found = self._handed_over.known(policy_json)
+        if found is None:
+            found = self._handed_over.compile(policy_json, datetime.now(UTC))
+            if isinstance(found, RefusedPolicyError):
+                _LOG.error("policy in route metadata refused", extra=fields(reason=found.reason, problems=found.problems))
+        if isinstance(found, Engine):
+            return found
+        self.metrics.handover_errors.labels(found.reason).inc()
+        return None
+
+    def check_pinned(self, engine: Engine, pinned: Sequence[str]) -> None:
+        """Say so when a route names policies that are not there."""
+        unknown = [name for name in pinned if name not in engine.by_id]
+        if unknown:
+            self.metrics.handover_errors.labels("unknown_policy").inc()
+            if (suppressed := self._failures.take(perf_counter())) is not None:
+                extra = fields(policies=unknown, metadata=POLICY_METADATA, suppressed=suppressed or None)
+                _LOG.error("a route names policies that are not loaded or not enabled", extra=extra)
 
     def log_failure(self, message: str, error: BaseException, **more: object) -> None:
         """One line for something that went wrong, unless there are too many of them."""
@@ -261,10 +274,14 @@ class Service:
         """Metrics and log lines for one decided request."""
         metrics = self.metrics
         for outcome in decision.trace:
+            if outcome.action is not Action.ALLOW:
+                metrics.detections.labels(outcome.policy, outcome.detector, outcome.mode, outcome.action.value).inc()
+                self._log_detection(check, outcome)
+        for outcome in per_policy(decision.trace):
             loop = outcome.action is not Action.ALLOW
             metrics.count_decision(outcome.policy, outcome.mode, outcome.action.value, loop=loop)
-            if loop:
-                self._log_detection(check, outcome)
+        for policy in check.compared_exactly:
+            metrics.compared_exactly.labels(policy).inc()
         self.record_uncounted(check)
 
     def record_uncounted(self, check: Check) -> None:
@@ -281,10 +298,11 @@ class Service:
             return
         shown = None
         if self.settings.log_descriptors:
-            plan = next(entry.plan for entry in (*check.enforcing, *check.shadow) if entry.plan.id == outcome.policy)
-            shown = {item.name: item.read(check.request, item.argument) for item in plan.descriptors}
+            entries = (*check.enforcing, *check.shadow)
+            shown = next(dict(entry.values) for entry in entries if entry.plan.id == outcome.policy)
         extra = fields(
             policy=outcome.policy,
+            detector=outcome.detector,
             mode=outcome.mode,
             action=outcome.action.value,
             fingerprint=outcome.fingerprint,
@@ -313,8 +331,10 @@ class Stream:
         "_engine",
         "_expected",
         "_holding",
+        "_kept",
         "_observed",
         "_overloaded",
+        "_pinned",
         "_scope",
         "_service",
         "_started",
@@ -322,15 +342,17 @@ class Stream:
         "on_given_up",
     )
 
-    def __init__(self, service: Service, scope: str, *, overloaded: bool) -> None:
+    def __init__(self, service: Service, scope: str, pinned: Sequence[str], *, overloaded: bool) -> None:
         """Take part in the service's counts until `close`; an overloaded stream lets its request through at once."""
         self._service = service
         self._engine = service.engine  # one request sees one set of policies, whatever is reloaded meanwhile
         self._scope = scope
+        self._pinned = pinned
         self._overloaded = overloaded
         self._check: Check | None = None
         self._chunk: bytes | memoryview | None = None  # of the body, where the message at hand is large
         self._body = NO_BODY
+        self._kept: list[bytes] = []  # of a streamed body, what came before
         self._body_mode = -1
         self._expected = -1
         self.given_up = False
@@ -371,6 +393,7 @@ class Stream:
         self._service.given_up -= self.given_up
         # Where Envoy did not say whether it sends bodies, nobody knows which of the two it was.
         self._leave_uncounted("no_body_phase" if self._body_mode < 0 else "aborted")
+        self._drop_kept()
         if self._holding is not None:
             self._service.holds.free(self._holding)
             self._holding = None
@@ -387,48 +410,87 @@ class Stream:
         if self._check is not None or self.given_up:
             return _DONE["request_headers"]
         self._observed = message.observability_mode
-        request = self._read(message)
-        check = self._engine.prepare(request, self._scope)
+        check = self._prepare(message)
         if check is None:
             self._service.metrics.unmatched.inc()
             return _DONE["request_headers"]
         if message.request_headers.end_of_stream:
-            return self._judge("request_headers", check, NO_BODY)
+            return self._judge("request_headers", check, NO_BODY, content=b"")
         if not check.needs_body:
             return self._judge("request_headers", check, None)
         if message.HasField("protocol_config"):
             self._body_mode = message.protocol_config.request_body_mode
-        reason = unknowable_body(request) or _no_body_phase(self._body_mode)
+        reason = unknowable_body(check.request) or _no_body_phase(self._body_mode)
         if not reason and self._service.released.is_set():
             reason = "shutdown"
         if reason:
             return self._judge("request_headers", check, None, reason)
-        length = request.headers.get("content-length", b"")
+        length = check.request.headers.get("content-length", b"")
         self._expected = int(length) if length.isdigit() else -1
         self._check = check
         self._service.waiting[self] = None
         return _GO_ON["request_headers"]
+
+    def _prepare(self, message: ProcessingRequest) -> Check | None:
+        """What the policies of the request, and of its route, want to count."""
+        service, engine, handed_over = self._service, self._engine, None
+        engines = [engine]
+        if POLICY_ATTRIBUTE in (known := attributes(message)):
+            handed_over = service.handed_over(known[POLICY_ATTRIBUTE].string_value)
+            if handed_over is not None:
+                engines.append(handed_over)
+        if self._pinned:
+            service.check_pinned(engine, self._pinned)
+        request = read_request(message, engines, allow_unverified_jwt=service.settings.allow_unverified_jwt)
+        return engine.prepare(request, self._scope, self._pinned, handed_over)
 
     def _request_body(self, message: ProcessingRequest) -> MaybeLater:
         check = self._check
         if check is None:
             return _DONE["request_body"]
         chunk, self._chunk = self._chunk, None
-        self._body = body = self._body.plus(message.request_body.body if chunk is None else chunk)
+        if chunk is None:
+            chunk = message.request_body.body
+        self._body = body = self._body.plus(chunk)
         # With trailers to come, a complete buffered body does not say that it ends the stream.
         complete = message.request_body.end_of_stream or self._body_mode == _BUFFERED or body.length == self._expected
         if not complete and self._body_mode == _STREAMED:
+            self._keep(check, chunk)
             return _GO_ON["request_body"]
         self._wait_no_more()
         if not complete:
             return self._judge("request_body", check, None, "body_truncated")
-        return self._judge("request_body", check, body)
+        return self._judge("request_body", check, body, content=self._content(check, chunk))
 
     def _request_trailers(self, message: ProcessingRequest) -> MaybeLater:  # noqa: ARG002  # a handler's signature
         check = self._wait_no_more()
         if check is None:
             return _DONE["request_trailers"]
-        return self._judge("request_trailers", check, self._body)  # the end of a streamed body
+        return self._judge("request_trailers", check, self._body, content=self._content(check, b""))  # a streamed body ends
+
+    def _keep(self, check: Check, chunk: bytes | memoryview) -> None:
+        """A part of a streamed body that somebody may look into, unless that is too much of it, or of all bodies under way."""
+        service = self._service
+        size = self._body.length
+        if size <= check.inspects and service.kept + len(chunk) <= MAX_KEPT:
+            service.kept += len(chunk)
+            self._kept.append(bytes(chunk))
+        else:
+            self._drop_kept()
+
+    def _content(self, check: Check, last: bytes | memoryview) -> bytes | memoryview | None:
+        """The whole body, None where it was not kept."""
+        length = self._body.length
+        if length > check.inspects:
+            return None
+        if len(last) == length:
+            return last
+        content = b"".join((*self._kept, last))
+        return content if len(content) == length else None
+
+    def _drop_kept(self) -> None:
+        self._service.kept -= sum(map(len, self._kept))
+        self._kept.clear()
 
     def _response(self, message: ProcessingRequest) -> MaybeLater:
         self._leave_uncounted("no_body_phase")
@@ -448,51 +510,11 @@ class Stream:
             check.give_up(reason)
             self._service.record_uncounted(check)
 
-    def _read(self, message: ProcessingRequest) -> HttpRequest:
-        listed: Sequence[HeaderValue] = message.request_headers.headers.headers
-        if len(listed) > MAX_HEADERS:
-            listed = listed[:MAX_HEADERS]
-        headers = {header.key: header.raw_value for header in listed}
-        if len(headers) < len(listed):  # a name repeats, and the first wins
-            headers = {header.key: header.raw_value for header in reversed(listed)}
-        engine = self._engine
-        route = address = ""
-        if (engine.uses_routes or engine.uses_address) and _ATTRIBUTES in message.attributes:
-            attributes = message.attributes[_ATTRIBUTES].fields
-            if engine.uses_routes and "xds.route_name" in attributes:
-                route = attributes["xds.route_name"].string_value
-            if engine.uses_address and "source.address" in attributes:
-                address = _without_port(attributes["source.address"].string_value)
-        return HttpRequest(
-            _text(headers.get(":method", b"")),
-            _text(headers.get(":path", b"")),
-            _text(headers.get(":authority", b"")),
-            headers,
-            route=route,
-            address=address,
-            claims=self._claims(message, headers) if engine.claims else None,
-        )
-
-    def _claims(self, message: ProcessingRequest, headers: dict[str, bytes]) -> dict[str, str]:
-        """The claims that policies use, as Envoy verified them; unverified ones fill the gaps where that is allowed."""
-        claims: dict[str, str] = {}
-        if self._service.settings.allow_unverified_jwt:
-            claims = unverified_claims(_text(headers.get("authorization", b"")))
-        metadata = message.metadata_context.filter_metadata
-        if _JWT_NAMESPACE in metadata:
-            # jwt_authn files each payload under a name of the operator's choice (payload_in_metadata).
-            for payload in metadata[_JWT_NAMESPACE].fields.values():
-                verified = payload.struct_value.fields
-                for name in self._engine.claims:
-                    if name in verified:
-                        value = verified[name]
-                        kind = value.WhichOneof("kind")
-                        claims[name] = claim_text(getattr(value, kind)) if kind else ""
-        return claims
-
-    def _judge(self, kind: str, check: Check, body: Body | None, reason: str = "") -> MaybeLater:
+    def _judge(
+        self, kind: str, check: Check, body: Body | None, reason: str = "", content: bytes | memoryview | None = None
+    ) -> MaybeLater:
         """Count the request and answer, now or when the store has answered."""
-        check.seal(body, reason)
+        check.seal(body, reason, content)
         service = self._service
         counts = service.count(check, check.enforcing, shadow=False) if check.enforcing else ()
         shadow_counts = service.count(check, check.shadow, shadow=True) if check.shadow else ()
@@ -512,12 +534,12 @@ class Stream:
         unavailable = counts is None  # --on-store-error reject
         if unavailable:
             check.enforcing = []
-        decision = decide(check, counts or (), shadow_counts or ())
+        decision = decide(check, counts or (), shadow_counts)
         if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self._observed:
             decision = self._hold(decision, decision.lead)
         service.record(check, decision)
         if unavailable:
-            reply = Reply(_store_unavailable(_detected(decision), check.request), done=True)
+            reply = Reply(answers.store_unavailable(answers.detected(decision), check.request), done=True)
         else:
             reply = self._encode(kind, check, decision)
         service.metrics.decision_seconds.observe(perf_counter() - self._started)
@@ -537,7 +559,7 @@ class Stream:
         recorded = self._service.settings.record and (check.enforcing or check.shadow)
         if lead is None and decision.shadow is None and not recorded:
             return _DONE[kind]
-        metadata = _detected(decision)
+        metadata = answers.detected(decision)
         if recorded:
             first = recorded[0]
             metadata |= {
@@ -547,17 +569,11 @@ class Stream:
                 **metadata,
             }
         if lead is not None and lead.action is Action.REJECT:
-            return Reply(_refusal(lead, metadata, check.request), done=True)
-        response = _go_on(kind)
-        response.dynamic_metadata.update({NAMESPACE: metadata})
-        if decision.warning and kind != "request_trailers":  # headers have gone by then
-            _set_headers(getattr(response, kind).response.header_mutation, [_WARNING])
-        answer = response.SerializeToString()
+            return Reply(answers.refusal(lead, metadata, check.request), done=True)
+        answer = answers.go_on(kind, metadata, warning=decision.warning)
         if lead is None or self._holding is None:
             return Reply(answer, done=True)
-        wait = ProcessingResponse()
-        wait.override_message_timeout.FromMilliseconds(lead.delay_ms + _HOLD_MARGIN_MS)
-        return Reply(answer, done=True, hold_ms=lead.delay_ms, first=wait.SerializeToString())
+        return Reply(answer, done=True, hold_ms=lead.delay_ms, first=answers.wait(lead.delay_ms + _HOLD_MARGIN_MS))
 
     def _failed(self, kind: str, error: Exception) -> Reply:
         """An internal error: the request goes on, loudly."""
@@ -581,17 +597,6 @@ async def _settled(counts: MaybeCounts) -> Sequence[Count] | None:
     return await counts if isinstance(counts, Awaitable) else counts
 
 
-def _text(value: bytes) -> str:
-    return value.decode("utf-8", "surrogateescape")
-
-
-def _without_port(address: str) -> str:
-    """`source.address` without its port: `192.0.2.1:443` or `[2001:db8::1]:443`; a Unix socket's path stays as it is."""
-    if address.startswith("["):
-        return address[1:].partition("]")[0]
-    return address.rpartition(":")[0] if address.count(":") == 1 else address
-
-
 def _no_body_phase(body_mode: int) -> str:
     """Why Envoy will not hand over any body as a whole, empty when it will."""
     if body_mode == _NONE:
@@ -599,86 +604,3 @@ def _no_body_phase(body_mode: int) -> str:
     if body_mode in _UNSUPPORTED_MODES:
         return "body_mode"
     return ""
-
-
-def _detected(decision: Decision) -> dict[str, str | int]:
-    """The dynamic metadata of a decision, empty for a plain allow."""
-    metadata: dict[str, str | int] = {}
-    lead, shadow = decision.lead, decision.shadow
-    if lead is not None:
-        metadata = {
-            "action": lead.action.value,
-            "reason": Reason.LOOP_DETECTED.value,
-            "policy": lead.policy,
-            "fingerprint": lead.fingerprint,
-            "count": lead.count,
-        }
-        if decision.warning and lead.action is not Action.REJECT:
-            metadata["warning"] = _WARNING[1]
-    if shadow is not None:
-        metadata |= {"shadow_action": shadow.action.value, "shadow_policy": shadow.policy, "shadow_count": shadow.count}
-    return metadata
-
-
-def _set_headers(mutation: HeaderMutation, headers: Sequence[tuple[str, str]]) -> None:
-    for name, value in headers:
-        option = mutation.set_headers.add(append_action=_OVERWRITE)
-        option.header.key = name
-        option.header.raw_value = value.encode()  # Envoy drops what stands in `value`
-
-
-def _refusal(lead: Outcome, metadata: dict[str, str | int], request: HttpRequest) -> bytes:
-    """The immediate response of a loop: one body for every kind of client."""
-    message = loop_message(lead, request.method, request.path)
-    body: dict[str, Any] = {
-        "error": {
-            "message": message,
-            "type": Reason.LOOP_DETECTED.value,
-            "param": None,
-            "code": "recursive_loop_detected",
-        },
-        "detail": {"error": "recursive_loop_detected", "message": message, "cooldown_seconds": lead.retry_after},
-    }
-    headers = [
-        # Together these stop SDKs that would sleep and retry, and still tell everybody else when to come back.
-        ("x-should-retry", "false"),
-        ("X-Fairvisor-Reason", Reason.LOOP_DETECTED.value),
-        ("x-loopguard-policy", lead.policy),
-        ("x-loopguard-fingerprint", lead.fingerprint),
-        ("x-loopguard-count", str(lead.count)),
-    ]
-    if lead.retry_after is not None:
-        headers.insert(0, ("Retry-After", str(lead.retry_after)))
-    return _immediate(lead.reject_status, _RESOURCE_EXHAUSTED, Reason.LOOP_DETECTED, headers, body, metadata, request)
-
-
-def _store_unavailable(metadata: dict[str, str | int], request: HttpRequest) -> bytes:
-    """The immediate response when nothing can be counted and the operator wants that refused."""
-    message = "The request could not be checked because the state store is unavailable. Try again shortly."
-    reason = Reason.STORE_UNAVAILABLE
-    body = {"error": {"message": message, "type": reason.value, "param": None, "code": reason.value}}
-    headers = [("Retry-After", "1"), ("X-Fairvisor-Reason", reason.value)]
-    metadata = {"action": Action.REJECT.value, "reason": reason.value, **metadata}
-    return _immediate(503, _UNAVAILABLE, reason, headers, body, metadata, request)
-
-
-def _immediate(  # noqa: PLR0913  # the fields of the message
-    status: int,
-    grpc_status: int,
-    reason: Reason,
-    headers: Sequence[tuple[str, str]],
-    body: dict[str, Any],
-    metadata: dict[str, str | int],
-    request: HttpRequest,
-) -> bytes:
-    if request.path.endswith("/v1/messages") or "/v1/messages/" in request.path:
-        body = {"type": "error", **body}  # what Anthropic's clients look for
-    response = ProcessingResponse()
-    immediate = response.immediate_response
-    immediate.status.code = status  # type: ignore[assignment]  # proto3 enums are open
-    immediate.grpc_status.status = grpc_status
-    immediate.details = reason.value
-    immediate.body = json.dumps(body).encode()
-    _set_headers(immediate.headers, [("content-type", "application/json"), *headers])
-    response.dynamic_metadata.update({NAMESPACE: metadata})
-    return response.SerializeToString()

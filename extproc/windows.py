@@ -25,7 +25,7 @@ class Hit(NamedTuple):
         key: the whole counter key.
         window_type: `sliding_ttl`, `sliding_log` or `fixed`.
         window_ms: length of the window, in milliseconds.
-        threshold: the first count that is acted on.
+        threshold: the first count that is acted on; 1 trips at once, for whoever knows already that it is a loop.
         cooldown_ms: how long a trip keeps the key acted on, in milliseconds; 0 for none.
         count_refused: False: a request that is acted on leaves the window as it was.
         count_to: how many requests a `sliding_log` remembers at most; at least `threshold`.
@@ -56,6 +56,9 @@ class Count(NamedTuple):
     span_ms: int
 
 
+UNCOUNTED = Count(0, False, 0, 0)
+"""Of what no store was asked about."""
+
 Tally: TypeAlias = tuple[int, int, int, int]
 """The state behind `sliding_ttl` and `fixed`: count, first, last, cooling_until; times in milliseconds of the store's clock."""
 
@@ -63,7 +66,9 @@ Tally: TypeAlias = tuple[int, int, int, int]
 def tally(state: Tally | None, hit: Hit, now: int) -> tuple[Tally, Count]:
     """Count one request in a `sliding_ttl` or `fixed` window; `state` is None for a key never seen."""
     if state is None:
-        return (1, now, now, 0), Count(1, False, 0, 0)  # thresholds start at 2: a first request never trips
+        if hit.threshold > 1:
+            return (1, now, now, 0), Count(1, False, 0, 0)
+        state = (0, now, now, 0)
     count, first, last, cooling_until = state
     now = max(now, last)  # another server's clock may be behind after a failover
     if now < (first if hit.window_type == "fixed" else last) + hit.window_ms:

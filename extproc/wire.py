@@ -1,4 +1,4 @@
-"""A large body message, read without copying its body.
+"""What Envoy's messages say: the request that they tell of, and large bodies without copying them.
 
 protobuf copies a body twice, into the message and out of it again, which for 1 MB is dearer than everything else that is done
 with it. So the body is found by hand, in the one shape that Envoy sends, and protobuf parses only what surrounds it. Every
@@ -7,9 +7,24 @@ other shape is left to protobuf altogether: the answer is always the one that pr
 
 from __future__ import annotations
 
-from google.protobuf.message import DecodeError
+from collections.abc import Iterable, Mapping, Sequence
 
+from google.protobuf.message import DecodeError
+from google.protobuf.struct_pb2 import Value
+
+from extproc.engine import Engine
+from extproc.pb.base_pb2 import HeaderValue
 from extproc.pb.external_processor_pb2 import ProcessingRequest
+from extproc.request import HttpRequest, claim_text, unverified_claims
+
+MAX_HEADERS = 10_000
+"""So many headers of a request are read (Envoy itself takes 100 by default); those behind them count as missing.
+
+Reading 100,000 takes 40 ms; nothing a client sends may hold up the others for longer than 50 ms.
+"""
+
+_ATTRIBUTES = "envoy.filters.http.ext_proc"
+_JWT_NAMESPACE = "envoy.filters.http.jwt_authn"
 
 LARGE = 4_096
 """From this many bytes on a message is worth it."""
@@ -66,3 +81,78 @@ def _extent(data: bytes, position: int, key: int) -> tuple[int, int]:
         if data[position] < 0x80:  # noqa: PLR2004  # the last byte of a varint
             return position + 1, position + 1 + length
     raise DecodeError("a length beyond all that is sent")
+
+
+def attributes(message: ProcessingRequest) -> Mapping[str, Value]:
+    """The attributes that Envoy was asked for and has; they come with a stream's first message."""
+    return message.attributes[_ATTRIBUTES].fields if _ATTRIBUTES in message.attributes else {}
+
+
+def read_request(message: ProcessingRequest, engines: Sequence[Engine], *, allow_unverified_jwt: bool = False) -> HttpRequest:
+    """The request that a request_headers message tells of, as far as the policies of the engines want to know it.
+
+    Args:
+        message: the first of its stream.
+        engines: one or two.
+        allow_unverified_jwt: where Envoy verified no claim, take it from the bearer token as it is.
+    """
+    listed: Sequence[HeaderValue] = message.request_headers.headers.headers
+    if len(listed) > MAX_HEADERS:
+        listed = listed[:MAX_HEADERS]
+    headers = {header.key: header.raw_value for header in listed}
+    if len(headers) < len(listed):  # a name repeats, and the first wins
+        headers = {header.key: header.raw_value for header in reversed(listed)}
+    route = address = ""
+    claims: dict[str, str] | None = None
+    for engine in engines:
+        if engine.uses_routes:
+            route = _attribute(message, "xds.route_name")
+        if engine.uses_address:
+            address = _without_port(_attribute(message, "source.address"))
+        if engine.claims:
+            claims = (claims or {}) | _claims(message, headers, engine.claims, allow_unverified_jwt=allow_unverified_jwt)
+    return HttpRequest(
+        _text(headers.get(":method", b"")),
+        _text(headers.get(":path", b"")),
+        _text(headers.get(":authority", b"")),
+        headers,
+        route=route,
+        address=address,
+        claims=claims,
+    )
+
+
+def _attribute(message: ProcessingRequest, name: str) -> str:
+    found = attributes(message)
+    return found[name].string_value if name in found else ""
+
+
+def _claims(
+    message: ProcessingRequest, headers: Mapping[str, bytes], names: Iterable[str], *, allow_unverified_jwt: bool
+) -> dict[str, str]:
+    """Claims as Envoy verified them; unverified ones fill the gaps where that is allowed."""
+    claims: dict[str, str] = {}
+    if allow_unverified_jwt:
+        claims = unverified_claims(_text(headers.get("authorization", b"")))
+    metadata = message.metadata_context.filter_metadata
+    if _JWT_NAMESPACE in metadata:
+        # jwt_authn files each payload under a name of the operator's choice (payload_in_metadata).
+        for payload in metadata[_JWT_NAMESPACE].fields.values():
+            verified = payload.struct_value.fields
+            for name in names:
+                if name in verified:
+                    value = verified[name]
+                    kind = value.WhichOneof("kind")
+                    claims[name] = claim_text(getattr(value, kind)) if kind else ""
+    return claims
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "surrogateescape")
+
+
+def _without_port(address: str) -> str:
+    """`source.address` without its port: `192.0.2.1:443` or `[2001:db8::1]:443`; a Unix socket's path stays as it is."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    return address.rpartition(":")[0] if address.count(":") == 1 else address

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from extproc.decision import Action, Outcome, duration, loop_message
-from extproc.engine import Engine, Entry, decide
+from extproc.engine import Engine, decide, hits
 from extproc.fingerprint import NO_BODY, Body
 from extproc.metrics import Metrics
+from extproc.plan import Entry
 from extproc.policy.loader import parse
 from extproc.request import HttpRequest
 from extproc.store.memory import MemoryStore
@@ -34,6 +35,11 @@ def sealed(engine: Engine, request: HttpRequest, body: Body | None = NO_BODY) ->
     assert check is not None
     check.seal(body, "reason")
     return check.enforcing, check.shadow
+
+
+def keys(entries: list[Entry]) -> list[str]:
+    """What they count under."""
+    return [hit.key for hit in hits(entries)]
 
 
 def get(target: str = "/", **headers: str) -> HttpRequest:
@@ -61,16 +67,17 @@ def test_keys_are_as_documented() -> None:
 
     live, canary = sealed(engine, get(x_a="1"))
 
-    assert live[0].hit.key.startswith(f"loop:live:default:sliding_ttl::{live[0].tenant}:{live[0].fingerprint}")
-    assert len(live[0].hit.key.rpartition(":")[2]) == 8 + 16
-    assert canary[0].hit.key.startswith("shadow:loop:canary:default:fixed::")
+    (key,), (shadow_key,) = keys(live), keys(canary)
+    assert key.startswith(f"loop:live:default:sliding_ttl::{live[0].tenant}:{live[0].fingerprint}")
+    assert len(key.rpartition(":")[2]) == 8 + 16
+    assert shadow_key.startswith("shadow:loop:canary:default:fixed::")
 
 
 def test_all_matching_policies_count_for_themselves() -> None:
     """Two policies on one request have keys of their own."""
     live, _ = sealed(make_engine(policy("a", ANY), policy("b", ANY)), get())
 
-    assert len({item.hit.key for item in live}) == 2
+    assert len(set(keys(live))) == 2
 
 
 def test_a_missing_descriptor_vanishes_or_skips() -> None:
@@ -183,7 +190,7 @@ def test_count_refused_is_about_refusals_alone() -> None:
 
     live, _ = sealed(engine, get())
 
-    assert [item.hit.count_refused for item in live] == [False, True, True]
+    assert [hit.count_refused for hit in hits(live)] == [False, True, True]
 
 
 def test_an_error_in_a_shadow_policy_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +216,7 @@ def test_a_million_distinct_requests_share_no_count() -> None:
         assert check is not None
         for number in range(1_000):
             check.seal(NO_BODY.plus(b'{"prompt": %d}' % number))
-            (count,) = store.hit([check.enforcing[0].hit], number)
+            (count,) = store.hit(hits(check.enforcing), number)
             assert count.count == 1
 
     assert len(store) == 1_000_000

@@ -15,8 +15,9 @@ ROOT = Path(__file__).parent.parent / "extproc"
 FLOORS: list[set[str]] = [
     {"errors", "request", "decision", "settings", "metrics", "logs"},
     {"policy", "fingerprint", "windows"},
-    {"engine", "store"},
-    {"service", "wire"},
+    {"similarity"},
+    {"plan", "engine", "handover", "store"},
+    {"service", "wire", "answers"},
     {"transport"},
     {"reload", "admin", "server"},
     {"replay", "envoy_config", "cli"},
@@ -24,7 +25,7 @@ FLOORS: list[set[str]] = [
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 
 GENERATED = "pb"
-MAY_READ_PB = {"service", "wire", "transport"}
+MAY_READ_PB = {"service", "wire", "answers", "transport"}
 
 FILES = sorted(file for file in ROOT.rglob("*.py") if file.relative_to(ROOT).parts[0] not in {GENERATED, "__init__.py"})
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ PAST = "2026-05-31T23:59:59Z"
 FUTURE = "2026-06-01T00:00:01Z"
 
 SHAPES = 'must be a bundle {"bundle_version", "policies"}, a policy {"id", "spec"} or a list of policies'
-LIMIT_KEY = "it must be 'jwt:<claim>', 'header:<name>', 'query:<name>' or 'ip:address', names of letters, digits, '_' and '-'"
+LIMIT_KEY = (
+    "it must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-'), 'ip:address' "
+    "or 'body:/<JSON Pointer>'"
+)
 HOST = "it must be a host name such as 'api.example.com' (wildcards are not supported: list each host)"
 TIME = "must be an ISO 8601 time with its zone, such as '2026-12-31T00:00:00Z'"
 TWICE = "the key stands more than once in its object; keep one"
@@ -49,6 +53,11 @@ def loop(**changes: object) -> dict[str, Any]:
     detection = made["spec"]["loop_detection"] | changes
     made["spec"]["loop_detection"] = {key: value for key, value in detection.items() if value is not ...}
     return made
+
+
+def entries(*changes: Mapping[str, object]) -> dict[str, Any]:
+    """A good policy whose loop_detection is a list of entries, each a good one with its keys replaced; `...` takes one away."""
+    return spec(loop_detection=[loop(**each)["spec"]["loop_detection"] for each in changes])
 
 
 def check(*documents: object, **named: object) -> PolicySet:
@@ -89,7 +98,7 @@ LOOP_FIELDS: list[tuple[str, object, str]] = [
     ("threshold_identical_requests", 10**10, "must be <= 1000000000"),
     ("action", "explode", "must be one of reject, throttle, warn"),
     ("action", ["reject"], "must be one of reject, throttle, warn"),
-    ("similarity", "nearly", "must be exact"),
+    ("similarity", "nearly", "must be one of exact, canonical, tail, tool_calls"),
     ("window_type", "tumbling", "must be one of sliding_ttl, sliding_log, fixed"),
     ("cooldown_seconds", -1, "must be >= 0"),
     ("cooldown_seconds", "1", "must be an integer"),
@@ -99,6 +108,163 @@ LOOP_FIELDS: list[tuple[str, object, str]] = [
     ("max_delay_ms", 0, "must be >= 1"),
     ("max_delay_ms", 30_001, "must be <= 30000"),
     ("body", "maybe", "must be one of include, ignore"),
+]
+
+CANONICAL: dict[str, object] = {"similarity": "canonical"}
+TAIL: dict[str, object] = {"similarity": "tail"}
+CALLS: dict[str, object] = {"similarity": "tool_calls"}
+NAME = "name must be 1 to 128 of the characters A-Z a-z 0-9 _ . -"
+POINTER = "it must be a JSON Pointer, such as '/metadata/request_id' or '/messages/*/id'"
+BODY_KEY = "it must be 'body:' and a JSON Pointer, such as 'body:/model' or 'body:/metadata/session_id'"
+BYPASSES_ALL = "needs at least one of header, pathExact, pathPrefix, methods; as it is, it would bypass everything"
+
+
+def belongs(key: str, owner: str, here: str) -> tuple[str, str]:
+    """The error of a key of another similarity."""
+    return f"/{key}", f"{key} belongs to similarity {owner}, and this one is {here}"
+
+
+def never(place: str, threshold: int, window: int) -> tuple[str, str]:
+    """The error of a threshold beyond its window."""
+    message = f"a threshold of {threshold} is never reached among the last {window} calls; raise window_calls or lower it"
+    return place, message
+
+
+def one_of(key: str, values: Iterable[object], message: str, **more: object) -> list[tuple[dict[str, object], Errors]]:
+    """An entry for each wrong value of one key, all with the same error."""
+    return [({key: value, **more}, [(f"/{key}", message)]) for value in values]
+
+
+# keys replaced in a good entry; errors, with pointers below the entry
+ENTRIES: list[tuple[dict[str, object], Errors]] = [
+    *(entry for name, value, message in LOOP_FIELDS for entry in one_of(name, [value], f"{name} {message}")),
+    # Types and ranges of what belongs to one similarity, or to none.
+    *one_of("name", ("", "a b", "a:b", "a\n", "a" * 129), NAME),
+    ({"name": 5}, [("/name", "name must be a string")]),
+    ({"max_inspect_bytes": 0}, [("/max_inspect_bytes", "max_inspect_bytes must be >= 1")]),
+    ({"max_inspect_bytes": 2**24 + 1}, [("/max_inspect_bytes", "max_inspect_bytes must be <= 16777216")]),
+    *one_of("max_inspect_bytes", ("1", 1.0, True), "max_inspect_bytes must be an integer"),
+    (CANONICAL | {"ignore_fields": "/id"}, [("/ignore_fields", "ignore_fields must be an array")]),
+    (
+        CANONICAL | {"ignore_fields": ["id", 5, "/a~2", "", "/a~", "/", "/a/*/b~0~1"]},
+        [
+            ("/ignore_fields/0", POINTER),
+            ("/ignore_fields/1", "it must be a string"),
+            ("/ignore_fields/2", POINTER),
+            ("/ignore_fields/3", POINTER),
+            ("/ignore_fields/4", POINTER),
+        ],
+    ),
+    (TAIL | {"tail_messages": 0}, [("/tail_messages", "tail_messages must be >= 1")]),
+    (TAIL | {"tail_messages": 201}, [("/tail_messages", "tail_messages must be <= 200")]),
+    (TAIL | {"tail_messages": "3"}, [("/tail_messages", "tail_messages must be an integer")]),
+    (CALLS | {"window_calls": 201}, [("/window_calls", "window_calls must be <= 200")]),
+    (
+        CALLS | {"window_calls": 1, "threshold_identical_requests": 1},
+        [
+            ("/threshold_identical_requests", "threshold_identical_requests must be >= 2"),
+            ("/window_calls", "window_calls must be >= 2"),
+        ],
+    ),
+    (CALLS | {"window_calls": 2.5}, [("/window_calls", "window_calls must be an integer")]),
+    (CALLS | {"reset_on_user_message": "no"}, [("/reset_on_user_message", "reset_on_user_message must be a boolean")]),
+    (CALLS | {"compare_results": 0}, [("/compare_results", "compare_results must be a boolean")]),
+    (CALLS | {"max_cycle": 0}, [("/max_cycle", "max_cycle must be >= 1")]),
+    (CALLS | {"max_cycle": 17}, [("/max_cycle", "max_cycle must be <= 16")]),
+    (CALLS | {"max_cycle": None}, [("/max_cycle", "max_cycle must be an integer")]),
+    (CALLS | {"tools": []}, [("/tools", "tools must be an object")]),
+    (
+        CALLS | {"tools": {"a/b~": 5, "f*": {"threshold": 1, "window_calls": 201, "reason": 5, "allow": "x"}}},
+        [
+            ("/tools/a~1b~0", "a/b~ must be an object"),
+            ("/tools/f*/threshold", "threshold must be >= 2"),
+            ("/tools/f*/window_calls", "window_calls must be <= 200"),
+            ("/tools/f*/reason", "reason must be a string"),
+            ("/tools/f*/allow", "allow must be a boolean"),
+        ],
+    ),
+    (
+        CALLS | {"tools": {"f": {"threshold": 201, "window_calls": 1, "reason": "x" * 257}}},
+        [
+            ("/tools/f/threshold", "threshold must be <= 200"),
+            ("/tools/f/window_calls", "window_calls must be >= 2"),
+            ("/tools/f/reason", "reason must be at most 256 characters"),
+            never("/tools/f", 201, 1),
+        ],
+    ),
+    # Keys of another similarity, whatever they hold, and also where they hold the default.
+    ({"ignore_fields": []}, [belongs("ignore_fields", "canonical", "exact")]),
+    ({"similarity": "exact", "tail_messages": 3}, [belongs("tail_messages", "tail", "exact")]),
+    (
+        TAIL | {"window_calls": 5, "tools": {}, "max_cycle": 2, "compare_results": True, "reset_on_user_message": True},
+        [
+            belongs(key, "tool_calls", "tail")
+            for key in ("window_calls", "reset_on_user_message", "compare_results", "max_cycle", "tools")
+        ],
+    ),
+    (
+        CALLS | {"tail_messages": 3, "ignore_fields": ["/x"]},
+        [belongs("ignore_fields", "canonical", "tool_calls"), belongs("tail_messages", "tail", "tool_calls")],
+    ),
+    (CANONICAL | {"enabled": False, "max_cycle": 1}, [belongs("max_cycle", "tool_calls", "canonical")]),
+    ({"similarity": "nearly", "tools": {}}, [("/similarity", "similarity must be one of exact, canonical, tail, tool_calls")]),
+    *(
+        entry
+        for similarity in ("canonical", "tail", "tool_calls")
+        for entry in one_of(
+            "body",
+            ["ignore"],
+            f"body must not be ignore with similarity {similarity}, which compares what stands in the body",
+            similarity=similarity,
+        )
+    ),
+    # What has to be given, and thresholds that no window reaches.
+    *(
+        (TAIL | {"window_seconds": missing}, [("", "when enabled is true, window_seconds is required")])
+        for missing in (None, ...)
+    ),
+    *(
+        (
+            CALLS | {"window_seconds": missing, "threshold_identical_requests": missing},
+            [("", "when enabled is true, threshold_identical_requests is required")],
+        )
+        for missing in (None, ...)
+    ),
+    (CALLS | {"threshold_identical_requests": 11}, [never("/threshold_identical_requests", 11, 10)]),
+    (CALLS | {"threshold_identical_requests": 5, "window_calls": 4}, [never("/threshold_identical_requests", 5, 4)]),
+    (
+        CALLS
+        | {
+            "tools": {
+                "above": {"threshold": 11},
+                "short": {"window_calls": 2},
+                "never": {"threshold": 99, "allow": True},
+                "long": {"threshold": 20, "window_calls": 20},
+                "own": {},
+            }
+        },
+        [never("/tools/above", 11, 10), never("/tools/short", 3, 2)],
+    ),
+    # Unknown keys: what was meant, or where it belongs.
+    ({"ignore_field": []}, [("/ignore_field", "unknown key; did you mean ignore_fields?")]),
+    ({"tail_mesages": 3}, [("/tail_mesages", "unknown key; did you mean tail_messages?")]),
+    ({"bypass": []}, [("/bypass", "unknown key; bypass belongs into spec")]),
+    ({"threshold": 3}, [("/threshold", "unknown key; threshold belongs into an entry of tools")]),
+    ({"header": "x"}, [("/header", "unknown key; header belongs into an entry of bypass")]),
+    ({"pathPrefix": "/"}, [("/pathPrefix", "unknown key; pathPrefix belongs into spec/selector")]),
+    ({"zzz": 1}, [("/zzz", ANNOTATION)]),
+    (
+        CALLS | {"tools": {"tools": {"thresold": 3, "action": "warn", "window": 1, "limit_keys": [], "header": "x", "zzz": 1}}},
+        [
+            ("/tools/tools/thresold", "unknown key; did you mean threshold?"),
+            ("/tools/tools/action", "unknown key; action belongs into spec/loop_detection"),
+            ("/tools/tools/window", "unknown key; did you mean window_calls?"),
+            ("/tools/tools/limit_keys", "unknown key; limit_keys belongs into spec"),
+            ("/tools/tools/header", "unknown key; header belongs into an entry of bypass"),
+            ("/tools/tools/zzz", ANNOTATION),
+        ],
+    ),
+    (CALLS | {"tools": {"x-a": 5}}, [("/tools/x-a", "x-a must be an object")]),  # no annotation: any name may be a tool's
 ]
 
 SPEC_FIELDS: list[tuple[str, object, Errors]] = [
@@ -137,7 +303,71 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
         ["jwt:", "ip:peer", 5],
         [("/spec/limit_keys/0", LIMIT_KEY), ("/spec/limit_keys/1", LIMIT_KEY), ("/spec/limit_keys/2", "it must be a string")],
     ),
-    ("loop_detection", [], in_spec("loop_detection", "must be an object")),
+    ("loop_detection", [], in_spec("loop_detection", "must not be an empty array; leave it out")),
+    ("loop_detection", "on", in_spec("loop_detection", "must be an object")),
+    (
+        "loop_detection",
+        [good()["spec"]["loop_detection"], 5, None, []],
+        [(f"/spec/loop_detection/{number}", "it must be an object") for number in (1, 2, 3)],
+    ),
+    (
+        "limit_keys",
+        ["body:", "body:model", "body:/a~", "body:/a~2", "Body:/a", "body:/a~0~1/0", "body:/"],
+        [*((f"/spec/limit_keys/{number}", BODY_KEY) for number in range(4)), ("/spec/limit_keys/4", LIMIT_KEY)],
+    ),
+    ("rules", [{"name": "r", "limit_keys": ["body:x"]}], [("/spec/rules/0/limit_keys/0", BODY_KEY)]),
+    ("bypass", {}, in_spec("bypass", "must be an array")),
+    ("bypass", None, in_spec("bypass", "must be an array")),
+    (
+        "bypass",
+        [5, {}, {"header": None, "methods": None}, {"description": "all"}],
+        [("/spec/bypass/0", "it must be an object"), *((f"/spec/bypass/{number}", BYPASSES_ALL) for number in (1, 2, 3))],
+    ),
+    (
+        "bypass",
+        [
+            *({"header": name} for name in ("a b", "", ":path", 5)),
+            {"pathPrefix": "x"},
+            {"pathExact": "/a?b"},
+            {"methods": []},
+            {"methods": ["A B", 1]},
+            {"methods": "GET"},
+        ],
+        [
+            *(
+                (f"/spec/bypass/{number}/header", "header must be the name of a header, such as 'x-health-check'")
+                for number in range(3)
+            ),
+            ("/spec/bypass/3/header", "header must be a string"),
+            ("/spec/bypass/4/pathPrefix", "pathPrefix must start with '/'"),
+            (
+                "/spec/bypass/5/pathExact",
+                "pathExact must be a path alone, without '?' or '#': the query is part of every fingerprint",
+            ),
+            ("/spec/bypass/6/methods", "methods must not be an empty array; leave it out to match any"),
+            ("/spec/bypass/7/methods/0", "it must be an HTTP method such as 'POST'"),
+            ("/spec/bypass/7/methods/1", "it must be a string"),
+            ("/spec/bypass/8/methods", "methods must be an array"),
+        ],
+    ),
+    (
+        "bypass",
+        [
+            {"methods": ["GET"], name: 1}
+            for name in ("headers", "path", "pathPrefx", "selector", "hosts", "routes", "enabled", "threshold", "zzz")
+        ],
+        [
+            ("/spec/bypass/0/headers", "unknown key; did you mean header?"),
+            ("/spec/bypass/1/path", "unknown key; did you mean pathExact?"),
+            ("/spec/bypass/2/pathPrefx", "unknown key; did you mean pathPrefix?"),
+            ("/spec/bypass/3/selector", "unknown key; selector belongs into spec"),
+            ("/spec/bypass/4/hosts", "unknown key; hosts belongs into spec/selector"),
+            ("/spec/bypass/5/routes", "unknown key; routes belongs into spec/selector"),
+            ("/spec/bypass/6/enabled", "unknown key; enabled belongs into spec/loop_detection"),
+            ("/spec/bypass/7/threshold", "unknown key; threshold belongs into an entry of tools"),
+            ("/spec/bypass/8/zzz", ANNOTATION),
+        ],
+    ),
     ("rules", {}, in_spec("rules", "must be an array")),
     ("rules", [{"limit_keys": ["x"]}], [("/spec/rules/0/name", "name is required"), ("/spec/rules/0/limit_keys/0", LIMIT_KEY)]),
     ("fallback_limit", 1, in_spec("fallback_limit", "must be an object")),
@@ -210,6 +440,9 @@ DOCUMENTS: list[tuple[object, Errors]] = [
     (spec(pathExact="/a"), [("/spec/pathExact", "unknown key; pathExact belongs into spec/selector")]),
     ({**good(), "mode": "shadow"}, [("/mode", "unknown key; mode belongs into spec")]),
     ({**good(), "zzz": 1}, [("/zzz", ANNOTATION)]),
+    ({**good(), "bypass": []}, [("/bypass", "unknown key; bypass belongs into spec")]),
+    (spec(tail_messages=3), [("/spec/tail_messages", "unknown key; tail_messages belongs into spec/loop_detection")]),
+    (spec(bypas=[]), [("/spec/bypas", "unknown key; did you mean bypass?")]),
     (bundle(id="x"), [("/id", "unknown key; id belongs into the policy")]),
     (bundle(global_shadow={"enabled": True, "reson": "x"}), [("/global_shadow/reson", "unknown key; did you mean reason?")]),
     (spec(rules=[{"name": "r", "limit_key": []}]), [("/spec/rules/0/limit_key", "unknown key; did you mean limit_keys?")]),
@@ -264,12 +497,161 @@ DOCUMENTS: list[tuple[object, Errors]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "message"), LOOP_FIELDS)
-def test_each_field_of_loop_detection_is_checked(name: str, value: object, message: str) -> None:
+@pytest.mark.parametrize(("changes", "expected"), ENTRIES)
+def test_each_field_of_loop_detection_is_checked(changes: dict[str, object], expected: Errors) -> None:
     """A wrong value is one error that names the field and what would be right."""
-    errors = refused(loop(**{name: value}))
+    errors = refused(loop(**changes))
 
-    assert plain(errors) == in_spec(f"loop_detection/{name}", message)
+    assert plain(errors) == [(f"/spec/loop_detection{place}", message) for place, message in expected]
+
+
+@pytest.mark.parametrize(("changes", "expected"), ENTRIES)
+def test_each_field_of_an_entry_is_checked(changes: dict[str, object], expected: Errors) -> None:
+    """In a list of entries the errors are the same, at the entry's place, and those beside it are not touched."""
+    errors = refused(entries({"name": "first"}, changes, {"name": "last"}))
+
+    assert plain(errors) == [(f"/spec/loop_detection/1{place}", message) for place, message in expected]
+
+
+def test_every_error_of_every_entry_is_reported_at_once() -> None:
+    """What is wrong with the fields of any entry comes first, then what is wrong between them, then between entries."""
+    errors = refused(
+        entries(
+            {"window_seconds": 0, "action": "explode"},
+            TAIL | {"tail_messages": 0, "tools": {}, "window_seconds": ...},
+            CALLS | {"threshold_identical_requests": 20, "tools": {"f": {"threshold": 50, "alow": True}}},
+            TAIL | {"name": "exact"},
+        )
+    )
+
+    assert [(error.pointer.removeprefix("/spec/loop_detection/"), error.message) for error in errors] == [
+        ("0/window_seconds", "window_seconds must be a positive integer"),
+        ("0/action", "action must be one of reject, throttle, warn"),
+        ("1/tail_messages", "tail_messages must be >= 1"),
+        ("2/tools/f/alow", "unknown key; did you mean allow?"),
+        ("1/tools", "tools belongs to similarity tool_calls, and this one is tail"),
+        ("1", "when enabled is true, window_seconds is required"),
+        never("2/threshold_identical_requests", 20, 10),
+        never("2/tools/f", 50, 10),
+        ("3", "duplicate name 'exact', also at loop_detection/0; give each a name of its own (default: its similarity)"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("document", "names"),
+    [
+        (loop(), ["default"]),
+        (loop(**TAIL), ["default"]),
+        (loop(name="mine"), ["mine"]),
+        (entries({}), ["exact"]),
+        (entries({}, CANONICAL, TAIL, CALLS), ["exact", "canonical", "tail", "tool_calls"]),
+        (entries(TAIL, TAIL | {"name": "long"}, TAIL | {"name": "default"}), ["tail", "long", "default"]),
+        (entries({"name": None}, {"name": "A.b-c_9"}), ["exact", "A.b-c_9"]),
+        (entries({"enabled": False}, TAIL), ["tail"]),
+        (entries({"enabled": False}), []),
+    ],
+)
+def test_detectors_have_names(document: dict[str, Any], names: list[str]) -> None:
+    """An entry's name is its own, else its similarity, or `default` where it stands alone; those that are off do not act."""
+    loaded = check(document)
+
+    assert [name for name, _ in loaded.sources[0].policies[0].spec.detectors()] == names
+    assert plain(loaded.warnings) == ([] if names else [("/spec", IDLE)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "second"),
+    [
+        ([{}, {}], "exact", 1),
+        ([{"name": "tail"}, TAIL], "tail", 1),
+        ([{}, TAIL, {"name": "x"}, CALLS | {"name": "x", "enabled": False}], "x", 3),
+    ],
+)
+def test_names_are_unique_in_a_policy(changes: list[dict[str, object]], name: str, second: int) -> None:
+    """Two entries that would count under one name are refused, where one is off as well, or only one is given."""
+    first = second - 1
+    message = f"duplicate name {name!r}, also at loop_detection/{first}; give each a name of its own (default: its similarity)"
+
+    assert plain(refused(entries(*changes))) == [(f"/spec/loop_detection/{second}", message)]
+
+
+def test_the_same_name_may_stand_in_two_policies() -> None:
+    """A name is unique in its policy, as an id is everywhere."""
+    loaded = check([{**entries({"name": "a"}, TAIL), "id": "p"}, {**entries({"name": "a"}, TAIL), "id": "q"}])
+
+    assert [len(item.spec.detectors()) for item in loaded.sources[0].policies] == [2, 2]
+
+
+FULL = entries(
+    {"max_inspect_bytes": 2**24},
+    CANONICAL | {"ignore_fields": ["/", "/a/*/b~0~1"], "max_inspect_bytes": 1},
+    TAIL | {"tail_messages": 200, "window_type": "sliding_log"},
+    CALLS
+    | {
+        "window_seconds": ...,
+        "window_calls": 200,
+        "threshold_identical_requests": 200,
+        "reset_on_user_message": False,
+        "compare_results": False,
+        "max_cycle": 16,
+        "cooldown_seconds": 9,
+        "tools": {"f*": {"threshold": 2, "window_calls": 2, "reason": "x" * 256}, "description": {"allow": True, "x-note": 1}},
+    },
+)
+FULL["spec"]["bypass"] = [{"header": "X-Health", "methods": ["get"], "x-why": 1}, {"pathPrefix": "/a/", "pathExact": "/b"}]
+FULL["spec"]["limit_keys"] = ["body:/a~1b/0/C", "body:/", "header:x-a"]
+
+
+def test_every_new_key_is_read() -> None:
+    """A policy that uses everything loads without a warning; methods and header names are normalised, pointers are not."""
+    loaded = check(FULL)
+
+    made = loaded.sources[0].policies[0].spec
+    bypass, calls = made.bypass, made.detectors()[3][1]
+    assert plain(loaded.warnings) == []
+    assert [(entry.header, entry.methods, entry.pathPrefix, entry.pathExact) for entry in bypass] == [
+        ("x-health", ["GET"], None, None),
+        (None, None, "/a/", "/b"),
+    ]
+    assert made.limit_keys == ["body:/a~1b/0/C", "body:/", "header:x-a"]
+    assert (calls.tools["f*"].threshold, calls.tools["description"].allow, calls.window_seconds) == (2, True, None)
+
+
+def test_the_defaults_of_new_keys() -> None:
+    """Without them a detector looks into 1 MiB, at 3 messages or 10 calls with their results, since the user's last message."""
+    made = check(loop()).sources[0].policies[0].spec.detectors()[0][1]
+
+    assert (made.max_inspect_bytes, made.ignore_fields, made.tail_messages) == (2**20, [], 3)
+    assert (made.window_calls, made.reset_on_user_message, made.compare_results) == (10, True, True)
+    assert (made.max_cycle, made.tools, made.name) == (4, {}, None)
+
+
+@pytest.mark.xfail(strict=True, reason="an empty tool name is reported as ' must not be empty', which names nothing")
+def test_an_empty_tool_name_is_named_in_its_error() -> None:
+    """A key without a character gets a sentence all the same."""
+    errors = refused(loop(**CALLS, tools={"": {}}))
+
+    assert plain(errors) == [("/spec/loop_detection/tools/", "it must not be empty")]
+
+
+@pytest.mark.xfail(strict=True, reason="null in a tool's entry hides a threshold that its window never reaches")
+@pytest.mark.parametrize("tool", [{"threshold": None, "window_calls": 2}, {"threshold": 11, "window_calls": None}])
+def test_null_is_what_leaving_out_is_for_a_tool(tool: dict[str, object]) -> None:
+    """A tool's threshold beyond its window is an error, however the half that is the detector's is left out."""
+    threshold, window = tool["threshold"] or 3, tool["window_calls"] or 10
+    assert isinstance(threshold, int)
+    assert isinstance(window, int)
+
+    assert plain(refused(loop(**CALLS, tools={"f": tool}))) == [never("/spec/loop_detection/tools/f", threshold, window)]
+
+
+@pytest.mark.xfail(strict=True, reason="a key that is spelled as one of pydantic's marks vanishes from the pointer")
+@pytest.mark.parametrize("key", ["(object)", "(list)", "[key]"])
+def test_no_key_vanishes_from_a_pointer(key: str) -> None:
+    """Whatever a key is called, the error stands at its place."""
+    errors = refused(loop(**{key: 1})) + refused(loop(**CALLS, tools={key: 5}))
+
+    assert [error.pointer for error in errors] == [f"/spec/loop_detection/{key}", f"/spec/loop_detection/tools/{key}"]
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), SPEC_FIELDS)
@@ -587,3 +969,127 @@ def test_the_schema_describes_the_models() -> None:
     assert {"exclusiveMinimum": 0, "maximum": 31_536_000, "type": "integer"} in detection["properties"]["window_seconds"][
         "anyOf"
     ]
+
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+    "null": type(None),
+}
+
+
+def fits(value: Any, rule: Mapping[str, Any], kinds: Mapping[str, Any]) -> bool:  # noqa: ANN401  # JSON
+    """Whether a value is what a JSON Schema says, as far as ours says anything; an unknown keyword raises."""
+
+    def of_type(name: str) -> bool:
+        return isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
+
+    def properties(known: Mapping[str, Any]) -> bool:
+        patterns = rule.get("patternProperties", {})
+        for key, item in value.items():
+            rules = [known[key]] if key in known else []
+            rules += [other for pattern, other in patterns.items() if re.search(pattern, key)]
+            if not rules and rule.get("additionalProperties", True) is False:
+                return False
+            if not rules and isinstance(rule.get("additionalProperties"), dict):
+                rules = [rule["additionalProperties"]]
+            if not all(fits(item, other, kinds) for other in rules):
+                return False
+        return True
+
+    keywords: dict[str, tuple[str, Any]] = {  # of which type, and what holds
+        "$ref": ("", lambda name: fits(value, kinds[name.rpartition("/")[2]], kinds)),
+        "anyOf": ("", lambda rules: any(fits(value, other, kinds) for other in rules)),
+        "oneOf": ("", lambda rules: sum(fits(value, other, kinds) for other in rules) == 1),
+        "type": ("", of_type),
+        "enum": ("", lambda choices: value in choices),
+        "minimum": ("number", lambda least: value >= least),
+        "maximum": ("number", lambda most: value <= most),
+        "exclusiveMinimum": ("number", lambda least: value > least),
+        "minLength": ("string", lambda least: len(value) >= least),
+        "maxLength": ("string", lambda most: len(value) <= most),
+        "pattern": ("string", lambda pattern: re.search(pattern.replace("$", r"\Z"), value)),
+        "minItems": ("array", lambda least: len(value) >= least),
+        "items": ("array", lambda other: all(fits(item, other, kinds) for item in value)),
+        "required": ("object", lambda names: value.keys() >= set(names)),
+        "properties": ("object", properties),
+        "propertyNames": ("object", lambda other: all(fits(name, other, kinds) for name in value)),
+        "additionalProperties": ("object", lambda _: "properties" in rule or properties({})),
+        **dict.fromkeys(("patternProperties", "title", "description", "default", "format", "$schema", "$defs"), ("", bool)),
+    }
+    for name, argument in rule.items():
+        kind, holds = keywords[name]
+        silent = name in ("patternProperties", "title", "description", "default", "format", "$schema", "$defs")
+        if not silent and (not kind or isinstance(value, _TYPES[kind])) and not holds(argument):
+            return False
+    return True
+
+
+def in_schema(document: object) -> bool:
+    """Whether our JSON Schema takes a document."""
+    made = schema()
+    return fits(document, made, made["$defs"])
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        FULL,
+        bundle(FULL),
+        [FULL],
+        loop(**TAIL),
+        loop(**CALLS, window_seconds=None, name=None),
+        entries({}),
+        spec(loop_detection=None),
+        spec(bypass=[{"header": "X-A", "description": "why"}]),
+        loop(**CALLS, tools={"x-tool": {"threshold": None, "reason": ""}}),
+    ],
+)
+def test_the_schema_takes_what_loads(document: object) -> None:
+    """Everything that may be written, in every shape, is right to an editor as well."""
+    check(document)
+
+    assert in_schema(document)
+
+
+_BETWEEN_FIELDS = re.compile(r"belongs to similarity|is required$|never reached|must not be ignore with")
+REFUSED_FIELDS = [
+    changes
+    for changes, expected in ENTRIES
+    if not all(_BETWEEN_FIELDS.search(message) for _, message in expected)
+    and 1.0 not in changes.values()  # an integer to JSON Schema
+]
+
+
+@pytest.mark.parametrize("changes", REFUSED_FIELDS)
+def test_the_schema_refuses_what_does_not_load(changes: dict[str, object]) -> None:
+    """A field that is wrong by itself is wrong to an editor as well, in an object and in a list."""
+    assert not in_schema(loop(**changes))
+    assert not in_schema(entries({"name": "other"}, changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loop_detection": []},
+        {"loop_detection": "on"},
+        {"loop_detection": [5]},
+        {"bypass": {}},
+        {"bypass": None},
+        {"bypass": [{"headers": "x"}]},
+        {"bypass": [{"header": 5}]},
+        {"bypass": [{"pathPrefix": "x"}]},
+        {"bypass": [{"methods": []}]},
+        {"bypas": []},
+    ],
+)
+def test_the_schema_refuses_shapes_of_a_spec_that_do_not_load(changes: dict[str, object]) -> None:
+    """A list without entries, an entry that is none and a bypass of a wrong shape are wrong to both."""
+    refused(spec(**changes))
+
+    assert in_schema(spec())
+    assert not in_schema(spec(**changes))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from extproc.cli import main
-from extproc.decision import Action, Outcome, loop_message
+from extproc.decision import Action, Outcome, Repeat, loop_message
 from extproc.metrics import Metrics
-from extproc.policy.bundle import LoopDetection
+from extproc.policy.bundle import LoopDetection, Spec, Tool
 from extproc.policy.loader import parse
 
 README = Path(__file__).parent.parent / "README.md"
@@ -30,13 +29,13 @@ def test_explain_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith(shown[1])
 
 
-def test_the_sample_bundle_is_good() -> None:
-    """The README's bundle loads without a warning."""
-    shown = re.search(r"```json\n(.*?)```", README.read_text(), re.DOTALL)
-    assert shown is not None
+def test_the_sample_policies_are_good() -> None:
+    """Every policy file that the README shows loads without a warning."""
+    shown = re.findall(r"```json\n(.*?)```", README.read_text(), re.DOTALL)
 
-    loaded = parse({"README.md": json.dumps(json.loads(shown[1])).encode()}, datetime.now(UTC))
+    loaded = parse({f"sample {number}": text.encode() for number, text in enumerate(shown)}, datetime.now(UTC))
 
+    assert len(shown) == 2
     assert not loaded.warnings
     assert not loaded.unenforced
 
@@ -48,9 +47,22 @@ def test_the_refusal_reads_as_shown() -> None:
     assert loop_message(sixth, "POST", "/v1/chat/completions") in README.read_text()
 
 
+def test_the_refusal_of_tool_calls_reads_as_shown() -> None:
+    """The message about a tool is that of three equal calls."""
+    repeat = Repeat(("read_file",), 3, 3, looping=True, results=True)
+    third = Outcome("p", "enforce", Action.REJECT, "0d8562cd", "", 3, 0, 0, 0, None, 429, repeat=repeat)
+
+    assert loop_message(third, "POST", "/v1/chat/completions") in README.read_text()
+
+
 def test_every_key_and_metric_is_documented() -> None:
-    """Each loop_detection key and each metric stands in the README."""
+    """Each key of a policy and each metric stands in the README."""
     text = README.read_text()
 
-    names = [*LoopDetection.model_fields, *(metric.name for metric in Metrics().registry.collect())]
+    names = [
+        *Spec.model_fields,
+        *LoopDetection.model_fields,
+        *Tool.model_fields,
+        *(metric.name for metric in Metrics().registry.collect()),
+    ]
     assert [name for name in names if name not in text] == []

@@ -169,6 +169,22 @@ def test_a_bad_file_keeps_the_last_good(place: Place, caplog: pytest.LogCaptureF
     assert place.reloader.engine is before
 
 
+def test_a_gauge_says_that_the_files_are_not_what_is_in_force(place: Place) -> None:
+    """It is 1 from a bad change, or a file that is gone, until what lies there is good; also when it is the same as before."""
+    place.write(guard("a"))
+    place.start()
+    seen = []
+    for content in (guard("b"), b"{", None, guard("b"), None, guard("b")):
+        if content is None:
+            (place.folder / "p.json").unlink()
+        else:
+            place.write(content)
+        place.reload()
+        seen.append(place.metrics.registry.get_sample_value("loopguard_policy_reload_refused"))
+
+    assert seen == [0, 1, 1, 0, 1, 0]
+
+
 def test_every_bad_change_counts(place: Place) -> None:
     """A second bad change counts although its error reads the same; going back to what was good is a reload."""
     place.write(guard())

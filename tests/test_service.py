@@ -20,12 +20,12 @@ from extproc.errors import ProtocolError, StoreError
 from extproc.metrics import Metrics
 from extproc.pb.base_pb2 import HeaderValue
 from extproc.pb.external_processor_pb2 import HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse
-from extproc.service import MAX_HEADERS, Holds, Reply, Service, Stream
+from extproc.service import Holds, Reply, Service, Stream
 from extproc.settings import Settings
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.windows import Count, Hit
-from extproc.wire import LARGE
+from extproc.wire import LARGE, MAX_HEADERS, read_request
 from tests.documents import policy
 from tests.messages import MODES, body, headers
 from tests.test_engine import ANY, make_engine
@@ -373,9 +373,7 @@ def test_descriptors_come_from_where_envoy_puts_them() -> None:
     message = headers(end=True, attributes={"source.address": "[2001:db8::1]:443", "xds.route_name": "llm"})
     metadata = message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"]
     metadata.update({"my_payload": {"org_id": "org-abc", "level": 7}})
-    stream = service.open()
-    seen = stream._read(message)
-    stream.close()
+    seen = read_request(message, [service.engine])
 
     assert seen.claims == {"org_id": "org-abc", "level": "7"}
     assert (seen.address, seen.route) == ("2001:db8::1", "llm")
@@ -390,7 +388,7 @@ def test_unverified_tokens_are_read_only_by_opt_in() -> None:
         message = headers(end=True, authorization=token)
         if verified:
             message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update({"x": {"org_id": "real"}})
-        return service.open()._read(message).claims
+        return read_request(message, [service.engine], allow_unverified_jwt=allowed).claims
 
     assert claims(allowed=False, verified=False) == {}
     assert claims(allowed=True, verified=False) == {"org_id": "org-abc"}
@@ -403,7 +401,7 @@ def test_the_first_of_repeated_headers_wins() -> None:
     message = headers(end=True, x_a="first")
     message.request_headers.headers.headers.add(key="x-a", raw_value=b"second")
 
-    assert service.open()._read(message).header("x-a") == "first"
+    assert read_request(message, [service.engine]).header("x-a") == "first"
 
 
 def test_headers_beyond_the_cap_count_as_missing() -> None:

@@ -22,13 +22,13 @@ SHADOW = [
 ]
 
 _BROKEN_EVALUATION = """
-import extproc.engine
-seal = extproc.engine.Entry.seal
-def broken(self, head, body, scope):
+import extproc.plan
+seal = extproc.plan.Entry.seal
+def broken(self, head, body, document, scope):
     if self.plan.shadow:
         raise RuntimeError("shadow evaluation is broken")
-    seal(self, head, body, scope)
-extproc.engine.Entry.seal = broken
+    seal(self, head, body, document, scope)
+extproc.plan.Entry.seal = broken
 """
 _BROKEN_STORE = """
 import extproc.store.memory

@@ -19,7 +19,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     TypeAdapter,
     model_validator,
 )
@@ -32,6 +34,12 @@ MAX_THRESHOLD = 1_000_000_000
 MAX_LOG_THRESHOLD = 10_000
 """Highest threshold of a `sliding_log`, which remembers one timestamp for each request."""
 
+MAX_CALLS = 200
+"""Most calls, and most messages, that a detector compares with each other."""
+
+MAX_CYCLE = 16
+MAX_INSPECT_BYTES = 16 * 2**20
+
 MAX_DELAY_MS = 30_000
 """Default and top of `max_delay_ms` (Fairvisor's cap on a throttled request)."""
 
@@ -42,10 +50,17 @@ IP_ADDRESS = "ip:address"
 # What Fairvisor can derive and Loopguard cannot: reported like every other part that is not enforced.
 UNSUPPORTED_KEYS = frozenset({"ip:country", "ip:asn", "ip:type", "ip:tor", "ua:bot", "ua:bot_category"})
 
+BODY = "body"
+
 _KEY = re.compile(r"(?:jwt|header|query):[A-Za-z0-9_-]+\Z")
+_POINTER = re.compile(r"(?:/(?:[^~/]|~[01])*)+\Z")  # RFC 6901, without the empty one, which is the whole document
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 METHOD = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+\Z")  # RFC 9110 section 5.6.2, token
 _HOST = re.compile(r"(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?\Z")
+
+
+Place = tuple[str | int, ...]
+"""The steps from a document down to one of its values."""
 
 
 def normalized_host(authority: str) -> str:
@@ -88,11 +103,28 @@ def _limit_key(value: str) -> str:
     source, _, name = value.partition(":")
     if source.lower() == HEADER:
         value = f"{HEADER}:{name.lower()}"  # header names are case-insensitive (RFC 9110 section 5.1)
+    if source == BODY:
+        if not _POINTER.match(name):
+            raise _wrong("must be 'body:' and a JSON Pointer, such as 'body:/model' or 'body:/metadata/session_id'")
+        return value
     if value != IP_ADDRESS and value not in UNSUPPORTED_KEYS and not _KEY.match(value):
         raise _wrong(
-            "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' or 'ip:address', names of letters, digits, '_' and '-'"
+            "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-'), 'ip:address' "
+            "or 'body:/<JSON Pointer>'"
         )
     return value
+
+
+def _pointer(value: str) -> str:
+    if not _POINTER.match(value):
+        raise _wrong("must be a JSON Pointer, such as '/metadata/request_id' or '/messages/*/id'")
+    return value
+
+
+def _header(value: str) -> str:
+    if not METHOD.match(value):
+        raise _wrong("must be the name of a header, such as 'x-health-check'")
+    return value.lower()
 
 
 def _id(value: str) -> str:
@@ -117,6 +149,8 @@ Path = Annotated[str, AfterValidator(_path), Field(json_schema_extra={"pattern":
 Method = Annotated[str, AfterValidator(_method)]
 Host = Annotated[str, AfterValidator(_host)]
 LimitKey = Annotated[str, AfterValidator(_limit_key)]
+Pointer = Annotated[str, AfterValidator(_pointer), Field(json_schema_extra={"pattern": "^(/([^~/]|~[01])*)+$"})]
+Header = Annotated[str, AfterValidator(_header)]
 Id = Annotated[str, AfterValidator(_id), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,128}$"})]
 Timestamp = Annotated[AwareDatetime, BeforeValidator(_timestamp)]
 
@@ -154,30 +188,95 @@ class Selector(_Part):
     routes: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, min_length=1)
 
 
+class Bypass(_Part):
+    """Requests that are never counted: all that is given must match."""
+
+    header: Header | None = None
+    pathExact: Path | None = None  # noqa: N815  # the JSON key is the attribute
+    pathPrefix: Path | None = None  # noqa: N815  # the JSON key is the attribute
+    methods: list[Method] | None = Field(default=None, min_length=1)
+
+
+class Tool(_Part):
+    """What holds for the calls of one tool, or of all whose names match, in place of the detector's own.
+
+    Attributes:
+        threshold: in place of `threshold_identical_requests`.
+        window_calls: in place of `window_calls`.
+        reason: said to the model that is refused.
+        allow: calls of this tool are never part of a loop.
+    """
+
+    threshold: Annotated[int, Field(ge=2, le=MAX_CALLS)] | None = None
+    window_calls: Annotated[int, Field(ge=2, le=MAX_CALLS)] | None = None
+    reason: Annotated[str, Field(max_length=256)] = ""
+    allow: bool = False
+
+
 class LoopDetection(_Part):
     """What counts as a loop and what is done about it.
 
     Attributes:
+        name: of this detector, in keys, logs and metrics; see `Spec.detectors`.
         window_seconds: length of the window, in seconds.
-        threshold_identical_requests: the first identical request that is acted on.
+        threshold_identical_requests: the first identical request that is acted on; with `tool_calls`, the first call.
+        similarity: what makes requests identical.
         cooldown_seconds: after a trip the fingerprint stays acted on that long, even when its window has emptied.
         count_refused: False: a refused request leaves the count alone.
         reject_status: HTTP status of a refusal.
         max_delay_ms: longest hold of a throttled request, in milliseconds.
         body: `ignore` leaves the body out of the fingerprint.
+        max_inspect_bytes: largest body that is looked into, in bytes.
+        ignore_fields: of `canonical`: JSON Pointers to what is not compared; `*` stands for any one step.
+        tail_messages: of `tail`: so many messages are compared.
+        window_calls: of `tool_calls`: among so many of the newest calls.
+        reset_on_user_message: of `tool_calls`: calls before the user's last message are not looked at.
+        compare_results: of `tool_calls`: False: calls are equal whatever they brought back.
+        max_cycle: of `tool_calls`: longest cycle of different calls that is looked for; 1 for none.
+        tools: of `tool_calls`: by tool name, in which `*` stands for anything.
     """
 
+    name: Id | None = None
     enabled: bool = False
     window_seconds: Annotated[int, Field(gt=0, le=MAX_SECONDS)] | None = None
     threshold_identical_requests: Annotated[int, Field(ge=2, le=MAX_THRESHOLD)] | None = None
     action: Literal["reject", "throttle", "warn"] = "reject"
-    similarity: Literal["exact"] = "exact"
+    similarity: Literal["exact", "canonical", "tail", "tool_calls"] = "exact"
     window_type: Literal["sliding_ttl", "sliding_log", "fixed"] = "sliding_ttl"
     cooldown_seconds: Annotated[int, Field(ge=0, le=MAX_SECONDS)] = 0
     count_refused: bool = True
     reject_status: Annotated[int, Field(ge=400, le=599)] = 429
     max_delay_ms: Annotated[int, Field(ge=1, le=MAX_DELAY_MS)] = MAX_DELAY_MS
     body: Literal["include", "ignore"] = "include"
+    max_inspect_bytes: Annotated[int, Field(ge=1, le=MAX_INSPECT_BYTES)] = 2**20
+    ignore_fields: list[Pointer] = []
+    tail_messages: Annotated[int, Field(ge=1, le=MAX_CALLS)] = 3
+    window_calls: Annotated[int, Field(ge=2, le=MAX_CALLS)] = 10
+    reset_on_user_message: bool = True
+    compare_results: bool = True
+    max_cycle: Annotated[int, Field(ge=1, le=MAX_CYCLE)] = 4
+    tools: dict[Annotated[str, Field(min_length=1)], Tool] = {}
+
+
+_ANCHORS = ("pathExact", "pathPrefix", "routes")
+"""Of these a selector needs at least one."""
+
+SIMILARITY_KEYS = {
+    "canonical": ("ignore_fields",),
+    "tail": ("tail_messages",),
+    "tool_calls": ("window_calls", "reset_on_user_message", "compare_results", "max_cycle", "tools"),
+}
+"""The keys of LoopDetection that mean something with one similarity only."""
+
+DEFAULT_DETECTOR = "default"
+
+OBJECT, LIST = "(object)", "(list)"
+"""Stand in the places of pydantic's errors below `loop_detection`, where no key can: the loader takes them out again."""
+
+Detections = Annotated[
+    Annotated[LoopDetection, Tag(OBJECT)] | Annotated[Annotated[list[LoopDetection], Field(min_length=1)], Tag(LIST)],
+    Discriminator(lambda value: LIST if isinstance(value, list) else OBJECT),
+]
 
 
 class Rule(_Part):
@@ -197,7 +296,8 @@ class Spec(_Part):
     mode: Literal["enforce", "shadow"] = "enforce"
     limit_keys: list[LimitKey] = []
     missing_descriptor: Literal["share", "skip"] = "share"
-    loop_detection: LoopDetection | None = None
+    bypass: list[Bypass] = []
+    loop_detection: Detections | None = None
     rules: list[Rule] = []
     fallback_limit: dict[str, Any] | None = None
     circuit_breaker: dict[str, Any] | None = None
@@ -205,6 +305,18 @@ class Spec(_Part):
     def all_limit_keys(self) -> list[str]:
         """`limit_keys` of the policy united with those of its rules, each once, in order."""
         return list(dict.fromkeys([*self.limit_keys, *(key for rule in self.rules for key in rule.limit_keys)]))
+
+    def detectors(self) -> list[tuple[str, LoopDetection]]:
+        """The enabled entries of `loop_detection`, by name: their own, else their similarity, or `default` for a single one."""
+        loops = self.loop_detection
+        if loops is None:
+            return []
+        named = (
+            [(loop.name or loop.similarity, loop) for loop in loops]
+            if isinstance(loops, list)
+            else [(loops.name or DEFAULT_DETECTOR, loops)]
+        )
+        return [(name, loop) for name, loop in named if loop.enabled]
 
 
 class Policy(_Part):
@@ -251,7 +363,17 @@ def schema() -> dict[str, Any]:
     }
 
 
-def cross_field_errors(spec: Any) -> Iterator[tuple[tuple[str, ...], str]]:  # noqa: ANN401  # raw JSON
+def on_route(policy: Any) -> Any:  # noqa: ANN401  # raw JSON
+    """A raw policy that came with a route: without a path or a route of its own it takes all requests of that one."""
+    if not isinstance(policy, dict) or not isinstance(policy.get("spec"), dict):
+        return policy
+    selector = policy["spec"].get("selector", {})
+    if not isinstance(selector, dict) or any(selector.get(key) is not None for key in _ANCHORS):
+        return policy
+    return policy | {"spec": policy["spec"] | {"selector": selector | {"pathPrefix": "/"}}}
+
+
+def cross_field_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
     """Rules between fields of one raw policy spec; silent about anything whose type is wrong, which the models report.
 
     Yields:
@@ -260,14 +382,47 @@ def cross_field_errors(spec: Any) -> Iterator[tuple[tuple[str, ...], str]]:  # n
     if not isinstance(spec, dict):
         return
     selector = spec.get("selector")
-    if isinstance(selector, dict) and all(selector.get(key) is None for key in ("pathExact", "pathPrefix", "routes")):
+    if isinstance(selector, dict) and all(selector.get(key) is None for key in _ANCHORS):
         yield ("selector",), "selector needs at least one of pathExact, pathPrefix and routes"
-    loop = spec.get("loop_detection")
-    if not isinstance(loop, dict) or loop.get("enabled") is not True:
+    loops = spec.get("loop_detection")
+    if isinstance(loops, list):
+        for number, loop in enumerate(loops):
+            yield from _loop_errors(loop, ("loop_detection", number))
+        yield from _name_errors(loops)
+    else:
+        yield from _loop_errors(loops, ("loop_detection",))
+    bypasses = spec.get("bypass")
+    for number, entry in enumerate(bypasses if isinstance(bypasses, list) else ()):
+        if isinstance(entry, dict) and all(entry.get(key) is None for key in Bypass.model_fields):
+            yield (
+                ("bypass", number),
+                f"needs at least one of {', '.join(Bypass.model_fields)}; as it is, it would bypass everything",
+            )
+
+
+def _name_errors(loops: list[Any]) -> Iterator[tuple[Place, str]]:
+    """Two detectors of one policy with one name, which would count as one."""
+    first: dict[str, int] = {}
+    for number, loop in enumerate(loops):
+        if not isinstance(loop, dict):
+            continue
+        name = loop.get("name") or loop.get("similarity", "exact")
+        if isinstance(name, str) and first.setdefault(name, number) != number:
+            taken = f"duplicate name {name!r}, also at loop_detection/{first[name]}"
+            yield ("loop_detection", number), f"{taken}; give each a name of its own (default: its similarity)"
+
+
+def _loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
+    """Rules between the fields of one raw loop_detection entry."""
+    if not isinstance(loop, dict):
         return
+    yield from _similarity_errors(loop, place)
+    if loop.get("enabled") is not True:
+        return
+    stateless = loop.get("similarity") == "tool_calls"
     for field in ("window_seconds", "threshold_identical_requests"):
-        if loop.get(field) is None:
-            yield ("loop_detection",), f"when enabled is true, {field} is required"
+        if loop.get(field) is None and not (field == "window_seconds" and stateless):
+            yield place, f"when enabled is true, {field} is required"
     threshold = loop.get("threshold_identical_requests")
     if (
         loop.get("window_type") == "sliding_log"
@@ -275,12 +430,40 @@ def cross_field_errors(spec: Any) -> Iterator[tuple[tuple[str, ...], str]]:  # n
         and MAX_LOG_THRESHOLD < threshold <= MAX_THRESHOLD
     ):
         yield (
-            ("loop_detection", "threshold_identical_requests"),
+            (*place, "threshold_identical_requests"),
             f"threshold_identical_requests must be <= {MAX_LOG_THRESHOLD} with window_type sliding_log, which remembers each",
         )
+    if stateless:
+        yield from _call_errors(loop, place)
 
 
-def suspicious(policy: Policy) -> Iterator[tuple[tuple[str | int, ...], str]]:
+def _similarity_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
+    """Keys that mean nothing with the similarity of this entry."""
+    similarity = loop.get("similarity", "exact")
+    if similarity not in ("exact", *SIMILARITY_KEYS):
+        return
+    for owner, keys in SIMILARITY_KEYS.items():
+        for key in keys:
+            if key in loop and similarity != owner:
+                yield (*place, key), f"{key} belongs to similarity {owner}, and this one is {similarity}"
+    if loop.get("body") == "ignore" and similarity != "exact":
+        yield (*place, "body"), f"body must not be ignore with similarity {similarity}, which compares what stands in the body"
+
+
+def _call_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
+    """Thresholds of tool calls that a window of so many calls can never reach."""
+    threshold, window = loop.get("threshold_identical_requests"), loop.get("window_calls", 10)
+    tools = loop.get("tools")
+    limits: list[tuple[Place, Any, Any]] = [((*place, "threshold_identical_requests"), threshold, window)]
+    for name, tool in tools.items() if isinstance(tools, dict) else ():
+        if isinstance(tool, dict) and tool.get("allow") is not True and not {"threshold", "window_calls"}.isdisjoint(tool):
+            limits.append(((*place, "tools", name), tool.get("threshold", threshold), tool.get("window_calls", window)))
+    for where, least, most in limits:
+        if isinstance(least, int) and isinstance(most, int) and least > most:
+            yield where, f"a threshold of {least} is never reached among the last {most} calls; raise window_calls or lower it"
+
+
+def suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
     """Paths that are good as they stand, but that hardly any request has.
 
     Yields:
@@ -298,7 +481,7 @@ def suspicious(policy: Policy) -> Iterator[tuple[tuple[str | int, ...], str]]:
             yield ("spec", "selector", name), f"is compared as it is sent, and that is percent-encoded: {arrives}"
 
 
-def unenforced(policy: Policy) -> Iterator[tuple[tuple[str | int, ...], str]]:
+def unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
     """The parts of a drop-in policy that this version reads but does not enforce.
 
     Yields:
@@ -312,7 +495,7 @@ def unenforced(policy: Policy) -> Iterator[tuple[tuple[str | int, ...], str]]:
         yield ("spec", "fallback_limit"), "fallback_limit is not enforced by Loopguard"
     if spec.circuit_breaker and spec.circuit_breaker.get("enabled", True):
         yield ("spec", "circuit_breaker"), "circuit_breaker is not enforced by Loopguard"
-    places: list[tuple[tuple[str | int, ...], list[str]]] = [
+    places: list[tuple[Place, list[str]]] = [
         (("spec", "limit_keys"), spec.limit_keys),
         *((("spec", "rules", number, "limit_keys"), rule.limit_keys) for number, rule in enumerate(spec.rules)),
     ]

@@ -22,12 +22,14 @@ from pydantic import BaseModel, ValidationError
 
 from extproc.errors import BundleError, BundleErrors
 from extproc.policy import bundle
-from extproc.policy.bundle import Envelope, Override, Policy
+from extproc.policy.bundle import Envelope, Override, Place, Policy
 
 MAX_FILE = 64 * 2**20
 """Largest policy file, in bytes: room for a hundred thousand policies."""
 
-Place = tuple[str | int, ...]
+_NOT_KEYS = (bundle.OBJECT, bundle.LIST, "[key]")
+"""What pydantic puts into places beside keys; `[key]` says that a key is wrong, not its value."""
+
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -139,12 +141,18 @@ def load(paths: Iterable[str], now: datetime) -> PolicySet:
     return policies
 
 
-def parse(files: Mapping[str, bytes], now: datetime) -> PolicySet:
-    """Check policy files that have been read already; otherwise as `load`."""
+def parse(files: Mapping[str, bytes], now: datetime, *, on_route: bool = False) -> PolicySet:
+    """Check policy files that have been read already; otherwise as `load`.
+
+    Args:
+        files: contents by name.
+        now: compared with each `expires_at`.
+        on_route: they came with a route, so that a policy without a path or a route takes all of its requests.
+    """
     # Hashed beforehand, not file by file below: hashing lets go of the interpreter lock for a moment. An event loop that waits
     # for the lock is woken to find it taken again, and its patience (5 ms) starts anew: every millisecond, that starves it.
     hashes = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
-    report = _Report()
+    report = _Report(on_route=on_route)
     sources = []
     for file, data in files.items():
         report.file = file
@@ -160,7 +168,8 @@ def parse(files: Mapping[str, bytes], now: datetime) -> PolicySet:
 class _Report:
     """Collects what is found in one file after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_route: bool) -> None:
+        self.on_route = on_route
         self.file = ""
         self.errors: list[BundleError] = []
         self.warnings: list[BundleError] = []
@@ -214,6 +223,8 @@ def _is_bundle(document: Mapping[str, Any]) -> bool:
 
 
 def _policy(entry: Any, place: Place, report: _Report) -> Policy | None:  # noqa: ANN401  # raw JSON
+    if report.on_route:
+        entry = bundle.on_route(entry)
     policy = _checked(Policy, entry, place, report)
     before = len(report.errors)
     if isinstance(entry, dict):
@@ -223,8 +234,7 @@ def _policy(entry: Any, place: Place, report: _Report) -> Policy | None:  # noqa
             report.ids.append((entry["id"], report.file, _pointer((*place, "id"))))
     if policy is None or len(report.errors) > before:
         return None
-    loop = policy.spec.loop_detection
-    if loop is None or not loop.enabled:
+    if not policy.spec.detectors():
         report.warn((*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing")
     elif bundle.UNSUPPORTED_KEYS.issuperset(policy.spec.all_limit_keys()):
         report.warn((*place, "spec"), f"no limit_keys: all callers of policy {policy.id} share its counts")
@@ -367,8 +377,8 @@ def _checked(model: type[Model], value: Any, place: Place, report: _Report) -> M
         return model.model_validate(value)
     except ValidationError as failure:
         for error in failure.errors(include_url=False):
-            where = (*place, *error["loc"])
-            report.error(where, _message(model, error["type"], error["loc"], error.get("ctx", {}), error["msg"]))
+            below = tuple(step for step in error["loc"] if step not in _NOT_KEYS)
+            report.error((*place, *below), _message(model, error["type"], below, error.get("ctx", {}), error["msg"]))
         return None
 
 
@@ -407,6 +417,9 @@ def _just(text: str) -> Callable[[str, Mapping[str, Any]], str]:
     return lambda name, _: f"{name} {text}"
 
 
+_NOTHING_LEFT_OUT = {"loop_detection": ""}
+"""What leaving out a field means, where that is not that any value matches."""
+
 _PHRASES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "missing": _just("is required"),
     "literal_error": _expected,
@@ -421,7 +434,9 @@ _PHRASES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "string_too_short": _just("must not be empty"),
     "string_too_long": lambda name, context: f"{name} must be at most {context['max_length']} characters",
     "list_type": _just("must be an array"),
-    "too_short": _just("must not be an empty array; leave it out to match any"),
+    "too_short": lambda name, _: (
+        f"{name} must not be an empty array; leave it out{_NOTHING_LEFT_OUT.get(name, ' to match any')}"
+    ),
     "dict_type": _just("must be an object"),
     "model_type": _just("must be an object"),
     "model_attributes_type": _just("must be an object"),
@@ -437,13 +452,23 @@ def _unknown_key(model: type[BaseModel], name: str, place: Place) -> str:
         "spec": list(bundle.Spec.model_fields),
         "spec/selector": list(bundle.Selector.model_fields),
         "spec/loop_detection": list(bundle.LoopDetection.model_fields),
+        "an entry of tools": list(bundle.Tool.model_fields),
+        "an entry of bypass": list(bundle.Bypass.model_fields),
         "a rule": list(bundle.Rule.model_fields),
         "an override": list(bundle.Override.model_fields),
     }
+    above = [str(step) for step in place[:-1] if isinstance(step, str)]
     own = "the bundle" if model is Envelope else "the policy"
-    if len(place) > 1:
-        here = {"selector": "spec/selector", "loop_detection": "spec/loop_detection", "spec": "spec"}
-        own = here.get(str(place[-2]), "an override" if model is Envelope else "a rule")
+    if "tools" in above:
+        own = "an entry of tools"
+    elif above:
+        here = {
+            "selector": "spec/selector",
+            "loop_detection": "spec/loop_detection",
+            "bypass": "an entry of bypass",
+            "spec": "spec",
+        }
+        own = here.get(above[-1], "an override" if model is Envelope else "a rule")
     owner = next((other for other, fields in objects.items() if name in fields and other != own), None)
     if owner is not None:
         return f"unknown key; {name} belongs into {owner}"

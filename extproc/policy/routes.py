@@ -18,6 +18,11 @@ Item = TypeVar("Item")
 _Key = tuple[str | None, str | None, str | None]  # host, method, route; None: any
 
 
+def below(path: str, prefix: str) -> bool:
+    """Whether a `pathPrefix` takes a path: `/v1` takes `/v1` and `/v1/...`, `/v1/` what starts with it."""
+    return path.startswith(prefix) and (prefix.endswith("/") or path[len(prefix) : len(prefix) + 1] in ("", "/"))
+
+
 class _Anchor(Generic[Item]):
     """The selectors that share a path, by the fields they name besides it."""
 

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from tests.bench import engine, envoy, hostile, memory, policies, redis, reload
+from tests.bench import engine, envoy, hostile, memory, policies, redis, reload, similarity
 from tests.bench.report import Section, progress_done, table, verdict, write_json
 
 _SECTIONS = {
     "engine": (engine.TITLE, engine.run),
+    "similarity": (similarity.TITLE, similarity.run),
     "policies": (policies.TITLE, policies.run),
     "memory": (memory.TITLE, memory.run),
     "reload": (reload.TITLE, reload.run),

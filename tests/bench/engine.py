@@ -10,6 +10,7 @@ from extproc.engine import decide
 from extproc.fingerprint import NO_BODY
 from extproc.pb.external_processor_pb2 import ProcessingRequest
 from extproc.service import Service
+from extproc.wire import read_request
 from tests.bench import samples
 from tests.bench.report import Row, progress
 from tests.bench.timing import cpu_us, difference, interleaved
@@ -88,7 +89,7 @@ class _Fixture:
         clock = [now()]
         message = parse(headers)
         clock.append(now())
-        request = stream._read(message)
+        request = read_request(message, [self.engine])
         clock.append(now())
         check = self.engine.prepare(request)
         clock.append(now())

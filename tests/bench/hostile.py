@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from base64 import urlsafe_b64encode
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -21,6 +22,12 @@ _SELECTORS: tuple[dict[str, Any], ...] = (
     {"pathPrefix": "/"},
     {"pathPrefix": "/a/b/c/d/e/f/g/h/i/j"},
 )
+_LOOKING: Mapping[str, Mapping[str, object]] = {
+    "exact": {},
+    "canonical": {"ignore_fields": ["/messages/*/id", "/model/*/0"]},
+    "tail": {},
+    "tool_calls": {"window_calls": 200, "max_cycle": 16},
+}
 _KEYS = ["header:x-user-id", "query:page", "jwt:org_id", "ip:address"]
 
 
@@ -44,6 +51,8 @@ def _cases() -> Mapping[str, Sequence[bytes]]:
         ),
     }
     bodies = {
+        name: [samples.headers_message(length=len(body)), samples.body_message(body)] for name, body in _bodies().items()
+    } | {
         "body of 5 MB": [
             samples.headers_message(length=5_000_000),
             samples.body_message(samples.chat_body(1, 5_000_000)),
@@ -52,6 +61,36 @@ def _cases() -> Mapping[str, Sequence[bytes]]:
     # A body of its own for each, or some would be refused as repeats of others.
     numbered = {name: samples.body_message(samples.chat_body(number)) for number, name in enumerate(headers)}
     return {name: [message, numbered[name]] for name, message in headers.items()} | bodies
+
+
+def _bodies() -> Mapping[str, bytes]:
+    """Bodies just below `max_inspect_bytes` that are laborious to look into; JSON in strings is decoded as well."""
+    room = 2**20 - 200
+
+    def filled(item: str, start: str = '{"messages":[', end: str = "]}") -> bytes:
+        return (start + ",".join([item] * ((room - len(start) - len(end)) // (len(item) + 1))) + end).encode()
+
+    call = '{"id":"c","function":{"name":"f","arguments":"{}"}}'
+    last = '],"tool_calls":[%s]},{"role":"tool","tool_call_id":"c","content":"x"}]}'
+    asked = json.dumps(json.dumps([1.5 + number for number in range(20_000)]))
+    return {
+        "1 MB body, empty messages": filled("{}"),
+        "1 MB body, nested arrays": filled("[[[[1]]]]", '{"model":['),
+        "0.5 MB body, nested arrays": filled("[[[[1]]]]", '{"model":[')[: 2**19 - 500].rpartition(b",")[0] + b"]}",
+        "1 MB body, numbers with fractions": b'{"model":[' + ",".join(f"{n}.5" for n in range(room // 9)).encode() + b"]}",
+        "1 MB body, numbers of 600 digits": filled("9" * 600, '{"model":['),
+        "1 MB body, keys out of order": b"{"
+        + b",".join(b'"%06d":0' % (number * 7919 % 90_000) for number in range(90_000))
+        + b"}",
+        "1 MB body, words in one text": b'{"messages":[{"role":"user","content":"%b"}]}' % (b"a  " * (room // 3)),
+        "1 MB body, words that are not ASCII": b'{"messages":[{"role":"user","content":"%b"}]}' % (b"\xce\xa3 " * (room // 3)),
+        "1 MB body, calls in one turn": filled(call, '{"messages":[{"role":"assistant","content":[', last % call).replace(
+            b'"content":[{"id"', b'"tool_calls":[{"id"'
+        ),
+        "0.3 MB of arguments": (
+            b'{"messages":[{"role":"assistant","tool_calls":[{"id":"c","function":{"arguments":%b}}]}]}' % asked.encode()
+        ),
+    }
 
 
 def _token(payload: bytes) -> str:
@@ -65,6 +104,9 @@ def run(*, quick: bool) -> list[Row]:
     policies = [samples.policy(number, selector) for number, selector in enumerate(_SELECTORS)]
     for policy in policies:
         policy["spec"]["limit_keys"] = _KEYS
+    policies[0]["spec"]["loop_detection"] = [
+        {**policies[0]["spec"]["loop_detection"], "similarity": similarity, **more} for similarity, more in _LOOKING.items()
+    ]
     serving = samples.service(samples.engine(policies), Settings(allow_unverified_jwt=True))
     for number, (name, messages) in enumerate(cases.items(), 1):
         progress(f"hostile: {name}", number, len(cases))

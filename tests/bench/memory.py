@@ -12,8 +12,8 @@ import sys
 from hashlib import blake2b
 from time import perf_counter_ns, thread_time
 
-from extproc.engine import Plan
 from extproc.metrics import Metrics
+from extproc.plan import Detector
 from extproc.store.memory import MemoryStore
 from extproc.windows import Hit
 from tests.bench import samples
@@ -54,15 +54,15 @@ def _rows(kind: str, count: int) -> list[Row]:
 
 def fill(kind: str, count: int) -> dict[str, float]:
     """Count `count` fingerprints, then a sample of them once more."""
-    plan = samples.engine([samples.policy(window_type=kind, window_seconds=86_400)]).plans[0]
+    detector = samples.engine([samples.policy(window_type=kind, window_seconds=86_400)]).plans[0].detectors[0]
     store = MemoryStore(Metrics())
     gc.collect()
     gc.freeze()  # as the server does once it has started
     before = resident_mb()
     chunks = range(0, count, _CHUNK)
-    first = [_count(store, _hits(plan, start)) for start in chunks]
+    first = [_count(store, _hits(detector, start)) for start in chunks]
     grown = resident_mb() - before
-    again = [_count(store, _hits(plan, start)) for start in chunks[:: max(1, len(chunks) // 10)]]
+    again = [_count(store, _hits(detector, start)) for start in chunks[:: max(1, len(chunks) // 10)]]
     if len(store) != count:
         raise RuntimeError(f"the store keeps {len(store)} fingerprints, not {count}")
     return {
@@ -73,13 +73,15 @@ def fill(kind: str, count: int) -> dict[str, float]:
     }
 
 
-def _hits(plan: Plan, start: int) -> list[Hit]:
-    """What a plan asks the store for: every request of another body, from one of a thousand tenants."""
+def _hits(detector: Detector, start: int) -> list[Hit]:
+    """What a detector asks the store for: every request of another body, from one of a thousand tenants."""
     hits = []
     for number in range(start, start + _CHUNK):
         tenant = blake2b(b"user_id=user-%d" % (number % 1000), digest_size=8).hexdigest()
         names = blake2b(b"%d" % number, digest_size=12).hexdigest()
-        hits.append(plan.hit("", tenant, names[:8], names[8:]))
+        hit = detector.hit("", tenant, names[:8], names[8:])
+        if hit is not None:
+            hits.append(hit)
     return hits
 
 

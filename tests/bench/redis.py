@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple, cast
 
-from extproc.engine import Plan
 from extproc.metrics import Metrics
+from extproc.plan import Detector
 from extproc.service import Reply, Service
 from extproc.settings import Settings
 from extproc.store import Store, open_store
@@ -136,8 +136,10 @@ def _trips(metrics: Metrics) -> tuple[float, float]:
 
 def _hit(number: int) -> Hit:
     """What the sample policy asks the store for."""
-    plan: Plan = samples.engine([samples.policy(window_seconds=3600)]).plans[0]
-    return plan.hit("", f"{number % 1000:016x}", f"{number & 0xFFFFFFFF:08x}", f"{number:016x}")
+    detector: Detector = samples.engine([samples.policy(window_seconds=3600)]).plans[0].detectors[0]
+    hit = detector.hit("", f"{number % 1000:016x}", f"{number & 0xFFFFFFFF:08x}", f"{number:016x}")
+    assert hit is not None
+    return hit
 
 
 async def _hammer(store: Store, valkey: Server, count: int) -> tuple[int, int]:

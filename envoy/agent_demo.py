@@ -1,0 +1,326 @@
+"""What `make demo-agent` runs: agents on the real SDKs, through the real Envoy and Loopguard, against a model that loops.
+
+Every scene says beforehand how it must end. The exit code is 0 when all of them ended so, 1 otherwise, 130 after Ctrl-C.
+"""  # noqa: INP001  # a script beside its data, not a package
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TextIO
+
+import anthropic
+import openai
+from demo import HERE, PORTS, Child, DemoError, free_ports, guarded, until_told
+from fake_model import Call, FakeModel, Script, fake_model
+from tool_agents import (
+    REFUSALS,
+    Agent,
+    Job,
+    Refusal,
+    Step,
+    Tools,
+    Turn,
+    chat_agent,
+    message_of,
+    messages_agent,
+    responses_agent,
+)
+
+from extproc.errors import LoopguardError
+
+_POLICY = Path(__file__).parent / "agent_policy.json"
+_MORE = 5
+"""So many turns past its due an agent that nobody stops may take."""
+
+_CALL_WIDTH, _RESULT_WIDTH, _TEXT_WIDTH = 36, 48, 96
+_BOLD, _DIM, _RED, _GREEN = "1", "2", "31", "32"
+
+_EXAMPLES = """\
+examples:
+  make demo-agent                                     every scene
+  make demo-agent ARGS='--scene cycle'                one of them
+  make demo-agent ARGS='--policy my-policies.json'    does another policy stop these agents as well?
+"""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """An agent, what the model has in store for it, and how it must end.
+
+    Attributes:
+        name: for `--scene`.
+        title: for people.
+        agent: the loop, by its SDK.
+        tasks: what the user says.
+        tools: what the agent can call.
+        script: what the model asks for.
+        turns: so many answers of the model the agent gets.
+        refused: the request after them is refused; otherwise the agent comes to its end.
+    """
+
+    name: str
+    title: str
+    agent: Agent
+    tasks: Sequence[str]
+    tools: Tools
+    script: Script
+    turns: int
+    refused: bool = True
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a scene ended.
+
+    Attributes:
+        turns: answers of the model that the agent got.
+        refusal: what stopped it, if anything did.
+        sent: requests that came to Envoy.
+        asked: requests that came to the model.
+    """
+
+    turns: int
+    refusal: Refusal | None
+    sent: int
+    asked: int
+
+    def __str__(self) -> str:
+        """In a few words."""
+        how = "refused" if self.refusal else "not refused"
+        return f"{how} after {self.turns} turns; {self.sent} requests sent, {self.asked} reached the model"
+
+
+def _wanted(scene: Scene) -> str:
+    """What `Ending` says when all went as told: a refused request is sent once, as the SDKs do not retry it."""
+    how = "refused" if scene.refused else "not refused"
+    return f"{how} after {scene.turns} turns; {scene.turns + scene.refused} requests sent, {scene.turns} reached the model"
+
+
+def _scenes() -> list[Scene]:
+    check = Call("check_build", {"build": 4711})
+    search = Call("search_docs", {"query": "refunds"})
+    read = Call("read_file", {"path": "/etc/app.yml"})
+    pages = [Call("read_log", {"build": 4711, "page": page}) for page in (1, 2, 3)]
+    rounds = [Call("list_tickets"), Call("open_ticket", {"id": 7}), Call("assign_ticket", {"id": 7, "to": "ann"})]
+    progress: list[Call | str] = [check, check, check, check, "Build 4711 has passed.", *pages, "No warnings on three pages."]
+    progress += [check, check, "It has passed; I know no more.", check, check, "Still the same."]
+    return [
+        Scene(
+            "chat",
+            "A chat agent that loops (openai SDK, chat completions)",
+            chat_agent,
+            ["Tell me when build 4711 is done."],
+            {"check_build": _saying("queued")},
+            lambda _: [check],
+            turns=3,
+        ),
+        Scene(
+            "responses",
+            "A Responses agent that loops (openai SDK, responses)",
+            responses_agent,
+            ["What is our refund policy?"],
+            {"search_docs": _saying("no results")},
+            lambda _: [search],
+            turns=3,
+        ),
+        Scene(
+            "anthropic",
+            "An Anthropic agent that loops (anthropic SDK, messages)",
+            messages_agent,
+            ["Why does the app not start?"],
+            {"read_file": _saying("error: permission denied")},
+            lambda _: [read],
+            turns=3,
+        ),
+        Scene(
+            "progress",
+            "An agent that makes progress: other results, other arguments, a new message of the user (openai SDK, chat)",
+            chat_agent,
+            ["Tell me when build 4711 is done.", "Any warnings in its log?", "Has it been deployed?", "And now?"],
+            {
+                "check_build": _saying("running, 25 %", "running, 50 %", "running, 75 %", "passed"),
+                "read_log": _saying("no warnings"),
+            },
+            lambda number: item if isinstance(item := progress[number], str) else [item],
+            turns=len(progress),
+            refused=False,
+        ),
+        Scene(
+            "cycle",
+            "An agent in a cycle of three tools (anthropic SDK, messages)",
+            messages_agent,
+            ["Work on the open tickets."],
+            {
+                "list_tickets": _saying("#7 is unassigned"),
+                "open_ticket": _saying("#7: printer on fire"),
+                "assign_ticket": _saying("error: unknown user"),
+            },
+            lambda number: [rounds[number % 3]],
+            turns=9,
+        ),
+    ]
+
+
+def _saying(*results: str) -> Callable[..., str]:
+    """A tool that gives these results one after the other, and from then on the last."""
+    left = list(results)
+    return lambda **_: left.pop(0) if len(left) > 1 else left[0]
+
+
+class Screen:
+    """Where the timelines are shown."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Use colours on a terminal, unless NO_COLOR is set."""
+        self._stream = stream
+        self._colours = stream.isatty() and not os.environ.get("NO_COLOR")
+
+    def write(self, text: str = "", colour: str = "") -> None:
+        """A line."""
+        painted = f"\x1b[{colour}m{text}\x1b[0m" if colour and self._colours else text
+        self._stream.write(painted + "\n")
+        self._stream.flush()
+
+    def turn(self, number: int, turn: Turn) -> None:
+        """What was called with what result, or what the model said in the end."""
+        for place, step in enumerate(turn.steps):
+            self.write(_row("" if place else str(number), _call(step), _short(step.result, _RESULT_WIDTH)))
+        if not turn.steps:
+            self.write(_row(str(number), "(answers)", _short(turn.text, _RESULT_WIDTH)))
+
+    def refusal(self, number: int, refusal: Refusal) -> None:
+        """What the SDK raised, and what a model would read."""
+        raised = f"{type(refusal).__module__.partition('.')[0]}.{type(refusal).__name__}, status {refusal.status_code}"
+        self.write(_row(str(number), "REFUSED", raised), _RED)
+        for line in textwrap.wrap(message_of(refusal), _TEXT_WIDTH):
+            self.write(_row("", line, ""), _RED)
+
+
+def _row(turn: str, call: str, result: str) -> str:
+    return f"  {turn:>4}  {call:<{_CALL_WIDTH}}  {result}".rstrip()
+
+
+def _call(step: Step) -> str:
+    said = ", ".join(f"{name}={json.dumps(value)}" for name, value in step.arguments.items())
+    return _short(f"{step.tool}({said})", _CALL_WIDTH)
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the scenes; returns the exit code."""
+    scenes = _scenes()
+    options = _parser([scene.name for scene in scenes]).parse_args(arguments)
+    chosen = [scene for scene in scenes if options.scene in (None, scene.name)]
+    try:
+        good = asyncio.run(until_told(_show(options.policy, chosen, Screen(sys.stdout))))
+    except LoopguardError as error:
+        sys.stderr.write(f"demo-agent: {error}\n")
+        return 1
+    return 130 if good is None else int(not good)
+
+
+def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Agents on the real SDKs, through the real Envoy and Loopguard, against a model that loops.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--policy", default=os.path.relpath(_POLICY), metavar="PATH", help="policy file or directory (default %(default)s)"
+    )
+    parser.add_argument("--scene", choices=names, help="only this one")
+    return parser
+
+
+async def _show(policy: str, scenes: Sequence[Scene], screen: Screen) -> bool:
+    """Start everything, run the scenes, stop everything; returns whether all went as told."""
+    with fake_model() as model:
+        ports = {**free_ports(dict.fromkeys(PORTS, 0)), "upstream_port": model.port}
+        async with guarded(policy, ports, quiet=True) as children:
+            running = ", ".join(f"{child.name} (pid {child.process.pid})" for child in children)
+            screen.write(f"Agent -> Envoy -> fake model. Running: {running}. Policy: {policy}.")
+            endings = [await _play(scene, number, model, ports, children, screen) for number, scene in enumerate(scenes, 1)]
+    return _summary(scenes, endings, screen)
+
+
+async def _play(  # noqa: PLR0913  # the scene, and all that it takes place among
+    scene: Scene, number: int, model: FakeModel, ports: Mapping[str, int], children: Sequence[Child], screen: Screen
+) -> Ending:
+    """Run a scene and show it turn by turn.
+
+    Raises:
+        DemoError: it could not be played to its end.
+    """
+    screen.write(f"\n{number}. {scene.title}\n", _BOLD)
+    screen.write(_row("turn", "the model asks for", "the tool says"), _DIM)
+    user = f"{scene.name}-agent"
+    model.scripts[user] = scene.script
+    before = _requests(ports)
+    tasks = iter(scene.tasks)
+    turns, refusal, answered = 0, None, True
+    playing = islice(scene.agent(Job(f"http://{HERE}:{ports['port']}", user, scene.tasks, scene.tools)), scene.turns + _MORE)
+    try:
+        while True:
+            if answered and (task := next(tasks, None)) is not None:
+                screen.write(_row("", f"user: {task}", ""), _DIM)
+            turn = await asyncio.to_thread(next, playing, None)
+            if turn is None:
+                break
+            turns += 1
+            screen.turn(turns, turn)
+            answered = not turn.steps
+    except REFUSALS as error:
+        refusal = error
+        screen.refusal(turns + 1, error)
+    except (openai.OpenAIError, anthropic.AnthropicError) as error:
+        for child in children:
+            child.check()
+        raise DemoError(f"scene {scene.name}: {type(error).__name__}: {error}") from error
+    ending = Ending(turns, refusal, _requests(ports) - before, model.asked[user])
+    _verdict(scene, ending, screen)
+    return ending
+
+
+def _requests(ports: Mapping[str, int]) -> int:
+    """How many requests have come to Envoy."""
+    connection = http.client.HTTPConnection(HERE, ports["envoy_admin_port"], timeout=10)
+    try:
+        connection.request("GET", "/stats?filter=^http.ingress.downstream_rq_total$")
+        return int(connection.getresponse().read().rpartition(b":")[2])
+    finally:
+        connection.close()
+
+
+def _verdict(scene: Scene, ending: Ending, screen: Screen) -> None:
+    if str(ending) == _wanted(scene):
+        screen.write(f"\n  as told: {ending}", _GREEN)
+    else:
+        screen.write(f"\n  NOT as told: {ending}\n  expected:    {_wanted(scene)}", _RED)
+
+
+def _summary(scenes: Sequence[Scene], endings: Sequence[Ending], screen: Screen) -> bool:
+    screen.write("\nSummary\n", _BOLD)
+    good = 0
+    for scene, ending in zip(scenes, endings, strict=True):
+        well = str(ending) == _wanted(scene)
+        good += well
+        screen.write(f"  {'ok ' if well else 'BAD'}  {scene.name:<10}  {ending}", _GREEN if well else _RED)
+    screen.write(f"\n{good} of {len(scenes)} scenes went as told.", _GREEN if good == len(scenes) else _RED)
+    return good == len(scenes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""A model that does as it is told: an HTTP upstream which answers as OpenAI's and Anthropic's APIs do, from a script.
+
+Three shapes of one answer: a chat completion, a response and a message. As with real models, ids are new each time, arguments
+are spaced as they come, and what is said around a call is never the same twice.
+"""  # noqa: INP001  # a part of the demo beside it, not of a package
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from typing import Any, TypeAlias
+from uuid import uuid4
+
+from demo import read_body, serving
+
+NAME = "fake-model-1"
+USER = "x-user-id"
+"""The header that says who asks, and so which script is played."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool that the model asks for."""
+
+    tool: str
+    arguments: Mapping[str, object] = field(default_factory=dict)
+
+
+Answer: TypeAlias = Sequence[Call] | str
+"""Of one turn: tools to call, several at once if need be, or text, which ends the task."""
+
+Script: TypeAlias = Callable[[int], Answer]
+"""From the number of a user's request, the first being 0, to its answer."""
+
+
+class FakeModel:
+    """What the upstream knows.
+
+    Attributes:
+        scripts: by user.
+        asked: so many requests of each user came as far as here.
+        port: where it listens.
+    """
+
+    def __init__(self) -> None:
+        """Know nobody yet."""
+        self.scripts: dict[str, Script] = {}
+        self.asked: Counter[str] = Counter()
+        self.port = 0
+
+    def answer(self, path: str, user: str) -> tuple[HTTPStatus, dict[str, Any]]:
+        """Status and body of the answer to a user's next request."""
+        shape = next((shape for end, shape in _SHAPES.items() if path.endswith(end)), None)
+        if shape is None or user not in self.scripts:
+            return HTTPStatus.NOT_FOUND, {"error": {"message": f"no {path} for {user!r}", "type": "not_found_error"}}
+        number = self.asked[user]
+        self.asked[user] += 1
+        return HTTPStatus.OK, shape(self.scripts[user](number), number)
+
+
+@contextmanager
+def fake_model() -> Iterator[FakeModel]:
+    """The model, listening on a free port."""
+    model = FakeModel()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def do_POST(self) -> None:
+            read_body(self)
+            status, answer = model.answer(self.path, self.headers.get(USER, ""))
+            body = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
+            """Say nothing."""
+
+    with serving(Handler) as model.port:
+        yield model
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{uuid4().hex}"
+
+
+def _spelled(call: Call, number: int) -> str:
+    """Arguments as text, every second time with other spaces."""
+    return json.dumps(call.arguments, separators=(",", ":") if number % 2 else None)
+
+
+def _remark(number: int) -> str:
+    return f"Let me have a look, for the {number + 1}. time."
+
+
+def _chat(answer: Answer, number: int) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "refusal": None, "annotations": []}
+    if isinstance(answer, str):
+        message["content"] = answer
+    else:
+        message["content"] = _remark(number)
+        message["tool_calls"] = [
+            {"id": _id("call"), "type": "function", "function": {"name": call.tool, "arguments": _spelled(call, number)}}
+            for call in answer
+        ]
+    reason = "stop" if isinstance(answer, str) else "tool_calls"
+    return {
+        "id": _id("chatcmpl"),
+        "object": "chat.completion",
+        "created": 1_750_000_000 + number,
+        "model": NAME,
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": reason}],
+        "usage": {"prompt_tokens": 9, "completion_tokens": 9, "total_tokens": 18},
+    }
+
+
+def _response(answer: Answer, number: int) -> dict[str, Any]:
+    output: list[dict[str, Any]] = [{"type": "reasoning", "id": _id("rs"), "summary": []}]
+    if isinstance(answer, str):
+        text = {"type": "output_text", "text": answer, "annotations": [], "logprobs": []}
+        output.append({"type": "message", "id": _id("msg"), "status": "completed", "role": "assistant", "content": [text]})
+    else:
+        output += [
+            {
+                "type": "function_call",
+                "id": _id("fc"),
+                "call_id": _id("call"),
+                "name": call.tool,
+                "arguments": _spelled(call, number),
+                "status": "completed",
+            }
+            for call in answer
+        ]
+    return {
+        "id": _id("resp"),
+        "object": "response",
+        "created_at": 1_750_000_000 + number,
+        "status": "completed",
+        "model": NAME,
+        "output": output,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "temperature": 1.0,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": 1.0,
+        "usage": {
+            "input_tokens": 9,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": 9,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": 18,
+        },
+    }
+
+
+def _message(answer: Answer, number: int) -> dict[str, Any]:
+    text = answer if isinstance(answer, str) else _remark(number)
+    content: list[dict[str, Any]] = [{"type": "text", "text": text}]
+    if not isinstance(answer, str):
+        content += [
+            {"type": "tool_use", "id": _id("toolu"), "name": call.tool, "input": dict(call.arguments)} for call in answer
+        ]
+    return {
+        "id": _id("msg"),
+        "type": "message",
+        "role": "assistant",
+        "model": NAME,
+        "content": content,
+        "stop_reason": "end_turn" if isinstance(answer, str) else "tool_use",
+        "stop_sequence": None,
+        "usage": {"input_tokens": 9, "output_tokens": 9},
+    }
+
+
+_SHAPES: dict[str, Callable[[Answer, int], dict[str, Any]]] = {
+    "/v1/chat/completions": _chat,
+    "/v1/responses": _response,
+    "/v1/messages": _message,
+}

@@ -1,0 +1,98 @@
+"""Policies that Envoy hands over with a route, in place of those that are selected by what the request looks like.
+
+Two ways, both of them configured in Envoy, where only the operator can:
+
+- the gRPC initial metadata `x-loopguard-policy: <id>[,<id>]` of a route names loaded policies, whatever their selectors say;
+- the metadata of a route carries a whole policy file (`loopguard` / `policy_json`). Its policies need no selector: what stands
+  there is the route's. One with the id of a loaded policy takes that one's place.
+
+What is wrong with either never reaches the client: the request goes on without that policy, and it is counted and logged.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from datetime import datetime
+
+from extproc.engine import Engine
+from extproc.errors import BundleErrors
+from extproc.policy.loader import parse
+
+POLICY_METADATA = "x-loopguard-policy"
+"""Names the policies of a route in a stream's gRPC initial metadata, separated by commas."""
+
+POLICY_ATTRIBUTE = "xds.route_metadata.filter_metadata['loopguard']['policy_json']"
+"""The request attribute that Envoy is to be asked for, letter by letter (`request_attributes` of the filter)."""
+
+MAX_POLICY_JSON = 65_536
+"""Longest policy file in route metadata, in characters: it is checked between two requests, which must not wait for long."""
+
+_MAX_KEPT = 256
+
+_NOT_SET = frozenset({"", "-"})
+"""What Envoy's formatters leave behind where there is no value."""
+
+
+def named(value: str) -> list[str]:
+    """The policy ids in one value of `x-loopguard-policy`."""
+    return [name for part in value.split(",") if (name := part.strip()) not in _NOT_SET]
+
+
+class RefusedPolicyError(Exception):
+    """A policy file in route metadata cannot be used.
+
+    Attributes:
+        reason: `invalid`, `too_large` or `unenforced`, as the metric shows it.
+        problems: what is wrong and what would be right.
+    """
+
+    def __init__(self, reason: str, problems: Iterable[object]) -> None:
+        """Say why."""
+        self.reason = reason
+        self.problems = [str(problem) for problem in problems]
+        super().__init__("; ".join(self.problems))
+
+
+class HandedOver:
+    """Policy files from route metadata, compiled once for each content; the least recently used make room."""
+
+    def __init__(self, *, shadow: bool, allow_unenforced: bool) -> None:
+        """Compile as `serve` was told to."""
+        self._shadow = shadow
+        self._allow_unenforced = allow_unenforced
+        self._kept: OrderedDict[str, Engine | RefusedPolicyError] = OrderedDict()
+
+    def known(self, text: str) -> Engine | RefusedPolicyError | None:
+        """What came of this content before, None when it is new."""
+        found = self._kept.get(text)
+        if found is not None:
+            self._kept.move_to_end(text)
+        return found
+
+    def compile(self, text: str, now: datetime) -> Engine | RefusedPolicyError:
+        """Compile new content and remember what came of it.
+
+        Args:
+            text: JSON, as a policy file holds it.
+            now: compared with each `expires_at`.
+        """
+        try:
+            made: Engine | RefusedPolicyError = self._compiled(text, now)
+        except RefusedPolicyError as refused:
+            made = refused
+        self._kept[text] = made
+        if len(self._kept) > _MAX_KEPT:
+            self._kept.popitem(last=False)
+        return made
+
+    def _compiled(self, text: str, now: datetime) -> Engine:
+        if len(text) > MAX_POLICY_JSON:
+            raise RefusedPolicyError("too_large", [f"{len(text)} characters; at most {MAX_POLICY_JSON} are taken"])
+        try:
+            policies = parse({"route metadata": text.encode("utf-8", "surrogateescape")}, now, on_route=True)
+        except BundleErrors as error:
+            raise RefusedPolicyError("invalid", error.errors) from None
+        if policies.unenforced and not self._allow_unenforced:
+            raise RefusedPolicyError("unenforced", policies.unenforced)
+        return Engine(policies, now, shadow=self._shadow)

@@ -1,0 +1,307 @@
+"""What stands in an LLM request: messages, their text, the tools that were called and what came back.
+
+OpenAI chat completions, OpenAI Responses, Anthropic messages and plain prompts are read alike. One pass over the body tells its
+messages apart and leaves their contents as they are; those are decoded when somebody looks at them, which for most of a long
+history nobody does.
+
+Left out wherever requests are compared: ids, which are new each time; `cache_control`, which clients move from message to
+message; and what a model thought (`reasoning`, `thinking`), which is never the same twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from msgspec import Raw, Struct, ValidationError, json
+
+from extproc.fingerprint import NO_BODY
+from extproc.similarity.document import (
+    ABSENT,
+    Document,
+    Json,
+    NotCounted,
+    NotJson,
+    canonical,
+    decoded,
+    one_spelling,
+    opened,
+    opened_content,
+)
+
+_THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
+_TEXTS = frozenset({"text", "input_text", "output_text", "refusal"})
+_CALLS = frozenset({"tool_use", "function_call", "custom_tool_call"})
+_RESULTS = frozenset({"tool_result", "function_call_output", "custom_tool_call_output"})
+_KNOWN_ITEMS = frozenset({"function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output"})
+_RESULT_ROLES = frozenset({"tool", "function"})
+_NEVER_COMPARED = (("id",), ("call_id",), ("cache_control",), ("status",))
+_NEVER_COMPARED_IN_LISTS = tuple(("*", *pointer) for pointer in _NEVER_COMPARED)
+
+TEXT, CALL, RESULT, OTHER = "text", "call", "result", "other"
+
+
+class Tool(Struct, gc=False):
+    """What is called by an element of `tool_calls`: a function, or a custom tool, which takes `input`."""
+
+    name: str = ""
+    arguments: Json = None
+    input: Json = None
+
+
+class ToolCall(Struct, gc=False):
+    """An element of a chat completion's `tool_calls`."""
+
+    id: str = ""
+    function: Tool | None = None
+    custom: Tool | None = None
+
+
+class Message(Struct, gc=False):
+    """A message of a chat or of Anthropic, or an item of a Responses request: the keys that are compared in any of them."""
+
+    role: str = ""
+    type: str = ""
+    content: Raw = ABSENT
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str = ""
+    function_call: Tool | None = None
+    refusal: str | None = None
+    call_id: str = ""
+    name: str | None = None
+    arguments: Json = None
+    input: Json = None
+    output: Raw = ABSENT
+
+
+class _Body(Struct, gc=False):
+    """The keys of a body in which a conversation stands."""
+
+    model: str | None = None
+    messages: list[Message] | None = None
+    input: list[Message] | str | None = None
+    prompt: Raw = ABSENT
+    previous_response_id: Raw = ABSENT
+    conversation: Raw = ABSENT
+
+
+_decode_body = json.Decoder(_Body, float_hook=one_spelling).decode
+_decode_message = json.Decoder(Message, float_hook=one_spelling).decode
+
+
+class Conversation(NamedTuple):
+    """The messages of one request.
+
+    Attributes:
+        document: the request's body.
+        model: empty when the request names none.
+        messages: the newest last; as values where the whole body was decoded.
+        elsewhere: what went before is not in the request: the server keeps it (`previous_response_id`, `conversation`), or a
+            plain prompt holds it in words.
+    """
+
+    document: Document
+    model: str
+    messages: Sequence[Json]
+    elsewhere: bool = False
+
+    def backwards(self) -> Iterator[Message]:
+        """The messages from the newest to the oldest, without thoughts; what is of no known kind holds itself as its content.
+
+        Raises:
+            NotCounted: one cannot be read.
+        """
+        for place in reversed(range(len(self.messages))):
+            message = self.messages[place]
+            if type(message) is not Message:
+                message = _message(message)
+            if not message.role:
+                if message.type in _THOUGHTS:
+                    continue
+                if message.type not in _KNOWN_ITEMS:
+                    message = Message(type=OTHER, content=self._whole(place))
+            yield message
+
+    def _whole(self, place: int) -> Raw:
+        body = self.document.value()
+        return Raw(canonical((body.get("messages") or body["input"])[place]))
+
+
+def conversation(document: Document) -> Conversation:
+    """The conversation in a body.
+
+    Raises:
+        NotCounted: there is none, or it cannot be read.
+    """
+    if not len(document):
+        raise NotCounted("no_messages")
+    body = document.part(_decode_body)
+    if isinstance(body, dict):
+        body = _body(body)
+    if not isinstance(body, _Body):
+        raise NotCounted("no_messages")
+    model = body.model or ""
+    if body.messages:
+        return Conversation(document, model, body.messages)
+    if body.input:
+        messages = [_user(canonical(body.input))] if isinstance(body.input, str) else body.input
+        return Conversation(document, model, messages, _given(body.previous_response_id) or _given(body.conversation))
+    if _given(body.prompt):
+        return Conversation(document, model, [_user(body.prompt)], elsewhere=True)
+    raise NotCounted("no_messages")
+
+
+def _body(value: dict[str, Json]) -> _Body:
+    """A body that was decoded as a whole, as far as it is of the types that a conversation has."""
+
+    def raw(name: str) -> Raw:
+        return Raw(canonical(value[name])) if name in value else ABSENT
+
+    model, messages, given = (value.get(name) for name in ("model", "messages", "input"))
+    return _Body(
+        model if model is None or isinstance(model, str) else canonical(model).decode(),
+        messages if isinstance(messages, list) else None,
+        given if isinstance(given, list | str) else None,
+        raw("prompt"),
+        raw("previous_response_id"),
+        raw("conversation"),
+    )
+
+
+def _message(value: Json) -> Message:
+    """A message that was decoded with the whole body; one of other types than a message's is of no known kind."""
+    try:
+        return _decode_message(canonical(value))
+    except ValidationError:
+        return Message()
+
+
+def _given(value: Raw) -> bool:
+    return value is not ABSENT and bytes(value) != b"null"
+
+
+def _user(content: Raw | bytes) -> Message:
+    return Message(role="user", content=Raw(content))
+
+
+def spoken(message: Message) -> str | None:
+    """What a message says, where it is nothing but text said by somebody, as most are; None where it is more, or else."""
+    if message.role in _RESULT_ROLES or not message.role or message.tool_calls or message.function_call or message.refusal:
+        return None
+    content = opened_content(message.content)
+    return content if type(content) is str else None
+
+
+class Part(NamedTuple):
+    """One thing in a message.
+
+    Attributes:
+        kind: TEXT, CALL, RESULT or OTHER.
+        value: the text; the arguments; the result; or all of what is none of these; but for a text it may have to be `opened`.
+        name: of the tool, where this is a CALL.
+        id: what connects a RESULT with its CALL.
+        failed: the RESULT is marked as an error.
+    """
+
+    kind: str
+    value: Json
+    name: str = ""
+    id: str = ""
+    failed: bool = False
+
+
+def parts(message: Message) -> Sequence[Part]:
+    """What stands in a message, in order."""
+    if message.role in _RESULT_ROLES:
+        return (Part(RESULT, message.content, id=message.tool_call_id),)
+    if not message.role:
+        return (_item(message),)
+    found = _content(opened_content(message.content))
+    if message.refusal:
+        found.append(Part(TEXT, message.refusal))
+    found += chat_calls(message)
+    return found
+
+
+def chat_calls(message: Message) -> list[Part]:
+    """The calls that stand beside a message's content, as those of a chat completion do."""
+    found = []
+    for call in message.tool_calls or ():
+        tool = call.function or call.custom
+        if tool is not None:
+            found.append(Part(CALL, tool.arguments if call.function else tool.input, tool.name, call.id))
+    if message.function_call is not None:
+        found.append(Part(CALL, message.function_call.arguments, message.function_call.name))
+    return found
+
+
+def _item(item: Message) -> Part:
+    """An item of a Responses request that nobody says."""
+    if item.type in _CALLS:
+        value = item.arguments if item.type == "function_call" else item.input
+        return Part(CALL, value, item.name or "", item.call_id)
+    if item.type in _RESULTS:
+        return Part(RESULT, item.output, id=item.call_id)
+    return Part(OTHER, item.content)
+
+
+def _content(content: Json) -> list[Part]:
+    """What stands in the content of a message."""
+    if isinstance(content, str):
+        return [Part(TEXT, content)]
+    if isinstance(content, list) and all(isinstance(item, dict | str) for item in content):
+        return [_block(item) for item in content]
+    return [] if content is None else [Part(OTHER, content)]  # such as the tokens of a prompt
+
+
+def _block(block: Json) -> Part:
+    """One element of a content, or of a tool's result."""
+    if isinstance(block, str):
+        return Part(TEXT, block)
+    kind = _text(block.get("type"))
+    if kind in _TEXTS:
+        return Part(TEXT, _text(block.get("text", block.get("refusal"))))
+    if kind in _CALLS:
+        return Part(CALL, block.get("input"), _text(block.get("name")), _text(block.get("id")))
+    if kind in _RESULTS:
+        failed = "is_error" in block and opened(block["is_error"]) is True
+        return Part(RESULT, block.get("content"), id=_text(block.get("tool_use_id")), failed=failed)
+    return Part(TEXT, "") if kind in _THOUGHTS else Part(OTHER, block)
+
+
+def _text(value: Json) -> str:
+    value = opened(value)
+    return value if isinstance(value, str) else ""
+
+
+def arguments(value: Json) -> bytes:
+    """A call's arguments in one spelling; OpenAI sends them as a string that holds JSON, Anthropic as JSON itself."""
+    value = opened(value)
+    if not isinstance(value, str):
+        return canonical(value)
+    try:
+        return canonical(decoded(value))
+    except NotJson:
+        return value.strip().encode()
+
+
+def result(value: Json) -> bytes:
+    """What a tool brought back: texts as one, without the space around it; anything else in one spelling."""
+    value = opened(value)
+    if isinstance(value, str):
+        return value.strip().encode()
+    if isinstance(value, list):
+        found = _content(value)
+        if all(part.kind == TEXT for part in found):
+            return "\n".join([part.value for part in found]).strip().encode()
+        return canonical(value, _NEVER_COMPARED_IN_LISTS)
+    return canonical(value)
+
+
+def other(value: Json) -> bytes:
+    """A short name for what is no text, such as an image: equal names mean equal things but for their ids."""
+    value = opened(value)
+    if isinstance(value, dict):
+        value = {name: opened(item) for name, item in value.items()}
+    length, crc32, adler32 = NO_BODY.plus(canonical(value, _NEVER_COMPARED))
+    return b"%d-%08x%08x" % (length, crc32, adler32)

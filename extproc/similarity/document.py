@@ -1,0 +1,255 @@
+"""A request body as JSON: decoded once, however many detectors and descriptors look into it, and not before one does.
+
+Whatever a client sends is taken in bounded time: what is too much of anything is not looked into (`inspect_limit`), what is not
+JSON says so (`not_json`), and both are exceptions that name the reason under which a policy does not count the request.
+
+Numbers are compared by their exact value, whatever their spelling: `1`, `1.0` and `1e0` are one number, and integers keep all
+of their digits. Of a key that stands twice in an object the last one counts, which is what the parsers of the field do
+(RFC 8259 section 4 leaves it open).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import msgspec
+
+from extproc.request import claim_text
+
+MAX_CONTAINERS = 100_000
+"""Most `[` and `{` in a body that is looked into: decoding as many takes 10 to 20 ms, and so does copying them."""
+
+_WORTH_COUNTING = 256 * 2**10
+"""In a body of fewer bytes there is hardly room for more, and counting takes half as long as decoding."""
+
+MAX_FRACTIONS = 10_000
+"""Most numbers with a fraction or an exponent in one, each of which is brought into one spelling by us."""
+
+MAX_DIGITS = 640
+"""Longest integer in one, in digits; a longer one is not JSON to us, nor to most."""
+
+sys.set_int_max_str_digits(MAX_DIGITS)  # reading and writing take time that grows with the square of the digits
+
+_PLACE = re.compile(r"(?:0|[1-9][0-9]{0,8})\Z")  # of an array's element (RFC 6901 section 4)
+_NUMBER = re.compile(r"(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d+))?\Z")
+
+Json: TypeAlias = Any
+"""A decoded value: dict, list, str, int, bool, None, or Raw, which stands for a number with a fraction or an exponent."""
+
+ABSENT = msgspec.Raw()
+"""Stands where a value would have been left as it is, had there been one."""
+
+_MISSING: Json = object()
+
+
+class NotCounted(Exception):  # says what becomes of the request
+    """The request is not counted.
+
+    Attributes:
+        reason: why, as `uncounted_total` shows it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        """Say why."""
+        super().__init__(reason)
+        self.reason = reason
+
+
+class NotJson(NotCounted):
+    """The body is not JSON, as far as anybody can tell."""
+
+    def __init__(self) -> None:
+        """The reason is always the same."""
+        super().__init__("not_json")
+
+
+class _Left:
+    """What of its bounds the body at hand has left; one thread at a time looks into bodies."""
+
+    fractions = MAX_FRACTIONS
+
+
+def one_spelling(text: str) -> msgspec.Raw:
+    """The one spelling of a number that has a fraction or an exponent; every decoder of bodies has this for its `float_hook`.
+
+    Raises:
+        NotCounted: there were too many.
+    """
+    _Left.fractions -= 1
+    if _Left.fractions < 0:
+        raise NotCounted("inspect_limit")
+    return _spelled(text)
+
+
+_decode_any = msgspec.json.Decoder(float_hook=one_spelling).decode
+_decode_content = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | str | None).decode
+_encode = msgspec.json.Encoder(order="sorted").encode
+
+
+class Document:
+    """A body that can be looked into.
+
+    What one detector gets never depends on what others ask for, so that a shadow policy cannot change what an enforcing one
+    sees: where the whole body cannot be decoded, or holds too much, the part that somebody asks for is decoded all the same.
+    """
+
+    __slots__ = ("_data", "_failure", "_part", "_value", "_whole")
+
+    def __init__(self, data: bytes | memoryview, *, whole: bool = False) -> None:
+        """Nothing is decoded yet; `whole` says that somebody is going to ask for `value`."""
+        self._data = data
+        self._whole = whole
+        self._failure: NotCounted | None = None
+        self._part: Json = _MISSING
+        self._value: Json = _MISSING
+
+    def __len__(self) -> int:
+        """The body's length in bytes."""
+        return len(self._data)
+
+    def value(self) -> Json:
+        """The whole body, decoded.
+
+        Raises:
+            NotCounted: it is not JSON, or too much of it.
+        """
+        _Left.fractions = MAX_FRACTIONS
+        if self._failure is not None:
+            raise self._failure
+        if self._value is _MISSING:
+            try:
+                self._check_containers()
+                self._value = decoded(self._data)
+            except NotCounted as failure:
+                self._failure = failure
+                raise
+        return self._value
+
+    def part(self, decode: Any) -> Json:  # noqa: ANN401  # msgspec's own
+        """The body as `decode` makes it, or as `value` does: where that is at hand, or the body's types are other ones.
+
+        Every caller uses the same decoder.
+
+        Raises:
+            NotCounted: as `value`.
+        """
+        if self._whole and self._failure is None:
+            try:
+                return self.value()
+            except NotCounted:
+                pass
+        _Left.fractions = MAX_FRACTIONS
+        if self._part is _MISSING:
+            try:
+                self._check_containers()
+                self._part = decoded(self._data, decode)
+            except msgspec.ValidationError:
+                self._part = self.value()
+        return self._part
+
+    def _check_containers(self) -> None:
+        if len(self._data) > _WORTH_COUNTING:
+            data = bytes(self._data)
+            if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
+                raise NotCounted("inspect_limit")
+
+
+def decoded(data: bytes | memoryview | msgspec.Raw | str, decode: Any = _decode_any) -> Json:  # noqa: ANN401  # msgspec's own
+    """JSON, decoded; a part of a body that has been decoded as a whole shares its bounds.
+
+    Raises:
+        NotCounted: it is not JSON (also: nested hundreds of levels deep, numbers of hundreds of digits), or too much of it.
+        msgspec.ValidationError: its types are not those that `decode` expects.
+    """
+    try:
+        return decode(data)
+    except msgspec.ValidationError:
+        if decode is _decode_any:  # an integer beyond what Python takes
+            raise NotJson from None
+        raise
+    except (ValueError, RecursionError):  # msgspec's and Unicode's errors are ValueErrors
+        raise NotJson from None
+
+
+def opened(value: Json) -> Json:
+    """A value that was left as it stands in the body, decoded; any other as it is."""
+    if type(value) is not msgspec.Raw:
+        return value
+    return None if value is ABSENT else decoded(value)
+
+
+def opened_content(value: msgspec.Raw) -> Json:
+    """As `opened`, but the values in an array of objects are left as they are."""
+    if value is ABSENT:
+        return None
+    try:
+        return decoded(value, _decode_content)
+    except msgspec.ValidationError:
+        return decoded(value)
+
+
+def canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
+    """The one spelling of a value, without what the pointers of `ignore` (each as `steps`) name: equal bytes, equal values."""
+    for pointer in ignore:
+        value = without(value, pointer)
+    return _encode(value)
+
+
+def steps(pointer: str) -> list[str]:
+    """The steps of a JSON Pointer (RFC 6901), unescaped."""
+    return [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
+
+
+def without(value: Json, pointer: Sequence[str]) -> Json:
+    """A copy, as far as it has to be one, without what the pointer names; its step `*` stands for any one.
+
+    Array elements are replaced by null, so that the others keep their places.
+    """
+    step, rest = pointer[0], pointer[1:]
+    if isinstance(value, dict) and (step == "*" or step in value):
+        if rest:
+            return value | {name: without(value[name], rest) for name in (value if step == "*" else (step,))}
+        return {} if step == "*" else {name: item for name, item in value.items() if name != step}
+    if isinstance(value, list) and step == "*":
+        return [without(item, rest) for item in value] if rest else [None] * len(value)
+    if isinstance(value, list) and _PLACE.match(step) and int(step) < len(value):
+        place = int(step)
+        return [*value[:place], without(value[place], rest) if rest else None, *value[place + 1 :]]
+    return value
+
+
+def find(value: Json, pointer: Sequence[str]) -> str:
+    """The scalar that a pointer leads to, as text; empty where there is none."""
+    for step in pointer:
+        if isinstance(value, dict):
+            value = value.get(step)
+        elif isinstance(value, list) and _PLACE.match(step) and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return ""
+    return bytes(value).decode() if isinstance(value, msgspec.Raw) else claim_text(value)
+
+
+@lru_cache(maxsize=4096)
+def _spelled(text: str) -> msgspec.Raw:
+    """The one spelling of a number that has a fraction or an exponent: an integer's, or digits and an exponent.
+
+    >>> [bytes(_spelled(text)) for text in ("1.50", "15e-1", "1.0", "-0.0", "1e3", "1e999")]
+    [b'15e-1', b'15e-1', b'1', b'0', b'1000', b'1e999']
+    """
+    sign, whole, fraction, exponent = _NUMBER.match(text).groups(default="")  # type: ignore[union-attr]  # msgspec has checked
+    digits = (whole + fraction).lstrip("0")
+    kept = digits.rstrip("0")
+    if not kept:
+        return msgspec.Raw(b"0")
+    try:
+        power = int(exponent or 0) - len(fraction) + len(digits) - len(kept)
+    except ValueError:  # an exponent of thousands of digits
+        raise NotJson from None
+    if power >= 0 and len(kept) + power <= MAX_DIGITS:
+        return msgspec.Raw(f"{sign}{kept}{'0' * power}".encode())
+    return msgspec.Raw(f"{sign}{kept}e{power}".encode())

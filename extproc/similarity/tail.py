@@ -1,0 +1,92 @@
+"""Similarity `tail`: the model and the last messages of a conversation, by role, text, tool names, arguments and results.
+
+An agent appends every turn to its history, so whole bodies are almost never equal; one that is stuck ends its requests the same
+way all the same. Text is compared without the space around it, in lower case, each run of white space as one space.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from extproc.policy.bundle import LoopDetection
+from extproc.similarity.conversation import (
+    CALL,
+    RESULT,
+    TEXT,
+    Message,
+    Part,
+    arguments,
+    conversation,
+    other,
+    parts,
+    result,
+    spoken,
+)
+from extproc.similarity.document import Document, opened
+
+# What UTF-8 never contains separates what is joined, so that different things never look alike.
+_NEXT_PART = b"\xff"
+_NEXT_MESSAGE = b"\xfe"
+
+_LONG = 16_384
+_ASCII_SPACE = bytes(range(9, 14)) + bytes(range(28, 32))
+_FOLDED = bytes.maketrans(
+    _ASCII_SPACE + bytes(range(ord("A"), ord("Z") + 1)), b" " * len(_ASCII_SPACE) + bytes(range(ord("a"), ord("z") + 1))
+)
+
+
+class Tail:
+    """A detector's `tail_messages`, ready to look into conversations."""
+
+    def __init__(self, loop: LoopDetection) -> None:
+        """Compile."""
+        self._messages = loop.tail_messages
+
+    def compare(self, document: Document) -> tuple[bytes, None]:
+        """The model and the last messages, the newest first; see `Similarity`."""
+        talk = conversation(document)
+        said = [talk.model.encode()]
+        said += [_spelled(message) for message in islice(talk.backwards(), self._messages)]
+        return _NEXT_MESSAGE.join(said), None
+
+    def shown(self, document: Document) -> list[str]:
+        """The model, then the messages, the oldest first; see `Similarity`."""
+        model, *messages = self.compare(document)[0].split(_NEXT_MESSAGE)
+        return [text.replace(_NEXT_PART, b" | ").decode() for text in (b"model | " + model, *reversed(messages))]
+
+
+def _spelled(message: Message) -> bytes:
+    """A message's role and parts."""
+    said = spoken(message)
+    if said is not None:
+        text = fold(said)
+        return b"%b%btext%b%b" % (message.role.encode(), _NEXT_PART, _NEXT_PART, text) if text else message.role.encode()
+    fields = [(message.role or message.type).encode()]
+    for part in parts(message):
+        fields += _compared(part)
+    return _NEXT_PART.join(fields)
+
+
+def _compared(part: Part) -> tuple[bytes, ...]:
+    kind, value = part.kind, part.value
+    if kind == TEXT:
+        text = fold(value)
+        return (b"text", text) if text else ()
+    if kind == CALL:
+        return b"call", part.name.encode(), arguments(value)
+    if kind == RESULT:
+        value = opened(value)
+        return b"error" if part.failed else b"result", fold(value if isinstance(value, str) else result(value).decode())
+    return b"other", other(value)
+
+
+def fold(text: str) -> bytes:
+    """Lower case, each run of white space as one space, none around it."""
+    if not text.isascii():
+        return " ".join(text.lower().split()).encode()
+    folded = text.encode().translate(_FOLDED)  # the same, in a fraction of the time
+    if len(folded) < _LONG and b"  " in folded:
+        return b" ".join(folded.split())
+    while b"  " in folded:  # slower where words are many, but never much: a megabyte of them would take 50 ms to split
+        folded = folded.replace(b"  ", b" ")
+    return folded.strip(b" ")

@@ -1,0 +1,254 @@
+"""Similarity `tool_calls`: a tool called again and again with the same arguments and the same result.
+
+An agent's request carries its own history, so one request is enough to see the loop that it is in; nothing has to be counted.
+Two calls are equal when tool, canonical arguments and result are: the same call that brings back something new is progress.
+
+The history is walked from the newest call to the oldest, and no further than a loop could still be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from extproc.decision import Repeat
+from extproc.policy.bundle import LoopDetection
+from extproc.similarity.conversation import (
+    CALL,
+    RESULT,
+    Conversation,
+    Part,
+    arguments,
+    chat_calls,
+    conversation,
+    parts,
+    result,
+    spoken,
+)
+from extproc.similarity.document import Document, NotCounted
+
+MAX_NAME = 256
+"""So much of a tool's name is matched with the patterns of `tools` and shown, in characters."""
+
+_SEPARATOR = b"\xff"  # never in UTF-8
+
+
+class Rule(NamedTuple):
+    """What holds for the calls of one tool; see `LoopDetection`."""
+
+    threshold: int
+    window_calls: int
+    reason: str = ""
+    allow: bool = False
+
+
+class Call:
+    """One call in a conversation.
+
+    Attributes:
+        name: of the tool.
+        turn: 0 in the assistant's last turn, 1 in the one before that, and so on.
+    """
+
+    __slots__ = ("_answer", "_arguments", "_outcome", "_value", "name", "turn")
+
+    def __init__(self, call: Part, answer: Part | None, turn: int) -> None:
+        """Nothing is brought into one spelling before it is compared; `answer` is what came back, as far as it has."""
+        self.name = call.name
+        self.turn = turn
+        self._value = call.value
+        self._answer = answer
+        self._arguments: bytes | None = None
+        self._outcome: bytes | None = None
+
+    def arguments(self) -> bytes:
+        """The arguments in one spelling."""
+        if self._arguments is None:
+            self._arguments = arguments(self._value)
+        return self._arguments
+
+    def outcome(self) -> bytes:
+        """The result in one spelling, empty when there is none."""
+        if self._outcome is None:
+            self._outcome = b""
+            if self._answer is not None:
+                failed = b"error" if self._answer.failed else b"result"
+                self._outcome = failed + _SEPARATOR + result(self._answer.value)
+        return self._outcome
+
+    def same(self, other: Call, *, results: bool) -> bool:
+        """Whether both are one call made twice; calls whose results are unknown never are, where `results` count."""
+        if self is other:
+            return True
+        if self.name != other.name or self.arguments() != other.arguments():
+            return False
+        return not results or (self.outcome() != b"" and self.outcome() == other.outcome())
+
+    def named(self, *, results: bool) -> bytes:
+        """All that is compared, for a fingerprint."""
+        spelled = self.name.encode() + _SEPARATOR + self.arguments()
+        return spelled + _SEPARATOR + self.outcome() if results else spelled
+
+
+class ToolCalls:
+    """A detector's settings, ready to look into conversations."""
+
+    def __init__(self, loop: LoopDetection) -> None:
+        """Compile; `loop` is enabled."""
+        self._rule = Rule(loop.threshold_identical_requests or 0, loop.window_calls)
+        self._max_cycle = loop.max_cycle
+        self._results = loop.compare_results
+        self._reset = loop.reset_on_user_message
+        self._named = {
+            name: Rule(
+                tool.threshold or self._rule.threshold, tool.window_calls or self._rule.window_calls, tool.reason, tool.allow
+            )
+            for name, tool in loop.tools.items()
+        }
+        self._patterns = [(name.split("*"), rule) for name, rule in self._named.items() if "*" in name]
+        self._cooldown = loop.cooldown_seconds > 0  # then a call may be refused that does not loop
+        self._fewest = min(rule.threshold for rule in (self._rule, *self._named.values()))
+        self._longest = max(rule.window_calls for rule in (self._rule, *self._named.values()))
+
+    def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
+        """What is repeated, empty when nothing is that matters, and how often; see `Similarity`."""
+        history = _History(self._counted(document))
+        if history.at(self._fewest - 1) is None and not self._cooldown:
+            return b"", None  # too few calls for any loop
+        best = self._most_repeated(history)
+        if best is not None and not best[1].looping:
+            return self._cycle(history) or best
+        return best or (b"", None)
+
+    def shown(self, document: Document) -> list[str]:
+        """The calls that are looked at, the oldest first; see `Similarity`."""
+        found = list(islice(self._counted(document), self._longest))
+        named = [call.named(results=self._results).replace(_SEPARATOR, b" | ").decode() for call in reversed(found)]
+        return named or ["no calls"]
+
+    def _counted(self, document: Document) -> Iterator[Call]:
+        """The calls of a conversation that may be part of a loop, the newest first."""
+        talk = conversation(document)
+        if talk.elsewhere:
+            raise NotCounted("no_history")
+        found = calls(talk, reset=self._reset)
+        return (call for call in found if not self.rule(call.name).allow) if self._named else found
+
+    def rule(self, name: str) -> Rule:
+        """What holds for a tool: its own entry of `tools`, else the first pattern that takes its name, else the detector's."""
+        if not self._named:
+            return self._rule
+        name = name[:MAX_NAME]
+        rule = self._named.get(name)
+        if rule is None:
+            rule = next((rule for pattern, rule in self._patterns if _matches(name, pattern)), self._rule)
+        return rule
+
+    def _most_repeated(self, history: _History) -> tuple[bytes, Repeat] | None:
+        """Of the last turn's calls the one that loops, or else stands most often among the calls of its window."""
+        candidates: list[tuple[Call, Repeat]] = []
+        for place in range(self._longest):
+            call = history.at(place)
+            if call is None or call.turn:
+                break
+            rule = self.rule(call.name)
+            if place >= rule.window_calls or any(call.same(other, results=self._results) for other, _ in candidates):
+                continue
+            among = history.newest(rule.window_calls)
+            count = sum([call.same(other, results=self._results) for other in among])
+            looping = count >= rule.threshold
+            repeat = Repeat((call.name[:MAX_NAME],), count, len(among), looping, self._results, rule.reason)
+            candidates.append((call, repeat))
+        if not candidates:
+            return None
+        call, repeat = max(candidates, key=lambda candidate: (candidate[1].looping, candidate[1].count))
+        return call.named(results=self._results), repeat
+
+    def _cycle(self, history: _History) -> tuple[bytes, Repeat] | None:
+        """The shortest cycle of different calls that has come round often enough, its newest call last."""
+        for length in range(2, self._max_cycle + 1):
+            if not self._same(history, 0, length):
+                continue
+            members = history.newest(length)
+            if not self._all_different(members):
+                continue
+            rules = [self.rule(call.name) for call in members]
+            rounds = max(rule.threshold for rule in rules)
+            if all(self._same(history, place, place + length) for place in range(1, length * (rounds - 1))):
+                spelled = sorted(call.named(results=self._results) for call in members)
+                names = tuple(call.name[:MAX_NAME] for call in reversed(members))
+                reason = next((rule.reason for rule in rules if rule.reason), "")
+                return _SEPARATOR.join(spelled), Repeat(names, rounds, length * rounds, True, self._results, reason)
+        return None
+
+    def _same(self, history: _History, newer: int, older: int) -> bool:
+        one, other = history.at(newer), history.at(older)
+        return one is not None and other is not None and one.same(other, results=self._results)
+
+    def _all_different(self, members: list[Call]) -> bool:
+        return not any(one.same(other, results=self._results) for place, one in enumerate(members) for other in members[:place])
+
+
+class _History:
+    """Calls, the newest first, taken from the conversation as far as somebody asks for them."""
+
+    def __init__(self, source: Iterator[Call]) -> None:
+        self._source = source
+        self._taken: list[Call] = []
+
+    def at(self, place: int) -> Call | None:
+        """The call at a place, 0 being the newest."""
+        while len(self._taken) <= place:
+            call = next(self._source, None)
+            if call is None:
+                return None
+            self._taken.append(call)
+        return self._taken[place]
+
+    def newest(self, count: int) -> list[Call]:
+        """So many calls, or as many as there are."""
+        self.at(count - 1)
+        return self._taken[:count]
+
+
+def calls(talk: Conversation, *, reset: bool) -> Iterator[Call]:
+    """The calls of a conversation, the newest first.
+
+    Args:
+        talk: the conversation.
+        reset: stop at the last message of the user's own; one that only carries results is not.
+    """
+    answers: dict[str, Part] = {}
+    turn, calling, newest = 0, False, True
+    for message in talk.backwards():
+        if reset and message.role == "user" and spoken(message) is not None:
+            return
+        found = chat_calls(message) if message.tool_calls else parts(message)
+        if reset and message.role == "user" and not (found and all(part.kind == RESULT for part in found)):
+            return
+        called = False
+        for part in reversed(found):
+            if part.kind == RESULT:
+                turn, calling = turn + calling, False
+                answers[part.id] = part
+            elif part.kind == CALL:
+                calling = called = True
+                yield Call(part, answers.pop(part.id, None), turn)
+        if newest and message.role == "assistant" and not called:
+            turn = 1  # it has said something since, and calls nothing
+        newest = False
+
+
+def _matches(name: str, pattern: Sequence[str]) -> bool:
+    """Whether a name is the pattern's parts with anything between them; in linear time, because clients choose names."""
+    first, *between, last = pattern
+    if len(name) < len(first) + len(last) or not name.startswith(first) or not name.endswith(last):
+        return False
+    place, end = len(first), len(name) - len(last)
+    for part in between:
+        place = name.find(part, place, end)
+        if place < 0:
+            return False
+        place += len(part)
+    return True

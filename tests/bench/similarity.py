@@ -1,0 +1,128 @@
+"""What it costs to look into a body, against decoding the same bytes with msgspec, which is the least that anybody could do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from extproc.policy.bundle import LoopDetection
+from extproc.similarity import SIMILARITIES
+from extproc.similarity.document import Document
+from tests.bench.report import Row, progress
+from tests.bench.timing import cpu_us, interleaved, ratio
+
+TITLE = "similarity: looking into an agent's request, against msgspec decoding the same bytes"
+
+_LIMITS = {"canonical": 8, "tail": 1.5, "tool_calls": 1.5}
+_SIZES = (1_000, 10_000, 70_000, 500_000)
+_PROSE = "The pool was closed before the last request came back, so the test saw an error in place of the answer. "
+_CODE = 'def put(self, key):\n    if key is None:\n        raise KeyError("no key")\n    return self.rows[key]\n'
+_SETTINGS = {
+    "temperature": 0.2,
+    "top_p": 0.95,
+    "max_completion_tokens": 4096,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "user": "user-1",
+    "metadata": {"session_id": "0a1b2c3d", "agent": "fixer", "step": "7"},
+}
+
+
+def _tool(number: int) -> dict[str, Any]:
+    properties = {"path": {"type": "string", "description": "relative path"}, "limit": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": ["path"]}
+    return {
+        "type": "function",
+        "function": {"name": f"tool_{number}", "description": "Reads a file of the work tree.", "parameters": parameters},
+    }
+
+
+def _turn(number: int, result: str) -> list[dict[str, Any]]:
+    """The assistant calls a tool, which brings back something new."""
+    call = f"call_{number:08d}"
+    function = {"name": "tool_0", "arguments": json.dumps({"path": f"src/file{number}.py", "limit": 200})}
+    return [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": call, "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": call, "content": f"{number}: {result}"},
+    ]
+
+
+def request(size: int, result: str = _PROSE * 12) -> bytes:
+    """A chat completion request of an agent, as long as the agent is old.
+
+    The smallest is its first: prompts, one tool, no history. The others have a longer prompt, eight tools, and as many turns as
+    make up about `size` bytes.
+    """
+    small = size < 2_000  # bytes
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "You are a helpful coding agent. " * (1 if small else 50)},
+        {"role": "user", "content": "Please fix the failing test in tests/test_store.py."},
+    ]
+    body = {
+        "model": "gpt-4o",
+        **_SETTINGS,
+        "tools": [_tool(number) for number in range(2 if small else 8)],
+        "messages": messages,
+    }
+    while not small and len(json.dumps(body)) < size:
+        messages += _turn(len(messages), result)
+    return json.dumps(body).encode()
+
+
+def run(*, quick: bool) -> list[Row]:
+    """Measure every mode on every size, and decoding beside it."""
+    rows = []
+    for number, size in enumerate(_SIZES, 1):
+        progress(f"similarity: {size // 1000} KB", number, len(_SIZES) + 1)
+        rows += _measure(request(size), f"{size // 1000} KB", quick=quick, limited=True)
+    progress("similarity: indented code", len(_SIZES) + 1, len(_SIZES) + 1)
+    rows += _measure(request(10_000, _CODE * 12), "10 KB, results of indented code", quick=quick, limited=False)
+    return rows
+
+
+def _measure(body: bytes, name: str, *, quick: bool, limited: bool) -> list[Row]:
+    data = memoryview(body)  # as the service has it
+    works: dict[str, Callable[[], object]] = {"decode": lambda: plain(data)}
+    plain = msgspec.json.Decoder().decode
+    looks = {similarity: SIMILARITIES[similarity](_loop(similarity)) for similarity in _LIMITS}
+    for similarity, look in looks.items():
+        assert look is not None
+        compare = look.compare
+        works[similarity] = lambda compare=compare, whole=similarity == "canonical": compare(Document(data, whole=whole))  # type: ignore[misc]  # a lambda's defaults
+
+    def all_three() -> None:
+        document = Document(data, whole=True)
+        for look in looks.values():
+            assert look is not None
+            look.compare(document)
+
+    works["all three at once"] = all_three
+    times = max(5, (20_000 if quick else 100_000) // len(body) * 5)
+    found = interleaved(
+        9 if quick else 25,
+        {key: lambda work=work: cpu_us(lambda: [work() for _ in range(times)], times) for key, work in works.items()},  # type: ignore[misc]  # a lambda's defaults
+    )
+    note = f"{{:.1f}} us against {median(found['decode']):.1f} us"
+    return [
+        Row(
+            f"{name}, {key}",
+            ratio(found, key, "decode"),
+            "x",
+            _LIMITS.get(key) if limited else None,
+            note.format(median(found[key])),
+        )
+        for key in works
+        if key != "decode"
+    ]
+
+
+def _loop(similarity: str) -> LoopDetection:
+    return LoopDetection.model_validate(
+        {"enabled": True, "similarity": similarity, "window_seconds": 60, "threshold_identical_requests": 5}
+    )
