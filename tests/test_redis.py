@@ -29,7 +29,7 @@ from extproc.store.topology import SLOTS, Cluster, slot, spread
 from extproc.windows import Count, Hit
 from tests.harness import eventually
 from tests.servers import Driver, Server, cluster, replicated, sentinels, server
-from tests.test_windows import WINDOW_TYPES, make_hit, oracle
+from tests.test_windows import WINDOW_TYPES, cooldown_hits, make_hit, oracle
 
 SECRET = "hunter2"
 
@@ -475,6 +475,24 @@ def driver_of_module(one: Server) -> Iterator[Driver]:
         yield made
 
 
+@given(
+    count_refused=st.booleans(),
+    cooldown=st.sampled_from([0, 5, 30]),
+    gaps=st.lists(st.integers(1, 12), min_size=1, max_size=15),
+)
+def test_the_log_s_script_trips_at_once_with_a_threshold_of_one(
+    driver_of_module: Driver, count_refused: bool, cooldown: int, gaps: list[int]
+) -> None:
+    """The first request is acted on, as in the other windows; a refusal that does not count leaves the log empty."""
+    driver = driver_of_module.fresh()
+    hit = Hit("key", "sliding_log", 20, 1, cooldown, count_refused, 100)
+    times = [1_000 + sum(gaps[: position + 1]) for position in range(len(gaps))]
+
+    answers = [driver.count([hit], now)[0] for now in times]
+
+    assert answers == oracle(hit, times)
+
+
 # --- batches
 
 
@@ -578,6 +596,18 @@ def test_refusals_that_do_not_count_cost_nothing(driver: Driver, one: Server) ->
 
     assert {(answer.count, answer.looping) for answer in answers} == {(3, True)}
     assert one.commands()["evalsha"] - before <= 5
+
+
+def test_what_is_certain_of_a_loop_is_asked_for_all_others(driver: Driver) -> None:
+    """A cooldown that a known loop has tripped holds for a request that is none, with the server's clock and from here."""
+    (loop, _), (other, _) = cooldown_hits([(True, 1), (False, 1)], cooldown_ms=60_000)
+    alone = driver.count([other])[0]
+
+    answers = [driver.fresh().count([loop])[0], *(driver.count([hit])[0] for hit in (loop, other, loop, other))]
+
+    assert not alone.looping
+    assert [answer.looping for answer in answers] == [True] * 5
+    assert all(0 < answer.cooldown_ms <= 60_000 for answer in answers)
 
 
 def test_a_changed_policy_is_asked_about_anew(driver: Driver) -> None:

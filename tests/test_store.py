@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.engine import Check, decide, hits
 from extproc.errors import UsageError
+from extproc.fingerprint import NO_BODY
 from extproc.metrics import Metrics
+from extproc.request import HttpRequest
 from extproc.store import open_store
 from extproc.store.memory import MemoryStore
 from extproc.windows import Count, Hit
+from tests.documents import policy
 from tests.servers import REDIS, Driver, cluster, server
-from tests.test_windows import WINDOW_TYPES, make_hit, oracle
+from tests.test_engine import make_engine
+from tests.test_windows import COOLDOWN_STEPS, WINDOW_TYPES, cooldown_hits, make_hit, oracle, oracle_of
 
 
 def _on_one() -> Iterator[str]:
@@ -96,6 +103,29 @@ def test_a_store_answers_as_the_windows_do(
     assert {hit: oracle(hit, times) for hit, times in roomy.items()} == {hit: answers[hit] for hit in roomy}
 
 
+@given(steps=COOLDOWN_STEPS)
+def test_a_store_keeps_a_cooldown_and_nothing_else(opened: Driver, steps: list[tuple[bool, int]]) -> None:
+    """Where requests say themselves that they are loops, every store acts on the same ones, and says how long it will."""
+    store = opened.fresh()
+
+    answers = [store.count([hit], now)[0] for hit, now in cooldown_hits(steps)]
+
+    assert answers == oracle_of(cooldown_hits(steps))
+
+
+@pytest.mark.parametrize("window_type", ["sliding_ttl", "fixed"])
+@pytest.mark.parametrize("cooldown", [0, 7_000])
+def test_a_threshold_of_one_trips_every_store_at_once(store: Driver, window_type: str, cooldown: int) -> None:
+    """The first request of a key is acted on where the threshold says so, and every later one."""
+    hit = make_hit(window_type, threshold=1, cooldown_ms=cooldown)
+    times = [1_000, 1_001, 5_000, 9_000, 30_000]
+
+    answers = [store.count([hit], now)[0] for now in times]
+
+    assert answers == oracle(hit, times)
+    assert [answer.looping for answer in answers] == [True] * 5
+
+
 def test_a_clock_that_steps_back_loses_no_count(store: Driver) -> None:
     """After a failover to a server whose clock is behind, requests count as simultaneous with the last one seen."""
     for kind in WINDOW_TYPES:
@@ -131,6 +161,42 @@ def test_the_store_has_a_clock_of_its_own(store: Driver, window_type: str) -> No
     answers = [store.run(store.ask([hit], None))[0] for _ in range(5)]
 
     assert [(answer.count, answer.looping) for answer in answers] == [(1, False), (2, False), (3, True), (4, True), (5, True)]
+
+
+def _calls(times: int, *, user: str = "ann", result: str = "no such file") -> Check:
+    """A conversation in which the same call was made so often, as a policy with a cooldown of 60 s looks at it."""
+    loop: dict[str, Any] = {"similarity": "tool_calls", "cooldown_seconds": 60, "window_seconds": None}
+    turn = [
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "read_file", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": result},
+    ]
+    data = json.dumps({"messages": [{"role": "user", "content": "go"}, *turn * times], "user": user}).encode()
+    engine = make_engine(policy("p", {"pathPrefix": "/"}, limit_keys=["body:/user"], **loop))
+    check = engine.prepare(HttpRequest("POST", "/v1/chat/completions"))
+    assert check is not None
+    check.seal(NO_BODY.plus(data), content=data)
+    return check
+
+
+def test_a_loop_of_calls_trips_the_cooldown_for_its_caller(store: Driver) -> None:
+    """The same call in a shorter history is refused while the cooldown lasts and not after it; others are not touched."""
+
+    def action(seconds: float, check: Check) -> str:
+        return decide(check, store.count(hits(check.enforcing), int(seconds * 1_000) + 1_000_000)).action.value
+
+    answers = [
+        action(0, _calls(2)),
+        action(1, _calls(3)),
+        action(2, _calls(1)),
+        action(3, _calls(1, user="bob")),
+        action(4, _calls(2, result="found")),
+        action(40, _calls(4)),
+        action(60.999, _calls(1)),
+        action(61, _calls(1)),
+        action(62, _calls(3)),
+    ]
+
+    assert answers == ["allow", "reject", "reject", "allow", "allow", "reject", "reject", "allow", "reject"]
 
 
 def _memory(max_entries: int) -> tuple[MemoryStore, Metrics]:

@@ -145,12 +145,19 @@ def _timestamp(value: object) -> object:
     return moment
 
 
+_TOKEN: dict[str, Any] = {"pattern": r"^[A-Za-z0-9!#\x24%&'*+.^_`|~-]+$"}
+_HOST_PATTERN: dict[str, Any] = {"pattern": r"^([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$"}
+_KEY_PATTERN: dict[str, Any] = {
+    "pattern": "^((jwt|query|[Hh][Ee][Aa][Dd][Ee][Rr]):[A-Za-z0-9_-]+|body:(/([^~/]|~[01])*)+"
+    "|ip:(address|country|asn|type|tor)|ua:(bot|bot_category))$"
+}
+
 Path = Annotated[str, AfterValidator(_path), Field(json_schema_extra={"pattern": "^/[^?#]*$"})]
-Method = Annotated[str, AfterValidator(_method)]
-Host = Annotated[str, AfterValidator(_host)]
-LimitKey = Annotated[str, AfterValidator(_limit_key)]
+Method = Annotated[str, AfterValidator(_method), Field(json_schema_extra=_TOKEN)]
+Host = Annotated[str, AfterValidator(_host), Field(json_schema_extra=_HOST_PATTERN)]
+LimitKey = Annotated[str, AfterValidator(_limit_key), Field(json_schema_extra=_KEY_PATTERN)]
 Pointer = Annotated[str, AfterValidator(_pointer), Field(json_schema_extra={"pattern": "^(/([^~/]|~[01])*)+$"})]
-Header = Annotated[str, AfterValidator(_header)]
+Header = Annotated[str, AfterValidator(_header), Field(json_schema_extra=_TOKEN)]
 Id = Annotated[str, AfterValidator(_id), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,128}$"})]
 Timestamp = Annotated[AwareDatetime, BeforeValidator(_timestamp)]
 
