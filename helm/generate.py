@@ -7,8 +7,8 @@ How values.yaml is read:
 - The comment right above a key documents it; every value has one. Maps are looked into, and need none.
 - A line `@schema {...}` in it adds to what the default's type says about a value. One with `$ref` or `if` describes the value
   alone, and what stands below the key is not looked into. A `$ref` names a definition: of Kubernetes, by its full name;
-  `Bundle`, a policy bundle as `loopguard schema` describes it; or `Settings`, the flags of `loopguard serve` that have no value
-  of their own.
+  `Bundle`, a policy bundle as `loopguard schema` describes it; `Settings`, the flags of `loopguard serve` that have no value of
+  their own; or one of those in `MESH`.
 - A comment that starts with `##` is a heading of the README.
 
 The schema is draft-07, which every version of Helm reads. Policies are described in 2020-12: what they use of it is rewritten,
@@ -148,7 +148,7 @@ def values_schema(values: Sequence[Value]) -> Schema:
         "additionalProperties": False,
         "properties": properties,
     }
-    return {**made, "definitions": _used(made, {**kubernetes(), **policies(), "Settings": settings()})}
+    return {**made, "definitions": _used(made, {**kubernetes(), **policies(), **MESH, "Settings": settings()})}
 
 
 def _schema(value: Value) -> Schema:
@@ -161,6 +161,33 @@ def _schema(value: Value) -> Schema:
     if kind in ("array", "object") and not value.extra:
         raise ChartError(f"{'.'.join(value.path)} needs a line '@schema' that says what it holds")
     return {"type": kind, **value.extra, "description": value.words, "default": value.default}
+
+
+MESH: Schema = {
+    "Scope": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{0,57}$"},  # with room for `-canary` behind it
+    "IstioRoute": {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["name"],
+        "properties": {
+            "name": {"type": "string", "minLength": 1},
+            "virtualHost": {"type": "string", "minLength": 1},
+            "policies": {"type": "array", "minItems": 1, "items": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"}},
+            "bundle": {"$ref": f"{REFERENCE}RouteBundle"},
+        },
+    },
+    "TargetRef": {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["name"],
+        "properties": {
+            "kind": {"enum": ["HTTPRoute", "GRPCRoute", "Gateway"]},
+            "name": {"type": "string", "minLength": 1},
+            "sectionName": {"type": "string", "minLength": 1},
+        },
+    },
+}
+"""What is attached to, in a mesh."""
 
 
 def settings() -> Schema:
@@ -340,9 +367,27 @@ def policies() -> Schema:
     """Definitions of a bundle and its parts."""
     raw = {name: convert(made) for name, made in bundle.schema()["$defs"].items()}
     definitions: Schema = {name: choose(made, raw) for name, made in raw.items()}
+    definitions |= _on_routes(definitions)
     definitions["Spec"]["allOf"] = [_selector_rule(definitions)]
     definitions["LoopDetection"]["allOf"] = [*_required_rules(definitions), *_ownership_rules(definitions), _log_rule()]
     return definitions
+
+
+def _on_routes(definitions: Schema) -> Schema:
+    """A bundle that comes with a route: its policies need no selector, because they are the route's."""
+    spec = {**definitions["Spec"], "required": [key for key in definitions["Spec"]["required"] if key != "selector"]}
+    renamed = {f"{REFERENCE}{name}": f"{REFERENCE}Route{name}" for name in ("Policy", "Spec")}
+    made = {"RouteSpec": spec, "RoutePolicy": definitions["Policy"], "RouteBundle": definitions["Bundle"]}
+    return {name: _redirected(schema, renamed) for name, schema in made.items()}
+
+
+def _redirected(schema: Any, renamed: Mapping[str, str]) -> Any:  # noqa: ANN401  # raw JSON
+    """The same with other references."""
+    if isinstance(schema, list):
+        return [_redirected(item, renamed) for item in schema]
+    if not isinstance(schema, dict):
+        return renamed.get(schema, schema) if isinstance(schema, str) else schema
+    return {key: _redirected(item, renamed) for key, item in schema.items()}
 
 
 def _selector_rule(definitions: Schema) -> Schema:

@@ -18,6 +18,8 @@ import jsonschema  # type: ignore[import-untyped]  # published without type info
 import kubernetes_validate  # type: ignore[import-untyped]  # same
 import pytest
 import trustme
+from cloudcoil.models.istio.networking.v1 import DestinationRule
+from cloudcoil.models.istio.networking.v1alpha3 import EnvoyFilter
 from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule, ServiceMonitor
 
 from extproc import settings
@@ -39,12 +41,14 @@ from tests.chart import (
     rendered,
     with_policies,
 )
+from tests.chart.envoy_gateway import ENVOY_GATEWAY
 from tests.documents import policy
 
 KUBERNETES = ("1.27", "1.32", "1.37")
 """The oldest version that the chart takes, a middle one, and the newest whose schemas there are."""
 
-CRDS = {"ServiceMonitor": ServiceMonitor, "PodMonitor": PodMonitor, "PrometheusRule": PrometheusRule}
+MODELS = (ServiceMonitor, PodMonitor, PrometheusRule, EnvoyFilter, DestinationRule)
+CRDS: dict[str, Any] = {model.__name__: model.model_json_schema() for model in MODELS} | ENVOY_GATEWAY
 
 each_case = pytest.mark.parametrize("values", CASES.values(), ids=CASES)
 
@@ -63,7 +67,7 @@ def wrong_with(item: Object, kubernetes: str = KUBERNETES[-1]) -> str:
     """What an API server would say against an object, empty when it would take it."""
     error: jsonschema.ValidationError | None = None
     if item["kind"] in CRDS:
-        validator = jsonschema.Draft202012Validator(strict(CRDS[item["kind"]].model_json_schema()))
+        validator = jsonschema.Draft202012Validator(strict(CRDS[item["kind"]]))
         error = jsonschema.exceptions.best_match(validator.iter_errors(item))
     else:
         try:
@@ -79,6 +83,7 @@ def wrong_with(item: Object, kubernetes: str = KUBERNETES[-1]) -> str:
 def test_there_is_a_case_for_every_store_and_shape() -> None:
     """The table below is not kept by looking at nothing."""
     assert {"defaults", "memory", "redis", "sentinel", "cluster", "canary", "everything"} <= CASES.keys()
+    assert {"istio-gateway", "istio-sidecar", "istio-shadow", "envoy-gateway"} <= CASES.keys()
 
 
 @each_case
@@ -106,6 +111,12 @@ def test_every_object_is_what_kubernetes_takes(values: Values, kubernetes: str) 
         ("NetworkPolicy", ("spec", "ingres"), "'ingres' was unexpected"),
         ("ServiceMonitor", ("spec", "endpoints", 0, "intervall"), "'intervall' was unexpected"),
         ("PrometheusRule", ("spec", "groups", 0, "rules", 0, "annotation"), "'annotation' was unexpected"),
+        ("EnvoyFilter", ("spec", "configPatches", 1, "match", "listener", "portNumer"), "is not valid under any"),
+        ("EnvoyFilter", ("spec", "configPatches", 1, "patches"), "'patches' was unexpected"),
+        ("DestinationRule", ("spec", "trafficPolicy", "connectionPool", "http", "maxRequests"), "'maxRequests' was unexpected"),
+        ("EnvoyExtensionPolicy", ("spec", "extProc", 0, "maxMessageTimeout"), "'maxMessageTimeout' was unexpected"),
+        ("ClientTrafficPolicy", ("spec", "connection", "limit"), "'limit' was unexpected"),
+        ("ReferenceGrant", ("spec", "to", 0, "namespace"), "'namespace' was unexpected"),
     ],
 )
 def test_a_key_too_many_is_seen(kind: str, place: tuple[str | int, ...], complaint: str) -> None:
@@ -121,10 +132,13 @@ def test_a_key_too_many_is_seen(kind: str, place: tuple[str | int, ...], complai
 
 @each_case
 def test_names_are_unique_and_in_the_namespace(values: Values) -> None:
-    """No object takes another one's place, and all go where the release goes."""
+    """No object takes another one's place, and all go where the release goes, but for what a mesh looks for elsewhere."""
     made = objects(values)
+    elsewhere = {"EnvoyFilter": "istio", "EnvoyExtensionPolicy": "envoyGateway", "ClientTrafficPolicy": "envoyGateway"}
 
-    assert {item["metadata"]["namespace"] for item in made} == {NAMESPACE}
+    for item in made:
+        mesh = values.get(elsewhere.get(item["kind"], ""), {})
+        assert item["metadata"]["namespace"] == mesh.get("namespace", NAMESPACE)
     assert max(Counter((item["kind"], item["metadata"]["name"]) for item in made).values()) == 1
 
 

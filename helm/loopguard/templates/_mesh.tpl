@@ -1,0 +1,102 @@
+{{/* The cluster by which Istio's Envoys know a track. Takes root and track. */}}
+{{- define "loopguard.istioHost" -}}
+{{ .track.name }}.{{ .root.Release.Namespace }}.svc.{{ .root.Values.istio.clusterDomain }}
+{{- end }}
+
+{{/*
+The filters that are put into Istio's Envoys, as JSON: each with its name, its track, its attachment scope and whether it only looks
+on. A canary in shadow stands before the stable filter, and so sees what that one refuses. One that acts is not attached: a filter
+cannot give it a share of the traffic. Takes root.
+*/}}
+{{- define "loopguard.filters" -}}
+{{- $filters := list -}}
+{{- range $track := include "loopguard.tracks" . | fromJsonArray -}}
+{{- if eq $track.component "stable" -}}
+{{- $filters = append $filters (dict "name" "loopguard" "track" $track "observes" (eq $.Values.envoy.shadowMode "observability") "scope" $.Values.istio.scope) -}}
+{{- else if $.Values.canary.shadow.enabled -}}
+{{- $scope := empty $.Values.istio.scope | ternary "" (printf "%s-canary" $.Values.istio.scope) -}}
+{{- $filters = prepend $filters (dict "name" "loopguard-canary" "track" $track "observes" true "scope" $scope) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $filters -}}
+{{- end }}
+
+{{/* An ext_proc filter, off until a route turns it on. Takes root and filter. */}}
+{{- define "loopguard.httpFilter" -}}
+{{- $envoy := .root.Values.envoy -}}
+{{- $partial := or (eq $envoy.bodyMode "tolerant") (eq $envoy.shadowMode "partial") -}}
+name: {{ .filter.name }}
+disabled: true
+typed_config:
+  "@type": type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor
+  grpc_service:
+    envoy_grpc:
+      cluster_name: outbound|50051||{{ include "loopguard.istioHost" (dict "root" .root "track" .filter.track) }}
+    {{- with .filter.scope }}
+    initial_metadata: [{key: x-loopguard-scope, value: {{ . | quote }}}]
+    {{- end }}
+  processing_mode:
+    request_header_mode: SEND
+    request_body_mode: {{ if .filter.observes }}STREAMED{{ else if $partial }}BUFFERED_PARTIAL{{ else }}BUFFERED{{ end }}
+    request_trailer_mode: SKIP
+    response_header_mode: SKIP
+    response_body_mode: NONE
+    response_trailer_mode: SKIP
+  {{- if .filter.observes }}
+  observability_mode: true
+  failure_mode_allow: true # otherwise requests would fail while Loopguard is away
+  deferred_close_timeout: 5s
+  {{- else }}
+  {{- if $partial }}
+  allow_content_length_header: true
+  {{- end }}
+  failure_mode_allow: {{ or (eq $envoy.failureMode "allow") (eq $envoy.shadowMode "partial") }}
+  message_timeout: {{ divf $envoy.messageTimeoutMilliseconds 1000 }}s
+  max_message_timeout: {{ int $envoy.maxMessageTimeoutSeconds }}s
+  {{- end }}
+  request_attributes:
+    - source.address
+    - xds.route_name
+    {{- if has true (include "loopguard.hasRouteBundles" .root | fromJsonArray) }}
+    - xds.route_metadata.filter_metadata['loopguard']['policy_json']
+    {{- end }}
+  metadata_options:
+    forwarding_namespaces: {untyped: [envoy.filters.http.jwt_authn]}
+    receiving_namespaces: {untyped: [loopguard]}
+{{- end }}
+
+{{/* Whether routes have bundles of their own, one truth for each, as JSON. Takes root. */}}
+{{- define "loopguard.hasRouteBundles" -}}
+{{- $found := list -}}
+{{- range .Values.istio.routes }}{{ $found = append $found (not (empty .bundle)) }}{{ end -}}
+{{- toJson $found -}}
+{{- end }}
+
+{{/*
+Envoy Gateway's messageTimeout, in milliseconds: it has no maxMessageTimeout, so the longest throttle has to fit into that of every
+message. Policies that Helm cannot see may hold as long as they may. Takes root.
+*/}}
+{{- define "loopguard.wholeTimeout" -}}
+{{- if .Values.policies.existingConfigMap -}}
+{{- mul 1000 .Values.envoy.maxMessageTimeoutSeconds -}}
+{{- else -}}
+{{- $hold := include "loopguard.longestHold" .Values.policies.bundle | fromJson -}}
+{{- max .Values.envoy.messageTimeoutMilliseconds (empty $hold.policy | ternary 0 (add $hold.milliseconds 2000)) -}}
+{{- end -}}
+{{- end }}
+
+{{/*
+Labels and annotations with which Istio gives Loopguard's own pods a sidecar, as JSON: one that stays as long as the process drains,
+and that Prometheus scrapes past, as it has no mesh certificate. Takes root.
+*/}}
+{{- define "loopguard.sidecar" -}}
+{{- $made := dict "labels" dict "annotations" dict -}}
+{{- if and .Values.istio.enabled (eq .Values.istio.tls "ISTIO_MUTUAL") -}}
+{{- $drain := addf .Values.drain.delaySeconds .Values.drain.timeoutSeconds | ceil | int -}}
+{{- $_ := set $made "labels" (dict "sidecar.istio.io/inject" "true") -}}
+{{- $_ := set $made "annotations" (dict
+      "proxy.istio.io/config" (dict "terminationDrainDuration" (printf "%ds" $drain) | toJson)
+      "traffic.sidecar.istio.io/excludeInboundPorts" "9900") -}}
+{{- end -}}
+{{- toJson $made -}}
+{{- end }}

@@ -1,0 +1,74 @@
+"""What Istio makes of an EnvoyFilter: an Envoy configuration with its patches applied, as far as the chart uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tests.chart import Object
+
+HCM = "envoy.filters.network.http_connection_manager"
+
+
+def without_loopguard(bootstrap: Object) -> Object:
+    """The bootstrap of `loopguard envoy-config` without all that attaches Loopguard: what an EnvoyFilter finds."""
+    (listener,) = bootstrap["static_resources"]["listeners"]
+    del listener["per_connection_buffer_limit_bytes"]
+    manager = http_manager(bootstrap)
+    for key in ("request_timeout", "http2_protocol_options", "early_header_mutation_extensions"):
+        del manager[key]
+    manager["http_filters"] = [item for item in manager["http_filters"] if item["name"] == "envoy.filters.http.router"]
+    for host in manager["route_config"]["virtual_hosts"]:
+        del host["response_headers_to_add"]
+        for route in host["routes"]:
+            route.pop("typed_per_filter_config", None)
+    return bootstrap
+
+
+def http_manager(bootstrap: Object) -> Object:
+    """The configuration of its one HTTP connection manager."""
+    (listener,) = bootstrap["static_resources"]["listeners"]
+    (chain,) = listener["filter_chains"]
+    found: Object = chain["filters"][0]["typed_config"]
+    return found
+
+
+def patched(bootstrap: Object, envoy_filter: Object) -> Object:
+    """The bootstrap with every patch applied, each of which has to find its place."""
+    for patch in envoy_filter["spec"]["configPatches"]:
+        value, match = patch["patch"]["value"], patch["match"]
+        operation = (patch["applyTo"], patch["patch"]["operation"])
+        if operation == ("HTTP_FILTER", "INSERT_BEFORE"):
+            filters = http_manager(bootstrap)["http_filters"]
+            wanted = match["listener"]["filterChain"]["filter"]["subFilter"]["name"]
+            filters.insert([item["name"] for item in filters].index(wanted), value)
+        elif operation == ("LISTENER", "MERGE"):
+            merge(bootstrap["static_resources"]["listeners"][0], value)
+        elif operation == ("NETWORK_FILTER", "MERGE"):
+            assert match["listener"]["filterChain"]["filter"]["name"] == value["name"] == HCM
+            merge(http_manager(bootstrap), value["typed_config"])
+        else:
+            assert operation == ("HTTP_ROUTE", "MERGE")
+            found = list(_routes(bootstrap, match["routeConfiguration"]["vhost"]))
+            assert found, f"no route for {match}"
+            for route in found:
+                merge(route, value)
+    return bootstrap
+
+
+def _routes(bootstrap: Object, wanted: Object) -> Iterator[Object]:
+    for host in http_manager(bootstrap)["route_config"]["virtual_hosts"]:
+        if wanted.get("name", host["name"]) == host["name"]:
+            yield from (route for route in host["routes"] if route["name"] == wanted["route"]["name"])
+
+
+def merge(message: Object, other: Object) -> None:
+    """As protobuf merges: messages and maps key by key, lists one behind the other."""
+    for key, value in other.items():
+        old: Any = message.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            merge(old, value)
+        elif isinstance(old, list) and isinstance(value, list):
+            old += value
+        else:
+            message[key] = value

@@ -1,0 +1,290 @@
+"""What the chart renders for meshes, judged and run by the real Envoy."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chart import CASES, Object, Values, merged, objects, of_kind
+from tests.chart.istio import http_manager, patched, without_loopguard
+from tests.documents import bundle, policy
+from tests.harness import ENVOY, Stack, envoy_version, eventually, stack
+
+ISTIO = {name: values for name, values in CASES.items() if values.get("istio", {}).get("enabled")}
+CLUSTER = "outbound|50051||lg-loopguard.guards.svc.cluster.local"
+CANARY_CLUSTER = "outbound|50051||lg-loopguard-canary.guards.svc.cluster.local"
+
+each_istio = pytest.mark.parametrize("values", ISTIO.values(), ids=ISTIO)
+needs_content_length = pytest.mark.skipif(
+    envoy_version() < (1, 38), reason="allow_content_length_header is not in this Envoy: the tolerant body mode is NOT tested"
+)
+
+
+def envoy_filter(values: Values) -> Object:
+    """The EnvoyFilter that values make."""
+    (found,) = of_kind(objects(values), "EnvoyFilter")
+    return found
+
+
+# ---- Its values are messages of Envoy
+
+_PARSER = """
+import importlib, json, sys
+from google.protobuf.json_format import ParseDict, ParseError
+MODULES = {
+    "LISTENER": ("envoy.config.listener.v3.listener_pb2", "Listener"),
+    "NETWORK_FILTER": ("envoy.config.listener.v3.listener_components_pb2", "Filter"),
+    "HTTP_ROUTE": ("envoy.config.route.v3.route_components_pb2", "Route"),
+    "HTTP_FILTER": (
+        "envoy.extensions.filters.network.http_connection_manager.v3.http_connection_manager_pb2", "HttpFilter"
+    ),
+}
+importlib.import_module(MODULES["HTTP_FILTER"][0])  # what an Any holds has to be there as well
+for module in ("filters.http.ext_proc.v3.ext_proc", "http.early_header_mutation.header_mutation.v3.header_mutation"):
+    importlib.import_module(f"envoy.extensions.{module}_pb2")
+for place, value in json.load(sys.stdin):
+    module, name = MODULES[place]
+    try:
+        ParseDict(value, getattr(importlib.import_module(module), name)())
+        print("OK")
+    except ParseError as error:
+        print(" ".join(str(error).split()))
+"""
+
+
+def read_as_messages(patches: list[Object]) -> list[str]:
+    """What the official messages say to each patch, in a process of its own: they and ours cannot be loaded into one."""
+    values = copy.deepcopy([patch["patch"]["value"] for patch in patches])
+    for value in values:
+        value.get("typed_config", {}).pop("allow_content_length_header", None)  # newer than these messages; Envoy knows it
+    given = json.dumps([(patch["applyTo"], value) for patch, value in zip(patches, values, strict=True)])
+    done = subprocess.run([sys.executable, "-c", _PARSER], input=given, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_every_patch_is_a_message() -> None:
+    """The free-form values of every case parse as the messages that they are patched into, down to what is in an Any."""
+    patches = [patch for values in ISTIO.values() for patch in envoy_filter(values)["spec"]["configPatches"]]
+
+    assert {patch["applyTo"] for patch in patches} == {"LISTENER", "NETWORK_FILTER", "HTTP_FILTER", "HTTP_ROUTE"}
+    assert read_as_messages(patches) == ["OK"] * len(patches)
+
+
+def test_a_misspelt_field_of_a_patch_is_seen() -> None:
+    """The messages refuse a field that no CRD schema looks at."""
+    patches = copy.deepcopy(envoy_filter(CASES["istio-sidecar"])["spec"]["configPatches"])
+    for patch in patches:
+        value = patch["patch"]["value"]
+        inside = value.get("typed_config") or value.get("typed_per_filter_config", {}).get("loopguard", {}).get("config", value)
+        inside["message_time_out"] = "1s"
+
+    said = read_as_messages(patches)
+
+    assert [line for line in said if "message_time_out" not in line] == []
+
+
+# ---- Envoy takes it
+
+
+def configuration(text: str, values: Values, routes: dict[str, str], edit: Callable[[Object], object] = bool) -> str:
+    """An Envoy as Istio would configure it, with the EnvoyFilter of these values.
+
+    Args:
+        text: of `loopguard envoy-config`; its clusters and ports are taken over.
+        values: of the chart.
+        routes: names by path prefix, the first that matches is taken.
+        edit: changes the configuration last.
+    """
+    made = without_loopguard(yaml.safe_load(text))
+    listed = [
+        {"name": name, "match": {"prefix": prefix}, "route": {"cluster": "upstream", "timeout": "0s"}}
+        for prefix, name in routes.items()
+    ]
+    found = envoy_filter(values)
+    (host,) = http_manager(made)["route_config"]["virtual_hosts"]
+    names = [
+        patch["match"]["routeConfiguration"]["vhost"].get("name")
+        for patch in found["spec"]["configPatches"]
+        if patch["applyTo"] == "HTTP_ROUTE"
+    ]
+    host["name"] = next((name for name in names if name), "all")
+    host["routes"] = listed
+    clusters = made["static_resources"]["clusters"]
+    for number, name in enumerate(sorted({CLUSTER, *cluster_names(found)})):
+        own = copy.deepcopy(clusters[0])
+        own["name"] = own["load_assignment"]["cluster_name"] = name
+        (group,) = own["load_assignment"]["endpoints"]
+        endpoints = group["lb_endpoints"]
+        group["lb_endpoints"] = [endpoints[number % len(endpoints)]]
+        clusters.append(own)
+    patched(made, found)
+    edit(made)
+    return json.dumps(made)
+
+
+def cluster_names(found: Object) -> Iterator[str]:
+    """Whom the filters of an EnvoyFilter ask."""
+    for patch in found["spec"]["configPatches"]:
+        if patch["applyTo"] == "HTTP_FILTER":
+            yield patch["patch"]["value"]["typed_config"]["grpc_service"]["envoy_grpc"]["cluster_name"]
+
+
+@each_istio
+def test_envoy_takes_the_patched_configuration(values: Values, tmp_path: Path) -> None:
+    """A listener with every patch applied is one that Envoy accepts."""
+    tolerant = values.get("envoy", {}).get("bodyMode") == "tolerant"
+    names = [route["name"] for route in values["istio"]["routes"]]
+    bootstrap = Path(__file__).parent.parent / "envoy" / "bootstrap.yaml"
+    file = tmp_path / "envoy.yaml"
+    file.write_text(configuration(bootstrap.read_text(), values, {f"/{name}": name for name in names}))
+
+    done = subprocess.run([ENVOY, "--mode", "validate", "-c", str(file)], capture_output=True, text=True, check=False)
+
+    assert (done.returncode == 0) == (not tolerant or envoy_version() >= (1, 38)), done.stderr
+
+
+# ---- And it works
+
+
+USER = {"x-user-id": "ann"}
+ROUTES = {"/v1/chat": "chat", "/named": "named", "/own": "own", "/": "unnamed"}
+
+
+@contextmanager
+def mesh(values: Values, routes: dict[str, str], *arguments: str, **more: Any) -> Iterator[Stack]:  # noqa: ANN401  # of `stack`
+    """Loopguard behind an Envoy with the EnvoyFilter of these values, and with their policies."""
+    policies = values["policies"]["bundle"]
+    with stack(policies, *arguments, edit=lambda text: configuration(text, values, routes), **more) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[Stack]:
+    """The case of a gateway; the first of two Loopguards is asked by the stable filter, the second by the canary's."""
+    with mesh(CASES["istio-gateway"], ROUTES, replicas=2) as made:
+        yield made
+
+
+def statuses(made: Stack, path: str, times: int, user: str, **more: Any) -> list[int]:  # noqa: ANN401  # of `send`
+    """The same request several times."""
+    return [made.send(path, headers={"x-user-id": user}, **more).status for _ in range(times)]
+
+
+def test_the_rendered_filter_refuses_a_loop(gateway: Stack) -> None:
+    """On a named route the third identical request is refused, by the policy whose selector takes it."""
+    found = statuses(gateway, "/v1/chat", 3, "loop", method="POST", body=b"same")
+    refused = gateway.send("/v1/chat", method="POST", body=b"same", headers={"x-user-id": "loop"})
+
+    assert found == [200, 200, 429]
+    assert refused.headers["x-loopguard-policy"] == "chat"
+
+
+def test_other_routes_never_meet_loopguard(gateway: Stack) -> None:
+    """The filter is off, but for named routes."""
+    before = [gateway.loopguard.metric("unmatched_total"), gateway.envoy.stat("http.ingress.ext_proc.streams_started")]
+
+    found = statuses(gateway, "/elsewhere", 4, "other")
+
+    after = [gateway.loopguard.metric("unmatched_total"), gateway.envoy.stat("http.ingress.ext_proc.streams_started")]
+    assert found == [200] * 4
+    assert after == before
+
+
+def test_a_route_names_its_policies(gateway: Stack) -> None:
+    """A policy whose selector takes no such path acts on the route that names it, and on no other."""
+    assert statuses(gateway, "/named/a", 2, "named") == [200, 429]
+    assert gateway.send("/named/a", headers={"x-user-id": "named"}).headers["x-loopguard-policy"] == "strict"
+
+
+def test_a_route_brings_its_own_policies(gateway: Stack) -> None:
+    """What stands in the route's metadata acts: a warning that reaches upstream and client, and a throttle."""
+    answers = [gateway.send("/own/a", headers={"x-user-id": "own"}) for _ in range(2)]
+    warned = [seen.header("x-fairvisor-warning") for seen in gateway.upstream.seen if seen.target == "/own/a"]
+    throttled = statuses(gateway, "/own/slow", 3, "slow")
+
+    assert [answer.headers.get("x-fairvisor-warning") for answer in answers] == [None, "loop_warn"]
+    assert warned == [None, "loop_warn"]
+    assert throttled == [200] * 3
+    assert gateway.loopguard.metric("requests_total", policy="slow", action="throttle") == 2
+    assert gateway.envoy.stat("http.ingress.ext_proc.override_message_timeout_received") >= 2
+    assert gateway.loopguard.metric("handover_errors_total") == 0
+
+
+def test_a_forged_warning_is_not_believed(gateway: Stack) -> None:
+    """No client warns in Loopguard's name."""
+    gateway.send("/own/forged", headers={"x-user-id": "forger", "X-Fairvisor-Warning": "mine"})
+
+    assert gateway.upstream.seen[-1].header("x-fairvisor-warning") is None
+
+
+def test_the_buffer_limit_is_raised_and_kept(gateway: Stack) -> None:
+    """A body above Envoy's default of 1 MiB is looked at, one above the limit of the values is too large."""
+    found = statuses(gateway, "/v1/chat", 3, "large", method="POST", body=b"x" * 3_000_000)
+    too_large = gateway.send("/v1/chat", method="POST", body=b"x" * 11_000_000, headers={"x-user-id": "large"})
+
+    assert found == [200, 200, 429]
+    assert too_large.status == 413
+
+
+def test_the_canary_sees_what_the_stable_filter_sees(gateway: Stack) -> None:
+    """It counts every request, refused ones included, and no client notices; the upstream gets what the client sent."""
+    canary = gateway.replicas[1]
+
+    before = {action: canary.metric("requests_total", policy="chat", action=action) for action in ("allow", "reject")}
+    found = statuses(gateway, "/v1/chat", 5, "canary", method="POST", body=b"y" * 100_000)
+
+    assert found == [200, 200, 429, 429, 429]
+    for action, times in {"allow": 2, "reject": 3}.items():
+        eventually(
+            lambda action=action, times=times: (  # type: ignore[misc]  # defaults bind the loop's values
+                canary.metric("requests_total", policy="chat", action=action) == before[action] + times
+            ),
+            f"the canary's count of {action}",
+        )
+    received = gateway.upstream.seen[-1]
+    assert (received.header("content-length"), len(received.body)) == ("100000", 100_000)
+
+
+def test_an_observing_filter_never_acts() -> None:
+    """With observability_mode an enforcing policy counts and refuses nobody, and a body above the limit goes on."""
+    values = CASES["istio-shadow"]
+    with mesh(values, {"/": "default"}) as made:
+        found = statuses(made, "/a", 5, "ann", method="POST", body=b"same")
+        large = made.send("/a", method="POST", body=b"x" * 12_000_000, headers=USER)
+        counted = eventually(lambda: made.loopguard.metric("loops_detected_total", policy="chat") >= 3, "the third loop")
+        received = made.upstream.seen[-1]
+        made.loopguard.stop()
+        without = made.send("/a", method="POST", body=b"same", headers=USER)
+
+    assert found == [200] * 5
+    assert (large.status, len(received.body)) == (200, 12_000_000)
+    assert counted
+    assert without.status == 200
+
+
+@needs_content_length
+@pytest.mark.parametrize("failure_mode", ["allow", "deny"])
+def test_a_tolerant_filter_lets_large_bodies_pass(failure_mode: str) -> None:
+    """A body above the limit is not counted, but it passes; whether requests do without Loopguard is the failure mode's."""
+    chat = policy("chat", {"pathPrefix": "/"}, limit_keys=["header:x-user-id"])
+    values = merged(CASES["istio-sidecar"], {"policies": {"bundle": bundle(chat)}, "envoy": {"failureMode": failure_mode}})
+    with mesh(values, {"/": "default"}) as made:
+        small = statuses(made, "/a", 3, "ann", method="POST", body=b"same")
+        large = statuses(made, "/a", 4, "ann", method="POST", body=b"x" * 12_000_000)
+        uncounted = made.loopguard.metric("uncounted_total", reason="body_truncated")
+        made.loopguard.stop()
+        without = made.send("/a", method="POST", body=b"other", headers=USER).status
+
+    assert small == [200, 200, 429]
+    assert large == [200] * 4
+    assert uncounted == 4
+    assert without == (200 if failure_mode == "allow" else 500)
