@@ -71,7 +71,7 @@ class Gate(NamedTuple):
 
 @pytest.fixture(scope="module", params=["fast", "grpcio"])
 def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
-    """One stack for each transport; every agent is a user of its own."""
+    """One stack for each transport, which need not see the whole of the tables below; every agent is a user of its own."""
     with fake_model() as model, stack(POLICIES, "--transport", request.param, upstream=f"127.0.0.1:{model.port}") as made:
         yield Gate(made, model)
 
@@ -181,7 +181,7 @@ LOOPS: dict[str, tuple[str, Script, int, str]] = {  # where, what the model asks
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("gate", "loop"), [*(("fast", name) for name in LOOPS), ("grpcio", "one tool")], indirect=["gate"])
 def test_a_looping_agent_is_stopped(gate: Gate, api: str, loop: str, user: dict[str, str]) -> None:
     """At the threshold the SDK raises RateLimitError with the reason; the refused request is sent once and goes no further."""
     path, script, turns, message = LOOPS[loop]
@@ -232,7 +232,9 @@ PROGRESS: dict[str, tuple[str, Sequence[Answer], Sequence[str], Sequence[str]]] 
 }
 
 
-@pytest.mark.parametrize("case", PROGRESS)
+@pytest.mark.parametrize(
+    ("gate", "case"), [*(("fast", name) for name in PROGRESS), ("grpcio", "other results")], indirect=["gate"]
+)
 def test_an_agent_that_makes_progress_is_never_stopped(gate: Gate, api: str, case: str, user: dict[str, str]) -> None:
     """Other arguments, other results or a new user message are progress: every request reaches the model, up to the last."""
     path, answers, tasks, moving = PROGRESS[case]
