@@ -12,6 +12,7 @@ from base64 import urlsafe_b64encode
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -345,11 +346,8 @@ def test_explain_does_not_deny_calls(capsys: pytest.CaptureFixture[str], tmp_pat
 @pytest.mark.xfail(strict=True, reason="the hold is worked out from the calls there are, not from the threshold")
 def test_explain_tells_the_hold_at_the_threshold(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """What a throttled loop of calls will wait at first is 100 ms for each call of the threshold."""
-    loop = {"similarity": "tool_calls", "action": "throttle", "threshold_identical_requests": 4, "cooldown_seconds": 9}
-    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, limit_keys=[], missing_descriptor="share") | {})
-    document = json.loads((tmp_path / "p.json").read_text())
-    document["spec"]["loop_detection"] |= loop
-    written(tmp_path / "p.json", document)
+    loop: dict[str, Any] = {"similarity": "tool_calls", "action": "throttle", "threshold_identical_requests": 4}
+    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, cooldown_seconds=9, **loop))
 
     found = shown(Run(capsys, "explain", "--policy", file, "-d", called(3), "h/v1"))
 
