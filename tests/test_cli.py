@@ -326,24 +326,14 @@ def test_explain_says_whether_calls_loop(capsys: pytest.CaptureFixture[str], tmp
     assert before["cool"]["decision"] == (
         "allow below 3 equal calls, then reject with 429 (Retry-After: 9); read_file: 2 of 2 calls"
     )
-    assert [block["decision"] for block in quiet.values()] == ["allow: the last turn calls no tool"] * 2
+    nothing = "allow: the last turn calls no tool, or there are fewer calls than any threshold"
+    assert [block["decision"] for block in (before["tool_calls"], *quiet.values())] == [nothing] * 3
     assert [block["compared"] for block in quiet.values()] == ["no calls"] * 2
     assert "key" not in loop["tool_calls"]
     assert re.match(r"loop:p:cool:fixed::[0-9a-f]{16}:[0-9a-f]{24}$", loop["cool"]["key"])
     assert loop["cool"]["fingerprint"] == before["cool"]["fingerprint"]
 
 
-@pytest.mark.xfail(strict=True, reason="fewer calls than any threshold are told as a turn that calls no tool")
-def test_explain_does_not_deny_calls(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A turn that calls a tool is not said to call none, however few calls there are."""
-    file = looks(tmp_path / "p.json", "tool_calls")
-
-    found = shown(Run(capsys, "explain", "--policy", file, "-d", called(2), "h/v1"))
-
-    assert "calls no tool" not in found["tool_calls"]["decision"]
-
-
-@pytest.mark.xfail(strict=True, reason="the hold is worked out from the calls there are, not from the threshold")
 def test_explain_tells_the_hold_at_the_threshold(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """What a throttled loop of calls will wait at first is 100 ms for each call of the threshold."""
     loop: dict[str, Any] = {"similarity": "tool_calls", "action": "throttle", "threshold_identical_requests": 4}
@@ -415,7 +405,6 @@ def test_explain_says_why_a_detector_does_not_count(
     assert len(re.findall(r"^decision ", run.out, re.MULTILINE)) == (0 if reasons == ["bypass"] else len(LOOPS) - len(reasons))
 
 
-@pytest.mark.xfail(strict=True, reason="the block of a detector that does not count names its policy alone")
 def test_explain_names_the_detector_that_does_not_count(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Where a policy has several, it shows which of them the reason is about."""
     run = Run(capsys, "explain", "--policy", looks(tmp_path / "p.json", "exact", "tail"), "-d", "a=1", "h/v1")

@@ -237,21 +237,21 @@ def test_the_message_says_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("similarity", "repeat", "said"),
     [
-        ("tail", None, "a conversation that ends with these same messages (POST /v1) has been sent 7 times within 2.5 minutes"),
+        ("tail", None, "a conversation that ends with these same messages (POST /v1) has been sent 7 times"),
         ("canonical", None, "this identical request (POST /v1) has been sent 7 times within 2.5 minutes"),
         (
             "tool_calls",
-            Repeat(("grep",), 3, 8, True, True),
-            "3 of the last 8 tool calls were grep with the same arguments and the same result, so this request was refused. Calling",
+            Repeat(("grep",), 3, 8, 3, True),
+            "3 of the last 8 tool calls were grep with the same arguments and the same result, so this request was refused. ",
         ),
         (
             "tool_calls",
-            Repeat(("grep",), 3, 8, True, False, " Read the file. "),
+            Repeat(("grep",), 3, 8, 3, False, " Read the file. "),
             "3 of the last 8 tool calls were grep with the same arguments, so this request was refused. Read the file. Calling",
         ),
         (
             "tool_calls",
-            Repeat(("read", "edit"), 3, 6, True, True),
+            Repeat(("read", "edit"), 3, 6, 3, True),
             "the last 6 tool calls were 3 rounds of the same 2 calls (read, edit), so this request was refused. Calling",
         ),
     ],
