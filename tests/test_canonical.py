@@ -458,7 +458,6 @@ def test_longest_numbers_are_exact() -> None:
     assert compared(f"{longest}e1") == compared(f"{longest}0.0")
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the cache of number spellings keeps numbers of any length")
 def test_long_numbers_are_not_remembered() -> None:
     """What clients send does not pile up: after many bodies with a number each, little of them is left."""
     looks = Canonical(LoopDetection(similarity="canonical"))
