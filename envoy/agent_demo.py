@@ -305,10 +305,12 @@ def _requests(ports: Mapping[str, int]) -> int:
 
 
 def _verdict(scene: Scene, ending: Ending, screen: Screen) -> None:
+    screen.write()
     if str(ending) == _wanted(scene):
-        screen.write(f"\n  as told: {ending}", _GREEN)
+        screen.write(f"  as told: {ending}", _GREEN)
     else:
-        screen.write(f"\n  NOT as told: {ending}\n  expected:    {_wanted(scene)}", _RED)
+        screen.write(f"  NOT as told: {ending}", _RED)
+        screen.write(f"  expected:    {_wanted(scene)}", _RED)
 
 
 def _summary(scenes: Sequence[Scene], endings: Sequence[Ending], screen: Screen) -> bool:

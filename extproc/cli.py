@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import chain, repeat
@@ -144,8 +144,14 @@ def _explain(options: argparse.Namespace) -> int:
         return 0
     reason = unknowable_body(request) if check.needs_body else ""
     check.seal(None if reason else NO_BODY.plus(body), reason, body)
-    for policy, reason in check.uncounted:
-        print(f"policy       {policy}\nuncounted    {reason}\n")
+    for policy, detector, reason in check.left_out:
+        _print_rows(
+            [
+                ("policy", policy),
+                *([("detector", detector)] if detector not in ("", DEFAULT_DETECTOR) else []),
+                ("uncounted", reason),
+            ]
+        )
     for sealed in (*check.enforcing, *check.shadow):
         _explain_detector(sealed, body)
     return 0
@@ -163,6 +169,10 @@ def _explain_detector(sealed: Entry, body: bytes) -> None:
     if hit is not None:
         rows.append(("key", hit.key))
     rows.append(("decision", _decision(sealed)))
+    _print_rows(rows)
+
+
+def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
     for name, value in rows:
         print(f"{name:<12} {one_line(value)}")
     print()
@@ -173,11 +183,11 @@ def _decision(sealed: Entry) -> str:
     detector, found = sealed.detector, sealed.repeat
     if detector.stateless:
         if found is None:
-            return "allow: the last turn calls no tool"
+            return "allow: the last turn calls no tool, or there are fewer calls than any threshold"
         state = f"{', '.join(found.tools)}: {found.count} of {found.calls} calls"
         if found.looping:
             return f"{_then(sealed)}; {state}"
-        return f"allow below {detector.threshold} equal calls, then {_then(sealed)}; {state}"
+        return f"allow below {found.threshold} equal calls, then {_then(sealed)}; {state}"
     return (
         f"allow {detector.threshold - 1} identical requests, then {_then(sealed)}; "
         f"window {detector.window_type}, {detector.window_seconds} s"
@@ -188,6 +198,8 @@ def _then(sealed: Entry) -> str:
     """The decision on the request that reaches the threshold."""
     detector = sealed.detector
     cooldown_ms = sealed.hit.cooldown_ms if sealed.hit is not None else 0
+    if sealed.repeat is not None and not sealed.repeat.looping:
+        sealed.repeat = sealed.repeat._replace(count=sealed.repeat.threshold)
     outcome = detector.outcome(sealed, Count(detector.threshold, looping=True, cooldown_ms=cooldown_ms, span_ms=0))
     again = f" (Retry-After: {outcome.retry_after})" if outcome.retry_after is not None else ""
     told = {

@@ -35,7 +35,7 @@ class Repeat(NamedTuple):
         tools: the tool, or the tools of a cycle in the order in which they are called.
         count: how often it was called, or how often the cycle came round.
         calls: among how many calls.
-        looping: that is often enough.
+        threshold: how often is too often.
         results: that they brought back the same was compared as well.
         reason: the operator's words about it, empty when there are none.
     """
@@ -43,9 +43,14 @@ class Repeat(NamedTuple):
     tools: tuple[str, ...]
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls
     calls: int
-    looping: bool
+    threshold: int
     results: bool
     reason: str = ""
+
+    @property
+    def looping(self) -> bool:
+        """It is too often."""
+        return self.count >= self.threshold
 
 
 class Outcome(NamedTuple):

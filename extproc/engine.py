@@ -35,11 +35,11 @@ class Check:
         shadow: the detectors that will count it and whose answer never does.
         needs_body: some fingerprint includes the body, or some descriptor stands in it.
         inspects: a body of so many bytes at most has to be kept to be looked into, 0 for none.
-        uncounted: (policy, reason) of matched policies that do not count this request.
+        left_out: (policy, detector, reason) of what matched and does not count this request; no detector where all are meant.
         failures: (policy, error) of shadow policies whose evaluation raised.
     """
 
-    __slots__ = ("_whole", "enforcing", "failures", "inspects", "needs_body", "request", "scope", "shadow", "uncounted")
+    __slots__ = ("_whole", "enforcing", "failures", "inspects", "left_out", "needs_body", "request", "scope", "shadow")
 
     def __init__(self, request: HttpRequest, scope: str) -> None:
         """Start with nothing matched."""
@@ -49,7 +49,7 @@ class Check:
         self.shadow: list[Entry] = []
         self.needs_body = False
         self.inspects = 0
-        self.uncounted: list[tuple[str, str]] = []
+        self.left_out: list[tuple[str, str, str]] = []
         self.failures: list[tuple[str, Exception]] = []
         self._whole = False
 
@@ -77,7 +77,7 @@ class Check:
         query = canonical_query(request.query_pairs()) if request.query else ""
         head = request_head(request.method, request.path, query)
         if body is None and self.needs_body:
-            self.uncounted += [(entry.plan.id, reason) for entry in (*self.enforcing, *self.shadow) if entry.needs_body]
+            self.left_out += [entry.left_out(reason) for entry in (*self.enforcing, *self.shadow) if entry.needs_body]
             self.enforcing = [entry for entry in self.enforcing if not entry.needs_body]
             self.shadow = [entry for entry in self.shadow if not entry.needs_body]
         known = body if body is not None else NO_BODY
@@ -99,16 +99,21 @@ class Check:
                 entry.seal(head, known, document, self.scope)
             except NotCounted as why:
                 self.enforcing.remove(entry)
-                self.uncounted.append((entry.plan.id, why.reason))
+                self.left_out.append(entry.left_out(why.reason))
         for entry in self.shadow[:]:
             try:
                 entry.seal(head, known, document, self.scope)
             except NotCounted as why:
                 self.shadow.remove(entry)
-                self.uncounted.append((entry.plan.id, why.reason))
+                self.left_out.append(entry.left_out(why.reason))
             except Exception as error:  # noqa: BLE001  # whatever it is, a shadow policy has no effect
                 self.shadow.remove(entry)
                 self.failures.append((entry.plan.id, error))
+
+    @property
+    def uncounted(self) -> list[tuple[str, str]]:
+        """(policy, reason), each once, of policies of which a detector does not count this request."""
+        return list(dict.fromkeys((policy, reason) for policy, _, reason in self.left_out)) if self.left_out else []
 
     @property
     def compared_exactly(self) -> list[str]:
@@ -117,7 +122,7 @@ class Check:
 
     def give_up(self, reason: str) -> None:
         """Nobody counts this request."""
-        self.uncounted += [(entry.plan.id, reason) for entry in (*self.enforcing, *self.shadow)]
+        self.left_out += [entry.left_out(reason) for entry in (*self.enforcing, *self.shadow)]
 
 
 class Engine:
@@ -128,7 +133,7 @@ class Engine:
         claims: the JWT claims that policies read.
         uses_address: some policy reads the peer's address.
         uses_routes: some policy selects by Envoy's route name.
-        by_id: the plans by their policies' ids.
+        ids: of all policies, also of those that are not enabled.
     """
 
     def __init__(self, policies: PolicySet, now: datetime, *, shadow: bool = False) -> None:
@@ -149,12 +154,21 @@ class Engine:
         self.claims = frozenset(argument for source, argument in read if source == "jwt")
         self.uses_address = any(source == "ip" for source, _ in read)
         self.uses_routes = any(plan.selector.routes is not None for plan in self.plans)
-        self.by_id = {plan.id: plan for plan in self.plans}
+        self.ids = frozenset(policy.id for source in policies.sources for policy in source.policies)
+        self._places = {plan.id: place for place, plan in enumerate(self.plans)}
         self._index = Index((plan.selector, plan) for plan in self.plans)
 
     def match(self, request: HttpRequest) -> Sequence[Plan]:
         """The policies whose selectors take the request, in bundle order."""
         return self._index.match(request.method, request.authority, request.path, request.route)
+
+    def unknown(self, names: Sequence[str]) -> list[str]:
+        """The ids that no enabled policy has."""
+        return [name for name in names if name not in self._places]
+
+    def _named(self, names: Sequence[str]) -> list[Plan]:
+        """Policies by their ids, in bundle order; unknown ones are passed over."""
+        return [self.plans[place] for place in sorted(self._places[name] for name in names if name in self._places)]
 
     def prepare(
         self, request: HttpRequest, scope: str = "", pinned: Sequence[str] = (), handed_over: Engine | None = None
@@ -167,9 +181,11 @@ class Engine:
             pinned: ids of the policies that apply, in place of those whose selectors match; unknown ones are passed over.
             handed_over: the policies that came with the request's route; they take the place of those with the same id.
         """
-        plans = [self.by_id[name] for name in pinned if name in self.by_id] if pinned else self.match(request)
+        plans = self._named(pinned) if pinned else self.match(request)
         if handed_over is not None:
-            plans = [*(plan for plan in plans if plan.id not in handed_over.by_id), *handed_over.match(request)]
+            own = {plan.id: plan for plan in handed_over.match(request)}
+            plans = [own.pop(plan.id, plan) for plan in plans if plan.id in own or plan.id not in handed_over.ids]
+            plans += own.values()
         if not plans:
             return None
         check = Check(request, scope)
@@ -187,21 +203,21 @@ class Engine:
         """Make the plan a candidate, or say why it does not count this request."""
         request = check.request
         if plan.bypass and plan.bypassed(request):
-            check.uncounted.append((plan.id, "bypass"))
+            check.left_out.append((plan.id, "", "bypass"))
             return
         if too_long(request.target, request.query):
-            check.uncounted.append((plan.id, "target_too_long"))
+            check.left_out.append((plan.id, "", "target_too_long"))
             return
         values = []
         for descriptor in plan.descriptors:
             value = descriptor.read(request, descriptor.argument)
             if len(value) > MAX_DESCRIPTOR:
-                check.uncounted.append((plan.id, "descriptor_too_long"))
+                check.left_out.append((plan.id, "", "descriptor_too_long"))
                 return
             if value:
                 values.append((descriptor.name, value))
             elif plan.skip_missing:
-                check.uncounted.append((plan.id, "missing_descriptor"))
+                check.left_out.append((plan.id, "", "missing_descriptor"))
                 return
         check.admit(plan, values)
 

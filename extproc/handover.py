@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from datetime import datetime
+from typing import NamedTuple
 
 from extproc.engine import Engine
 from extproc.errors import BundleErrors
-from extproc.policy.loader import parse
+from extproc.policy.loader import PolicySet, parse
 
 POLICY_METADATA = "x-loopguard-policy"
 """Names the policies of a route in a stream's gRPC initial metadata, separated by commas."""
@@ -54,6 +55,12 @@ class RefusedPolicyError(Exception):
         super().__init__("; ".join(self.problems))
 
 
+class _HandedOver(NamedTuple):
+    policies: PolicySet
+    shadowed: bool
+    engine: Engine
+
+
 class HandedOver:
     """Policy files from route metadata, compiled once for each content; the least recently used make room."""
 
@@ -61,14 +68,24 @@ class HandedOver:
         """Compile as `serve` was told to."""
         self._shadow = shadow
         self._allow_unenforced = allow_unenforced
-        self._kept: OrderedDict[str, Engine | RefusedPolicyError] = OrderedDict()
+        self._kept: OrderedDict[str, _HandedOver | RefusedPolicyError] = OrderedDict()
 
-    def known(self, text: str) -> Engine | RefusedPolicyError | None:
-        """What came of this content before, None when it is new."""
+    def known(self, text: str, now: datetime) -> Engine | RefusedPolicyError | None:
+        """What came of this content before, None when it is new.
+
+        Args:
+            text: JSON, as a policy file holds it.
+            now: ends a `global_shadow`.
+        """
         found = self._kept.get(text)
-        if found is not None:
-            self._kept.move_to_end(text)
-        return found
+        if found is None:
+            return None
+        self._kept.move_to_end(text)
+        if isinstance(found, RefusedPolicyError):
+            return found
+        if found.shadowed != _shadowed(found.policies, now):
+            found = self._kept[text] = self._engine(found.policies, now)
+        return found.engine
 
     def compile(self, text: str, now: datetime) -> Engine | RefusedPolicyError:
         """Compile new content and remember what came of it.
@@ -78,15 +95,18 @@ class HandedOver:
             now: compared with each `expires_at`.
         """
         try:
-            made: Engine | RefusedPolicyError = self._compiled(text, now)
+            made: _HandedOver | RefusedPolicyError = self._engine(self._checked(text, now), now)
         except RefusedPolicyError as refused:
             made = refused
         self._kept[text] = made
         if len(self._kept) > _MAX_KEPT:
             self._kept.popitem(last=False)
-        return made
+        return made if isinstance(made, RefusedPolicyError) else made.engine
 
-    def _compiled(self, text: str, now: datetime) -> Engine:
+    def _engine(self, policies: PolicySet, now: datetime) -> _HandedOver:
+        return _HandedOver(policies, _shadowed(policies, now), Engine(policies, now, shadow=self._shadow))
+
+    def _checked(self, text: str, now: datetime) -> PolicySet:
         if len(text) > MAX_POLICY_JSON:
             raise RefusedPolicyError("too_large", [f"{len(text)} characters; at most {MAX_POLICY_JSON} are taken"])
         try:
@@ -95,4 +115,8 @@ class HandedOver:
             raise RefusedPolicyError("invalid", error.errors) from None
         if policies.unenforced and not self._allow_unenforced:
             raise RefusedPolicyError("unenforced", policies.unenforced)
-        return Engine(policies, now, shadow=self._shadow)
+        return policies
+
+
+def _shadowed(policies: PolicySet, now: datetime) -> bool:
+    return any(source.shadowed(now) for source in policies.sources)

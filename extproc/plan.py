@@ -58,7 +58,7 @@ class Detector:
             return None
         # The request says itself whether it is a loop. The store keeps the cooldown: a loop trips it, others only ask for it.
         threshold = 1 if repeat.looping else MAX_THRESHOLD
-        return Hit(key, self.window_type, 1, threshold, self._cooldown_ms, False, threshold)
+        return Hit(key, self.window_type, 0, threshold, self._cooldown_ms, False, threshold)
 
     def outcome(self, entry: Entry, count: Count) -> Outcome:
         """What this detector makes of the request."""
@@ -203,6 +203,10 @@ class Entry:
         self.fingerprint, check = digest(self.composite, body)
         self.tenant = tenant(self.descriptors)
         self.hit = detector.hit(scope, self.tenant, self.fingerprint, check, self.repeat)
+
+    def left_out(self, reason: str) -> tuple[str, str, str]:
+        """This detector, and why it does not count the request."""
+        return self.plan.id, self.detector.name, reason
 
     def _read_descriptors(self, document: Document) -> None:
         """Add the descriptors that stand in the body."""

@@ -244,9 +244,10 @@ class Service:
 
     def handed_over(self, policy_json: str) -> Engine | None:
         """The policies that came with a route; None when they cannot be used, which is counted, and logged once."""
-        found = self._handed_over.known(policy_json)
+        now = datetime.now(UTC)
+        found = self._handed_over.known(policy_json, now)
         if found is None:
-            found = self._handed_over.compile(policy_json, datetime.now(UTC))
+            found = self._handed_over.compile(policy_json, now)
             if isinstance(found, RefusedPolicyError):
                 _LOG.error("policy in route metadata refused", extra=fields(reason=found.reason, problems=found.problems))
         if isinstance(found, Engine):
@@ -256,7 +257,7 @@ class Service:
 
     def check_pinned(self, engine: Engine, pinned: Sequence[str]) -> None:
         """Say so when a route names policies that are not there."""
-        unknown = [name for name in pinned if name not in engine.by_id]
+        unknown = engine.unknown(pinned)
         if unknown:
             self.metrics.handover_errors.labels("unknown_policy").inc()
             if (suppressed := self._failures.take(perf_counter())) is not None:

@@ -98,7 +98,9 @@ def log(state: bytearray | None, hit: Hit, now: int) -> tuple[bytearray, Count]:
         now: milliseconds of the store's clock.
     """
     if state is None:
-        return bytearray(_LOG_END.pack(now, 0)), Count(1, False, 0, 0)
+        if hit.threshold > 1:
+            return bytearray(_LOG_END.pack(now, 0)), Count(1, False, 0, 0)
+        state = bytearray(_LOG_TIME.pack(0))
     with memoryview(state).cast("q") as times:  # closed again, because while it is open the state cannot change its length
         known = len(times) - 1
         cooling_until = times[known]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
@@ -69,11 +70,22 @@ class Gate(NamedTuple):
         return self.stack.envoy.stat("http.ingress.downstream_rq_total")
 
 
-@pytest.fixture(scope="module", params=["fast", "grpcio"])
-def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
-    """One stack for each transport; every agent is a user of its own."""
-    with fake_model() as model, stack(POLICIES, "--transport", request.param, upstream=f"127.0.0.1:{model.port}") as made:
-        yield Gate(made, model)
+@pytest.fixture(scope="module")
+def gates() -> Iterator[dict[str, Gate]]:
+    """One stack for each transport, before one and the same model."""
+    with ExitStack() as opened:
+        model = opened.enter_context(fake_model())
+        upstream = f"127.0.0.1:{model.port}"
+        yield {
+            transport: Gate(opened.enter_context(stack(POLICIES, "--transport", transport, upstream=upstream)), model)
+            for transport in ("fast", "grpcio")
+        }
+
+
+@pytest.fixture(params=["fast", "grpcio"])
+def gate(request: pytest.FixtureRequest, gates: dict[str, Gate]) -> Gate:
+    """Each stack in turn; every agent is a user of its own."""
+    return gates[request.param]
 
 
 @pytest.fixture(params=APIS)
@@ -181,7 +193,11 @@ LOOPS: dict[str, tuple[str, Script, int, str]] = {  # where, what the model asks
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    ("gate", "loop"),
+    [*(("fast", name) for name in LOOPS), ("grpcio", "one tool")],  # what is seen in a body is not the transport's affair
+    indirect=["gate"],
+)
 def test_a_looping_agent_is_stopped(gate: Gate, api: str, loop: str, user: dict[str, str]) -> None:
     """At the threshold the SDK raises RateLimitError with the reason; the refused request is sent once and goes no further."""
     path, script, turns, message = LOOPS[loop]
@@ -232,7 +248,9 @@ PROGRESS: dict[str, tuple[str, Sequence[Answer], Sequence[str], Sequence[str]]] 
 }
 
 
-@pytest.mark.parametrize("case", PROGRESS)
+@pytest.mark.parametrize(
+    ("gate", "case"), [*(("fast", name) for name in PROGRESS), ("grpcio", "other results")], indirect=["gate"]
+)
 def test_an_agent_that_makes_progress_is_never_stopped(gate: Gate, api: str, case: str, user: dict[str, str]) -> None:
     """Other arguments, other results or a new user message are progress: every request reaches the model, up to the last."""
     path, answers, tasks, moving = PROGRESS[case]

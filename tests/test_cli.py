@@ -12,6 +12,7 @@ from base64 import urlsafe_b64encode
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -234,6 +235,225 @@ def test_explain_knows_bodies_that_cannot_be_known(
 
     assert uncounted == {"policy": "p", "uncounted": reason}
     assert counted["composite"].endswith("|/a||00000000")
+
+
+LOOPS: dict[str, dict[str, object]] = {
+    "exact": {},
+    "canonical": {"similarity": "canonical", "ignore_fields": ["/user"]},
+    "tail": {"similarity": "tail", "tail_messages": 2},
+    "tool_calls": {"similarity": "tool_calls", "window_seconds": None},
+    "cool": {
+        "similarity": "tool_calls",
+        "name": "cool",
+        "window_seconds": None,
+        "cooldown_seconds": 9,
+        "compare_results": False,
+    },
+}
+
+
+def looks(file: Path, *names: str, mode: str = "enforce", **spec: object) -> str:
+    """A file with a policy for any request that has these detectors."""
+    made = policy("p", {"pathPrefix": "/"}, mode=mode)
+    made["spec"] |= {"loop_detection": [made["spec"]["loop_detection"] | LOOPS[name] for name in names], **spec}
+    return written(file, made)
+
+
+def called(times: int) -> str:
+    """A conversation in which one tool was called so often, with the same argument and result."""
+    call = {"id": "c", "function": {"name": "read_file", "arguments": '{"b": 1.0, "a": "X"}'}}
+    turn = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "No such file"}]
+    return json.dumps({"user": "ann", "model": "m", "messages": [{"role": "user", "content": "Go  ON"}, *turn * times]})
+
+
+CALL = 'read_file | {"a":"X","b":1}'
+
+
+def shown(run: Run) -> dict[str, dict[str, str]]:
+    """What is shown of each detector; lines without a name of their own belong to the one above."""
+    assert run.code == 0, run.err
+    found = {}
+    for block in run.out.strip().split("\n\n"):
+        rows: dict[str, str] = {}
+        for line in block.splitlines():
+            name, value = line[:12].strip(), line[13:]
+            if name:
+                rows[name] = value
+            else:
+                last = next(reversed(rows))
+                rows[last] += f"\n{value}"
+        found[rows["detector"].partition(" ")[0] if "detector" in rows else "?"] = rows
+    return found
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_explain_shows_what_each_detector_compares(capsys: pytest.CaptureFixture[str], tmp_path: Path, times: int) -> None:
+    """One block for each detector, with its name, its similarity and all that it extracted, in a loop and before one."""
+    body = called(times)
+
+    found = shown(Run(capsys, "explain", "--policy", looks(tmp_path / "p.json", *LOOPS), "-d", body, "h/v1"))
+
+    assert list(found) == list(LOOPS)
+    assert [found[name]["detector"].partition(" ")[2] for name in LOOPS] == [
+        "(exact)",
+        "(canonical)",
+        "(tail)",
+        "(tool_calls)",
+        "(tool_calls)",
+    ]
+    decoded = json.loads(body)
+    del decoded["user"]
+    assert "compared" not in found["exact"]
+    assert found["exact"]["composite"] == f"POST|/v1||{crc32(body.encode()):08x}"
+    assert found["canonical"]["compared"] == json.dumps(decoded, sort_keys=True, separators=(",", ":"))
+    assert found["tail"]["compared"] == (
+        'model | m\nassistant | call | read_file | {"a":"X","b":1}\ntool | result | no such file'
+    )
+    assert found["tool_calls"]["compared"].splitlines() == [f"{CALL} | result | No such file"] * times
+    assert found["cool"]["compared"].splitlines() == [CALL] * times
+
+
+def test_explain_says_whether_calls_loop(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A loop is acted on by this very request; before one the decision says how far it is; nothing is counted, so no key."""
+    file = looks(tmp_path / "p.json", "tool_calls", "cool")
+
+    loop = shown(Run(capsys, "explain", "--policy", file, "-d", called(3), "h/v1"))
+    before = shown(Run(capsys, "explain", "--policy", file, "-d", called(2), "h/v1"))
+    quiet = shown(Run(capsys, "explain", "--policy", file, "-d", called(0), "h/v1"))
+
+    assert loop["tool_calls"]["decision"] == "reject with 429; read_file: 3 of 3 calls"
+    assert loop["cool"]["decision"] == "reject with 429 (Retry-After: 9); read_file: 3 of 3 calls"
+    assert before["cool"]["decision"] == (
+        "allow below 3 equal calls, then reject with 429 (Retry-After: 9); read_file: 2 of 2 calls"
+    )
+    nothing = "allow: the last turn calls no tool, or there are fewer calls than any threshold"
+    assert [block["decision"] for block in (before["tool_calls"], *quiet.values())] == [nothing] * 3
+    assert [block["compared"] for block in quiet.values()] == ["no calls"] * 2
+    assert "key" not in loop["tool_calls"]
+    assert re.match(r"loop:p:cool:fixed::[0-9a-f]{16}:[0-9a-f]{24}$", loop["cool"]["key"])
+    assert loop["cool"]["fingerprint"] == before["cool"]["fingerprint"]
+
+
+def test_explain_tells_the_hold_at_the_threshold(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What a throttled loop of calls will wait at first is 100 ms for each call of the threshold."""
+    loop: dict[str, Any] = {"similarity": "tool_calls", "action": "throttle", "threshold_identical_requests": 4}
+    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, cooldown_seconds=9, **loop))
+
+    found = shown(Run(capsys, "explain", "--policy", file, "-d", called(3), "h/v1"))
+
+    assert (
+        found["default"]["decision"]
+        == "allow below 4 equal calls, then throttle (hold 400 ms at first); read_file: 3 of 3 calls"
+    )
+
+
+def test_explain_names_a_single_detector_that_looks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A policy with one object is shown as before, unless it looks into bodies."""
+    exact = written(tmp_path / "exact.json", policy("p", {"pathPrefix": "/"}))
+    tail = written(tmp_path / "tail.json", policy("p", {"pathPrefix": "/"}, similarity="tail"))
+    flags = ["-d", called(0), "h/v1"]
+
+    assert "detector" not in Run(capsys, "explain", "--policy", exact, *flags).out
+    assert shown(Run(capsys, "explain", "--policy", tail, *flags))["default"] | {
+        "composite": "",
+        "fingerprint": "",
+        "key": "",
+    } == {
+        "policy": "p (enforce)",
+        "detector": "default (tail)",
+        "compared": "model | m\nuser | text | go on",
+        "composite": "",
+        "fingerprint": "",
+        "tenant": "e4a6a0577479b2b4",
+        "key": "",
+        "decision": "allow 2 identical requests, then reject with 429 (Retry-After: 60); window sliding_ttl, 60 s",
+    }
+
+
+def test_explain_shows_shadow_detectors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In shadow every mode shows what it would do, under the keys of the shadow."""
+    found = shown(
+        Run(capsys, "explain", "--policy", looks(tmp_path / "p.json", *LOOPS, mode="shadow"), "-d", called(3), "h/v1")
+    )
+
+    assert all(block["policy"] == "p (shadow)" and "report: would reject" in block["decision"] for block in found.values())
+    assert all(block["key"].startswith("shadow:loop:p:") for name, block in found.items() if name != "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reasons"),
+    [
+        (["-d", "a=1"], ["not_json"] * 3),
+        (["-d", "{}"], ["no_messages"] * 3),
+        (["-d", '{"prompt": "x"}'], ["no_history"] * 2),
+        (["-d", '{"messages": [' + "[" * 100 + "]" * 100 + "]}", "-H", "X-Health: 1"], ["bypass"]),
+        (["-d", '{"user": "%s"}' % ("x" * 8_193)], ["descriptor_too_long"] * 5),
+        (["-d", json.dumps({"messages": ["x" * 2**20]})], ["inspect_limit"] * 5),
+    ],
+    ids=["not JSON", "no messages", "no history", "bypass", "descriptor", "large"],
+)
+def test_explain_says_why_a_detector_does_not_count(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], reasons: list[str]
+) -> None:
+    """Each detector that cannot look says why, and the others are shown."""
+    file = looks(tmp_path / "p.json", *LOOPS, limit_keys=["body:/user"], bypass=[{"header": "x-health"}])
+
+    run = Run(capsys, "explain", "--policy", file, *flags, "h/v1")
+
+    assert run.code == 0
+    assert re.findall(r"^uncounted +(\S+)$", run.out, re.MULTILINE) == reasons
+    assert len(re.findall(r"^decision ", run.out, re.MULTILINE)) == (0 if reasons == ["bypass"] else len(LOOPS) - len(reasons))
+
+
+def test_explain_names_the_detector_that_does_not_count(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Where a policy has several, it shows which of them the reason is about."""
+    run = Run(capsys, "explain", "--policy", looks(tmp_path / "p.json", "exact", "tail"), "-d", "a=1", "h/v1")
+
+    assert "tail" in run.out.partition("uncounted")[0] + run.out.partition("uncounted")[2].partition("\n\n")[0]
+
+
+def test_explain_reads_callers_from_the_body(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A descriptor that stands in the body is part of the composite; what is printed of it stays on its line."""
+    file = looks(tmp_path / "p.json", "exact", "tail", limit_keys=["body:/user", "body:/metadata/n"])
+    body = json.dumps(
+        {"user": "ann\nfingerprint  00000000", "metadata": {"n": 7}, "messages": [{"role": "user", "content": "a\nb"}]}
+    )
+
+    run = Run(capsys, "explain", "--policy", file, "-d", body, "h/v1")
+
+    found = shown(run)
+    assert found["tail"]["composite"].endswith(r"|/metadata/n=7|/user=ann\nfingerprint  00000000")
+    assert found["tail"]["compared"] == "model | \nuser | text | a b"
+    assert "\nfingerprint  00000000" not in run.out
+
+
+def test_explain_shows_a_body_that_is_not_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`canonical` says that it compares such a body byte for byte."""
+    run = Run(capsys, "explain", "--policy", looks(tmp_path / "p.json", "canonical"), "-d", "a=1", "h/v1")
+
+    assert shown(run)["canonical"]["compared"] == "the body byte for byte: it is not JSON"
+
+
+def test_validate_knows_every_field_of_a_list(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A policy with every mode is good; one with an error in each is told of them all, with the entry's number."""
+    good = looks(tmp_path / "good.json", *LOOPS, limit_keys=["body:/user"], bypass=[{"header": "x-health"}])
+    bad = json.loads(Path(good).read_text())
+    first, canonical, tail, calls, _ = bad["spec"]["loop_detection"]
+    first["tail_messages"], canonical["ignore_fields"], tail["tail_messages"], calls["max_cycle"] = 3, ["user"], 0, 99
+    bad["spec"]["bypass"] = [{"headers": "x"}]
+
+    accepted, refused = Run(capsys, "validate", good), Run(capsys, "validate", written(tmp_path / "bad.json", bad))
+
+    assert (accepted.code, accepted.out, accepted.err) == (0, "good: 1 policy in 1 file\n", "")
+    assert refused.code == 1
+    assert [line.removeprefix(f"{tmp_path}/bad.json: /spec/") for line in refused.err.splitlines()] == [
+        "bypass/0/headers: unknown key; did you mean header?",
+        "loop_detection/1/ignore_fields/0: it must be a JSON Pointer, such as '/metadata/request_id' or '/messages/*/id'",
+        "loop_detection/2/tail_messages: tail_messages must be >= 1",
+        "loop_detection/3/max_cycle: max_cycle must be <= 16",
+        "loop_detection/0/tail_messages: tail_messages belongs to similarity tail, and this one is exact",
+        "bypass/0: needs at least one of header, pathExact, pathPrefix, methods; as it is, it would bypass everything",
+    ]
 
 
 # schema, healthcheck, help

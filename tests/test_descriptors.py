@@ -7,12 +7,14 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.documents import bundle, policy
-from tests.harness import Stack, stack
+from tests.harness import Stack, eventually, stack
 
 _KEY = b"a key that only this test knows, and long enough for HS256"
 
@@ -87,3 +89,91 @@ def test_headers_and_query_parameters_tell_callers_apart(shared: Stack, user: di
 
     assert shared.send("/reject/case", headers={"X-USER-ID": user["x-user-id"]}).status == 429
     assert shared.send("/reject/case", headers={"x-user-id": user["x-user-id"].upper()}).status == 200
+
+
+def _with_spec(made: dict[str, Any], **spec: object) -> dict[str, Any]:
+    made["spec"] |= spec
+    return made
+
+
+BODY_KEYS = bundle(
+    policy("model", {"pathPrefix": "/model"}, limit_keys=["body:/model", "header:model"], body="ignore"),
+    policy("session", {"pathPrefix": "/session"}, limit_keys=["body:/metadata/session_id"]),
+    policy("skip", {"pathPrefix": "/skip"}, limit_keys=["body:/users/0/na~1me"], missing_descriptor="skip", body="ignore"),
+    policy("small", {"pathPrefix": "/small"}, limit_keys=["body:/user"], body="ignore", max_inspect_bytes=1_000),
+    _with_spec(
+        policy("bypass", {"pathPrefix": "/bypass"}, threshold_identical_requests=2),
+        bypass=[{"header": "X-Health-Check"}, {"pathPrefix": "/bypass/jobs/", "methods": ["GET"]}],
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def by_body() -> Iterator[Stack]:
+    """A stack whose policies read callers from the body, or do not count some requests."""
+    with stack(BODY_KEYS, body_mode="tolerant", buffer_limit=65_535) as made:
+        yield made
+
+
+def _posted(made: Stack, path: str, body: object, **headers: str) -> int:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return made.send(path, method="POST", body=data, headers=headers).status
+
+
+def test_a_member_of_the_body_tells_callers_apart(by_body: Stack) -> None:
+    """Envoy hands the body over although the policy ignores it otherwise; a header of the same name is another descriptor."""
+    bodies = [{"model": model, "n": number} for number in range(3) for model in ("a|b=c&d%", "b")]
+
+    statuses = [_posted(by_body, "/model", each) for each in bodies]
+    other = _posted(by_body, "/model", bodies[0], model="x")
+
+    assert statuses == [200, 200, 200, 200, 429, 429]
+    assert other == 200
+
+
+def test_callers_named_nowhere_share_a_count_or_are_not_counted(by_body: Stack) -> None:
+    """A body without the member, with null in it or without JSON shares the count of its like; with `skip` it has none."""
+    shared = [_posted(by_body, "/session", {"metadata": {"session_id": None}}) for _ in range(3)]
+    named = _posted(by_body, "/session", {"metadata": {"session_id": 7}})
+    nameless: list[object] = [b"not JSON", {"users": []}, {"users": [{"na/me": {}}]}, b""]
+    skipped = [_posted(by_body, "/skip", each) for each in nameless * 2]
+    counted = [_posted(by_body, "/skip", {"users": [{"na/me": True}], "n": number}) for number in range(3)]
+
+    assert (shared, named) == ([200, 200, 429], 200)
+    assert (skipped, counted) == ([200] * 8, [200, 200, 429])
+    eventually(lambda: by_body.loopguard.metric("uncounted_total", policy="skip", reason="missing_descriptor") == 8)
+
+
+def test_a_caller_who_cannot_be_read_is_not_taken_for_another(by_body: Stack) -> None:
+    """A body past `max_inspect_bytes`, and one past Envoy's buffer, is let through uncounted."""
+    padded = [{"user": "ann", "padding": "x" * size} for size in (2_000, 2_000_000)]
+
+    statuses = [_posted(by_body, "/small", each) for each in padded for _ in range(4)]
+
+    assert statuses == [200] * 8
+    # Some bodies past Envoy's limit are whole all the same: it stops reading only once it is over it.
+    eventually(lambda: by_body.loopguard.metric("uncounted_total", policy="small") == 8)
+    assert by_body.loopguard.metric("uncounted_total", policy="small", reason="inspect_limit") >= 4
+    assert by_body.loopguard.metric("uncounted_total", policy="small", reason="body_truncated") >= 1
+
+
+def test_bypassed_requests_are_never_counted(by_body: Stack) -> None:
+    """By a header in any case, or by path and method; what has only half of an entry is counted."""
+    health = [by_body.send("/bypass", headers={"x-HEALTH-check": ""}).status for _ in range(4)]
+    polls = [by_body.send("/bypass/jobs/1").status for _ in range(4)]
+    posts = [_posted(by_body, "/bypass/jobs/1", {}) for _ in range(2)]
+    others = [by_body.send("/bypass").status for _ in range(2)]
+
+    assert (health, polls) == ([200] * 4, [200] * 4)
+    assert (posts, others) == ([200, 429], [200, 429])
+    assert by_body.loopguard.metric("uncounted_total", policy="bypass", reason="bypass") == 8
+
+
+def test_a_bypassed_upload_reaches_the_upstream_as_it_comes(by_body: Stack) -> None:
+    """A bypassed request is answered for in its headers: a body far beyond what is looked into arrives whole."""
+    body = b"x" * 1_000_000
+
+    answer = by_body.send("/bypass", method="POST", body=body, headers={"x-health-check": "1"})
+
+    assert answer.status == 200
+    assert by_body.upstream.seen[-1].body == body

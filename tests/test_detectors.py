@@ -308,7 +308,7 @@ def test_without_a_body_nothing_is_looked_into() -> None:
     answer = repeat(service, headers(method="GET", end=True), times=3)
 
     assert status(answer) == 429
-    assert uncounted(service) == {("p", "no_messages"): 6}
+    assert uncounted(service) == {("p", "no_messages"): 3}
 
 
 @pytest.mark.parametrize(
@@ -318,9 +318,6 @@ def test_without_a_body_nothing_is_looked_into() -> None:
         b'{"messages": {"0": 1}, "input": [{"content": "x"}]}',
         b'{"messages": true, "input": [{"role": "assistant", "content": "x"}, 5]}',
     ],
-)
-@pytest.mark.xfail(
-    strict=True, reason="Conversation._whole looks for an item of `input` in `messages` of another type and raises"
 )
 def test_messages_of_another_type_do_not_hide_a_loop(data: bytes) -> None:
     """A body that no provider would take is no way around the detector beside: nothing raises, and exact still counts."""
@@ -332,7 +329,6 @@ def test_messages_of_another_type_do_not_hide_a_loop(data: bytes) -> None:
     assert sample(service, "fail_open_total", reason="internal_error") == 0
 
 
-@pytest.mark.xfail(strict=True, reason="uncounted_total rises once for each detector, though it counts requests")
 def test_a_request_that_nobody_counts_is_uncounted_once() -> None:
     """A policy with two detectors did not count one request, not two."""
     service = make_service(several("p", {}, CANONICAL))
@@ -450,9 +446,6 @@ def test_no_shadow_policy_changes_anything_about_any_body(value: object) -> None
         assert beside == alone
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the fractions of the whole body and those of a message opened again are taken from one bound of 10,000"
-)
 @pytest.mark.parametrize(
     "value",
     [
@@ -782,7 +775,6 @@ def test_without_a_cooldown_nothing_is_asked_of_the_store() -> None:
     assert guard.asked == 0
 
 
-@pytest.mark.xfail(strict=True, reason="within 1 ms of a request that does not loop the threshold of 1 is not crossed")
 def test_a_loop_trips_the_cooldown_whatever_came_just_before() -> None:
     """Two requests of one agent in the same millisecond, of which one is a loop: the cooldown runs."""
     guard = Calls()
@@ -792,9 +784,6 @@ def test_a_loop_trips_the_cooldown_whatever_came_just_before() -> None:
     assert answers == [("allow", None), ("reject", 60), ("reject", 59)]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a shorter history of a cycle is named by its last call alone, a loop by all of its calls"
-)
 def test_a_cycle_trips_the_cooldown() -> None:
     """After a loop of two calls in turn, a history too short to be a loop is refused while the cooldown lasts."""
     guard = Calls(window_calls=4)  # in which neither call alone stands three times
@@ -853,23 +842,35 @@ def in_chunks(data: bytes, size: int) -> list[ProcessingRequest]:
     return [headers(mode="STREAMED"), *(body(chunk, end=False) for chunk in cut[:-1]), body(cut[-1])]
 
 
-@pytest.mark.parametrize("observed", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 100, 10**6])
 @pytest.mark.parametrize("loop", [CANONICAL, TAIL, CALLS])
-def test_a_streamed_body_is_looked_into_as_one(loop: dict[str, Any], size: int, observed: bool) -> None:
-    """Chunks of any size, small and large, make the body that they are parts of, also where Envoy only lets us watch."""
+def test_a_streamed_body_is_looked_into_as_one(loop: dict[str, Any], size: int) -> None:
+    """Chunks of any size make the body that they are parts of."""
     service = make_service(policy("p", ANY, **loop), record=True)
     data = looping(2, padding="x" * 10)
     whole = metadata_of(sent(service, data))["fingerprint"]
     messages = in_chunks(data, size)
-    for message in messages:
-        message.observability_mode = observed
 
     found = [metadata_of(decoded(exchange(service, *messages)[-1]))["fingerprint"] for _ in range(2)]
 
     assert found == [whole] * 2
     assert service.kept == 0
     assert uncounted(service) == {}
+
+
+@pytest.mark.xfail(strict=True, reason="a first chunk passes for a cut-off body where Envoy does not say how it sends bodies")
+@pytest.mark.parametrize("loop", [{}, TAIL, CALLS])
+def test_a_body_that_is_only_watched_is_looked_into_as_one(loop: dict[str, Any]) -> None:
+    """In observability mode Envoy streams bodies and says nothing about it (1.40 sends no protocol_config)."""
+    service = make_service(policy("p", ANY, **loop))
+    messages = [headers(mode=None), *in_chunks(looping(2), 100)[1:]]
+    for message in messages:
+        message.observability_mode = True
+
+    exchange(service, *messages)
+
+    assert uncounted(service) == {}
+    assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == 1
 
 
 def test_large_chunks_are_kept_as_well() -> None:
@@ -1056,7 +1057,6 @@ def test_a_body_is_decoded_at_most_once(
     assert decodings.count(data) in allowed
 
 
-@pytest.mark.xfail(strict=True, reason="Document.part does not remember that it failed: each tail and tool_calls decodes again")
 @pytest.mark.parametrize("data", [b'{"messages": [{"role": "user"}', b'{"model": "\xff", "messages": []}'])
 def test_a_body_that_is_not_json_is_decoded_once_as_well(decodings: list[bytes], data: bytes) -> None:
     """Four detectors take no longer to find out that a body is broken than one does."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from extproc.decision import Action, Outcome, duration, loop_message
-from extproc.engine import Engine, decide, hits
+from extproc.decision import Action, Outcome, Repeat, duration, loop_message
+from extproc.engine import Engine, decide, hits, per_policy
 from extproc.fingerprint import NO_BODY, Body
 from extproc.metrics import Metrics
 from extproc.plan import Entry
@@ -232,6 +232,60 @@ def test_the_message_says_what_to_do() -> None:
     assert "7 times within 2.5 minutes" in message
     assert "change the approach" in message
     assert len(message) < 600
+
+
+@pytest.mark.parametrize(
+    ("similarity", "repeat", "said"),
+    [
+        ("tail", None, "a conversation that ends with these same messages (POST /v1) has been sent 7 times"),
+        ("canonical", None, "this identical request (POST /v1) has been sent 7 times within 2.5 minutes"),
+        (
+            "tool_calls",
+            Repeat(("grep",), 3, 8, 3, True),
+            "3 of the last 8 tool calls were grep with the same arguments and the same result, so this request was refused. ",
+        ),
+        (
+            "tool_calls",
+            Repeat(("grep",), 3, 8, 3, False, " Read the file. "),
+            "3 of the last 8 tool calls were grep with the same arguments, so this request was refused. Read the file. Calling",
+        ),
+        (
+            "tool_calls",
+            Repeat(("read", "edit"), 3, 6, 3, True),
+            "the last 6 tool calls were 3 rounds of the same 2 calls (read, edit), so this request was refused. Calling",
+        ),
+    ],
+)
+def test_the_message_says_what_was_compared(similarity: str, repeat: Repeat | None, said: str) -> None:
+    """Each similarity says what repeated in its own words; calls are told by tool and number, with the operator's reason."""
+    outcome = Outcome("p", "enforce", Action.REJECT, "f" * 8, "t" * 16, 7, 150_000, 60, 0, 60, 429, "name", similarity, repeat)
+
+    message = loop_message(outcome, "POST", "/v1")
+
+    assert message.startswith(f"Loop detected: {said}")
+    assert "change the approach" in message
+
+
+def test_the_strictest_outcome_of_each_policy_counts() -> None:
+    """A policy is told by one outcome, the first among equals; the same policy's place in the other lane is its own."""
+    base = Outcome("a", "enforce", Action.ALLOW, "f", "t", 1, 0, 60, 0, 60, 429, "one")
+    trace = [
+        base,
+        base._replace(action=Action.WARN, detector="two"),
+        base._replace(action=Action.WARN, detector="three"),
+        base._replace(policy="b"),
+        base._replace(policy="b", detector="two"),
+        base._replace(policy="b", mode="shadow", action=Action.REJECT),
+    ]
+
+    found = [(outcome.policy, outcome.mode, outcome.action.value, outcome.detector) for outcome in per_policy(trace)]
+
+    assert found == [
+        ("a", "enforce", "warn", "two"),
+        ("b", "enforce", "allow", "one"),
+        ("b", "shadow", "reject", "one"),
+    ]
+    assert list(per_policy(trace[:1])) == trace[:1]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -19,7 +20,18 @@ SHADOW = [
     policy("s-reject", {"pathPrefix": "/"}, mode="shadow", **_KEYS),
     policy("s-throttle", {"pathPrefix": "/"}, mode="shadow", action="throttle", **_KEYS),
     policy("s-warn", {"pathPrefix": "/"}, mode="shadow", action="warn", **_KEYS),
+    policy("s-body", {"pathPrefix": "/"}, mode="shadow", limit_keys=["body:/user"], threshold_identical_requests=2),
 ]
+LOOKING = policy("s-looks", {"pathPrefix": "/"}, mode="shadow", **_KEYS)
+LOOKING["spec"]["loop_detection"] = [
+    {**LOOKING["spec"]["loop_detection"], "similarity": similarity, **more}
+    for similarity, more in (
+        ("canonical", {"ignore_fields": ["/user"]}),
+        ("tail", {"action": "throttle"}),
+        ("tool_calls", {"action": "warn", "cooldown_seconds": 60}),
+    )
+]
+SHADOW.append(LOOKING)
 
 _BROKEN_EVALUATION = """
 import extproc.plan
@@ -29,6 +41,14 @@ def broken(self, head, body, document, scope):
         raise RuntimeError("shadow evaluation is broken")
     seal(self, head, body, document, scope)
 extproc.plan.Entry.seal = broken
+"""
+_BROKEN_LOOKS = """
+import extproc.similarity.document
+from extproc.similarity.document import Document
+value = Document.value
+def broken(self):
+    raise MemoryError("decoding is broken")
+Document.value = broken
 """
 _BROKEN_STORE = """
 import extproc.store.memory
@@ -47,11 +67,19 @@ _VARYING = re.compile(
 )
 
 
+_TURN = [
+    {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "read_file", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "c", "content": "no such file"},
+]
+_CALLS = json.dumps({"user": "u", "messages": [{"role": "user", "content": "go"}, *_TURN * 3]}).encode()
+_FRACTIONS = b'{"user": "u", "embedding": [%s1], "messages": [{"role": "user", "content": "hi"}]}' % (b"1.5," * 10_001)
+
+
 def _traffic(made: Stack) -> list[tuple[bytes, ...]]:
     """Raw answers to a mix of requests, and what the upstream saw of them."""
     raw: list[tuple[bytes, ...]] = []
     for path in ("/reject", "/warn", "/other"):
-        for body in (b"", b"same", b"same", b"same", b"x" * 200_000, b"x" * 200_000):
+        for body in (b"", b"same", b"same", b"same", b"x" * 200_000, b"x" * 200_000, *[_CALLS] * 3, *[_FRACTIONS] * 3):
             head = (
                 f"POST {path} HTTP/1.1\r\nhost: h\r\nx-user-id: ann\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
             )
@@ -72,7 +100,9 @@ def without_shadow() -> list[tuple[bytes, ...]]:
 
 
 @pytest.mark.parametrize(
-    "preamble", ["", _BROKEN_EVALUATION, _BROKEN_STORE], ids=["healthy", "evaluation raises", "store fails"]
+    "preamble",
+    ["", _BROKEN_EVALUATION, _BROKEN_LOOKS, _BROKEN_STORE],
+    ids=["healthy", "evaluation raises", "looking raises", "store fails"],
 )
 def test_shadow_changes_no_byte(without_shadow: list[tuple[bytes, ...]], preamble: str) -> None:
     """What client and upstream see is the same to the byte with shadow policies of every action, healthy or broken."""
@@ -81,14 +111,17 @@ def test_shadow_changes_no_byte(without_shadow: list[tuple[bytes, ...]], preambl
 
         assert traffic == without_shadow
         assert b"429" in traffic[3][0].splitlines()[0]
-        assert made.loopguard.metric("loops_detected_total", policy="e-reject", mode="enforce") == 1
-        if preamble == _BROKEN_EVALUATION:
+        assert made.loopguard.metric("loops_detected_total", policy="e-reject", mode="enforce") == 3
+        if preamble in (_BROKEN_EVALUATION, _BROKEN_LOOKS):
             assert made.loopguard.metric("fail_open_total", reason="shadow_error") > 0
         elif preamble == _BROKEN_STORE:
             assert made.loopguard.metric("store_errors_total", kind="connection") > 0
         else:
             for action in ("reject", "throttle", "warn"):
                 assert made.loopguard.metric("loops_detected_total", policy=f"s-{action}", mode="shadow", action=action) > 0
+            for detector in ("canonical", "tail", "tool_calls"):
+                assert made.loopguard.metric("detections_total", policy="s-looks", detector=detector, mode="shadow") > 0
+            assert made.loopguard.metric("uncounted_total", policy="s-body", reason="inspect_limit") > 0
 
 
 def test_shadow_counts_apart_and_shows_in_the_access_log(shared: Stack, user: dict[str, str]) -> None:
@@ -108,3 +141,16 @@ def test_the_shadow_flag_shadows_everything() -> None:
 
         assert statuses == [200] * 5
         assert made.loopguard.metric("loops_detected_total", policy="e-reject", mode="shadow", action="reject") == 3
+
+
+def test_too_much_for_a_shadow_policy_is_not_too_much_for_an_enforcing_one() -> None:
+    """A whole body that canonical will not decode does not keep the tail beside it from refusing the loop."""
+    document = bundle(
+        policy("s", {"pathPrefix": "/"}, mode="shadow", similarity="canonical"),
+        policy("e", {"pathPrefix": "/"}, similarity="tail"),
+    )
+    with stack(document) as made:
+        statuses = [made.send("/", method="POST", body=_FRACTIONS).status for _ in range(3)]
+
+        assert statuses == [200, 200, 429]
+        assert made.loopguard.metric("uncounted_total", policy="s", reason="inspect_limit") == 3

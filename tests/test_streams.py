@@ -46,6 +46,70 @@ def _grpc_upstream() -> Iterator[str]:
         server.stop(None)
 
 
+def _conversation(times: int, padding: int = 0) -> bytes:
+    """A chat in which a tool was called so often with the same argument and result."""
+    turn = [
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "read_file", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "no such file"},
+    ]
+    return json.dumps({"padding": "x" * padding, "messages": [{"role": "user", "content": "go"}, *turn * times]}).encode()
+
+
+def _chunks(data: bytes, size: int = 10_000) -> Iterator[bytes]:
+    return (data[place : place + size] for place in range(0, len(data), size))
+
+
+LOOKING = bundle(
+    policy("tail", {"pathExact": "/tail"}, similarity="tail"),
+    policy("calls", {"pathExact": "/calls"}, similarity="tool_calls"),
+    policy("small", {"pathExact": "/small"}, similarity="tail", max_inspect_bytes=50_000),
+)
+
+
+_OBSERVED = pytest.param(
+    "message_timeout: 0.2s\n              observability_mode: true",
+    marks=pytest.mark.xfail(
+        strict=True,
+        reason="Envoy sends no protocol_config in observability mode, and then a first chunk passes for a cut-off body",
+    ),
+    id="observed",
+)
+
+
+@pytest.mark.parametrize("waiting", ["message_timeout: 0.2s", _OBSERVED])
+@pytest.mark.parametrize("transport", ["fast", "grpcio"])
+def test_streamed_bodies_are_looked_into(transport: str, waiting: str) -> None:
+    """Where Envoy streams bodies to us, even if it does not wait for answers, what came in chunks is looked into as one."""
+
+    def streamed(config: str) -> str:
+        config = config.replace("request_body_mode: BUFFERED", "request_body_mode: STREAMED")
+        return config.replace("message_timeout: 0.2s", waiting, 1)
+
+    with stack(LOOKING, "--transport", transport, edit=streamed) as made:
+        for path in ("/tail", "/calls", "/small"):
+            for _ in range(4):
+                made.send(path, method="POST", body=_chunks(_conversation(3, padding=200_000)))
+
+        metric = made.loopguard.metric
+        eventually(lambda: metric("requests_total") + metric("uncounted_total") == 12)
+        assert metric("detections_total", policy="calls", detector="default", action="reject") == 4
+        assert metric("detections_total", policy="tail", detector="default", action="reject") == 2
+        assert metric("uncounted_total", policy="small", reason="inspect_limit") == metric("uncounted_total") == 4
+
+
+def test_a_loop_of_calls_is_refused_at_its_first_request() -> None:
+    """A conversation that shows its loop needs no request before it; one that is a call shorter always goes on."""
+    with stack(LOOKING) as made:
+        going = [made.send("/calls", method="POST", body=_conversation(2)) for _ in range(4)]
+        refused = made.send("/calls", method="POST", body=_conversation(3))
+
+        assert [answer.status for answer in going] == [200] * 4
+        assert refused.status == 429
+        assert refused.headers["x-should-retry"] == "false"
+        assert refused.headers["retry-after"] == "60"
+        assert "3 of the last 3 tool calls were read_file" in refused.json()["error"]["message"]
+
+
 GRPC = bundle(
     policy("unary", {"pathExact": f"{_ECHO}/Unary"}, threshold_identical_requests=2),
     policy("stream", {"pathExact": f"{_ECHO}/Stream"}, threshold_identical_requests=2),

@@ -464,7 +464,8 @@ def _call_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, st
     limits: list[tuple[Place, Any, Any]] = [((*place, "threshold_identical_requests"), threshold, window)]
     for name, tool in tools.items() if isinstance(tools, dict) else ():
         if isinstance(tool, dict) and tool.get("allow") is not True and not {"threshold", "window_calls"}.isdisjoint(tool):
-            limits.append(((*place, "tools", name), tool.get("threshold", threshold), tool.get("window_calls", window)))
+            own, last = tool.get("threshold"), tool.get("window_calls")
+            limits.append(((*place, "tools", name), threshold if own is None else own, window if last is None else last))
     for where, least, most in limits:
         if isinstance(least, int) and isinstance(most, int) and least > most:
             yield where, f"a threshold of {least} is never reached among the last {most} calls; raise window_calls or lower it"

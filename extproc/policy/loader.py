@@ -27,9 +27,6 @@ from extproc.policy.bundle import Envelope, Override, Place, Policy
 MAX_FILE = 64 * 2**20
 """Largest policy file, in bytes: room for a hundred thousand policies."""
 
-_NOT_KEYS = (bundle.OBJECT, bundle.LIST, "[key]")
-"""What pydantic puts into places beside keys; `[key]` says that a key is wrong, not its value."""
-
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -377,14 +374,21 @@ def _checked(model: type[Model], value: Any, place: Place, report: _Report) -> M
         return model.model_validate(value)
     except ValidationError as failure:
         for error in failure.errors(include_url=False):
-            below = tuple(step for step in error["loc"] if step not in _NOT_KEYS)
+            below = _keys(error["loc"])
             report.error((*place, *below), _message(model, error["type"], below, error.get("ctx", {}), error["msg"]))
         return None
 
 
+def _keys(place: Place) -> Place:
+    """A place without what pydantic puts in beside keys: what kind of loop_detection it took, and that a key is wrong."""
+    if place[:2] == ("spec", "loop_detection") and place[2:3] in ((bundle.OBJECT,), (bundle.LIST,)):
+        place = (*place[:2], *place[3:])
+    return place[:-1] if place[-1] == "[key]" and place[-3:-2] == ("tools",) else place
+
+
 def _message(model: type[BaseModel], kind: str, place: Place, context: Mapping[str, Any], fallback: str) -> str:
     """Our sentence for a pydantic error: the field's name and what would be right."""
-    name = str(place[-1]) if place and isinstance(place[-1], str) else "it"
+    name = str(place[-1]) if place and isinstance(place[-1], str) and place[-1] else "it"
     phrase = _PHRASES.get(kind)
     if phrase is not None:
         return phrase(name, context)

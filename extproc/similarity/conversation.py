@@ -27,6 +27,7 @@ from extproc.similarity.document import (
     one_spelling,
     opened,
     opened_content,
+    spelled,
 )
 
 _THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
@@ -86,7 +87,7 @@ class _Body(Struct, gc=False):
 
 
 _decode_body = json.Decoder(_Body, float_hook=one_spelling).decode
-_decode_message = json.Decoder(Message, float_hook=one_spelling).decode
+_decode_message = json.Decoder(Message, float_hook=spelled).decode
 
 
 class Conversation(NamedTuple):
@@ -94,6 +95,7 @@ class Conversation(NamedTuple):
 
     Attributes:
         document: the request's body.
+        key: of the body, under which the messages stand.
         model: empty when the request names none.
         messages: the newest last; as values where the whole body was decoded.
         elsewhere: what went before is not in the request: the server keeps it (`previous_response_id`, `conversation`), or a
@@ -101,6 +103,7 @@ class Conversation(NamedTuple):
     """
 
     document: Document
+    key: str
     model: str
     messages: Sequence[Json]
     elsewhere: bool = False
@@ -123,8 +126,7 @@ class Conversation(NamedTuple):
             yield message
 
     def _whole(self, place: int) -> Raw:
-        body = self.document.value()
-        return Raw(canonical((body.get("messages") or body["input"])[place]))
+        return Raw(canonical(self.document.value()[self.key][place]))
 
 
 def conversation(document: Document) -> Conversation:
@@ -142,12 +144,12 @@ def conversation(document: Document) -> Conversation:
         raise NotCounted("no_messages")
     model = body.model or ""
     if body.messages:
-        return Conversation(document, model, body.messages)
+        return Conversation(document, "messages", model, body.messages)
     if body.input:
         messages = [_user(canonical(body.input))] if isinstance(body.input, str) else body.input
-        return Conversation(document, model, messages, _given(body.previous_response_id) or _given(body.conversation))
+        return Conversation(document, "input", model, messages, _given(body.previous_response_id) or _given(body.conversation))
     if _given(body.prompt):
-        return Conversation(document, model, [_user(body.prompt)], elsewhere=True)
+        return Conversation(document, "prompt", model, [_user(body.prompt)], elsewhere=True)
     raise NotCounted("no_messages")
 
 

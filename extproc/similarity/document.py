@@ -29,6 +29,8 @@ _WORTH_COUNTING = 256 * 2**10
 MAX_FRACTIONS = 10_000
 """Most numbers with a fraction or an exponent in one, each of which is brought into one spelling by us."""
 
+_WORTH_REMEMBERING = 32
+
 MAX_DIGITS = 640
 """Longest integer in one, in digits; a longer one is not JSON to us, nor to most."""
 
@@ -68,25 +70,39 @@ class NotJson(NotCounted):
 
 
 class _Left:
-    """What of its bounds the body at hand has left; one thread at a time looks into bodies."""
+    """What the body at hand has left of its bounds; one thread at a time looks into bodies."""
 
-    fractions = MAX_FRACTIONS
+    in_body = in_parts = MAX_FRACTIONS
 
 
 def one_spelling(text: str) -> msgspec.Raw:
-    """The one spelling of a number that has a fraction or an exponent; every decoder of bodies has this for its `float_hook`.
+    """The one spelling of a number that has a fraction or an exponent, for the `float_hook` of decoders of whole bodies.
 
     Raises:
         NotCounted: there were too many.
     """
-    _Left.fractions -= 1
-    if _Left.fractions < 0:
+    _Left.in_body -= 1
+    if _Left.in_body < 0:
         raise NotCounted("inspect_limit")
-    return _spelled(text)
+    return spelled(text)
 
 
-_decode_any = msgspec.json.Decoder(float_hook=one_spelling).decode
+def _one_spelling_in_part(text: str) -> msgspec.Raw:
+    """The same where a part of a body is decoded, which is bounded for itself."""
+    _Left.in_parts -= 1
+    if _Left.in_parts < 0:
+        raise NotCounted("inspect_limit")
+    return spelled(text)
+
+
+def spelled(text: str) -> msgspec.Raw:
+    """The one spelling of a number; short ones, which repeat, are remembered."""
+    return _remembered(text) if len(text) <= _WORTH_REMEMBERING else _spelled(text)
+
+
 _decode_content = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | str | None).decode
+_decode_whole = msgspec.json.Decoder(float_hook=one_spelling).decode
+_decode_part = msgspec.json.Decoder(float_hook=_one_spelling_in_part).decode
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 
@@ -97,14 +113,13 @@ class Document:
     sees: where the whole body cannot be decoded, or holds too much, the part that somebody asks for is decoded all the same.
     """
 
-    __slots__ = ("_data", "_failure", "_part", "_value", "_whole")
+    __slots__ = ("_data", "_part", "_value", "_whole")
 
     def __init__(self, data: bytes | memoryview, *, whole: bool = False) -> None:
         """Nothing is decoded yet; `whole` says that somebody is going to ask for `value`."""
         self._data = data
         self._whole = whole
-        self._failure: NotCounted | None = None
-        self._part: Json = _MISSING
+        self._part: Json = _MISSING  # or the exception that it is
         self._value: Json = _MISSING
 
     def __len__(self) -> int:
@@ -117,39 +132,44 @@ class Document:
         Raises:
             NotCounted: it is not JSON, or too much of it.
         """
-        _Left.fractions = MAX_FRACTIONS
-        if self._failure is not None:
-            raise self._failure
         if self._value is _MISSING:
-            try:
-                self._check_containers()
-                self._value = decoded(self._data)
-            except NotCounted as failure:
-                self._failure = failure
-                raise
+            self._value = self._decoded(_decode_whole)
+        if isinstance(self._value, NotCounted):
+            raise self._value
         return self._value
 
     def part(self, decode: Any) -> Json:  # noqa: ANN401  # msgspec's own
         """The body as `decode` makes it, or as `value` does: where that is at hand, or the body's types are other ones.
 
-        Every caller uses the same decoder.
+        Every caller uses the same decoder, whose hook for floats is `one_spelling`.
 
         Raises:
             NotCounted: as `value`.
         """
-        if self._whole and self._failure is None:
-            try:
-                return self.value()
-            except NotCounted:
-                pass
-        _Left.fractions = MAX_FRACTIONS
+        _Left.in_parts = MAX_FRACTIONS  # for each that looks into the body
         if self._part is _MISSING:
             try:
-                self._check_containers()
-                self._part = decoded(self._data, decode)
-            except msgspec.ValidationError:
-                self._part = self.value()
+                self._part = self.value() if self._whole else self._typed(decode)
+            except NotCounted:
+                self._part = self._typed(decode)
+        if isinstance(self._part, NotCounted):
+            raise self._part
         return self._part
+
+    def _typed(self, decode: Any) -> Json:  # noqa: ANN401  # msgspec's own
+        try:
+            return self._decoded(decode)
+        except msgspec.ValidationError:
+            return self._decoded(_decode_whole) if self._value is _MISSING else self._value
+
+    def _decoded(self, decode: Any) -> Json:  # noqa: ANN401  # msgspec's own
+        """What a decoder makes of the body, which may be the NotCounted that it raises."""
+        _Left.in_body = MAX_FRACTIONS
+        try:
+            self._check_containers()
+            return decoded(self._data, decode)
+        except NotCounted as failure:
+            return failure
 
     def _check_containers(self) -> None:
         if len(self._data) > _WORTH_COUNTING:
@@ -158,7 +178,7 @@ class Document:
                 raise NotCounted("inspect_limit")
 
 
-def decoded(data: bytes | memoryview | msgspec.Raw | str, decode: Any = _decode_any) -> Json:  # noqa: ANN401  # msgspec's own
+def decoded(data: bytes | memoryview | msgspec.Raw | str, decode: Any = _decode_part) -> Json:  # noqa: ANN401  # msgspec's own
     """JSON, decoded; a part of a body that has been decoded as a whole shares its bounds.
 
     Raises:
@@ -168,7 +188,7 @@ def decoded(data: bytes | memoryview | msgspec.Raw | str, decode: Any = _decode_
     try:
         return decode(data)
     except msgspec.ValidationError:
-        if decode is _decode_any:  # an integer beyond what Python takes
+        if decode in (_decode_part, _decode_whole):  # an integer beyond what Python takes
             raise NotJson from None
         raise
     except (ValueError, RecursionError):  # msgspec's and Unicode's errors are ValueErrors
@@ -234,7 +254,6 @@ def find(value: Json, pointer: Sequence[str]) -> str:
     return bytes(value).decode() if isinstance(value, msgspec.Raw) else claim_text(value)
 
 
-@lru_cache(maxsize=4096)
 def _spelled(text: str) -> msgspec.Raw:
     """The one spelling of a number that has a fraction or an exponent: an integer's, or digits and an exponent.
 
@@ -253,3 +272,6 @@ def _spelled(text: str) -> msgspec.Raw:
     if power >= 0 and len(kept) + power <= MAX_DIGITS:
         return msgspec.Raw(f"{sign}{kept}{'0' * power}".encode())
     return msgspec.Raw(f"{sign}{kept}e{power}".encode())
+
+
+_remembered = lru_cache(maxsize=4096)(_spelled)

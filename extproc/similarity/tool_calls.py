@@ -157,8 +157,7 @@ class ToolCalls:
                 continue
             among = history.newest(rule.window_calls)
             count = sum([call.same(other, results=self._results) for other in among])
-            looping = count >= rule.threshold
-            repeat = Repeat((call.name[:MAX_NAME],), count, len(among), looping, self._results, rule.reason)
+            repeat = Repeat((call.name[:MAX_NAME],), count, len(among), rule.threshold, self._results, rule.reason)
             candidates.append((call, repeat))
         if not candidates:
             return None
@@ -166,7 +165,7 @@ class ToolCalls:
         return call.named(results=self._results), repeat
 
     def _cycle(self, history: _History) -> tuple[bytes, Repeat] | None:
-        """The shortest cycle of different calls that has come round often enough, its newest call last."""
+        """The shortest cycle of different calls that has come round often enough, in the name of its newest call."""
         for length in range(2, self._max_cycle + 1):
             if not self._same(history, 0, length):
                 continue
@@ -176,10 +175,10 @@ class ToolCalls:
             rules = [self.rule(call.name) for call in members]
             rounds = max(rule.threshold for rule in rules)
             if all(self._same(history, place, place + length) for place in range(1, length * (rounds - 1))):
-                spelled = sorted(call.named(results=self._results) for call in members)
                 names = tuple(call.name[:MAX_NAME] for call in reversed(members))
                 reason = next((rule.reason for rule in rules if rule.reason), "")
-                return _SEPARATOR.join(spelled), Repeat(names, rounds, length * rounds, True, self._results, reason)
+                repeat = Repeat(names, rounds, length * rounds, rounds, self._results, reason)
+                return members[0].named(results=self._results), repeat
         return None
 
     def _same(self, history: _History, newer: int, older: int) -> bool:

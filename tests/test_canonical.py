@@ -1,0 +1,528 @@
+"""Bodies compared by meaning: every spelling of a value is one, and no two values are."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from extproc.policy.bundle import LoopDetection
+from extproc.similarity.canonical import Canonical
+from extproc.similarity.document import (
+    MAX_CONTAINERS,
+    MAX_DIGITS,
+    MAX_FRACTIONS,
+    Document,
+    NotCounted,
+    NotJson,
+    canonical,
+    find,
+    steps,
+    without,
+)
+from tests.documents import policy
+from tests.messages import body, headers
+from tests.test_engine import ANY
+from tests.test_service import decoded, exchange, make_service, repeat, sample
+
+Example = TypeVar("Example")
+
+
+class Draw(Protocol):
+    """Hypothesis' own `draw`."""
+
+    def __call__(self, strategy: st.SearchStrategy[Example], /) -> Example:
+        """One example."""
+
+
+class Number(NamedTuple):
+    """A JSON number by what it means: `mantissa` times ten to the power of `exponent`."""
+
+    mantissa: int
+    exponent: int
+
+
+def meaning(value: Any) -> Any:  # noqa: ANN401  # any JSON value
+    """What a value is equal to, with types that Python would mix up kept apart."""
+    if isinstance(value, Number):
+        return ("number", value.mantissa * Fraction(10) ** value.exponent)
+    if isinstance(value, bool | str | None):
+        return (type(value).__name__, value)
+    if isinstance(value, int | Fraction):
+        return ("number", Fraction(value))
+    if isinstance(value, list):
+        return ("array", [meaning(item) for item in value])
+    return ("object", {name: meaning(item) for name, item in value.items()})
+
+
+INTEGERS = st.one_of(st.integers(-3, 3), st.integers(), st.integers(-(10**600) + 1, 10**600 - 1))
+NUMBERS = st.builds(Number, INTEGERS, st.integers(-4, 4) | st.integers(-700, 700))
+# Few letters, so that equal keys and strings are common, and all that escapes may be needed for.
+TEXTS = st.text(st.sampled_from('ab/1"\\\n\t\x00\x7f\x85é\u2028\ufeff\uffff😀')) | st.text()
+SCALARS = st.none() | st.booleans() | NUMBERS | TEXTS
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def spelled_text(draw: Draw, text: str) -> str:
+    """A string literal: each character as itself or in any of its escapes."""
+    short = {'"': '\\"', "\\": "\\\\", "/": "\\/", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    found = []
+    for character in text:
+        units = character.encode("utf-16-be").hex()
+        escaped = "".join(f"\\u{units[place : place + 4]}" for place in range(0, len(units), 4))
+        ways = [escaped, escaped.upper().replace("\\U", "\\u")]
+        if character in short:
+            ways.append(short[character])
+        if character >= " " and character not in '"\\':
+            ways.append(character)
+        found.append(draw(st.sampled_from(ways)))
+    return '"' + "".join(found) + '"'
+
+
+def spelled_number(draw: Draw, number: Number) -> str:
+    """A number literal: with or without fraction and exponent, zeros behind, the point anywhere."""
+    zeros = draw(st.integers(0, 3)) if number.mantissa else 0
+    digits, exponent = str(abs(number.mantissa)) + "0" * zeros, number.exponent - zeros
+    point = draw(st.integers(0, len(digits)))
+    if point == 0:
+        before = draw(st.integers(0, 3))
+        text, power = f"0.{'0' * before}{digits}", exponent + len(digits) + before
+    elif point < len(digits):
+        text, power = f"{digits[:point]}.{digits[point:]}", exponent + len(digits) - point
+    else:
+        text, power = digits + draw(st.sampled_from(["", ".0", ".000"])), exponent
+    sign = "-" if number.mantissa < 0 or (number.mantissa == 0 and draw(st.booleans())) else ""
+    spellings = [
+        f"{mark}{plus}{abs(power):0{width}}"
+        for mark in "eE"
+        for plus in ("-" if power < 0 else "", "-" if power < 0 else "+")
+        for width in (1, 4)
+    ]
+    if power == 0:
+        spellings.append("")
+    if number.mantissa and "." not in text and 0 < power <= MAX_DIGITS - len(text):
+        text, spellings = text + "0" * power, ["", ".0", "e0"]
+    return sign + text + draw(st.sampled_from(spellings))
+
+
+def spelled(draw: Draw, value: Any) -> str:  # noqa: ANN401  # any JSON value
+    """One of the many texts that mean a value."""
+
+    def space() -> str:
+        return draw(st.sampled_from(["", "", " ", "\n\t", "\r\n  "]))
+
+    if value is None or isinstance(value, bool):
+        text = json.dumps(value)
+    elif isinstance(value, str):
+        text = spelled_text(draw, value)
+    elif isinstance(value, Number | int):
+        text = spelled_number(draw, value if isinstance(value, Number) else Number(value, 0))
+    elif isinstance(value, list):
+        text = "[" + ",".join(spelled(draw, item) for item in value) + space() + "]"
+    else:
+        items = draw(st.permutations(list(value.items())))
+        members = [f"{space()}{spelled_text(draw, name)}{space()}:{spelled(draw, item)}" for name, item in items]
+        text = "{" + ",".join(members) + space() + "}"
+    return space() + text + space()
+
+
+def compared(text: str | bytes, *ignored: str) -> bytes:
+    """What `canonical` compares of a JSON body."""
+    data = text if isinstance(text, bytes) else text.encode()
+    found, _ = Canonical(LoopDetection(similarity="canonical", ignore_fields=list(ignored))).compare(Document(data))
+    assert found is not None
+    return found
+
+
+def leaves(value: Any, place: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:  # noqa: ANN401  # any JSON value
+    """Where the values stand that hold no others."""
+    items: list[tuple[str | int, Any]] = []
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
+    return [leaf for step, item in items for leaf in leaves(item, (*place, step))] if items else [place]
+
+
+def replaced(value: Any, place: Sequence[str | int], by: Any) -> Any:  # noqa: ANN401  # any JSON value
+    """A copy with one value in another's place."""
+    if not place:
+        return by
+    copy = value.copy()
+    copy[place[0]] = replaced(value[place[0]], place[1:], by)
+    return copy
+
+
+def pointer(place: Sequence[str | int]) -> str:
+    """The JSON Pointer to a place."""
+    return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in place)
+
+
+@given(VALUES, st.data())
+def test_every_spelling_of_a_value_is_the_same(value: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON value
+    """Key order, white space, escapes and the spelling of numbers do not matter."""
+    one, other = spelled(data.draw, value), spelled(data.draw, value)
+
+    assert compared(one) == compared(other)
+
+
+@given(VALUES, st.data())
+def test_what_is_compared_still_means_the_value(value: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON value
+    """Nothing is lost: another parser reads the value out of its one spelling, so different values never look alike."""
+    text = compared(spelled(data.draw, value))
+
+    assert meaning(json.loads(text, parse_float=Fraction)) == meaning(value)
+
+
+@given(VALUES, VALUES, st.data())
+def test_equal_exactly_when_the_meaning_is(one: Any, other: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON value
+    """Two values are compared as equal if and only if they mean the same."""
+    texts = [spelled(data.draw, value) for value in (one, other)]
+
+    assert (compared(texts[0]) == compared(texts[1])) == (meaning(one) == meaning(other))
+
+
+@given(VALUES, SCALARS, st.data())
+def test_one_changed_leaf_is_another_body(value: Any, leaf: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON value
+    """A value that differs in one place only is another one."""
+    place = data.draw(st.sampled_from(leaves(value)))
+    changed = replaced(value, place, leaf)
+
+    same = compared(spelled(data.draw, value)) == compared(spelled(data.draw, changed))
+
+    assert same == (meaning(value) == meaning(changed))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("1", "1.0"),
+        ("1", "10e-1"),
+        ("1", "0.001E+3"),
+        ("0", "-0"),
+        ("0", "-0.0e7"),
+        ("100", "1e2"),
+        ("1" + "0" * 639, "1e639"),
+        ("18446744073709551616", "1844674407370955161.6e1"),
+        ("0.1", "1e-1"),
+        ('"/"', '"\\/"'),
+        ('"é"', '"\\u00E9"'),
+        ('"😀"', '"\\ud83d\\uDE00"'),
+        ('{"a":1,"b":2}', '\r\n{ "b" : 2 ,\t"\\u0061" : 1 }'),
+    ],
+)
+def test_what_does_not_matter(one: str, other: str) -> None:
+    """Each of these pairs is one value."""
+    assert compared(one) == compared(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("1", "true"),
+        ("0", "false"),
+        ("1", '"1"'),
+        ("null", '"null"'),
+        ("null", "0"),
+        ("null", '""'),
+        ("[]", "{}"),
+        ("[]", "[null]"),
+        ('{"a":null}', "{}"),
+        ("[1,2]", "[2,1]"),
+        ("[[1],2]", "[1,[2]]"),
+        ('["a,b"]', '["a","b"]'),
+        ("1", "-1"),
+        ("9007199254740993", "9007199254740992"),  # as doubles these are one
+        ("0.1", "0.1000000000000000055511151231257827"),
+        ("1e400", "1e401"),
+        ("1e-400", "0"),
+        ("9" * 599 + "8", "9" * 600),
+        ('"é"', '"e\u0301"'),
+        ('"a"', '"A"'),
+        ('"a"', '"a "'),
+        ('"\\u0000"', '""'),
+        ('"\\\\u0061"', '"a"'),
+        ('{"a":1}', '{"A":1}'),
+        ('{"a":{"b":1}}', '{"a":{},"b":1}'),
+    ],
+)
+def test_what_matters(one: str, other: str) -> None:
+    """Each of these pairs is two values, however alike they look to some parsers."""
+    assert compared(one) != compared(other)
+
+
+@pytest.mark.parametrize(
+    ("duplicated", "plain"),
+    [
+        ('{"a":1,"a":2}', '{"a":2}'),
+        ('{"a":2,"b":0,"a":1}', '{"b":0,"a":1}'),
+        ('{"a":{"x":1},"a":{"y":2}}', '{"a":{"y":2}}'),
+        ('{"a":1,"\\u0061":null}', '{"a":null}'),
+        ('[{"a":[1],"a":[]}]', '[{"a":[]}]'),
+    ],
+)
+def test_of_a_duplicated_key_the_last_counts(duplicated: str, plain: str) -> None:
+    """The last value of a key is its value, at any depth and however the key is spelled, and nothing is merged."""
+    assert compared(duplicated) == compared(plain)
+
+
+NOT_JSON = [
+    b"",
+    b" ",
+    b"hello",
+    b"{",
+    b'{"a":1}}',
+    b'{"a":1} x',
+    b'{"a":1}{"a":1}',
+    b'{"a":1,}',
+    b"[1,]",
+    b"{'a':1}",
+    b"\xef\xbb\xbf{}",
+    "{}".encode("utf-16"),
+    b'{"a":NaN}',
+    b"Infinity",
+    b"-",
+    b"01",
+    b"1.",
+    b".5",
+    b"+1",
+    b"0x10",
+    b'"\xff"',
+    b'{"\xff":1}',
+    b'"\xed\xa0\x80"',
+    b'"\\ud800"',
+    b'"\\udc00\\ud800"',
+    b'"\\ud800\\u0061"',
+    b'"\\x"',
+    b'"\\u12g4"',
+    b'"a\nb"',
+    b'"open',
+    b"{} // comment",
+    b"\x00",
+    b"[" * 100_000,
+    b"[" * 100_000 + b"]" * 100_000,
+    b"9" * (MAX_DIGITS + 1),
+    b"1e" + b"9" * (MAX_DIGITS + 1),
+]
+
+
+@pytest.mark.parametrize("data", NOT_JSON, ids=lambda data: repr(data[:24]))
+def test_what_is_not_json_is_compared_byte_for_byte(data: bytes) -> None:
+    """Nothing is made of such a body, whatever it is, and nothing is raised."""
+    looks = Canonical(LoopDetection(similarity="canonical"))
+
+    assert looks.compare(Document(data)) == (None, None)
+    assert looks.shown(Document(data)) == ["the body byte for byte: it is not JSON"]
+
+
+def test_not_json_is_counted_and_compared_exactly() -> None:
+    """Through the service the same bytes are a repeat, others are not, and both are counted as compared exactly."""
+    service = make_service(policy("p", ANY, similarity="canonical"))
+
+    repeat(service, headers(), body(b'{"a": NaN}'), times=2)
+    other = repeat(service, headers(), body(b'{"a":NaN}'), times=1)
+    third = repeat(service, headers(), body(b'{"a": NaN}'), times=1)
+
+    assert other.WhichOneof("response") == "request_body"
+    assert third.immediate_response.status.code == 429
+    assert sample(service, "compared_exactly_total", policy="p") == 4
+
+
+def test_a_loop_in_other_words_is_refused() -> None:
+    """Through the service three spellings of one body are three identical requests, a fourth body is not."""
+    service = make_service(policy("p", ANY, similarity="canonical", ignore_fields=["/metadata/request_id", "/messages/*/id"]))
+    bodies = [
+        b'{"model":"m","messages":[{"id":"1","content":"hi"}],"metadata":{"request_id":"a"}}',
+        b'{ "metadata": {}, "messages": [{"content": "\\u0068i", "id": "2"}], "model": "m" }',
+        b'{"model":"m","messages":[{"content":"Hi"}],"metadata":{"request_id":"c"}}',
+        b'{"model":"m","messages":[{"content":"hi"}],"metadata":{"request_id":"c"}}',
+    ]
+
+    answers = [decoded(exchange(service, headers(), body(data))[-1]).WhichOneof("response") for data in bodies]
+
+    assert answers == ["request_body"] * 3 + ["immediate_response"]
+    assert sample(service, "compared_exactly_total", policy="p") == 0
+
+
+@pytest.mark.parametrize(
+    ("ignored", "one", "other", "same"),
+    [
+        ("/t", '{"t":1,"a":1}', '{"a":1,"t":[2]}', True),
+        ("/t", '{"t":1,"a":1}', '{"a":1}', True),
+        ("/t", '{"x":{"t":1}}', '{"x":{"t":2}}', False),
+        ("/t", "[1]", "[2]", False),
+        ("/t", '{"\\u0074":1}', '{"t":2}', True),
+        ("/a/b", '{"a":{"b":1}}', '{"a":{"b":2}}', True),
+        ("/a/b", '{"a":{"b":1}}', '{"a":{}}', True),
+        ("/a/b", '{"a":{"b":1}}', "{}", False),
+        ("/a/b", '{"a":"b"}', '{"a":"c"}', False),
+        ("/m/*/id", '{"m":[{"id":1},{"id":2}]}', '{"m":[{"id":3},{}]}', True),
+        ("/m/*/id", '{"m":[{"id":1},{"id":2}]}', '{"m":[{"id":1}]}', False),
+        ("/m/*/id", '{"m":{"x":{"id":1}}}', '{"m":{"x":{"id":2}}}', True),
+        ("/m/*/id", '{"m":[[{"id":1}]]}', '{"m":[[{"id":2}]]}', False),
+        ("/m/*/id", '{"m":[1,"id",null,{"id":2}]}', '{"m":[1,"id",null,{}]}', True),
+        ("/*/id", '{"a":{"id":1},"b":{"id":1}}', '{"a":{"id":2},"b":{"id":3}}', True),
+        ("/*", '{"a":1}', '{"b":2}', True),
+        ("/*", "[1,2]", "[3,4]", True),
+        ("/*", "[1,2]", "[3]", False),
+        ("/0", "[1,2]", "[3,2]", True),
+        ("/0", "[1,2]", "[1,3]", False),
+        ("/0", "[1,2]", "[2]", False),
+        ("/0", '{"0":1}', "{}", True),
+        ("/00", "[1]", "[2]", False),
+        ("/-1", "[1]", "[2]", False),
+        ("/-", "[1]", "[2]", False),
+        ("/7", "[1]", "[2]", False),
+        ("/a~1b", '{"a/b":1}', '{"a/b":2}', True),
+        ("/a~0b", '{"a~b":1}', '{"a~b":2}', True),
+        ("/~01", '{"~1":1}', '{"~1":2}', True),
+        ("/", '{"":1}', '{"":2}', True),
+        ("/*/*/*", '[[[1]],{"a":{"b":2}}]', '[[[3]],{"a":{"c":4}}]', True),
+        ("/\u00e9", '{"é":1}', '{"\\u00e9":2}', True),
+    ],
+)
+def test_ignored_fields_are_not_compared(ignored: str, one: str, other: str, same: bool) -> None:
+    """A pointer takes out what it names, `*` any one step, and nothing else; array elements keep their places."""
+    assert (compared(one, ignored) == compared(other, ignored)) is same
+
+
+@given(VALUES, SCALARS, st.data())
+def test_a_pointer_takes_out_exactly_its_place(value: Any, leaf: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON
+    """Whatever stands at an ignored place does not matter, and whatever stands at another does."""
+    place, changed = (data.draw(st.sampled_from(leaves(value))) for _ in range(2))
+    ignored = [pointer(place)] if place and "*" not in place else []
+    other = replaced(value, changed, leaf)
+
+    same = compared(spelled(data.draw, value), *ignored) == compared(spelled(data.draw, other), *ignored)
+
+    expected = meaning(value) == meaning(other) or (bool(ignored) and changed == place)
+    assert same == expected
+
+
+def test_what_is_ignored_for_one_detector_is_there_for_the_next() -> None:
+    """Detectors share one decoded body, and none of them changes it."""
+    document = Document(b'{"m":[{"id":1,"x":{"id":2}}],"id":3}')
+    everything = canonical(document.value())
+
+    for ignored in ("/m/*/id", "/m/*/x/id", "/m/0", "/*", "/m/*/*", "/id"):
+        canonical(document.value(), [steps(ignored)])
+
+    assert canonical(document.value()) == everything
+
+
+@pytest.mark.parametrize(
+    ("data", "counted"),
+    [
+        (b"[" + b",".join([b"0.5"] * MAX_FRACTIONS) + b"]", True),
+        (b"[" + b",".join([b"0.5"] * (MAX_FRACTIONS + 1)) + b"]", False),
+        (b"[" + b",".join([b"5"] * (MAX_FRACTIONS + 1)) + b"]", True),
+        (b"[" + b"[],     " * MAX_CONTAINERS + b"0]", False),
+        (b"[" + b"[],     " * (MAX_CONTAINERS - 1) + b"0]", True),
+    ],
+    ids=["fractions", "one fraction more", "whole numbers", "containers", "one container less"],
+)
+def test_too_much_of_anything_is_not_looked_into(data: bytes, counted: bool) -> None:
+    """Past a bound the body is not counted, under the reason inspect_limit, each time that somebody asks; up to it it is."""
+    document = Document(data)
+
+    for _ in range(2):
+        assert (_reason(document) == "") is counted
+        assert _reason(document) in {"", "inspect_limit"}
+
+
+def _reason(document: Document) -> str:
+    """Why the whole of a body is not looked into, empty where it is."""
+    try:
+        document.value()
+    except NotCounted as why:
+        return why.reason
+    return ""
+
+
+def test_longest_numbers_are_exact() -> None:
+    """An integer of as many digits as are taken keeps each of them, also when an exponent stands for some."""
+    longest = "123456789" * 71 + "7"
+
+    assert len(longest) == MAX_DIGITS
+    assert compared(longest) == compared(f"{longest[:-1]}.7e1") == longest.encode()
+    assert compared(f"{longest}e1") == compared(f"{longest}0.0")
+
+
+def test_long_numbers_are_not_remembered() -> None:
+    """What clients send does not pile up: after many bodies with a number each, little of them is left."""
+    looks = Canonical(LoopDetection(similarity="canonical"))
+    tracemalloc.start()
+
+    try:
+        for number in range(20):
+            looks.compare(Document(b"0.%d%b" % (number, b"1" * 200_000)))
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert kept < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("/model", "m"),
+        ("/n", "15e-1"),
+        ("/whole", "1"),
+        ("/big", "9" * 600),
+        ("/yes", "true"),
+        ("/null", ""),
+        ("/list", ""),
+        ("/list/0", "a"),
+        ("/list/1/x~1y", "b"),
+        ("/list/00", ""),
+        ("/list/-", ""),
+        ("/list/9", ""),
+        ("/list/x", ""),
+        ("/model/0", ""),
+        ("/absent/model", ""),
+    ],
+)
+def test_a_pointer_finds_scalars_as_text(place: str, expected: str) -> None:
+    """A descriptor from the body is a scalar's text, a number in its one spelling, and empty where there is none."""
+    text = f'{{"model":"m","n":1.50,"whole":1.0,"big":{"9" * 600},"yes":true,"null":null,"list":["a",{{"x/y":"b"}}]}}'
+
+    assert find(Document(text.encode()).value(), steps(place)) == expected
+
+
+@given(VALUES, st.lists(TEXTS | st.just("*") | st.sampled_from(["0", "1"]), min_size=1, max_size=3))
+@example([{"a": 1}], ["*", "*"])
+def test_taking_out_what_is_not_there_changes_nothing(value: Any, place: list[str]) -> None:  # noqa: ANN401  # any JSON value
+    """What is taken out once is not there to be taken out again."""
+    once = without(value, place)
+
+    assert without(once, place) == once
+
+
+@pytest.mark.parametrize("data", [b"{}", b"[1.5]", b'"x"', b"nope"])
+def test_a_body_is_the_same_wherever_its_bytes_lie(data: bytes) -> None:
+    """A large body comes as a memoryview into its message, and is read like any other."""
+    view = memoryview(b"before" + data + b"after")[6 : 6 + len(data)]
+    looks = Canonical(LoopDetection(similarity="canonical"))
+
+    assert looks.compare(Document(view)) == looks.compare(Document(data))
+
+
+def test_a_body_that_is_not_json_stays_so() -> None:
+    """Whoever asks first, everybody gets the same answer."""
+    document = Document(b"nope")
+
+    for _ in range(2):
+        with pytest.raises(NotJson) as raised:
+            document.value()
+        assert raised.value.reason == "not_json"

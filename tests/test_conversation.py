@@ -1,0 +1,494 @@
+"""What stands in requests of each API: messages and their parts, read alike however much of the body was decoded before."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.policy.bundle import LoopDetection
+from extproc.similarity import Similarity
+from extproc.similarity.conversation import CALL, OTHER, RESULT, TEXT, Part, arguments, conversation, other, parts, result
+from extproc.similarity.document import Document, NotCounted, opened
+from extproc.similarity.tail import Tail
+from extproc.similarity.tool_calls import ToolCalls
+from tests.test_canonical import VALUES, spelled
+
+BODIES = {file.stem: file.read_bytes() for file in sorted((Path(__file__).parent / "bodies").glob("*.json"))}
+
+SIMILARITIES: dict[str, Similarity] = {
+    "tail": Tail(LoopDetection(similarity="tail", tail_messages=200)),
+    "tool_calls": ToolCalls(LoopDetection(similarity="tool_calls", threshold_identical_requests=2)),
+    "tool_calls without results": ToolCalls(
+        LoopDetection(
+            similarity="tool_calls", threshold_identical_requests=2, compare_results=False, reset_on_user_message=False
+        )
+    ),
+}
+
+
+def outcome(looks: Similarity, document: Document) -> object:
+    """All that a similarity says about a body, or why it says nothing."""
+    try:
+        return looks.compare(document)
+    except NotCounted as why:
+        return why.reason
+
+
+def read(data: bytes) -> tuple[str, bool, list[tuple[str, list[str]]]]:
+    """Model, whether there is more elsewhere, and each message's role or type with its parts in short, the oldest first."""
+    talk = conversation(Document(data))
+    messages = [(message.role or message.type, [_short(part) for part in parts(message)]) for message in talk.backwards()]
+    return talk.model, talk.elsewhere, messages[::-1]
+
+
+def _short(part: Part) -> str:
+    if part.kind == TEXT:
+        return f"text {part.value}"
+    if part.kind == CALL:
+        return f"call {part.name} {arguments(part.value).decode()} {part.id}"
+    if part.kind == RESULT:
+        return f"{'error' if part.failed else 'result'} {result(part.value).decode()[:24]} {part.id}"
+    value = opened(part.value)
+    return f"other {opened(value.get('type')) if isinstance(value, dict) else value}"
+
+
+_SYSTEM = "text You help the on-call engineer. Use the tools; say so when they bring nothing."
+_BACKUP = '{"limit":5,"query":"backup retention"}'
+_SELECT = "select count(*) from orders"
+_NO_TABLE = "ERROR: relation orders d"
+
+EXPECTED: dict[str, tuple[str, bool, list[tuple[str, list[str]]]]] = {
+    "chat_parallel_calls": (
+        "gpt-4.1-mini",
+        False,
+        [
+            ("system", [_SYSTEM]),
+            ("user", ["text What is the weather and the time in Oslo and Lima?"]),
+            (
+                "assistant",
+                [
+                    'call get_weather {"city":"Oslo"} call_a1',
+                    'call get_weather {"city":"Lima"} call_a2',
+                    'call get_time {"city":"Oslo"} call_a3',
+                    'call get_time {"city":"Lima"} call_a4',
+                ],
+            ),
+            ("tool", ["result -3 °C, snow call_a1"]),
+            ("tool", ["result 19 °C, fog call_a2"]),
+            ("tool", ["result 14:02 call_a3"]),
+            ("tool", ["result 08:02 call_a4"]),
+        ],
+    ),
+    "chat_stuck": (
+        "gpt-4.1",
+        False,
+        [
+            ("developer", [_SYSTEM]),
+            ("user", ["text How long do we keep backups?"]),
+            ("assistant", ["text I will look that up.", f"call search_docs {_BACKUP} call_b1"]),
+            ("tool", ["result [] call_b1"]),
+            ("assistant", [f"call search_docs {_BACKUP} call_b2"]),
+            ("tool", ["result [] call_b2"]),
+            ("assistant", [f"call search_docs {_BACKUP} call_b3"]),
+            ("tool", ["result [] call_b3"]),
+        ],
+    ),
+    "chat_image": (
+        "gpt-4.1",
+        False,
+        [("user", ["text What is on these pictures?", "other image_url", "other image_url", "other input_audio"])],
+    ),
+    "chat_refusal": (
+        "gpt-4.1",
+        False,
+        [
+            ("user", ["text Open the vault."]),
+            ("assistant", ["text I can't help with that."]),
+            ("user", ["text Please."]),
+        ],
+    ),
+    "chat_legacy_functions": (
+        "gpt-3.5-turbo",
+        False,
+        [
+            ("user", ["text Weather in Oslo?"]),
+            *[("assistant", ['call get_weather {"city":"Oslo"} ']), ("function", ["result timeout "])] * 3,
+        ],
+    ),
+    "chat_custom_tool": (
+        "gpt-5",
+        False,
+        [
+            ("user", ["text How many orders are open?"]),
+            *[
+                message
+                for number in range(3)
+                for message in (
+                    ("assistant", [f"call run_sql {_SELECT} call_d{number}"]),
+                    ("tool", [f"result {_NO_TABLE} call_d{number}"]),
+                )
+            ],
+        ],
+    ),
+    "responses_stuck": (
+        "gpt-5",
+        False,
+        [
+            ("user", ["text How long do we keep backups?"]),
+            *[
+                message
+                for number in range(3)
+                for message in (
+                    ("function_call", [f"call search_docs {_BACKUP} call_{number}"]),
+                    ("function_call_output", [f"result [] call_{number}"]),
+                )
+            ],
+        ],
+    ),
+    "responses_parallel_calls": (
+        "gpt-5-mini",
+        False,
+        [
+            ("developer", [_SYSTEM]),
+            ("user", ["text Weather and time in Oslo?"]),
+            ("assistant", ["text One moment."]),
+            ("function_call", ['call get_weather {"city":"Oslo"} call_1']),
+            ("function_call", ['call get_time {"city":"Oslo"} call_2']),
+            ("function_call_output", ["result -3 °C, snow call_1"]),
+            ("function_call_output", ["result 14:02 call_2"]),
+        ],
+    ),
+    "responses_image": ("gpt-5-mini", False, [("user", ["text Describe.", "other input_image", "other input_file"])]),
+    "responses_previous": ("gpt-5-mini", True, [("function_call_output", ["result [] call_9"])]),
+    "responses_conversation": ("gpt-5-mini", True, [("user", ["text And in Lima?"])]),
+    "responses_text": ("gpt-5-mini", False, [("user", ["text Say hello."])]),
+    "responses_custom_tool": (
+        "gpt-5",
+        False,
+        [
+            ("user", ["text How many orders are open?"]),
+            *[
+                message
+                for number in range(3)
+                for message in (
+                    ("custom_tool_call", [f"call run_sql {_SELECT} call_{number}"]),
+                    ("custom_tool_call_output", [f"result {_NO_TABLE} call_{number}"]),
+                )
+            ],
+        ],
+    ),
+    "anthropic_stuck": (
+        "claude-sonnet-4-5",
+        False,
+        [
+            ("user", ["text How long do we keep backups?"]),
+            ("assistant", ["text ", "text I will look that up.", f"call search_docs {_BACKUP} toolu_1"]),
+            ("user", ["error index is locked toolu_1"]),
+            ("assistant", ["text ", f"call search_docs {_BACKUP} toolu_2"]),
+            ("user", ["error index is locked toolu_2"]),
+            ("assistant", ["text ", f"call search_docs {_BACKUP} toolu_3"]),
+            ("user", ["error index is locked toolu_3"]),
+        ],
+    ),
+    "anthropic_parallel_calls": (
+        "claude-sonnet-4-5",
+        False,
+        [
+            ("user", ["text Weather and time in Oslo?"]),
+            (
+                "assistant",
+                ["text One moment.", 'call get_weather {"city":"Oslo"} toolu_1', 'call get_time {"city":"Oslo"} toolu_2'],
+            ),
+            ("user", ["result -3 °C, snow toolu_1", "result 14:02 toolu_2"]),
+        ],
+    ),
+    "completions_prompt": ("gpt-3.5-turbo-instruct", True, [("user", ["text Once upon  a time"])]),
+    "completions_prompts": ("gpt-3.5-turbo-instruct", True, [("user", ["text Once upon a time", "text In a galaxy"])]),
+    "completions_tokens": ("gpt-3.5-turbo-instruct", True, [("user", ["other [12805, 5304, 264, 892]"])]),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_api_is_read(name: str) -> None:
+    """Model, messages, texts, calls and results of a real request are found, whichever API it is for."""
+    assert read(BODIES[name]) == EXPECTED[name]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        "5",
+        '"messages"',
+        '[{"role":"user","content":"x"}]',
+        "{}",
+        '{"model":"m"}',
+        '{"messages":[]}',
+        '{"messages":null}',
+        '{"messages":{}}',
+        '{"messages":"hi"}',
+        '{"messages":[],"input":[],"prompt":null}',
+        '{"input":""}',
+        '{"input":null,"previous_response_id":"r"}',
+        '{"prompt":null}',
+        '{"MESSAGES":[{"role":"user"}]}',
+        '{"messages":[{"role":"user"}],"messages":[]}',
+        '{"jsonrpc":"2.0","method":"tools/call","id":1}',
+    ],
+)
+@pytest.mark.parametrize("looks", SIMILARITIES.values(), ids=SIMILARITIES)
+def test_a_body_without_messages_says_so(looks: Similarity, text: str) -> None:
+    """Nothing is made up where no conversation is: an empty history is none."""
+    assert outcome(looks, Document(text.encode())) == "no_messages"
+
+
+def test_the_empty_chat_has_no_messages() -> None:
+    """A real request with an empty history is one without messages."""
+    assert {outcome(looks, Document(BODIES["chat_empty"])) for looks in SIMILARITIES.values()} == {"no_messages"}
+
+
+@pytest.mark.parametrize("text", ["hello", '{"messages":[{"role":"user","content":"x"}]', '{"messages":[}', "\ufeff{}"])
+@pytest.mark.parametrize("looks", SIMILARITIES.values(), ids=SIMILARITIES)
+def test_a_body_that_is_not_json_has_no_conversation(looks: Similarity, text: str) -> None:
+    """What is not JSON is not counted, and that is the reason."""
+    assert outcome(looks, Document(text.encode())) == "not_json"
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ('{"messages":[{"role":"user","content":"a"}],"input":"b","prompt":"c"}', [("user", ["text a"])]),
+        ('{"messages":[],"input":"b","prompt":"c"}', [("user", ["text b"])]),
+        ('{"messages":null,"input":[],"prompt":"c"}', [("user", ["text c"])]),
+        (
+            '{"\\u006dessages":[{"\\u0072ole":"us\\u0065r","content":[{"ty\\u0070e":"text","text":"a"}]}]}',
+            [("user", ["text a"])],
+        ),
+        ('{"messages":[{"role":"x","content":"a"}],"messages":[{"role":"user","content":"b"}]}', [("user", ["text b"])]),
+        ('{"messages":[{"role":"x","role":"user","content":"a","content":"b"}]}', [("user", ["text b"])]),
+        (
+            '{"messages":[{"role":"user","content":[{"type":"text","type":"text","text":1,"text":"b"}]}]}',
+            [("user", ["text b"])],
+        ),
+        ('{"messages":[{"role":"user","content":["a","b"]}]}', [("user", ["text a", "text b"])]),
+        ('{"messages":[{"role":"user","content":null}]}', [("user", [])]),
+        ('{"messages":[{"role":"user"}]}', [("user", [])]),
+        ('{"messages":[{"role":"user","content":7}]}', [("user", ["other 7"])]),
+        ('{"messages":[{"role":"user","content":[{"type":"text","text":null}]}]}', [("user", ["text "])]),
+        ('{"messages":[{"role":"assistant","tool_calls":[{"id":"1"}]}]}', [("assistant", [])]),
+        ('{"messages":[{"role":"assistant","tool_calls":null,"content":"a"}]}', [("assistant", ["text a"])]),
+        ('{"input":[{"type":"reasoning","summary":[]},{"role":"user","content":"a"}]}', [("user", ["text a"])]),
+        ('{"input":[{"type":"computer_call","call_id":"1"}]}', [("other", ["other computer_call"])]),
+        ('{"messages":[{"type":"tool_use","name":"f"}]}', [("other", ["other tool_use"])]),
+    ],
+)
+def test_corners_of_a_conversation(text: str, messages: list[tuple[str, list[str]]]) -> None:
+    """Messages before input before prompt, the last of a duplicated key, escaped keys, contents of unusual types."""
+    assert read(text.encode())[2] == messages
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["null", "1", "[]", '"x"', "true", '{"role":1}', '{"role":"user","tool_calls":{}}', '{"role":"a","name":[]}', "{}"],
+)
+@pytest.mark.parametrize("key", ["messages", "input"])
+def test_messages_of_other_types_do_not_hide_the_rest(key: str, message: str) -> None:
+    """What is no message is of no known kind, is compared as a whole, and the messages beside it are read all the same."""
+    good = '{"role":"user","content":"a"}'
+
+    _, _, messages = read(f'{{"{key}":[{good},{message},{good}]}}'.encode())
+
+    assert messages[0] == messages[2] == ("user", ["text a"])
+    assert messages[1][0] == OTHER
+    assert outcome(SIMILARITIES["tail"], Document(f'{{"{key}":[{message}]}}'.encode())) != outcome(
+        SIMILARITIES["tail"], Document(f'{{"{key}":["another"]}}'.encode())
+    )
+
+
+@pytest.mark.parametrize("messages", ["5", '"ab"', '{"a":1}', "true", "1.5"])
+@pytest.mark.parametrize("message", ["1", "{}", "null", '{"type":"item_reference","id":"x"}'])
+def test_messages_of_another_type_do_not_hide_the_input(messages: str, message: str) -> None:
+    """Where `messages` is no list, `input` is what is read, whatever stands in it."""
+    looks = SIMILARITIES["tail"]
+    item = f'{{"role":"a"}},{message}'
+
+    found = outcome(looks, Document(f'{{"messages":{messages},"input":[{item}]}}'.encode()))
+
+    assert found == outcome(looks, Document(f'{{"input":[{item}]}}'.encode()))
+
+
+@pytest.mark.parametrize(
+    ("one", "rest", "same"),
+    [
+        ('{"a":1,"b":2}', '{ "b":2.0, "a":1 }', True),
+        ('{"a":1}', '{"a":2}', False),
+        (" {} ", "{}", True),
+        ("", " ", True),
+        ("", "{}", False),
+        ("not json", " not json\n", True),
+        ("not json", "not  json", False),
+        ('{"a":"x"}', '{"a":"X"}', False),
+        ('{"a":1,"a":2}', '{"a":2}', True),
+    ],
+)
+def test_arguments_in_a_string_are_compared_by_meaning(one: str, rest: str, same: bool) -> None:
+    """A string of JSON is what it means, and equals the same JSON without a string around it; any other is its text."""
+    assert (arguments(one) == arguments(rest)) is same
+
+
+@given(VALUES, st.data())
+def test_arguments_are_equal_with_and_without_a_string(value: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON
+    """OpenAI's arguments, a string of JSON, are those of Anthropic, which are JSON; but for a string they are the same."""
+    text = spelled(data.draw, value)
+
+    if not isinstance(value, str):
+        assert arguments(text) == arguments(Document(text.encode()).value())
+
+
+@pytest.mark.parametrize(
+    ("one", "rest", "same"),
+    [
+        ("a", " a\n", True),
+        ("a", "A", False),
+        ("a", [{"type": "text", "text": "a"}], True),
+        ("a\nb", [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}], True),
+        ("ab", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], False),
+        ([{"type": "image", "source": {"data": "x"}}], [{"type": "image", "source": {"data": "y"}}], False),
+        ([{"type": "image", "id": "1", "source": {}}], [{"type": "image", "id": "2", "source": {}, "cache_control": {}}], True),
+        ([{"type": "image", "source": {"id": "1"}}], [{"type": "image", "source": {"id": "2"}}], False),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
+        ({"a": 1}, {"a": True}, False),
+        (["a", "b"], "a\nb", True),
+        ([], "", True),
+    ],
+)
+def test_results_in_parts_are_compared_by_what_they_say(one: object, rest: object, same: bool) -> None:
+    """Texts are joined, space around them is not part of them, and what is no text is compared by meaning but for its ids."""
+    assert (result(one) == result(rest)) is same
+
+
+@pytest.mark.parametrize(
+    ("one", "rest", "same"),
+    [
+        ({"type": "image", "id": "1"}, {"id": "2", "type": "image"}, True),
+        ({"type": "image", "cache_control": {"type": "ephemeral"}}, {"type": "image"}, True),
+        ({"type": "image", "source": "a"}, {"type": "image", "source": "b"}, False),
+        ({"type": "image", "source": "plumless"}, {"type": "image", "source": "buckeroo"}, False),  # one CRC32
+        ([1], [2], False),
+        (None, False, False),
+    ],
+)
+def test_other_parts_have_names_of_their_own(one: object, rest: object, same: bool) -> None:
+    """What is no text goes by a hash, which tells different things apart."""
+    assert (other(one) == other(rest)) is same
+
+
+def both_ways(text: str | bytes) -> tuple[dict[str, object], dict[str, object], dict[str, object]]:
+    """What every similarity says: nothing decoded before, the whole body decoded by the first, and by somebody else."""
+    data = text if isinstance(text, bytes) else text.encode()
+    before = Document(data, whole=True)
+    with suppress(NotCounted):
+        before.value()
+    alone = {name: outcome(looks, Document(data)) for name, looks in SIMILARITIES.items()}
+    whole = {name: outcome(looks, Document(data, whole=True)) for name, looks in SIMILARITIES.items()}
+    return alone, whole, {name: outcome(looks, before) for name, looks in SIMILARITIES.items()}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_who_else_looks_does_not_matter(name: str) -> None:
+    """A similarity says the same about a body whether or not somebody else had the whole of it decoded."""
+    alone, whole, before = both_ways(BODIES[name])
+
+    assert alone == whole == before
+
+
+# Bodies near those of the APIs, in which nearly anything may stand in nearly any place.
+_WORDS = st.sampled_from(["", "a", "A  b", "user", "assistant", "tool", "text", "é", "null", "{}", '{"a":1.0}', "f"])
+_ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 2) | st.sampled_from([0.5, 1.0]) | _WORDS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_WORDS, inner, max_size=2),
+    max_leaves=3,
+)
+_TYPES = st.sampled_from(
+    ["text", "tool_use", "tool_result", "thinking", "image", "input_text", "function_call", "function_call_output", "reasoning"]
+)
+
+
+def _near(fields: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    """Objects with some of these fields, now and then of another type."""
+    wild = {name: st.one_of(value, value, value, _ANYTHING) for name, value in fields.items()}
+    return st.fixed_dictionaries({}, optional=wild)
+
+
+_TOOLS = _near({"name": _WORDS, "arguments": _WORDS, "input": _WORDS})
+_CHAT_CALLS = st.lists(_near({"id": _WORDS, "type": _WORDS, "function": _TOOLS, "custom": _TOOLS}), max_size=3)
+_BLOCKS = st.lists(
+    _near(
+        {
+            "type": _TYPES,
+            "text": _WORDS,
+            "id": _WORDS,
+            "name": _WORDS,
+            "input": _ANYTHING,
+            "tool_use_id": _WORDS,
+            "content": _WORDS,
+            "is_error": st.booleans(),
+        }
+    ),
+    max_size=3,
+)
+_MESSAGES = st.lists(
+    _near(
+        {
+            "role": st.sampled_from(["user", "assistant", "tool", "system", "function"]),
+            "type": _TYPES,
+            "content": _WORDS | _BLOCKS,
+            "tool_calls": _CHAT_CALLS,
+            "tool_call_id": _WORDS,
+            "function_call": _TOOLS,
+            "call_id": _WORDS,
+            "name": _WORDS,
+            "arguments": _WORDS,
+            "output": _WORDS | _BLOCKS,
+            "refusal": _WORDS,
+        }
+    ),
+    max_size=5,
+)
+_REQUESTS = st.fixed_dictionaries({"messages": _MESSAGES}) | st.fixed_dictionaries({"input": _MESSAGES})
+
+
+@given(_REQUESTS, _near({"model": _WORDS, "temperature": st.just(0.5), "previous_response_id": _WORDS, "prompt": _WORDS}))
+def test_nearly_right_bodies_are_read_alike_or_not_at_all(request: dict[str, Any], more: dict[str, Any]) -> None:
+    """Whatever types stand where, nothing but NotCounted is raised, and who else looks does not matter."""
+    alone, whole, before = both_ways(json.dumps({**request, **more}))
+
+    assert alone == whole == before
+
+
+_HALVES = "[" + ",".join(["0.5"] * 6_000) + "]"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # in arguments that are no string
+        f'{{"messages":[{{"role":"a","tool_calls":[{{"id":"1","function":{{"name":"f","arguments":{_HALVES}}}}}]}}]}}',
+        # elsewhere, and in a string of arguments
+        f'{{"x":{_HALVES},"messages":[{{"role":"a","tool_calls":[{{"id":"1","function":{{"arguments":"{_HALVES}"}}}}]}}]}}',
+    ],
+    ids=["arguments", "elsewhere"],
+)
+def test_the_bound_on_fractions_does_not_depend_on_others(text: str) -> None:
+    """Whether a body holds too many numbers for one similarity does not depend on what another one looks at."""
+    alone, whole, before = both_ways(text)
+
+    assert alone == whole == before
