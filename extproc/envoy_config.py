@@ -32,6 +32,7 @@ _UPSTREAM_PROTOCOLS = {
     "as-client": "use_downstream_protocol_config: {http_protocol_options: {}, http2_protocol_options: {}}",
 }
 _FAILURE_MODES = {"allow": "true", "deny": "false"}
+_SHADOW_MODES = ("off", "observability", "partial")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,8 @@ class EnvoyOptions:
         body_mode: what becomes of a body above the limit: `strict` refuses it, `tolerant` lets it through uncounted.
         buffer_limit: largest request body that is looked at, in bytes.
         failure_mode: what becomes of a request that Loopguard did not answer for: `allow` or `deny`.
+        shadow_mode: how to keep Loopguard out of the way: `observability` shows it requests that do not wait, `partial` waits
+            for it and refuses no body; `off` is neither.
     """
 
     upstream: str
@@ -61,6 +64,7 @@ class EnvoyOptions:
     body_mode: str = "strict"
     buffer_limit: int = 10 * 2**20
     failure_mode: str = "allow"
+    shadow_mode: str = "off"
 
 
 _DEFAULTS = EnvoyOptions(upstream="")
@@ -92,6 +96,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("buffer-limit", "BYTES", "largest request body that is looked at", default=_DEFAULTS.buffer_limit)
     text = "what becomes of a request that Loopguard did not answer for"
     flag("failure-mode", "allow|deny", text, default=_DEFAULTS.failure_mode)
+    text = (
+        "only look on: observability: requests never wait, nothing is enforced; partial: no body is refused, for serve --shadow"
+    )
+    flag("shadow-mode", "|".join(_SHADOW_MODES), text, default=_DEFAULTS.shadow_mode)
 
 
 def run(options: argparse.Namespace, policies: PolicySet) -> int:
@@ -115,10 +123,14 @@ def run(options: argparse.Namespace, policies: PolicySet) -> int:
         body_mode=options.body_mode,
         buffer_limit=_bytes("--buffer-limit", str(options.buffer_limit)),
         failure_mode=options.failure_mode,
+        shadow_mode=options.shadow_mode,
     )
     sys.stdout.write(bootstrap(policies, chosen))
     if not any(_acting(policies)):
         sys.stderr.write("warning: no policy has loop_detection enabled, so this guards nothing\n")
+    enforcing = [policy.id for policy in _acting(policies) if policy.spec.mode == "enforce"]
+    if chosen.shadow_mode == "partial" and enforcing:
+        sys.stderr.write(f"warning: these policies would act: {', '.join(enforcing)}; start Loopguard with serve --shadow\n")
     return 0
 
 
@@ -135,6 +147,7 @@ def bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
         raise UsageError(f"--upstream must be HOST:PORT, such as api.example.com:443, not {options.upstream!r}")
     if resolved and any(peer.is_unix for peer in peers):  # validates, and then Envoy never finds any of them healthy
         raise UsageError(f"--endpoints must not mix Unix sockets with host names such as {resolved[0]!r}; give its IP address")
+    shadow = _shadow_mode(options)
     named_tls = options.upstream_tls and not _is_ip(upstream.host)
     action = "{cluster: upstream, timeout: 0s, auto_host_rewrite: true}" if named_tls else "{cluster: upstream, timeout: 0s}"
     guards = _guards(policies)
@@ -144,9 +157,10 @@ def bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
         admin=_socket(_local("--admin", options.admin)),
         listen=_socket(_local("--listen", options.listen)),
         buffer_limit=str(options.buffer_limit),
-        body_mode=_one_of("--body-mode", options.body_mode, _BODY_MODES),
-        content_length=_CONTENT_LENGTH if options.body_mode == "tolerant" else "",
-        failure_mode_allow=_one_of("--failure-mode", options.failure_mode, _FAILURE_MODES),
+        shadow_note={"observability": _OBSERVABILITY_NOTE, "partial": _PARTIAL_NOTE}.get(shadow, ""),
+        buffer_note=_WATERMARK_NOTE if shadow == "observability" else _BUFFER_NOTE,
+        request_timeout="" if shadow == "observability" else _REQUEST_TIMEOUT,
+        asking=_OBSERVING if shadow == "observability" else _waiting(options, tolerant=shadow == "partial"),
         rewrite_note=_REWRITE_NOTE if named_tls else "",
         routes="".join(_routes(guards, action)),
         loopguard_type="STRICT_DNS" if resolved else "STATIC",
@@ -155,6 +169,35 @@ def bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
         upstream_protocol=_one_of("--upstream-protocol", options.upstream_protocol, _UPSTREAM_PROTOCOLS),
         upstream_endpoint=f"- endpoint: {{address: {_socket(upstream)}}}",
         upstream_tls=_tls(upstream, options.upstream_ca) if options.upstream_tls else "",
+    )
+
+
+def _shadow_mode(options: EnvoyOptions) -> str:
+    """How to keep Loopguard out of the way.
+
+    Raises:
+        UsageError: there is no such way, or another flag is against it.
+    """
+    mode = options.shadow_mode
+    if mode not in _SHADOW_MODES:
+        raise UsageError(f"--shadow-mode must be one of {', '.join(_SHADOW_MODES)}, not {mode!r}")
+    for flag, given, default in (
+        ("--failure-mode", options.failure_mode, _DEFAULTS.failure_mode),
+        ("--body-mode", options.body_mode, _DEFAULTS.body_mode),
+    ):
+        if mode != "off" and given != default:
+            raise UsageError(f"{flag} must be left out where --shadow-mode {mode} decides that, not {given!r}")
+    return mode
+
+
+def _waiting(options: EnvoyOptions, *, tolerant: bool) -> str:
+    """The part of the filter that has requests wait for Loopguard's answer."""
+    body_mode = "tolerant" if tolerant else options.body_mode
+    return _fill(
+        _WAITING,
+        body_mode=_one_of("--body-mode", body_mode, _BODY_MODES),
+        content_length=_CONTENT_LENGTH if body_mode == "tolerant" else "",
+        failure_mode_allow=_one_of("--failure-mode", options.failure_mode, _FAILURE_MODES),
     )
 
 
@@ -382,6 +425,7 @@ _BOOTSTRAP = """\
 # Which requests Envoy shows to Loopguard is decided by the routes below, what becomes of them by the policies, which Loopguard
 # reloads by itself. So make this file again only when the paths or routes in the selectors of policies change.
 # After editing it by hand: envoy --mode validate -c FILE
+$shadow_note
 
 # Envoy's own page: /stats, /clusters, /config_dump, and also /quitquitquit. Keep it on an address that only operators reach.
 admin:
@@ -391,7 +435,7 @@ static_resources:
   listeners:
   - name: ingress
     address: $listen
-    # The largest request body that a guarded route can buffer; Envoy's default of 1 MiB is less than long prompts with images.
+    $buffer_note
     per_connection_buffer_limit_bytes: $buffer_limit
     filter_chains:
     - filters:
@@ -413,11 +457,7 @@ static_resources:
           stream_idle_timeout: 900s
           # But the headers of a request come at once or never.
           request_headers_timeout: 10s
-          # And all of a request in this time, or it ends with 408: an upload that stalls would be buffered, and watched by
-          # Loopguard, for as long as it likes. The answer may take longer, and so may what streams both ways: the time ends
-          # when the upstream has the request or an answer begins. Here, too, the longest hold has to fit in. Clients that
-          # stream a request for longer, as those of gRPC may, need more.
-          request_timeout: 60s
+          $request_timeout
           # For HTTP/2 requests the buffer limit is the stream's window.
           http2_protocol_options:
             initial_stream_window_size: $buffer_limit
@@ -493,24 +533,7 @@ static_resources:
               grpc_service:
                 # No timeout here: it does not bound a stream of messages. message_timeout does.
                 envoy_grpc: {cluster_name: loopguard}
-              # What becomes of a request when Loopguard is away, too slow or broken. true: it goes on, and counts in the metric
-              # http.ingress.ext_proc.failure_mode_allowed. false: the client gets 500, or 504 when Loopguard was too slow.
-              failure_mode_allow: $failure_mode_allow
-              # Headers and the whole body of the request, nothing of the response. BUFFERED refuses a body above the buffer
-              # limit with 413; BUFFERED_PARTIAL lets it through, and Loopguard does not count it.
-              processing_mode:
-                request_header_mode: SEND
-                request_body_mode: $body_mode
-                request_trailer_mode: SKIP
-                response_header_mode: SKIP
-                response_body_mode: NONE
-                response_trailer_mode: SKIP
-              $content_length
-              # How long Loopguard may take for an answer. It needs about a millisecond.
-              message_timeout: 0.2s
-              # How far it may extend that for a request which it throttles: the longest hold is 30 s, plus a margin of 2 s.
-              # Without this line every throttled request would fail.
-              max_message_timeout: 35s
+              $asking
               # For ip:address in limit_keys, and for selectors that name routes.
               request_attributes: [source.address, xds.route_name]
               metadata_options:
@@ -591,6 +614,77 @@ static_resources:
     # Answers of models are slow, so many are in flight; how many is for the upstream to limit.
     circuit_breakers: *unlimited
     $upstream_tls
+"""
+
+_BUFFER_NOTE = """\
+# The largest request body that a guarded route can buffer; Envoy's default of 1 MiB is less than long prompts with images.
+"""
+
+_WATERMARK_NOTE = """\
+# So much of a request may be under way inside Envoy. No body is buffered as a whole, and none is too large.
+"""
+
+_REQUEST_TIMEOUT = """\
+# And all of a request in this time, or it ends with 408: an upload that stalls would be buffered, and watched by
+# Loopguard, for as long as it likes. The answer may take longer, and so may what streams both ways: the time ends
+# when the upstream has the request or an answer begins. Here, too, the longest hold has to fit in. Clients that
+# stream a request for longer, as those of gRPC may, need more.
+request_timeout: 60s
+"""
+
+_WAITING = """\
+# What becomes of a request when Loopguard is away, too slow or broken. true: it goes on, and counts in the metric
+# http.ingress.ext_proc.failure_mode_allowed. false: the client gets 500, or 504 when Loopguard was too slow.
+failure_mode_allow: $failure_mode_allow
+# Headers and the whole body of the request, nothing of the response. BUFFERED refuses a body above the buffer
+# limit with 413; BUFFERED_PARTIAL lets it through, and Loopguard does not count it.
+processing_mode:
+  request_header_mode: SEND
+  request_body_mode: $body_mode
+  request_trailer_mode: SKIP
+  response_header_mode: SKIP
+  response_body_mode: NONE
+  response_trailer_mode: SKIP
+$content_length
+# How long Loopguard may take for an answer. It needs about a millisecond.
+message_timeout: 0.2s
+# How far it may extend that for a request which it throttles: the longest hold is 30 s, plus a margin of 2 s.
+# Without this line every throttled request would fail.
+max_message_timeout: 35s
+"""
+
+_OBSERVABILITY_NOTE = """\
+#
+# Made with --shadow-mode observability: Loopguard is shown requests and can do nothing about them, whatever its policies say.
+# No request waits for it, none fails without it, and no body is too large. It decides and counts as ever, so its metrics and
+# its log say what it would have done. Clients and the access log are told nothing, because Envoy ignores all answers. Envoy
+# does not slow clients down for it either: bodies that Loopguard reads more slowly than they come pile up in Envoy's memory.
+# To enforce, make this file again without the flag.
+"""
+
+_PARTIAL_NOTE = """\
+#
+# Made with --shadow-mode partial, for `loopguard serve --shadow`: no request fails without Loopguard, and no body gets a 413;
+# one above the buffer limit passes uncounted. Requests wait for Loopguard's answer, which takes about a millisecond, and the
+# access log has what it would have done. It is Loopguard's own shadow mode that keeps it from acting: without --shadow, what
+# an enforcing policy answers is carried out. Needs Envoy 1.38.
+"""
+
+_OBSERVING = """\
+# Requests go on at once, and answers are ignored. Without failure_mode_allow they would still fail while Loopguard is
+# away.
+observability_mode: true
+failure_mode_allow: true
+# Bodies are shown in the pieces in which they come; whole ones can be had only by waiting.
+processing_mode:
+  request_header_mode: SEND
+  request_body_mode: STREAMED
+  request_trailer_mode: SKIP
+  response_header_mode: SKIP
+  response_body_mode: NONE
+  response_trailer_mode: SKIP
+# How long Loopguard may go on reading when the request is over. It hangs up as soon as it has decided.
+deferred_close_timeout: 5s
 """
 
 _GUARDED = """\

@@ -12,10 +12,13 @@ from typing import Any
 import helm_python
 import pytest
 
+from extproc.engine import Engine
 from extproc.errors import BundleErrors
+from extproc.handover import HandedOver
 from extproc.policy.bundle import MAX_DELAY_MS, UNSUPPORTED_KEYS
 from extproc.policy.loader import parse
 from extproc.service import _HOLD_MARGIN_MS
+from extproc.settings import valid_scope
 from extproc.store import _SCHEMES
 from tests.chart import CHART, Values, merged, objects, problems, refusal, with_policies
 from tests.documents import bundle, policy
@@ -38,6 +41,20 @@ def store(url: str, **more: object) -> Values:
 def throttle(**more: Any) -> Values:  # noqa: ANN401  # keys of loop_detection
     """Values with one throttling policy."""
     return with_policies(policy("slow", {"pathPrefix": "/"}, action="throttle", **more))
+
+
+ISTIO: Values = {"istio": {"enabled": True, "routes": [{"name": "chat"}]}}
+GATEWAY: Values = {
+    "envoyGateway": {"enabled": True, "targetRefs": [{"name": "chat"}], "clientTrafficPolicy": {"gateway": "public"}}
+}
+OWN_LIMITS: Values = {
+    "envoyGateway": {"enabled": True, "targetRefs": [{"name": "a"}], "clientTrafficPolicy": {"enabled": False}}
+}
+
+
+def on_route(**more: object) -> Values:
+    """Values with one route of Istio."""
+    return {"istio": {"enabled": True, "routes": [{"name": "chat", **more}]}}
 
 
 MONITORS: Values = {"monitoring": {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}}
@@ -145,6 +162,82 @@ PROBLEMS: list[tuple[Values, str]] = [
         "networkPolicy.enabled keeps Prometheus out: say in networkPolicy.monitoring where it runs, such as",
         "[{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}].",
     ),
+    row(
+        {"istio": {"enabled": True}},
+        "istio.enabled guards nothing, as long as no route is named: name some in istio.routes, such as [{name: chat}];",
+        "`istioctl proxy-config routes` shows what they are called.",
+    ),
+    row(
+        {"istio": {"enabled": True, "routes": [{"name": "a"}, {"name": "a", "virtualHost": "h:80"}, {"name": "a"}]}},
+        "istio.routes names the route a in any virtual host twice, and Istio would merge the two: make one entry of them.",
+    ),
+    row(
+        on_route(policies=["identical-requests", "strict"]),
+        "istio.routes[0].policies names strict, and policies.bundle has no policy of that id: add it there, or name one of",
+        "identical-requests.",
+    ),
+    row(
+        merged(on_route(policies=["a"]), CANARY, with_policies(policy("a", {"pathPrefix": "/"})))
+        | {"canary": {"enabled": True, "policies": with_policies(policy("b", {"pathPrefix": "/"}))["policies"]}},
+        "istio.routes[0].policies names a, and canary.policies.bundle has no policy of that id: add it there, or name one of",
+        "b.",
+    ),
+    row(
+        on_route(bundle=bundle(*(policy(f"{number:0>100}", {"pathPrefix": "/"}) for number in range(300)))),
+        "istio.routes[0].bundle is 75933 bytes of JSON, and no more than 65536 can be handed over with a route: move",
+        "its policies to policies.bundle, and name them in istio.routes[0].policies.",
+    ),
+    row(
+        on_route(bundle=bundle(policy("slow", {}, action="throttle"))) | {"envoy": {"maxMessageTimeoutSeconds": 9}},
+        "istio.routes[0].bundle: policy slow may hold a request for 30000 ms, and envoy.maxMessageTimeoutSeconds=9 cuts that",
+        "off: lower its max_delay_ms, or let Envoy wait at least 32 seconds.",
+    ),
+    row(
+        on_route(bundle=bundle(policy("a", {"pathPrefix": "/"}), policy("a", {"pathPrefix": "/"}))),
+        "istio.routes[0].bundle: two policies have the id a: give each an id of its own.",
+    ),
+    *(
+        row(
+            merged(mesh, throttle(), {"envoy": {"maxMessageTimeoutSeconds": 31}}),
+            "policies.bundle: policy slow may hold a request for 30000 ms, and envoy.maxMessageTimeoutSeconds=31 cuts that",
+            "off: lower its max_delay_ms, or let Envoy wait at least 32 seconds.",
+        )
+        for mesh in (ISTIO, GATEWAY)
+    ),
+    *(
+        row(
+            merged(mesh, throttle(), {"envoy": {"requestTimeoutSeconds": 31}}),
+            "policies.bundle: policy slow may hold a request for 30000 ms, and envoy.requestTimeoutSeconds=31 cuts that off:",
+            "lower its max_delay_ms, or let a request take at least 32 seconds.",
+        )
+        for mesh in (ISTIO, GATEWAY)
+    ),
+    row(
+        merged(GATEWAY, {"envoyGateway": {"targetRefs": []}}),
+        "envoyGateway.enabled guards nothing, as long as no route is named: name some in envoyGateway.targetRefs, such as",
+        "[{name: chat}].",
+    ),
+    row(
+        merged(GATEWAY, {"envoyGateway": {"clientTrafficPolicy": {"gateway": ""}}}),
+        "envoyGateway.enabled needs the Gateway's limits raised, or every body above 32 KiB gets a 413: name the Gateway in",
+        "envoyGateway.clientTrafficPolicy.gateway, or raise them in a ClientTrafficPolicy of your own and set",
+        "envoyGateway.clientTrafficPolicy.enabled=false.",
+    ),
+    row(
+        merged(GATEWAY, {"envoy": {"shadowMode": "observability"}}),
+        "envoy.shadowMode=observability is nothing that Envoy Gateway can be told: set envoy.shadowMode=partial and",
+        "shadow.enabled=true.",
+    ),
+    row(
+        merged(ISTIO, {"envoy": {"shadowMode": "partial"}}),
+        "envoy.shadowMode=partial has Envoy wait for Loopguard's answer, and an answer may be a refusal: set",
+        "shadow.enabled=true as well, or, to let policies act, envoy.bodyMode=tolerant in its place.",
+    ),
+    row(
+        merged(ISTIO, {"envoy": {"shadowMode": "observability", "failureMode": "deny"}}),
+        "envoy.failureMode=deny has requests fail while Loopguard is away, and envoy.shadowMode=observability is to keep it",
+        "out of their way: set one of them only.",
+    ),
 ]
 
 
@@ -188,6 +281,13 @@ def test_every_problem_is_told_at_once() -> None:
         GUARDED,
         with_policies(expires_at="2999-01-01T00:00:00Z"),
         with_policies(global_shadow={"enabled": False, "expires_at": "2020-01-01T00:00:00Z"}),
+        {"istio": {"enabled": True, "routes": [{"name": "a", "virtualHost": host} for host in ("g:80", "h:80")]}},
+        merged(ISTIO, throttle(), {"envoy": {"requestTimeoutSeconds": 0}}),
+        throttle() | {"envoy": {"requestTimeoutSeconds": 1}},
+        merged(OWN_LIMITS, throttle(), {"envoy": {"requestTimeoutSeconds": 1}}),
+        merged(ISTIO, {"envoy": {"shadowMode": "partial"}, "shadow": {"enabled": True}}),
+        merged(on_route(policies=["any"]), {"policies": {"existingConfigMap": "theirs"}}),
+        merged(ISTIO, GATEWAY),
     ],
     ids=json.dumps,
 )
@@ -265,6 +365,30 @@ def test_the_longest_hold_is_the_codes() -> None:
         ({"drain": {"delaySeconds": -1}}, "at '/drain/delaySeconds': minimum: got -1, want 0"),
         ({"canary": {"policies": {"bundle": {"policies": []}}}}, "missing property 'bundle_version'"),
         ({"policies": {"bundle": []}}, "at '/policies/bundle': got array, want object"),
+        (
+            {"istio": {"context": "SIDECAR"}},
+            "at '/istio/context': value must be one of 'GATEWAY', 'SIDECAR_INBOUND', 'SIDECAR_OUTBOUND'",
+        ),
+        ({"istio": {"routes": ["chat"]}}, "at '/istio/routes/0': got string, want object"),
+        ({"istio": {"routes": [{"virtualHost": "h"}]}}, "at '/istio/routes/0': missing property 'name'"),
+        (
+            {"istio": {"routes": [{"name": "a", "policy": "p"}]}},
+            "at '/istio/routes/0': additional properties 'policy' not allowed",
+        ),
+        ({"istio": {"routes": [{"name": "a", "policies": "p"}]}}, "at '/istio/routes/0/policies': got string, want array"),
+        ({"istio": {"scope": "a b"}}, "at '/istio/scope': 'a b' does not match pattern"),
+        ({"istio": {"scope": "a" * 58}}, "at '/istio/scope': 'aaa"),
+        ({"istio": {"tls": "MUTUAL"}}, "at '/istio/tls': value must be one of 'ISTIO_MUTUAL', 'AUTO', 'DISABLE'"),
+        ({"istio": {"port": 70_000}}, "at '/istio/port': maximum: got 70,000, want 65,535"),
+        ({"istio": {"workloadSelector": {"labels": {}}}}, "at '/istio/workloadSelector/labels': got object, want string"),
+        (
+            {"envoyGateway": {"targetRefs": [{"kind": "Service", "name": "a"}]}},
+            "at '/envoyGateway/targetRefs/0/kind': value must be",
+        ),
+        ({"envoy": {"bufferLimitBytes": 1_000}}, "at '/envoy/bufferLimitBytes': minimum: got 1,000, want 65,535"),
+        ({"envoy": {"bodyMode": "partial"}}, "at '/envoy/bodyMode': value must be one of 'strict', 'tolerant'"),
+        ({"envoy": {"failureMode": "open"}}, "at '/envoy/failureMode': value must be one of 'allow', 'deny'"),
+        ({"envoy": {"shadowMode": "on"}}, "at '/envoy/shadowMode': value must be one of"),
     ],
 )
 def test_a_wrong_value_is_refused(values: Values, message: str) -> None:
@@ -333,6 +457,37 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (bundle(changed(), bundle_version=0), "at '/policies/bundle/bundle_version': exclusiveMinimum: got 0, want 0"),
     (bundle(changed(), expires_at="tomorrow"), "at '/policies/bundle/expires_at': 'tomorrow' is not valid date-time"),
     (bundle(changed(), policys=[]), "at '/policies/bundle': additional properties 'policys' not allowed"),
+    *(
+        (bundle(changed(**{key: value})), f"{DETECTION}': missing property 'similarity'")
+        for key, value in {
+            "ignore_fields": ["/a"],
+            "tail_messages": 2,
+            "window_calls": 5,
+            "compare_results": False,
+            "reset_on_user_message": False,
+            "max_cycle": 2,
+            "tools": {"read": {"allow": True}},
+        }.items()
+    ),
+    (
+        bundle(changed(similarity="tail", ignore_fields=["/a"])),
+        f"{DETECTION}/similarity': value must be 'canonical'",
+    ),
+    (bundle(changed(similarity="canonical", tail_messages=2)), f"{DETECTION}/similarity': value must be 'tail'"),
+    (bundle(changed(similarity="canonical", tools={})), f"{DETECTION}/similarity': value must be 'tool_calls'"),
+    (bundle(changed(similarity="tail", window_seconds=...)), f"{DETECTION}': missing property 'window_seconds'"),
+    (bundle(changed(similarity="tail", tail_messages=0)), f"{DETECTION}/tail_messages': "),
+    (bundle(changed(similarity="tool_calls", max_cycle=99)), f"{DETECTION}/max_cycle': maximum: got 99, want 16"),
+    (bundle(changed(similarity="tool_calls", tools={"a": {"treshold": 2}})), f"{DETECTION}/tools/a': additional properties"),
+    (bundle(changed(similarity="canonical", ignore_fields=["a"])), f"{DETECTION}/ignore_fields/0': 'a' does not match"),
+    (bundle(changed(similarity="tail", max_inspect_bytes=0)), f"{DETECTION}/max_inspect_bytes': "),
+    (bundle(in_spec(loop_detection=[])), f"{DETECTION}': minItems: got 0, want 1"),
+    (
+        bundle(in_spec(loop_detection=[{"enabled": True, "similarity": "tail", "threshold_identical_requests": 3}])),
+        f"{DETECTION}/0': missing property 'window_seconds'",
+    ),
+    (bundle(in_spec(limit_keys=["cookie:a"])), "/spec/limit_keys/0': 'cookie:a' does not match"),
+    (bundle(in_spec(bypass=[{"path": "/a"}])), "/spec/bypass/0': additional properties 'path' not allowed"),
 ]
 
 
@@ -363,3 +518,59 @@ def test_a_policy_that_validates_is_taken(document: dict[str, Any]) -> None:
     parse({"bundle.json": json.dumps(document).encode()}, datetime.now(UTC))
 
     assert objects({"policies": {"bundle": document}})
+
+
+# ---- Policies of routes
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (bundle(in_spec(loop_detection="on")), "/spec/loop_detection': got string, want"),
+        (bundle(changed(enbled=True)), "/spec/loop_detection': additional properties 'enbled' not allowed"),
+        (bundle(changed(window_seconds=...)), "/spec/loop_detection': missing property 'window_seconds'"),
+        (bundle({"id": "p"}), "at '/istio/routes/0/bundle/policies/0': missing property 'spec'"),
+        (bundle(in_spec(selector={"pathexact": "/a"})), "/spec/selector': additional properties 'pathexact' not allowed"),
+        ({"policies": []}, "at '/istio/routes/0/bundle': missing property 'bundle_version'"),
+    ],
+)
+def test_a_routes_policy_that_does_not_validate_is_refused(document: dict[str, Any], message: str) -> None:
+    """What Loopguard would refuse with every request, Helm refuses at its place."""
+    with pytest.raises(BundleErrors):
+        parse({"route metadata": json.dumps(document).encode()}, datetime.now(UTC), on_route=True)
+
+    assert message in refusal(on_route(bundle=document))
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        bundle(policy("a", {})),
+        bundle(policy("a", {"methods": ["POST"]})),
+        bundle(policy("a", {"pathExact": None})),
+        bundle({"id": "a", "spec": {"loop_detection": {"enabled": False}}}),
+        *GOOD,
+    ],
+)
+def test_a_routes_policy_needs_no_selector(document: dict[str, Any]) -> None:
+    """What Loopguard takes with a route, Helm takes; and what it hands over is what Loopguard then reads."""
+    parse({"route metadata": json.dumps(document).encode()}, datetime.now(UTC), on_route=True)
+    (found,) = (item for item in objects(on_route(bundle=document)) if item["kind"] == "EnvoyFilter")
+
+    patch = found["spec"]["configPatches"][-1]["patch"]["value"]
+    text = patch["metadata"]["filter_metadata"]["loopguard"]["policy_json"]
+    made = HandedOver(shadow=False, allow_unenforced=False).compile(text, datetime.now(UTC))
+
+    assert isinstance(made, Engine)
+    assert json.loads(text) == document
+
+
+@pytest.mark.parametrize("scope", ["", "a", "A.b_c-9", "x" * 57, "a b", "a/b", "\u00e9", "x" * 58])
+def test_scopes_are_those_of_the_process(scope: str) -> None:
+    """What the schema takes is a scope for Loopguard, with room for what a canary's has behind it."""
+    try:
+        taken = bool(objects(merged(ISTIO, {"istio": {"scope": scope}})))
+    except helm_python.HelmValuesError:
+        taken = False
+
+    assert taken == valid_scope(f"{scope}-canary")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.chart import CASES, Object, Values, merged, objects, of_kind
+from tests.chart import CASES, Object, Values, merged, objects, of_kind, rendered
 from tests.chart.istio import http_manager, patched, without_loopguard
 from tests.documents import bundle, policy
 from tests.harness import ENVOY, Stack, envoy_version, eventually, stack
@@ -288,3 +288,242 @@ def test_a_tolerant_filter_lets_large_bodies_pass(failure_mode: str) -> None:
     assert large == [200] * 4
     assert uncounted == 4
     assert without == (200 if failure_mode == "allow" else 500)
+
+
+# ---- Envoy Gateway
+
+BODY_MODES = {"Streamed": "STREAMED", "Buffered": "BUFFERED", "BufferedPartial": "BUFFERED_PARTIAL"}
+
+
+def gateway_configuration(text: str, values: Values) -> str:
+    """An Envoy as Envoy Gateway would configure it, from its translator's source: the filter is off, and on where targeted."""
+    made = without_loopguard(yaml.safe_load(text))
+    made_of = objects(values)
+    (extension,) = of_kind(made_of, "EnvoyExtensionPolicy")
+    (client,) = of_kind(made_of, "ClientTrafficPolicy")
+    (proc,) = extension["spec"]["extProc"]
+    manager = http_manager(made)
+    manager["request_timeout"] = client["spec"]["timeout"]["http"]["requestReceivedTimeout"]
+    manager["http2_protocol_options"] = {"initial_stream_window_size": int(client["spec"]["http2"]["initialStreamWindowSize"])}
+    (listener,) = made["static_resources"]["listeners"]
+    listener["per_connection_buffer_limit_bytes"] = int(client["spec"]["connection"]["bufferLimit"])
+    request = proc["processingMode"]["request"]
+    config = {
+        "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
+        "grpc_service": {"envoy_grpc": {"cluster_name": "loopguard"}, "timeout": "10s"},
+        "failure_mode_allow": proc["failOpen"],
+        "message_timeout": f"{int(proc['messageTimeout'].removesuffix('ms')) / 1000}s",
+        "processing_mode": {
+            "request_header_mode": "SEND",
+            "request_body_mode": BODY_MODES[request["body"]],
+            "request_trailer_mode": "SKIP",
+            "response_header_mode": "SKIP",
+            "response_trailer_mode": "SKIP",
+        },
+        "request_attributes": request["attributes"],
+        "metadata_options": {
+            "forwarding_namespaces": {"untyped": proc["metadata"]["accessibleNamespaces"]},
+            "receiving_namespaces": {"untyped": proc["metadata"]["writableNamespaces"]},
+        },
+    }
+    name = "envoy.filters.http.ext_proc/envoyextensionpolicy/gateways/lg-loopguard/extproc/0"
+    manager["http_filters"].insert(0, {"name": name, "disabled": True, "typed_config": config})
+    on = {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "config": {}}
+    manager["route_config"]["virtual_hosts"][0]["routes"] = [
+        {
+            "name": "httproute/gateways/chat/rule/0/match/0/*",
+            "match": {"prefix": "/"},
+            "route": {"cluster": "upstream", "timeout": "0s"},
+            "typed_per_filter_config": {name: on},
+        }
+    ]
+    return json.dumps(made)
+
+
+def test_a_gateway_refuses_holds_and_buffers() -> None:
+    """As Envoy Gateway runs it, a loop is refused, a throttle held without max_message_timeout, and a large body looked at."""
+    values = merged(CASES["envoy-gateway"], {"envoy": {"failureMode": "deny"}})
+    policies = values["policies"]["bundle"]
+    with stack(policies, edit=lambda text: gateway_configuration(text, values)) as made:
+        refused = statuses(made, "/v1/chat", 3, "ann", method="POST", body=b"x" * 3_000_000)
+        held = statuses(made, "/slow", 4, "ann")
+        ignored = made.envoy.stat("http.ingress.ext_proc.override_message_timeout_ignored")
+
+    assert refused == [200, 200, 429]
+    assert held == [200] * 4
+    assert ignored == 3
+
+
+def test_a_gateway_would_cut_off_a_throttle() -> None:
+    """With Envoy's default message timeout the same throttle fails: the rendered one is what it takes."""
+    values = merged(CASES["envoy-gateway"], {"envoy": {"failureMode": "deny"}})
+
+    def hasty(text: str) -> str:
+        return gateway_configuration(text, values).replace('"message_timeout": "3.5s"', '"message_timeout": "0.2s"')
+
+    with stack(values["policies"]["bundle"], edit=hasty) as made:
+        held = statuses(made, "/slow", 4, "ann")
+
+    assert held[-1] == 504
+
+
+@pytest.mark.parametrize(
+    ("values", "milliseconds"),
+    [
+        ({}, 3_500),
+        ({"policies": {"bundle": bundle(policy("quick", {"pathPrefix": "/"}))}}, 200),
+        ({"policies": {"bundle": bundle(policy("longest", {"pathPrefix": "/"}, action="throttle"))}}, 32_000),
+        ({"policies": {"existingConfigMap": "theirs"}}, 35_000),
+        ({"policies": {"existingConfigMap": "theirs"}, "envoy": {"maxMessageTimeoutSeconds": 10}}, 10_000),
+        ({"envoy": {"messageTimeoutMilliseconds": 5_000}}, 5_000),
+    ],
+)
+def test_a_gateways_timeout_holds_the_longest_throttle(values: Values, milliseconds: int) -> None:
+    """It is no longer than the policies need, so that a Loopguard that hangs delays requests no longer than it must."""
+    (found,) = of_kind(objects(merged(CASES["envoy-gateway"], values)), "EnvoyExtensionPolicy")
+
+    assert found["spec"]["extProc"][0]["messageTimeout"] == f"{milliseconds}ms"
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "open_"),
+    [
+        ({}, "Buffered", True),
+        ({"envoy": {"bodyMode": "tolerant", "failureMode": "deny"}}, "BufferedPartial", False),
+        ({"envoy": {"shadowMode": "partial"}, "shadow": {"enabled": True}}, "BufferedPartial", True),
+    ],
+)
+def test_what_a_gateway_does_with_bodies_and_failures(values: Values, mode: str, open_: bool) -> None:
+    """The words of `loopguard envoy-config` in Envoy Gateway's."""
+    (found,) = of_kind(objects(merged(CASES["envoy-gateway"], values)), "EnvoyExtensionPolicy")
+    (proc,) = found["spec"]["extProc"]
+
+    assert (proc["processingMode"]["request"]["body"], proc["failOpen"]) == (mode, open_)
+
+
+def test_a_gateway_in_the_same_namespace_needs_no_grant() -> None:
+    """A ReferenceGrant lets another namespace's policy name the Service, and is there for nothing else."""
+    there = objects(CASES["envoy-gateway"])
+    here = objects(merged(CASES["envoy-gateway"], {"envoyGateway": {"namespace": "guards"}}))
+
+    (grant,) = of_kind(there, "ReferenceGrant")
+    (extension,) = of_kind(there, "EnvoyExtensionPolicy")
+    assert grant["spec"]["from"][0]["namespace"] == extension["metadata"]["namespace"] == "gateways"
+    assert grant["metadata"]["namespace"] == extension["spec"]["extProc"][0]["backendRefs"][0]["namespace"] == "guards"
+    assert of_kind(here, "ReferenceGrant") == []
+
+
+# ---- What Istio is told besides
+
+
+@each_istio
+def test_filters_ask_services_that_are_there(values: Values) -> None:
+    """Every cluster that a filter names is a Service of the release, with a DestinationRule that lets enough through."""
+    made = objects(values)
+    domain = values["istio"].get("clusterDomain", "cluster.local")
+    hosts = {f"{item['metadata']['name']}.{item['metadata']['namespace']}.svc.{domain}" for item in of_kind(made, "Service")}
+    asked = {name.removeprefix("outbound|50051||") for name in cluster_names(envoy_filter(values))}
+    rules = {item["spec"]["host"]: item["spec"]["trafficPolicy"] for item in of_kind(made, "DestinationRule")}
+
+    assert asked == rules.keys() <= hosts
+    for policy_ in rules.values():
+        assert policy_["connectionPool"]["http"]["http2MaxRequests"] > 100_000
+        wanted = values["istio"].get("tls", "ISTIO_MUTUAL")
+        assert policy_.get("tls", {"mode": "AUTO"})["mode"] == wanted
+
+
+def filters(values: Values) -> dict[str, Object]:
+    """The configuration of each ext_proc filter by its name, in the order in which requests meet them."""
+    patches = envoy_filter(values)["spec"]["configPatches"]
+    added = [patch["patch"]["value"] for patch in patches if patch["applyTo"] == "HTTP_FILTER"]
+    return {value["name"]: value["typed_config"] for value in added}
+
+
+def test_attachments_have_names() -> None:
+    """The scope goes with every stream, and a canary has one of its own."""
+    scoped = filters(CASES["istio-gateway"])
+    unscoped = filters(merged(CASES["istio-gateway"], {"istio": {"scope": ""}}))
+
+    found = {name: config["grpc_service"]["initial_metadata"] for name, config in scoped.items()}
+    assert list(found) == ["loopguard-canary", "loopguard"]
+    assert found["loopguard"] == [{"key": "x-loopguard-scope", "value": "gateway"}]
+    assert found["loopguard-canary"] == [{"key": "x-loopguard-scope", "value": "gateway-canary"}]
+    assert ["initial_metadata" in config["grpc_service"] for config in unscoped.values()] == [False, False]
+
+
+def test_a_canary_that_acts_is_not_attached() -> None:
+    """A filter cannot give it a share of the traffic, and two filters that act would both count."""
+    values = merged(CASES["istio-gateway"], {"canary": {"shadow": {"enabled": False}}, "store": {"url": "redis://redis"}})
+
+    assert list(filters(values)) == ["loopguard"]
+    assert CANARY_CLUSTER in cluster_names(envoy_filter(CASES["istio-gateway"]))
+    assert CANARY_CLUSTER not in cluster_names(envoy_filter(values))
+
+
+@each_istio
+def test_everything_is_patched_in_the_same_place(values: Values) -> None:
+    """No patch reaches beyond the context and the port that the values name."""
+    istio = values["istio"]
+    for patch in envoy_filter(values)["spec"]["configPatches"]:
+        match = patch["match"]
+        place = match.get("listener") or match.get("routeConfiguration") or {}
+
+        assert match["context"] == istio.get("context", "GATEWAY")
+        assert place.get("portNumber", 0) == istio.get("port", 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "labels", "annotations"),
+    [
+        ({}, {}, {}),
+        (
+            {"istio": {"enabled": True, "routes": [{"name": "a"}]}, "drain": {"delaySeconds": 2.5}},
+            {"sidecar.istio.io/inject": "true"},
+            {
+                "proxy.istio.io/config": '{"terminationDrainDuration":"38s"}',
+                "traffic.sidecar.istio.io/excludeInboundPorts": "9900",
+            },
+        ),
+        ({"istio": {"enabled": True, "routes": [{"name": "a"}], "tls": "AUTO"}}, {}, {}),
+        (
+            {
+                "istio": {"enabled": True, "routes": [{"name": "a"}]},
+                "podLabels": {"sidecar.istio.io/inject": "false"},
+                "podAnnotations": {"proxy.istio.io/config": "{}", "traffic.sidecar.istio.io/excludeInboundPorts": "8080"},
+            },
+            {"sidecar.istio.io/inject": "false"},
+            {"proxy.istio.io/config": "{}", "traffic.sidecar.istio.io/excludeInboundPorts": "8080"},
+        ),
+    ],
+)
+def test_pods_have_the_sidecar_that_mtls_needs(values: Values, labels: Values, annotations: Values) -> None:
+    """With ISTIO_MUTUAL they get one that stays while they drain and leaves metrics alone; what the user says comes first."""
+    (deployment,) = of_kind(objects(values), "Deployment")
+    template = deployment["spec"]["template"]["metadata"]
+
+    assert {key: value for key, value in template["labels"].items() if "istio" in key} == labels
+    assert template.get("annotations", {}) == annotations
+
+
+@pytest.mark.parametrize(("sidecar", "native"), [(False, None), (True, "true")])
+def test_the_test_pod_ends_whatever_injects_sidecars(sidecar: bool, native: str | None) -> None:
+    """It has none, or one that ends with it; an ordinary sidecar would run on, and `helm test` wait for ever."""
+    (pod,) = of_kind(objects({"istio": {"testPodSidecar": sidecar}}), "Pod")
+
+    assert pod["metadata"]["labels"]["sidecar.istio.io/inject"] == str(sidecar).lower()
+    assert pod["metadata"]["annotations"].get("sidecar.istio.io/nativeSidecar") == native
+
+
+@pytest.mark.parametrize("case", ["istio-gateway", "istio-sidecar", "envoy-gateway"])
+def test_notes_say_how_to_see_that_it_is_attached(case: str) -> None:
+    """The next command asks the mesh that is on, in its namespace."""
+    values = CASES[case]
+    notes = rendered(values)["loopguard/templates/NOTES.txt"]
+    there = (values.get("istio") or values["envoyGateway"]).get("namespace", "guards")
+
+    commands = {
+        "istio": f"istioctl -n {there} proxy-config routes",
+        "envoy": f"kubectl -n {there} describe envoyextensionpolicy",
+    }
+    assert commands[case.partition("-")[0]] in notes
+    assert "No route asks it yet" not in notes
