@@ -243,37 +243,16 @@ CASES = {
     ),
     "a hiccup of the store": Case("StoreDown", 7, 0, {'store_errors_total{instance="a",kind="timeout"}': "0x5 9x20"}),
     "the store is back": Case("StoreDown", 20, 0, {'store_errors_total{instance="a",kind="connection"}': "0+30x10 300x20"}),
-    "the first reload of all is refused": Case(
-        "PolicyReloadRefused", 15, 1, {'policy_reloads_total{result="error"}': "_x10 1x90"}
-    ),
-    "a refused reload is never mended": Case(
-        "PolicyReloadRefused", 90, 1, {'policy_reloads_total{result="error"}': "_x10 1x90"}
-    ),
-    "a refused reload is mended": Case(
-        "PolicyReloadRefused",
-        30,
-        0,
-        {'policy_reloads_total{result="error"}': "_x10 1x90", 'policy_reloads_total{result="ok"}': "_x20 1x90"},
-    ),
-    "a reload is refused after good ones": Case(
-        "PolicyReloadRefused",
-        30,
-        1,
-        {'policy_reloads_total{result="error"}': "2x20 3x90", 'policy_reloads_total{result="ok"}': "_x10 1x90"},
-    ),
+    "the files are refused from the start": Case("PolicyReloadRefused", 15, 1, {"policy_reload_refused": "1x30"}),
+    "the files are never mended": Case("PolicyReloadRefused", 900, 1, {"policy_reload_refused": "0x10 1x990"}),
+    "the files are mended": Case("PolicyReloadRefused", 30, 0, {"policy_reload_refused": "0x10 1x10 0x30"}),
     "one of two replicas is not mended": Case(
         "PolicyReloadRefused",
         30,
         1,
-        {
-            'policy_reloads_total{instance="a",result="error"}': "_x10 1x90",
-            'policy_reloads_total{instance="b",result="error"}': "_x10 1x90",
-            'policy_reloads_total{instance="b",result="ok"}': "_x20 1x90",
-        },
+        {'policy_reload_refused{instance="a"}': "0x10 1x30", 'policy_reload_refused{instance="b"}': "0x10 1x10 0x30"},
     ),
-    "the replica that refused is gone": Case(
-        "PolicyReloadRefused", 30, 0, {'policy_reloads_total{result="error"}': "_x10 1x5 stale"}
-    ),
+    "the replica that refused is gone": Case("PolicyReloadRefused", 30, 0, {"policy_reload_refused": "0x10 1x5 stale"}),
     "two loops a second out of nowhere": Case("LoopSurge", 20, 1, {ENFORCED: "0+120x30"}),
     "a loop every two seconds": Case("LoopSurge", 20, 0, {ENFORCED: "0+30x30"}),
     "two loops a second as yesterday": Case("LoopSurge", 1600, 0, {ENFORCED: "0+120x1600"}),
