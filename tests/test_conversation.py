@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 
 from extproc.policy.bundle import LoopDetection
 from extproc.similarity import Similarity
-from extproc.similarity.conversation import CALL, OTHER, RESULT, TEXT, Part, arguments, conversation, other, parts, result
-from extproc.similarity.document import Document, NotCounted, opened
+from extproc.similarity.conversation import arguments, other, result
+from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.tail import Tail
 from extproc.similarity.tool_calls import ToolCalls
 from tests.test_canonical import VALUES, spelled
@@ -40,177 +41,96 @@ def outcome(looks: Similarity, document: Document) -> object:
         return why.reason
 
 
-def read(data: bytes) -> tuple[str, bool, list[tuple[str, list[str]]]]:
-    """Model, whether there is more elsewhere, and each message's role or type with its parts in short, the oldest first."""
-    talk = conversation(Document(data))
-    messages = [(message.role or message.type, [_short(part) for part in parts(message)]) for message in talk.backwards()]
-    return talk.model, talk.elsewhere, messages[::-1]
+def read(data: bytes) -> list[str]:
+    """A conversation in lines: the model, then each message, the oldest first, with what is no text in short."""
+    lines = SIMILARITIES["tail"].shown(Document(data))
+    return [re.sub(r"other \| \d+-[0-9a-f]{16}", "other", line) for line in lines]
 
 
-def _short(part: Part) -> str:
-    if part.kind == TEXT:
-        return f"text {part.value}"
-    if part.kind == CALL:
-        return f"call {part.name} {arguments(part.value).decode()} {part.id}"
-    if part.kind == RESULT:
-        return f"{'error' if part.failed else 'result'} {result(part.value).decode()[:24]} {part.id}"
-    value = opened(part.value)
-    return f"other {opened(value.get('type')) if isinstance(value, dict) else value}"
+_SYSTEM = "text | you help the on-call engineer. use the tools; say so when they bring nothing."
+_BACKUP = 'call | search_docs | {"limit":5,"query":"backup retention"}'
+_SELECT = "call | run_sql | select count(*) from orders"
+_WEATHER = " | ".join(
+    f'call | {tool} | {{"city":"{city}"}}' for tool in ("get_weather", "get_time") for city in ("Oslo", "Lima")
+)
+_NO_TABLE = "result | error: relation orders does not exist"
 
-
-_SYSTEM = "text You help the on-call engineer. Use the tools; say so when they bring nothing."
-_BACKUP = '{"limit":5,"query":"backup retention"}'
-_SELECT = "select count(*) from orders"
-_NO_TABLE = "ERROR: relation orders d"
-
-EXPECTED: dict[str, tuple[str, bool, list[tuple[str, list[str]]]]] = {
-    "chat_parallel_calls": (
-        "gpt-4.1-mini",
-        False,
-        [
-            ("system", [_SYSTEM]),
-            ("user", ["text What is the weather and the time in Oslo and Lima?"]),
-            (
-                "assistant",
-                [
-                    'call get_weather {"city":"Oslo"} call_a1',
-                    'call get_weather {"city":"Lima"} call_a2',
-                    'call get_time {"city":"Oslo"} call_a3',
-                    'call get_time {"city":"Lima"} call_a4',
-                ],
-            ),
-            ("tool", ["result -3 °C, snow call_a1"]),
-            ("tool", ["result 19 °C, fog call_a2"]),
-            ("tool", ["result 14:02 call_a3"]),
-            ("tool", ["result 08:02 call_a4"]),
-        ],
-    ),
-    "chat_stuck": (
-        "gpt-4.1",
-        False,
-        [
-            ("developer", [_SYSTEM]),
-            ("user", ["text How long do we keep backups?"]),
-            ("assistant", ["text I will look that up.", f"call search_docs {_BACKUP} call_b1"]),
-            ("tool", ["result [] call_b1"]),
-            ("assistant", [f"call search_docs {_BACKUP} call_b2"]),
-            ("tool", ["result [] call_b2"]),
-            ("assistant", [f"call search_docs {_BACKUP} call_b3"]),
-            ("tool", ["result [] call_b3"]),
-        ],
-    ),
-    "chat_image": (
-        "gpt-4.1",
-        False,
-        [("user", ["text What is on these pictures?", "other image_url", "other image_url", "other input_audio"])],
-    ),
-    "chat_refusal": (
-        "gpt-4.1",
-        False,
-        [
-            ("user", ["text Open the vault."]),
-            ("assistant", ["text I can't help with that."]),
-            ("user", ["text Please."]),
-        ],
-    ),
-    "chat_legacy_functions": (
-        "gpt-3.5-turbo",
-        False,
-        [
-            ("user", ["text Weather in Oslo?"]),
-            *[("assistant", ['call get_weather {"city":"Oslo"} ']), ("function", ["result timeout "])] * 3,
-        ],
-    ),
-    "chat_custom_tool": (
-        "gpt-5",
-        False,
-        [
-            ("user", ["text How many orders are open?"]),
-            *[
-                message
-                for number in range(3)
-                for message in (
-                    ("assistant", [f"call run_sql {_SELECT} call_d{number}"]),
-                    ("tool", [f"result {_NO_TABLE} call_d{number}"]),
-                )
-            ],
-        ],
-    ),
-    "responses_stuck": (
-        "gpt-5",
-        False,
-        [
-            ("user", ["text How long do we keep backups?"]),
-            *[
-                message
-                for number in range(3)
-                for message in (
-                    ("function_call", [f"call search_docs {_BACKUP} call_{number}"]),
-                    ("function_call_output", [f"result [] call_{number}"]),
-                )
-            ],
-        ],
-    ),
-    "responses_parallel_calls": (
-        "gpt-5-mini",
-        False,
-        [
-            ("developer", [_SYSTEM]),
-            ("user", ["text Weather and time in Oslo?"]),
-            ("assistant", ["text One moment."]),
-            ("function_call", ['call get_weather {"city":"Oslo"} call_1']),
-            ("function_call", ['call get_time {"city":"Oslo"} call_2']),
-            ("function_call_output", ["result -3 °C, snow call_1"]),
-            ("function_call_output", ["result 14:02 call_2"]),
-        ],
-    ),
-    "responses_image": ("gpt-5-mini", False, [("user", ["text Describe.", "other input_image", "other input_file"])]),
-    "responses_previous": ("gpt-5-mini", True, [("function_call_output", ["result [] call_9"])]),
-    "responses_conversation": ("gpt-5-mini", True, [("user", ["text And in Lima?"])]),
-    "responses_text": ("gpt-5-mini", False, [("user", ["text Say hello."])]),
-    "responses_custom_tool": (
-        "gpt-5",
-        False,
-        [
-            ("user", ["text How many orders are open?"]),
-            *[
-                message
-                for number in range(3)
-                for message in (
-                    ("custom_tool_call", [f"call run_sql {_SELECT} call_{number}"]),
-                    ("custom_tool_call_output", [f"result {_NO_TABLE} call_{number}"]),
-                )
-            ],
-        ],
-    ),
-    "anthropic_stuck": (
-        "claude-sonnet-4-5",
-        False,
-        [
-            ("user", ["text How long do we keep backups?"]),
-            ("assistant", ["text ", "text I will look that up.", f"call search_docs {_BACKUP} toolu_1"]),
-            ("user", ["error index is locked toolu_1"]),
-            ("assistant", ["text ", f"call search_docs {_BACKUP} toolu_2"]),
-            ("user", ["error index is locked toolu_2"]),
-            ("assistant", ["text ", f"call search_docs {_BACKUP} toolu_3"]),
-            ("user", ["error index is locked toolu_3"]),
-        ],
-    ),
-    "anthropic_parallel_calls": (
-        "claude-sonnet-4-5",
-        False,
-        [
-            ("user", ["text Weather and time in Oslo?"]),
-            (
-                "assistant",
-                ["text One moment.", 'call get_weather {"city":"Oslo"} toolu_1', 'call get_time {"city":"Oslo"} toolu_2'],
-            ),
-            ("user", ["result -3 °C, snow toolu_1", "result 14:02 toolu_2"]),
-        ],
-    ),
-    "completions_prompt": ("gpt-3.5-turbo-instruct", True, [("user", ["text Once upon  a time"])]),
-    "completions_prompts": ("gpt-3.5-turbo-instruct", True, [("user", ["text Once upon a time", "text In a galaxy"])]),
-    "completions_tokens": ("gpt-3.5-turbo-instruct", True, [("user", ["other [12805, 5304, 264, 892]"])]),
+EXPECTED: dict[str, list[str]] = {
+    "chat_parallel_calls": [
+        "model | gpt-4.1-mini",
+        f"system | {_SYSTEM}",
+        "user | text | what is the weather and the time in oslo and lima?",
+        f"assistant | {_WEATHER}",
+        "tool | result | -3 °c, snow",
+        "tool | result | 19 °c, fog",
+        "tool | result | 14:02",
+        "tool | result | 08:02",
+    ],
+    "chat_stuck": [
+        "model | gpt-4.1",
+        f"developer | {_SYSTEM}",
+        "user | text | how long do we keep backups?",
+        f"assistant | text | i will look that up. | {_BACKUP}",
+        "tool | result | []",
+        *[f"assistant | {_BACKUP}", "tool | result | []"] * 2,
+    ],
+    "chat_image": ["model | gpt-4.1", "user | text | what is on these pictures? | other | other | other"],
+    "chat_refusal": [
+        "model | gpt-4.1",
+        "user | text | open the vault.",
+        "assistant | text | i can't help with that.",
+        "user | text | please.",
+    ],
+    "chat_legacy_functions": [
+        "model | gpt-3.5-turbo",
+        "user | text | weather in oslo?",
+        *['assistant | call | get_weather | {"city":"Oslo"}', "function | result | timeout"] * 3,
+    ],
+    "chat_custom_tool": [
+        "model | gpt-5",
+        "user | text | how many orders are open?",
+        *[f"assistant | {_SELECT}", f"tool | {_NO_TABLE}"] * 3,
+    ],
+    "responses_stuck": [
+        "model | gpt-5",
+        "user | text | how long do we keep backups?",
+        *[f"function_call | {_BACKUP}", "function_call_output | result | []"] * 3,
+    ],
+    "responses_parallel_calls": [
+        "model | gpt-5-mini",
+        f"developer | {_SYSTEM}",
+        "user | text | weather and time in oslo?",
+        "assistant | text | one moment.",
+        'function_call | call | get_weather | {"city":"Oslo"}',
+        'function_call | call | get_time | {"city":"Oslo"}',
+        "function_call_output | result | -3 °c, snow",
+        "function_call_output | result | 14:02",
+    ],
+    "responses_image": ["model | gpt-5-mini", "user | text | describe. | other | other"],
+    "responses_previous": ["model | gpt-5-mini", "function_call_output | result | []"],
+    "responses_conversation": ["model | gpt-5-mini", "user | text | and in lima?"],
+    "responses_text": ["model | gpt-5-mini", "user | text | say hello."],
+    "responses_custom_tool": [
+        "model | gpt-5",
+        "user | text | how many orders are open?",
+        *[f"custom_tool_call | {_SELECT}", f"custom_tool_call_output | {_NO_TABLE}"] * 3,
+    ],
+    "anthropic_stuck": [
+        "model | claude-sonnet-4-5",
+        "user | text | how long do we keep backups?",
+        f"assistant | text | i will look that up. | {_BACKUP}",
+        "user | error | index is locked",
+        *[f"assistant | {_BACKUP}", "user | error | index is locked"] * 2,
+    ],
+    "anthropic_parallel_calls": [
+        "model | claude-sonnet-4-5",
+        "user | text | weather and time in oslo?",
+        'assistant | text | one moment. | call | get_weather | {"city":"Oslo"} | call | get_time | {"city":"Oslo"}',
+        "user | result | -3 °c, snow | result | 14:02",
+    ],
+    "completions_prompt": ["model | gpt-3.5-turbo-instruct", "user | text | once upon a time"],
+    "completions_prompts": ["model | gpt-3.5-turbo-instruct", "user | text | once upon a time | text | in a galaxy"],
+    "completions_tokens": ["model | gpt-3.5-turbo-instruct", "user | other"],
 }
 
 
@@ -263,36 +183,30 @@ def test_a_body_that_is_not_json_has_no_conversation(looks: Similarity, text: st
 
 
 @pytest.mark.parametrize(
-    ("text", "messages"),
+    ("text", "said"),
     [
-        ('{"messages":[{"role":"user","content":"a"}],"input":"b","prompt":"c"}', [("user", ["text a"])]),
-        ('{"messages":[],"input":"b","prompt":"c"}', [("user", ["text b"])]),
-        ('{"messages":null,"input":[],"prompt":"c"}', [("user", ["text c"])]),
-        (
-            '{"\\u006dessages":[{"\\u0072ole":"us\\u0065r","content":[{"ty\\u0070e":"text","text":"a"}]}]}',
-            [("user", ["text a"])],
-        ),
-        ('{"messages":[{"role":"x","content":"a"}],"messages":[{"role":"user","content":"b"}]}', [("user", ["text b"])]),
-        ('{"messages":[{"role":"x","role":"user","content":"a","content":"b"}]}', [("user", ["text b"])]),
-        (
-            '{"messages":[{"role":"user","content":[{"type":"text","type":"text","text":1,"text":"b"}]}]}',
-            [("user", ["text b"])],
-        ),
-        ('{"messages":[{"role":"user","content":["a","b"]}]}', [("user", ["text a", "text b"])]),
-        ('{"messages":[{"role":"user","content":null}]}', [("user", [])]),
-        ('{"messages":[{"role":"user"}]}', [("user", [])]),
-        ('{"messages":[{"role":"user","content":7}]}', [("user", ["other 7"])]),
-        ('{"messages":[{"role":"user","content":[{"type":"text","text":null}]}]}', [("user", ["text "])]),
-        ('{"messages":[{"role":"assistant","tool_calls":[{"id":"1"}]}]}', [("assistant", [])]),
-        ('{"messages":[{"role":"assistant","tool_calls":null,"content":"a"}]}', [("assistant", ["text a"])]),
-        ('{"input":[{"type":"reasoning","summary":[]},{"role":"user","content":"a"}]}', [("user", ["text a"])]),
-        ('{"input":[{"type":"computer_call","call_id":"1"}]}', [("other", ["other computer_call"])]),
-        ('{"messages":[{"type":"tool_use","name":"f"}]}', [("other", ["other tool_use"])]),
+        ('{"messages":[{"role":"user","content":"a"}],"input":"b","prompt":"c"}', "user | text | a"),
+        ('{"messages":[],"input":"b","prompt":"c"}', "user | text | b"),
+        ('{"messages":null,"input":[],"prompt":"c"}', "user | text | c"),
+        ('{"\\u006dessages":[{"\\u0072ole":"us\\u0065r","content":[{"ty\\u0070e":"text","text":"a"}]}]}', "user | text | a"),
+        ('{"messages":[{"role":"x","content":"a"}],"messages":[{"role":"user","content":"b"}]}', "user | text | b"),
+        ('{"messages":[{"role":"x","role":"user","content":"a","content":"b"}]}', "user | text | b"),
+        ('{"messages":[{"role":"user","content":[{"type":1,"type":"text","text":1,"text":"b"}]}]}', "user | text | b"),
+        ('{"messages":[{"role":"user","content":["a","b"]}]}', "user | text | a | text | b"),
+        ('{"messages":[{"role":"user","content":null}]}', "user"),
+        ('{"messages":[{"role":"user"}]}', "user"),
+        ('{"messages":[{"role":"user","content":7}]}', "user | other"),
+        ('{"messages":[{"role":"user","content":[{"type":"text","text":null}]}]}', "user"),
+        ('{"messages":[{"role":"assistant","tool_calls":[{"id":"1"}]}]}', "assistant"),
+        ('{"messages":[{"role":"assistant","tool_calls":null,"content":"a"}]}', "assistant | text | a"),
+        ('{"input":[{"type":"reasoning","summary":[]},{"role":"user","content":"a"}]}', "user | text | a"),
+        ('{"input":[{"type":"computer_call","call_id":"1"}]}', "other | other"),
+        ('{"messages":[{"type":"tool_use","name":"f"}]}', "other | other"),
     ],
 )
-def test_corners_of_a_conversation(text: str, messages: list[tuple[str, list[str]]]) -> None:
+def test_corners_of_a_conversation(text: str, said: str) -> None:
     """Messages before input before prompt, the last of a duplicated key, escaped keys, contents of unusual types."""
-    assert read(text.encode())[2] == messages
+    assert read(text.encode()) == ["model | ", said]
 
 
 @pytest.mark.parametrize(
@@ -304,10 +218,9 @@ def test_messages_of_other_types_do_not_hide_the_rest(key: str, message: str) ->
     """What is no message is of no known kind, is compared as a whole, and the messages beside it are read all the same."""
     good = '{"role":"user","content":"a"}'
 
-    _, _, messages = read(f'{{"{key}":[{good},{message},{good}]}}'.encode())
+    lines = read(f'{{"{key}":[{good},{message},{good}]}}'.encode())
 
-    assert messages[0] == messages[2] == ("user", ["text a"])
-    assert messages[1][0] == OTHER
+    assert lines == ["model | ", "user | text | a", "other | other", "user | text | a"]
     assert outcome(SIMILARITIES["tail"], Document(f'{{"{key}":[{message}]}}'.encode())) != outcome(
         SIMILARITIES["tail"], Document(f'{{"{key}":["another"]}}'.encode())
     )
