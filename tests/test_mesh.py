@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -231,10 +231,11 @@ def test_a_forged_warning_is_not_believed(gateway: Stack) -> None:
 def test_the_buffer_limit_is_raised_and_kept(gateway: Stack) -> None:
     """A body above Envoy's default of 1 MiB is looked at, one above the limit of the values is too large."""
     found = statuses(gateway, "/v1/chat", 3, "large", method="POST", body=b"x" * 3_000_000)
-    too_large = gateway.send("/v1/chat", method="POST", body=b"x" * 11_000_000, headers={"x-user-id": "large"})
+    with suppress(OSError):  # Envoy need not read on once it has answered
+        gateway.send("/v1/chat?large", method="POST", body=b"x" * 11_000_000, headers={"x-user-id": "large"})
 
     assert found == [200, 200, 429]
-    assert too_large.status == 413
+    assert gateway.envoy.logged("/v1/chat?large")["details"] == "request_payload_too_large"
 
 
 def test_the_canary_sees_what_the_stable_filter_sees(gateway: Stack) -> None:
@@ -283,12 +284,14 @@ def test_a_tolerant_filter_lets_large_bodies_pass(failure_mode: str) -> None:
         small = statuses(made, "/a", 3, "ann", method="POST", body=b"same")
         large = statuses(made, "/a", 4, "ann", method="POST", body=b"x" * 12_000_000)
         uncounted = made.loopguard.metric("uncounted_total", reason="body_truncated")
+        received = made.upstream.seen[-1]
         made.loopguard.stop()
         without = made.send("/a", method="POST", body=b"other", headers=USER).status
 
     assert small == [200, 200, 429]
     assert large == [200] * 4
     assert uncounted == 4
+    assert (received.header("content-length"), len(received.body)) == ("12000000", 12_000_000)
     assert without == (200 if failure_mode == "allow" else 500)
 
 
