@@ -151,10 +151,12 @@ LOADED = (policy("a", NOWHERE), policy("b", NOWHERE), policy("c", ANY))
 def test_the_metadata_names_the_policies_that_apply(pin: str | Sequence[tuple[str, str | bytes]], applied: str) -> None:
     """Every id that is named applies once, whatever its selector says, and nothing else does; without any, selectors decide."""
     service = make_service(*LOADED)
+    store = Recording(service)
 
     ask(service, pin=pin)
 
     assert counted(service) == dict.fromkeys(applied, 1)
+    assert [key.split(":")[1] for key in store.keys] == list(applied)
     assert errors(service) == {}
 
 
