@@ -138,7 +138,9 @@ def loop_message(outcome: Outcome, method: str, path: str) -> str:
 def _calls_message(repeat: Repeat) -> str:
     """The same about calls of tools; what they were called with and what they said stays out of it."""
     names = ", ".join(repeat.tools)
-    if len(repeat.tools) == 1:
+    if not repeat.looping:
+        what = f"{names} was called in a loop, and this same call stays refused for a while"
+    elif len(repeat.tools) == 1:
         same = "the same arguments and the same result" if repeat.results else "the same arguments"
         what = f"{repeat.count} of the last {repeat.calls} tool calls were {names} with {same}"
     else:

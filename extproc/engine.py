@@ -118,7 +118,7 @@ class Check:
     @property
     def compared_exactly(self) -> list[str]:
         """The policies that compared the body byte for byte, because it is not what their similarity is for."""
-        return [entry.plan.id for entry in (*self.enforcing, *self.shadow) if entry.compared_exactly]
+        return list(dict.fromkeys(entry.plan.id for entry in (*self.enforcing, *self.shadow) if entry.compared_exactly))
 
     def give_up(self, reason: str) -> None:
         """Nobody counts this request."""

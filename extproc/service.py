@@ -421,6 +421,10 @@ class Stream:
             return self._judge("request_headers", check, None)
         if message.HasField("protocol_config"):
             self._body_mode = message.protocol_config.request_body_mode
+        elif self._observed:
+            self._body_mode = (
+                _STREAMED  # Envoy sends no protocol_config to observers, and knows no other way to show them bodies
+            )
         reason = unknowable_body(check.request) or _no_body_phase(self._body_mode)
         if not reason and self._service.released.is_set():
             reason = "shutdown"

@@ -95,7 +95,8 @@ def _repeated(call: str, *results: str, times: int = 3) -> bytes:
 
 
 _PARTS = '[{"type":"text","text":"x"},{"type":"image","source":{"data":"AAAA"}}]'
-_PARALLEL = ",".join(['{"id":"1","function":{"name":"f","arguments":"{}"}}'] * 5_000)
+_FUNCTION = '"function":{"name":"f","arguments":"{}"}'
+_PARALLEL = f'{{"role":"assistant","tool_calls":[{",".join([f"""{{"id":"{n}",{_FUNCTION}}}""" for n in range(5_000)])}]}}'
 
 Reasons = set[str]
 NONE: Reasons = set()
@@ -177,9 +178,9 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], Reasons, bool]] = {
     "a tool name that is a header": (lambda: _repeated(_call(name='"a\\r\\nx: y\\u0000\\u202e"'), _result()), NONE, True),
     "an empty tool name": (lambda: _repeated(_call(name='""'), _result()), NONE, True),
     "thousands of parallel calls": (
-        lambda: _chat(f'{{"role":"assistant","tool_calls":[{_PARALLEL}]}}', *[_result()] * 5_000),
+        lambda: _chat(_PARALLEL, *[_result(identity=f'"{n}"') for n in range(5_000)]),
         NONE,
-        False,  # of all these one call has a result
+        True,
     ),
     "one id in every turn": (lambda: _repeated(_call(), _result(), times=500), NONE, True),
     "no ids": (lambda: _repeated(_call(identity='""'), _result(identity='""')), NONE, True),

@@ -52,6 +52,14 @@ def test_folding_is_lower_case_and_single_spaces(text: str) -> None:
     assert fold(text) == " ".join(text.lower().split()).encode()
 
 
+def test_folding_treats_every_character_alike() -> None:
+    """Each character of ASCII, alone, doubled and within a word, is folded as Python's own methods do it."""
+    for character in map(chr, range(128)):
+        text = f"{character}A{character}b {character}{character}C{character}"
+
+        assert fold(text) == " ".join(text.lower().split()).encode(), repr(character)
+
+
 @pytest.mark.parametrize("size", [16_383, 16_384, 16_385, 100_000])
 @pytest.mark.parametrize("unit", ["a  B", " \t\n", "x\x1c \x1dY", "é  "])
 def test_long_texts_are_folded_alike(unit: str, size: int) -> None:

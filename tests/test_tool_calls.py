@@ -327,6 +327,12 @@ def test_a_request_without_its_history_is_not_counted(data: bytes) -> None:
         pytest.param([(_A,), (_A,), (_A._replace(result=None),)], {"compare_results": False}, 3, id="no result needed"),
         pytest.param([(_A,), (_A,), (_A._replace(result=""),)], {}, None, id="an empty result"),
         pytest.param([(_A._replace(result=""),)] * 3, {}, 3, id="empty results"),
+        pytest.param(
+            [(_B, _B, *(Called(f"h{number}", {}) for number in range(11)))],
+            {"tools": {"g": Tool(threshold=2, window_calls=20)}},
+            2,
+            id="a tool's own window in one turn",
+        ),
         pytest.param([*[(_A,), (_B,)] * 3], {"window_calls": 3}, 3, id="a cycle longer than the window"),
         pytest.param([*[(_A,), (_B,)] * 2, (_A,)], {"window_calls": 3}, None, id="half a round less"),
         pytest.param([*[(_A,), (_B,)] * 3], {"window_calls": 3, "max_cycle": 1}, None, id="no cycles wanted"),
@@ -450,6 +456,7 @@ _RESULT = {"type": "tool_result", "tool_use_id": "other", "content": "x"}
         ([_RESULT, {"type": "text", "text": "look"}], False),
         ([{"type": "text", "text": "look"}], False),
         ([{"type": "image", "source": {}}], False),
+        ([], False),
     ],
 )
 def test_only_results_are_no_word_of_the_users(blocks: list[dict[str, Any]], looping: bool) -> None:

@@ -124,6 +124,8 @@ def _pointer(value: str) -> str:
 def _header(value: str) -> str:
     if not METHOD.match(value):
         raise _wrong("must be the name of a header, such as 'x-health-check'")
+    if value.lower() == "host":
+        raise _wrong("must not be host, which every request has; name the hosts in the selector")
     return value.lower()
 
 
@@ -433,6 +435,7 @@ def _loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  # noq
     threshold = loop.get("threshold_identical_requests")
     if (
         loop.get("window_type") == "sliding_log"
+        and not stateless
         and isinstance(threshold, int)
         and MAX_LOG_THRESHOLD < threshold <= MAX_THRESHOLD
     ):

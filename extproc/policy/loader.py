@@ -383,12 +383,14 @@ def _keys(place: Place) -> Place:
     """A place without what pydantic puts in beside keys: what kind of loop_detection it took, and that a key is wrong."""
     if place[:2] == ("spec", "loop_detection") and place[2:3] in ((bundle.OBJECT,), (bundle.LIST,)):
         place = (*place[:2], *place[3:])
-    return place[:-1] if place[-1] == "[key]" and place[-3:-2] == ("tools",) else place
+    return place[:-1] if place[-1:] == ("[key]",) and place[-3:-2] == ("tools",) else place
 
 
 def _message(model: type[BaseModel], kind: str, place: Place, context: Mapping[str, Any], fallback: str) -> str:
     """Our sentence for a pydantic error: the field's name and what would be right."""
     name = str(place[-1]) if place and isinstance(place[-1], str) and place[-1] else "it"
+    if place == ("spec", "loop_detection") and kind.startswith("model"):
+        return f"{name} must be an object or an array of objects"
     phrase = _PHRASES.get(kind)
     if phrase is not None:
         return phrase(name, context)

@@ -22,5 +22,7 @@ class Canonical:
 
     def shown(self, document: Document) -> list[str]:
         """See `Similarity`."""
+        if not len(document):
+            return ["no body"]
         compared, _ = self.compare(document)
         return [compared.decode() if compared is not None else "the body byte for byte: it is not JSON"]

@@ -186,12 +186,14 @@ def _user(content: Raw | bytes) -> Message:
     return Message(role="user", content=Raw(content))
 
 
-def spoken(message: Message) -> str | None:
-    """What a message says, where it is nothing but text said by somebody, as most are; None where it is more, or else."""
-    if message.role in _RESULT_ROLES or not message.role or message.tool_calls or message.function_call or message.refusal:
-        return None
-    content = opened_content(message.content)
-    return content if type(content) is str else None
+def content(message: Message) -> Json:
+    """What somebody says in a message, ready for `parts`; None where nobody does."""
+    return None if message.role in _RESULT_ROLES or not message.role else opened_content(message.content)
+
+
+def only_text(message: Message, said: Json) -> bool:
+    """Whether a message is nothing but the text that it says, as most are."""
+    return type(said) is str and not (message.tool_calls or message.function_call or message.refusal)
 
 
 class Part(NamedTuple):
@@ -212,13 +214,13 @@ class Part(NamedTuple):
     failed: bool = False
 
 
-def parts(message: Message) -> Sequence[Part]:
-    """What stands in a message, in order."""
+def parts(message: Message, said: Json) -> Sequence[Part]:
+    """What stands in a message, in order; `said` is its `content`."""
     if message.role in _RESULT_ROLES:
         return (Part(RESULT, message.content, id=message.tool_call_id),)
     if not message.role:
         return (_item(message),)
-    found = _content(opened_content(message.content))
+    found = _content(said)
     if message.refusal:
         found.append(Part(TEXT, message.refusal))
     found += chat_calls(message)
@@ -247,13 +249,13 @@ def _item(item: Message) -> Part:
     return Part(OTHER, item.content)
 
 
-def _content(content: Json) -> list[Part]:
+def _content(said: Json) -> list[Part]:
     """What stands in the content of a message."""
-    if isinstance(content, str):
-        return [Part(TEXT, content)]
-    if isinstance(content, list) and all(isinstance(item, dict | str) for item in content):
-        return [_block(item) for item in content]
-    return [] if content is None else [Part(OTHER, content)]  # such as the tokens of a prompt
+    if isinstance(said, str):
+        return [Part(TEXT, said)]
+    if isinstance(said, list) and all(isinstance(item, dict | str) for item in said):
+        return [_block(item) for item in said]
+    return [] if said is None else [Part(OTHER, said)]  # such as the tokens of a prompt
 
 
 def _block(block: Json) -> Part:

@@ -16,11 +16,12 @@ from extproc.similarity.conversation import (
     Message,
     Part,
     arguments,
+    content,
     conversation,
+    only_text,
     other,
     parts,
     result,
-    spoken,
 )
 from extproc.similarity.document import Document, opened
 
@@ -57,12 +58,12 @@ class Tail:
 
 def _spelled(message: Message) -> bytes:
     """A message's role and parts."""
-    said = spoken(message)
-    if said is not None:
+    said = content(message)
+    if only_text(message, said):
         text = fold(said)
         return b"%b%btext%b%b" % (message.role.encode(), _NEXT_PART, _NEXT_PART, text) if text else message.role.encode()
     fields = [(message.role or message.type).encode()]
-    for part in parts(message):
+    for part in parts(message, said):
         fields += _compared(part)
     return _NEXT_PART.join(fields)
 

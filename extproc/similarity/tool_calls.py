@@ -21,10 +21,11 @@ from extproc.similarity.conversation import (
     Part,
     arguments,
     chat_calls,
+    content,
     conversation,
+    only_text,
     parts,
     result,
-    spoken,
 )
 from extproc.similarity.document import Document, NotCounted
 
@@ -221,9 +222,10 @@ def calls(talk: Conversation, *, reset: bool) -> Iterator[Call]:
     answers: dict[str, Part] = {}
     turn, calling, newest = 0, False, True
     for message in talk.backwards():
-        if reset and message.role == "user" and spoken(message) is not None:
+        said = None if message.tool_calls else content(message)  # whose calls stand beside what it says
+        if reset and message.role == "user" and only_text(message, said):
             return
-        found = chat_calls(message) if message.tool_calls else parts(message)
+        found = chat_calls(message) if message.tool_calls else parts(message, said)
         if reset and message.role == "user" and not (found and all(part.kind == RESULT for part in found)):
             return
         called = False
