@@ -24,7 +24,7 @@ from extproc.service import Service
 from extproc.store.memory import MemoryStore
 from extproc.windows import Count, Hit
 from tests.documents import bundle, policy
-from tests.harness import Stack, eventually, stack
+from tests.harness import Stack, envoy_version, eventually, stack
 from tests.messages import body, headers
 from tests.test_engine import ANY, make_engine
 from tests.test_service import decoded, headers_of, make_service, metadata_of, receive, sample
@@ -1001,9 +1001,15 @@ OBSERVED = bundle(
 )
 
 
+def _skip_where_observers_are_cut_off(transport: str) -> None:
+    if transport == "grpcio" and envoy_version() == (1, 38):
+        pytest.skip("Envoy 1.38 resets observed streams as soon as all is sent, and grpc drops what nobody has read by then")
+
+
 @pytest.fixture(scope="module")
 def observed(transport: str) -> Iterator[Stack]:
     """A stack in which Loopguard only looks on."""
+    _skip_where_observers_are_cut_off(transport)
     with stack(OBSERVED, "--transport", transport, edit=_observing) as made:
         yield made
 
@@ -1107,6 +1113,7 @@ def test_streams_end_by_themselves(observed: Stack) -> None:
 
 def test_the_client_never_waits(transport: str) -> None:
     """While Loopguard stands still, and when it is dead, requests are answered; what stood still is counted afterwards."""
+    _skip_where_observers_are_cut_off(transport)
     with stack(OBSERVED, "--transport", transport, edit=_observing) as made:
         made.send("/else")  # connects
 
@@ -1131,6 +1138,7 @@ def test_a_client_that_leaves_is_not_counted_beside_the_traffic(transport: str) 
     def impatient(config: str) -> str:
         return _replaced(_observing(config), "deferred_close_timeout: 600s", "deferred_close_timeout: 0.1s")
 
+    _skip_where_observers_are_cut_off(transport)
     with stack(OBSERVED, "--transport", transport, edit=impatient) as made:
         parts = _in_parts(made, b"x" * 300_000)
         with made.connect() as connection:
