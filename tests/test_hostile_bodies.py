@@ -121,9 +121,9 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], Reasons, bool]] = {
     "deep results": (lambda: _repeated(_call(), _result(_nested(900))), NONE, True),
     "a million tiny messages": (lambda: _chat(*["{}"] * 1_000_000), LIMIT, False),
     "a million messages that are none": (lambda: _chat(*["1"] * 1_000_000), LIMIT, False),
-    "many tiny messages": (lambda: _chat(*["{}"] * 20_000), NONE, False),
-    "many messages that are none": (lambda: _chat(*["1"] * 20_000), NONE, False),
-    "many empty texts": (lambda: _chat(_user("[" + ",".join(['""'] * 20_000) + "]")), NONE, False),
+    "many tiny messages": (lambda: _chat(*["{}"] * 20_000), LIMIT, False),
+    "many messages that are none": (lambda: _chat(*["1"] * 20_000), LIMIT, False),
+    "many empty texts": (lambda: _chat(_user("[" + ",".join(['""'] * 20_000) + "]")), LIMIT, False),
     "a 2 MB argument string": (lambda: _chat(_call(json.dumps(json.dumps(["x" * 2_000_000])))), LIMIT, False),
     "a long argument string": (lambda: _repeated(_call(json.dumps(json.dumps(["\n" * 50_000]))), _result()), NONE, True),
     "arguments in arguments": (lambda: _repeated(_call(json.dumps(json.dumps(json.dumps(["é"])))), _result()), NONE, True),
@@ -179,8 +179,8 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], Reasons, bool]] = {
     "an empty tool name": (lambda: _repeated(_call(name='""'), _result()), NONE, True),
     "thousands of parallel calls": (
         lambda: _chat(_PARALLEL, *[_result(identity=f'"{n}"') for n in range(5_000)]),
-        NONE,
-        True,
+        LIMIT,
+        False,
     ),
     "one id in every turn": (lambda: _repeated(_call(), _result(), times=500), NONE, True),
     "no ids": (lambda: _repeated(_call(identity='""'), _result(identity='""')), NONE, True),
@@ -331,7 +331,6 @@ _BITS = [b"null", b"[]", b"{}", b'"', b"\\", b"\\ud800", b"1e5", b",", b"\x00", 
 
 
 @pytest.mark.parametrize("nest", ["[%s]", '{"a":%s}'], ids=["arrays", "objects"])
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="what could just be decoded may be too deep to be encoded again")
 def test_every_depth_is_too_deep_or_is_not(nest: str) -> None:
     """Between a body that is taken and one that is nested too deep there is none that raises."""
     opening, closing = nest.split("%s")

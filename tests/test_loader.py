@@ -304,7 +304,7 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
         [("/spec/limit_keys/0", LIMIT_KEY), ("/spec/limit_keys/1", LIMIT_KEY), ("/spec/limit_keys/2", "it must be a string")],
     ),
     ("loop_detection", [], in_spec("loop_detection", "must not be an empty array; leave it out")),
-    ("loop_detection", "on", in_spec("loop_detection", "must be an object")),
+    ("loop_detection", "on", in_spec("loop_detection", "must be an object or an array of objects")),
     (
         "loop_detection",
         [good()["spec"]["loop_detection"], 5, None, []],
@@ -657,6 +657,16 @@ def test_each_field_of_a_spec_is_checked(name: str, value: object, expected: Err
     errors = refused(spec(**{name: value}))
 
     assert plain(errors) == expected
+
+
+def test_a_selector_of_too_many_combinations_is_refused() -> None:
+    """Each combination of host, method and route is filed for itself, so their number is bounded."""
+    selector = {"pathPrefix": "/", "hosts": [f"h{n}" for n in range(101)], "methods": [f"M{n}" for n in range(100)]}
+
+    (error,) = refused(spec(selector=selector))
+
+    assert error.pointer == "/spec/selector"
+    assert error.message.startswith("hosts, methods and routes make 10100 combinations, of which 10000 are taken; make several")
 
 
 @pytest.mark.parametrize(("document", "expected"), DOCUMENTS)

@@ -49,7 +49,7 @@ def test_the_refusal_reads_as_shown() -> None:
 
 def test_the_refusal_of_tool_calls_reads_as_shown() -> None:
     """The message about a tool is that of three equal calls."""
-    repeat = Repeat(("read_file",), 3, 3, looping=True, results=True)
+    repeat = Repeat(("read_file",), 3, 3, 3, results=True)
     third = Outcome("p", "enforce", Action.REJECT, "0d8562cd", "", 3, 0, 0, 0, None, 429, repeat=repeat)
 
     assert loop_message(third, "POST", "/v1/chat/completions") in README.read_text()

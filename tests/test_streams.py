@@ -66,14 +66,7 @@ LOOKING = bundle(
 )
 
 
-_OBSERVED = pytest.param(
-    "message_timeout: 0.2s\n              observability_mode: true",
-    marks=pytest.mark.xfail(
-        strict=True,
-        reason="Envoy sends no protocol_config in observability mode, and then a first chunk passes for a cut-off body",
-    ),
-    id="observed",
-)
+_OBSERVED = pytest.param("message_timeout: 0.2s\n              observability_mode: true", id="observed")
 
 
 @pytest.mark.parametrize("waiting", ["message_timeout: 0.2s", _OBSERVED])

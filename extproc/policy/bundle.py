@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import datetime
+from math import prod
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
@@ -36,6 +37,9 @@ MAX_LOG_THRESHOLD = 10_000
 
 MAX_CALLS = 200
 """Most calls, and most messages, that a detector compares with each other."""
+
+MAX_COMBINATIONS = 10_000
+"""Most combinations of a selector's hosts, methods and routes, each of which is filed for itself."""
 
 MAX_CYCLE = 16
 MAX_INSPECT_BYTES = 16 * 2**20
@@ -393,6 +397,12 @@ def cross_field_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN40
     selector = spec.get("selector")
     if isinstance(selector, dict) and all(selector.get(key) is None for key in _ANCHORS):
         yield ("selector",), "selector needs at least one of pathExact, pathPrefix and routes"
+    if isinstance(selector, dict):
+        lists = [selector.get(key) for key in ("hosts", "methods", "routes")]
+        combinations = prod(max(1, len(listed)) for listed in lists if isinstance(listed, list))
+        if combinations > MAX_COMBINATIONS:
+            many = f"hosts, methods and routes make {combinations} combinations, of which {MAX_COMBINATIONS} are taken"
+            yield ("selector",), f"{many}; make several policies of it, or leave one of them out to match any"
     loops = spec.get("loop_detection")
     if isinstance(loops, list):
         for number, loop in enumerate(loops):

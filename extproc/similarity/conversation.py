@@ -26,8 +26,8 @@ from extproc.similarity.document import (
     decoded,
     one_spelling,
     opened,
-    opened_content,
     spelled,
+    walk,
 )
 
 _THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
@@ -36,7 +36,7 @@ _CALLS = frozenset({"tool_use", "function_call", "custom_tool_call"})
 _RESULTS = frozenset({"tool_result", "function_call_output", "custom_tool_call_output"})
 _KNOWN_ITEMS = frozenset({"function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output"})
 _RESULT_ROLES = frozenset({"tool", "function"})
-_NEVER_COMPARED = (("id",), ("call_id",), ("cache_control",), ("status",))
+_NEVER_COMPARED = (("id",), ("call_id",), ("tool_use_id",), ("cache_control",), ("status",))
 _NEVER_COMPARED_IN_LISTS = tuple(("*", *pointer) for pointer in _NEVER_COMPARED)
 
 TEXT, CALL, RESULT, OTHER = "text", "call", "result", "other"
@@ -63,7 +63,7 @@ class Message(Struct, gc=False):
 
     role: str = ""
     type: str = ""
-    content: Raw = ABSENT
+    content: Raw = ABSENT  # of a message that somebody says, whatever `content` has made of it
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str = ""
     function_call: Tool | None = None
@@ -87,6 +87,7 @@ class _Body(Struct, gc=False):
 
 
 _decode_body = json.Decoder(_Body, float_hook=one_spelling).decode
+_decode_content = json.Decoder(list[dict[str, Raw]] | str | None).decode
 _decode_message = json.Decoder(Message, float_hook=spelled).decode
 
 
@@ -105,7 +106,7 @@ class Conversation(NamedTuple):
     document: Document
     key: str
     model: str
-    messages: Sequence[Json]
+    messages: list[Json]
     elsewhere: bool = False
 
     def backwards(self) -> Iterator[Message]:
@@ -115,9 +116,10 @@ class Conversation(NamedTuple):
             NotCounted: one cannot be read.
         """
         for place in reversed(range(len(self.messages))):
+            walk(1)
             message = self.messages[place]
             if type(message) is not Message:
-                message = _message(message)
+                message = self.messages[place] = _message(message)
             if not message.role:
                 if message.type in _THOUGHTS:
                     continue
@@ -130,7 +132,7 @@ class Conversation(NamedTuple):
 
 
 def conversation(document: Document) -> Conversation:
-    """The conversation in a body.
+    """The conversation in a body, which everybody who asks shares.
 
     Raises:
         NotCounted: there is none, or it cannot be read.
@@ -138,6 +140,13 @@ def conversation(document: Document) -> Conversation:
     if not len(document):
         raise NotCounted("no_messages")
     body = document.part(_decode_body)
+    known: Conversation | None = document.conversation
+    if known is None:
+        known = document.conversation = _conversation(document, body)
+    return known
+
+
+def _conversation(document: Document, body: Json) -> Conversation:
     if isinstance(body, dict):
         body = _body(body)
     if not isinstance(body, _Body):
@@ -162,8 +171,8 @@ def _body(value: dict[str, Json]) -> _Body:
     model, messages, given = (value.get(name) for name in ("model", "messages", "input"))
     return _Body(
         model if model is None or isinstance(model, str) else canonical(model).decode(),
-        messages if isinstance(messages, list) else None,
-        given if isinstance(given, list | str) else None,
+        list(messages) if isinstance(messages, list) else None,
+        list(given) if isinstance(given, list) else given if isinstance(given, str) else None,
         raw("prompt"),
         raw("previous_response_id"),
         raw("conversation"),
@@ -188,7 +197,15 @@ def _user(content: Raw | bytes) -> Message:
 
 def content(message: Message) -> Json:
     """What somebody says in a message, ready for `parts`; None where nobody does."""
-    return None if message.role in _RESULT_ROLES or not message.role else opened_content(message.content)
+    if type(message.content) is not Raw:
+        return message.content
+    if message.role in _RESULT_ROLES or not message.role or message.content is ABSENT:
+        return None
+    try:
+        message.content = decoded(message.content, _decode_content)  # no number in it is decoded, which would be charged
+    except ValidationError:
+        return decoded(message.content)
+    return message.content
 
 
 def only_text(message: Message, said: Json) -> bool:
@@ -230,6 +247,7 @@ def parts(message: Message, said: Json) -> Sequence[Part]:
 def chat_calls(message: Message) -> list[Part]:
     """The calls that stand beside a message's content, as those of a chat completion do."""
     found = []
+    walk(len(message.tool_calls or ()))
     for call in message.tool_calls or ():
         tool = call.function or call.custom
         if tool is not None:
@@ -253,7 +271,8 @@ def _content(said: Json) -> list[Part]:
     """What stands in the content of a message."""
     if isinstance(said, str):
         return [Part(TEXT, said)]
-    if isinstance(said, list) and all(isinstance(item, dict | str) for item in said):
+    if isinstance(said, list) and (not said or isinstance(said[0], dict | str)):
+        walk(len(said))
         return [_block(item) for item in said]
     return [] if said is None else [Part(OTHER, said)]  # such as the tokens of a prompt
 
@@ -262,6 +281,8 @@ def _block(block: Json) -> Part:
     """One element of a content, or of a tool's result."""
     if isinstance(block, str):
         return Part(TEXT, block)
+    if not isinstance(block, dict):
+        return Part(OTHER, block)
     kind = _text(block.get("type"))
     if kind in _TEXTS:
         return Part(TEXT, _text(block.get("text", block.get("refusal"))))
@@ -283,6 +304,8 @@ def arguments(value: Json) -> bytes:
     value = opened(value)
     if not isinstance(value, str):
         return canonical(value)
+    if not value or value.isspace():  # what some clients send for no arguments
+        return b"{}"
     try:
         return canonical(decoded(value))
     except NotJson:

@@ -26,6 +26,9 @@ MAX_CONTAINERS = 100_000
 _WORTH_COUNTING = 256 * 2**10
 """In a body of fewer bytes there is hardly room for more, and counting takes half as long as decoding."""
 
+MAX_STEPS = 5_000
+"""Most messages, and parts of them, that one detector walks through; each takes a few microseconds."""
+
 MAX_FRACTIONS = 10_000
 """Most numbers with a fraction or an exponent in one, each of which is brought into one spelling by us."""
 
@@ -45,6 +48,7 @@ Json: TypeAlias = Any
 ABSENT = msgspec.Raw()
 """Stands where a value would have been left as it is, had there been one."""
 
+_NESTING = (dict, list)
 _MISSING: Json = object()
 
 
@@ -73,6 +77,18 @@ class _Left:
     """What the body at hand has left of its bounds; one thread at a time looks into bodies."""
 
     in_body = in_parts = MAX_FRACTIONS
+    steps = MAX_STEPS
+
+
+def walk(count: int) -> None:
+    """Go on by so many messages or parts of messages.
+
+    Raises:
+        NotCounted: there were too many.
+    """
+    _Left.steps -= count
+    if _Left.steps < 0:
+        raise NotCounted("inspect_limit")
 
 
 def one_spelling(text: str) -> msgspec.Raw:
@@ -100,7 +116,6 @@ def spelled(text: str) -> msgspec.Raw:
     return _remembered(text) if len(text) <= _WORTH_REMEMBERING else _spelled(text)
 
 
-_decode_content = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | str | None).decode
 _decode_whole = msgspec.json.Decoder(float_hook=one_spelling).decode
 _decode_part = msgspec.json.Decoder(float_hook=_one_spelling_in_part).decode
 _encode = msgspec.json.Encoder(order="sorted").encode
@@ -113,7 +128,7 @@ class Document:
     sees: where the whole body cannot be decoded, or holds too much, the part that somebody asks for is decoded all the same.
     """
 
-    __slots__ = ("_data", "_part", "_value", "_whole")
+    __slots__ = ("_data", "_part", "_value", "_whole", "conversation")
 
     def __init__(self, data: bytes | memoryview, *, whole: bool = False) -> None:
         """Nothing is decoded yet; `whole` says that somebody is going to ask for `value`."""
@@ -121,6 +136,7 @@ class Document:
         self._whole = whole
         self._part: Json = _MISSING  # or the exception that it is
         self._value: Json = _MISSING
+        self.conversation: Any = None  # what `conversation` makes of it
 
     def __len__(self) -> int:
         """The body's length in bytes."""
@@ -146,7 +162,7 @@ class Document:
         Raises:
             NotCounted: as `value`.
         """
-        _Left.in_parts = MAX_FRACTIONS  # for each that looks into the body
+        _Left.in_parts, _Left.steps = MAX_FRACTIONS, MAX_STEPS  # for each that looks into the body
         if self._part is _MISSING:
             try:
                 self._part = self.value() if self._whole else self._typed(decode)
@@ -202,21 +218,18 @@ def opened(value: Json) -> Json:
     return None if value is ABSENT else decoded(value)
 
 
-def opened_content(value: msgspec.Raw) -> Json:
-    """As `opened`, but the values in an array of objects are left as they are."""
-    if value is ABSENT:
-        return None
-    try:
-        return decoded(value, _decode_content)
-    except msgspec.ValidationError:
-        return decoded(value)
-
-
 def canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
-    """The one spelling of a value, without what the pointers of `ignore` (each as `steps`) name: equal bytes, equal values."""
+    """The one spelling of a value, without what the pointers of `ignore` (each as `steps`) name: equal bytes, equal values.
+
+    Raises:
+        NotJson: it is nested too deeply.
+    """
     for pointer in ignore:
         value = without(value, pointer)
-    return _encode(value)
+    try:
+        return _encode(value)
+    except RecursionError:  # it could be decoded further up the stack
+        raise NotJson from None
 
 
 def steps(pointer: str) -> list[str]:
@@ -235,7 +248,7 @@ def without(value: Json, pointer: Sequence[str]) -> Json:
             return value | {name: without(value[name], rest) for name in (value if step == "*" else (step,))}
         return {} if step == "*" else {name: item for name, item in value.items() if name != step}
     if isinstance(value, list) and step == "*":
-        return [without(item, rest) for item in value] if rest else [None] * len(value)
+        return [without(item, rest) if type(item) in _NESTING else item for item in value] if rest else [None] * len(value)
     if isinstance(value, list) and _PLACE.match(step) and int(step) < len(value):
         place = int(step)
         return [*value[:place], without(value[place], rest) if rest else None, *value[place + 1 :]]

@@ -8,6 +8,7 @@ The history is walked from the newest call to the oldest, and no further than a 
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -219,8 +220,8 @@ def calls(talk: Conversation, *, reset: bool) -> Iterator[Call]:
         talk: the conversation.
         reset: stop at the last message of the user's own; one that only carries results is not.
     """
-    answers: dict[str, Part] = {}
-    turn, calling, newest = 0, False, True
+    answers: defaultdict[str, deque[Part]] = defaultdict(deque)  # ids need not be unique: then the order decides
+    turn, calling, silent = 0, False, True
     for message in talk.backwards():
         said = None if message.tool_calls else content(message)  # whose calls stand beside what it says
         if reset and message.role == "user" and only_text(message, said):
@@ -228,17 +229,17 @@ def calls(talk: Conversation, *, reset: bool) -> Iterator[Call]:
         found = chat_calls(message) if message.tool_calls else parts(message, said)
         if reset and message.role == "user" and not (found and all(part.kind == RESULT for part in found)):
             return
-        called = False
         for part in reversed(found):
             if part.kind == RESULT:
-                turn, calling = turn + calling, False
-                answers[part.id] = part
+                if calling:
+                    turn, calling = turn + 1, False
+                    answers.clear()
+                answers[part.id].append(part)
             elif part.kind == CALL:
-                calling = called = True
-                yield Call(part, answers.pop(part.id, None), turn)
-        if newest and message.role == "assistant" and not called:
-            turn = 1  # it has said something since, and calls nothing
-        newest = False
+                calling, silent = True, False
+                yield Call(part, answers[part.id].popleft() if answers[part.id] else None, turn)
+        if silent and message.role == "assistant" and not answers:
+            turn, silent = 1, False  # it has said something since, and calls nothing
 
 
 def _matches(name: str, pattern: Sequence[str]) -> bool:

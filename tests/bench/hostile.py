@@ -87,6 +87,10 @@ def _bodies() -> Mapping[str, bytes]:
         "1 MB body, calls in one turn": filled(call, '{"messages":[{"role":"assistant","content":[', last % call).replace(
             b'"content":[{"id"', b'"tool_calls":[{"id"'
         ),
+        "1 MB body, messages that are numbers": filled("1"),
+        "1 MB body, messages of a word": filled('{"role":"a","content":"b"}'),
+        "1 MB body, empty texts": filled('""', '{"messages":[{"role":"user","content":[', "]}]}"),
+        "1 MB body, images": filled('{"type":"image"}', '{"messages":[{"role":"user","content":[', "]}]}"),
         "0.3 MB of arguments": (
             b'{"messages":[{"role":"assistant","tool_calls":[{"id":"c","function":{"arguments":%b}}]}]}' % asked.encode()
         ),
