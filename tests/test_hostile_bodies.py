@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from itertools import pairwise
@@ -345,3 +346,21 @@ def test_every_depth_is_too_deep_or_is_not(nest: str) -> None:
     for shape in shapes:
         for depth in range(900, 1_000):
             _send(_service(), shape(opening * depth + "1" + closing * depth))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_body_leaves_nothing_to_the_garbage_collector(name: str) -> None:
+    """Whatever a body is, it is freed when its request has been answered, not when a collection comes round."""
+    make, _, _ = HOSTILE[name]
+    service, data = _service(), make()
+    _send(service, data)  # what is made once and kept
+    gc.collect()
+    gc.disable()
+
+    try:
+        _send(service, data)
+        left = gc.collect()
+    finally:
+        gc.enable()
+
+    assert left == 0

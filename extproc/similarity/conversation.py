@@ -95,7 +95,6 @@ class Conversation(NamedTuple):
     """The messages of one request.
 
     Attributes:
-        document: the request's body.
         key: of the body, under which the messages stand.
         model: empty when the request names none.
         messages: the newest last; as values where the whole body was decoded.
@@ -103,14 +102,16 @@ class Conversation(NamedTuple):
             plain prompt holds it in words.
     """
 
-    document: Document
     key: str
     model: str
     messages: list[Json]
     elsewhere: bool = False
 
-    def backwards(self) -> Iterator[Message]:
+    def backwards(self, document: Document) -> Iterator[Message]:
         """The messages from the newest to the oldest, without thoughts; what is of no known kind holds itself as its content.
+
+        Args:
+            document: in which they stand.
 
         Raises:
             NotCounted: one cannot be read.
@@ -124,11 +125,8 @@ class Conversation(NamedTuple):
                 if message.type in _THOUGHTS:
                     continue
                 if message.type not in _KNOWN_ITEMS:
-                    message = Message(type=OTHER, content=self._whole(place))
+                    message = Message(type=OTHER, content=Raw(canonical(document.value()[self.key][place])))
             yield message
-
-    def _whole(self, place: int) -> Raw:
-        return Raw(canonical(self.document.value()[self.key][place]))
 
 
 def conversation(document: Document) -> Conversation:
@@ -142,23 +140,23 @@ def conversation(document: Document) -> Conversation:
     body = document.part(_decode_body)
     known: Conversation | None = document.conversation
     if known is None:
-        known = document.conversation = _conversation(document, body)
+        known = document.conversation = _conversation(body)
     return known
 
 
-def _conversation(document: Document, body: Json) -> Conversation:
+def _conversation(body: Json) -> Conversation:
     if isinstance(body, dict):
         body = _body(body)
     if not isinstance(body, _Body):
         raise NotCounted("no_messages")
     model = body.model or ""
     if body.messages:
-        return Conversation(document, "messages", model, body.messages)
+        return Conversation("messages", model, body.messages)
     if body.input:
         messages = [_user(canonical(body.input))] if isinstance(body.input, str) else body.input
-        return Conversation(document, "input", model, messages, _given(body.previous_response_id) or _given(body.conversation))
+        return Conversation("input", model, messages, _given(body.previous_response_id) or _given(body.conversation))
     if _given(body.prompt):
-        return Conversation(document, "prompt", model, [_user(body.prompt)], elsewhere=True)
+        return Conversation("prompt", model, [_user(body.prompt)], elsewhere=True)
     raise NotCounted("no_messages")
 
 

@@ -64,6 +64,10 @@ class NotCounted(Exception):  # says what becomes of the request
         super().__init__(reason)
         self.reason = reason
 
+    def again(self) -> NotCounted:
+        """The same to be kept or raised anew: one that was raised holds on to all that it passed, the body among it."""
+        return NotJson() if isinstance(self, NotJson) else NotCounted(self.reason)
+
 
 class NotJson(NotCounted):
     """The body is not JSON, as far as anybody can tell."""
@@ -151,7 +155,7 @@ class Document:
         if self._value is _MISSING:
             self._value = self._decoded(_decode_whole)
         if isinstance(self._value, NotCounted):
-            raise self._value
+            raise self._value.again()
         return self._value
 
     def part(self, decode: Any) -> Json:  # noqa: ANN401  # msgspec's own
@@ -169,7 +173,7 @@ class Document:
             except NotCounted:
                 self._part = self._typed(decode)
         if isinstance(self._part, NotCounted):
-            raise self._part
+            raise self._part.again()
         return self._part
 
     def _typed(self, decode: Any) -> Json:  # noqa: ANN401  # msgspec's own
@@ -185,7 +189,7 @@ class Document:
             self._check_containers()
             return decoded(self._data, decode)
         except NotCounted as failure:
-            return failure
+            return failure.again()
 
     def _check_containers(self) -> None:
         if len(self._data) > _WORTH_COUNTING:

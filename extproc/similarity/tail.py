@@ -48,7 +48,7 @@ class Tail:
         """The model and the last messages, the newest first; see `Similarity`."""
         talk = conversation(document)
         said = [talk.model.encode()]
-        said += [_spelled(message) for message in islice(talk.backwards(), self._messages)]
+        said += [_spelled(message) for message in islice(talk.backwards(document), self._messages)]
         return _NEXT_MESSAGE.join(said), None
 
     def shown(self, document: Document) -> list[str]:

@@ -18,7 +18,6 @@ from extproc.policy.bundle import LoopDetection
 from extproc.similarity.conversation import (
     CALL,
     RESULT,
-    Conversation,
     Part,
     arguments,
     chat_calls,
@@ -131,10 +130,9 @@ class ToolCalls:
 
     def _counted(self, document: Document) -> Iterator[Call]:
         """The calls of a conversation that may be part of a loop, the newest first."""
-        talk = conversation(document)
-        if talk.elsewhere:
+        if conversation(document).elsewhere:
             raise NotCounted("no_history")
-        found = calls(talk, reset=self._reset)
+        found = calls(document, reset=self._reset)
         return (call for call in found if not self.rule(call.name).allow) if self._named else found
 
     def rule(self, name: str) -> Rule:
@@ -213,16 +211,16 @@ class _History:
         return self._taken[:count]
 
 
-def calls(talk: Conversation, *, reset: bool) -> Iterator[Call]:
+def calls(document: Document, *, reset: bool) -> Iterator[Call]:
     """The calls of a conversation, the newest first.
 
     Args:
-        talk: the conversation.
+        document: in which the conversation stands.
         reset: stop at the last message of the user's own; one that only carries results is not.
     """
     answers: defaultdict[str, deque[Part]] = defaultdict(deque)  # ids need not be unique: then the order decides
     turn, calling, silent = 0, False, True
-    for message in talk.backwards():
+    for message in conversation(document).backwards(document):
         said = None if message.tool_calls else content(message)  # whose calls stand beside what it says
         if reset and message.role == "user" and only_text(message, said):
             return
