@@ -8,7 +8,7 @@ policy can reach the answer.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import groupby
 
@@ -118,6 +118,8 @@ class Check:
     @property
     def compared_exactly(self) -> list[str]:
         """The policies that compared the body byte for byte, because it is not what their similarity is for."""
+        if not self.inspects:
+            return []
         return list(dict.fromkeys(entry.plan.id for entry in (*self.enforcing, *self.shadow) if entry.compared_exactly))
 
     def give_up(self, reason: str) -> None:
@@ -258,8 +260,9 @@ def decide(check: Check, counts: Sequence[Count], shadow_counts: Sequence[Count]
     return Decision(lead, warning, strictest(shadow_loops) if shadow_loops else None, [*trace, *watching])
 
 
-def _counted(entries: Sequence[Entry], counts: Sequence[Count]) -> Iterator[tuple[Entry, Count]]:
+def _counted(entries: Sequence[Entry], counts: Sequence[Count]) -> Iterable[tuple[Entry, Count]]:
     """Every entry with its count, in which nothing stands where nothing was to be counted."""
-    left = iter(counts)
-    for entry in entries:
-        yield entry, next(left) if entry.hit is not None else UNCOUNTED
+    if len(entries) != len(counts):
+        left = iter(counts)
+        counts = [next(left) if entry.hit is not None else UNCOUNTED for entry in entries]
+    return zip(entries, counts, strict=True)
