@@ -56,7 +56,7 @@ class Check:
     def admit(self, plan: Plan, values: list[tuple[str, str]]) -> None:
         """Every detector of the plan will count this request."""
         joined = joined_descriptors(values)
-        lane = self.shadow if plan.shadow else self.enforcing
+        lane = self._lane(plan)
         for detector in plan.detectors:
             lane.append(Entry(plan, detector, values, joined))
         if plan.needs_body:
@@ -94,21 +94,20 @@ class Check:
 
     def _seal(self, head: str, known: Body, document: Document | None) -> None:
         """Seal every entry, or say why it does not count."""
-        for entry in self.enforcing[:]:
+        for entry in (*self.enforcing, *self.shadow):
             try:
                 entry.seal(head, known, document, self.scope)
             except NotCounted as why:
-                self.enforcing.remove(entry)
+                self._lane(entry.plan).remove(entry)
                 self.left_out.append(entry.left_out(why.reason))
-        for entry in self.shadow[:]:
-            try:
-                entry.seal(head, known, document, self.scope)
-            except NotCounted as why:
-                self.shadow.remove(entry)
-                self.left_out.append(entry.left_out(why.reason))
-            except Exception as error:  # noqa: BLE001  # whatever it is, a shadow policy has no effect
+            except Exception as error:
+                if not entry.plan.shadow:
+                    raise
                 self.shadow.remove(entry)
                 self.failures.append((entry.plan.id, error))
+
+    def _lane(self, plan: Plan) -> list[Entry]:
+        return self.shadow if plan.shadow else self.enforcing
 
     @property
     def uncounted(self) -> list[tuple[str, str]]:

@@ -30,7 +30,7 @@ from typing import Any
 
 import helm_python
 
-from extproc.policy import bundle
+from extproc.policy import bundle, rules
 from extproc.settings import Settings
 
 Schema = dict[str, Any]
@@ -446,7 +446,7 @@ def _loop_complaints(loop: Schema) -> bool:
 
 
 def _complaints(spec: Schema) -> bool:
-    return any(True for _ in bundle.cross_field_errors(spec))
+    return any(True for _ in rules.cross_field_errors(spec))
 
 
 # ---- README.md

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from extproc.errors import BundleError, BundleErrors
-from extproc.policy import bundle
+from extproc.policy import bundle, rules
 from extproc.policy.bundle import Envelope, Override, Place, Policy
 
 MAX_FILE = 64 * 2**20
@@ -221,11 +221,11 @@ def _is_bundle(document: Mapping[str, Any]) -> bool:
 
 def _policy(entry: Any, place: Place, report: _Report) -> Policy | None:  # noqa: ANN401  # raw JSON
     if report.on_route:
-        entry = bundle.on_route(entry)
+        entry = rules.on_route(entry)
     policy = _checked(Policy, entry, place, report)
     before = len(report.errors)
     if isinstance(entry, dict):
-        for where, message in bundle.cross_field_errors(entry.get("spec")):
+        for where, message in rules.cross_field_errors(entry.get("spec")):
             report.error((*place, "spec", *where), message)
         if isinstance(entry.get("id"), str):
             report.ids.append((entry["id"], report.file, _pointer((*place, "id"))))
@@ -235,9 +235,9 @@ def _policy(entry: Any, place: Place, report: _Report) -> Policy | None:  # noqa
         report.warn((*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing")
     elif bundle.UNSUPPORTED_KEYS.issuperset(policy.spec.all_limit_keys()):
         report.warn((*place, "spec"), f"no limit_keys: all callers of policy {policy.id} share its counts")
-    for below, message in bundle.suspicious(policy):
+    for below, message in rules.suspicious(policy):
         report.warn((*place, *below), message)
-    for below, message in bundle.unenforced(policy):
+    for below, message in rules.unenforced(policy):
         report.unenforced.append(BundleError(report.file, _pointer((*place, *below)), message))
     return policy
 

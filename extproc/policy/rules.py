@@ -1,0 +1,183 @@
+"""Rules between the fields of a policy, and what may not be meant as it is written.
+
+Those that are errors look at the raw JSON, because a model's own validators do not run once one of its fields has failed, and
+every error has to be reported at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+from urllib.parse import quote
+
+from extproc.policy.bundle import MAX_THRESHOLD, UNSUPPORTED_KEYS, Bypass, Place, Policy
+
+MAX_LOG_THRESHOLD = 10_000
+"""Highest threshold of a `sliding_log`, which remembers one timestamp for each request."""
+
+MAX_COMBINATIONS = 10_000
+"""Most combinations of a selector's hosts, methods and routes, each of which is filed for itself."""
+
+_ANCHORS = ("pathExact", "pathPrefix", "routes")
+"""Of these a selector needs at least one."""
+
+SIMILARITY_KEYS = {
+    "canonical": ("ignore_fields",),
+    "tail": ("tail_messages",),
+    "tool_calls": ("window_calls", "reset_on_user_message", "compare_results", "max_cycle", "tools"),
+}
+"""The keys of LoopDetection that mean something with one similarity only."""
+
+
+def on_route(policy: Any) -> Any:  # noqa: ANN401  # raw JSON
+    """A raw policy that came with a route: without a path or a route of its own it takes all requests of that one."""
+    if not isinstance(policy, dict) or not isinstance(policy.get("spec"), dict):
+        return policy
+    selector = policy["spec"].get("selector", {})
+    if not isinstance(selector, dict) or any(selector.get(key) is not None for key in _ANCHORS):
+        return policy
+    return policy | {"spec": policy["spec"] | {"selector": selector | {"pathPrefix": "/"}}}
+
+
+def cross_field_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
+    """Rules between fields of one raw policy spec; silent about anything whose type is wrong, which the models report.
+
+    Yields:
+        the place below the spec, and the message.
+    """
+    if not isinstance(spec, dict):
+        return
+    selector = spec.get("selector")
+    if isinstance(selector, dict) and all(selector.get(key) is None for key in _ANCHORS):
+        yield ("selector",), "selector needs at least one of pathExact, pathPrefix and routes"
+    if isinstance(selector, dict):
+        lists = [selector.get(key) for key in ("hosts", "methods", "routes")]
+        combinations = prod(max(1, len(listed)) for listed in lists if isinstance(listed, list))
+        if combinations > MAX_COMBINATIONS:
+            many = f"hosts, methods and routes make {combinations} combinations, of which {MAX_COMBINATIONS} are taken"
+            yield ("selector",), f"{many}; make several policies of it, or leave one of them out to match any"
+    loops = spec.get("loop_detection")
+    if isinstance(loops, list):
+        for number, loop in enumerate(loops):
+            yield from _loop_errors(loop, ("loop_detection", number))
+        yield from _name_errors(loops)
+    else:
+        yield from _loop_errors(loops, ("loop_detection",))
+    bypasses = spec.get("bypass")
+    for number, entry in enumerate(bypasses if isinstance(bypasses, list) else ()):
+        if isinstance(entry, dict) and all(entry.get(key) is None for key in Bypass.model_fields):
+            yield (
+                ("bypass", number),
+                f"needs at least one of {', '.join(Bypass.model_fields)}; as it is, it would bypass everything",
+            )
+
+
+def _name_errors(loops: list[Any]) -> Iterator[tuple[Place, str]]:
+    """Two detectors of one policy with one name, which would count as one."""
+    first: dict[str, int] = {}
+    for number, loop in enumerate(loops):
+        if not isinstance(loop, dict):
+            continue
+        name = loop.get("name") or loop.get("similarity", "exact")
+        if isinstance(name, str) and first.setdefault(name, number) != number:
+            taken = f"duplicate name {name!r}, also at loop_detection/{first[name]}"
+            yield ("loop_detection", number), f"{taken}; give each a name of its own (default: its similarity)"
+
+
+def _loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
+    """Rules between the fields of one raw loop_detection entry."""
+    if not isinstance(loop, dict):
+        return
+    yield from _similarity_errors(loop, place)
+    if loop.get("enabled") is not True:
+        return
+    stateless = loop.get("similarity") == "tool_calls"
+    for field in ("window_seconds", "threshold_identical_requests"):
+        if loop.get(field) is None and not (field == "window_seconds" and stateless):
+            yield place, f"when enabled is true, {field} is required"
+    threshold = loop.get("threshold_identical_requests")
+    if (
+        loop.get("window_type") == "sliding_log"
+        and not stateless
+        and isinstance(threshold, int)
+        and MAX_LOG_THRESHOLD < threshold <= MAX_THRESHOLD
+    ):
+        yield (
+            (*place, "threshold_identical_requests"),
+            f"threshold_identical_requests must be <= {MAX_LOG_THRESHOLD} with window_type sliding_log, which remembers each",
+        )
+    if stateless:
+        yield from _call_errors(loop, place)
+
+
+def _similarity_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
+    """Keys that mean nothing with the similarity of this entry."""
+    similarity = loop.get("similarity", "exact")
+    if similarity not in ("exact", *SIMILARITY_KEYS):
+        return
+    for owner, keys in SIMILARITY_KEYS.items():
+        for key in keys:
+            if key in loop and similarity != owner:
+                yield (*place, key), f"{key} belongs to similarity {owner}, and this one is {similarity}"
+    if loop.get("body") == "ignore" and similarity != "exact":
+        yield (*place, "body"), f"body must not be ignore with similarity {similarity}, which compares what stands in the body"
+
+
+def _call_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
+    """Thresholds of tool calls that a window of so many calls can never reach."""
+    threshold, window = loop.get("threshold_identical_requests"), loop.get("window_calls", 10)
+    tools = loop.get("tools")
+    limits: list[tuple[Place, Any, Any]] = [((*place, "threshold_identical_requests"), threshold, window)]
+    for name, tool in tools.items() if isinstance(tools, dict) else ():
+        if isinstance(tool, dict) and tool.get("allow") is not True and not {"threshold", "window_calls"}.isdisjoint(tool):
+            own, last = tool.get("threshold"), tool.get("window_calls")
+            limits.append(((*place, "tools", name), threshold if own is None else own, window if last is None else last))
+    for where, least, most in limits:
+        if isinstance(least, int) and isinstance(most, int) and least > most:
+            yield where, f"a threshold of {least} is never reached among the last {most} calls; raise window_calls or lower it"
+
+
+def suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """Paths that are good as they stand, but that hardly any request has.
+
+    Yields:
+        the place below the policy, and what may have been meant.
+    """
+    selector = policy.spec.selector
+    for name, path in (("pathExact", selector.pathExact), ("pathPrefix", selector.pathPrefix)):
+        if path is None:
+            continue
+        if "*" in path:
+            meant = path.partition("*")[0]
+            yield ("spec", "selector", name), f'\'*\' is matched literally; for all that is below, give "pathPrefix": "{meant}"'
+        if not path.isascii() or not path.isprintable() or " " in path:
+            arrives = quote(path, safe="/%!$&'()*+,;=:@")
+            yield ("spec", "selector", name), f"is compared as it is sent, and that is percent-encoded: {arrives}"
+
+
+def unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """The parts of a drop-in policy that this version reads but does not enforce.
+
+    Yields:
+        the place below the policy, and what is not enforced.
+    """
+    spec = policy.spec
+    if spec.rules:
+        names = ", ".join(rule.name for rule in spec.rules)
+        yield ("spec", "rules"), f"rate-limit rules are not enforced by Loopguard: {names}"
+    if spec.fallback_limit:
+        yield ("spec", "fallback_limit"), "fallback_limit is not enforced by Loopguard"
+    if spec.circuit_breaker and spec.circuit_breaker.get("enabled", True):
+        yield ("spec", "circuit_breaker"), "circuit_breaker is not enforced by Loopguard"
+    places: list[tuple[Place, list[str]]] = [
+        (("spec", "limit_keys"), spec.limit_keys),
+        *((("spec", "rules", number, "limit_keys"), rule.limit_keys) for number, rule in enumerate(spec.rules)),
+    ]
+    for place, keys in places:
+        for number, key in enumerate(keys):
+            if key in UNSUPPORTED_KEYS:
+                yield (
+                    (*place, number),
+                    f"the descriptor {key} cannot be derived by Loopguard and is left out of fingerprints",
+                )
