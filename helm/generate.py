@@ -432,7 +432,7 @@ def _ownership_rules(definitions: Schema) -> Iterator[Schema]:
 def _log_rule() -> Schema:
     """A window that remembers every request takes no high threshold."""
     log = {"enabled": {"const": True}, "window_type": {"const": "sliding_log"}}
-    most = {"threshold_identical_requests": {"maximum": bundle.MAX_LOG_THRESHOLD}}
+    most = {"threshold_identical_requests": {"maximum": rules.MAX_LOG_THRESHOLD}}
     return {"if": {"properties": log, "required": [*log]}, "then": {"properties": most}}
 
 
