@@ -229,6 +229,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LoopguardError as error:
         sys.stderr.write(f"demo-agent: {error}\n")
         return 1
+    except BrokenPipeError:  # `make demo-agent | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 130 if good is None else int(not good)
 
 

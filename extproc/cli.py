@@ -183,7 +183,7 @@ def _decision(sealed: Entry) -> str:
     detector, found = sealed.detector, sealed.repeat
     if detector.stateless:
         if found is None:
-            return "allow: the last turn calls no tool, or there are fewer calls than any threshold"
+            return "allow: no call of the last turn, or fewer calls than any threshold"
         state = f"{', '.join(found.tools)}: {found.count} of {found.calls} calls"
         if found.looping:
             return f"{_then(sealed)}; {state}"

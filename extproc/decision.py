@@ -126,7 +126,9 @@ def loop_message(outcome: Outcome, method: str, path: str) -> str:
     shown = path if len(path) <= 200 else path[:199] + "\u2026"  # noqa: PLR2004  # enough to recognise it
     shown = shown.encode("utf-8", "backslashreplace").decode()
     what = f"this identical request ({method} {shown}) has been sent"
-    if outcome.similarity == "tail":
+    if outcome.similarity == "canonical":
+        what = f"this same request, but for its spelling ({method} {shown}), has been sent"
+    elif outcome.similarity == "tail":
         what = f"a conversation that ends with these same messages ({method} {shown}) has been sent"
     return (
         f"Loop detected: {what} {outcome.count} times within {duration(outcome.span_ms)} and was refused. "

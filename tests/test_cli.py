@@ -19,6 +19,7 @@ import pytest
 
 from extproc.cli import main
 from extproc.policy.bundle import schema
+from extproc.similarity.tool_calls import NO_CALLS
 from tests.documents import bundle, policy
 from tests.harness import PATIENCE, Loopguard, write_policies
 
@@ -326,9 +327,9 @@ def test_explain_says_whether_calls_loop(capsys: pytest.CaptureFixture[str], tmp
     assert before["cool"]["decision"] == (
         "allow below 3 equal calls, then reject with 429 (Retry-After: 9); read_file: 2 of 2 calls"
     )
-    nothing = "allow: the last turn calls no tool, or there are fewer calls than any threshold"
+    nothing = "allow: no call of the last turn, or fewer calls than any threshold"
     assert [block["decision"] for block in (before["tool_calls"], *quiet.values())] == [nothing] * 3
-    assert [block["compared"] for block in quiet.values()] == ["no calls"] * 2
+    assert [block["compared"] for block in quiet.values()] == [NO_CALLS] * 2
     assert "key" not in loop["tool_calls"]
     assert re.match(r"loop:p:cool:fixed::[0-9a-f]{16}:[0-9a-f]{24}$", loop["cool"]["key"])
     assert loop["cool"]["fingerprint"] == before["cool"]["fingerprint"]

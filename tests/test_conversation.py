@@ -222,7 +222,7 @@ def test_messages_of_other_types_do_not_hide_the_rest(key: str, message: str) ->
 
     assert lines == ["model | ", "user | text | a", "other | other", "user | text | a"]
     assert outcome(SIMILARITIES["tail"], Document(f'{{"{key}":[{message}]}}'.encode())) != outcome(
-        SIMILARITIES["tail"], Document(f'{{"{key}":["another"]}}'.encode())
+        SIMILARITIES["tail"], Document(f'{{"{key}":["another",2]}}'.encode())
     )
 
 

@@ -238,7 +238,7 @@ def test_the_message_says_what_to_do() -> None:
     ("similarity", "repeat", "said"),
     [
         ("tail", None, "a conversation that ends with these same messages (POST /v1) has been sent 7 times"),
-        ("canonical", None, "this identical request (POST /v1) has been sent 7 times within 2.5 minutes"),
+        ("canonical", None, "this same request, but for its spelling (POST /v1), has been sent 7 times within 2.5 minutes"),
         (
             "tool_calls",
             Repeat(("grep",), 3, 8, 3, True),

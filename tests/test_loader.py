@@ -249,7 +249,7 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     ({"ignore_field": []}, [("/ignore_field", "unknown key; did you mean ignore_fields?")]),
     ({"tail_mesages": 3}, [("/tail_mesages", "unknown key; did you mean tail_messages?")]),
     ({"bypass": []}, [("/bypass", "unknown key; bypass belongs into spec")]),
-    ({"threshold": 3}, [("/threshold", "unknown key; threshold belongs into an entry of tools")]),
+    ({"threshold": 3}, [("/threshold", "unknown key; did you mean threshold_identical_requests?")]),
     ({"header": "x"}, [("/header", "unknown key; header belongs into an entry of bypass")]),
     ({"pathPrefix": "/"}, [("/pathPrefix", "unknown key; pathPrefix belongs into spec/selector")]),
     ({"zzz": 1}, [("/zzz", ANNOTATION)]),
@@ -657,6 +657,29 @@ def test_each_field_of_a_spec_is_checked(name: str, value: object, expected: Err
     errors = refused(spec(**{name: value}))
 
     assert plain(errors) == expected
+
+
+def test_calls_without_a_cooldown_share_no_counts() -> None:
+    """A policy that keeps nothing needs no limit_keys; with a cooldown, or beside a detector that counts, it does."""
+    warned = [
+        [warning.message for warning in check(spec(limit_keys=[], loop_detection=loops)).warnings]
+        for loops in (
+            {"enabled": True, "threshold_identical_requests": 3, **CALLS},
+            {"enabled": True, "threshold_identical_requests": 3, "cooldown_seconds": 9, **CALLS},
+        )
+    ]
+
+    assert warned[0] == []
+    assert len(warned[1]) == 1
+
+
+def test_the_schema_says_what_each_key_means() -> None:
+    """Editors show a description at every key of loop_detection and of its tools."""
+    made = schema()["$defs"]
+
+    kinds = [made[kind]["properties"] for kind in ("LoopDetection", "Tool")]
+    assert [name for keys in kinds for name, key in keys.items() if len(key.get("description", "")) < 10] == []
+    assert "Attributes" not in made["LoopDetection"]["description"]
 
 
 def test_a_selector_of_too_many_combinations_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.policy.bundle import LoopDetection
-from extproc.similarity.document import Document
+from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.tail import Tail, fold
 from tests.documents import policy
 from tests.messages import body, headers
@@ -250,6 +251,7 @@ def test_what_is_compared_can_be_shown() -> None:
 
     assert shown == [
         "model | gpt-4.1",
+        'asked | call | search_docs | {"limit":5,"query":"backup retention"}',
         "tool | result | []",
         'assistant | call | search_docs | {"limit":5,"query":"backup retention"}',
         "tool | result | []",
@@ -270,3 +272,44 @@ def test_a_conversation_that_ends_alike_is_refused() -> None:
             answers.append(decoded(exchange(service, headers(x_user=name), body(data))[-1]).WhichOneof("response"))
 
     assert answers == ["request_body"] * 2 + ["immediate_response", "request_body", "request_body", "immediate_response"]
+
+
+def _written(paths: Sequence[str], shape: str) -> dict[str, Any]:
+    """A turn in which several files are written at once, each with the same answer, in the words of an API."""
+    calls = [(f"id{number}", json.dumps({"path": path})) for number, path in enumerate(paths)]
+    if shape == "chat":
+        asked = [{"id": call, "type": "function", "function": {"name": "write", "arguments": text}} for call, text in calls]
+        answers = [{"role": "tool", "tool_call_id": call, "content": "ok"} for call, _ in calls]
+        return {"messages": [{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": asked}, *answers]}
+    items = [{"type": "function_call", "call_id": call, "name": "write", "arguments": text} for call, text in calls]
+    return {"input": [*items, *({"type": "function_call_output", "call_id": call, "output": "ok"} for call, _ in calls)]}
+
+
+@pytest.mark.parametrize("shape", ["chat", "responses"])
+def test_results_are_compared_with_what_was_asked(shape: str) -> None:
+    """Where the calls lie further back than the tail, answers that read the same are the same only if the calls are."""
+    one, other, again = (compared(_written(paths, shape)) for paths in (["a", "b", "c"], ["d", "e", "f"], ["a", "b", "c"]))
+
+    assert one == again
+    assert one != other
+
+
+def test_results_whose_calls_are_elsewhere_are_compared_alone() -> None:
+    """A server's history, or one that was cut short, leaves only what came back."""
+    one = {"input": [{"type": "function_call_output", "call_id": "a", "output": "ok"}], "previous_response_id": "r1"}
+    other = {"input": [{"type": "function_call_output", "call_id": "b", "output": "ok"}], "previous_response_id": "r2"}
+
+    assert compared(one) == compared(other)
+
+
+def test_texts_to_be_embedded_are_no_conversation() -> None:
+    """A list of texts has no end that would tell what is asked for."""
+    with pytest.raises(NotCounted, match="no_messages"):
+        Tail(LoopDetection(similarity="tail")).compare(Document(b'{"model":"m","input":["doc 1","",""]}'))
+
+
+def test_a_reference_is_its_id() -> None:
+    """Two items that refer to different ones are not the same, though ids are left out elsewhere."""
+    one, other = ({"input": [{"type": "item_reference", "id": identity}]} for identity in ("a", "b"))
+
+    assert compared(one) != compared(other)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from extproc.decision import Repeat
 from extproc.policy.bundle import LoopDetection, Tool
 from extproc.similarity.document import Document, NotCounted
-from extproc.similarity.tool_calls import MAX_NAME, ToolCalls, _matches
+from extproc.similarity.tool_calls import MAX_NAME, NO_CALLS, ToolCalls, _matches
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_conversation import BODIES
@@ -549,7 +549,7 @@ def test_what_is_looked_at_can_be_shown(shape: Shape) -> None:
     events: list[Event] = [(Called("f", {"a": 1}, "x y"),), (Called("wait_for_it", {}),), (_B,)]
 
     assert looks.shown(Document(json.dumps(shape(events)).encode())) == ['f | {"a":1} | result | x y', "g | {} | result | x"]
-    assert looks.shown(Document(json.dumps(shape([User()])).encode())) == ["no calls"]
+    assert looks.shown(Document(json.dumps(shape([User()])).encode())) == [NO_CALLS]
 
 
 @every_shape

@@ -220,10 +220,13 @@ class LoopDetection(_Part):
     """What counts as a loop and what is done about it.
 
     Attributes:
-        name: of this detector, in keys, logs and metrics; see `Spec.detectors`.
+        name: of this detector, in keys, logs and metrics; default: its similarity, or `default` where there is only one.
+        enabled: off unless this says so.
         window_seconds: length of the window, in seconds.
         threshold_identical_requests: the first identical request that is acted on; with `tool_calls`, the first call.
+        action: what is done about a loop: refuse the request, hold it for a while, or let it through with a warning.
         similarity: what makes requests identical.
+        window_type: whether every request restarts the window, exactly its last requests count, or it ends after its first.
         cooldown_seconds: after a trip the fingerprint stays acted on that long, even when its window has emptied.
         count_refused: False: a refused request leaves the count alone.
         reject_status: HTTP status of a refusal.
@@ -299,6 +302,10 @@ class Spec(_Part):
         """`limit_keys` of the policy united with those of its rules, each once, in order."""
         return list(dict.fromkeys([*self.limit_keys, *(key for rule in self.rules for key in rule.limit_keys)]))
 
+    def keeps_counts(self) -> bool:
+        """Some detector stores something that callers without descriptors would share."""
+        return any(loop.similarity != "tool_calls" or loop.cooldown_seconds for _, loop in self.detectors())
+
     def detectors(self) -> list[tuple[str, LoopDetection]]:
         """The enabled entries of `loop_detection`, by name: their own, else their similarity, or `default` for a single one."""
         loops = self.loop_detection
@@ -346,9 +353,22 @@ class Bundle(Envelope):
     policies: list[Policy]
 
 
+def _describe(definition: dict[str, Any]) -> None:
+    """Put what a model's docstring says about each of its attributes beside the property itself, where editors show it."""
+    text, _, attributes = definition.get("description", "").partition("\n\nAttributes:\n")
+    if text:
+        definition["description"] = text
+    for line in attributes.splitlines():
+        name, _, said = line.strip().partition(": ")
+        if name in definition["properties"]:
+            definition["properties"][name]["description"] = said
+
+
 def schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a policy file: a bundle, one policy or a list of policies."""
     made = TypeAdapter(Bundle | Policy | list[Policy]).json_schema()
+    for definition in made["$defs"].values():
+        _describe(definition)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Loopguard policy file",

@@ -233,7 +233,7 @@ def _policy(entry: Any, place: Place, report: _Report) -> Policy | None:  # noqa
         return None
     if not policy.spec.detectors():
         report.warn((*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing")
-    elif bundle.UNSUPPORTED_KEYS.issuperset(policy.spec.all_limit_keys()):
+    elif bundle.UNSUPPORTED_KEYS.issuperset(policy.spec.all_limit_keys()) and policy.spec.keeps_counts():
         report.warn((*place, "spec"), f"no limit_keys: all callers of policy {policy.id} share its counts")
     for below, message in rules.suspicious(policy):
         report.warn((*place, *below), message)
@@ -475,6 +475,9 @@ def _unknown_key(model: type[BaseModel], name: str, place: Place) -> str:
             "spec": "spec",
         }
         own = here.get(above[-1], "an override" if model is Envelope else "a rule")
+    started = [key for key in objects[own] if key.startswith(f"{name}_")]
+    if len(started) == 1:
+        return f"unknown key; did you mean {started[0]}?"
     owner = next((other for other, fields in objects.items() if name in fields and other != own), None)
     if owner is not None:
         return f"unknown key; {name} belongs into {owner}"

@@ -36,7 +36,7 @@ _CALLS = frozenset({"tool_use", "function_call", "custom_tool_call"})
 _RESULTS = frozenset({"tool_result", "function_call_output", "custom_tool_call_output"})
 _KNOWN_ITEMS = frozenset({"function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output"})
 _RESULT_ROLES = frozenset({"tool", "function"})
-_NEVER_COMPARED = (("id",), ("call_id",), ("tool_use_id",), ("cache_control",), ("status",))
+_NEVER_COMPARED: tuple[tuple[str, ...], ...] = (("id",), ("call_id",), ("tool_use_id",), ("cache_control",), ("status",))
 _NEVER_COMPARED_IN_LISTS = tuple(("*", *pointer) for pointer in _NEVER_COMPARED)
 
 TEXT, CALL, RESULT, OTHER = "text", "call", "result", "other"
@@ -152,6 +152,8 @@ def _conversation(body: Json) -> Conversation:
     model = body.model or ""
     if body.messages:
         return Conversation("messages", model, body.messages)
+    if isinstance(body.input, list) and body.input and all(isinstance(item, str) for item in body.input):
+        raise NotCounted("no_messages")  # texts to be embedded
     if body.input:
         messages = [_user(canonical(body.input))] if isinstance(body.input, str) else body.input
         return Conversation("input", model, messages, _given(body.previous_response_id) or _given(body.conversation))
@@ -326,7 +328,10 @@ def result(value: Json) -> bytes:
 def other(value: Json) -> bytes:
     """A short name for what is no text, such as an image: equal names mean equal things but for their ids."""
     value = opened(value)
+    ignored = _NEVER_COMPARED
     if isinstance(value, dict):
         value = {name: opened(item) for name, item in value.items()}
-    length, crc32, adler32 = NO_BODY.plus(canonical(value, _NEVER_COMPARED))
+        if value.get("type") == "item_reference":  # is nothing but its id
+            ignored = ()
+    length, crc32, adler32 = NO_BODY.plus(canonical(value, ignored))
     return b"%d-%08x%08x" % (length, crc32, adler32)

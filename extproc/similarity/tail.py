@@ -1,11 +1,14 @@
 """Similarity `tail`: the model and the last messages of a conversation, by role, text, tool names, arguments and results.
 
+What a tool brought back is compared together with what it was asked, also where the call itself is further back.
+
 An agent appends every turn to its history, so whole bodies are almost never equal; one that is stuck ends its requests the same
 way all the same. Text is compared without the space around it, in lower case, each run of white space as one space.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 
 from extproc.policy.bundle import LoopDetection
@@ -45,10 +48,13 @@ class Tail:
         self._messages = loop.tail_messages
 
     def compare(self, document: Document) -> tuple[bytes, None]:
-        """The model and the last messages, the newest first; see `Similarity`."""
+        """The model and the last messages, the newest first, and the calls that they answer; see `Similarity`."""
         talk = conversation(document)
-        said = [talk.model.encode()]
-        said += [_spelled(message) for message in islice(talk.backwards(document), self._messages)]
+        messages = talk.backwards(document)
+        unasked: list[str] = []
+        said = [talk.model.encode(), *(_spelled(message, unasked) for message in islice(messages, self._messages))]
+        if unasked and (asked := _asked(messages, unasked)):
+            said.append(asked)
         return _NEXT_MESSAGE.join(said), None
 
     def shown(self, document: Document) -> list[str]:
@@ -57,8 +63,8 @@ class Tail:
         return [text.replace(_NEXT_PART, b" | ").decode() for text in (b"model | " + model, *reversed(messages))]
 
 
-def _spelled(message: Message) -> bytes:
-    """A message's role and parts."""
+def _spelled(message: Message, unasked: list[str]) -> bytes:
+    """A message's role and parts; results whose calls have not been met yet leave their ids in `unasked`."""
     said = content(message)
     if only_text(message, said):
         text = fold(said)
@@ -66,7 +72,30 @@ def _spelled(message: Message) -> bytes:
     fields = [(message.role or message.type).encode()]
     for part in parts(message, said):
         fields += _compared(part)
+        if part.kind == RESULT:
+            unasked.append(part.id)
+        elif part.kind == CALL and part.id in unasked:
+            unasked.remove(part.id)
     return _NEXT_PART.join(fields)
+
+
+def _asked(messages: Iterator[Message], unasked: list[str]) -> bytes:
+    """The calls, in older messages, that results in the tail answer: `ok` is not `ok` where something else was done."""
+    fields: list[bytes] = []
+    calling = False
+    for message in messages:
+        said = content(message)
+        if not unasked or (message.role == "user" and only_text(message, said)):
+            break
+        found = parts(message, said)
+        if calling and any(part.kind == RESULT for part in found):
+            break  # of the turn before
+        for part in reversed(found):
+            if part.kind == CALL and part.id in unasked:
+                unasked.remove(part.id)
+                calling = True
+                fields += _compared(part)
+    return _NEXT_PART.join([b"asked", *fields]) if fields else b""
 
 
 def _compared(part: Part) -> tuple[bytes, ...]:

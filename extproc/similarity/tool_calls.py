@@ -32,6 +32,7 @@ from extproc.similarity.document import Document, NotCounted
 MAX_NAME = 256
 """So much of a tool's name is matched with the patterns of `tools` and shown, in characters."""
 
+NO_CALLS = "no calls that count: none since the user's last message, or only of tools that are allowed"
 _SEPARATOR = b"\xff"  # never in UTF-8
 
 
@@ -126,7 +127,7 @@ class ToolCalls:
         """The calls that are looked at, the oldest first; see `Similarity`."""
         found = list(islice(self._counted(document), self._longest))
         named = [call.named(results=self._results).replace(_SEPARATOR, b" | ").decode() for call in reversed(found)]
-        return named or ["no calls"]
+        return named or [NO_CALLS]
 
     def _counted(self, document: Document) -> Iterator[Call]:
         """The calls of a conversation that may be part of a loop, the newest first."""
