@@ -7,8 +7,9 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import pytest
 import yaml
 
 from tests.chart import CASES, Object, Values, merged, objects, of_kind, rendered
-from tests.chart.istio import http_manager, patched, without_loopguard
+from tests.chart.istio import HCM, http_manager, patched, without_loopguard
 from tests.documents import bundle, policy
-from tests.harness import ENVOY, Stack, envoy_version, eventually, stack
+from tests.harness import ENVOY, Process, Stack, envoy_version, eventually, stack
 
 ROOT = Path(__file__).parent.parent
 ISTIO = {name: values for name, values in CASES.items() if values.get("istio", {}).get("enabled")}
@@ -123,6 +124,7 @@ def configuration(text: str, values: Values, routes: dict[str, str], edit: Calla
     clusters = made["static_resources"]["clusters"]
     for number, name in enumerate(sorted({CLUSTER, *cluster_names(found)})):
         own = copy.deepcopy(clusters[0])
+        del own["health_checks"]  # Istio has none
         own["name"] = own["load_assignment"]["cluster_name"] = name
         (group,) = own["load_assignment"]["endpoints"]
         endpoints = group["lb_endpoints"]
@@ -163,10 +165,79 @@ ROUTES = {"/v1/chat": "chat", "/named": "named", "/own": "own", "/": "unnamed"}
 
 @contextmanager
 def mesh(values: Values, routes: dict[str, str], *arguments: str, **more: Any) -> Iterator[Stack]:  # noqa: ANN401  # of `stack`
-    """Loopguard behind an Envoy with the EnvoyFilter of these values, and with their policies."""
+    """Loopguard with a sidecar behind an Envoy with the EnvoyFilter of these values, and with their policies."""
     policies = values["policies"]["bundle"]
-    with stack(policies, *arguments, edit=lambda text: configuration(text, values, routes), **more) as made:
-        yield made
+    with tempfile.TemporaryDirectory(prefix="sidecar") as folder, ExitStack() as ended:
+
+        def edit(text: str) -> str:
+            made, inside = with_sidecars(json.loads(configuration(text, values, routes)), folder)
+            (file := Path(folder) / "envoy.json").write_text(json.dumps(inside))
+            sidecar = Process([ENVOY, "-c", str(file), "--use-dynamic-base-id", "-l", "warning"], Path(folder) / "envoy.log")
+            ended.callback(sidecar.stop)
+            eventually(lambda: len([*Path(folder).glob("*.sock")]) == len(inside["static_resources"]["listeners"]), "sidecars")
+            return json.dumps(made)
+
+        with stack(policies, *arguments, edit=edit, **more) as made:
+            yield made
+
+
+def with_sidecars(gateway: Object, folder: str) -> tuple[Object, Object]:
+    """The gateway's configuration with its mesh clusters led through sidecars, and that of an Envoy which is these sidecars.
+
+    What counts of a sidecar is that it is Envoy's own HTTP/2 server: it reads every request's `:authority` before it routes.
+    """
+    listeners, clusters = [], []
+    for cluster in gateway["static_resources"]["clusters"]:
+        if not cluster["name"].startswith("outbound|"):
+            continue
+        name = f"inbound-{len(listeners)}"
+        clusters.append({**copy.deepcopy(cluster), "name": name})
+        pipe = {"pipe": {"path": f"{folder}/{name}.sock"}}
+        cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": [{"endpoint": {"address": pipe}}]}]
+        manager = {
+            "@type": f"type.googleapis.com/envoy.extensions.filters.network.{HCM.rpartition('.')[2]}.v3.HttpConnectionManager",
+            "stat_prefix": name,
+            "codec_type": "HTTP2",
+            "http_filters": [copy.deepcopy(http_manager(gateway)["http_filters"][-1])],
+            "route_config": {
+                "virtual_hosts": [
+                    {
+                        "name": "all",
+                        "domains": ["*"],
+                        "routes": [{"match": {"prefix": "/"}, "route": {"cluster": name, "timeout": "0s"}}],
+                    }
+                ]
+            },
+        }
+        chain = {"filters": [{"name": HCM, "typed_config": manager}]}
+        listeners.append({"name": name, "address": pipe, "filter_chains": [chain]})
+    return gateway, {"static_resources": {"listeners": listeners, "clusters": clusters}}
+
+
+@pytest.mark.parametrize("case", ["istio-gateway", "istio-sidecar"])
+def test_a_host_that_no_sidecar_takes_would_leave_requests_unguarded(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in for a sidecar is as strict as a real one: named after the cluster, Loopguard is never asked."""
+    chart_configuration = configuration
+
+    def unnamed(*given: Any) -> str:  # noqa: ANN401  # of `configuration`
+        made = json.loads(chart_configuration(*given))
+        for item in http_manager(made)["http_filters"][:-1]:
+            del item["typed_config"]["grpc_service"]["envoy_grpc"]["authority"]
+        return json.dumps(made)
+
+    monkeypatch.setattr("tests.test_mesh.configuration", unnamed)
+    strict = {"bundle": bundle(policy("chat", {"pathPrefix": "/"}))}
+    plain = {
+        "envoy": {"failureMode": "allow", "bodyMode": "strict"},
+        "istio": {"routes": [{"name": "default"}]},
+        "policies": strict,
+    }
+    with mesh(merged(CASES[case], plain), {"/": "default"}, replicas=2) as made:
+        found = statuses(made, "/a", 4, "ann")
+        counted = made.loopguard.metric("requests_total")
+
+    assert found == [200] * 4
+    assert counted == 0
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +386,10 @@ def gateway_configuration(text: str, values: Values) -> str:
     request = proc["processingMode"]["request"]
     config = {
         "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
-        "grpc_service": {"envoy_grpc": {"cluster_name": "loopguard"}, "timeout": "10s"},
+        "grpc_service": {
+            "envoy_grpc": {"cluster_name": "loopguard", "authority": "lg-loopguard.guards:50051"},
+            "timeout": "10s",
+        },
         "failure_mode_allow": proc["failOpen"],
         "message_timeout": f"{int(proc['messageTimeout'].removesuffix('ms')) / 1000}s",
         "processing_mode": {
@@ -431,6 +505,9 @@ def test_filters_ask_services_that_are_there(values: Values) -> None:
     rules = {item["spec"]["host"]: item["spec"]["trafficPolicy"] for item in of_kind(made, "DestinationRule")}
 
     assert asked == rules.keys() <= hosts
+    for config in filters(values).values():
+        grpc = config["grpc_service"]["envoy_grpc"]
+        assert grpc["cluster_name"] == f"outbound|50051||{grpc['authority']}"
     for policy_ in rules.values():
         assert policy_["connectionPool"]["http"]["http2MaxRequests"] > 100_000
         wanted = values["istio"].get("tls", "ISTIO_MUTUAL")
