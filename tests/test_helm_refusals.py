@@ -162,6 +162,21 @@ PROBLEMS: list[tuple[Values, str]] = [
         "networkPolicy.enabled keeps Prometheus out: say in networkPolicy.monitoring where it runs, such as",
         "[{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}].",
     ),
+    *(
+        row(
+            merged(ISTIO, {"istio": {"context": "SIDECAR_INBOUND", "namespace": namespace}}),
+            "istio.context=SIDECAR_INBOUND and no istio.workloadSelector means every sidecar in the namespace guards, that of",
+            "Loopguard's own pods among them, so that Loopguard would be asked about its own requests: select workloads, such as",
+            "{app: agent-api}, or name their namespace in istio.namespace.",
+        )
+        for namespace in ("", "guards")
+    ),
+    row(
+        merged(ISTIO, {"istio": {"context": "SIDECAR_OUTBOUND", "namespace": "istio-system"}}),
+        "istio.namespace=istio-system is where Istio takes an EnvoyFilter for the whole mesh, and",
+        "istio.context=SIDECAR_OUTBOUND with no istio.workloadSelector means every sidecar there is, that of Loopguard's own pods",
+        "among them: select workloads, such as {app: agent-api}, or name their namespace in istio.namespace.",
+    ),
     row(
         {"istio": {"enabled": True}},
         "istio.enabled guards nothing, as long as no route is named: name some in istio.routes, such as [{name: chat}];",
@@ -288,6 +303,8 @@ def test_every_problem_is_told_at_once() -> None:
         merged(ISTIO, {"envoy": {"shadowMode": "partial"}, "shadow": {"enabled": True}}),
         merged(on_route(policies=["any"]), {"policies": {"existingConfigMap": "theirs"}}),
         merged(ISTIO, GATEWAY),
+        merged(ISTIO, {"istio": {"context": "SIDECAR_INBOUND", "workloadSelector": {"app": "a"}}}),
+        merged(ISTIO, {"istio": {"context": "SIDECAR_OUTBOUND", "namespace": "agents"}}),
     ],
     ids=json.dumps,
 )

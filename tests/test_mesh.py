@@ -186,7 +186,8 @@ def with_sidecars(gateway: Object, folder: str) -> tuple[Object, Object]:
 
     What counts of a sidecar is that it is Envoy's own HTTP/2 server: it reads every request's `:authority` before it routes.
     """
-    listeners, clusters = [], []
+    listeners: list[Object] = []
+    clusters: list[Object] = []
     for cluster in gateway["static_resources"]["clusters"]:
         if not cluster["name"].startswith("outbound|"):
             continue
