@@ -166,16 +166,20 @@ PROBLEMS: list[tuple[Values, str]] = [
         row(
             merged(ISTIO, {"istio": {"context": "SIDECAR_INBOUND", "namespace": namespace}}),
             "istio.context=SIDECAR_INBOUND and no istio.workloadSelector means every sidecar in the namespace guards, that of",
-            "Loopguard's own pods among them, so that Loopguard would be asked about its own requests: select workloads, such as",
-            "{app: agent-api}, or name their namespace in istio.namespace.",
+            "Loopguard's own pods among them, so that Loopguard would be asked about its own requests: select workloads, such",
+            "as {app: agent-api}, or name their namespace in istio.namespace.",
         )
         for namespace in ("", "guards")
     ),
     row(
         merged(ISTIO, {"istio": {"context": "SIDECAR_OUTBOUND", "namespace": "istio-system"}}),
         "istio.namespace=istio-system is where Istio takes an EnvoyFilter for the whole mesh, and",
-        "istio.context=SIDECAR_OUTBOUND with no istio.workloadSelector means every sidecar there is, that of Loopguard's own pods",
-        "among them: select workloads, such as {app: agent-api}, or name their namespace in istio.namespace.",
+        "istio.context=SIDECAR_OUTBOUND with no istio.workloadSelector means every sidecar there is, that of Loopguard's own",
+        "pods among them: select workloads, such as {app: agent-api}, or name their namespace in istio.namespace.",
+    ),
+    row(
+        merged(ISTIO, {"istio": {"context": "SIDECAR_INBOUND", "workloadSelector": {"app": "a"}, "listenerPort": 8080}}),
+        "istio.listenerPort=8080 is no listener of istio.context=SIDECAR_INBOUND, where one takes in every port: leave it out.",
     ),
     row(
         {"istio": {"enabled": True}},
@@ -396,7 +400,8 @@ def test_the_longest_hold_is_the_codes() -> None:
         ({"istio": {"scope": "a b"}}, "at '/istio/scope': 'a b' does not match pattern"),
         ({"istio": {"scope": "a" * 58}}, "at '/istio/scope': 'aaa"),
         ({"istio": {"tls": "MUTUAL"}}, "at '/istio/tls': value must be one of 'ISTIO_MUTUAL', 'AUTO', 'DISABLE'"),
-        ({"istio": {"port": 70_000}}, "at '/istio/port': maximum: got 70,000, want 65,535"),
+        ({"istio": {"port": 443}}, "at '/istio': additional properties 'port' not allowed"),
+        ({"istio": {"listenerPort": 70_000}}, "at '/istio/listenerPort': maximum: got 70,000, want 65,535"),
         ({"istio": {"workloadSelector": {"labels": {}}}}, "at '/istio/workloadSelector/labels': got object, want string"),
         (
             {"envoyGateway": {"targetRefs": [{"kind": "Service", "name": "a"}]}},

@@ -545,14 +545,25 @@ def test_a_canary_that_acts_is_not_attached() -> None:
 
 @each_istio
 def test_everything_is_patched_in_the_same_place(values: Values) -> None:
-    """No patch reaches beyond the context and the port that the values name."""
+    """No patch of a listener reaches beyond the context and the port that the values name; routes are found by name alone."""
     istio = values["istio"]
-    for patch in envoy_filter(values)["spec"]["configPatches"]:
-        match = patch["match"]
-        place = match.get("listener") or match.get("routeConfiguration") or {}
+    matches = [patch["match"] for patch in envoy_filter(values)["spec"]["configPatches"]]
+    listeners = [match.get("listener", {}) for match in matches if "routeConfiguration" not in match]
+    routes = [match["routeConfiguration"] for match in matches if "routeConfiguration" in match]
 
-        assert match["context"] == istio.get("context", "GATEWAY")
-        assert place.get("portNumber", 0) == istio.get("port", 0)
+    assert {match["context"] for match in matches} == {istio.get("context", "GATEWAY")}
+    assert {listener.get("portNumber", 0) for listener in listeners} == {istio.get("listenerPort", 0)}
+    assert [route for route in routes if "portNumber" in route] == []
+
+
+def test_a_listener_of_another_port_is_left_alone() -> None:
+    """Where the port is another one, routes ask for a filter that is not there, which Envoy takes: requests go on unguarded."""
+    values = merged(CASES["istio-gateway"], {"istio": {"listenerPort": 8080}})
+    with mesh(values, ROUTES, replicas=2) as made:
+        found = statuses(made, "/v1/chat", 4, "loop")
+        counted = made.loopguard.metric("requests_total")
+
+    assert (found, counted) == ([200] * 4, 0)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,10 @@ from tests.chart import Object
 
 HCM = "envoy.filters.network.http_connection_manager"
 
+PORTS = {"GATEWAY": (8443, 443), "SIDECAR_INBOUND": (15006, 8080), "SIDECAR_OUTBOUND": (443, 443)}
+"""The ports of a listener and of its routes, by context: a gateway's pods listen on the targetPort of their Service, and
+its routes go by the port of the Gateway's server; one inbound listener takes in every port of a workload."""
+
 
 def without_loopguard(bootstrap: Object) -> Object:
     """The bootstrap of `loopguard envoy-config` without all that attaches Loopguard: what an EnvoyFilter finds."""
@@ -34,10 +38,12 @@ def http_manager(bootstrap: Object) -> Object:
 
 
 def patched(bootstrap: Object, envoy_filter: Object) -> Object:
-    """The bootstrap with every patch applied, each of which has to find its place."""
+    """The bootstrap with every patch applied that finds its place, as Istio passes over others without a word."""
     for patch in envoy_filter["spec"]["configPatches"]:
         value, match = patch["patch"]["value"], patch["match"]
         operation = (patch["applyTo"], patch["patch"]["operation"])
+        if not _on_port(match):
+            continue
         if operation == ("HTTP_FILTER", "INSERT_BEFORE"):
             filters = http_manager(bootstrap)["http_filters"]
             wanted = match["listener"]["filterChain"]["filter"]["subFilter"]["name"]
@@ -54,6 +60,14 @@ def patched(bootstrap: Object, envoy_filter: Object) -> Object:
             for route in found:
                 merge(route, value)
     return bootstrap
+
+
+def _on_port(match: Object) -> bool:
+    """Whether a patch is for the listener, or for its routes, by port."""
+    listener, routes = PORTS[match["context"]]
+    own = listener if "listener" in match else routes
+    place = match.get("listener") or match.get("routeConfiguration") or {}
+    return bool(place.get("portNumber", own) == own)
 
 
 def _routes(bootstrap: Object, wanted: Object) -> Iterator[Object]:
