@@ -23,6 +23,7 @@ from tests.harness import ENVOY, Process, Stack, envoy_version, eventually, stac
 
 ROOT = Path(__file__).parent.parent
 ISTIO = {name: values for name, values in CASES.items() if values.get("istio", {}).get("enabled")}
+FILTER = "loopguard.guards.lg-loopguard"
 CLUSTER = "outbound|50051||lg-loopguard.guards.svc.cluster.local"
 CANARY_CLUSTER = "outbound|50051||lg-loopguard-canary.guards.svc.cluster.local"
 
@@ -87,7 +88,7 @@ def test_a_misspelt_field_of_a_patch_is_seen() -> None:
     patches = copy.deepcopy(envoy_filter(CASES["istio-sidecar"])["spec"]["configPatches"])
     for patch in patches:
         value = patch["patch"]["value"]
-        inside = value.get("typed_config") or value.get("typed_per_filter_config", {}).get("loopguard", {}).get("config", value)
+        inside = value.get("typed_config") or value.get("typed_per_filter_config", {}).get(FILTER, {}).get("config", value)
         inside["message_time_out"] = "1s"
 
     said = read_as_messages(patches)
@@ -528,9 +529,9 @@ def test_attachments_have_names() -> None:
     unscoped = filters(merged(CASES["istio-gateway"], {"istio": {"scope": ""}}))
 
     found = {name: config["grpc_service"]["initial_metadata"] for name, config in scoped.items()}
-    assert list(found) == ["loopguard-canary", "loopguard"]
-    assert found["loopguard"] == [{"key": "x-loopguard-scope", "value": "gateway"}]
-    assert found["loopguard-canary"] == [{"key": "x-loopguard-scope", "value": "gateway-canary"}]
+    assert list(found) == [f"{FILTER}-canary", FILTER]
+    assert found[FILTER] == [{"key": "x-loopguard-scope", "value": "gateway"}]
+    assert found[f"{FILTER}-canary"] == [{"key": "x-loopguard-scope", "value": "gateway-canary"}]
     assert ["initial_metadata" in config["grpc_service"] for config in unscoped.values()] == [False, False]
 
 
@@ -538,9 +539,44 @@ def test_a_canary_that_acts_is_not_attached() -> None:
     """A filter cannot give it a share of the traffic, and two filters that act would both count."""
     values = merged(CASES["istio-gateway"], {"canary": {"shadow": {"enabled": False}}, "store": {"url": "redis://redis"}})
 
-    assert list(filters(values)) == ["loopguard"]
+    assert list(filters(values)) == [FILTER]
     assert CANARY_CLUSTER in cluster_names(envoy_filter(CASES["istio-gateway"]))
     assert CANARY_CLUSTER not in cluster_names(envoy_filter(values))
+
+
+def test_two_releases_on_one_gateway_guard_a_route_each() -> None:
+    """Each release's filter is on where that release names a route, and nowhere else."""
+    values = merged(
+        CASES["istio-gateway"], {"canary": {"enabled": False}, "istio": {"routes": [{"name": "chat"}], "scope": ""}}
+    )
+    other = merged(values, {"istio": {"routes": [{"name": "unnamed"}]}})
+    (second,) = of_kind(objects(other, namespace="others"), "EnvoyFilter")
+    routes = {"/v1/chat/a": "chat", "/v1/chat/b": "unnamed"}
+
+    def both(text: str) -> str:
+        made = json.loads(configuration(text, values, routes))
+        clusters = made["static_resources"]["clusters"]
+        clusters.append({**copy.deepcopy(clusters[-1]), "name": CLUSTER.replace("guards", "others")})
+        endpoints = [item["load_assignment"]["endpoints"][0]["lb_endpoints"] for item in clusters]
+        endpoints[-2][:], endpoints[-1][:] = endpoints[0][:1], endpoints[0][1:]
+        return json.dumps(patched(made, second))
+
+    with stack(values["policies"]["bundle"], edit=both, replicas=2) as made:
+        found = [statuses(made, path, 3, "ann", method="POST") for path in routes]
+        counted = [replica.metric("requests_total", policy="chat") for replica in made.replicas]
+
+    assert found == [[200, 200, 429]] * 2
+    assert counted == [3, 3]
+
+
+def test_an_envoy_filter_elsewhere_has_a_name_of_its_own() -> None:
+    """Where releases of several namespaces put theirs, each is named after its own namespace."""
+    names = [
+        envoy_filter({"istio": {"enabled": True, "routes": [{"name": "a"}], "namespace": namespace}})["metadata"]["name"]
+        for namespace in ("guards", "istio-ingress")
+    ]
+
+    assert names == ["lg-loopguard", "guards-lg-loopguard"]
 
 
 @each_istio
@@ -635,5 +671,5 @@ def test_the_values_of_the_readme_are_good() -> None:
     found = filters(merged(strict, yaml.safe_load(shown)))
     extension = of_kind(objects(yaml.safe_load(inline[1])), "EnvoyExtensionPolicy")
 
-    assert list(found) == ["loopguard"]
+    assert list(found) == [FILTER]
     assert [item["spec"]["targetRefs"][0]["name"] for item in extension] == ["chat"]

@@ -32,14 +32,14 @@ def chart() -> helm_python.Chart:
     return helm_python.Chart.load(CHART)
 
 
-def rendered(values: Values, *, release: str = RELEASE) -> dict[str, str]:
+def rendered(values: Values, *, release: str = RELEASE, namespace: str = NAMESPACE) -> dict[str, str]:
     """What each template becomes, as text."""
-    return chart().render(values, name=release, namespace=NAMESPACE)
+    return chart().render(values, name=release, namespace=namespace)
 
 
-def objects(values: Values, *, release: str = RELEASE) -> list[Object]:
+def objects(values: Values, *, release: str = RELEASE, namespace: str = NAMESPACE) -> list[Object]:
     """Every object of a release, its `helm test` pod among them."""
-    texts = [text for name, text in rendered(values, release=release).items() if name.endswith(".yaml")]
+    texts = [text for name, text in rendered(values, release=release, namespace=namespace).items() if name.endswith(".yaml")]
     documents = [part for text in texts for part in f"\n{text}".split("\n---\n")]
     return [made for made in map(helm_python.values_from_yaml, documents) if made]
 

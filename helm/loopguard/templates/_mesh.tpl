@@ -4,18 +4,19 @@
 {{- end }}
 
 {{/*
-The filters that are put into Istio's Envoys, as JSON: each with its name, its track, its attachment scope and whether it only looks
-on. A canary in shadow stands before the stable filter, and so sees what that one refuses. One that acts is not attached: a filter
+The filters that are put into Istio's Envoys, as JSON: each with its name, which no other release has and by which routes turn it on,
+its track, its attachment scope and whether it only looks on. A canary in shadow stands before the stable filter, and so sees what that one refuses. One that acts is not attached: a filter
 cannot give it a share of the traffic. Takes root.
 */}}
 {{- define "loopguard.filters" -}}
 {{- $filters := list -}}
 {{- range $track := include "loopguard.tracks" . | fromJsonArray -}}
+{{- $name := printf "loopguard.%s.%s" $.Release.Namespace $track.name -}}
 {{- if eq $track.component "stable" -}}
-{{- $filters = append $filters (dict "name" "loopguard" "track" $track "observes" (eq $.Values.envoy.shadowMode "observability") "scope" $.Values.istio.scope) -}}
+{{- $filters = append $filters (dict "name" $name "track" $track "observes" (eq $.Values.envoy.shadowMode "observability") "scope" $.Values.istio.scope) -}}
 {{- else if $.Values.canary.shadow.enabled -}}
 {{- $scope := empty $.Values.istio.scope | ternary "" (printf "%s-canary" $.Values.istio.scope) -}}
-{{- $filters = prepend $filters (dict "name" "loopguard-canary" "track" $track "observes" true "scope" $scope) -}}
+{{- $filters = prepend $filters (dict "name" $name "track" $track "observes" true "scope" $scope) -}}
 {{- end -}}
 {{- end -}}
 {{- toJson $filters -}}
@@ -65,6 +66,13 @@ typed_config:
   metadata_options:
     forwarding_namespaces: {untyped: [envoy.filters.http.jwt_authn]}
     receiving_namespaces: {untyped: [loopguard]}
+{{- end }}
+
+{{/* The EnvoyFilter's name, which no release of another namespace has where both put one. Takes root. */}}
+{{- define "loopguard.envoyFilterName" -}}
+{{- $name := include "loopguard.fullname" . -}}
+{{- $there := default .Release.Namespace .Values.istio.namespace -}}
+{{- eq $there .Release.Namespace | ternary $name (printf "%s-%s" .Release.Namespace $name) -}}
 {{- end }}
 
 {{/* Whether routes have bundles of their own, one truth for each, as JSON. Takes root. */}}
