@@ -167,6 +167,16 @@ def test_queries_follow_the_chosen_variables(panel: dict[str, Any]) -> None:
             assert [label for label in wanted if f'{label}=~"${label}"' not in matchers] == [], name
 
 
+def test_policy_files_are_told_apart_by_job() -> None:
+    """A canary's files stand beside the stable ones without looking like files that some replicas refused."""
+    (panel,) = (panel for panel in PANELS if panel["title"] == "Policy files in force")
+    (target,) = panel["targets"]
+    (shown,) = panel["transformations"]
+
+    assert "job" in read(target["expr"]).labels
+    assert shown["options"]["indexByName"].keys() == {*read(target["expr"]).labels, "Value"}
+
+
 @pytest.mark.parametrize("name", ALERTS)
 def test_alerts_say_what_to_do(name: str) -> None:
     """An alert has a severity, waits before it goes off, and its texts use labels which its result carries."""
@@ -210,6 +220,18 @@ CASES = {
     "every replica has vanished": Case("Gone", 40, 1, {"policy_info": "1x20"}),
     "one of two replicas has vanished": Case(
         "Gone", 40, 0, {'policy_info{instance="a"}': "1x20", 'policy_info{instance="b"}': "1x60"}
+    ),
+    "a canary was turned off": Case("Gone", 40, 0, {'policy_info{job="loopguard-canary"}': "1x20"}),
+    "nobody asks any more": Case("Unasked", 90, 1, {"decision_seconds_count": "0+60x60 3600x60"}),
+    "nobody asks for ten minutes": Case("Unasked", 70, 0, {"decision_seconds_count": "0+60x60 3600x60"}),
+    "nobody ever asked": Case("Unasked", 90, 0, {"decision_seconds_count": "0x120"}),
+    "hardly anybody ever asked": Case("Unasked", 90, 0, {"decision_seconds_count": "0x30 1x90"}),
+    "nobody has asked for hours": Case("Unasked", 180, 0, {"decision_seconds_count": "0+60x60 3600x120"}),
+    "a route names a policy that is not there": Case(
+        "HandoverErrors", 13, 1, {'handover_errors_total{reason="unknown_policy"}': "0x10 1x30"}
+    ),
+    "routes have the policies that they name": Case(
+        "HandoverErrors", 13, 0, {'handover_errors_total{reason="invalid"}': "0x40"}
     ),
     "one request in ten finds no stream": Case(
         "NotGuarding", 20, 1, {"overload_total": "0+6x30", "decision_seconds_count": "0+60x30"}
@@ -262,6 +284,9 @@ CASES = {
     ),
     "a policy that is told to skip most": Case(
         "MostlyUncounted", 40, 0, {'uncounted_total{policy="p",reason="missing_descriptor"}': "0+6x60"}
+    ),
+    "a policy that lets most pass by": Case(
+        "MostlyUncounted", 40, 0, {'uncounted_total{policy="p",reason="bypass"}': "0+6x60"}
     ),
     "a policy that counts most": Case(
         "MostlyUncounted",
@@ -328,6 +353,6 @@ def test_alerts_fire_when_they_should(case: Case, tmp_path: Path) -> None:
 def _with_target(name: str) -> str:
     """A series as it is after a scrape."""
     bare, _, labels = name.rstrip("}").partition("{")
-    own = f",{labels}" if labels else ""
-    instance = "" if "instance=" in labels else ',instance="a"'
-    return f'loopguard_{bare}{{namespace="agents",job="loopguard"{instance}{own}}}'
+    target = {"namespace": "agents", "job": "loopguard", "instance": "a"}
+    given = [f'{key}="{value}"' for key, value in target.items() if f"{key}=" not in labels]
+    return f"loopguard_{bare}{{{','.join([*given, labels] if labels else given)}}}"
