@@ -43,7 +43,8 @@ def throttle(**more: Any) -> Values:  # noqa: ANN401  # keys of loop_detection
     return with_policies(policy("slow", {"pathPrefix": "/"}, action="throttle", **more))
 
 
-ISTIO: Values = {"istio": {"enabled": True, "routes": [{"name": "chat"}]}}
+ON: Values = {"enabled": True, "workloadSelector": {"istio": "ingressgateway"}}
+ISTIO: Values = {"istio": {**ON, "routes": [{"name": "chat"}]}}
 GATEWAY: Values = {
     "envoyGateway": {"enabled": True, "targetRefs": [{"name": "chat"}], "clientTrafficPolicy": {"gateway": "public"}}
 }
@@ -52,9 +53,14 @@ OWN_LIMITS: Values = {
 }
 
 
+def all_sidecars(context: str, namespace: str) -> Values:
+    """Values for every sidecar of a namespace."""
+    return {"istio": {"enabled": True, "context": context, "namespace": namespace, "routes": [{"name": "default"}]}}
+
+
 def on_route(**more: object) -> Values:
     """Values with one route of Istio."""
-    return {"istio": {"enabled": True, "routes": [{"name": "chat", **more}]}}
+    return {"istio": {**ON, "routes": [{"name": "chat", **more}]}}
 
 
 MONITORS: Values = {"monitoring": {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}}
@@ -164,7 +170,7 @@ PROBLEMS: list[tuple[Values, str]] = [
     ),
     *(
         row(
-            merged(ISTIO, {"istio": {"context": "SIDECAR_INBOUND", "namespace": namespace}}),
+            all_sidecars("SIDECAR_INBOUND", namespace),
             "istio.context=SIDECAR_INBOUND and no istio.workloadSelector means every sidecar in the namespace guards, that of",
             "Loopguard's own pods among them, so that Loopguard would be asked about its own requests: select workloads, such",
             "as {app: agent-api}, or name their namespace in istio.namespace.",
@@ -172,7 +178,7 @@ PROBLEMS: list[tuple[Values, str]] = [
         for namespace in ("", "guards")
     ),
     row(
-        merged(ISTIO, {"istio": {"context": "SIDECAR_OUTBOUND", "namespace": "istio-system"}}),
+        all_sidecars("SIDECAR_OUTBOUND", "istio-system"),
         "istio.namespace=istio-system is where Istio takes an EnvoyFilter for the whole mesh, and",
         "istio.context=SIDECAR_OUTBOUND with no istio.workloadSelector means every sidecar there is, that of Loopguard's own",
         "pods among them: select workloads, such as {app: agent-api}, or name their namespace in istio.namespace.",
@@ -182,12 +188,18 @@ PROBLEMS: list[tuple[Values, str]] = [
         "istio.listenerPort=8080 is no listener of istio.context=SIDECAR_INBOUND, where one takes in every port: leave it out.",
     ),
     row(
-        {"istio": {"enabled": True}},
+        {"istio": ON},
         "istio.enabled guards nothing, as long as no route is named: name some in istio.routes, such as [{name: chat}];",
-        "`istioctl proxy-config routes` shows what they are called.",
+        "`istioctl proxy-config routes POD -o json` has what they are called as virtualHosts[].routes[].name.",
     ),
     row(
-        {"istio": {"enabled": True, "routes": [{"name": "a"}, {"name": "a", "virtualHost": "h:80"}, {"name": "a"}]}},
+        {"istio": {"enabled": True, "routes": [{"name": "chat"}]}},
+        "istio.context=GATEWAY and neither istio.namespace nor istio.workloadSelector means gateways in the namespace guards,",
+        "that of Loopguard itself: name the namespace of the gateway's pods in istio.namespace, or, where that is this one,",
+        "their labels in istio.workloadSelector, such as {istio: ingressgateway}.",
+    ),
+    row(
+        {"istio": {**ON, "routes": [{"name": "a"}, {"name": "a", "virtualHost": "h:80"}, {"name": "a"}]}},
         "istio.routes names the route a in any virtual host twice, and Istio would merge the two: make one entry of them.",
     ),
     row(
@@ -300,7 +312,7 @@ def test_every_problem_is_told_at_once() -> None:
         GUARDED,
         with_policies(expires_at="2999-01-01T00:00:00Z"),
         with_policies(global_shadow={"enabled": False, "expires_at": "2020-01-01T00:00:00Z"}),
-        {"istio": {"enabled": True, "routes": [{"name": "a", "virtualHost": host} for host in ("g:80", "h:80")]}},
+        {"istio": {**ON, "routes": [{"name": "a", "virtualHost": host} for host in ("g:80", "h:80")]}},
         merged(ISTIO, throttle(), {"envoy": {"requestTimeoutSeconds": 0}}),
         throttle() | {"envoy": {"requestTimeoutSeconds": 1}},
         merged(OWN_LIMITS, throttle(), {"envoy": {"requestTimeoutSeconds": 1}}),
@@ -308,7 +320,7 @@ def test_every_problem_is_told_at_once() -> None:
         merged(on_route(policies=["any"]), {"policies": {"existingConfigMap": "theirs"}}),
         merged(ISTIO, GATEWAY),
         merged(ISTIO, {"istio": {"context": "SIDECAR_INBOUND", "workloadSelector": {"app": "a"}}}),
-        merged(ISTIO, {"istio": {"context": "SIDECAR_OUTBOUND", "namespace": "agents"}}),
+        all_sidecars("SIDECAR_OUTBOUND", "agents"),
     ],
     ids=json.dumps,
 )

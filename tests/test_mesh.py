@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from tests.harness import ENVOY, Process, Stack, envoy_version, eventually, stac
 
 ROOT = Path(__file__).parent.parent
 ISTIO = {name: values for name, values in CASES.items() if values.get("istio", {}).get("enabled")}
+ON: Values = {"enabled": True, "namespace": "istio-ingress", "routes": [{"name": "a"}]}
 FILTER = "loopguard.guards.lg-loopguard"
 CLUSTER = "outbound|50051||lg-loopguard.guards.svc.cluster.local"
 CANARY_CLUSTER = "outbound|50051||lg-loopguard-canary.guards.svc.cluster.local"
@@ -572,8 +574,7 @@ def test_two_releases_on_one_gateway_guard_a_route_each() -> None:
 def test_an_envoy_filter_elsewhere_has_a_name_of_its_own() -> None:
     """Where releases of several namespaces put theirs, each is named after its own namespace."""
     names = [
-        envoy_filter({"istio": {"enabled": True, "routes": [{"name": "a"}], "namespace": namespace}})["metadata"]["name"]
-        for namespace in ("guards", "istio-ingress")
+        envoy_filter({"istio": {**ON, "namespace": namespace}})["metadata"]["name"] for namespace in ("guards", "istio-ingress")
     ]
 
     assert names == ["lg-loopguard", "guards-lg-loopguard"]
@@ -607,17 +608,17 @@ def test_a_listener_of_another_port_is_left_alone() -> None:
     [
         ({}, {}, {}),
         (
-            {"istio": {"enabled": True, "routes": [{"name": "a"}]}, "drain": {"delaySeconds": 2.5}},
+            {"istio": ON, "drain": {"delaySeconds": 2.5}},
             {"sidecar.istio.io/inject": "true"},
             {
                 "proxy.istio.io/config": '{"terminationDrainDuration":"38s"}',
                 "traffic.sidecar.istio.io/excludeInboundPorts": "9900",
             },
         ),
-        ({"istio": {"enabled": True, "routes": [{"name": "a"}], "tls": "AUTO"}}, {}, {}),
+        ({"istio": {**ON, "tls": "AUTO"}}, {}, {}),
         (
             {
-                "istio": {"enabled": True, "routes": [{"name": "a"}]},
+                "istio": ON,
                 "podLabels": {"sidecar.istio.io/inject": "false"},
                 "podAnnotations": {"proxy.istio.io/config": "{}", "traffic.sidecar.istio.io/excludeInboundPorts": "8080"},
             },
@@ -657,6 +658,32 @@ def test_notes_say_how_to_see_that_it_is_attached(case: str) -> None:
     }
     assert commands[case.partition("-")[0]] in notes
     assert "No route asks it yet" not in notes
+
+
+def test_notes_name_every_route_and_what_finds_it() -> None:
+    """One route that is on says nothing about the others, so all are told, with a command that prints those which are on."""
+    notes = rendered(CASES["istio-gateway"])["loopguard/templates/NOTES.txt"]
+    (program,) = re.findall(r"jq -r '(.*?)'", notes)
+
+    assert re.search(r"Named are:\n((?:  .*\n)+)", notes)[1].splitlines() == [  # type: ignore[index]  # no match fails as well
+        "  chat",
+        "  named (in api.example.com:443)",
+        "  own",
+    ]
+    assert f'typedPerFilterConfig["{FILTER}"]' in program
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed: the command that the notes print is NOT tested")
+def test_the_command_of_the_notes_prints_the_routes_that_are_on() -> None:
+    """It reads what istioctl prints: route configurations, some without virtual hosts, some hosts without routes."""
+    notes = rendered(CASES["istio-gateway"])["loopguard/templates/NOTES.txt"]
+    (program,) = re.findall(r"jq -r '(.*?)'", notes)
+    routes = [{"name": "chat", "typedPerFilterConfig": {FILTER: {}}}, {"name": "other", "typedPerFilterConfig": {"x": {}}}, {}]
+    printed = json.dumps([{}, {"virtualHosts": [{"name": "empty"}, {"routes": routes}]}])
+
+    done = subprocess.run(["jq", "-r", program], input=printed, capture_output=True, text=True, check=True)
+
+    assert done.stdout == "chat\n"
 
 
 def test_the_values_of_the_readme_are_good() -> None:
