@@ -83,16 +83,18 @@ typed_config:
 {{- end }}
 
 {{/*
-Envoy Gateway's messageTimeout, in milliseconds: it has no maxMessageTimeout, so the longest throttle has to fit into that of every
-message. Policies that Helm cannot see may hold as long as they may. Takes root.
+Envoy Gateway's messageTimeout: it has no maxMessageTimeout, so the longest throttle has to fit into that of every
+message. Policies that Helm cannot see may hold as long as they may. A Gateway API duration has no more than five digits for a unit,
+so that whole seconds are told as such. Takes root.
 */}}
 {{- define "loopguard.wholeTimeout" -}}
-{{- if .Values.policies.existingConfigMap -}}
-{{- mul 1000 .Values.envoy.maxMessageTimeoutSeconds -}}
-{{- else -}}
+{{- $needed := mul 1000 .Values.envoy.maxMessageTimeoutSeconds -}}
+{{- if not .Values.policies.existingConfigMap -}}
 {{- $hold := include "loopguard.longestHold" .Values.policies.bundle | fromJson -}}
-{{- max .Values.envoy.messageTimeoutMilliseconds (empty $hold.policy | ternary 0 (add $hold.milliseconds 2000)) -}}
+{{- $needed = max .Values.envoy.messageTimeoutMilliseconds (empty $hold.policy | ternary 0 (add $hold.milliseconds 2000)) -}}
 {{- end -}}
+{{- with div $needed 1000 }}{{ . }}s{{ end -}}
+{{- with mod $needed 1000 }}{{ . }}ms{{ end -}}
 {{- end }}
 
 {{/*
