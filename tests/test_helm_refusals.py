@@ -91,6 +91,38 @@ PROBLEMS: list[tuple[Values, str]] = [
         "canary.shadow.enabled=false, and with store.url=memory:// the canary would count apart from the other pods, so that a",
         f"loop is split between them: {SHARE}, or leave the canary in shadow.",
     ),
+    *(
+        row(
+            {"fullnameOverride": name},
+            f"{name} would be the name of the Service, which begins with a letter and has only small letters, digits and",
+            "dashes: choose another in fullnameOverride, such as fullnameOverride=loopguard.",
+        )
+        for name in ("loop_guard", "1loopguard", "Loopguard", "loop.guard")
+    ),
+    *(
+        row(
+            {"image": {"repository": repository}},
+            f"image.repository={repository} has a tag or a digest in it, behind which the chart would put another: put it into",
+            "image.tag or image.digest.",
+        )
+        for repository in ("loopguard:1", "host:5000/ai/loopguard:1", "host/loopguard@sha256:12")
+    ),
+    row(
+        {"policies": {"bundle": None}},
+        "policies.bundle is empty, and a pod does not start without policies: give a bundle, whose list of policies may be",
+        "empty, or name a ConfigMap in policies.existingConfigMap.",
+    ),
+    row(
+        {"envoy": {"shadowMode": "observability"}},
+        "envoy.shadowMode=observability is for the filter that istio.enabled makes, and it is off, so nothing would keep",
+        "Loopguard from acting: enable istio, or set shadow.enabled=true in its place; for an Envoy of your own there is",
+        "`loopguard envoy-config --shadow-mode observability`.",
+    ),
+    row(
+        store("redis://redis/0?prefix=a:&password=hush"),
+        "store.url contains a password, which everybody who may read the Deployment would see: put it into a Secret, name that",
+        "in store.existingSecret, and take it out of the URL.",
+    ),
     row(
         store("redis://ann:hush@redis"),
         "store.url contains a password, which everybody who may read the Deployment would see: put it into a Secret, name that",
@@ -278,6 +310,12 @@ def test_what_cannot_work_together_is_refused(values: Values, sentence: str) -> 
     assert problems(values) == [sentence]
 
 
+def test_a_release_that_no_service_can_be_named_after_is_refused() -> None:
+    """Helm takes release names that begin with a digit, Kubernetes no such Service."""
+    with pytest.raises(helm_python.HelmRenderError, match="1st-loopguard would be the name of the Service"):
+        objects({}, release="1st")
+
+
 def test_every_problem_is_told_at_once() -> None:
     """Values with several mistakes are mended in one round."""
     found = problems({"replicaCount": 2, "networkPolicy": {"enabled": True}, **MONITORS})
@@ -298,6 +336,8 @@ def test_every_problem_is_told_at_once() -> None:
         merged(SCALED, {"replicaCount": 3, "autoscaling": {"minReplicas": 1, "maxReplicas": 1}}),
         {"replicaCount": 0},
         merged(REDIS, {"replicaCount": 3}),
+        {"image": {"repository": "host:5000/ai/loopguard"}},
+        {"policies": {"bundle": None, "existingConfigMap": "theirs"}},
         CANARY,
         merged(ACTING, REDIS),
         merged(ACTING, {"store": {"allowPerReplica": True}}),
