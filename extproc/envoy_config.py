@@ -148,6 +148,7 @@ def bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
     if resolved and any(peer.is_unix for peer in peers):  # validates, and then Envoy never finds any of them healthy
         raise UsageError(f"--endpoints must not mix Unix sockets with host names such as {resolved[0]!r}; give its IP address")
     shadow = _shadow_mode(options)
+    observes = shadow == "observability"  # answers are ignored: there is nothing to hold, to tell or to receive
     named_tls = options.upstream_tls and not _is_ip(upstream.host)
     action = "{cluster: upstream, timeout: 0s, auto_host_rewrite: true}" if named_tls else "{cluster: upstream, timeout: 0s}"
     guards = _guards(policies)
@@ -158,9 +159,14 @@ def bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
         listen=_socket(_local("--listen", options.listen)),
         buffer_limit=str(options.buffer_limit),
         shadow_note={"observability": _OBSERVABILITY_NOTE, "partial": _PARTIAL_NOTE}.get(shadow, ""),
-        buffer_note=_WATERMARK_NOTE if shadow == "observability" else _BUFFER_NOTE,
-        request_timeout="" if shadow == "observability" else _REQUEST_TIMEOUT,
-        asking=_OBSERVING if shadow == "observability" else _waiting(options, tolerant=shadow == "partial"),
+        buffer_note=_WATERMARK_NOTE if observes else _BUFFER_NOTE,
+        request_timeout="" if observes else _REQUEST_TIMEOUT,
+        idle_note=_UNHELD_IDLE_NOTE if observes else _IDLE_NOTE,
+        details_note="" if observes else _DETAILS_NOTE,
+        decisions="" if observes else _DECISIONS,
+        client_warning="" if observes else _CLIENT_WARNING,
+        receiving="" if observes else _RECEIVING,
+        asking=_OBSERVING if observes else _waiting(options, tolerant=shadow == "partial"),
         rewrite_note=_REWRITE_NOTE if named_tls else "",
         routes="".join(_routes(guards, action)),
         loopguard_type="STRICT_DNS" if resolved else "STATIC",
@@ -452,8 +458,7 @@ static_resources:
           # would break signed requests, and would no longer be what the client repeats.
           normalize_path: false
           merge_slashes: false
-          # How long nothing at all may happen on a request: models think before they answer. It has to exceed the longest hold
-          # of a throttled request, which is 30 s.
+          $idle_note
           stream_idle_timeout: 900s
           # But the headers of a request come at once or never.
           request_headers_timeout: 10s
@@ -489,27 +494,14 @@ static_resources:
                   path: "%REQ(:PATH)%"
                   route: "%ROUTE_NAME%"
                   status: "%RESPONSE_CODE%"
-                  # loop_detected when Loopguard refused the request, request_payload_too_large above the buffer limit.
+                  $details_note
                   details: "%RESPONSE_CODE_DETAILS%"
                   flags: "%RESPONSE_FLAGS%"
                   duration_ms: "%DURATION%"
                   bytes_received: "%BYTES_RECEIVED%"
                   bytes_sent: "%BYTES_SENT%"
                   upstream: "%UPSTREAM_HOST%"
-                  # Set when a policy saw a loop.
-                  loop_action: "%DYNAMIC_METADATA(loopguard:action)%"
-                  loop_reason: "%DYNAMIC_METADATA(loopguard:reason)%"
-                  loop_policy: "%DYNAMIC_METADATA(loopguard:policy)%"
-                  loop_count: "%DYNAMIC_METADATA(loopguard:count)%"
-                  loop_warning: "%DYNAMIC_METADATA(loopguard:warning)%"
-                  # Set when a policy in shadow mode would have acted.
-                  loop_shadow_action: "%DYNAMIC_METADATA(loopguard:shadow_action)%"
-                  loop_shadow_policy: "%DYNAMIC_METADATA(loopguard:shadow_policy)%"
-                  loop_shadow_count: "%DYNAMIC_METADATA(loopguard:shadow_count)%"
-                  # Set on every request that a policy matched, when Loopguard runs with --record.
-                  fingerprint: "%DYNAMIC_METADATA(loopguard:fingerprint)%"
-                  tenant: "%DYNAMIC_METADATA(loopguard:tenant)%"
-                  body_crc32: "%DYNAMIC_METADATA(loopguard:body_crc32)%"
+                  $decisions
           http_filters:
           # Policies with jwt: limit keys read the claims that this filter has verified. Fill in, then uncomment:
           # - name: envoy.filters.http.jwt_authn
@@ -531,7 +523,7 @@ static_resources:
             typed_config:
               "@type": type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor
               grpc_service:
-                # No timeout here: it does not bound a stream of messages. message_timeout does.
+                # No timeout here: it does not bound a stream of messages.
                 envoy_grpc: {cluster_name: loopguard}
               $asking
               # For ip:address in limit_keys, and for selectors that name routes.
@@ -539,8 +531,7 @@ static_resources:
               metadata_options:
                 # Verified claims, to Loopguard.
                 forwarding_namespaces: {untyped: [envoy.filters.http.jwt_authn]}
-                # Decisions, from Loopguard: for the access log and for the header on responses. Others would be dropped.
-                receiving_namespaces: {untyped: [loopguard]}
+                $receiving
           - name: envoy.filters.http.router
             typed_config: {"@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router}
           route_config:
@@ -549,10 +540,7 @@ static_resources:
             - name: all
               # Hosts and methods in selectors are Loopguard's to match; here only paths are.
               domains: ["*"]
-              response_headers_to_add:
-              # Tells the client what Loopguard told the upstream. Without a warning the value is empty, and no header is added.
-              - header: {key: x-fairvisor-warning, value: "%DYNAMIC_METADATA(loopguard:warning)%"}
-                append_action: OVERWRITE_IF_EXISTS_OR_ADD
+              $client_warning
               # The first route that matches is taken: exact paths, then prefixes, the longest first. A timeout of 0s is none:
               # an answer may take as long as it streams.
               $rewrite_note
@@ -622,6 +610,48 @@ _BUFFER_NOTE = """\
 
 _WATERMARK_NOTE = """\
 # So much of a request may be under way inside Envoy. No body is buffered as a whole, and none is too large.
+"""
+
+_IDLE_NOTE = """\
+# How long nothing at all may happen on a request: models think before they answer. It has to exceed the longest hold
+# of a throttled request, which is 30 s.
+"""
+
+_UNHELD_IDLE_NOTE = """\
+# How long nothing at all may happen on a request: models think before they answer.
+"""
+
+_DETAILS_NOTE = """\
+# loop_detected when Loopguard refused the request, request_payload_too_large above the buffer limit.
+"""
+
+_DECISIONS = """\
+# Set when a policy saw a loop.
+loop_action: "%DYNAMIC_METADATA(loopguard:action)%"
+loop_reason: "%DYNAMIC_METADATA(loopguard:reason)%"
+loop_policy: "%DYNAMIC_METADATA(loopguard:policy)%"
+loop_count: "%DYNAMIC_METADATA(loopguard:count)%"
+loop_warning: "%DYNAMIC_METADATA(loopguard:warning)%"
+# Set when a policy in shadow mode would have acted.
+loop_shadow_action: "%DYNAMIC_METADATA(loopguard:shadow_action)%"
+loop_shadow_policy: "%DYNAMIC_METADATA(loopguard:shadow_policy)%"
+loop_shadow_count: "%DYNAMIC_METADATA(loopguard:shadow_count)%"
+# Set on every request that a policy matched, when Loopguard runs with --record.
+fingerprint: "%DYNAMIC_METADATA(loopguard:fingerprint)%"
+tenant: "%DYNAMIC_METADATA(loopguard:tenant)%"
+body_crc32: "%DYNAMIC_METADATA(loopguard:body_crc32)%"
+"""
+
+_CLIENT_WARNING = """\
+response_headers_to_add:
+# Tells the client what Loopguard told the upstream. Without a warning the value is empty, and no header is added.
+- header: {key: x-fairvisor-warning, value: "%DYNAMIC_METADATA(loopguard:warning)%"}
+  append_action: OVERWRITE_IF_EXISTS_OR_ADD
+"""
+
+_RECEIVING = """\
+# Decisions, from Loopguard: for the access log and for the header on responses. Others would be dropped.
+receiving_namespaces: {untyped: [loopguard]}
 """
 
 _REQUEST_TIMEOUT = """\

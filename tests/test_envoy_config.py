@@ -176,6 +176,16 @@ def test_the_committed_bootstraps_are_current(name: str, shadow_mode: str) -> No
     assert committed == text, f"out of date; make it again: loopguard envoy-config {flags} > envoy/{name}.yaml"
 
 
+def test_looking_on_carries_nothing_that_needs_an_answer() -> None:
+    """Where answers are ignored, nothing is made of decisions, and no comment speaks of a request that is held or refused."""
+    text = bootstrap(loaded(DOCUMENTS["sample"]), EnvoyOptions(upstream=UPSTREAM, shadow_mode="observability"))
+    lines = text.partition("clusters:")[0].splitlines()
+
+    found = [line for line in lines if re.search(r"DYNAMIC_METADATA|receiving|message_timeout|longest hold|refused", line)]
+
+    assert found == []
+
+
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     """The command prints the bootstrap and nothing else, with every flag in its place."""
     flags = "--upstream api.example.com:443 --upstream-tls --upstream-ca /ca.pem --listen 0.0.0.0:80 --admin 127.0.0.1:81"

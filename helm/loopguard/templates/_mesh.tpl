@@ -65,7 +65,9 @@ typed_config:
     {{- end }}
   metadata_options:
     forwarding_namespaces: {untyped: [envoy.filters.http.jwt_authn]}
+    {{- if not .filter.observes }}
     receiving_namespaces: {untyped: [loopguard]}
+    {{- end }}
 {{- end }}
 
 {{/* The EnvoyFilter's name, which no release of another namespace has where both put one. Takes root. */}}
