@@ -518,11 +518,12 @@ def test_a_network_policy_lets_in_who_is_named() -> None:
 
 @pytest.mark.parametrize(("tls", "ports"), [("AUTO", [50051, 15008]), ("ISTIO_MUTUAL", [50051]), ("DISABLE", [50051])])
 def test_a_network_policy_lets_ambient_mode_in(tls: str, ports: list[int]) -> None:
-    """There the gateway's requests come to the port of the mesh, not to Loopguard's own."""
+    """There the gateway's requests come to the port of the mesh, and the kubelet's probes from an address of its own."""
     istio = {"enabled": True, "namespace": "istio-ingress", "routes": [{"name": "chat"}], "tls": tls}
     spec = one(objects({"istio": istio, "networkPolicy": {"enabled": True, "gateways": GATEWAYS}}), "NetworkPolicy")["spec"]
 
     assert [port["port"] for port in spec["ingress"][0]["ports"]] == ports
+    assert [rule["from"] for rule in spec["ingress"][1:]] == [[{"ipBlock": {"cidr": "169.254.7.127/32"}}]] * (tls == "AUTO")
 
 
 def test_a_network_policy_without_egress_rules_limits_no_egress() -> None:

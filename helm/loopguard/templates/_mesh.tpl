@@ -33,7 +33,8 @@ typed_config:
   grpc_service:
     envoy_grpc:
       cluster_name: outbound|50051||{{ include "loopguard.istioHost" (dict "root" .root "track" .filter.track) }}
-      # Otherwise it would be the cluster's name, and no HTTP/2 server, such as Loopguard's own sidecar, takes a host with `|` in it.
+      # Otherwise it would be the cluster's name, and a host with `|` in it is one that no HTTP/2 server takes: Loopguard's own
+      # sidecar would refuse the stream.
       authority: {{ include "loopguard.istioHost" (dict "root" .root "track" .filter.track) }}
     {{- with .filter.scope }}
     initial_metadata: [{key: x-loopguard-scope, value: {{ . | quote }}}]
