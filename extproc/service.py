@@ -53,6 +53,7 @@ _HOLD_MARGIN_MS = 2_000
 """What the overridden message timeout exceeds the hold by, so that a busy moment does not turn a hold into a 504."""
 
 _LINES_PER_SECOND = 20
+_LENGTH_DIGITS = 18
 _PROBLEMS_SHOWN = 20
 _NAME_SHOWN = 128
 
@@ -360,7 +361,7 @@ class Stream:
         self._check: Check | None = None
         self._chunk: bytes | memoryview | None = None  # of the body, where the message at hand is large
         self._body = NO_BODY
-        self._kept: list[bytes] = []  # of a streamed body, what came before
+        self._kept = bytearray()  # of a streamed body, what came before
         self._body_mode = -1
         self._expected = -1
         self.given_up = False
@@ -408,6 +409,7 @@ class Stream:
 
     def give_up(self, reason: str) -> None:
         """Wait for the body no longer: the request goes on, uncounted."""
+        self._drop_kept()
         self._leave_uncounted(reason)
         self.given_up = True
         self._service.given_up += 1
@@ -434,7 +436,7 @@ class Stream:
         if reason:
             return self._judge("request_headers", check, None, reason)
         length = check.request.headers.get("content-length", b"")
-        self._expected = int(length) if length.isdigit() else -1
+        self._expected = int(length) if length.isdigit() and len(length) <= _LENGTH_DIGITS else -1
         self._check = check
         self._service.waiting[self] = None
         return _GO_ON["request_headers"]
@@ -484,7 +486,7 @@ class Stream:
         size = self._body.length
         if size <= check.inspects and service.kept + len(chunk) <= MAX_KEPT:
             service.kept += len(chunk)
-            self._kept.append(bytes(chunk))
+            self._kept += chunk
         else:
             self._drop_kept()
 
@@ -495,12 +497,13 @@ class Stream:
             return None
         if len(last) == length:
             return last
-        content = b"".join((*self._kept, last))
+        content = bytes(self._kept + last)
+        self._drop_kept()
         return content if len(content) == length else None
 
     def _drop_kept(self) -> None:
-        self._service.kept -= sum(map(len, self._kept))
-        self._kept.clear()
+        self._service.kept -= len(self._kept)
+        self._kept = bytearray()
 
     def _response(self, message: ProcessingRequest) -> MaybeLater:
         self._leave_uncounted("no_body_phase")

@@ -1120,3 +1120,44 @@ def test_the_refusal_of_calls_names_the_tool_alone() -> None:
     )
     assert "Ask for the list of files first." in message
     assert SECRET not in message
+
+
+@pytest.mark.parametrize("content_length", ["7" * 700, "9" * 5_000])
+def test_a_content_length_that_nobody_could_send_is_not_believed(content_length: str) -> None:
+    """A number of hundreds of digits is no length; the request is counted by the body that comes."""
+    service = make_service(policy("p", ANY))
+
+    for _ in range(3):
+        exchange(service, headers(content_length=content_length), body(b"x"))
+
+    assert sample(service, "requests_total", policy="p", mode="enforce", action="reject") == 1
+    assert sample(service, "fail_open_total", reason="internal_error") == 0
+
+
+def test_a_body_that_was_cut_off_is_counted_in_shadow_by_nobody_either() -> None:
+    """What is not known whole is not compared, whether the policy acts or only watches."""
+    check = make_engine(policy("s", ANY, mode="shadow"), policy("e", ANY)).prepare(HttpRequest("POST", "/", "host"))
+    assert check is not None
+
+    check.seal(None, "body_truncated")
+
+    assert (check.enforcing, check.shadow) == ([], [])
+    assert sorted(check.uncounted) == [("e", "body_truncated"), ("s", "body_truncated")]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "tool_calls": [{"id": None, "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "assistant", "tool_calls": [{"id": 7, "function": {"name": "f", "arguments": "{}"}}], "tool_call_id": None},
+    ],
+)
+def test_ids_that_are_null_or_numbers_hide_no_loop(turn: dict[str, Any]) -> None:
+    """What some clients write in place of an id still connects a result with its call."""
+    service = make_service(policy("p", ANY, similarity="tool_calls"))
+    identity = turn["tool_calls"][0]["id"]
+    answer = {"role": "tool", "tool_call_id": identity, "content": "x"}
+
+    reply = sent(service, encoded({"messages": [{"role": "user", "content": "go"}, *[turn, answer] * 3]}))
+
+    assert status(reply) == 429

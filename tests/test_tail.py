@@ -19,6 +19,7 @@ from tests.test_conversation import BODIES
 from tests.test_engine import ANY
 from tests.test_service import decoded, exchange, make_service
 
+_NOTHING_TO_COMPARE = ("chat_empty", "responses_conversation")
 _SPACES = "".join(chr(code) for code in range(0x3001) if chr(code).isspace())
 _FOLDABLE = st.text(st.sampled_from("aAzZ@[`{\x00\x08\x0e\x1b\x1c\x1f\x7f\u200bİßΣé" + _SPACES)) | st.text()
 
@@ -194,7 +195,7 @@ _PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "another prompt": ({"prompt": "Once"}, {"prompt": "twice"}, False),
     "prompts": ({"prompt": ["a", "b"]}, {"prompt": ["a", "c"]}, False),
     "tokens": ({"prompt": [1, 2]}, {"prompt": [1, 3]}, False),
-    "server's history": ({"input": "a", "previous_response_id": "1"}, {"input": "a", "previous_response_id": "2"}, True),
+    "server's history": ({"input": "a", "previous_response_id": "1"}, {"input": "a", "previous_response_id": "2"}, False),
     "words that look like ours": (chat(user("a"), user("b")), chat(user("a\u00fe\u00ffb")), False),
 }
 
@@ -230,7 +231,7 @@ def _respelled(value: Any) -> str:  # noqa: ANN401  # any JSON value
     return json.dumps(value) if value is None or isinstance(value, bool) else f"{value}e0"
 
 
-@pytest.mark.parametrize("name", [name for name in BODIES if name != "chat_empty"])
+@pytest.mark.parametrize("name", [name for name in BODIES if name not in _NOTHING_TO_COMPARE])
 def test_spelling_does_not_matter_in_real_requests(name: str) -> None:
     """Key order, white space, escapes and numbers of a whole body are nothing that a conversation would show."""
     assert compared(_respelled(json.loads(BODIES[name])).encode()) == compared(BODIES[name])
@@ -238,9 +239,9 @@ def test_spelling_does_not_matter_in_real_requests(name: str) -> None:
 
 def test_real_requests_are_all_different() -> None:
     """No two of the requests of our test data are taken for one."""
-    found = {compared(data) for name, data in BODIES.items() if name != "chat_empty"}
+    found = {compared(data) for name, data in BODIES.items() if name not in _NOTHING_TO_COMPARE}
 
-    assert len(found) == len(BODIES) - 1
+    assert len(found) == len(BODIES) - len(_NOTHING_TO_COMPARE)
 
 
 def test_what_is_compared_can_be_shown() -> None:
@@ -294,12 +295,26 @@ def test_results_are_compared_with_what_was_asked(shape: str) -> None:
     assert one != other
 
 
-def test_results_whose_calls_are_elsewhere_are_compared_alone() -> None:
-    """A server's history, or one that was cut short, leaves only what came back."""
-    one = {"input": [{"type": "function_call_output", "call_id": "a", "output": "ok"}], "previous_response_id": "r1"}
-    other = {"input": [{"type": "function_call_output", "call_id": "b", "output": "ok"}], "previous_response_id": "r2"}
+@pytest.mark.parametrize("given", ["continue", [{"type": "function_call_output", "call_id": "a", "output": "ok"}]])
+def test_what_follows_another_response_is_another_request(given: object) -> None:
+    """Where the server keeps the history, the same words after something else may well be progress."""
+    one, other, again = (compared({"input": given, "previous_response_id": name}) for name in ("r1", "r2", "r1"))
 
-    assert compared(one) == compared(other)
+    assert one == again
+    assert one != other
+
+
+def test_a_conversation_that_the_server_goes_on_with_has_no_end_here() -> None:
+    """Nobody but the server knows what came before, so nothing is compared."""
+    with pytest.raises(NotCounted, match="no_history"):
+        Tail(LoopDetection(similarity="tail")).compare(Document(b'{"conversation":"c","input":"continue"}'))
+
+
+def test_a_message_in_keys_of_its_own_is_compared_whole() -> None:
+    """What some clients call `parts` in place of `content` tells their messages apart."""
+    one, other = ({"messages": [{"role": "user", "parts": [{"text": text}]}]} for text in ("a", "b"))
+
+    assert compared(one) != compared(other)
 
 
 def test_texts_to_be_embedded_are_no_conversation() -> None:

@@ -37,7 +37,9 @@ _RESULTS = frozenset({"tool_result", "function_call_output", "custom_tool_call_o
 _KNOWN_ITEMS = frozenset({"function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output"})
 _RESULT_ROLES = frozenset({"tool", "function"})
 _NEVER_COMPARED: tuple[tuple[str, ...], ...] = (("id",), ("call_id",), ("tool_use_id",), ("cache_control",), ("status",))
-_NEVER_COMPARED_IN_LISTS = tuple(("*", *pointer) for pointer in _NEVER_COMPARED)
+_NEVER_COMPARED_IN_RESULTS = (("*", "cache_control"),)  # whose ids and states are what the tool found out
+
+_NOTHING_SAID = frozenset({"role", "type", "id", "name", "status", "content", "tool_calls", "refusal", "function_call"})
 
 TEXT, CALL, RESULT, OTHER = "text", "call", "result", "other"
 
@@ -53,7 +55,7 @@ class Tool(Struct, gc=False):
 class ToolCall(Struct, gc=False):
     """An element of a chat completion's `tool_calls`."""
 
-    id: str = ""
+    id: str | int | None = None
     function: Tool | None = None
     custom: Tool | None = None
 
@@ -61,14 +63,14 @@ class ToolCall(Struct, gc=False):
 class Message(Struct, gc=False):
     """A message of a chat or of Anthropic, or an item of a Responses request: the keys that are compared in any of them."""
 
-    role: str = ""
-    type: str = ""
+    role: str | None = None
+    type: str | None = None
     content: Raw = ABSENT  # of a message that somebody says, whatever `content` has made of it
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str = ""
+    tool_call_id: str | int | None = None
     function_call: Tool | None = None
     refusal: str | None = None
-    call_id: str = ""
+    call_id: str | int | None = None
     name: str | None = None
     arguments: Json = None
     input: Json = None
@@ -100,12 +102,16 @@ class Conversation(NamedTuple):
         messages: the newest last; as values where the whole body was decoded.
         elsewhere: what went before is not in the request: the server keeps it (`previous_response_id`, `conversation`), or a
             plain prompt holds it in words.
+        after: the `previous_response_id` in one spelling; empty where there is none.
+        open_ended: the server appends to a `conversation`, whose end nobody but it knows.
     """
 
     key: str
     model: str
     messages: list[Json]
     elsewhere: bool = False
+    after: bytes = b""
+    open_ended: bool = False
 
     def backwards(self, document: Document) -> Iterator[Message]:
         """The messages from the newest to the oldest, without thoughts; what is of no known kind holds itself as its content.
@@ -121,12 +127,23 @@ class Conversation(NamedTuple):
             message = self.messages[place]
             if type(message) is not Message:
                 message = self.messages[place] = _message(message)
-            if not message.role:
-                if message.type in _THOUGHTS:
-                    continue
-                if message.type not in _KNOWN_ITEMS:
-                    message = Message(type=OTHER, content=Raw(canonical(document.value()[self.key][place])))
+            if message.role:
+                if message.content is ABSENT and not (message.tool_calls or message.function_call or message.refusal):
+                    message = self._in_its_own_keys(document, place, message)
+            elif message.type in _THOUGHTS:
+                continue
+            elif message.type not in _KNOWN_ITEMS:
+                message = Message(type=OTHER, content=self._whole(document, place))
             yield message
+
+    def _in_its_own_keys(self, document: Document, place: int, message: Message) -> Message:
+        """A message without anything that is read here holds itself as its content, unless there is nothing in it."""
+        if document.value()[self.key][place].keys() <= _NOTHING_SAID:
+            return message
+        return Message(role=message.role, content=self._whole(document, place))
+
+    def _whole(self, document: Document, place: int) -> Raw:
+        return Raw(canonical(document.value()[self.key][place]))
 
 
 def conversation(document: Document) -> Conversation:
@@ -152,11 +169,13 @@ def _conversation(body: Json) -> Conversation:
     model = body.model or ""
     if body.messages:
         return Conversation("messages", model, body.messages)
-    if isinstance(body.input, list) and body.input and all(isinstance(item, str) for item in body.input):
-        raise NotCounted("no_messages")  # texts to be embedded
+    if isinstance(body.input, list) and body.input and not any(isinstance(item, Message | dict) for item in body.input):
+        raise NotCounted("no_messages")  # texts or tokens to be embedded
     if body.input:
         messages = [_user(canonical(body.input))] if isinstance(body.input, str) else body.input
-        return Conversation("input", model, messages, _given(body.previous_response_id) or _given(body.conversation))
+        after = canonical(opened(body.previous_response_id)) if _given(body.previous_response_id) else b""
+        open_ended = _given(body.conversation)
+        return Conversation("input", model, messages, bool(after) or open_ended, after, open_ended)
     if _given(body.prompt):
         return Conversation("prompt", model, [_user(body.prompt)], elsewhere=True)
     raise NotCounted("no_messages")
@@ -234,7 +253,7 @@ class Part(NamedTuple):
 def parts(message: Message, said: Json) -> Sequence[Part]:
     """What stands in a message, in order; `said` is its `content`."""
     if message.role in _RESULT_ROLES:
-        return (Part(RESULT, message.content, id=message.tool_call_id),)
+        return (Part(RESULT, message.content, id=_identity(message.tool_call_id)),)
     if not message.role:
         return (_item(message),)
     found = _content(said)
@@ -251,7 +270,7 @@ def chat_calls(message: Message) -> list[Part]:
     for call in message.tool_calls or ():
         tool = call.function or call.custom
         if tool is not None:
-            found.append(Part(CALL, tool.arguments if call.function else tool.input, tool.name, call.id))
+            found.append(Part(CALL, tool.arguments if call.function else tool.input, tool.name, _identity(call.id)))
     if message.function_call is not None:
         found.append(Part(CALL, message.function_call.arguments, message.function_call.name))
     return found
@@ -261,9 +280,9 @@ def _item(item: Message) -> Part:
     """An item of a Responses request that nobody says."""
     if item.type in _CALLS:
         value = item.arguments if item.type == "function_call" else item.input
-        return Part(CALL, value, item.name or "", item.call_id)
+        return Part(CALL, value, item.name or "", _identity(item.call_id))
     if item.type in _RESULTS:
-        return Part(RESULT, item.output, id=item.call_id)
+        return Part(RESULT, item.output, id=_identity(item.call_id))
     return Part(OTHER, item.content)
 
 
@@ -285,13 +304,19 @@ def _block(block: Json) -> Part:
         return Part(OTHER, block)
     kind = _text(block.get("type"))
     if kind in _TEXTS:
-        return Part(TEXT, _text(block.get("text", block.get("refusal"))))
+        text = opened(block.get("text", block.get("refusal")))
+        return Part(TEXT, text or "") if text is None or isinstance(text, str) else Part(OTHER, block)
     if kind in _CALLS:
         return Part(CALL, block.get("input"), _text(block.get("name")), _text(block.get("id")))
     if kind in _RESULTS:
         failed = "is_error" in block and opened(block["is_error"]) is True
         return Part(RESULT, block.get("content"), id=_text(block.get("tool_use_id")), failed=failed)
     return Part(TEXT, "") if kind in _THOUGHTS else Part(OTHER, block)
+
+
+def _identity(value: str | int | None) -> str:
+    """What connects a result with its call; empty where a client names nothing."""
+    return value if isinstance(value, str) else "" if value is None else str(value)
 
 
 def _text(value: Json) -> str:
@@ -318,10 +343,11 @@ def result(value: Json) -> bytes:
     if isinstance(value, str):
         return value.strip().encode()
     if isinstance(value, list):
+        walk(len(value))
         found = _content(value)
         if all(part.kind == TEXT for part in found):
             return "\n".join([part.value for part in found]).strip().encode()
-        return canonical(value, _NEVER_COMPARED_IN_LISTS)
+        return canonical(value, _NEVER_COMPARED_IN_RESULTS)
     return canonical(value)
 
 

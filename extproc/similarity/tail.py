@@ -26,7 +26,7 @@ from extproc.similarity.conversation import (
     parts,
     result,
 )
-from extproc.similarity.document import Document, opened
+from extproc.similarity.document import Document, NotCounted, opened
 
 # What UTF-8 never contains separates what is joined, so that different things never look alike.
 _NEXT_PART = b"\xff"
@@ -50,17 +50,25 @@ class Tail:
     def compare(self, document: Document) -> tuple[bytes, None]:
         """The model and the last messages, the newest first, and the calls that they answer; see `Similarity`."""
         talk = conversation(document)
+        if talk.open_ended:
+            raise NotCounted("no_history")
         messages = talk.backwards(document)
         unasked: list[str] = []
-        said = [talk.model.encode(), *(_spelled(message, unasked) for message in islice(messages, self._messages))]
+        said = [
+            talk.model.encode() + _NEXT_PART + talk.after,
+            *(_spelled(message, unasked) for message in islice(messages, self._messages)),
+        ]
         if unasked and (asked := _asked(messages, unasked)):
             said.append(asked)
         return _NEXT_MESSAGE.join(said), None
 
     def shown(self, document: Document) -> list[str]:
-        """The model, then the messages, the oldest first; see `Similarity`."""
+        """The model and what it goes on from, then the messages, the oldest first; see `Similarity`."""
         model, *messages = self.compare(document)[0].split(_NEXT_MESSAGE)
-        return [text.replace(_NEXT_PART, b" | ").decode() for text in (b"model | " + model, *reversed(messages))]
+        return [
+            text.replace(_NEXT_PART, b" | ").decode()
+            for text in (b"model | " + model.removesuffix(_NEXT_PART), *reversed(messages))
+        ]
 
 
 def _spelled(message: Message, unasked: list[str]) -> bytes:
@@ -68,8 +76,9 @@ def _spelled(message: Message, unasked: list[str]) -> bytes:
     said = content(message)
     if only_text(message, said):
         text = fold(said)
-        return b"%b%btext%b%b" % (message.role.encode(), _NEXT_PART, _NEXT_PART, text) if text else message.role.encode()
-    fields = [(message.role or message.type).encode()]
+        speaker = message.role.encode() if message.role else b""
+        return b"%b%btext%b%b" % (speaker, _NEXT_PART, _NEXT_PART, text) if text else speaker
+    fields = [(message.role or message.type or "").encode()]
     for part in parts(message, said):
         fields += _compared(part)
         if part.kind == RESULT:
