@@ -65,6 +65,20 @@ class Check:
                 self.inspects = max(self.inspects, plan.inspects)
                 self._whole = self._whole or plan.needs_whole
 
+    @property
+    def only_shadow_needs_body(self) -> bool:
+        """Every enforcing policy could decide without the body that shadow policies need."""
+        return bool(self.enforcing) and not any(entry.needs_body for entry in self.enforcing)
+
+    def split(self) -> Check:
+        """Take the shadow policies that need the body out, into a check of their own."""
+        watching = Check(self.request, self.scope)
+        watching.shadow = [entry for entry in self.shadow if entry.needs_body]
+        watching.needs_body, watching.inspects, watching._whole = True, self.inspects, self._whole  # its own kind
+        self.shadow = [entry for entry in self.shadow if not entry.needs_body]
+        self.needs_body = False
+        return watching
+
     def seal(self, body: Body | None, reason: str = "", content: bytes | memoryview | None = None) -> None:
         """Work out the fingerprints, now that the body is known or known to stay unknown.
 

@@ -337,6 +337,7 @@ class Stream:
         "_body_mode",
         "_check",
         "_chunk",
+        "_ended",
         "_engine",
         "_expected",
         "_holding",
@@ -367,6 +368,7 @@ class Stream:
         self.given_up = False
         self._holding: str | None = None
         self._observed = False
+        self._ended = False  # by a refusal
         self._started = 0.0
         self.on_given_up: Callable[[], object] | None = None
         service.streams += 1
@@ -435,11 +437,33 @@ class Stream:
             reason = "shutdown"
         if reason:
             return self._judge("request_headers", check, None, reason)
+        return self._go_on_to_body(check)
+
+    def _go_on_to_body(self, check: Check) -> MaybeLater:
+        """Wait for the body, which only shadow policies may need."""
         length = check.request.headers.get("content-length", b"")
         self._expected = int(length) if length.isdigit() and len(length) <= _LENGTH_DIGITS else -1
+        if not check.only_shadow_needs_body:
+            return self._wait_for_body(check, _GO_ON["request_headers"])
+        # What shadow policies wait for must not keep the others: those are answered now.
+        watching = check.split()
+        reply = self._judge("request_headers", check, None)
+        if isinstance(reply, Reply):
+            return self._wait_for_body(watching, reply)
+        return self._watch_later(reply, watching)
+
+    async def _watch_later(self, reply: Awaitable[Reply], watching: Check) -> Reply:
+        return self._wait_for_body(watching, await reply)
+
+    def _wait_for_body(self, check: Check, reply: Reply) -> Reply:
+        """Answer the headers and wait for the body, unless the request does not go on to have one."""
+        if self._ended or reply.hold_ms:
+            check.give_up("decided_before")
+            self._service.record_uncounted(check)
+            return reply
         self._check = check
         self._service.waiting[self] = None
-        return _GO_ON["request_headers"]
+        return reply._replace(done=False)
 
     def _prepare(self, message: ProcessingRequest) -> Check | None:
         """What the policies of the request, and of its route, want to count."""
@@ -552,6 +576,7 @@ class Stream:
             decision = self._hold(decision, decision.lead)
         service.record(check, decision)
         if unavailable:
+            self._ended = True
             reply = Reply(answers.store_unavailable(answers.detected(decision), check.request), done=True)
         else:
             reply = self._encode(kind, check, decision)
@@ -582,6 +607,7 @@ class Stream:
                 **metadata,
             }
         if lead is not None and lead.action is Action.REJECT:
+            self._ended = True
             return Reply(answers.refusal(lead, metadata, check.request), done=True)
         answer = answers.go_on(kind, metadata, warning=decision.warning)
         if lead is None or self._holding is None:

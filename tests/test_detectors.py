@@ -1161,3 +1161,28 @@ def test_ids_that_are_null_or_numbers_hide_no_loop(turn: dict[str, Any]) -> None
     reply = sent(service, encoded({"messages": [{"role": "user", "content": "go"}, *[turn, answer] * 3]}))
 
     assert status(reply) == 429
+
+
+def test_a_shadow_policy_that_needs_the_body_keeps_nobody_waiting() -> None:
+    """A policy that does without bodies decides on the headers, with a shadow policy beside it as without."""
+    live = policy("e", ANY, body="ignore")
+    alone, beside = make_service(live), make_service(live, policy("s", ANY, mode="shadow", **TAIL))
+
+    verdicts = [[status(decoded(exchange(service, headers(path="/same"))[0])) for _ in range(4)] for service in (alone, beside)]
+
+    assert verdicts == [[0, 0, 429, 429]] * 2
+    assert uncounted(beside) == {("s", "aborted"): 2, ("s", "decided_before"): 2}
+
+
+def test_a_shadow_policy_gets_the_body_of_what_goes_on() -> None:
+    """After the others have answered, the body still comes, and the shadow policy counts it."""
+    service = make_service(
+        policy("e", ANY, body="ignore", threshold_identical_requests=9), policy("s", ANY, mode="shadow", **TAIL)
+    )
+
+    for _ in range(3):
+        exchange(service, headers(path="/same"), body(chat("hi")))
+
+    assert sample(service, "requests_total", policy="e", mode="enforce", action="allow") == 3
+    assert sample(service, "requests_total", policy="s", mode="shadow", action="reject") == 1
+    assert service.waiting == {}

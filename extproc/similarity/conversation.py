@@ -35,7 +35,7 @@ _TEXTS = frozenset({"text", "input_text", "output_text", "refusal"})
 _CALLS = frozenset({"tool_use", "function_call", "custom_tool_call"})
 _RESULTS = frozenset({"tool_result", "function_call_output", "custom_tool_call_output"})
 _KNOWN_ITEMS = frozenset({"function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output"})
-_RESULT_ROLES = frozenset({"tool", "function"})
+RESULT_ROLES = frozenset({"tool", "function"})
 _NEVER_COMPARED: tuple[tuple[str, ...], ...] = (("id",), ("call_id",), ("tool_use_id",), ("cache_control",), ("status",))
 _NEVER_COMPARED_IN_RESULTS = (("*", "cache_control"),)  # whose ids and states are what the tool found out
 
@@ -218,7 +218,7 @@ def content(message: Message) -> Json:
     """What somebody says in a message, ready for `parts`; None where nobody does."""
     if type(message.content) is not Raw:
         return message.content
-    if message.role in _RESULT_ROLES or not message.role or message.content is ABSENT:
+    if message.role in RESULT_ROLES or not message.role or message.content is ABSENT:
         return None
     try:
         message.content = decoded(message.content, _decode_content)  # no number in it is decoded, which would be charged
@@ -252,8 +252,8 @@ class Part(NamedTuple):
 
 def parts(message: Message, said: Json) -> Sequence[Part]:
     """What stands in a message, in order; `said` is its `content`."""
-    if message.role in _RESULT_ROLES:
-        return (Part(RESULT, message.content, id=_identity(message.tool_call_id)),)
+    if message.role in RESULT_ROLES:
+        return (Part(RESULT, message.content, id=identity(message.tool_call_id)),)
     if not message.role:
         return (_item(message),)
     found = _content(said)
@@ -270,7 +270,7 @@ def chat_calls(message: Message) -> list[Part]:
     for call in message.tool_calls or ():
         tool = call.function or call.custom
         if tool is not None:
-            found.append(Part(CALL, tool.arguments if call.function else tool.input, tool.name, _identity(call.id)))
+            found.append(Part(CALL, tool.arguments if call.function else tool.input, tool.name, identity(call.id)))
     if message.function_call is not None:
         found.append(Part(CALL, message.function_call.arguments, message.function_call.name))
     return found
@@ -280,9 +280,9 @@ def _item(item: Message) -> Part:
     """An item of a Responses request that nobody says."""
     if item.type in _CALLS:
         value = item.arguments if item.type == "function_call" else item.input
-        return Part(CALL, value, item.name or "", _identity(item.call_id))
+        return Part(CALL, value, item.name or "", identity(item.call_id))
     if item.type in _RESULTS:
-        return Part(RESULT, item.output, id=_identity(item.call_id))
+        return Part(RESULT, item.output, id=identity(item.call_id))
     return Part(OTHER, item.content)
 
 
@@ -314,7 +314,7 @@ def _block(block: Json) -> Part:
     return Part(TEXT, "") if kind in _THOUGHTS else Part(OTHER, block)
 
 
-def _identity(value: str | int | None) -> str:
+def identity(value: str | int | None) -> str:
     """What connects a result with its call; empty where a client names nothing."""
     return value if isinstance(value, str) else "" if value is None else str(value)
 

@@ -15,18 +15,21 @@ from extproc.policy.bundle import LoopDetection
 from extproc.similarity.conversation import (
     CALL,
     RESULT,
+    RESULT_ROLES,
     TEXT,
     Message,
     Part,
     arguments,
+    chat_calls,
     content,
     conversation,
+    identity,
     only_text,
     other,
     parts,
     result,
 )
-from extproc.similarity.document import Document, NotCounted, opened
+from extproc.similarity.document import Document, Json, NotCounted, opened
 
 # What UTF-8 never contains separates what is joined, so that different things never look alike.
 _NEXT_PART = b"\xff"
@@ -78,6 +81,9 @@ def _spelled(message: Message, unasked: list[str]) -> bytes:
         text = fold(said)
         speaker = message.role.encode() if message.role else b""
         return b"%b%btext%b%b" % (speaker, _NEXT_PART, _NEXT_PART, text) if text else speaker
+    if message.role in RESULT_ROLES:
+        unasked.append(identity(message.tool_call_id))
+        return b"%b%bresult%b%b" % (message.role.encode(), _NEXT_PART, _NEXT_PART, _folded_result(message.content))
     fields = [(message.role or message.type or "").encode()]
     for part in parts(message, said):
         fields += _compared(part)
@@ -93,10 +99,10 @@ def _asked(messages: Iterator[Message], unasked: list[str]) -> bytes:
     fields: list[bytes] = []
     calling = False
     for message in messages:
-        said = content(message)
-        if not unasked or (message.role == "user" and only_text(message, said)):
+        said = None if message.tool_calls else content(message)  # whose calls stand beside what it says
+        if message.role == "user" and only_text(message, said):
             break
-        found = parts(message, said)
+        found = chat_calls(message) if message.tool_calls else parts(message, said)
         if calling and any(part.kind == RESULT for part in found):
             break  # of the turn before
         for part in reversed(found):
@@ -104,6 +110,8 @@ def _asked(messages: Iterator[Message], unasked: list[str]) -> bytes:
                 unasked.remove(part.id)
                 calling = True
                 fields += _compared(part)
+        if not unasked:
+            break
     return _NEXT_PART.join([b"asked", *fields]) if fields else b""
 
 
@@ -115,9 +123,13 @@ def _compared(part: Part) -> tuple[bytes, ...]:
     if kind == CALL:
         return b"call", part.name.encode(), arguments(value)
     if kind == RESULT:
-        value = opened(value)
-        return b"error" if part.failed else b"result", fold(value if isinstance(value, str) else result(value).decode())
+        return b"error" if part.failed else b"result", _folded_result(value)
     return b"other", other(value)
+
+
+def _folded_result(value: Json) -> bytes:
+    value = opened(value)
+    return fold(value if isinstance(value, str) else result(value).decode())
 
 
 def fold(text: str) -> bytes:
