@@ -122,11 +122,12 @@ class Conversation(NamedTuple):
         Raises:
             NotCounted: one cannot be read.
         """
-        for place in reversed(range(len(self.messages))):
+        messages = self.messages
+        for place in range(len(messages) - 1, -1, -1):
             walk(1)
-            message = self.messages[place]
+            message = messages[place]
             if type(message) is not Message:
-                message = self.messages[place] = _message(message)
+                message = messages[place] = _message(message)
             if message.role:
                 if message.content is ABSENT and not (message.tool_calls or message.function_call or message.refusal):
                     message = self._in_its_own_keys(document, place, message)
@@ -221,9 +222,11 @@ def content(message: Message) -> Json:
     if message.role in RESULT_ROLES or not message.role or message.content is ABSENT:
         return None
     try:
-        message.content = decoded(message.content, _decode_content)  # no number in it is decoded, which would be charged
+        message.content = _decode_content(message.content)  # no number in it is decoded and charged
     except ValidationError:
         return decoded(message.content)
+    except (ValueError, RecursionError):
+        raise NotJson from None
     return message.content
 
 
@@ -266,11 +269,12 @@ def parts(message: Message, said: Json) -> Sequence[Part]:
 def chat_calls(message: Message) -> list[Part]:
     """The calls that stand beside a message's content, as those of a chat completion do."""
     found = []
-    walk(len(message.tool_calls or ()))
-    for call in message.tool_calls or ():
-        tool = call.function or call.custom
-        if tool is not None:
-            found.append(Part(CALL, tool.arguments if call.function else tool.input, tool.name, identity(call.id)))
+    if message.tool_calls:
+        walk(len(message.tool_calls))
+        for call in message.tool_calls:
+            tool = call.function or call.custom
+            if tool is not None:
+                found.append(Part(CALL, tool.arguments if call.function else tool.input, tool.name, identity(call.id)))
     if message.function_call is not None:
         found.append(Part(CALL, message.function_call.arguments, message.function_call.name))
     return found
@@ -327,14 +331,12 @@ def _text(value: Json) -> str:
 def arguments(value: Json) -> bytes:
     """A call's arguments in one spelling; OpenAI sends them as a string that holds JSON, Anthropic as JSON itself."""
     value = opened(value)
-    if not isinstance(value, str):
+    if type(value) is not str:
         return canonical(value)
-    if not value or value.isspace():  # what some clients send for no arguments
-        return b"{}"
     try:
         return canonical(decoded(value))
     except NotJson:
-        return value.strip().encode()
+        return value.strip().encode() or b"{}"  # some clients send nothing for no arguments
 
 
 def result(value: Json) -> bytes:

@@ -8,7 +8,7 @@ way all the same. Text is compared without the space around it, in lower case, e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from extproc.policy.bundle import LoopDetection
@@ -33,6 +33,8 @@ from extproc.similarity.document import Document, Json, NotCounted, opened
 
 # What UTF-8 never contains separates what is joined, so that different things never look alike.
 _NEXT_PART = b"\xff"
+_TEXT = _NEXT_PART + b"text" + _NEXT_PART
+_RESULT = _NEXT_PART + b"result" + _NEXT_PART
 _NEXT_MESSAGE = b"\xfe"
 
 _LONG = 16_384
@@ -80,10 +82,10 @@ def _spelled(message: Message, unasked: list[str]) -> bytes:
     if only_text(message, said):
         text = fold(said)
         speaker = message.role.encode() if message.role else b""
-        return b"%b%btext%b%b" % (speaker, _NEXT_PART, _NEXT_PART, text) if text else speaker
+        return speaker + _TEXT + text if text else speaker
     if message.role in RESULT_ROLES:
         unasked.append(identity(message.tool_call_id))
-        return b"%b%bresult%b%b" % (message.role.encode(), _NEXT_PART, _NEXT_PART, _folded_result(message.content))
+        return (b"tool" if message.role == "tool" else b"function") + _RESULT + _folded_result(message.content)
     fields = [(message.role or message.type or "").encode()]
     for part in parts(message, said):
         fields += _compared(part)
@@ -99,12 +101,15 @@ def _asked(messages: Iterator[Message], unasked: list[str]) -> bytes:
     fields: list[bytes] = []
     calling = False
     for message in messages:
-        said = None if message.tool_calls else content(message)  # whose calls stand beside what it says
-        if message.role == "user" and only_text(message, said):
-            break
-        found = chat_calls(message) if message.tool_calls else parts(message, said)
-        if calling and any(part.kind == RESULT for part in found):
-            break  # of the turn before
+        if message.tool_calls:
+            found: Sequence[Part] = [part for part in chat_calls(message) if part.id in unasked]
+        else:
+            said = content(message)
+            if message.role == "user" and only_text(message, said):
+                break
+            found = parts(message, said)
+            if calling and any(part.kind == RESULT for part in found):
+                break  # of the turn before
         for part in reversed(found):
             if part.kind == CALL and part.id in unasked:
                 unasked.remove(part.id)
@@ -129,7 +134,7 @@ def _compared(part: Part) -> tuple[bytes, ...]:
 
 def _folded_result(value: Json) -> bytes:
     value = opened(value)
-    return fold(value if isinstance(value, str) else result(value).decode())
+    return fold(value if type(value) is str else result(value).decode())
 
 
 def fold(text: str) -> bytes:
