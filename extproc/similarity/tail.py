@@ -145,7 +145,9 @@ def fold(text: str) -> bytes:
                 text = text.replace(space, " ")
         text = text.lower()
     folded = text.encode().translate(_FOLDED)
-    if len(folded) < _LONG and b"  " in folded:
+    if b"  " not in folded:  # asked once: it takes longer than all of the above
+        return folded.strip(b" ")
+    if len(folded) < _LONG:
         return b" ".join(folded.split())
     while b"  " in folded:  # slower where words are many, but never much: a megabyte of them would take 50 ms to split
         folded = folded.replace(b"  ", b" ")
