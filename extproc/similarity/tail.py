@@ -8,6 +8,7 @@ way all the same. Text is compared without the space around it, in lower case, e
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -58,7 +59,7 @@ class Tail:
         if talk.open_ended:
             raise NotCounted("no_history")
         messages = talk.backwards(document)
-        unasked: list[str] = []
+        unasked: Counter[str] = Counter()
         said = [
             talk.model.encode() + _NEXT_PART + talk.after,
             *(_spelled(message, unasked) for message in islice(messages, self._messages)),
@@ -76,7 +77,7 @@ class Tail:
         ]
 
 
-def _spelled(message: Message, unasked: list[str]) -> bytes:
+def _spelled(message: Message, unasked: Counter[str]) -> bytes:
     """A message's role and parts; results whose calls have not been met yet leave their ids in `unasked`."""
     said = content(message)
     if only_text(message, said):
@@ -84,19 +85,19 @@ def _spelled(message: Message, unasked: list[str]) -> bytes:
         speaker = message.role.encode() if message.role else b""
         return speaker + _TEXT + text if text else speaker
     if message.role in RESULT_ROLES:
-        unasked.append(identity(message.tool_call_id))
+        unasked[identity(message.tool_call_id)] += 1
         return (b"tool" if message.role == "tool" else b"function") + _RESULT + _folded_result(message.content)
     fields = [(message.role or message.type or "").encode()]
     for part in parts(message, said):
         fields += _compared(part)
         if part.kind == RESULT:
-            unasked.append(part.id)
-        elif part.kind == CALL and part.id in unasked:
-            unasked.remove(part.id)
+            unasked[part.id] += 1
+        elif part.kind == CALL:
+            _answered(part, unasked)
     return _NEXT_PART.join(fields)
 
 
-def _asked(messages: Iterator[Message], unasked: list[str]) -> bytes:
+def _asked(messages: Iterator[Message], unasked: Counter[str]) -> bytes:
     """The calls, in older messages, that results in the tail answer: `ok` is not `ok` where something else was done."""
     fields: list[bytes] = []
     calling = False
@@ -111,13 +112,22 @@ def _asked(messages: Iterator[Message], unasked: list[str]) -> bytes:
             if calling and any(part.kind == RESULT for part in found):
                 break  # of the turn before
         for part in reversed(found):
-            if part.kind == CALL and part.id in unasked:
-                unasked.remove(part.id)
+            if part.kind == CALL and _answered(part, unasked):
                 calling = True
                 fields += _compared(part)
         if not unasked:
             break
     return _NEXT_PART.join([b"asked", *fields]) if fields else b""
+
+
+def _answered(call: Part, unasked: Counter[str]) -> bool:
+    """Whether a result still wants this call; it is then wanted once less."""
+    if call.id not in unasked:
+        return False
+    unasked[call.id] -= 1
+    if not unasked[call.id]:
+        del unasked[call.id]
+    return True
 
 
 def _compared(part: Part) -> tuple[bytes, ...]:
