@@ -8,7 +8,6 @@ way all the same. Text is compared without the space around it, in lower case, e
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -59,7 +58,7 @@ class Tail:
         if talk.open_ended:
             raise NotCounted("no_history")
         messages = talk.backwards(document)
-        unasked: Counter[str] = Counter()
+        unasked: dict[str, int] = {}
         said = [
             talk.model.encode() + _NEXT_PART + talk.after,
             *(_spelled(message, unasked) for message in islice(messages, self._messages)),
@@ -77,7 +76,7 @@ class Tail:
         ]
 
 
-def _spelled(message: Message, unasked: Counter[str]) -> bytes:
+def _spelled(message: Message, unasked: dict[str, int]) -> bytes:
     """A message's role and parts; results whose calls have not been met yet leave their ids in `unasked`."""
     said = content(message)
     if only_text(message, said):
@@ -85,19 +84,19 @@ def _spelled(message: Message, unasked: Counter[str]) -> bytes:
         speaker = message.role.encode() if message.role else b""
         return speaker + _TEXT + text if text else speaker
     if message.role in RESULT_ROLES:
-        unasked[identity(message.tool_call_id)] += 1
+        _wants(identity(message.tool_call_id), unasked)
         return (b"tool" if message.role == "tool" else b"function") + _RESULT + _folded_result(message.content)
     fields = [(message.role or message.type or "").encode()]
     for part in parts(message, said):
         fields += _compared(part)
         if part.kind == RESULT:
-            unasked[part.id] += 1
+            _wants(part.id, unasked)
         elif part.kind == CALL:
             _answered(part, unasked)
     return _NEXT_PART.join(fields)
 
 
-def _asked(messages: Iterator[Message], unasked: Counter[str]) -> bytes:
+def _asked(messages: Iterator[Message], unasked: dict[str, int]) -> bytes:
     """The calls, in older messages, that results in the tail answer: `ok` is not `ok` where something else was done."""
     fields: list[bytes] = []
     calling = False
@@ -120,7 +119,12 @@ def _asked(messages: Iterator[Message], unasked: Counter[str]) -> bytes:
     return _NEXT_PART.join([b"asked", *fields]) if fields else b""
 
 
-def _answered(call: Part, unasked: Counter[str]) -> bool:
+def _wants(identity: str, unasked: dict[str, int]) -> None:
+    """A result wants the call of this id; ids need not be unique."""
+    unasked[identity] = unasked.get(identity, 0) + 1
+
+
+def _answered(call: Part, unasked: dict[str, int]) -> bool:
     """Whether a result still wants this call; it is then wanted once less."""
     if call.id not in unasked:
         return False
