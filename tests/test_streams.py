@@ -73,6 +73,8 @@ _OBSERVED = pytest.param("message_timeout: 0.2s\n              observability_mod
 @pytest.mark.parametrize("transport", ["fast", "grpcio"])
 def test_streamed_bodies_are_looked_into(transport: str, waiting: str) -> None:
     """Where Envoy streams bodies to us, even if it does not wait for answers, what came in chunks is looked into as one."""
+    if transport == "grpcio" and "observability_mode" in waiting and envoy_version() == (1, 38):
+        pytest.skip("Envoy 1.38 resets observed streams as soon as all is sent, and grpc drops what nobody has read by then")
 
     def streamed(config: str) -> str:
         config = config.replace("request_body_mode: BUFFERED", "request_body_mode: STREAMED")
