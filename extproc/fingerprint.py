@@ -43,30 +43,30 @@ NO_BODY = Body(0, 0, 1)
 """No body at all; also the start of every chunk-wise body (RFC 1950: Adler-32 starts at 1)."""
 
 
-def too_long(target: str, query: str) -> bool:
+def is_too_long(target: str, query: str) -> bool:
     """Whether a target is more than is fingerprinted; `query` is the part of it that has to be decoded."""
     if len(target) <= MAX_MARKS:
         return False
     return len(target) > MAX_TARGET or query.count("&") > MAX_MARKS or query.count("%") > MAX_MARKS
 
 
-def canonical_query(pairs: Iterable[tuple[str, str]]) -> str:
+def write_query(pairs: Iterable[tuple[str, str]]) -> str:
     """Decoded pairs, sorted and encoded, as the composite carries them."""
-    return "&".join(f"{_pair_part(name)}={_pair_part(value)}" for name, value in sorted(pairs))
+    return "&".join(f"{_escape_pair(name)}={_escape_pair(value)}" for name, value in sorted(pairs))
 
 
-def joined_descriptors(values: Sequence[tuple[str, str]]) -> str:
+def join_descriptors(values: Sequence[tuple[str, str]]) -> str:
     """Descriptors as the composite carries them: `name=value`, sorted, joined by `|`."""
-    return "|".join(sorted([f"{_pair_part(name)}={_pair_part(value)}" for name, value in values]))
+    return "|".join(sorted([f"{_escape_pair(name)}={_escape_pair(value)}" for name, value in values]))
 
 
-def request_head(method: str, path: str, query: str) -> str:
-    """The composite up to the body: `METHOD|path|query|`; `query` comes from `canonical_query`."""
-    return f"{_path_part(method)}|{_path_part(path)}|{query}|"
+def write_head(method: str, path: str, query: str) -> str:
+    """The composite up to the body: `METHOD|path|query|`; `query` comes from `write_query`."""
+    return f"{_escape_path(method)}|{_escape_path(path)}|{query}|"
 
 
-def composite(head: str, body: Body, descriptors: str) -> str:
-    """The whole composite; `head` comes from `request_head`, `descriptors` from `joined_descriptors`."""
+def compose(head: str, body: Body, descriptors: str) -> str:
+    """The whole composite; `head` comes from `write_head`, `descriptors` from `join_descriptors`."""
     if descriptors:
         return f"{head}{body.crc32:08x}|{descriptors}"
     return f"{head}{body.crc32:08x}"
@@ -85,16 +85,16 @@ def digest(composite: str, body: Body) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=1024)
-def tenant(descriptors: str) -> str:
+def hash_tenant(descriptors: str) -> str:
     """blake2b-64 of the joined descriptors, 16 hex digits; requests of different tenants never share a key."""
     return blake2b(descriptors.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
 
 
-def _path_part(text: str) -> str:
+def _escape_path(text: str) -> str:
     return text.translate(_IN_PATH) if "%" in text or "|" in text else text
 
 
-def _pair_part(text: str) -> str:
+def _escape_pair(text: str) -> str:
     if "%" in text or "|" in text or "=" in text or "&" in text:
         return text.translate(_IN_PAIR)
     return text

@@ -35,7 +35,7 @@ _NOT_SET = frozenset({"", "-"})
 """What Envoy's formatters leave behind where there is no value."""
 
 
-def named(value: str) -> list[str]:
+def parse_names(value: str) -> list[str]:
     """The policy ids in one value of `x-loopguard-policy`."""
     return [name for part in value.split(",") if (name := part.strip()) not in _NOT_SET]
 
@@ -70,7 +70,7 @@ class HandedOver:
         self._allow_unenforced = allow_unenforced
         self._kept: OrderedDict[str, _HandedOver | RefusedPolicyError] = OrderedDict()
 
-    def known(self, text: str, now: datetime) -> Engine | RefusedPolicyError | None:
+    def recall(self, text: str, now: datetime) -> Engine | RefusedPolicyError | None:
         """What came of this content before, None when it is new.
 
         Args:
@@ -83,8 +83,8 @@ class HandedOver:
         self._kept.move_to_end(text)
         if isinstance(found, RefusedPolicyError):
             return found
-        if found.shadowed != _shadowed(found.policies, now):
-            found = self._kept[text] = self._engine(found.policies, now)
+        if found.shadowed != _is_shadowed(found.policies, now):
+            found = self._kept[text] = self._make_engine(found.policies, now)
         return found.engine
 
     def compile(self, text: str, now: datetime) -> Engine | RefusedPolicyError:
@@ -95,7 +95,7 @@ class HandedOver:
             now: compared with each `expires_at`.
         """
         try:
-            made: _HandedOver | RefusedPolicyError = self._engine(self._checked(text, now), now)
+            made: _HandedOver | RefusedPolicyError = self._make_engine(self._parse(text, now), now)
         except RefusedPolicyError as refused:
             made = refused
         self._kept[text] = made
@@ -103,10 +103,10 @@ class HandedOver:
             self._kept.popitem(last=False)
         return made if isinstance(made, RefusedPolicyError) else made.engine
 
-    def _engine(self, policies: PolicySet, now: datetime) -> _HandedOver:
-        return _HandedOver(policies, _shadowed(policies, now), Engine(policies, now, shadow=self._shadow))
+    def _make_engine(self, policies: PolicySet, now: datetime) -> _HandedOver:
+        return _HandedOver(policies, _is_shadowed(policies, now), Engine(policies, now, shadow=self._shadow))
 
-    def _checked(self, text: str, now: datetime) -> PolicySet:
+    def _parse(self, text: str, now: datetime) -> PolicySet:
         if len(text) > MAX_POLICY_JSON:
             raise RefusedPolicyError("too_large", [f"{len(text)} characters; at most {MAX_POLICY_JSON} are taken"])
         try:
@@ -118,5 +118,5 @@ class HandedOver:
         return policies
 
 
-def _shadowed(policies: PolicySet, now: datetime) -> bool:
+def _is_shadowed(policies: PolicySet, now: datetime) -> bool:
     return any(source.shadowed(now) for source in policies.sources)

@@ -20,6 +20,47 @@ MAX_TOKEN = 32_768
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # absolute-form up to its path (RFC 9112 section 3.2.2)
 
 
+class Facts:
+    """What is known about a request beside its headers, read only when a policy asks; here: nothing."""
+
+    def route(self) -> str:
+        """Envoy's route name, empty when unknown."""
+        return ""
+
+    def address(self) -> str:
+        """The peer as Envoy trusts it, without its port, empty when unknown."""
+        return ""
+
+    def claim(self, name: str) -> str:  # noqa: ARG002  # nothing is known
+        """A verified (or, by opt-in, merely decoded) JWT claim as a string, empty when there is none."""
+        return ""
+
+
+class StatedFacts(Facts):
+    """Facts that somebody names one by one."""
+
+    def __init__(self, *, route: str = "", address: str = "", claims: Mapping[str, str] | None = None) -> None:
+        """Keep them as given."""
+        self._route = route
+        self._address = address
+        self._claims: Mapping[str, str] = claims if claims is not None else {}
+
+    def route(self) -> str:
+        """See `Facts`."""
+        return self._route
+
+    def address(self) -> str:
+        """See `Facts`."""
+        return self._address
+
+    def claim(self, name: str) -> str:
+        """See `Facts`."""
+        return self._claims.get(name, "")
+
+
+NO_FACTS = Facts()
+
+
 class HttpRequest:
     """What Envoy says about one request; header names are lower-case, the first of repeated headers wins.
 
@@ -30,23 +71,18 @@ class HttpRequest:
         query: the part after the first `?`, without it.
         authority: `:authority`, empty when absent.
         headers: raw values by lower-case name.
-        route: Envoy's route name, empty when unknown.
-        address: the peer as Envoy trusts it, without its port, empty when unknown.
-        claims: verified (or, by opt-in, merely decoded) JWT claims as strings.
+        facts: what else is known.
     """
 
-    __slots__ = ("_pairs", "address", "authority", "claims", "headers", "method", "path", "query", "route", "target")
+    __slots__ = ("_pairs", "authority", "facts", "headers", "method", "path", "query", "target")
 
-    def __init__(  # noqa: PLR0913  # what a request is made of
+    def __init__(
         self,
         method: str,
         target: str,
         authority: str = "",
         headers: Mapping[str, bytes] | None = None,
-        *,
-        route: str = "",
-        address: str = "",
-        claims: Mapping[str, str] | None = None,
+        facts: Facts = NO_FACTS,
     ) -> None:
         """Split the target; everything else is kept as given."""
         if not target.startswith("/") and (absolute := _ABSOLUTE.match(target)):
@@ -57,18 +93,16 @@ class HttpRequest:
         self.path, _, self.query = target.partition("?")
         self.authority = authority
         self.headers: Mapping[str, bytes] = headers if headers is not None else {}
-        self.route = route
-        self.address = address
-        self.claims: Mapping[str, str] = claims if claims is not None else {}
+        self.facts = facts
         self._pairs: list[tuple[str, str]] | None = None
 
-    def header(self, name: str) -> str:
+    def read_header(self, name: str) -> str:
         """A header's value, empty when absent; bytes that are not UTF-8 survive as surrogates."""
         if name == "host":
             return self.authority
         return self.headers.get(name, b"").decode("utf-8", "surrogateescape")
 
-    def query_pairs(self) -> list[tuple[str, str]]:
+    def read_query(self) -> list[tuple[str, str]]:
         """The decoded pairs of the query in the order sent: `+` is a space, blank values are kept.
 
         Bytes that are not UTF-8 survive as surrogates, so different bytes stay different.
@@ -82,12 +116,12 @@ class HttpRequest:
                 self._pairs = [(name, value) for name, _, value in parts]
         return self._pairs
 
-    def query_value(self, name: str) -> str:
+    def read_parameter(self, name: str) -> str:
         """The first value of a query parameter, empty when absent."""
-        return next((value for key, value in self.query_pairs() if key == name), "")
+        return next((value for key, value in self.read_query() if key == name), "")
 
 
-def unknowable_body(request: HttpRequest) -> str:
+def explain_unknowable_body(request: HttpRequest) -> str:
     """Why the request has no body that could be compared, whoever sends it on; empty when it may have one.
 
     What stands for the body of an RPC, an upgrade or a tunnel is a conversation, which nobody waits for.
@@ -119,15 +153,15 @@ class Descriptor(NamedTuple):
 
 
 _READERS: dict[str, Callable[[HttpRequest, str], str]] = {
-    "jwt": lambda request, claim: request.claims.get(claim, ""),
-    "header": HttpRequest.header,
-    "query": HttpRequest.query_value,
-    "ip": lambda request, _: request.address,
+    "jwt": lambda request, claim: request.facts.claim(claim),
+    "header": HttpRequest.read_header,
+    "query": HttpRequest.read_parameter,
+    "ip": lambda request, _: request.facts.address(),
     "body": lambda _request, _pointer: "",
 }
 
 
-def descriptors(limit_keys: Sequence[str]) -> tuple[Descriptor, ...]:
+def compile_descriptors(limit_keys: Sequence[str]) -> tuple[Descriptor, ...]:
     """The descriptors of a policy's limit keys, each of them `source:argument`."""
     split = [(key, *key.partition(":")[::2]) for key in dict.fromkeys(limit_keys)]
     names = Counter(argument.lower() for _, _, argument in split)
@@ -137,7 +171,7 @@ def descriptors(limit_keys: Sequence[str]) -> tuple[Descriptor, ...]:
     )
 
 
-def claim_text(value: object) -> str:
+def write_claim(value: object) -> str:
     """A claim's value as a descriptor: strings as they are, whole numbers without a fraction, of the rest only scalars.
 
     Envoy hands verified claims over as protobuf Structs, in which every number is a double.
@@ -153,7 +187,7 @@ def claim_text(value: object) -> str:
     return ""
 
 
-def unverified_claims(authorization: str) -> dict[str, str]:
+def decode_claims(authorization: str) -> dict[str, str]:
     """The claims of a bearer token whose signature nobody checked; empty when it is not a JWT (RFC 7519 section 7.2)."""
     scheme, _, token = authorization.partition(" ")
     parts = token.strip().split(".")
@@ -166,5 +200,5 @@ def unverified_claims(authorization: str) -> dict[str, str]:
     if not isinstance(payload, dict):
         return {}
     # JSON can spell half a surrogate pair, which nothing can encode: its bytes stay, as those of any text that is not UTF-8.
-    texts = {name: claim_text(value).encode("utf-8", "surrogatepass") for name, value in payload.items()}
+    texts = {name: write_claim(value).encode("utf-8", "surrogatepass") for name, value in payload.items()}
     return {name: text.decode("utf-8", "surrogateescape") for name, text in texts.items() if text}

@@ -61,7 +61,7 @@ class Server:
         """
         self._settings = settings
         self._metrics = metrics = Metrics()
-        store = open_store(settings.store, metrics, settings)
+        self._store = store = open_store(settings.store, metrics, settings)
         self._reloader = Reloader(settings, metrics)
         # While a shared store is away a window local to this replica decides; in memory the store is that already.
         local = store if isinstance(store, MemoryStore) else MemoryStore(metrics)
@@ -81,7 +81,7 @@ class Server:
             LoopguardError: an address cannot be listened on.
         """
         loop = asyncio.get_running_loop()
-        await self.service.store.start()
+        await self._store.start()
         admin = self._admin.start(self._settings.admin)
         listening = await self._grpc.start(self._settings.listen)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -102,7 +102,7 @@ class Server:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self.service.store.close()
+            await self._store.close()
             self._admin.stop()
         _LOG.info("stopped")
 
@@ -147,7 +147,7 @@ class Server:
     def _readyz(self) -> Page:
         status = "draining" if self._stop.is_set() else "ready" if self._health.serving else "starting"
         code = HTTPStatus.OK if status == "ready" else HTTPStatus.SERVICE_UNAVAILABLE
-        return Page(code, {"status": status, "store": self.service.store.health()})
+        return Page(code, {"status": status, "store": self._store.health()})
 
     def _policies(self) -> Page:
         sources = [

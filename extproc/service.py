@@ -12,56 +12,49 @@ What goes wrong in here never reaches the client: the request goes on, and that 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from time import perf_counter
-from types import NoneType
 from typing import NamedTuple, TypeAlias
 
 from google.protobuf.message import DecodeError
 
-from extproc import answers
+from extproc.answers.go_on import let_go_on, make_metadata, make_wait
+from extproc.answers.refuse import refuse_loop, refuse_without_store
+from extproc.counting import HERE, Counting, Counts, MaybeCounts, settle
 from extproc.decision import Action, Decision, Outcome
-from extproc.engine import Check, Engine, decide, hits, per_policy
-from extproc.errors import ProtocolError, StoreError
+from extproc.engine import Engine
+from extproc.errors import ProtocolError
+from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY, Body
-from extproc.handover import POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicyError, named
-from extproc.logs import RateLimit, fields
+from extproc.handover import POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicyError, parse_names
 from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import ProcessingRequest
-from extproc.pb.processing_mode_pb2 import ProcessingMode
-from extproc.plan import Entry
-from extproc.request import unknowable_body
-from extproc.settings import Settings, valid_scope
+from extproc.reporting import Reporter
+from extproc.request import explain_unknowable_body
+from extproc.settings import Settings, is_scope
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
-from extproc.windows import Count
-from extproc.wire import LARGE, attributes, parse_large, read_request
-
-_LOG = logging.getLogger("loopguard")
-
-MAX_KEPT = 64 * 2**20
-"""Most bytes of streamed bodies that are kept at once; buffered ones come in one message and are not kept at all."""
+from extproc.throttle import Holds
+from extproc.upload import CUT_OFF, MORE, Kept, Upload
+from extproc.wire import (
+    BODY_NONE,
+    BODY_STREAMED,
+    LARGE,
+    UNSUPPORTED_BODY_MODES,
+    parse_large,
+    read_attributes,
+    read_request,
+)
 
 SCOPE_METADATA = "x-loopguard-scope"
 """Names the attachment for one stream, in place of `--scope`."""
 
-_INVALID_ARGUMENT = 3
-_HOLD_MARGIN_MS = 2_000
+HOLD_MARGIN_MS = 2_000
 """What the overridden message timeout exceeds the hold by, so that a busy moment does not turn a hold into a 504."""
 
-_LINES_PER_SECOND = 20
-_LENGTH_DIGITS = 18
-_PROBLEMS_SHOWN = 20
-_NAME_SHOWN = 128
-
-# Enum values by name: looking one up on its message class costs microseconds.
-_NONE = ProcessingMode.NONE
-_STREAMED = ProcessingMode.STREAMED
-_BUFFERED = ProcessingMode.BUFFERED
-_UNSUPPORTED_MODES = (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.GRPC)
+_INVALID_ARGUMENT = 3
 
 
 class Reply(NamedTuple):
@@ -81,10 +74,6 @@ class Reply(NamedTuple):
 
 
 MaybeLater: TypeAlias = Reply | Awaitable[Reply]
-MaybeCounts: TypeAlias = Sequence[Count] | Awaitable[Sequence[Count] | None] | None
-_PLAIN = (list, tuple, NoneType)
-"""Counts that are there already; whether something is an Awaitable, an abstract type, is ten times as dear to find out."""
-
 
 _PHASES = (
     "request_headers",
@@ -94,85 +83,50 @@ _PHASES = (
     "response_body",
     "response_trailers",
 )
-_GO_ON = {kind: Reply(answers.go_on(kind), done=False) for kind in _PHASES}
+_GO_ON = {kind: Reply(let_go_on(kind), done=False) for kind in _PHASES}
 _DONE = {kind: Reply(reply.answer, done=True) for kind, reply in _GO_ON.items()}
 _NO_ANSWER = Reply(None, done=True)
-
-
-class Holds:
-    """Throttled requests being held: bounded in all and per tenant, each freed when its stream closes."""
-
-    def __init__(self, limit: int) -> None:
-        """Hold at most `limit` requests, a tenth of them for one tenant."""
-        self._limit = limit
-        self._tenant_limit = max(1, limit // 10)
-        self._tenants: Counter[str] = Counter()
-        self.released = asyncio.Event()
-        self.held = 0
-
-    def take(self, tenant: str) -> bool:
-        """Claim a place, or False when there is none."""
-        if self.held >= self._limit or self._tenants[tenant] >= self._tenant_limit:
-            return False
-        self.held += 1
-        self._tenants[tenant] += 1
-        return True
-
-    def free(self, tenant: str) -> None:
-        """Give a place back."""
-        self.held -= 1
-        self._tenants[tenant] -= 1
-        if not self._tenants[tenant]:
-            del self._tenants[tenant]
-
-    async def wait(self, milliseconds: int) -> None:
-        """Hold the caller, until `release` at the latest."""
-        try:
-            async with asyncio.timeout(milliseconds / 1000):
-                await self.released.wait()
-        except TimeoutError:
-            pass
-
-    def release(self) -> None:
-        """End every hold at once, now and from now on."""
-        self.released.set()
 
 
 class Service:
     """Everything that streams share.
 
     Attributes:
+        engine: the policies in force; assign to change them between two requests.
+        counting: asks the store.
+        metrics: is told everything.
+        reporter: tells it, and the log.
+        settings: of the process.
+        holds: of throttled requests.
         released: set once `release` was called.
+        kept: bytes of bodies under way.
         streams: open now.
         waiting: of these, the ones that wait for a body, the oldest first.
         given_up: of these, the ones that decide nothing any more and only have to close.
-        kept: bytes of streamed bodies that are waited for, of those that are to be looked into.
     """
 
     def __init__(self, engine: Engine, store: Store, local: MemoryStore, metrics: Metrics, settings: Settings) -> None:
         """Put the parts together.
 
         Args:
-            engine: the policies in force; assign `engine` to change them between two requests.
+            engine: the policies in force.
             store: counts.
             local: counts while `store` cannot.
             metrics: is told everything.
             settings: of the process.
         """
         self.engine = engine
-        self.store = store
+        self.counting = Counting(store, local, metrics, reject=settings.on_store_error == "reject")
         self.metrics = metrics
+        self.reporter = Reporter(metrics, log_descriptors=settings.log_descriptors)
         self.settings = settings
         self.holds = Holds(settings.max_throttled)
         self.released = self.holds.released
+        self.kept = Kept()
         self.streams = 0
         self.waiting: OrderedDict[Stream, None] = OrderedDict()
         self.given_up = 0
-        self.kept = 0
         self._handed_over = HandedOver(shadow=settings.shadow, allow_unenforced=settings.allow_unenforced)
-        self._local = local
-        self._detections = RateLimit(_LINES_PER_SECOND)
-        self._failures = RateLimit(_LINES_PER_SECOND)
         metrics.throttled_in_flight.set_function(lambda: self.holds.held)
         metrics.streams_in_flight.set_function(lambda: self.streams)
 
@@ -185,10 +139,10 @@ class Service:
         scope = self.settings.scope
         pinned: list[str] = []
         for name, value in metadata:
-            if name == SCOPE_METADATA and isinstance(value, str) and valid_scope(value):
+            if name == SCOPE_METADATA and isinstance(value, str) and is_scope(value):
                 scope = value
             elif name == POLICY_METADATA and isinstance(value, str):
-                pinned += named(value)
+                pinned += parse_names(value)
         overloaded = self.streams - self.given_up >= self.settings.max_streams
         if overloaded and self.waiting:
             # Whoever uploads may stall for as long as he likes; that must not switch the guard off for everybody else.
@@ -203,124 +157,18 @@ class Service:
         for stream in list(self.waiting):
             stream.give_up("shutdown")
 
-    def count(self, check: Check, entries: Sequence[Entry], *, shadow: bool) -> MaybeCounts:
-        """Ask the store to count one lane of a request; None when the counts could not be had."""
-        asked = hits(entries)
-        if not asked:
-            return ()
-        try:
-            counts = self.store.hit(asked)
-        except Exception as error:  # noqa: BLE001  # sorted out by the callee
-            return self._without_store(check, entries, error, shadow=shadow)
-        if isinstance(counts, _PLAIN) or not isinstance(counts, Awaitable):
-            return counts
-        return self._count_later(check, entries, counts, shadow=shadow)
-
-    async def _count_later(
-        self, check: Check, entries: Sequence[Entry], counts: Awaitable[Sequence[Count]], *, shadow: bool
-    ) -> Sequence[Count] | None:
-        started = perf_counter()
-        try:
-            return await counts
-        except Exception as error:  # noqa: BLE001  # sorted out by the callee
-            return self._without_store(check, entries, error, shadow=shadow)
-        finally:
-            self.metrics.store_seconds.observe(perf_counter() - started)
-
-    def _without_store(
-        self, check: Check, entries: Sequence[Entry], error: Exception, *, shadow: bool
-    ) -> Sequence[Count] | None:
-        """The counts of a window local to this process, or none; a bug is raised, unless only shadow policies see it."""
-        if isinstance(error, StoreError):
-            self.metrics.store_errors.labels(error.kind).inc()
-            if self.settings.on_store_error == "reject":
-                return None
-            self.metrics.fail_open.labels("store_error").inc()
-            try:
-                return self._local.hit(hits(entries))
-            except Exception as bug:  # noqa: BLE001  # as any other bug, below
-                error = bug
-        if not shadow:
-            raise error
-        check.failures.append((entries[0].plan.id, error))
-        return None
-
-    def handed_over(self, policy_json: str) -> Engine | None:
+    def compile_handed_over(self, policy_json: str) -> Engine | None:
         """The policies that came with a route; None when they cannot be used, which is counted, and logged once."""
         now = datetime.now(UTC)
-        found = self._handed_over.known(policy_json, now)
+        found = self._handed_over.recall(policy_json, now)
         if found is None:
             found = self._handed_over.compile(policy_json, now)
             if isinstance(found, RefusedPolicyError):
-                shown = fields(reason=found.reason, problems=len(found.problems), first=found.problems[:_PROBLEMS_SHOWN])
-                _LOG.error("policy in route metadata refused", extra=shown)
+                self.reporter.report_refused_policy(found)
         if isinstance(found, Engine):
             return found
         self.metrics.handover_errors.labels(found.reason).inc()
         return None
-
-    def check_pinned(self, engine: Engine, pinned: Sequence[str]) -> None:
-        """Say so when a route names policies that are not there."""
-        unknown = engine.unknown(pinned)
-        if unknown:
-            self.metrics.handover_errors.labels("unknown_policy").inc()
-            if (suppressed := self._failures.take(perf_counter())) is not None:
-                extra = fields(
-                    policies=[name[:_NAME_SHOWN] for name in unknown[:_PROBLEMS_SHOWN]],
-                    metadata=POLICY_METADATA,
-                    suppressed=suppressed or None,
-                )
-                _LOG.error("a route names policies that are not loaded or not enabled", extra=extra)
-
-    def log_failure(self, message: str, error: BaseException, **more: object) -> None:
-        """One line for something that went wrong, unless there are too many of them."""
-        suppressed = self._failures.take(perf_counter())
-        if suppressed is not None:
-            extra = fields(error=f"{type(error).__name__}: {error}", **more, suppressed=suppressed or None)
-            _LOG.error(message, exc_info=error, extra=extra)
-
-    def record(self, check: Check, decision: Decision) -> None:
-        """Metrics and log lines for one decided request."""
-        metrics = self.metrics
-        for outcome in decision.trace:
-            if outcome.action is not Action.ALLOW:
-                metrics.detections.labels(outcome.policy, outcome.detector, outcome.mode, outcome.action.value).inc()
-                self._log_detection(check, outcome)
-        for outcome in per_policy(decision.trace):
-            loop = outcome.action is not Action.ALLOW
-            metrics.count_decision(outcome.policy, outcome.mode, outcome.action.value, loop=loop)
-        for policy in check.compared_exactly:
-            metrics.compared_exactly.labels(policy).inc()
-        self.record_uncounted(check)
-
-    def record_uncounted(self, check: Check) -> None:
-        """Metrics and log lines for policies that did not count a request."""
-        for policy, reason in check.uncounted:
-            self.metrics.uncounted.labels(policy, reason).inc()
-        for policy, error in check.failures:
-            self.metrics.fail_open.labels("shadow_error").inc()
-            self.log_failure("shadow policy failed", error, policy=policy)
-
-    def _log_detection(self, check: Check, outcome: Outcome) -> None:
-        suppressed = self._detections.take(perf_counter())
-        if suppressed is None:
-            return
-        shown = None
-        if self.settings.log_descriptors:
-            entries = (*check.enforcing, *check.shadow)
-            shown = next(dict(entry.values) for entry in entries if entry.plan.id == outcome.policy)
-        extra = fields(
-            policy=outcome.policy,
-            detector=outcome.detector,
-            mode=outcome.mode,
-            action=outcome.action.value,
-            fingerprint=outcome.fingerprint,
-            count=outcome.count,
-            tenant=outcome.tenant,
-            descriptors=shown,
-            suppressed=suppressed or None,
-        )
-        _LOG.warning("loop detected", extra=extra)
 
 
 class Stream:
@@ -333,21 +181,19 @@ class Stream:
     """
 
     __slots__ = (
-        "_body",
         "_body_mode",
-        "_check",
         "_chunk",
         "_ended",
         "_engine",
-        "_expected",
+        "_evaluation",
         "_holding",
-        "_kept",
         "_observed",
         "_overloaded",
         "_pinned",
         "_scope",
         "_service",
         "_started",
+        "_upload",
         "given_up",
         "on_given_up",
     )
@@ -359,12 +205,10 @@ class Stream:
         self._scope = scope
         self._pinned = pinned
         self._overloaded = overloaded
-        self._check: Check | None = None
+        self._evaluation: Evaluation | None = None  # what waits for the body
+        self._upload: Upload | None = None
         self._chunk: bytes | memoryview | None = None  # of the body, where the message at hand is large
-        self._body = NO_BODY
-        self._kept = bytearray()  # of a streamed body, what came before
         self._body_mode = -1
-        self._expected = -1
         self.given_up = False
         self._holding: str | None = None
         self._observed = False
@@ -396,7 +240,7 @@ class Stream:
         try:
             return _HANDLERS[kind](self, message)
         except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
-            return self._failed(kind, error)
+            return self._fail(kind, error)
 
     def close(self) -> None:
         """The stream has ended, in whatever way: free what it held."""
@@ -404,182 +248,162 @@ class Stream:
         self._service.given_up -= self.given_up
         # Where Envoy did not say whether it sends bodies, nobody knows which of the two it was.
         self._leave_uncounted("no_body_phase" if self._body_mode < 0 else "aborted")
-        self._drop_kept()
         if self._holding is not None:
             self._service.holds.free(self._holding)
             self._holding = None
 
     def give_up(self, reason: str) -> None:
         """Wait for the body no longer: the request goes on, uncounted."""
-        self._drop_kept()
         self._leave_uncounted(reason)
         self.given_up = True
         self._service.given_up += 1
         if self.on_given_up is not None:
             self.on_given_up()
 
-    def _request_headers(self, message: ProcessingRequest) -> MaybeLater:
-        if self._check is not None or self.given_up:
+    def _on_request_headers(self, message: ProcessingRequest) -> MaybeLater:
+        if self._evaluation is not None or self.given_up:
             return _DONE["request_headers"]
         self._observed = message.observability_mode
-        check = self._prepare(message)
-        if check is None:
+        evaluation = self._prepare(message)
+        if evaluation is None:
             self._service.metrics.unmatched.inc()
             return _DONE["request_headers"]
         if message.request_headers.end_of_stream:
-            return self._judge("request_headers", check, NO_BODY, content=b"")
-        if not check.needs_body:
-            return self._judge("request_headers", check, None)
+            return self._judge("request_headers", evaluation, NO_BODY, content=b"")
+        if not evaluation.needs_body:
+            return self._judge("request_headers", evaluation, None)
         if message.HasField("protocol_config"):
             self._body_mode = message.protocol_config.request_body_mode
-        reason = unknowable_body(check.request) or _no_body_phase(self._body_mode)
+        reason = explain_unknowable_body(evaluation.request) or _explain_no_body(self._body_mode)
         if not reason and self._service.released.is_set():
             reason = "shutdown"
         if reason:
-            return self._judge("request_headers", check, None, reason)
-        return self._go_on_to_body(check)
+            return self._judge("request_headers", evaluation, None, reason)
+        return self._go_on_to_body(evaluation)
 
-    def _go_on_to_body(self, check: Check) -> MaybeLater:
+    def _go_on_to_body(self, evaluation: Evaluation) -> MaybeLater:
         """Wait for the body, which only shadow policies may need."""
-        length = check.request.headers.get("content-length", b"")
-        self._expected = int(length) if length.isdigit() and len(length) <= _LENGTH_DIGITS else -1
-        if not check.only_shadow_needs_body:
-            return self._wait_for_body(check, _GO_ON["request_headers"])
+        if not evaluation.only_shadow_needs_body:
+            return self._wait_for_body(evaluation, _GO_ON["request_headers"])
         # What shadow policies wait for must not keep the others: those are answered now.
-        watching = check.split()
-        reply = self._judge("request_headers", check, None)
+        watching = evaluation.split()
+        reply = self._judge("request_headers", evaluation, None)
         if isinstance(reply, Reply):
             return self._wait_for_body(watching, reply)
         return self._watch_later(reply, watching)
 
-    async def _watch_later(self, reply: Awaitable[Reply], watching: Check) -> Reply:
+    async def _watch_later(self, reply: Awaitable[Reply], watching: Evaluation) -> Reply:
         return self._wait_for_body(watching, await reply)
 
-    def _wait_for_body(self, check: Check, reply: Reply) -> Reply:
+    def _wait_for_body(self, evaluation: Evaluation, reply: Reply) -> Reply:
         """Answer the headers and wait for the body, unless the request does not go on to have one."""
         if self._ended or reply.hold_ms:
-            check.give_up("decided_before")
-            self._service.record_uncounted(check)
+            evaluation.give_up("decided_before")
+            self._service.reporter.report_uncounted(evaluation)
             return reply
-        self._check = check
+        self._evaluation = evaluation
         self._service.waiting[self] = None
-        return reply._replace(done=False)
+        return reply._replace(done=False) if reply.done else reply
 
-    def _prepare(self, message: ProcessingRequest) -> Check | None:
+    def _prepare(self, message: ProcessingRequest) -> Evaluation | None:
         """What the policies of the request, and of its route, want to count."""
         service, engine, handed_over = self._service, self._engine, None
-        engines = [engine]
-        if POLICY_ATTRIBUTE in (known := attributes(message)):
-            handed_over = service.handed_over(known[POLICY_ATTRIBUTE].string_value)
-            if handed_over is not None:
-                engines.append(handed_over)
-        if self._pinned:
-            service.check_pinned(engine, self._pinned)
-        request = read_request(message, engines, allow_unverified_jwt=service.settings.allow_unverified_jwt)
+        if POLICY_ATTRIBUTE in (known := read_attributes(message)):
+            handed_over = service.compile_handed_over(known[POLICY_ATTRIBUTE].string_value)
+        if self._pinned and (unknown := engine.list_unknown(self._pinned)):
+            service.reporter.report_unknown_policies(unknown)
+        request = read_request(message, allow_unverified_jwt=service.settings.allow_unverified_jwt)
         return engine.prepare(request, self._scope, self._pinned, handed_over)
 
-    def _request_body(self, message: ProcessingRequest) -> MaybeLater:
-        check = self._check
-        if check is None:
+    def _on_request_body(self, message: ProcessingRequest) -> MaybeLater:
+        evaluation = self._evaluation
+        if evaluation is None:
             return _DONE["request_body"]
         chunk, self._chunk = self._chunk, None
         if chunk is None:
             chunk = message.request_body.body
-        if self._observed and self._body_mode < 0:
-            self._body_mode = _STREAMED  # the only way to observe bodies; Envoy sends observers no protocol_config
-        self._body = body = self._body.plus(chunk)
-        # With trailers to come, a complete buffered body does not say that it ends the stream.
-        complete = message.request_body.end_of_stream or self._body_mode == _BUFFERED or body.length == self._expected
-        if not complete and self._body_mode == _STREAMED:
-            self._keep(check, chunk)
-            return _GO_ON["request_body"]
-        self._wait_no_more()
-        if not complete:
-            return self._judge("request_body", check, None, "body_truncated")
-        return self._judge("request_body", check, body, content=self._content(check, chunk))
+        return self._take_chunk("request_body", evaluation, chunk, ended=message.request_body.end_of_stream)
 
-    def _request_trailers(self, message: ProcessingRequest) -> MaybeLater:  # noqa: ARG002  # a handler's signature
-        check = self._wait_no_more()
-        if check is None:
+    def _on_request_trailers(self, message: ProcessingRequest) -> MaybeLater:  # noqa: ARG002  # a handler's signature
+        evaluation = self._evaluation
+        if evaluation is None:
             return _DONE["request_trailers"]
-        return self._judge("request_trailers", check, self._body, content=self._content(check, b""))  # a streamed body ends
+        return self._take_chunk("request_trailers", evaluation, b"", ended=True)  # a streamed body ends
 
-    def _keep(self, check: Check, chunk: bytes | memoryview) -> None:
-        """A part of a streamed body that somebody may look into, unless that is too much of it, or of all bodies under way."""
-        service = self._service
-        size = self._body.length
-        if size <= check.inspects and service.kept + len(chunk) <= MAX_KEPT:
-            service.kept += len(chunk)
-            self._kept += chunk
-        else:
-            self._drop_kept()
+    def _take_chunk(self, kind: str, evaluation: Evaluation, chunk: bytes | memoryview, *, ended: bool) -> MaybeLater:
+        """Go on with the body, and judge the request once it is all there, or known to be cut off."""
+        upload = self._upload
+        if upload is None:
+            upload = self._upload = self._start_upload(evaluation)
+        state = upload.add(chunk, ended=ended)
+        if state == MORE:
+            return _GO_ON[kind]
+        self._stop_waiting()
+        if state == CUT_OFF:
+            return self._judge(kind, evaluation, None, "body_truncated")
+        return self._judge(kind, evaluation, upload.body, content=upload.take_content())
 
-    def _content(self, check: Check, last: bytes | memoryview) -> bytes | memoryview | None:
-        """The whole body, None where it was not kept."""
-        length = self._body.length
-        if length > check.inspects:
-            return None
-        if len(last) == length:
-            return last
-        content = bytes(self._kept + last)
-        self._drop_kept()
-        return content if len(content) == length else None
+    def _start_upload(self, evaluation: Evaluation) -> Upload:
+        if self._observed and self._body_mode < 0:
+            self._body_mode = BODY_STREAMED  # the only way to observe bodies; Envoy sends observers no protocol_config
+        length = evaluation.request.headers.get("content-length", b"")
+        return Upload(self._service.kept, self._body_mode, length, evaluation.inspects)
 
-    def _drop_kept(self) -> None:
-        self._service.kept -= len(self._kept)
-        self._kept = bytearray()
-
-    def _response(self, message: ProcessingRequest) -> MaybeLater:
+    def _on_response(self, message: ProcessingRequest) -> MaybeLater:
         self._leave_uncounted("no_body_phase")
         return _DONE[message.WhichOneof("request") or ""]
 
-    def _wait_no_more(self) -> Check | None:
+    def _stop_waiting(self) -> Evaluation | None:
         """What waited for the body until now, if anything did."""
-        check, self._check = self._check, None
-        if check is not None:
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation is not None:
             del self._service.waiting[self]
-        return check
+        return evaluation
 
     def _leave_uncounted(self, reason: str) -> None:
         """A body that was waited for never came: nothing is counted."""
-        check = self._wait_no_more()
-        if check is not None:
-            check.give_up(reason)
-            self._service.record_uncounted(check)
+        if self._upload is not None:
+            self._upload.drop()
+        evaluation = self._stop_waiting()
+        if evaluation is not None:
+            evaluation.give_up(reason)
+            self._service.reporter.report_uncounted(evaluation)
 
     def _judge(
-        self, kind: str, check: Check, body: Body | None, reason: str = "", content: bytes | memoryview | None = None
+        self,
+        kind: str,
+        evaluation: Evaluation,
+        body: Body | None,
+        reason: str = "",
+        content: bytes | memoryview | None = None,
     ) -> MaybeLater:
         """Count the request and answer, now or when the store has answered."""
-        check.seal(body, reason, content)
-        service = self._service
-        counts = service.count(check, check.enforcing, shadow=False) if check.enforcing else ()
-        shadow_counts = service.count(check, check.shadow, shadow=True) if check.shadow else ()
-        if isinstance(counts, _PLAIN) and isinstance(shadow_counts, _PLAIN):
-            return self._answer(kind, check, counts, shadow_counts)
-        return self._judge_later(kind, check, counts, shadow_counts)
+        evaluation.seal(body, reason, content)
+        counting = self._service.counting
+        counts = counting.count(evaluation.enforcing)
+        shadow_counts = counting.count(evaluation.shadow)
+        if isinstance(counts, HERE) and isinstance(shadow_counts, HERE):
+            return self._answer(kind, evaluation, counts, shadow_counts)
+        return self._judge_later(kind, evaluation, counts, shadow_counts)
 
-    async def _judge_later(self, kind: str, check: Check, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:
+    async def _judge_later(self, kind: str, evaluation: Evaluation, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:
         try:
-            settled = await asyncio.gather(_settled(counts), _settled(shadow_counts))
-            return self._answer(kind, check, *settled)
+            settled = await asyncio.gather(settle(counts), settle(shadow_counts))
+            return self._answer(kind, evaluation, *settled)
         except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
-            return self._failed(kind, error)
+            return self._fail(kind, error)
 
-    def _answer(self, kind: str, check: Check, counts: Sequence[Count] | None, shadow_counts: Sequence[Count] | None) -> Reply:
+    def _answer(self, kind: str, evaluation: Evaluation, counts: Counts, shadow_counts: Counts) -> Reply:
         service = self._service
-        unavailable = counts is None  # --on-store-error reject
-        if unavailable:
-            check.enforcing = []
-        decision = decide(check, counts or (), shadow_counts)
+        decision = evaluation.decide(counts, shadow_counts)
         if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self._observed:
             decision = self._hold(decision, decision.lead)
-        service.record(check, decision)
-        if unavailable:
+        service.reporter.report(evaluation, decision)
+        if counts is None:
             self._ended = True
-            reply = Reply(answers.store_unavailable(answers.detected(decision), check.request), done=True)
+            reply = Reply(refuse_without_store(make_metadata(decision), evaluation.request), done=True)
         else:
-            reply = self._encode(kind, check, decision)
+            reply = self._encode(kind, evaluation, decision)
         service.metrics.decision_seconds.observe(perf_counter() - self._started)
         return reply
 
@@ -592,12 +416,12 @@ class Stream:
         trace = [refused if outcome is lead else outcome for outcome in decision.trace]
         return decision._replace(lead=refused, trace=trace)
 
-    def _encode(self, kind: str, check: Check, decision: Decision) -> Reply:
+    def _encode(self, kind: str, evaluation: Evaluation, decision: Decision) -> Reply:
         lead = decision.lead
-        recorded = self._service.settings.record and (check.enforcing or check.shadow)
+        recorded = self._service.settings.record and (evaluation.enforcing.candidates or evaluation.shadow.candidates)
         if lead is None and decision.shadow is None and not recorded:
             return _DONE[kind]
-        metadata = answers.detected(decision)
+        metadata = make_metadata(decision)
         if recorded:
             first = recorded[0]
             metadata |= {
@@ -608,38 +432,34 @@ class Stream:
             }
         if lead is not None and lead.action is Action.REJECT:
             self._ended = True
-            return Reply(answers.refusal(lead, metadata, check.request), done=True)
-        answer = answers.go_on(kind, metadata, warning=decision.warning)
+            return Reply(refuse_loop(lead, metadata, evaluation.request), done=True)
+        answer = let_go_on(kind, metadata, warning=decision.warning)
         if lead is None or self._holding is None:
             return Reply(answer, done=True)
-        return Reply(answer, done=True, hold_ms=lead.delay_ms, first=answers.wait(lead.delay_ms + _HOLD_MARGIN_MS))
+        return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))
 
-    def _failed(self, kind: str, error: Exception) -> Reply:
+    def _fail(self, kind: str, error: Exception) -> Reply:
         """An internal error: the request goes on, loudly."""
-        self._wait_no_more()
+        self._stop_waiting()
         self._service.metrics.fail_open.labels("internal_error").inc()
-        self._service.log_failure("internal error, request let through", error, phase=kind)
+        self._service.reporter.report_failure("internal error, request let through", error, phase=kind)
         return _DONE[kind]
 
 
 _HANDLERS: dict[str, Callable[[Stream, ProcessingRequest], MaybeLater]] = {
-    "request_headers": Stream._request_headers,  # noqa: SLF001  # the table of its own methods
-    "request_body": Stream._request_body,  # noqa: SLF001
-    "request_trailers": Stream._request_trailers,  # noqa: SLF001
-    "response_headers": Stream._response,  # noqa: SLF001
-    "response_body": Stream._response,  # noqa: SLF001
-    "response_trailers": Stream._response,  # noqa: SLF001
+    "request_headers": Stream._on_request_headers,  # noqa: SLF001  # the table of its own methods
+    "request_body": Stream._on_request_body,  # noqa: SLF001
+    "request_trailers": Stream._on_request_trailers,  # noqa: SLF001
+    "response_headers": Stream._on_response,  # noqa: SLF001
+    "response_body": Stream._on_response,  # noqa: SLF001
+    "response_trailers": Stream._on_response,  # noqa: SLF001
 }
 
 
-async def _settled(counts: MaybeCounts) -> Sequence[Count] | None:
-    return await counts if isinstance(counts, Awaitable) else counts
-
-
-def _no_body_phase(body_mode: int) -> str:
+def _explain_no_body(body_mode: int) -> str:
     """Why Envoy will not hand over any body as a whole, empty when it will."""
-    if body_mode == _NONE:
+    if body_mode == BODY_NONE:
         return "no_body_phase"
-    if body_mode in _UNSUPPORTED_MODES:
+    if body_mode in UNSUPPORTED_BODY_MODES:
         return "body_mode"
     return ""

@@ -101,13 +101,13 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-def valid_scope(text: str) -> bool:
+def is_scope(text: str) -> bool:
     """Whether an attachment may be called that."""
     return re.fullmatch(r"[A-Za-z0-9_.-]{0,64}", text) is not None
 
 
 def _scope(text: str) -> str:
-    if not valid_scope(text):
+    if not is_scope(text):
         raise ValueError("must be at most 64 of the characters A-Z a-z 0-9 _ . -")
     return text
 

@@ -7,21 +7,27 @@ other shape is left to protobuf altogether: the answer is always the one that pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Value
 
-from extproc.engine import Engine
 from extproc.pb.base_pb2 import HeaderValue
 from extproc.pb.external_processor_pb2 import ProcessingRequest
-from extproc.request import HttpRequest, claim_text, unverified_claims
+from extproc.pb.processing_mode_pb2 import ProcessingMode
+from extproc.request import Facts, HttpRequest, decode_claims, write_claim
 
 MAX_HEADERS = 10_000
 """So many headers of a request are read (Envoy itself takes 100 by default); those behind them count as missing.
 
 Reading 100,000 takes 40 ms; nothing a client sends may hold up the others for longer than 50 ms.
 """
+
+# Body modes by name: looking an enum's value up on its message class costs microseconds.
+BODY_NONE = int(ProcessingMode.NONE)
+BODY_STREAMED = int(ProcessingMode.STREAMED)
+BODY_BUFFERED = int(ProcessingMode.BUFFERED)
+UNSUPPORTED_BODY_MODES = (int(ProcessingMode.FULL_DUPLEX_STREAMED), int(ProcessingMode.GRPC))
 
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
 _JWT_NAMESPACE = "envoy.filters.http.jwt_authn"
@@ -83,17 +89,16 @@ def _extent(data: bytes, position: int, key: int) -> tuple[int, int]:
     raise DecodeError("a length beyond all that is sent")
 
 
-def attributes(message: ProcessingRequest) -> Mapping[str, Value]:
+def read_attributes(message: ProcessingRequest) -> Mapping[str, Value]:
     """The attributes that Envoy was asked for and has; they come with a stream's first message."""
     return message.attributes[_ATTRIBUTES].fields if _ATTRIBUTES in message.attributes else {}
 
 
-def read_request(message: ProcessingRequest, engines: Sequence[Engine], *, allow_unverified_jwt: bool = False) -> HttpRequest:
-    """The request that a request_headers message tells of, as far as the policies of the engines want to know it.
+def read_request(message: ProcessingRequest, *, allow_unverified_jwt: bool = False) -> HttpRequest:
+    """The request that a request_headers message tells of.
 
     Args:
-        message: the first of its stream.
-        engines: one or two.
+        message: the first of its stream; it is kept until the request lets go of its facts.
         allow_unverified_jwt: where Envoy verified no claim, take it from the bearer token as it is.
     """
     listed: Sequence[HeaderValue] = message.request_headers.headers.headers
@@ -102,56 +107,60 @@ def read_request(message: ProcessingRequest, engines: Sequence[Engine], *, allow
     headers = {header.key: header.raw_value for header in listed}
     if len(headers) < len(listed):  # a name repeats, and the first wins
         headers = {header.key: header.raw_value for header in reversed(listed)}
-    route = address = ""
-    claims: dict[str, str] | None = None
-    for engine in engines:
-        if engine.uses_routes:
-            route = _attribute(message, "xds.route_name")
-        if engine.uses_address:
-            address = _without_port(_attribute(message, "source.address"))
-        if engine.claims:
-            claims = (claims or {}) | _claims(message, headers, engine.claims, allow_unverified_jwt=allow_unverified_jwt)
+    token = headers.get("authorization", b"") if allow_unverified_jwt else b""
     return HttpRequest(
-        _text(headers.get(":method", b"")),
-        _text(headers.get(":path", b"")),
-        _text(headers.get(":authority", b"")),
+        _decode(headers.get(":method", b"")),
+        _decode(headers.get(":path", b"")),
+        _decode(headers.get(":authority", b"")),
         headers,
-        route=route,
-        address=address,
-        claims=claims,
+        _EnvoyFacts(message, token),
     )
 
 
-def _attribute(message: ProcessingRequest, name: str) -> str:
-    found = attributes(message)
-    return found[name].string_value if name in found else ""
+class _EnvoyFacts(Facts):
+    """What Envoy's message says beside the headers."""
 
+    def __init__(self, message: ProcessingRequest, token: bytes) -> None:
+        """Read nothing yet; `token` is the authorization to believe, empty for none."""
+        self._message = message
+        self._token = token
+        self._unverified: dict[str, str] | None = None
 
-def _claims(
-    message: ProcessingRequest, headers: Mapping[str, bytes], names: Iterable[str], *, allow_unverified_jwt: bool
-) -> dict[str, str]:
-    """Claims as Envoy verified them; unverified ones fill the gaps where that is allowed."""
-    claims: dict[str, str] = {}
-    if allow_unverified_jwt:
-        claims = unverified_claims(_text(headers.get("authorization", b"")))
-    metadata = message.metadata_context.filter_metadata
-    if _JWT_NAMESPACE in metadata:
-        # jwt_authn files each payload under a name of the operator's choice (payload_in_metadata).
-        for payload in metadata[_JWT_NAMESPACE].fields.values():
-            verified = payload.struct_value.fields
-            for name in names:
+    def route(self) -> str:
+        """See `Facts`."""
+        return self._attribute("xds.route_name")
+
+    def address(self) -> str:
+        """See `Facts`."""
+        return _strip_port(self._attribute("source.address"))
+
+    def claim(self, name: str) -> str:
+        """The claim as Envoy verified it; an unverified one fills the gap where that is allowed."""
+        metadata = self._message.metadata_context.filter_metadata
+        found: Value | None = None
+        if _JWT_NAMESPACE in metadata:
+            # jwt_authn files each payload under a name of the operator's choice (payload_in_metadata).
+            for payload in metadata[_JWT_NAMESPACE].fields.values():
+                verified = payload.struct_value.fields
                 if name in verified:
-                    value = verified[name]
-                    kind = value.WhichOneof("kind")
-                    claims[name] = claim_text(getattr(value, kind)) if kind else ""
-    return claims
+                    found = verified[name]
+        if found is not None:
+            kind = found.WhichOneof("kind")
+            return write_claim(getattr(found, kind)) if kind else ""
+        if self._unverified is None:
+            self._unverified = decode_claims(_decode(self._token)) if self._token else {}
+        return self._unverified.get(name, "")
+
+    def _attribute(self, name: str) -> str:
+        found = read_attributes(self._message)
+        return found[name].string_value if name in found else ""
 
 
-def _text(value: bytes) -> str:
+def _decode(value: bytes) -> str:
     return value.decode("utf-8", "surrogateescape")
 
 
-def _without_port(address: str) -> str:
+def _strip_port(address: str) -> str:
     """`source.address` without its port: `192.0.2.1:443` or `[2001:db8::1]:443`; a Unix socket's path stays as it is."""
     if address.startswith("["):
         return address[1:].partition("]")[0]

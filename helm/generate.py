@@ -365,7 +365,7 @@ def _kinds(schema: Schema, definitions: Schema) -> list[str]:
 
 def policies() -> Schema:
     """Definitions of a bundle and its parts."""
-    raw = {name: convert(made) for name, made in bundle.schema()["$defs"].items()}
+    raw = {name: convert(made) for name, made in bundle.make_schema()["$defs"].items()}
     definitions: Schema = {name: choose(made, raw) for name, made in raw.items()}
     definitions |= _on_routes(definitions)
     definitions["Spec"]["allOf"] = [_selector_rule(definitions)]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from extproc.similarity.document import limit_integers
 from tests.documents import bundle, policy
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 # These machines are noisy: how long an example takes says nothing about the code.
 settings.register_profile("loopguard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("loopguard")
+
+limit_integers()  # as the command does
 
 _USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 _numbers = count()

@@ -199,7 +199,7 @@ def test_ready_from_serving_until_draining(server: Server) -> None:
 def test_a_dead_store_leaves_the_server_ready(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with the store is told, and is no reason to be taken out of service."""
     server._health.set(serving=True)
-    monkeypatch.setattr(server.service.store, "health", lambda: "connection refused")
+    monkeypatch.setattr(server._store, "health", lambda: "connection refused")
 
     page = server._readyz()
 

@@ -323,7 +323,7 @@ def test_what_is_not_json_is_compared_byte_for_byte(data: bytes) -> None:
 
     assert looks.compare(Document(data)) == (None, None)
     if data:
-        assert looks.shown(Document(data)) == ["the body byte for byte: it is not JSON"]
+        assert looks.show(Document(data)) == ["the body byte for byte: it is not JSON"]
 
 
 def test_not_json_is_counted_and_compared_exactly() -> None:

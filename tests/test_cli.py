@@ -18,7 +18,7 @@ from zlib import crc32
 import pytest
 
 from extproc.cli import main
-from extproc.policy.bundle import schema
+from extproc.policy.bundle import make_schema
 from extproc.similarity.tool_calls import NO_CALLS
 from tests.documents import bundle, policy
 from tests.harness import PATIENCE, Loopguard, write_policies
@@ -465,7 +465,7 @@ def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(capsys, "schema")
 
     assert (run.code, run.err) == (0, "")
-    assert json.loads(run.out) == schema()
+    assert json.loads(run.out) == make_schema()
 
 
 def test_healthcheck_of_nothing(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -11,16 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc import service as service_module
-from extproc.engine import Check, Engine, decide, hits
+from extproc.decision import Repeat
+from extproc.engine import Engine
 from extproc.errors import ProtocolError, StoreError
+from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY
 from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import HttpHeaders, HttpTrailers, ProcessingRequest
+from extproc.policy.bundle import LoopDetection
 from extproc.request import HttpRequest
 from extproc.service import Service, Stream
-from extproc.similarity import conversation, document
+from extproc.similarity import Similarity, conversation, document
+from extproc.similarity.document import Document
 from extproc.store.memory import MemoryStore
+from extproc.upload import Kept
 from extproc.windows import UNCOUNTED, Count
 from extproc.wire import LARGE
 from tests.documents import policy
@@ -75,7 +79,7 @@ def post(**headers: str) -> HttpRequest:
     return HttpRequest("POST", "/v1/chat/completions", "host", {k.replace("_", "-"): v.encode() for k, v in headers.items()})
 
 
-def looked_into(engine: Engine, data: bytes, request: HttpRequest | None = None) -> Check:
+def looked_into(engine: Engine, data: bytes, request: HttpRequest | None = None) -> Evaluation:
     """A check that is sealed with a body."""
     check = engine.prepare(request or post())
     assert check is not None
@@ -85,7 +89,9 @@ def looked_into(engine: Engine, data: bytes, request: HttpRequest | None = None)
 
 def composites(*policies: Mapping[str, Any], data: bytes, request: HttpRequest | None = None) -> list[str]:
     """What is fingerprinted, after the body's checksum."""
-    return [entry.composite.split("|", 4)[4] for entry in looked_into(make_engine(*policies), data, request).enforcing]
+    return [
+        entry.composite.split("|", 4)[4] for entry in looked_into(make_engine(*policies), data, request).enforcing.candidates
+    ]
 
 
 def sent(service: Service, data: bytes, *, times: int = 1, **more: Any) -> Any:  # noqa: ANN401  # a ProcessingResponse
@@ -128,7 +134,7 @@ def test_a_single_detector_counts_where_it_always_did(more: dict[str, Any], key:
 
     check.seal(NO_BODY.plus(b'{"model": "m"}'))
 
-    assert keys(check.enforcing + check.shadow) == [key]
+    assert keys(check.enforcing.candidates + check.shadow.candidates) == [key]
 
 
 def test_each_detector_of_a_policy_has_keys_of_its_own() -> None:
@@ -142,7 +148,7 @@ def test_each_detector_of_a_policy_has_keys_of_its_own() -> None:
         TAIL | {"name": "t"},
     )
 
-    found = keys(looked_into(make_engine(several("p", *loops)), looping(1)).enforcing)
+    found = keys(looked_into(make_engine(several("p", *loops)), looping(1)).enforcing.candidates)
 
     names = [key.split(":")[:4] for key in found]
     assert names == [
@@ -158,7 +164,7 @@ def test_each_detector_of_a_policy_has_keys_of_its_own() -> None:
 
 
 def test_the_strictest_detector_of_a_policy_wins() -> None:
-    """One request that three detectors act on gets the strictest answer, and the warning of another all the same."""
+    """One request that three detectors act on gets the find_strictest answer, and the warning of another all the same."""
     service = make_service(
         several(
             "p",
@@ -348,8 +354,8 @@ def enforced(engine: Engine, data: bytes) -> object:
         check = looked_into(engine, data)
     except Exception as error:  # noqa: BLE001  # what counts is that it is the same error
         return repr(error)
-    ours = [(entry.plan.id, entry.composite, entry.hit, entry.repeat) for entry in check.enforcing]
-    return ours, [item for item in check.uncounted if item[0] == "e"]
+    ours = [(entry.plan.id, entry.composite, entry.hit, entry.repeat) for entry in check.enforcing.candidates]
+    return ours, [item for item in check.list_uncounted() if item[0] == "e"]
 
 
 _ENFORCING = several("e", {}, TAIL, CALLS | {"cooldown_seconds": 5}, TAIL | {"name": "one", "tail_messages": 1}, CANONICAL)
@@ -494,7 +500,7 @@ def test_a_similarity_that_breaks_in_shadow_breaks_nothing_else(similarity: str,
     def broken(_: object) -> None:
         raise RuntimeError("bug")
 
-    monkeypatch.setattr(service.engine.plans[0].detectors[0].looks, "compare", broken)
+    monkeypatch.setattr(service.engine.plans[0].detectors[0].similarity, "compare", broken)
     answers = [status(sent(service, chat("hi"))) for _ in range(3)]
 
     assert answers == [0, 0, 429]
@@ -538,8 +544,8 @@ def test_bypass_takes_what_has_all_of_an_entry(entries: list[dict[str, Any]], re
     check = make_engine(with_spec(policy("p", ANY), bypass=entries)).prepare(request_)
     assert check is not None
 
-    assert [entry.plan.id for entry in check.enforcing] == ([] if bypassed else ["p"])
-    assert check.uncounted == ([("p", "bypass")] if bypassed else [])
+    assert [entry.plan.id for entry in check.enforcing.candidates] == ([] if bypassed else ["p"])
+    assert check.list_uncounted() == ([("p", "bypass")] if bypassed else [])
 
 
 def test_a_bypassed_request_is_not_waited_for() -> None:
@@ -572,7 +578,7 @@ def test_a_bypass_comes_before_descriptors() -> None:
     check = engine.prepare(HttpRequest("GET", "/" + "x" * 70_000))
 
     assert check is not None
-    assert check.uncounted == [("p", "bypass")]
+    assert check.list_uncounted() == [("p", "bypass")]
 
 
 # --- limit_keys from the body
@@ -632,8 +638,8 @@ def test_a_missing_descriptor_of_the_body_can_skip(data: bytes) -> None:
     """With `skip` a request whose body does not name its caller is not counted."""
     check = looked_into(make_engine(policy("p", ANY, limit_keys=["body:/user"], missing_descriptor="skip")), data)
 
-    assert check.enforcing == []
-    assert check.uncounted == [("p", "missing_descriptor")]
+    assert check.enforcing.candidates == []
+    assert check.list_uncounted() == [("p", "missing_descriptor")]
 
 
 @pytest.mark.parametrize(("length", "counted"), [(8_192, True), (8_193, False)])
@@ -641,8 +647,8 @@ def test_a_descriptor_of_the_body_is_bounded(length: int, counted: bool) -> None
     """A value longer than any descriptor may be leaves the request uncounted instead of being cut."""
     check = looked_into(make_engine(policy("p", ANY, limit_keys=["body:/user"])), encoded({"user": "x" * length}))
 
-    assert [entry.plan.id for entry in check.enforcing] == (["p"] if counted else [])
-    assert check.uncounted == ([] if counted else [("p", "descriptor_too_long")])
+    assert [entry.plan.id for entry in check.enforcing.candidates] == (["p"] if counted else [])
+    assert check.list_uncounted() == ([] if counted else [("p", "descriptor_too_long")])
 
 
 def test_keys_of_one_name_are_told_apart() -> None:
@@ -726,9 +732,9 @@ class Calls:
     def send(self, data: bytes, now: float, user: str = "ann") -> tuple[str, int | None]:
         """Action and Retry-After of a request at a time in seconds."""
         check = looked_into(self._engine, data, post(x_user=user))
-        asked = hits(check.enforcing)
+        asked = check.enforcing.list_hits()
         self.asked += len(asked)
-        decision = decide(check, self._store.hit(asked, int(now * 1000)))
+        decision = check.decide(self._store.hit(asked, int(now * 1000)))
         return decision.action.value, decision.lead.retry_after if decision.lead else None
 
 
@@ -807,7 +813,7 @@ def test_counts_and_calls_in_one_policy_are_not_mixed_up() -> None:
     engine = make_engine(several("p", {}, CALLS, TAIL | {"threshold_identical_requests": 9}))
     check = looked_into(engine, looping(3))
 
-    decision = decide(check, [Count(3, True, 0, 7), Count(5, False, 0, 8)])
+    decision = check.decide([Count(3, True, 0, 7), Count(5, False, 0, 8)])
 
     assert [(outcome.detector, outcome.count, outcome.span_ms) for outcome in decision.trace] == [
         ("exact", 3, 7),
@@ -824,11 +830,34 @@ def test_a_store_that_is_down_leaves_a_local_cooldown() -> None:
         def hit(self, *_: object) -> list[Count]:
             raise StoreError("down", kind="connection")
 
-    service.store = Down(Metrics())
+    service.counting.store = Down(Metrics())
     answers = [status(sent(service, looping(times))) for times in (3, 1)]
 
     assert answers == [429, 429]
     assert sample(service, "fail_open_total", reason="store_error") == 2
+
+
+class _Raising(Similarity):
+    """Fails when it is to look into a body."""
+
+    looks = True
+
+    def compare(self, document: Document) -> tuple[bytes | None, Repeat | None]:
+        raise ZeroDivisionError(len(document))
+
+
+@pytest.mark.parametrize(("mode", "reason"), [("enforce", "internal_error"), ("shadow", "shadow_error")])
+def test_a_detector_that_raises_stops_nobody_else(mode: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Its neighbours in the same policy and in others still count and refuse the loop; each failure is counted and logged."""
+    service = make_service(with_spec(several("bad", TAIL, {}), mode=mode), policy("good", ANY))
+    service.engine.plans[0].detectors[0].similarity = _Raising(LoopDetection())
+
+    answers = [status(sent(service, chat("hi"))) for _ in range(3)]
+
+    assert answers == [0, 0, 429]
+    assert sample(service, "detections_total", policy="bad", detector="exact", mode=mode, action="reject") == 1
+    assert sample(service, "fail_open_total", reason=reason) == 3
+    assert "failed" in caplog.text
 
 
 # --- streamed bodies
@@ -854,7 +883,7 @@ def test_a_streamed_body_is_looked_into_as_one(loop: dict[str, Any], size: int) 
     found = [metadata_of(decoded(exchange(service, *messages)[-1]))["fingerprint"] for _ in range(2)]
 
     assert found == [whole] * 2
-    assert service.kept == 0
+    assert service.kept.bytes == 0
     assert uncounted(service) == {}
 
 
@@ -892,7 +921,7 @@ def test_trailers_end_a_streamed_body() -> None:
     answers = [status(decoded(exchange(service, *messages)[-1])) for _ in range(3)]
 
     assert answers == [0, 0, 429]
-    assert service.kept == 0
+    assert service.kept.bytes == 0
 
 
 def test_a_streamed_body_past_the_limit_is_not_kept() -> None:
@@ -902,11 +931,11 @@ def test_a_streamed_body_past_the_limit_is_not_kept() -> None:
     receive(stream, headers(mode="STREAMED"))
 
     receive(stream, body(b"x" * 60, end=False))
-    kept = [service.kept]
+    kept = [service.kept.bytes]
     receive(stream, body(b"x" * 60, end=False))
-    kept.append(service.kept)
+    kept.append(service.kept.bytes)
     receive(stream, body(b"x" * 10, end=False))
-    kept.append(service.kept)
+    kept.append(service.kept.bytes)
     receive(stream, body(b"x"))
     stream.close()
 
@@ -923,30 +952,30 @@ def test_where_nobody_looks_nothing_is_kept(made: dict[str, Any]) -> None:
 
     for message in (headers(mode="STREAMED"), body(b"x" * 1_000, end=False)):
         receive(stream, message)
-    kept = service.kept
+    kept = service.kept.bytes
     stream.close()
 
     assert kept == 0
 
 
-def test_all_bodies_under_way_share_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_bodies_under_way_share_one_bound() -> None:
     """Past MAX_KEPT a streamed body is let go of and not looked into; those that were kept before are, and room comes back."""
-    monkeypatch.setattr(service_module, "MAX_KEPT", 150)
     service = make_service(several("p", TAIL, {}))
+    service.kept = Kept(150)
     data = chat("hi")
     first, second = service.open(), service.open()
     for stream in (first, second):
         receive(stream, headers(mode="STREAMED"))
         receive(stream, body(data[:40], end=False))
         receive(stream, body(data[40:-1] + b" " * 40, end=False))
-    kept = service.kept
+    kept = service.kept.bytes
 
     for stream in (first, second):
         receive(stream, body(data[-1:]))
         stream.close()
 
     assert kept <= 150
-    assert service.kept == 0
+    assert service.kept.bytes == 0
     assert uncounted(service) == {("p", "inspect_limit"): 1}
     assert status(decoded(exchange(service, *in_chunks(data, 30))[-1])) == 0
     assert uncounted(service) == {("p", "inspect_limit"): 1}
@@ -958,7 +987,7 @@ def _garbage(stream: Stream) -> None:
 
 
 def _bug(stream: Stream) -> None:
-    stream._service.store = None  # type: ignore[assignment]  # on purpose
+    stream._service.counting.store = None  # type: ignore[assignment]  # on purpose
     receive(stream, body(b"}"))
 
 
@@ -989,13 +1018,13 @@ def test_what_is_kept_is_let_go_of_however_a_stream_ends(end: str) -> None:
     receive(stream, headers(mode="STREAMED"))
     receive(stream, body(b'{"a": 1', end=False))
     receive(stream, body(b" ", end=False))
-    kept = service.kept
+    kept = service.kept.bytes
 
     ENDS[end](stream)
     stream.close()
 
     assert kept == 8
-    assert service.kept == 0
+    assert service.kept.bytes == 0
     assert (service.streams, len(service.waiting)) == (0, 0)
 
 
@@ -1141,8 +1170,8 @@ def test_a_body_that_was_cut_off_is_counted_in_shadow_by_nobody_either() -> None
 
     check.seal(None, "body_truncated")
 
-    assert (check.enforcing, check.shadow) == ([], [])
-    assert sorted(check.uncounted) == [("e", "body_truncated"), ("s", "body_truncated")]
+    assert (check.enforcing.candidates, check.shadow.candidates) == ([], [])
+    assert sorted(check.list_uncounted()) == [("e", "body_truncated"), ("s", "body_truncated")]
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
-from extproc.decision import Action, Outcome, Repeat, duration, loop_message
-from extproc.engine import Engine, decide, hits, per_policy
+from extproc.decision import Action, Outcome, Repeat
+from extproc.engine import Engine
+from extproc.evaluation import Candidate, group_by_policy
 from extproc.fingerprint import NO_BODY, Body
 from extproc.metrics import Metrics
-from extproc.plan import Entry
+from extproc.policy.bundle import LoopDetection
 from extproc.policy.loader import parse
 from extproc.request import HttpRequest
+from extproc.similarity import make_similarity
+from extproc.similarity.base import format_duration
 from extproc.store.memory import MemoryStore
 from extproc.windows import Count
 from tests.documents import bundle, policy
@@ -29,17 +32,17 @@ def make_engine(*policies: Mapping[str, Any], now: datetime = NOW, shadow: bool 
     return Engine(parse({"bundle.json": json.dumps(bundle(*policies, **more)).encode()}, NOW), now, shadow=shadow)
 
 
-def sealed(engine: Engine, request: HttpRequest, body: Body | None = NO_BODY) -> tuple[list[Entry], list[Entry]]:
+def sealed(engine: Engine, request: HttpRequest, body: Body | None = NO_BODY) -> tuple[list[Candidate], list[Candidate]]:
     """What would be counted, enforcing and shadow."""
     check = engine.prepare(request)
     assert check is not None
     check.seal(body, "reason")
-    return check.enforcing, check.shadow
+    return check.enforcing.candidates, check.shadow.candidates
 
 
-def keys(entries: list[Entry]) -> list[str]:
+def keys(candidates: list[Candidate]) -> list[str]:
     """What they count under."""
-    return [hit.key for hit in hits(entries)]
+    return [candidate.hit.key for candidate in candidates if candidate.hit is not None]
 
 
 def get(target: str = "/", **headers: str) -> HttpRequest:
@@ -52,9 +55,11 @@ def verdict(engine: Engine, *counts: Count) -> Any:  # noqa: ANN401  # a Decisio
     check = engine.prepare(get())
     assert check is not None
     check.seal(NO_BODY)
-    return decide(check, counts[: len(check.enforcing)], counts[len(check.enforcing) :])
+    acting = len(check.enforcing.candidates)
+    return check.decide(counts[:acting], counts[acting:])
 
 
+EXACT = make_similarity(LoopDetection())
 LOOP = Count(3, looping=True, cooldown_ms=0, span_ms=1_000)
 FINE = Count(1, looping=False, cooldown_ms=0, span_ms=0)
 
@@ -89,8 +94,8 @@ def test_a_missing_descriptor_vanishes_or_skips() -> None:
 
     check.seal(NO_BODY)
 
-    assert [item.composite for item in check.enforcing] == ["GET|/||00000000|x-a=1"]
-    assert check.uncounted == [("skip", "missing_descriptor")]
+    assert [item.composite for item in check.enforcing.candidates] == ["GET|/||00000000|x-a=1"]
+    assert check.list_uncounted() == [("skip", "missing_descriptor")]
 
 
 def test_an_unknown_body_is_not_counted_unless_ignored() -> None:
@@ -100,8 +105,8 @@ def test_an_unknown_body_is_not_counted_unless_ignored() -> None:
 
     check.seal(None, "grpc")
 
-    assert [item.plan.id for item in check.enforcing] == ["ignores"]
-    assert check.uncounted == [("needs", "grpc")]
+    assert [item.plan.id for item in check.enforcing.candidates] == ["ignores"]
+    assert check.list_uncounted() == [("needs", "grpc")]
 
 
 def test_an_ignored_body_leaves_its_slot_empty() -> None:
@@ -125,7 +130,7 @@ def test_what_is_too_long_is_not_counted(request_: HttpRequest, reason: str) -> 
     check = make_engine(policy("a", ANY, limit_keys=["header:x-a"])).prepare(request_)
 
     assert check is not None
-    assert check.uncounted == [("a", reason)]
+    assert check.list_uncounted() == [("a", reason)]
 
 
 def test_the_strictest_answer_wins() -> None:
@@ -190,20 +195,37 @@ def test_count_refused_is_about_refusals_alone() -> None:
 
     live, _ = sealed(engine, get())
 
-    assert [hit.count_refused for hit in hits(live)] == [False, True, True]
+    assert [candidate.hit.count_refused for candidate in live if candidate.hit is not None] == [False, True, True]
 
 
 def test_an_error_in_a_shadow_policy_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a shadow policy's evaluation raises, the enforcing policy beside it is evaluated as if it were alone."""
     engine = make_engine(policy("s", ANY, mode="shadow", limit_keys=["header:x-a"]), policy("e", ANY))
-    monkeypatch.setattr(engine.plans[0], "descriptors", [None])
+    monkeypatch.setattr(engine.plans[0], "_descriptors", [None])
 
     check = engine.prepare(get())
 
     assert check is not None
     check.seal(NO_BODY)
-    assert [item.plan.id for item in check.enforcing] == ["e"]
-    assert [identity for identity, _ in check.failures] == ["s"]
+    assert [item.plan.id for item in check.enforcing.candidates] == ["e"]
+    assert [identity for identity, _ in check.shadow.failures] == ["s"]
+
+
+@pytest.mark.parametrize("mode", ["enforce", "shadow"])
+def test_a_detector_that_raises_leaves_the_others_verdict_standing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever one policy's evaluation raises, and wherever, the policy beside it refuses the loop that it saw."""
+    for raising in ("_descriptors", "detectors"):
+        engine = make_engine(policy("bad", ANY, limit_keys=["header:x-a"], mode=mode), policy("good", ANY, action="warn"))
+        monkeypatch.setattr(engine.plans[0], raising, [None])
+        evaluation = engine.prepare(get(x_a="1"))
+        assert evaluation is not None
+
+        evaluation.seal(NO_BODY)
+        decision = evaluation.decide([LOOP] * len(evaluation.enforcing.list_hits()), [])
+
+        assert decision.lead is not None
+        assert decision.lead.policy == "good"
+        assert [identity for lane in evaluation.lanes for identity, _ in lane.failures] == ["bad"]
 
 
 def test_a_million_distinct_requests_share_no_count() -> None:
@@ -216,7 +238,7 @@ def test_a_million_distinct_requests_share_no_count() -> None:
         assert check is not None
         for number in range(1_000):
             check.seal(NO_BODY.plus(b'{"prompt": %d}' % number))
-            (count,) = store.hit(hits(check.enforcing), number)
+            (count,) = store.hit(check.enforcing.list_hits(), number)
             assert count.count == 1
 
     assert len(store) == 1_000_000
@@ -224,9 +246,9 @@ def test_a_million_distinct_requests_share_no_count() -> None:
 
 def test_the_message_says_what_to_do() -> None:
     """What repeated, how often, over what span; a long path is cut, odd bytes cannot break the JSON."""
-    outcome = Outcome("p", "enforce", Action.REJECT, "f" * 8, "t" * 16, 7, 150_000, 60, 0, 60, 429)
+    outcome = Outcome("p", "enforce", Action.REJECT, "f" * 8, "t" * 16, 7, 150_000, 60, 0, 60, 429, "default", EXACT)
 
-    message = loop_message(outcome, "POST", "/v1/" + "x" * 1_000 + "\udcff")
+    message = EXACT.tell(outcome, "POST", "/v1/" + "x" * 1_000 + "\udcff")
 
     assert "POST /v1/xxx" in message
     assert "7 times within 2.5 minutes" in message
@@ -258,9 +280,10 @@ def test_the_message_says_what_to_do() -> None:
 )
 def test_the_message_says_what_was_compared(similarity: str, repeat: Repeat | None, said: str) -> None:
     """Each similarity says what repeated in its own words; calls are told by tool and number, with the operator's reason."""
-    outcome = Outcome("p", "enforce", Action.REJECT, "f" * 8, "t" * 16, 7, 150_000, 60, 0, 60, 429, "name", similarity, repeat)
+    teller = make_similarity(LoopDetection.model_validate({"similarity": similarity}))
+    outcome = Outcome("p", "enforce", Action.REJECT, "f" * 8, "t" * 16, 7, 150_000, 60, 0, 60, 429, "name", teller, repeat)
 
-    message = loop_message(outcome, "POST", "/v1")
+    message = teller.tell(outcome, "POST", "/v1")
 
     assert message.startswith(f"Loop detected: {said}")
     assert "change the approach" in message
@@ -268,7 +291,7 @@ def test_the_message_says_what_was_compared(similarity: str, repeat: Repeat | No
 
 def test_the_strictest_outcome_of_each_policy_counts() -> None:
     """A policy is told by one outcome, the first among equals; the same policy's place in the other lane is its own."""
-    base = Outcome("a", "enforce", Action.ALLOW, "f", "t", 1, 0, 60, 0, 60, 429, "one")
+    base = Outcome("a", "enforce", Action.ALLOW, "f", "t", 1, 0, 60, 0, 60, 429, "one", EXACT)
     trace = [
         base,
         base._replace(action=Action.WARN, detector="two"),
@@ -278,14 +301,14 @@ def test_the_strictest_outcome_of_each_policy_counts() -> None:
         base._replace(policy="b", mode="shadow", action=Action.REJECT),
     ]
 
-    found = [(outcome.policy, outcome.mode, outcome.action.value, outcome.detector) for outcome in per_policy(trace)]
+    found = [(outcome.policy, outcome.mode, outcome.action.value, outcome.detector) for outcome in group_by_policy(trace)]
 
     assert found == [
         ("a", "enforce", "warn", "two"),
         ("b", "enforce", "allow", "one"),
         ("b", "shadow", "reject", "one"),
     ]
-    assert list(per_policy(trace[:1])) == trace[:1]
+    assert list(group_by_policy(trace[:1])) == trace[:1]
 
 
 @pytest.mark.parametrize(
@@ -295,4 +318,4 @@ def test_the_strictest_outcome_of_each_policy_counts() -> None:
 )  # fmt: skip
 def test_spans_read_as_a_person_would_say_them(milliseconds: int, text: str) -> None:
     """The unit grows with the span."""
-    assert duration(milliseconds) == text
+    assert format_duration(milliseconds) == text

@@ -13,10 +13,10 @@ from tests.harness import PATIENCE, Stack, eventually, stack
 REJECT = bundle(policy("p", {"pathPrefix": "/"}))
 
 _BUG = """
-import extproc.service
+from extproc.evaluation import Evaluation
 def bug(*_):
     raise RuntimeError("a bug")
-extproc.service.decide = bug
+Evaluation.decide = bug
 """
 
 

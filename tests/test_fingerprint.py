@@ -10,7 +10,7 @@ from zlib import adler32, crc32
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.fingerprint import NO_BODY, Body, canonical_query, composite, digest, joined_descriptors, request_head, tenant
+from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, join_descriptors, write_head, write_query
 from extproc.request import HttpRequest
 
 # Text around the characters that the composite gives a meaning to, where mistakes would hide.
@@ -31,8 +31,8 @@ def _query(pairs: list[tuple[str, str]]) -> str:
 
 def _composite(method: str, path: str, pairs: list[tuple[str, str]], body: bytes, descriptors: dict[str, str]) -> str:
     request = HttpRequest(method, f"{path}?{_query(pairs)}")
-    head = request_head(request.method, request.path, canonical_query(request.query_pairs()))
-    return composite(head, NO_BODY.plus(body), joined_descriptors(list(descriptors.items())))
+    head = write_head(request.method, request.path, write_query(request.read_query()))
+    return compose(head, NO_BODY.plus(body), join_descriptors(list(descriptors.items())))
 
 
 def test_the_composite_is_as_documented() -> None:
@@ -53,7 +53,7 @@ def test_query_is_decoded_sorted_and_encoded() -> None:
     """`+` and %20 are the same space, blanks stay, reserved characters are encoded, pairs are sorted."""
     request = HttpRequest("GET", "/p%20q|r?b=2&a=x+y&c&a=%7C%3d%26%25&&b=1")
 
-    made = composite(request_head("GET", request.path, canonical_query(request.query_pairs())), NO_BODY, "")
+    made = compose(write_head("GET", request.path, write_query(request.read_query())), NO_BODY, "")
 
     assert made == "GET|/p%2520q%7Cr|a=x y&a=%7C%3D%26%25&b=1&b=2&c=|00000000"
 
@@ -66,7 +66,7 @@ def test_the_digest_names_crc_and_check() -> None:
 
     assert one[0] == other[0] == f"{crc32(text.encode()):08x}"
     assert one[1] != other[1]
-    assert len(one[1]) == len(tenant("a=b")) == 16
+    assert len(one[1]) == len(hash_tenant("a=b")) == 16
 
 
 def test_a_crc_collision_does_not_share_a_key() -> None:

@@ -42,7 +42,7 @@ class Recording(MemoryStore):
     def __init__(self, service: Service) -> None:
         super().__init__(Metrics())
         self.keys: list[str] = []
-        service.store = self
+        service.counting.store = self
 
     def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count]:
         """Count."""
@@ -263,7 +263,7 @@ def test_only_unknown_ids_apply_nothing() -> None:
 def test_log_lines_about_unknown_ids_are_limited(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Every such request is counted, at most 20 a second are logged, and the next line says how many were not."""
     service, clock = make_service(), [1.0]
-    monkeypatch.setattr("extproc.service.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("extproc.reporting.perf_counter", lambda: clock[0])
 
     for _ in range(100):
         ask(service, pin="nope")

@@ -17,8 +17,8 @@ from extproc.errors import BundleErrors
 from extproc.handover import HandedOver
 from extproc.policy.bundle import MAX_DELAY_MS, UNSUPPORTED_KEYS
 from extproc.policy.loader import parse
-from extproc.service import _HOLD_MARGIN_MS
-from extproc.settings import valid_scope
+from extproc.service import HOLD_MARGIN_MS
+from extproc.settings import is_scope
 from extproc.store import _SCHEMES
 from tests.chart import CHART, Values, merged, objects, problems, refusal, with_policies
 from tests.documents import bundle, policy
@@ -396,7 +396,7 @@ def test_every_detector_of_a_policy_is_looked_at(tmp_path: Path) -> None:
 
 def test_the_longest_hold_is_the_codes() -> None:
     """A throttle that names no limit holds as long, and needs as much more, as it does in the process."""
-    needed = -(-(MAX_DELAY_MS + _HOLD_MARGIN_MS) // 1000)
+    needed = -(-(MAX_DELAY_MS + HOLD_MARGIN_MS) // 1000)
 
     assert objects(throttle() | {"envoy": {"maxMessageTimeoutSeconds": needed}, "drain": {"timeoutSeconds": needed}})
     assert len(problems(throttle() | {"envoy": {"maxMessageTimeoutSeconds": needed - 1}})) == 1
@@ -647,4 +647,4 @@ def test_scopes_are_those_of_the_process(scope: str) -> None:
     except helm_python.HelmValuesError:
         taken = False
 
-    assert taken == valid_scope(f"{scope}-canary")
+    assert taken == is_scope(f"{scope}-canary")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from extproc.errors import BundleError, BundleErrors
-from extproc.policy.bundle import schema
+from extproc.policy.bundle import make_schema
 from extproc.policy.loader import MAX_FILE, PolicySet, load, parse
 from tests.documents import bundle, policy
 
@@ -675,7 +675,7 @@ def test_calls_without_a_cooldown_share_no_counts() -> None:
 
 def test_the_schema_says_what_each_key_means() -> None:
     """Editors show a description at every key of loop_detection and of its tools."""
-    made = schema()["$defs"]
+    made = make_schema()["$defs"]
 
     kinds = [made[kind]["properties"] for kind in ("LoopDetection", "Tool")]
     assert [name for keys in kinds for name, key in keys.items() if len(key.get("description", "")) < 10] == []
@@ -979,7 +979,7 @@ def test_every_path_that_cannot_be_read_is_reported(tmp_path: Path, monkeypatch:
 
 def test_the_schema_describes_the_models() -> None:
     """`schema` is draft 2020-12 with every reference resolved, closed objects, and the rules that editors can show."""
-    made = schema()
+    made = make_schema()
 
     text = json.dumps(made)
     kinds = made["$defs"]
@@ -1061,7 +1061,7 @@ def fits(value: Any, rule: Mapping[str, Any], kinds: Mapping[str, Any]) -> bool:
 
 def in_schema(document: object) -> bool:
     """Whether our JSON Schema takes a document."""
-    made = schema()
+    made = make_schema()
     return fits(document, made, made["$defs"])
 
 

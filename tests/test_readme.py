@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from extproc.cli import main
-from extproc.decision import Action, Outcome, Repeat, loop_message
+from extproc.decision import Action, Outcome, Repeat
 from extproc.metrics import Metrics
-from extproc.policy.bundle import LoopDetection, Spec, Tool
+from extproc.policy.bundle import LoopDetection, Spec
 from extproc.policy.loader import parse
+from extproc.similarity import make_similarity
+from extproc.similarity.keys import Tool
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -42,17 +44,19 @@ def test_the_sample_policies_are_good() -> None:
 
 def test_the_refusal_reads_as_shown() -> None:
     """The message of the README's example is that of a sixth request sent at once."""
-    sixth = Outcome("p", "enforce", Action.REJECT, "0d8562cd", "", 6, 40, 60, 0, 60, 429)
+    exact = make_similarity(LoopDetection())
+    sixth = Outcome("p", "enforce", Action.REJECT, "0d8562cd", "", 6, 40, 60, 0, 60, 429, "default", exact)
 
-    assert loop_message(sixth, "POST", "/v1/chat/completions") in README.read_text()
+    assert exact.tell(sixth, "POST", "/v1/chat/completions") in README.read_text()
 
 
 def test_the_refusal_of_tool_calls_reads_as_shown() -> None:
     """The message about a tool is that of three equal calls."""
     repeat = Repeat(("read_file",), 3, 3, 3, results=True)
-    third = Outcome("p", "enforce", Action.REJECT, "0d8562cd", "", 3, 0, 0, 0, None, 429, repeat=repeat)
+    calls = make_similarity(LoopDetection(similarity="tool_calls"))
+    third = Outcome("p", "enforce", Action.REJECT, "0d8562cd", "", 3, 0, 0, 0, None, 429, "default", calls, repeat)
 
-    assert loop_message(third, "POST", "/v1/chat/completions") in README.read_text()
+    assert calls.tell(third, "POST", "/v1/chat/completions") in README.read_text()
 
 
 def test_every_key_and_metric_is_documented() -> None:

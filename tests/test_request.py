@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.request import MAX_TOKEN, HttpRequest, claim_text, descriptors, unverified_claims
+from extproc.request import MAX_TOKEN, HttpRequest, StatedFacts, compile_descriptors, decode_claims, write_claim
 
 REQUEST = HttpRequest(
     "POST",
     "/p?org=first&org=second&Org=upper&empty=&x-user=%41+%2B",
     "api.example.com:8443",
     {"x-user": b"Ann", "x-empty": b"", "x-bytes": b"\xff\xc3\xa9", "host": b"from-the-map"},
-    address="2001:db8::1",
-    claims={"org_id": "org-abc", "Sub": "U"},
+    StatedFacts(address="2001:db8::1", claims={"org_id": "org-abc", "Sub": "U"}),
 )
 
 
@@ -42,7 +41,7 @@ REQUEST = HttpRequest(
 )
 def test_each_source_of_descriptors(key: str, name: str, value: str) -> None:
     """A limit key is named after what follows its source; the first of repeated values counts, an empty one is none."""
-    (found,) = descriptors([key])
+    (found,) = compile_descriptors([key])
 
     assert (found.name, found.read(REQUEST, found.argument)) == (name, value)
 
@@ -60,7 +59,7 @@ def test_each_source_of_descriptors(key: str, name: str, value: str) -> None:
 )
 def test_names_that_would_be_equal_are_written_in_full(keys: list[str], names: list[str]) -> None:
     """Two descriptors never share a name; the same key twice is one descriptor."""
-    assert [found.name for found in descriptors(keys)] == names
+    assert [found.name for found in compile_descriptors(keys)] == names
 
 
 @pytest.mark.parametrize(
@@ -81,7 +80,7 @@ def test_names_that_would_be_equal_are_written_in_full(keys: list[str], names: l
 )
 def test_claims_become_text(value: object, text: str) -> None:
     """Scalars have one spelling, whatever number type they came in; what is not a scalar counts as missing."""
-    assert claim_text(value) == text
+    assert write_claim(value) == text
 
 
 def bearer(payload: bytes, scheme: str = "Bearer") -> str:
@@ -94,7 +93,7 @@ def test_a_token_is_decoded_without_its_padding(scheme: str) -> None:
     """The scheme is case-insensitive; claims that are no scalars, or empty, are left out."""
     claims = {"org_id": "\u00e9\u00ff?>", "n": 7, "admin": True, "aud": ["a"], "none": None, "empty": ""}
 
-    found = unverified_claims(bearer(json.dumps(claims).encode(), scheme))
+    found = decode_claims(bearer(json.dumps(claims).encode(), scheme))
 
     assert found == {"org_id": "\u00e9\u00ff?>", "n": "7", "admin": "true"}
 
@@ -120,7 +119,7 @@ def test_a_token_is_decoded_without_its_padding(scheme: str) -> None:
 )
 def test_what_is_no_token_has_no_claims(authorization: str) -> None:
     """Anything that is not a JWT of sane size counts as missing and never raises."""
-    assert unverified_claims(authorization) == {}
+    assert decode_claims(authorization) == {}
 
 
 JSON = st.recursive(
@@ -132,14 +131,14 @@ JSON = st.recursive(
 @given(st.one_of(st.text(), st.binary().map(bearer), JSON.map(lambda value: bearer(json.dumps(value).encode()))))
 def test_no_token_can_break_the_decoding(authorization: str) -> None:
     """Whatever a client sends as a token, decoding returns claims that can be hashed and compared."""
-    found = unverified_claims(authorization)
+    found = decode_claims(authorization)
 
     assert all(text.encode("utf-8", "surrogateescape") for text in found.values())
 
 
 def test_half_a_surrogate_pair_in_a_token_can_be_encoded() -> None:
     """JSON can spell a string that is no text; different such strings stay different and hashable."""
-    found = [unverified_claims(bearer(rf'{{"a": "\u{code}"}}'.encode()))["a"] for code in ("d800", "dfff")]
+    found = [decode_claims(bearer(rf'{{"a": "\u{code}"}}'.encode()))["a"] for code in ("d800", "dfff")]
 
     assert len({text.encode("utf-8", "surrogateescape") for text in found}) == 2
 
@@ -186,7 +185,7 @@ def test_targets_are_split_as_received(target: str, path: str, query: str) -> No
 )
 def test_queries_are_decoded(query: str, pairs: list[tuple[str, str]]) -> None:
     """`+` is a space, blanks are kept, what is no escape stays as it is, bytes that are not UTF-8 survive."""
-    assert HttpRequest("GET", f"/?{query}").query_pairs() == pairs
+    assert HttpRequest("GET", f"/?{query}").read_query() == pairs
 
 
 @given(st.text(alphabet=st.sampled_from("ab=&+%41fF\u00e9\udcff"), max_size=20))
@@ -194,12 +193,12 @@ def test_every_query_is_read_as_the_standard_library_reads_it(query: str) -> Non
     """The short cut for queries without escapes gives what decoding them would have given."""
     expected = parse_qsl(query, keep_blank_values=True, errors="surrogateescape")
 
-    assert HttpRequest("GET", f"/?{query}").query_pairs() == expected
+    assert HttpRequest("GET", f"/?{query}").read_query() == expected
 
 
 @given(st.binary(max_size=6), st.binary(max_size=6))
 def test_different_bytes_stay_different(one: bytes, other: bytes) -> None:
     """Two escaped values are equal after decoding only when their bytes are, UTF-8 or not, as names and as values."""
-    first, second = (HttpRequest("GET", f"/?{quote_plus(data)}={quote_plus(data)}").query_pairs() for data in (one, other))
+    first, second = (HttpRequest("GET", f"/?{quote_plus(data)}={quote_plus(data)}").read_query() for data in (one, other))
 
     assert (first == second) == (one == other)

@@ -20,10 +20,11 @@ from extproc.errors import ProtocolError, StoreError
 from extproc.metrics import Metrics
 from extproc.pb.base_pb2 import HeaderValue
 from extproc.pb.external_processor_pb2 import HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse
-from extproc.service import Holds, Reply, Service, Stream
+from extproc.service import Reply, Service, Stream
 from extproc.settings import Settings
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
+from extproc.throttle import Holds
 from extproc.windows import Count, Hit
 from extproc.wire import LARGE, MAX_HEADERS, read_request
 from tests.documents import policy
@@ -373,35 +374,36 @@ def test_descriptors_come_from_where_envoy_puts_them() -> None:
     message = headers(end=True, attributes={"source.address": "[2001:db8::1]:443", "xds.route_name": "llm"})
     metadata = message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"]
     metadata.update({"my_payload": {"org_id": "org-abc", "level": 7}})
-    seen = read_request(message, [service.engine])
+    facts = read_request(message).facts
 
-    assert seen.claims == {"org_id": "org-abc", "level": "7"}
-    assert (seen.address, seen.route) == ("2001:db8::1", "llm")
+    exchange(service, message)
+
+    assert (facts.claim("org_id"), facts.claim("level"), facts.claim("other")) == ("org-abc", "7", "")
+    assert (facts.address(), facts.route()) == ("2001:db8::1", "llm")
+    assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == 1
 
 
 def test_unverified_tokens_are_read_only_by_opt_in() -> None:
     """A bearer token is decoded only with --allow-unverified-jwt, and a verified claim wins over it."""
     token = "Bearer e30.eyJvcmdfaWQiOiAib3JnLWFiYyJ9.x"  # {"org_id": "org-abc"}
 
-    def claims(*, allowed: bool, verified: bool) -> Mapping[str, str]:
-        service = make_service(policy("p", ANY, limit_keys=["jwt:org_id"]), allow_unverified_jwt=allowed)
+    def claim(*, allowed: bool, verified: bool) -> str:
         message = headers(end=True, authorization=token)
         if verified:
             message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update({"x": {"org_id": "real"}})
-        return read_request(message, [service.engine], allow_unverified_jwt=allowed).claims
+        return read_request(message, allow_unverified_jwt=allowed).facts.claim("org_id")
 
-    assert claims(allowed=False, verified=False) == {}
-    assert claims(allowed=True, verified=False) == {"org_id": "org-abc"}
-    assert claims(allowed=True, verified=True) == {"org_id": "real"}
+    assert not claim(allowed=False, verified=False)
+    assert claim(allowed=True, verified=False) == "org-abc"
+    assert claim(allowed=True, verified=True) == "real"
 
 
 def test_the_first_of_repeated_headers_wins() -> None:
     """A second header of the same name changes nothing."""
-    service = make_service(policy("p", ANY, limit_keys=["header:x-a"]))
     message = headers(end=True, x_a="first")
     message.request_headers.headers.headers.add(key="x-a", raw_value=b"second")
 
-    assert read_request(message, [service.engine]).header("x-a") == "first"
+    assert read_request(message).read_header("x-a") == "first"
 
 
 def test_headers_beyond_the_cap_count_as_missing() -> None:
@@ -488,7 +490,7 @@ def test_an_internal_error_lets_the_request_through(later: bool, caplog: pytest.
     assert reply.done
     assert decoded(reply).WhichOneof("response") == "request_headers"
     assert sample(service, "fail_open_total", reason="internal_error") == 1
-    assert "internal error" in caplog.text
+    assert "a detector failed" in caplog.text
 
 
 def test_a_request_sees_one_set_of_policies() -> None:

@@ -34,13 +34,13 @@ LOOKING["spec"]["loop_detection"] = [
 SHADOW.append(LOOKING)
 
 _BROKEN_EVALUATION = """
-import extproc.plan
-seal = extproc.plan.Entry.seal
+from extproc.evaluation import Candidate
+seal = Candidate.seal
 def broken(self, head, body, document, scope):
     if self.plan.shadow:
         raise RuntimeError("shadow evaluation is broken")
     seal(self, head, body, document, scope)
-extproc.plan.Entry.seal = broken
+Candidate.seal = broken
 """
 _BROKEN_LOOKS = """
 import extproc.similarity.document

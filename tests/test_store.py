@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.engine import Check, decide, hits
 from extproc.errors import UsageError
+from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY
 from extproc.metrics import Metrics
 from extproc.request import HttpRequest
@@ -163,7 +163,7 @@ def test_the_store_has_a_clock_of_its_own(store: Driver, window_type: str) -> No
     assert [(answer.count, answer.looping) for answer in answers] == [(1, False), (2, False), (3, True), (4, True), (5, True)]
 
 
-def _calls(times: int, *, user: str = "ann", result: str = "no such file") -> Check:
+def _calls(times: int, *, user: str = "ann", result: str = "no such file") -> Evaluation:
     """A conversation in which the same call was made so often, as a policy with a cooldown of 60 s looks at it."""
     loop: dict[str, Any] = {"similarity": "tool_calls", "cooldown_seconds": 60, "window_seconds": None}
     turn = [
@@ -181,8 +181,8 @@ def _calls(times: int, *, user: str = "ann", result: str = "no such file") -> Ch
 def test_a_loop_of_calls_trips_the_cooldown_for_its_caller(store: Driver) -> None:
     """The same call in a shorter history is refused while the cooldown lasts and not after it; others are not touched."""
 
-    def action(seconds: float, check: Check) -> str:
-        return decide(check, store.count(hits(check.enforcing), int(seconds * 1_000) + 1_000_000)).action.value
+    def action(seconds: float, check: Evaluation) -> str:
+        return check.decide(store.count(check.enforcing.list_hits(), int(seconds * 1_000) + 1_000_000)).action.value
 
     answers = [
         action(0, _calls(2)),

@@ -248,7 +248,7 @@ def test_what_is_compared_can_be_shown() -> None:
     """For people it is one line each: the model, then the messages, the oldest first."""
     looks = Tail(LoopDetection(similarity="tail"))
 
-    shown = looks.shown(Document(BODIES["chat_stuck"]))
+    shown = looks.show(Document(BODIES["chat_stuck"]))
 
     assert shown == [
         "model | gpt-4.1",

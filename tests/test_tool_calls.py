@@ -12,8 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from extproc.decision import Repeat
-from extproc.policy.bundle import LoopDetection, Tool
+from extproc.policy.bundle import LoopDetection
 from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.keys import Tool
 from extproc.similarity.tool_calls import MAX_NAME, NO_CALLS, ToolCalls, _matches
 from tests.documents import policy
 from tests.messages import body, headers
@@ -548,8 +549,8 @@ def test_what_is_looked_at_can_be_shown(shape: Shape) -> None:
     looks = ToolCalls(loop(tools={"wait*": Tool(allow=True)}))
     events: list[Event] = [(Called("f", {"a": 1}, "x y"),), (Called("wait_for_it", {}),), (_B,)]
 
-    assert looks.shown(Document(json.dumps(shape(events)).encode())) == ['f | {"a":1} | result | x y', "g | {} | result | x"]
-    assert looks.shown(Document(json.dumps(shape([User()])).encode())) == [NO_CALLS]
+    assert looks.show(Document(json.dumps(shape(events)).encode())) == ['f | {"a":1} | result | x y', "g | {} | result | x"]
+    assert looks.show(Document(json.dumps(shape([User()])).encode())) == [NO_CALLS]
 
 
 @every_shape

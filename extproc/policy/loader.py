@@ -22,7 +22,9 @@ from pydantic import BaseModel, ValidationError
 
 from extproc.errors import BundleError, BundleErrors
 from extproc.policy import bundle, rules
-from extproc.policy.bundle import Envelope, Override, Place, Policy
+from extproc.policy.bundle import Envelope, Override, Policy
+from extproc.policy.objects import Place
+from extproc.similarity.keys import Tool
 
 MAX_FILE = 64 * 2**20
 """Largest policy file, in bytes: room for a hundred thousand policies."""
@@ -458,7 +460,7 @@ def _unknown_key(model: type[BaseModel], name: str, place: Place) -> str:
         "spec": list(bundle.Spec.model_fields),
         "spec/selector": list(bundle.Selector.model_fields),
         "spec/loop_detection": list(bundle.LoopDetection.model_fields),
-        "an entry of tools": list(bundle.Tool.model_fields),
+        "an entry of tools": list(Tool.model_fields),
         "an entry of bypass": list(bundle.Bypass.model_fields),
         "a rule": list(bundle.Rule.model_fields),
         "an override": list(bundle.Override.model_fields),

@@ -12,13 +12,13 @@ from itertools import product
 from operator import itemgetter
 from typing import Generic, TypeVar
 
-from extproc.policy.bundle import Selector, normalized_host
+from extproc.policy.bundle import Selector, normalize_host
 
 Item = TypeVar("Item")
 _Key = tuple[str | None, str | None, str | None]  # host, method, route; None: any
 
 
-def below(path: str, prefix: str) -> bool:
+def is_below(path: str, prefix: str) -> bool:
     """Whether a `pathPrefix` takes a path: `/v1` takes `/v1` and `/v1/...`, `/v1/` what starts with it."""
     return path.startswith(prefix) and (prefix.endswith("/") or path[len(prefix) : len(prefix) + 1] in ("", "/"))
 
@@ -55,9 +55,10 @@ class Index(Generic[Item]):
         self._prefix: dict[str, _Anchor[Item]] = {}
         self._anywhere: _Anchor[Item] = _Anchor()
         self._depth = 0
-        self.uses_hosts = False
+        self.uses_hosts = self.uses_routes = False
         for order, (selector, item) in enumerate(entries):
             self.uses_hosts = self.uses_hosts or selector.hosts is not None
+            self.uses_routes = self.uses_routes or selector.routes is not None
             if selector.pathExact is not None:
                 self._exact.setdefault(selector.pathExact, _Anchor()).add(selector, order, item)
             if selector.pathPrefix is not None:
@@ -75,7 +76,7 @@ class Index(Generic[Item]):
             path: without the query.
             route: Envoy's name of the route, empty when unknown.
         """
-        host = normalized_host(authority) if self.uses_hosts else ""
+        host = normalize_host(authority) if self.uses_hosts else ""
         found: list[tuple[int, Item]] = []
         exact = self._exact.get(path)
         if exact is not None:

@@ -11,7 +11,10 @@ from math import prod
 from typing import Any
 from urllib.parse import quote
 
-from extproc.policy.bundle import MAX_THRESHOLD, UNSUPPORTED_KEYS, Bypass, Place, Policy
+from extproc.policy.bundle import UNSUPPORTED_KEYS, Bypass, Policy
+from extproc.policy.objects import MAX_THRESHOLD, Place
+from extproc.similarity import KINDS, Similarity
+from extproc.similarity.keys import LoopKeys
 
 MAX_LOG_THRESHOLD = 10_000
 """Highest threshold of a `sliding_log`, which remembers one timestamp for each request."""
@@ -22,12 +25,13 @@ MAX_COMBINATIONS = 10_000
 _ANCHORS = ("pathExact", "pathPrefix", "routes")
 """Of these a selector needs at least one."""
 
-SIMILARITY_KEYS = {
-    "canonical": ("ignore_fields",),
-    "tail": ("tail_messages",),
-    "tool_calls": ("window_calls", "reset_on_user_message", "compare_results", "max_cycle", "tools"),
+_OWNERS = {
+    key: [name for name, kind in KINDS.items() if key in kind.keys.model_fields]
+    for owner in KINDS.values()
+    for key in owner.keys.model_fields
+    if key not in LoopKeys.model_fields
 }
-"""The keys of LoopDetection that mean something with one similarity only."""
+"""The keys that mean something with some similarities only, and which those are."""
 
 
 def on_route(policy: Any) -> Any:  # noqa: ANN401  # raw JSON
@@ -89,10 +93,13 @@ def _loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  # noq
     """Rules between the fields of one raw loop_detection entry."""
     if not isinstance(loop, dict):
         return
-    yield from _similarity_errors(loop, place)
+    name = loop.get("similarity", "exact")
+    kind = KINDS.get(name) if isinstance(name, str) else None
+    if kind is not None:
+        yield from _similarity_errors(loop, place, name, kind)
     if loop.get("enabled") is not True:
         return
-    stateless = loop.get("similarity") == "tool_calls"
+    stateless = kind is not None and kind.stateless
     for field in ("window_seconds", "threshold_identical_requests"):
         if loop.get(field) is None and not (field == "window_seconds" and stateless):
             yield place, f"when enabled is true, {field} is required"
@@ -107,35 +114,19 @@ def _loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  # noq
             (*place, "threshold_identical_requests"),
             f"threshold_identical_requests must be <= {MAX_LOG_THRESHOLD} with window_type sliding_log, which remembers each",
         )
-    if stateless:
-        yield from _call_errors(loop, place)
+    if kind is not None:
+        yield from kind.find_errors(loop, place)
 
 
-def _similarity_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
+def _similarity_errors(
+    loop: dict[str, Any], place: Place, similarity: str, kind: type[Similarity]
+) -> Iterator[tuple[Place, str]]:
     """Keys that mean nothing with the similarity of this entry."""
-    similarity = loop.get("similarity", "exact")
-    if similarity not in ("exact", *SIMILARITY_KEYS):
-        return
-    for owner, keys in SIMILARITY_KEYS.items():
-        for key in keys:
-            if key in loop and similarity != owner:
-                yield (*place, key), f"{key} belongs to similarity {owner}, and this one is {similarity}"
-    if loop.get("body") == "ignore" and similarity != "exact":
+    for key, owners in _OWNERS.items():
+        if key in loop and similarity not in owners:
+            yield (*place, key), f"{key} belongs to similarity {' or '.join(owners)}, and this one is {similarity}"
+    if loop.get("body") == "ignore" and kind.looks:
         yield (*place, "body"), f"body must not be ignore with similarity {similarity}, which compares what stands in the body"
-
-
-def _call_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
-    """Thresholds of tool calls that a window of so many calls can never reach."""
-    threshold, window = loop.get("threshold_identical_requests"), loop.get("window_calls", 10)
-    tools = loop.get("tools")
-    limits: list[tuple[Place, Any, Any]] = [((*place, "threshold_identical_requests"), threshold, window)]
-    for name, tool in tools.items() if isinstance(tools, dict) else ():
-        if isinstance(tool, dict) and tool.get("allow") is not True and not {"threshold", "window_calls"}.isdisjoint(tool):
-            own, last = tool.get("threshold"), tool.get("window_calls")
-            limits.append(((*place, "tools", name), threshold if own is None else own, window if last is None else last))
-    for where, least, most in limits:
-        if isinstance(least, int) and isinstance(most, int) and least > most:
-            yield where, f"a threshold of {least} is never reached among the last {most} calls; raise window_calls or lower it"
 
 
 def suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:

@@ -1,46 +1,23 @@
-"""What makes two requests the same, besides every byte of them: bodies compared by meaning, and conversations by their end.
-
-`exact` is not here: it needs nothing but the body's checksums.
-"""
+"""What makes two requests the same: every byte of them, bodies by their meaning, or conversations by their end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
-from extproc.decision import Repeat
-from extproc.policy.bundle import LoopDetection
+from extproc.similarity.base import Similarity
 from extproc.similarity.canonical import Canonical
-from extproc.similarity.document import Document
+from extproc.similarity.keys import SimilarityKeys
 from extproc.similarity.tail import Tail
 from extproc.similarity.tool_calls import ToolCalls
 
+__all__ = ["KINDS", "Similarity", "make_similarity"]
 
-class Similarity(Protocol):
-    """What a detector compares in place of the body."""
-
-    def compare(self, document: Document) -> tuple[bytes | None, Repeat | None]:
-        """Look into a body.
-
-        Returns:
-            what is compared, in one spelling; None where that is the body itself;
-            what the request itself says about a loop; None where requests are counted.
-
-        Raises:
-            NotCounted: there is nothing to compare.
-        """
-
-    def shown(self, document: Document) -> list[str]:
-        """What is compared, as lines for people.
-
-        Raises:
-            NotCounted: as `compare`.
-        """
-
-
-SIMILARITIES: dict[str, Callable[[LoopDetection], Similarity | None]] = {
-    "exact": lambda _: None,
+KINDS: dict[str, type[Similarity]] = {
+    "exact": Similarity,
     "canonical": Canonical,
     "tail": Tail,
     "tool_calls": ToolCalls,
 }
+
+
+def make_similarity(keys: SimilarityKeys) -> Similarity:
+    """The similarity that a loop_detection entry asks for, with its keys."""
+    return KINDS[keys.similarity](keys)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from extproc.policy.bundle import LoopDetection
+from typing import ClassVar
+
+from extproc.policy.objects import JsonObject
+from extproc.similarity.base import Similarity
 from extproc.similarity.document import Document, NotJson, canonical, steps
+from extproc.similarity.keys import CanonicalKeys, SimilarityKeys
 
 
-class Canonical:
+class Canonical(Similarity):
     """A detector's `ignore_fields`, ready to look into bodies; one that is not JSON is compared byte for byte."""
 
-    def __init__(self, loop: LoopDetection) -> None:
-        """Compile."""
-        self._ignored = [steps(pointer) for pointer in loop.ignore_fields]
+    keys: ClassVar[type[JsonObject]] = CanonicalKeys
+    looks: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
+
+    def __init__(self, keys: SimilarityKeys) -> None:
+        """See `Similarity`."""
+        self._ignored = [steps(pointer) for pointer in keys.ignore_fields]
 
     def compare(self, document: Document) -> tuple[bytes | None, None]:
         """See `Similarity`."""
@@ -20,9 +28,13 @@ class Canonical:
         except NotJson:
             return None, None
 
-    def shown(self, document: Document) -> list[str]:
+    def show(self, document: Document) -> list[str]:
         """See `Similarity`."""
         if not len(document):
             return ["no body"]
         compared, _ = self.compare(document)
         return [compared.decode() if compared is not None else "the body byte for byte: it is not JSON"]
+
+    def name_repeated(self, place: str) -> str:
+        """See `Similarity`."""
+        return f"this same request, but for its spelling {place},"

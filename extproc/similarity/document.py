@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from extproc.request import claim_text
+from extproc.request import write_claim
 
 MAX_CONTAINERS = 100_000
 """Most `[` and `{` in a body that is looked into: decoding as many takes 10 to 20 ms, and so does copying them."""
@@ -37,8 +37,6 @@ _WORTH_REMEMBERING = 32
 MAX_DIGITS = 640
 """Longest integer in one, in digits; a longer one is not JSON to us, nor to most."""
 
-sys.set_int_max_str_digits(MAX_DIGITS)  # reading and writing take time that grows with the square of the digits
-
 _PLACE = re.compile(r"(?:0|[1-9][0-9]{0,8})\Z")  # of an array's element (RFC 6901 section 4)
 _NUMBER = re.compile(r"(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d+))?\Z")
 
@@ -50,6 +48,11 @@ ABSENT = msgspec.Raw()
 
 _NESTING = (dict, list)
 _MISSING: Json = object()
+
+
+def limit_integers() -> None:
+    """Have this process refuse longer integers: the time that they take grows with the square of their digits."""
+    sys.set_int_max_str_digits(MAX_DIGITS)
 
 
 class NotCounted(Exception):  # says what becomes of the request
@@ -268,7 +271,7 @@ def find(value: Json, pointer: Sequence[str]) -> str:
             value = value[int(step)]
         else:
             return ""
-    return bytes(value).decode() if isinstance(value, msgspec.Raw) else claim_text(value)
+    return bytes(value).decode() if isinstance(value, msgspec.Raw) else write_claim(value)
 
 
 def _spelled(text: str) -> msgspec.Raw:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import ClassVar
 
-from extproc.policy.bundle import LoopDetection
+from extproc.policy.objects import JsonObject
+from extproc.similarity.base import Similarity
 from extproc.similarity.conversation import (
     CALL,
     RESULT,
@@ -30,6 +32,7 @@ from extproc.similarity.conversation import (
     result,
 )
 from extproc.similarity.document import Document, Json, NotCounted, opened
+from extproc.similarity.keys import SimilarityKeys, TailKeys
 
 # What UTF-8 never contains separates what is joined, so that different things never look alike.
 _NEXT_PART = b"\xff"
@@ -45,12 +48,15 @@ _FOLDED = bytes.maketrans(
 )
 
 
-class Tail:
+class Tail(Similarity):
     """A detector's `tail_messages`, ready to look into conversations."""
 
-    def __init__(self, loop: LoopDetection) -> None:
-        """Compile."""
-        self._messages = loop.tail_messages
+    keys: ClassVar[type[JsonObject]] = TailKeys
+    looks: ClassVar[bool] = True
+
+    def __init__(self, keys: SimilarityKeys) -> None:
+        """See `Similarity`."""
+        self._messages = keys.tail_messages
 
     def compare(self, document: Document) -> tuple[bytes, None]:
         """The model and the last messages, the newest first, and the calls that they answer; see `Similarity`."""
@@ -67,13 +73,17 @@ class Tail:
             said.append(asked)
         return _NEXT_MESSAGE.join(said), None
 
-    def shown(self, document: Document) -> list[str]:
+    def show(self, document: Document) -> list[str]:
         """The model and what it goes on from, then the messages, the oldest first; see `Similarity`."""
         model, *messages = self.compare(document)[0].split(_NEXT_MESSAGE)
         return [
             text.replace(_NEXT_PART, b" | ").decode()
             for text in (b"model | " + model.removesuffix(_NEXT_PART), *reversed(messages))
         ]
+
+    def name_repeated(self, place: str) -> str:
+        """See `Similarity`."""
+        return f"a conversation that ends with these same messages {place}"
 
 
 def _spelled(message: Message, unasked: dict[str, int]) -> bytes:

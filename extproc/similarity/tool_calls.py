@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from extproc.decision import Repeat
-from extproc.policy.bundle import LoopDetection
+from extproc.decision import Outcome, Repeat
+from extproc.policy.objects import JsonObject, Place
+from extproc.similarity.base import Similarity
 from extproc.similarity.conversation import (
     CALL,
     RESULT,
@@ -28,6 +29,7 @@ from extproc.similarity.conversation import (
     result,
 )
 from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.keys import SimilarityKeys, ToolCallsKeys
 
 MAX_NAME = 256
 """So much of a tool's name is matched with the patterns of `tools` and shown, in characters."""
@@ -37,7 +39,7 @@ _SEPARATOR = b"\xff"  # never in UTF-8
 
 
 class Rule(NamedTuple):
-    """What holds for the calls of one tool; see `LoopDetection`."""
+    """What holds for the calls of one tool; see `ToolCallsKeys`."""
 
     threshold: int
     window_calls: int
@@ -93,23 +95,27 @@ class Call:
         return spelled + _SEPARATOR + self.outcome() if results else spelled
 
 
-class ToolCalls:
+class ToolCalls(Similarity):
     """A detector's settings, ready to look into conversations."""
 
-    def __init__(self, loop: LoopDetection) -> None:
-        """Compile; `loop` is enabled."""
-        self._rule = Rule(loop.threshold_identical_requests or 0, loop.window_calls)
-        self._max_cycle = loop.max_cycle
-        self._results = loop.compare_results
-        self._reset = loop.reset_on_user_message
+    keys: ClassVar[type[JsonObject]] = ToolCallsKeys
+    looks: ClassVar[bool] = True
+    stateless: ClassVar[bool] = True
+
+    def __init__(self, keys: SimilarityKeys) -> None:
+        """See `Similarity`."""
+        self._rule = Rule(keys.threshold_identical_requests or 0, keys.window_calls)
+        self._max_cycle = keys.max_cycle
+        self._results = keys.compare_results
+        self._reset = keys.reset_on_user_message
         self._named = {
             name: Rule(
                 tool.threshold or self._rule.threshold, tool.window_calls or self._rule.window_calls, tool.reason, tool.allow
             )
-            for name, tool in loop.tools.items()
+            for name, tool in keys.tools.items()
         }
         self._patterns = [(name.split("*"), rule) for name, rule in self._named.items() if "*" in name]
-        self._cooldown = loop.cooldown_seconds > 0  # then a call may be refused that does not loop
+        self._cooldown = keys.cooldown_seconds > 0  # then a call may be refused that does not loop
         self._fewest = min(rule.threshold for rule in (self._rule, *self._named.values()))
         self._longest = max(rule.window_calls for rule in (self._rule, *self._named.values()))
 
@@ -123,11 +129,43 @@ class ToolCalls:
             return self._cycle(history) or best
         return best or (b"", None)
 
-    def shown(self, document: Document) -> list[str]:
+    def show(self, document: Document) -> list[str]:
         """The calls that are looked at, the oldest first; see `Similarity`."""
         found = list(islice(self._counted(document), self._longest))
         named = [call.named(results=self._results).replace(_SEPARATOR, b" | ").decode() for call in reversed(found)]
         return named or [NO_CALLS]
+
+    def describe(self, repeat: Repeat | None) -> str:
+        """See `Similarity`."""
+        if repeat is None:
+            return "no call of the last turn, or fewer calls than any threshold"
+        return f"{', '.join(repeat.tools)}: {repeat.count} of {repeat.calls} calls"
+
+    def tell(self, outcome: Outcome, method: str, path: str) -> str:
+        """See `Similarity`; what the tools were called with and what they said stays out of it."""
+        repeat = outcome.repeat
+        if repeat is None:
+            return super().tell(outcome, method, path)
+        reason = f" {repeat.reason.strip()}" if repeat.reason.strip() else ""
+        return (
+            f"Loop detected: {_name_calls(repeat)}, so this request was refused.{reason} Calling again will not bring anything "
+            "new: change the approach or the arguments, or finish with the result you have so far."
+        )
+
+    @staticmethod
+    def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
+        """Thresholds that a window of so many calls can never reach; see `Similarity`."""
+        threshold, window = loop.get("threshold_identical_requests"), loop.get("window_calls", 10)
+        tools = loop.get("tools")
+        limits: list[tuple[Place, Any, Any]] = [((*place, "threshold_identical_requests"), threshold, window)]
+        for name, tool in tools.items() if isinstance(tools, dict) else ():
+            if isinstance(tool, dict) and tool.get("allow") is not True and not {"threshold", "window_calls"}.isdisjoint(tool):
+                own, last = tool.get("threshold"), tool.get("window_calls")
+                limits.append(((*place, "tools", name), threshold if own is None else own, window if last is None else last))
+        for where, least, most in limits:
+            if isinstance(least, int) and isinstance(most, int) and least > most:
+                never = f"a threshold of {least} is never reached among the last {most} calls"
+                yield where, f"{never}; raise window_calls or lower it"
 
     def _counted(self, document: Document) -> Iterator[Call]:
         """The calls of a conversation that may be part of a loop, the newest first."""
@@ -188,6 +226,17 @@ class ToolCalls:
 
     def _all_different(self, members: list[Call]) -> bool:
         return not any(one.same(other, results=self._results) for place, one in enumerate(members) for other in members[:place])
+
+
+def _name_calls(repeat: Repeat) -> str:
+    """Which tools were called, and how often."""
+    names = ", ".join(repeat.tools)
+    if not repeat.looping:
+        return f"{names} was called in a loop, and this same call stays refused for a while"
+    if len(repeat.tools) > 1:
+        return f"the last {repeat.calls} tool calls were {repeat.count} rounds of the same {len(repeat.tools)} calls ({names})"
+    same = "the same arguments and the same result" if repeat.results else "the same arguments"
+    return f"{repeat.count} of the last {repeat.calls} tool calls were {names} with {same}"
 
 
 class _History:

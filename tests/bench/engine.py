@@ -6,7 +6,6 @@ from itertools import pairwise
 from statistics import median
 from time import perf_counter_ns
 
-from extproc.engine import decide
 from extproc.fingerprint import NO_BODY
 from extproc.pb.external_processor_pb2 import ProcessingRequest
 from extproc.service import Service
@@ -89,7 +88,7 @@ class _Fixture:
         clock = [now()]
         message = parse(headers)
         clock.append(now())
-        request = read_request(message, [self.engine])
+        request = read_request(message)
         clock.append(now())
         check = self.engine.prepare(request)
         clock.append(now())
@@ -101,13 +100,13 @@ class _Fixture:
             raise RuntimeError("the request meets no policy")
         check.seal(sums)
         clock.append(now())
-        counts = serving.count(check, check.enforcing, shadow=False)
+        counts = serving.counting.count(check.enforcing)
         clock.append(now())
         if not isinstance(counts, list):
             raise TypeError("counts in memory are there at once")
-        decision = decide(check, counts)
+        decision = check.decide(counts)
         clock.append(now())
-        serving.record(check, decision)
+        serving.reporter.report(check, decision)
         clock.append(now())
         stream._encode("request_body", check, decision)
         clock.append(now())

@@ -12,8 +12,8 @@ import sys
 from hashlib import blake2b
 from time import perf_counter_ns, thread_time
 
+from extproc.guards.loop import Detector
 from extproc.metrics import Metrics
-from extproc.plan import Detector
 from extproc.store.memory import MemoryStore
 from extproc.windows import Hit
 from tests.bench import samples
@@ -79,7 +79,7 @@ def _hits(detector: Detector, start: int) -> list[Hit]:
     for number in range(start, start + _CHUNK):
         tenant = blake2b(b"user_id=user-%d" % (number % 1000), digest_size=8).hexdigest()
         names = blake2b(b"%d" % number, digest_size=12).hexdigest()
-        hit = detector.hit("", tenant, names[:8], names[8:])
+        hit = detector.make_hit("", tenant, names)
         if hit is not None:
             hits.append(hit)
     return hits

@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple, cast
 
+from extproc.guards.loop import Detector
 from extproc.metrics import Metrics
-from extproc.plan import Detector
 from extproc.service import Reply, Service
 from extproc.settings import Settings
 from extproc.store import Store, open_store
@@ -137,7 +137,7 @@ def _trips(metrics: Metrics) -> tuple[float, float]:
 def _hit(number: int) -> Hit:
     """What the sample policy asks the store for."""
     detector: Detector = samples.engine([samples.policy(window_seconds=3600)]).plans[0].detectors[0]
-    hit = detector.hit("", f"{number % 1000:016x}", f"{number & 0xFFFFFFFF:08x}", f"{number:016x}")
+    hit = detector.make_hit("", f"{number % 1000:016x}", f"{number & 0xFFFFFFFF:08x}{number:016x}")
     assert hit is not None
     return hit
 

@@ -1,0 +1,72 @@
+"""What Envoy is told about a request that goes on, in bytes that are ready to be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from extproc.decision import Action, Decision, Reason
+from extproc.pb.base_pb2 import HeaderValueOption
+from extproc.pb.external_processor_pb2 import HeaderMutation, ProcessingResponse
+from extproc.policy.bundle import DEFAULT_DETECTOR
+
+NAMESPACE = "loopguard"
+"""Of the dynamic metadata that answers carry."""
+
+_WARNING = ("X-Fairvisor-Warning", "loop_warn")
+
+# By name: looking an enum's value up on its message class costs microseconds.
+_OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+
+
+def let_go_on(kind: str, metadata: dict[str, str | int] | None = None, *, warning: bool = False) -> bytes:
+    """The answer of a phase that lets the request go on.
+
+    Args:
+        kind: the phase, as the message's field is called.
+        metadata: dynamic metadata that goes with it.
+        warning: tell the upstream that a loop was seen.
+    """
+    response = ProcessingResponse()
+    phase = getattr(response, kind)
+    phase.SetInParent()
+    if metadata is not None:
+        response.dynamic_metadata.update({NAMESPACE: metadata})
+    if warning and kind != "request_trailers":  # headers have gone by then
+        set_headers(phase.response.header_mutation, [_WARNING])
+    return response.SerializeToString()
+
+
+def make_wait(milliseconds: int) -> bytes:
+    """Makes Envoy wait that long for the answer itself."""
+    response = ProcessingResponse()
+    response.override_message_timeout.FromMilliseconds(milliseconds)
+    return response.SerializeToString()
+
+
+def make_metadata(decision: Decision) -> dict[str, str | int]:
+    """The dynamic metadata of a decision, empty for a plain allow."""
+    metadata: dict[str, str | int] = {}
+    lead, shadow = decision.lead, decision.shadow
+    if lead is not None:
+        metadata = {
+            "action": lead.action.value,
+            "reason": Reason.LOOP_DETECTED.value,
+            "policy": lead.policy,
+            "fingerprint": lead.fingerprint,
+            "count": lead.count,
+        }
+        if lead.detector != DEFAULT_DETECTOR:
+            metadata["detector"] = lead.detector
+        if decision.warning and lead.action is not Action.REJECT:
+            metadata["warning"] = _WARNING[1]
+    if shadow is not None:
+        metadata |= {"shadow_action": shadow.action.value, "shadow_policy": shadow.policy, "shadow_count": shadow.count}
+    return metadata
+
+
+def set_headers(mutation: HeaderMutation, headers: Sequence[tuple[str, str]]) -> None:
+    """Have Envoy set headers, whatever stood there."""
+    for name, value in headers:
+        option = mutation.set_headers.add(append_action=_OVERWRITE)
+        option.header.key = name
+        option.header.raw_value = value.encode()  # Envoy drops what stands in `value`

@@ -1,0 +1,72 @@
+"""Refusals: one body for every kind of client, in bytes that are ready to be sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from extproc.answers.go_on import NAMESPACE, set_headers
+from extproc.decision import Action, Outcome, Reason
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from extproc.request import HttpRequest
+
+_RESOURCE_EXHAUSTED = 8
+_UNAVAILABLE = 14
+
+
+def refuse_loop(lead: Outcome, metadata: dict[str, str | int], request: HttpRequest) -> bytes:
+    """The immediate response of a loop: one body for every kind of client."""
+    message = lead.similarity.tell(lead, request.method, request.path)
+    body: dict[str, Any] = {
+        "error": {
+            "message": message,
+            "type": Reason.LOOP_DETECTED.value,
+            "param": None,
+            "code": "recursive_loop_detected",
+        },
+        "detail": {"error": "recursive_loop_detected", "message": message, "cooldown_seconds": lead.retry_after},
+    }
+    headers = [
+        # Together these stop SDKs that would sleep and retry, and still tell everybody else when to come back.
+        ("x-should-retry", "false"),
+        ("X-Fairvisor-Reason", Reason.LOOP_DETECTED.value),
+        ("x-loopguard-policy", lead.policy),
+        ("x-loopguard-fingerprint", lead.fingerprint),
+        ("x-loopguard-count", str(lead.count)),
+    ]
+    if lead.retry_after is not None:
+        headers.insert(0, ("Retry-After", str(lead.retry_after)))
+    return _make_immediate(lead.reject_status, _RESOURCE_EXHAUSTED, Reason.LOOP_DETECTED, headers, body, metadata, request)
+
+
+def refuse_without_store(metadata: dict[str, str | int], request: HttpRequest) -> bytes:
+    """The immediate response when nothing can be counted and the operator wants that refused."""
+    message = "The request could not be checked because the state store is unavailable. Try again shortly."
+    reason = Reason.STORE_UNAVAILABLE
+    body = {"error": {"message": message, "type": reason.value, "param": None, "code": reason.value}}
+    headers = [("Retry-After", "1"), ("X-Fairvisor-Reason", reason.value)]
+    metadata = {"action": Action.REJECT.value, "reason": reason.value, **metadata}
+    return _make_immediate(503, _UNAVAILABLE, reason, headers, body, metadata, request)
+
+
+def _make_immediate(  # noqa: PLR0913  # the fields of the message
+    status: int,
+    grpc_status: int,
+    reason: Reason,
+    headers: Sequence[tuple[str, str]],
+    body: dict[str, Any],
+    metadata: dict[str, str | int],
+    request: HttpRequest,
+) -> bytes:
+    if request.path.endswith("/v1/messages") or "/v1/messages/" in request.path:
+        body = {"type": "error", **body}  # what Anthropic's clients look for
+    response = ProcessingResponse()
+    immediate = response.immediate_response
+    immediate.status.code = status  # type: ignore[assignment]  # proto3 enums are open
+    immediate.grpc_status.status = grpc_status
+    immediate.details = reason.value
+    immediate.body = json.dumps(body).encode()
+    set_headers(immediate.headers, [("content-type", "application/json"), *headers])
+    response.dynamic_metadata.update({NAMESPACE: metadata})
+    return response.SerializeToString()

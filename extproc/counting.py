@@ -1,0 +1,81 @@
+"""Asks the store to count a lane of a request, and counts in a window local to this process while the store cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from time import perf_counter
+from types import NoneType
+from typing import TypeAlias
+
+from extproc.errors import StoreError
+from extproc.evaluation import Lane
+from extproc.metrics import Metrics
+from extproc.store import Store
+from extproc.store.memory import MemoryStore
+from extproc.windows import Count
+
+Counts: TypeAlias = Sequence[Count] | None
+"""Of a lane's hits; None when they could not be had and `--on-store-error reject` wants that refused."""
+
+MaybeCounts: TypeAlias = Counts | Awaitable[Counts]
+
+HERE = (list, tuple, NoneType)
+"""Counts that are there already; whether something is an Awaitable, an abstract type, is ten times as dear to find out."""
+
+
+class Counting:
+    """The store, and what takes its place."""
+
+    def __init__(self, store: Store, local: MemoryStore, metrics: Metrics, *, reject: bool) -> None:
+        """Put the parts together.
+
+        Args:
+            store: counts.
+            local: counts while `store` cannot.
+            metrics: is told of failures.
+            reject: have no counts then.
+        """
+        self.store = store
+        self._local = local
+        self._metrics = metrics
+        self._reject = reject
+
+    def count(self, lane: Lane) -> MaybeCounts:
+        """Count a sealed lane; an error of ours fails the lane and is not raised."""
+        hits = lane.list_hits()
+        if not hits:
+            return ()
+        try:
+            counts = self.store.hit(hits)
+        except Exception as error:  # noqa: BLE001  # sorted out by the callee
+            return self._do_without_store(lane, error)
+        if isinstance(counts, HERE) or not isinstance(counts, Awaitable):
+            return counts
+        return self._count_later(lane, counts)
+
+    async def _count_later(self, lane: Lane, counts: Awaitable[Sequence[Count]]) -> Counts:
+        started = perf_counter()
+        try:
+            return await counts
+        except Exception as error:  # noqa: BLE001  # sorted out by the callee
+            return self._do_without_store(lane, error)
+        finally:
+            self._metrics.store_seconds.observe(perf_counter() - started)
+
+    def _do_without_store(self, lane: Lane, error: Exception) -> Counts:
+        if isinstance(error, StoreError):
+            self._metrics.store_errors.labels(error.kind).inc()
+            if self._reject:
+                return None
+            self._metrics.fail_open.labels("store_error").inc()
+            try:
+                return self._local.hit(lane.list_hits())
+            except Exception as bug:  # noqa: BLE001  # as any other bug, below
+                error = bug
+        lane.fail(error)
+        return ()
+
+
+async def settle(counts: MaybeCounts) -> Counts:
+    """The counts, once they are there."""
+    return await counts if isinstance(counts, Awaitable) else counts

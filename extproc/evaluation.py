@@ -1,0 +1,338 @@
+"""One request on its way through the policies that match it.
+
+Pure: no clock, no asyncio, no store. The steps between are the service's: learn the body, `seal` the evaluation with it, let
+the store count each lane's hits, `decide`. Enforcing and shadow candidates are kept in two lanes all the way, so that nothing
+that happens to a shadow policy can reach the answer. A lane's methods are where a candidate's failure stops, and nowhere else:
+it takes the candidate out, and the others' verdict stands.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from itertools import groupby
+
+from extproc.decision import Action, Decision, Outcome, Repeat, find_strictest
+from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, join_descriptors, write_head, write_query
+from extproc.guards.loop import Detector
+from extproc.plan import Plan
+from extproc.request import HttpRequest
+from extproc.similarity.document import Document, NotCounted
+from extproc.windows import UNCOUNTED, Count, Hit
+
+_MANY_OBJECTS = 32_768
+"""A body of so many bytes may hold enough objects for the garbage collector to become a nuisance."""
+
+
+class Candidate:
+    """One detector's part in a request; everything below `values` is set by `seal`.
+
+    Attributes:
+        plan: the policy.
+        detector: of it.
+        values: the descriptors that the request has, by name.
+        composite: the whole composite.
+        fingerprint: its CRC32, 8 hex digits.
+        tenant: hash of the descriptors, 16 hex digits.
+        body_crc32: of the body as this detector compares it.
+        repeat: what the request itself says about a loop, None where requests are counted.
+        compared: what was compared in place of the body, None where the body was.
+        compared_exactly: the body was compared because it is not what the similarity is for.
+        hit: what the store is asked to count, None for nothing.
+        needs_body: without the body this detector cannot count the request.
+    """
+
+    __slots__ = (
+        "_descriptors",
+        "body_crc32",
+        "compared",
+        "compared_exactly",
+        "composite",
+        "detector",
+        "fingerprint",
+        "hit",
+        "needs_body",
+        "plan",
+        "repeat",
+        "tenant",
+        "values",
+    )
+
+    def __init__(self, plan: Plan, detector: Detector, values: list[tuple[str, str]], descriptors: str) -> None:
+        """Not sealed yet."""
+        self.plan = plan
+        self.detector = detector
+        self.values = values
+        self._descriptors = descriptors
+        self.composite = self.fingerprint = self.tenant = ""
+        self.body_crc32 = 0
+        self.repeat: Repeat | None = None
+        self.compared: bytes | None = None
+        self.compared_exactly = False
+        self.hit: Hit | None = None
+        self.needs_body = detector.needs_body or plan.reads_body
+
+    def seal(self, head: str, body: Body, document: Document | None, scope: str) -> None:
+        """Work out the names.
+
+        Args:
+            head: from `fingerprint.write_head`.
+            body: of the request.
+            document: the same to look into; None when it is too large for that.
+            scope: attachment name.
+
+        Raises:
+            NotCounted: what this detector compares cannot be had.
+        """
+        detector = self.detector
+        if self.plan.reads_body:
+            self.values = [*self.values, *self.plan.read_body_descriptors(self._inspect(document))]
+            self._descriptors = join_descriptors(self.values)
+        if not detector.needs_body:
+            body = NO_BODY
+        elif detector.looks:
+            self.compared, self.repeat = detector.similarity.compare(self._inspect(document))
+            if self.compared is not None:
+                body = NO_BODY.plus(self.compared)
+            elif body.length:
+                self.compared_exactly = True
+        self.body_crc32 = body.crc32
+        self.composite = compose(head, body, self._descriptors)
+        self.fingerprint, check = digest(self.composite, body)
+        self.tenant = hash_tenant(self._descriptors)
+        self.hit = detector.make_hit(scope, self.tenant, self.fingerprint + check, self.repeat)
+
+    def judge(self, count: Count) -> Outcome:
+        """What this detector makes of the request."""
+        return self.detector.judge(self.fingerprint, self.tenant, count, self.repeat)
+
+    def _inspect(self, document: Document | None) -> Document:
+        """The document, where it is small enough for this detector.
+
+        Raises:
+            NotCounted: it is not.
+        """
+        if document is None or len(document) > self.detector.max_inspect_bytes:
+            raise NotCounted("inspect_limit")
+        return document
+
+
+class Lane:
+    """The candidates that act, or those that only watch.
+
+    Attributes:
+        shadow: they only watch.
+        candidates: the detectors that count the request.
+        left_out: (policy, detector, reason) of what matched and does not count this request; no detector where all are meant.
+        failures: (policy, error) of candidates that raised, or could not be counted for an error of ours.
+    """
+
+    __slots__ = ("candidates", "failures", "left_out", "shadow")
+
+    def __init__(self, *, shadow: bool) -> None:
+        """Start empty."""
+        self.shadow = shadow
+        self.candidates: list[Candidate] = []
+        self.left_out: list[tuple[str, str, str]] = []
+        self.failures: list[tuple[str, Exception]] = []
+
+    @property
+    def needs_body(self) -> bool:
+        """Some candidate cannot count the request without its body."""
+        return any(candidate.needs_body for candidate in self.candidates)
+
+    def admit(self, plan: Plan, request: HttpRequest) -> bool:
+        """Make the plan's detectors candidates, or note why they are none; returns whether they are."""
+        try:
+            values = plan.read_descriptors(request)
+            joined = join_descriptors(values)
+            self.candidates += [Candidate(plan, detector, values, joined) for detector in plan.detectors]
+        except NotCounted as why:
+            self.left_out.append((plan.id, "", why.reason))
+            return False
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is this policy's alone
+            self.failures.append((plan.id, error))
+            return False
+        return True
+
+    def seal(self, head: str, body: Body, document: Document | None, scope: str) -> None:
+        """Seal every candidate; one that cannot be is none any more."""
+        sealed = []
+        for candidate in self.candidates:
+            try:
+                candidate.seal(head, body, document, scope)
+            except NotCounted as why:
+                self._leave_out(candidate, why.reason)
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
+                self.failures.append((candidate.plan.id, error))
+            else:
+                sealed.append(candidate)
+        self.candidates = sealed
+
+    def list_hits(self) -> list[Hit]:
+        """What the store is asked to count."""
+        return [candidate.hit for candidate in self.candidates if candidate.hit is not None]
+
+    def judge(self, counts: Sequence[Count] | None) -> list[Outcome]:
+        """What the candidates make of the request.
+
+        Args:
+            counts: of the hits, in their order; None when they could not be had, of which nothing can be made.
+        """
+        if counts is None:
+            return []
+        left = iter(counts)
+        trace = []
+        for candidate in self.candidates:
+            count = UNCOUNTED if candidate.hit is None else next(left)
+            try:
+                trace.append(candidate.judge(count))
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
+                self.failures.append((candidate.plan.id, error))
+        return trace
+
+    def fail(self, error: Exception) -> None:
+        """Nobody in this lane can be counted."""
+        self.failures.append((self.candidates[0].plan.id, error))
+        self.candidates = []
+
+    def take_body_readers(self) -> list[Candidate]:
+        """Take those out that need the body."""
+        taken = [candidate for candidate in self.candidates if candidate.needs_body]
+        self.candidates = [candidate for candidate in self.candidates if not candidate.needs_body]
+        return taken
+
+    def drop_body_readers(self, reason: str) -> None:
+        """Those that need the body do not count the request."""
+        for candidate in self.take_body_readers():
+            self._leave_out(candidate, reason)
+
+    def give_up(self, reason: str) -> None:
+        """Nobody counts this request."""
+        for candidate in self.candidates:
+            self._leave_out(candidate, reason)
+
+    def _leave_out(self, candidate: Candidate, reason: str) -> None:
+        self.left_out.append((candidate.plan.id, candidate.detector.name, reason))
+
+
+class Evaluation:
+    """One request under way.
+
+    Attributes:
+        request: the request.
+        enforcing: the lane whose answer counts.
+        shadow: the lane whose answer never does.
+        inspects: a body of so many bytes at most has to be kept to be looked into, 0 for none.
+    """
+
+    __slots__ = ("_scope", "_whole", "enforcing", "inspects", "request", "shadow")
+
+    def __init__(self, request: HttpRequest, scope: str = "") -> None:
+        """Start with nothing matched; `scope` is the attachment name in every key."""
+        self.request = request
+        self.enforcing = Lane(shadow=False)
+        self.shadow = Lane(shadow=True)
+        self.inspects = 0
+        self._scope = scope
+        self._whole = False
+
+    @property
+    def lanes(self) -> tuple[Lane, Lane]:
+        """Enforcing ones first."""
+        return self.enforcing, self.shadow
+
+    @property
+    def needs_body(self) -> bool:
+        """Some fingerprint includes the body, or some descriptor stands in it."""
+        return self.enforcing.needs_body or self.shadow.needs_body
+
+    @property
+    def only_shadow_needs_body(self) -> bool:
+        """Every enforcing policy could decide without the body that shadow policies need."""
+        return bool(self.enforcing.candidates) and not self.enforcing.needs_body
+
+    def admit(self, plan: Plan) -> None:
+        """Make every detector of the plan a candidate, or note why it does not count this request."""
+        lane = self.shadow if plan.shadow else self.enforcing
+        if lane.admit(plan, self.request) and plan.needs_body and plan.inspects:
+            self.inspects = max(self.inspects, plan.inspects)
+            self._whole = self._whole or plan.needs_whole
+
+    def split(self) -> Evaluation:
+        """Take the shadow policies that need the body out, into an evaluation of their own."""
+        watching = Evaluation(self.request, self._scope)
+        watching.shadow.candidates = self.shadow.take_body_readers()
+        watching.inspects, watching._whole = self.inspects, self._whole  # its own kind
+        return watching
+
+    def seal(self, body: Body | None, reason: str = "", content: bytes | memoryview | None = None) -> None:
+        """Work out the fingerprints, now that the body is known or known to stay unknown.
+
+        Args:
+            body: None when it is not known: detectors that need it do not count the request.
+            reason: why the body is not known, for `uncounted`.
+            content: the body's bytes, None where there are more than `inspects`.
+        """
+        if body is None:
+            for lane in self.lanes:
+                lane.drop_body_readers(reason)
+        known = body if body is not None else NO_BODY
+        if not self.inspects or content is None:
+            self._seal(known, None)
+        elif len(content) < _MANY_OBJECTS or not gc.isenabled():
+            self._seal(known, Document(content, whole=self._whole))
+        else:
+            gc.disable()  # it would walk what is being decoded again and again, for longer than decoding takes
+            try:
+                self._seal(known, Document(content, whole=self._whole))
+            finally:
+                gc.enable()
+
+    def _seal(self, body: Body, document: Document | None) -> None:
+        request = self.request
+        query = write_query(request.read_query()) if request.query else ""
+        head = write_head(request.method, request.path, query)
+        self.enforcing.seal(head, body, document, self._scope)
+        if self.shadow.candidates:
+            self.shadow.seal(head, body, document, self._scope)
+
+    def decide(self, counts: Sequence[Count] | None, shadow_counts: Sequence[Count] | None = ()) -> Decision:
+        """The answer to a request that has been counted; the counts are those for `Lane.judge`."""
+        trace = self.enforcing.judge(counts)
+        loops = [outcome for outcome in trace if outcome.action is not Action.ALLOW]
+        lead = find_strictest(loops) if loops else None
+        warning = bool(loops) and any(outcome.action is Action.WARN for outcome in loops)
+        if not self.shadow.candidates:
+            return Decision(lead, warning, None, trace)
+        watching = self.shadow.judge(shadow_counts)
+        shadow_loops = [outcome for outcome in watching if outcome.action is not Action.ALLOW]
+        return Decision(lead, warning, find_strictest(shadow_loops) if shadow_loops else None, [*trace, *watching])
+
+    def give_up(self, reason: str) -> None:
+        """Nobody counts this request."""
+        for lane in self.lanes:
+            lane.give_up(reason)
+
+    def list_left_out(self) -> list[tuple[str, str, str]]:
+        """(policy, detector, reason) of what matched and does not count this request."""
+        return [*self.enforcing.left_out, *self.shadow.left_out]
+
+    def list_uncounted(self) -> list[tuple[str, str]]:
+        """(policy, reason), each once, of policies of which a detector does not count this request."""
+        left_out = self.list_left_out()
+        return list(dict.fromkeys((policy, reason) for policy, _, reason in left_out)) if left_out else []
+
+    def list_compared_exactly(self) -> list[str]:
+        """The policies that compared the body byte for byte, because it is not what their similarity is for."""
+        if not self.inspects:
+            return []
+        candidates = [*self.enforcing.candidates, *self.shadow.candidates]
+        return list(dict.fromkeys(candidate.plan.id for candidate in candidates if candidate.compared_exactly))
+
+
+def group_by_policy(trace: Sequence[Outcome]) -> Sequence[Outcome]:
+    """The find_strictest outcome of each policy, whose detectors stand side by side in the trace."""
+    if len(trace) < 2:  # noqa: PLR2004  # nothing to group, as for most requests
+        return trace
+    return [find_strictest(list(group)) for _, group in groupby(trace, key=lambda outcome: (outcome.policy, outcome.mode))]

@@ -1,0 +1,173 @@
+"""What `loopguard explain` prints: what the policies make of one request, described as curl would be asked to send it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable
+from datetime import datetime
+from itertools import chain, repeat
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from extproc.engine import Engine
+from extproc.errors import UsageError
+from extproc.evaluation import Candidate
+from extproc.fingerprint import NO_BODY
+from extproc.logs import one_line
+from extproc.policy.bundle import DEFAULT_DETECTOR, METHOD
+from extproc.policy.loader import PolicySet
+from extproc.request import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body
+from extproc.similarity.document import Document
+from extproc.windows import Count
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `loopguard explain`."""
+    parser.add_argument("--policy", action="append", required=True, metavar="PATH", help="policy file or directory; repeatable")
+    parser.add_argument("-X", "--request", metavar="METHOD", help="default GET, or POST with -d")
+    parser.add_argument("-H", "--header", action="append", default=[], metavar="'NAME: VALUE'", help="repeatable")
+    parser.add_argument("-d", "--data", metavar="BODY|@FILE", help="request body, @- for standard input")
+    parser.add_argument("--claim", action="append", default=[], metavar="NAME=VALUE", help="a verified JWT claim; repeatable")
+    parser.add_argument("--address", default="127.0.0.1", metavar="IP", help="the caller's address (default 127.0.0.1)")
+    parser.add_argument("--route", default="", metavar="NAME", help="Envoy's name of the route")
+    parser.add_argument("--allow-unverified-jwt", action="store_true", help="take claims from -H 'authorization: Bearer ...'")
+    parser.add_argument("--shadow", action="store_true", help="as serve --shadow")
+    parser.add_argument("url", metavar="URL")
+
+
+def run(options: argparse.Namespace, policies: PolicySet, now: datetime) -> int:
+    """Print it.
+
+    Returns:
+        the exit code.
+
+    Raises:
+        UsageError: a flag cannot be used.
+    """
+    body = _read_body(options.data)
+    request = _make_request(options, body)
+    evaluation = Engine(policies, now, shadow=options.shadow).prepare(request)
+    if evaluation is None:
+        print(one_line(f"no policy matches {request.method} {request.path}: the request goes on uncounted"))
+        return 0
+    reason = explain_unknowable_body(request) if evaluation.needs_body else ""
+    evaluation.seal(None if reason else NO_BODY.plus(body), reason, body)
+    for policy, detector, why in evaluation.list_left_out():
+        named = [("detector", detector)] if detector not in ("", DEFAULT_DETECTOR) else []
+        _print_rows([("policy", policy), *named, ("uncounted", why)])
+    for lane in evaluation.lanes:
+        for candidate in lane.candidates:
+            _print_candidate(candidate, body)
+    return 0
+
+
+def _print_candidate(candidate: Candidate, body: bytes) -> None:
+    """What one detector of a policy sees in the request, and what it will do about it."""
+    detector, hit = candidate.detector, candidate.hit
+    rows = [("policy", f"{candidate.plan.id} ({detector.mode})")]
+    if detector.name != DEFAULT_DETECTOR or detector.looks:
+        rows.append(("detector", f"{detector.name} ({detector.similarity_name})"))
+    if detector.looks:
+        rows += zip(chain(["compared"], repeat("")), detector.similarity.show(Document(body)), strict=False)
+    rows += [("composite", candidate.composite), ("fingerprint", candidate.fingerprint), ("tenant", candidate.tenant)]
+    if hit is not None:
+        rows.append(("key", hit.key))
+    rows.append(("decision", _describe_decision(candidate)))
+    _print_rows(rows)
+
+
+def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
+    for name, value in rows:
+        print(f"{name:<12} {one_line(value)}")
+    print()
+
+
+def _describe_decision(candidate: Candidate) -> str:
+    """What is done about this request, or about the one that reaches the threshold."""
+    detector, found = candidate.detector, candidate.repeat
+    if not detector.stateless:
+        return (
+            f"allow {detector.threshold - 1} identical requests, then {_describe_action(candidate)}; "
+            f"window {detector.window_type}, {detector.window_seconds} s"
+        )
+    state = detector.similarity.describe(found)
+    if found is None:
+        return f"allow: {state}"
+    if found.looping:
+        return f"{_describe_action(candidate)}; {state}"
+    return f"allow below {found.threshold} equal calls, then {_describe_action(candidate)}; {state}"
+
+
+def _describe_action(candidate: Candidate) -> str:
+    """What is done about the request that reaches the threshold."""
+    detector, found = candidate.detector, candidate.repeat
+    cooldown_ms = candidate.hit.cooldown_ms if candidate.hit is not None else 0
+    if found is not None and not found.looping:
+        found = found._replace(count=found.threshold)
+    count = Count(detector.threshold, looping=True, cooldown_ms=cooldown_ms, span_ms=0)
+    outcome = detector.judge(candidate.fingerprint, candidate.tenant, count, found)
+    again = f" (Retry-After: {outcome.retry_after})" if outcome.retry_after is not None else ""
+    told = {
+        "reject": f"reject with {outcome.reject_status}{again}",
+        "throttle": f"throttle (hold {outcome.delay_ms} ms at first)",
+        "warn": "warn",
+    }[outcome.action.value]
+    return f"report: would {told}" if detector.shadow else told
+
+
+def _read_body(data: str | None) -> bytes:
+    if data is None:
+        return b""
+    if not data.startswith("@"):
+        return data.encode("utf-8", "surrogateescape")
+    try:
+        return Path(data[1:]).read_bytes() if data != "@-" else sys.stdin.buffer.read()
+    except OSError as error:
+        raise UsageError(f"-d {data}: cannot be read: {error.strerror}") from None
+
+
+def _split_url(text: str) -> SplitResult:
+    """A URL as curl takes it, without its scheme or, because only policies look at it, with nothing but its path."""
+    try:
+        url = urlsplit(text if "://" in text else f"http://{text}")
+        _ = url.port  # checked as it is read
+    except ValueError as error:
+        raise UsageError(f"{text!r} is not a URL: {error}") from None
+    if url.scheme not in ("http", "https"):
+        raise UsageError(f"{text!r} is not a URL of http or https")
+    if not (url.hostname or text.startswith("/")):
+        raise UsageError(f"{text!r} is not a URL: it names no host")
+    if re.search(r"[\x00-\x20\x7f]", text):
+        raise UsageError(f"{text!r} is not a URL: spaces and control characters are sent percent-encoded")
+    return url
+
+
+def _make_request(options: argparse.Namespace, body: bytes) -> HttpRequest:
+    url = _split_url(options.url)
+    if options.request is not None and not METHOD.match(options.request):
+        raise UsageError(f"-X {options.request!r} must be an HTTP method such as POST")
+    headers: dict[str, bytes] = {}
+    for line in options.header:
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip():
+            raise UsageError(f"-H {line!r} must be 'name: value'")
+        headers.setdefault(name.strip().lower(), value.strip().encode("utf-8", "surrogateescape"))
+    target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    method = options.request or ("POST" if body else "GET")
+    authority = headers.get("host", b"").decode("utf-8", "surrogateescape") or url.netloc.rpartition("@")[2]
+    facts = StatedFacts(route=options.route, address=options.address, claims=_read_claims(options, headers))
+    return HttpRequest(method, target, authority, headers, facts)
+
+
+def _read_claims(options: argparse.Namespace, headers: dict[str, bytes]) -> dict[str, str]:
+    claims = {}
+    if options.allow_unverified_jwt:
+        claims = decode_claims(headers.get("authorization", b"").decode("utf-8", "surrogateescape"))
+    for pair in options.claim:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise UsageError(f"--claim {pair!r} must be NAME=VALUE")
+        claims[name] = value
+    return claims

@@ -1,0 +1,1 @@
+"""What can stop a request, one file for each kind of guard."""

@@ -1,0 +1,91 @@
+"""The loop guard: one entry of a policy's loop_detection, ready to run.
+
+What is compared (similarity), over what span (window) and what is done (action) are three independent choices.
+"""
+
+from __future__ import annotations
+
+from extproc.decision import Action, Outcome, Repeat
+from extproc.policy.bundle import LoopDetection
+from extproc.policy.objects import MAX_THRESHOLD
+from extproc.similarity import make_similarity
+from extproc.windows import Count, Hit
+
+DELAY_PER_REQUEST_MS = 100
+"""A throttled request is held for its count times this (Fairvisor's loop arithmetic)."""
+
+DISPLAY_COUNT = 1_000
+"""How far a `sliding_log` counts at least, so that reports stay truthful well past the threshold."""
+
+
+class Detector:
+    """What does not depend on the request is worked out once, at the load."""
+
+    def __init__(self, policy: str, name: str, loop: LoopDetection, *, shadow: bool) -> None:
+        """Compile; `loop` is enabled."""
+        self.policy = policy
+        self.name = name
+        self.shadow = shadow
+        self.mode = "shadow" if shadow else "enforce"
+        self.similarity = make_similarity(loop)
+        self.similarity_name = loop.similarity
+        self.looks = self.similarity.looks
+        self.stateless = self.similarity.stateless
+        self.needs_body = loop.body == "include"
+        self.max_inspect_bytes = loop.max_inspect_bytes
+        self.action = Action(loop.action)
+        self.threshold = loop.threshold_identical_requests or 0
+        self.window_seconds = loop.window_seconds or 0
+        # A stateless one keeps its cooldown alone, which has a beginning and an end.
+        self.window_type = "fixed" if self.stateless else loop.window_type
+        self.max_delay_ms = loop.max_delay_ms
+        self.reject_status = loop.reject_status
+        self._key = f"{'shadow:' if shadow else ''}loop:{policy}:{name}:{self.window_type}:"
+        self._window_ms = self.window_seconds * 1000
+        self._cooldown_ms = loop.cooldown_seconds * 1000
+        # Only a refusal can be left out: a throttled or warned request goes on, so it counts.
+        self._count_refused = loop.count_refused or self.action is not Action.REJECT
+        self._count_to = max(self.threshold, DISPLAY_COUNT)
+
+    def make_hit(self, scope: str, tenant: str, digest: str, repeat: Repeat | None = None) -> Hit | None:
+        """What the store is asked to count, None for nothing.
+
+        Args:
+            scope: attachment name.
+            tenant: hash of the descriptors.
+            digest: fingerprint and check.
+            repeat: what the request itself says about a loop.
+        """
+        key = f"{self._key}{scope}:{tenant}:{digest}"
+        if not self.stateless:
+            count_refused, count_to = self._count_refused, self._count_to
+            return Hit(key, self.window_type, self._window_ms, self.threshold, self._cooldown_ms, count_refused, count_to)
+        if not self._cooldown_ms or repeat is None:
+            return None
+        # The request says itself whether it is a loop. The store keeps the cooldown: a loop trips it, others only ask for it.
+        threshold = 1 if repeat.looping else MAX_THRESHOLD
+        return Hit(key, self.window_type, 0, threshold, self._cooldown_ms, False, threshold)
+
+    def judge(self, fingerprint: str, tenant: str, count: Count, repeat: Repeat | None = None) -> Outcome:
+        """What this detector makes of a request that has been counted."""
+        number, looping = count.count, count.looping
+        if self.stateless:
+            number = repeat.count if repeat is not None else 0
+            looping = looping or (repeat is not None and repeat.looping)
+        action = self.action if looping else Action.ALLOW
+        return Outcome(
+            self.policy,
+            self.mode,
+            action,
+            fingerprint,
+            tenant,
+            number,
+            count.span_ms,
+            self.window_seconds,
+            min(number * DELAY_PER_REQUEST_MS, self.max_delay_ms) if action is Action.THROTTLE else 0,
+            -(-count.cooldown_ms // 1000) or self.window_seconds or None,
+            self.reject_status,
+            self.name,
+            self.similarity,
+            repeat,
+        )

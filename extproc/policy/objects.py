@@ -1,0 +1,61 @@
+"""What every JSON object of a bundle is made of: frozen models that take no unknown key, and strings with a rule."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+Place = tuple[str | int, ...]
+"""The steps from a document down to one of its values."""
+
+MAX_SECONDS = 31_536_000
+"""Longest window or cooldown: a year, so that milliseconds always fit the stores' 64-bit fields."""
+
+MAX_THRESHOLD = 1_000_000_000
+
+_POINTER = re.compile(r"(?:/(?:[^~/]|~[01])*)+\Z")  # RFC 6901, without the empty one, which is the whole document
+
+
+def make_error(message: str) -> PydanticCustomError:
+    """The error that a validator raises, with what would be right."""
+    return PydanticCustomError("loopguard", "{message}", {"message": message})
+
+
+def is_pointer(value: str) -> bool:
+    """Whether a text is a JSON Pointer (RFC 6901) to anything below the whole document."""
+    return _POINTER.match(value) is not None
+
+
+def is_annotation(key: str) -> bool:
+    """Whether any object may carry the key and nobody reads it: `description` and `x-...`."""
+    return key == "description" or key.startswith("x-")
+
+
+def _check_pointer(value: str) -> str:
+    if not is_pointer(value):
+        raise make_error("must be a JSON Pointer, such as '/metadata/request_id' or '/messages/*/id'")
+    return value
+
+
+Pointer = Annotated[str, AfterValidator(_check_pointer), Field(json_schema_extra={"pattern": "^(/([^~/]|~[01])*)+$"})]
+
+
+class JsonObject(BaseModel):
+    """A JSON object of the bundle: unknown keys are errors, except `description` and `x-...`."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        json_schema_extra={"patternProperties": {"^x-": {}, "^description$": {}}},
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_annotations(cls, value: Any) -> Any:  # noqa: ANN401  # raw JSON, before any check
+        if isinstance(value, dict) and any(isinstance(key, str) and is_annotation(key) for key in value):
+            return {key: item for key, item in value.items() if not is_annotation(key)}
+        return value

@@ -1,0 +1,106 @@
+"""Metrics and log lines about requests; what is logged is bounded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from time import perf_counter
+
+from extproc.decision import Action, Decision, Outcome
+from extproc.evaluation import Evaluation, Lane, group_by_policy
+from extproc.handover import POLICY_METADATA, RefusedPolicyError
+from extproc.logs import RateLimit, fields
+from extproc.metrics import Metrics
+
+_LOG = logging.getLogger("loopguard")
+
+_LINES_PER_SECOND = 20
+_PROBLEMS_SHOWN = 20
+_NAME_SHOWN = 128
+
+
+class Reporter:
+    """Tells what became of requests."""
+
+    def __init__(self, metrics: Metrics, *, log_descriptors: bool) -> None:
+        """Nothing has been logged; `log_descriptors` shows the descriptors' values in place of a hash."""
+        self._metrics = metrics
+        self._log_descriptors = log_descriptors
+        self._detections = RateLimit(_LINES_PER_SECOND)
+        self._failures = RateLimit(_LINES_PER_SECOND)
+
+    def report(self, evaluation: Evaluation, decision: Decision) -> None:
+        """One decided request."""
+        metrics = self._metrics
+        for outcome in decision.trace:
+            if outcome.action is not Action.ALLOW:
+                metrics.detections.labels(outcome.policy, outcome.detector, outcome.mode, outcome.action.value).inc()
+                self._log_detection(evaluation, outcome)
+        for outcome in group_by_policy(decision.trace):
+            loop = outcome.action is not Action.ALLOW
+            metrics.count_decision(outcome.policy, outcome.mode, outcome.action.value, loop=loop)
+        for policy in evaluation.list_compared_exactly():
+            metrics.compared_exactly.labels(policy).inc()
+        self.report_uncounted(evaluation)
+
+    def report_uncounted(self, evaluation: Evaluation) -> None:
+        """Policies that did not count a request, and those that failed."""
+        for policy, reason in evaluation.list_uncounted():
+            self._metrics.uncounted.labels(policy, reason).inc()
+        for lane in evaluation.lanes:
+            if lane.failures:
+                self._report_failures(lane)
+
+    def report_failure(self, message: str, error: BaseException, **more: object) -> None:
+        """One line for something that went wrong, unless there are too many of them."""
+        suppressed = self._failures.take(perf_counter())
+        if suppressed is not None:
+            extra = fields(error=f"{type(error).__name__}: {error}", **more, suppressed=suppressed or None)
+            _LOG.error(message, exc_info=error, extra=extra)
+
+    def report_refused_policy(self, refused: RefusedPolicyError) -> None:
+        """A policy in a route's metadata that cannot be used."""
+        shown = fields(reason=refused.reason, problems=len(refused.problems), first=refused.problems[:_PROBLEMS_SHOWN])
+        _LOG.error("policy in route metadata refused", extra=shown)
+
+    def report_unknown_policies(self, names: Sequence[str]) -> None:
+        """A route names policies that are not there."""
+        self._metrics.handover_errors.labels("unknown_policy").inc()
+        if (suppressed := self._failures.take(perf_counter())) is not None:
+            extra = fields(
+                policies=[name[:_NAME_SHOWN] for name in names[:_PROBLEMS_SHOWN]],
+                metadata=POLICY_METADATA,
+                suppressed=suppressed or None,
+            )
+            _LOG.error("a route names policies that are not loaded or not enabled", extra=extra)
+
+    def _report_failures(self, lane: Lane) -> None:
+        reason, message = (
+            ("shadow_error", "shadow policy failed")
+            if lane.shadow
+            else ("internal_error", "a detector failed, the others' verdict stands")
+        )
+        for policy, error in lane.failures:
+            self._metrics.fail_open.labels(reason).inc()
+            self.report_failure(message, error, policy=policy)
+
+    def _log_detection(self, evaluation: Evaluation, outcome: Outcome) -> None:
+        suppressed = self._detections.take(perf_counter())
+        if suppressed is None:
+            return
+        shown = None
+        if self._log_descriptors:
+            lane = evaluation.shadow if outcome.mode == "shadow" else evaluation.enforcing
+            shown = next(dict(candidate.values) for candidate in lane.candidates if candidate.plan.id == outcome.policy)
+        extra = fields(
+            policy=outcome.policy,
+            detector=outcome.detector,
+            mode=outcome.mode,
+            action=outcome.action.value,
+            fingerprint=outcome.fingerprint,
+            count=outcome.count,
+            tenant=outcome.tenant,
+            descriptors=shown,
+            suppressed=suppressed or None,
+        )
+        _LOG.warning("loop detected", extra=extra)

@@ -1,0 +1,90 @@
+"""What a similarity says about itself, so that nobody else has to know one by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from extproc.decision import Outcome, Repeat
+from extproc.policy.objects import JsonObject, Place
+from extproc.similarity.document import Document
+from extproc.similarity.keys import LoopKeys, SimilarityKeys
+
+_SHOWN = 200
+"""So much of a path is enough to recognise it, in characters."""
+
+_UNITS = (("days", 86_400), ("hours", 3_600), ("minutes", 60))
+
+
+class Similarity:
+    """What a detector compares; `exact` as it stands here, others by what they override.
+
+    Attributes:
+        keys: the keys of a loop_detection entry that are its own, beside those of `LoopKeys`.
+        looks: into the body, whose bytes are kept for it; else the body's checksums are enough.
+        whole: it asks for the whole body's value, not for parts of it.
+        stateless: a request says itself whether it is part of a loop. Nothing is counted, the store keeps the cooldown alone.
+    """
+
+    keys: ClassVar[type[JsonObject]] = LoopKeys
+    looks: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
+    stateless: ClassVar[bool] = False
+
+    def __init__(self, keys: SimilarityKeys) -> None:
+        """Compile the keys of an entry that is enabled."""
+
+    def compare(self, document: Document) -> tuple[bytes | None, Repeat | None]:  # noqa: ARG002  # others look into it
+        """Look into a body.
+
+        Returns:
+            what is compared, in one spelling; None where that is the body itself;
+            what the request itself says about a loop; None where requests are counted.
+
+        Raises:
+            NotCounted: there is nothing to compare.
+        """
+        return None, None
+
+    def show(self, document: Document) -> list[str]:  # noqa: ARG002  # others look into it
+        """What is compared, as lines for people.
+
+        Raises:
+            NotCounted: as `compare`.
+        """
+        return []
+
+    def describe(self, repeat: Repeat | None) -> str:  # noqa: ARG002  # others have something to say
+        """What the request itself says about a loop, in a few words for people."""
+        return ""
+
+    def tell(self, outcome: Outcome, method: str, path: str) -> str:
+        """What repeated, how often, over what span and what to do instead, in words that a model can act on."""
+        shown = path if len(path) <= _SHOWN else path[: _SHOWN - 1] + "\u2026"
+        shown = shown.encode("utf-8", "backslashreplace").decode()
+        return (
+            f"Loop detected: {self.name_repeated(f'({method} {shown})')} has been sent {outcome.count} times "
+            f"within {format_duration(outcome.span_ms)} and was refused. "
+            "Sending it again will be refused again. "
+            "Do not retry it unchanged: change the approach or the input, or stop and report the result you have so far."
+        )
+
+    def name_repeated(self, place: str) -> str:
+        """The subject of that sentence; `place` is method and path in brackets."""
+        return f"this identical request {place}"
+
+    @staticmethod
+    def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:  # noqa: ARG004  # others have rules
+        """Rules between its own keys in one raw loop_detection entry: the place of each error, and what would be right."""
+        yield from ()
+
+
+def format_duration(milliseconds: int) -> str:
+    """A span in the unit that a reader would use, such as `2.5 minutes`."""
+    seconds = milliseconds / 1000
+    if seconds < 1:
+        return "less than a second"
+    for unit, length in _UNITS:
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.3g} seconds"

@@ -1,0 +1,90 @@
+"""The keys of a loop_detection entry that belong to one similarity each, and those that all of them may read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from extproc.policy.objects import MAX_SECONDS, MAX_THRESHOLD, JsonObject, Pointer
+
+MAX_CALLS = 200
+"""Most calls, and most messages, that a detector compares with each other."""
+
+MAX_CYCLE = 16
+
+
+class LoopKeys(JsonObject):
+    """What any similarity may read.
+
+    Attributes:
+        threshold_identical_requests: the first identical request that is acted on; with `tool_calls`, the first call.
+        cooldown_seconds: after a trip the fingerprint stays acted on that long, even when its window has emptied.
+    """
+
+    threshold_identical_requests: Annotated[int, Field(ge=2, le=MAX_THRESHOLD)] | None = None
+    cooldown_seconds: Annotated[int, Field(ge=0, le=MAX_SECONDS)] = 0
+
+
+class CanonicalKeys(LoopKeys):
+    """Of `canonical`.
+
+    Attributes:
+        ignore_fields: of `canonical`: JSON Pointers to what is not compared; `*` stands for any one step.
+    """
+
+    ignore_fields: list[Pointer] = []
+
+
+class TailKeys(LoopKeys):
+    """Of `tail`.
+
+    Attributes:
+        tail_messages: of `tail`: so many messages are compared.
+    """
+
+    tail_messages: Annotated[int, Field(ge=1, le=MAX_CALLS)] = 3
+
+
+class Tool(JsonObject):
+    """What holds for the calls of one tool, or of all whose names match, in place of the detector's own.
+
+    Attributes:
+        threshold: in place of `threshold_identical_requests`.
+        window_calls: in place of `window_calls`.
+        reason: said to the model that is refused.
+        allow: calls of this tool are never part of a loop.
+    """
+
+    threshold: Annotated[int, Field(ge=2, le=MAX_CALLS)] | None = None
+    window_calls: Annotated[int, Field(ge=2, le=MAX_CALLS)] | None = None
+    reason: Annotated[str, Field(max_length=256)] = ""
+    allow: bool = False
+
+
+class ToolCallsKeys(LoopKeys):
+    """Of `tool_calls`.
+
+    Attributes:
+        window_calls: of `tool_calls`: among so many of the newest calls.
+        reset_on_user_message: of `tool_calls`: calls before the user's last message are not looked at.
+        compare_results: of `tool_calls`: False: calls are equal whatever they brought back.
+        max_cycle: of `tool_calls`: longest cycle of different calls that is looked for; 1 for none.
+        tools: of `tool_calls`: by tool name, in which `*` stands for anything.
+    """
+
+    window_calls: Annotated[int, Field(ge=2, le=MAX_CALLS)] = 10
+    reset_on_user_message: bool = True
+    compare_results: bool = True
+    max_cycle: Annotated[int, Field(ge=1, le=MAX_CYCLE)] = 4
+    tools: dict[Annotated[str, Field(min_length=1)], Tool] = {}
+
+
+class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys):
+    """All of them.
+
+    Attributes:
+        similarity: what makes requests identical.
+    """
+
+    similarity: Literal["exact", "canonical", "tail", "tool_calls"] = "exact"

@@ -1,0 +1,90 @@
+"""A request body under way: its checksums as it comes, and its bytes as far as somebody may look into them."""
+
+from __future__ import annotations
+
+from extproc.fingerprint import NO_BODY
+from extproc.wire import BODY_BUFFERED, BODY_STREAMED
+
+MAX_KEPT = 64 * 2**20
+"""Most bytes of streamed bodies that are kept at once; buffered ones come in one message and are not kept at all."""
+
+# What has come of a body.
+MORE, WHOLE, CUT_OFF = range(3)
+
+_LENGTH_DIGITS = 18
+
+
+class Kept:
+    """Bytes of streamed bodies under way, of all requests together."""
+
+    def __init__(self, limit: int = MAX_KEPT) -> None:
+        """None yet; `limit` bounds them."""
+        self._limit = limit
+        self.bytes = 0
+
+    def take(self, size: int) -> bool:
+        """Claim room for so many bytes, or False when there is none."""
+        if self.bytes + size > self._limit:
+            return False
+        self.bytes += size
+        return True
+
+    def free(self, size: int) -> None:
+        """Give room back."""
+        self.bytes -= size
+
+
+class Upload:
+    """One body.
+
+    Attributes:
+        body: what has come so far.
+    """
+
+    __slots__ = ("_before", "_expected", "_inspects", "_kept", "_last", "_mode", "body")
+
+    def __init__(self, kept: Kept, mode: int, content_length: bytes, inspects: int) -> None:
+        """Nothing has come yet.
+
+        Args:
+            kept: shared by all uploads.
+            mode: Envoy's body mode, negative when it did not say.
+            content_length: the header, empty when absent.
+            inspects: a body of so many bytes at most is going to be looked into.
+        """
+        self._kept = kept
+        self._mode = mode
+        self._expected = int(content_length) if content_length.isdigit() and len(content_length) <= _LENGTH_DIGITS else -1
+        self._inspects = inspects
+        self._before = bytearray()  # of a streamed body, all but the last chunk
+        self._last: bytes | memoryview = b""
+        self.body = NO_BODY
+
+    def add(self, chunk: bytes | memoryview, *, ended: bool) -> int:
+        """Take the next chunk; returns MORE, WHOLE or CUT_OFF. With `ended` nothing follows."""
+        self.body = body = self.body.plus(chunk)
+        # With trailers to come, a complete buffered body does not say that it ends the stream.
+        if ended or self._mode == BODY_BUFFERED or body.length == self._expected:
+            self._last = chunk
+            return WHOLE
+        if self._mode != BODY_STREAMED:
+            return CUT_OFF
+        if body.length <= self._inspects and self._kept.take(len(chunk)):
+            self._before += chunk
+        else:
+            self.drop()
+        return MORE
+
+    def take_content(self) -> bytes | memoryview | None:
+        """The whole body, None where it was not kept; nothing of it is kept here any longer."""
+        length, last = self.body.length, self._last
+        if length <= self._inspects and len(last) != length:
+            last = bytes(self._before + last)
+        self.drop()
+        return last if len(last) == length <= self._inspects else None
+
+    def drop(self) -> None:
+        """Nobody is going to look into it."""
+        self._kept.free(len(self._before))
+        self._before = bytearray()
+        self._last = b""
