@@ -72,7 +72,7 @@ class Candidate:
         self.hit: Hit | None = None
         self.needs_body = detector.needs_body or plan.reads_body
 
-    def seal(self, head: str, body: Body, document: Document | None, scope: str) -> None:
+    def seal(self, head: str, body: Body, document: Document | None, scope: str, missing: list[tuple[str, str]]) -> None:
         """Work out the names.
 
         Args:
@@ -80,13 +80,14 @@ class Candidate:
             body: of the request.
             document: the same to look into; None when it is too large for that.
             scope: attachment name.
+            missing: takes (policy, limit key) of what the body does not have.
 
         Raises:
             NotCounted: what this detector compares cannot be had.
         """
         detector = self.detector
         if self.plan.reads_body:
-            self.values = [*self.values, *self.plan.read_body_descriptors(self._inspect(document))]
+            self.values = self.plan.read_body_descriptors(self._inspect(document), self.values, missing)
             self._descriptors = join_descriptors(self.values)
         if not detector.needs_body:
             body = NO_BODY
@@ -124,10 +125,11 @@ class Lane:
         shadow: they only watch.
         candidates: the detectors that count the request.
         left_out: (policy, detector, reason) of what matched and does not count this request; no detector where all are meant.
+        missing: (policy, limit key) of descriptors that the request does not have.
         failures: (policy, error) of candidates that raised, or could not be counted for an error of ours.
     """
 
-    __slots__ = ("candidates", "failures", "left_out", "shadow")
+    __slots__ = ("candidates", "failures", "left_out", "missing", "shadow")
 
     def __init__(self, *, shadow: bool) -> None:
         """Start empty."""
@@ -135,6 +137,7 @@ class Lane:
         self.candidates: list[Candidate] = []
         self.left_out: list[tuple[str, str, str]] = []
         self.failures: list[tuple[str, Exception]] = []
+        self.missing: list[tuple[str, str]] = []
 
     @property
     def needs_body(self) -> bool:
@@ -144,7 +147,7 @@ class Lane:
     def admit(self, plan: Plan, request: HttpRequest) -> bool:
         """Make the plan's detectors candidates, or note why they are none; returns whether they are."""
         try:
-            values = plan.read_descriptors(request)
+            values = plan.read_descriptors(request, self.missing)
             joined = join_descriptors(values)
             self.candidates += [Candidate(plan, detector, values, joined) for detector in plan.detectors]
         except NotCounted as why:
@@ -160,7 +163,7 @@ class Lane:
         sealed = []
         for candidate in self.candidates:
             try:
-                candidate.seal(head, body, document, scope)
+                candidate.seal(head, body, document, scope, self.missing)
             except NotCounted as why:
                 self._leave_out(candidate, why.reason)
             except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone

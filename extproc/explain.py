@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from extproc.engine import Engine
 from extproc.errors import UsageError
-from extproc.evaluation import Candidate
+from extproc.evaluation import Candidate, Lane
 from extproc.fingerprint import NO_BODY
 from extproc.logs import one_line
 from extproc.policy.bundle import DEFAULT_DETECTOR, METHOD
@@ -54,16 +54,38 @@ def run(options: argparse.Namespace, policies: PolicySet, now: datetime) -> int:
         return 0
     reason = explain_unknowable_body(request) if evaluation.needs_body else ""
     evaluation.seal(None if reason else NO_BODY.plus(body), reason, body)
-    for policy, detector, why in evaluation.list_left_out():
-        named = [("detector", detector)] if detector not in ("", DEFAULT_DETECTOR) else []
-        _print_rows([("policy", policy), *named, ("uncounted", why)])
+    for lane in evaluation.lanes:
+        _print_left_out(lane, request)
     for lane in evaluation.lanes:
         for candidate in lane.candidates:
-            _print_candidate(candidate, body)
+            _print_candidate(candidate, body, _list_missing(lane, candidate.plan.id, request))
     return 0
 
 
-def _print_candidate(candidate: Candidate, body: bytes) -> None:
+def _print_left_out(lane: Lane, request: HttpRequest) -> None:
+    """Why policies, or detectors of them, do not count the request."""
+    for policy, detector, why in lane.left_out:
+        named = [("detector", detector)] if detector not in ("", DEFAULT_DETECTOR) else []
+        _print_rows([("policy", policy), *named, *_list_missing(lane, policy, request), ("uncounted", why)])
+
+
+def _list_missing(lane: Lane, policy: str, request: HttpRequest) -> list[tuple[str, str]]:
+    """A row for each of the policy's limit keys that the request does not have."""
+    keys = [key for owner, key in lane.missing if owner == policy]
+    return [("missing", f"{key}{_explain_missing(key, request)}") for key in keys]
+
+
+def _explain_missing(key: str, request: HttpRequest) -> str:
+    """Why a request has no such descriptor, where that can be told."""
+    source, _, name = key.partition(":")
+    if source == "jwt" and request.read_header("authorization")[:7].lower() == "bearer ":
+        return ": authorization: Bearer is given, but not verified; see --claim and --allow-unverified-jwt"
+    if source == "jwt":
+        return f": no claim of that name was verified; give --claim {name}=VALUE"
+    return ""
+
+
+def _print_candidate(candidate: Candidate, body: bytes, missing: list[tuple[str, str]]) -> None:
     """What one detector of a policy sees in the request, and what it will do about it."""
     detector, hit = candidate.detector, candidate.hit
     rows = [("policy", f"{candidate.plan.id} ({detector.mode})")]
@@ -71,6 +93,7 @@ def _print_candidate(candidate: Candidate, body: bytes) -> None:
         rows.append(("detector", f"{detector.name} ({detector.similarity_name})"))
     if detector.looks:
         rows += zip(chain(["compared"], repeat("")), detector.similarity.show(Document(body)), strict=False)
+    rows += missing
     rows += [("composite", candidate.composite), ("fingerprint", candidate.fingerprint), ("tenant", candidate.tenant)]
     if hit is not None:
         rows.append(("key", hit.key))

@@ -7,6 +7,7 @@ are few and a collision must not refuse the innocent.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -27,6 +28,11 @@ _IN_PATH = str.maketrans({"%": "%25", "|": "%7C"})
 _IN_PAIR = str.maketrans({"%": "%25", "|": "%7C", "=": "%3D", "&": "%26"})
 
 
+_UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
+_ENCODED = re.compile("%[0-9A-Fa-f]{2}")
+_SLASHES = re.compile("//+")
+
+
 class Body(NamedTuple):
     """A request body as far as a fingerprint needs it, computed in one pass or chunk by chunk with `plus`."""
 
@@ -41,6 +47,43 @@ class Body(NamedTuple):
 
 NO_BODY = Body(0, 0, 1)
 """No body at all; also the start of every chunk-wise body (RFC 1950: Adler-32 starts at 1)."""
+
+
+def normalize_path(path: str) -> str:
+    """A path as a server would read it, so that no spelling of it is another path.
+
+    Percent-encoded characters that need no encoding are decoded, the hex digits of the others are upper-case, and dot segments
+    are removed (RFC 3986 section 6.2.2); then slashes are merged, as Envoy's `merge_slashes` does.
+
+    >>> normalize_path("/v1//chat/%2e/x/../complet%69ons%2f")
+    '/v1/chat/completions%2F'
+    """
+    if len(path) > MAX_TARGET or not path.startswith("/"):
+        return path
+    if "%" in path:
+        path = _ENCODED.sub(_decode_unreserved, path)
+    if "/." in path:
+        path = _remove_dot_segments(path)
+    return _SLASHES.sub("/", path) if "//" in path else path
+
+
+def _decode_unreserved(found: re.Match[str]) -> str:
+    char = chr(int(found[0][1:], 16))
+    return char if char in _UNRESERVED else found[0].upper()
+
+
+def _remove_dot_segments(path: str) -> str:
+    """RFC 3986 section 5.2.4."""
+    kept: list[str] = []
+    segments = path.split("/")[1:]
+    for segment in segments:
+        if segment == "..":
+            del kept[-1:]
+        elif segment != ".":
+            kept.append(segment)
+    if segments[-1] in (".", ".."):
+        kept.append("")
+    return "/" + "/".join(kept)
 
 
 def is_too_long(target: str, query: str) -> bool:

@@ -38,6 +38,29 @@ class RateLimit:
         return suppressed
 
 
+class Reminder:
+    """Lets one event through every so often, and tells how many there were since."""
+
+    def __init__(self, seconds: float) -> None:
+        """Nothing has happened."""
+        self._seconds = seconds
+        self._next = float("-inf")
+        self._events = 0
+
+    def take(self, now: float) -> int:
+        """One more event; returns how many there were, this one included, since the last that was let through, else 0.
+
+        Args:
+            now: seconds of any monotonic clock.
+        """
+        self._events += 1
+        if now < self._next:
+            return 0
+        self._next = now + self._seconds
+        events, self._events = self._events, 0
+        return events
+
+
 def fields(**values: object) -> dict[str, Any]:
     """For logging's `extra=`: fields that stand behind the message, or beside it in JSON."""
     return {"fields": {name: value for name, value in values.items() if value is not None}}

@@ -22,18 +22,22 @@ class Plan:
         self.mode = "shadow" if shadow else "enforce"
         self.detectors = [Detector(policy.id, name, loop, shadow=shadow) for name, loop in spec.detectors()]
         self._bypass = spec.bypass
-        self._skip_missing = spec.missing_descriptor == "skip"
+        self._missing = spec.missing_descriptor
         read = compile_descriptors([key for key in spec.all_limit_keys() if key not in UNSUPPORTED_KEYS])
         self._descriptors = [descriptor for descriptor in read if descriptor.source != BODY]
-        self._body_descriptors = [(item.name, steps(item.argument)) for item in read if item.source == BODY]
+        self._body_descriptors = [(item, steps(item.argument)) for item in read if item.source == BODY]
         self.reads_body = bool(self._body_descriptors)
         self.needs_body = self.reads_body or any(detector.needs_body for detector in self.detectors)
         self.needs_whole = self.reads_body or any(detector.similarity.whole for detector in self.detectors)
         looking = [detector.max_inspect_bytes for detector in self.detectors if self.reads_body or detector.looks]
         self.inspects = max(looking, default=0)
 
-    def read_descriptors(self, request: HttpRequest) -> list[tuple[str, str]]:
+    def read_descriptors(self, request: HttpRequest, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """The caller's descriptors by name, those in the body excepted.
+
+        Args:
+            request: the caller's.
+            missing: takes (policy, limit key) of what the request does not have.
 
         Raises:
             NotCounted: the policy does not count such a request.
@@ -49,26 +53,51 @@ class Plan:
                 raise NotCounted("descriptor_too_long")
             if value:
                 values.append((descriptor.name, value))
-            elif self._skip_missing:
-                raise NotCounted("missing_descriptor")
+            else:
+                missing.append((self.id, descriptor.key))
+        if len(values) < len(self._descriptors):
+            self._check_missing(values, may_follow=self.reads_body)
         return values
 
-    def read_body_descriptors(self, document: Document) -> list[tuple[str, str]]:
-        """The descriptors that stand in the body.
+    def read_body_descriptors(
+        self, document: Document, values: list[tuple[str, str]], missing: list[tuple[str, str]]
+    ) -> list[tuple[str, str]]:
+        """All of the caller's descriptors, those in the body among them.
+
+        Args:
+            document: the body.
+            values: what `read_descriptors` returned.
+            missing: as there.
 
         Raises:
-            NotCounted: as `read_descriptors`.
+            NotCounted: as there.
         """
         try:
             value = document.value()
         except NotJson:
             value = None
-        found = [(name, find(value, pointer)) for name, pointer in self._body_descriptors]
+        found = [(descriptor, find(value, pointer)) for descriptor, pointer in self._body_descriptors]
         if any(len(text) > MAX_DESCRIPTOR for _, text in found):
             raise NotCounted("descriptor_too_long")
-        if self._skip_missing and not all(text for _, text in found):
+        values = [*values, *((descriptor.name, text) for descriptor, text in found if text)]
+        lacking = [(self.id, descriptor.key) for descriptor, text in found if not text]
+        if lacking:
+            missing += [entry for entry in lacking if entry not in missing]  # several detectors read the same body
+            self._check_missing(values, may_follow=False)
+        return values
+
+    def _check_missing(self, values: list[tuple[str, str]], *, may_follow: bool) -> None:
+        """Some descriptor is missing.
+
+        Args:
+            values: the others.
+            may_follow: one that stands in the body may make up for it.
+
+        Raises:
+            NotCounted: this policy does not count the request then.
+        """
+        if self._missing == "skip" or (self._missing == "require_one" and not values and not may_follow):
             raise NotCounted("missing_descriptor")
-        return [(name, text) for name, text in found if text]
 
 
 def _bypasses(entry: Bypass, request: HttpRequest) -> bool:

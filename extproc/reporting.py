@@ -9,7 +9,7 @@ from time import perf_counter
 from extproc.decision import Action, Decision, Outcome
 from extproc.evaluation import Evaluation, Lane, group_by_policy
 from extproc.handover import POLICY_METADATA, RefusedPolicyError
-from extproc.logs import RateLimit, fields
+from extproc.logs import RateLimit, Reminder, fields
 from extproc.metrics import Metrics
 
 _LOG = logging.getLogger("loopguard")
@@ -17,6 +17,14 @@ _LOG = logging.getLogger("loopguard")
 _LINES_PER_SECOND = 20
 _PROBLEMS_SHOWN = 20
 _NAME_SHOWN = 128
+
+_REMIND_SECONDS = 60
+_ADVICE = {
+    "jwt": ": is jwt_authn attached to their route, or --allow-unverified-jwt wanted?",
+    "header": ": do clients send it, and does every proxy on the way pass it on?",
+    "ip": ": does the filter's request_attributes ask for source.address?",
+}
+"""What to look at when a descriptor is missing, by its source."""
 
 
 class Reporter:
@@ -28,6 +36,8 @@ class Reporter:
         self._log_descriptors = log_descriptors
         self._detections = RateLimit(_LINES_PER_SECOND)
         self._failures = RateLimit(_LINES_PER_SECOND)
+        self._missing = RateLimit(_LINES_PER_SECOND)
+        self._reminders: dict[tuple[str, str], Reminder] = {}  # by policy and limit key, which no client chooses
 
     def report(self, evaluation: Evaluation, decision: Decision) -> None:
         """One decided request."""
@@ -48,6 +58,8 @@ class Reporter:
         for policy, reason in evaluation.list_uncounted():
             self._metrics.uncounted.labels(policy, reason).inc()
         for lane in evaluation.lanes:
+            if lane.missing:
+                self._report_missing(lane)
             if lane.failures:
                 self._report_failures(lane)
 
@@ -73,6 +85,17 @@ class Reporter:
                 suppressed=suppressed or None,
             )
             _LOG.error("a route names policies that are not loaded or not enabled", extra=extra)
+
+    def _report_missing(self, lane: Lane) -> None:
+        for policy, key in lane.missing:
+            self._metrics.missing_descriptor.labels(policy, key).inc()
+            reminder = self._reminders.get((policy, key))
+            if reminder is None:
+                reminder = self._reminders[policy, key] = Reminder(_REMIND_SECONDS)
+            requests = reminder.take(perf_counter())
+            if requests and (suppressed := self._missing.take(perf_counter())) is not None:
+                extra = fields(policy=policy, key=key, requests=requests, suppressed=suppressed or None)
+                _LOG.warning(f"requests have no {key}{_ADVICE.get(key.partition(':')[0], '')}", extra=extra)
 
     def _report_failures(self, lane: Lane) -> None:
         reason, message = (

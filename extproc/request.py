@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
+from extproc.fingerprint import normalize_path
+
 MAX_DESCRIPTOR = 8_192
 """Longest descriptor value that is told apart, in characters; a longer one leaves the request uncounted."""
 
@@ -67,7 +69,7 @@ class HttpRequest:
     Attributes:
         method: as sent.
         target: `:path` as received, query included.
-        path: the target without its query.
+        path: the target without its query, normalized, which is what selectors and fingerprints see.
         query: the part after the first `?`, without it.
         authority: `:authority`, empty when absent.
         headers: raw values by lower-case name.
@@ -84,13 +86,14 @@ class HttpRequest:
         headers: Mapping[str, bytes] | None = None,
         facts: Facts = NO_FACTS,
     ) -> None:
-        """Split the target; everything else is kept as given."""
+        """Split the target and normalize its path; everything else is kept as given."""
         if not target.startswith("/") and (absolute := _ABSOLUTE.match(target)):
             rest = target[absolute.end() :]
             target = rest if rest.startswith("/") else f"/{rest}"
         self.method = method
         self.target = target
-        self.path, _, self.query = target.partition("?")
+        path, _, self.query = target.partition("?")
+        self.path = normalize_path(path)
         self.authority = authority
         self.headers: Mapping[str, bytes] = headers if headers is not None else {}
         self.facts = facts
@@ -140,12 +143,14 @@ class Descriptor(NamedTuple):
     """One limit key, ready to be read from requests.
 
     Attributes:
+        key: as the policy has it.
         name: as it stands in the composite: what follows the source, lower-case, or the whole key where two names are equal.
         source: `jwt`, `header`, `query`, `ip` or `body`.
         argument: which claim, header or parameter, or a JSON Pointer.
         read: takes a request and the argument; the request's value, empty when it has none or when it stands in the body.
     """
 
+    key: str
     name: str
     source: str
     argument: str
@@ -166,7 +171,7 @@ def compile_descriptors(limit_keys: Sequence[str]) -> tuple[Descriptor, ...]:
     split = [(key, *key.partition(":")[::2]) for key in dict.fromkeys(limit_keys)]
     names = Counter(argument.lower() for _, _, argument in split)
     return tuple(
-        Descriptor(argument.lower() if names[argument.lower()] == 1 else key, source, argument, _READERS[source])
+        Descriptor(key, argument.lower() if names[argument.lower()] == 1 else key, source, argument, _READERS[source])
         for key, source, argument in split
     )
 

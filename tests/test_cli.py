@@ -168,7 +168,7 @@ def test_explain_takes_requests_like_curl(  # a table's columns
     capsys: pytest.CaptureFixture[str], tmp_path: Path, limit_key: str, flags: list[str], url: str, composite: str
 ) -> None:
     """Method, headers, body and URL mean what they mean to curl; the rest of what Envoy knows has flags."""
-    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, limit_keys=[limit_key]))
+    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, limit_keys=[limit_key], missing_descriptor="share"))
 
     (found,) = explained(Run(capsys, "explain", "--policy", file, *flags, url))
 
@@ -180,9 +180,11 @@ def test_explain_reads_a_body_from_a_file(capsys: pytest.CaptureFixture[str], tm
     body = b"\xff\r\n"
     (tmp_path / "body").write_bytes(body)
 
-    (found,) = explained(Run(capsys, "explain", "--policy", good, "-d", f"@{tmp_path}/body", "h/v1/chat/completions"))
+    (found,) = explained(
+        Run(capsys, "explain", "--policy", good, "--claim", "org_id=o", "-d", f"@{tmp_path}/body", "h/v1/chat/completions")
+    )
 
-    assert found["composite"] == f"POST|/v1/chat/completions||{crc32(body):08x}"
+    assert found["composite"] == f"POST|/v1/chat/completions||{crc32(body):08x}|org_id=o"
 
 
 @pytest.mark.parametrize(
@@ -214,8 +216,31 @@ def test_explain_says_why_a_request_is_not_counted(capsys: pytest.CaptureFixture
 
     matched, unmatched = Run(capsys, "explain", "--policy", file, "h/a"), Run(capsys, "explain", "--policy", file, "h/b")
 
-    assert explained(matched) == [{"policy": "p", "uncounted": "missing_descriptor"}]
+    missing = "jwt:org_id: no claim of that name was verified; give --claim org_id=VALUE"
+    assert explained(matched) == [{"policy": "p", "missing": missing, "uncounted": "missing_descriptor"}]
     assert (unmatched.code, unmatched.out) == (0, "no policy matches GET /b: the request goes on uncounted\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing", "counted"),
+    [
+        ([], ["jwt:org_id: no claim of that name was verified; give --claim org_id=VALUE", "header:x-user"], False),
+        (["-H", TOKEN], ["jwt:org_id: authorization: Bearer is given, but not verified; see --claim and --allow-", "h"], False),
+        (["-H", "x-user: ann"], ["jwt:org_id"], True),
+        (["-H", "x-user: ann", "--claim", "org_id=o"], [], True),
+    ],
+)
+def test_explain_says_which_descriptors_are_missing_and_why(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], missing: list[str], counted: bool
+) -> None:
+    """A caller with none of the keys is not counted; one with some of them is, and what is missing is shown all the same."""
+    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, limit_keys=["jwt:org_id", "header:x-user"]))
+
+    run = Run(capsys, "explain", "--policy", file, *flags, "h/a")
+
+    shown = re.findall(r"^missing +(.*)$", run.out, re.MULTILINE)
+    assert [line.startswith(start) for line, start in zip(shown, missing, strict=True)] == [True] * len(missing)
+    assert ("composite" in run.out, "uncounted" in run.out) == (counted, not counted)
 
 
 @pytest.mark.parametrize(
@@ -397,7 +422,8 @@ def test_explain_says_why_a_detector_does_not_count(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], reasons: list[str]
 ) -> None:
     """Each detector that cannot look says why, and the others are shown."""
-    file = looks(tmp_path / "p.json", *LOOPS, limit_keys=["body:/user"], bypass=[{"header": "x-health"}])
+    more: dict[str, Any] = {"limit_keys": ["body:/user"], "missing_descriptor": "share", "bypass": [{"header": "x-health"}]}
+    file = looks(tmp_path / "p.json", *LOOPS, **more)
 
     run = Run(capsys, "explain", "--policy", file, *flags, "h/v1")
 

@@ -98,7 +98,8 @@ def _with_spec(made: dict[str, Any], **spec: object) -> dict[str, Any]:
 
 BODY_KEYS = bundle(
     policy("model", {"pathPrefix": "/model"}, limit_keys=["body:/model", "header:model"], body="ignore"),
-    policy("session", {"pathPrefix": "/session"}, limit_keys=["body:/metadata/session_id"]),
+    policy("session", {"pathPrefix": "/session"}, limit_keys=["body:/metadata/session_id"], missing_descriptor="share"),
+    policy("one", {"pathPrefix": "/one"}, limit_keys=["body:/user", "header:x-user-id"], body="ignore"),
     policy("skip", {"pathPrefix": "/skip"}, limit_keys=["body:/users/0/na~1me"], missing_descriptor="skip", body="ignore"),
     policy("small", {"pathPrefix": "/small"}, limit_keys=["body:/user"], body="ignore", max_inspect_bytes=1_000),
     _with_spec(
@@ -133,8 +134,21 @@ def test_a_member_of_the_body_tells_callers_apart(by_body: Stack) -> None:
     assert other == 200
 
 
+def test_callers_named_nowhere_are_not_taken_for_one(by_body: Stack) -> None:
+    """By default a request with none of its policy's descriptors is not counted; each lack of one is, by its key."""
+    anonymous = [_posted(by_body, "/one", {"n": number % 2}) for number in range(8)]
+    by_header = [_posted(by_body, "/one", {"n": 1}, **{"x-user-id": "ann"}) for _ in range(3)]
+    by_member = [_posted(by_body, "/one", {"user": "ann"}) for _ in range(3)]
+
+    assert (anonymous, by_header, by_member) == ([200] * 8, [200, 200, 429], [200, 200, 429])
+    eventually(lambda: by_body.loopguard.metric("uncounted_total", policy="one", reason="missing_descriptor") == 8)
+    assert by_body.loopguard.metric("missing_descriptor_total", policy="one", key="body:/user") == 11
+    assert by_body.loopguard.metric("missing_descriptor_total", policy="one", key="header:x-user-id") == 11
+    assert by_body.loopguard.output().count("requests have no header:x-user-id: do clients send it") == 1
+
+
 def test_callers_named_nowhere_share_a_count_or_are_not_counted(by_body: Stack) -> None:
-    """A body without the member, with null in it or without JSON shares the count of its like; with `skip` it has none."""
+    """With `share` a body without the member, with null in it or without JSON is one caller's; with `skip` it has no count."""
     shared = [_posted(by_body, "/session", {"metadata": {"session_id": None}}) for _ in range(3)]
     named = _posted(by_body, "/session", {"metadata": {"session_id": 7}})
     nameless: list[object] = [b"not JSON", {"users": []}, {"users": [{"na/me": {}}]}, b""]

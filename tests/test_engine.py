@@ -85,17 +85,34 @@ def test_all_matching_policies_count_for_themselves() -> None:
     assert len(set(keys(live))) == 2
 
 
-def test_a_missing_descriptor_vanishes_or_skips() -> None:
-    """By default a missing descriptor leaves the others; with `skip` the request is not counted."""
+@pytest.mark.parametrize(
+    ("headers", "counting"),
+    [
+        ({"x_a": "1", "x_b": "2"}, ["one", "skip", "share"]),
+        ({"x_a": "1"}, ["one", "share"]),
+        ({}, ["share"]),
+    ],
+)
+def test_a_missing_descriptor_is_what_the_policy_says(headers: dict[str, str], counting: list[str]) -> None:
+    """By default one of the descriptors is enough, `skip` takes all of them, `share` none; what is missing vanishes."""
     keys = ["header:x-a", "header:x-b"]
-    engine = make_engine(policy("share", ANY, limit_keys=keys), policy("skip", ANY, limit_keys=keys, missing_descriptor="skip"))
-    check = engine.prepare(get(x_a="1"))
-    assert check is not None
+    modes = {"one": "require_one", "skip": "skip", "share": "share"}
+    engine = make_engine(*(policy(name, ANY, limit_keys=keys, missing_descriptor=mode) for name, mode in modes.items()))
+    evaluation = engine.prepare(get(**headers))
+    assert evaluation is not None
 
-    check.seal(NO_BODY)
+    evaluation.seal(NO_BODY)
 
-    assert [item.composite for item in check.enforcing.candidates] == ["GET|/||00000000|x-a=1"]
-    assert check.list_uncounted() == [("skip", "missing_descriptor")]
+    composite = "|".join(["GET|/||00000000", *(f"{name.replace('_', '-')}={value}" for name, value in headers.items())])
+    assert {item.plan.id: item.composite for item in evaluation.enforcing.candidates} == dict.fromkeys(counting, composite)
+    assert evaluation.list_uncounted() == [(name, "missing_descriptor") for name in modes if name not in counting]
+
+
+def test_a_policy_without_keys_misses_none() -> None:
+    """All callers share its counts, which is what it says."""
+    live, _ = sealed(make_engine(policy("a", ANY), policy("b", ANY, limit_keys=["ip:country"])), get())
+
+    assert [item.composite for item in live] == ["GET|/||00000000"] * 2
 
 
 def test_an_unknown_body_is_not_counted_unless_ignored() -> None:

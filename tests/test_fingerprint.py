@@ -7,10 +7,21 @@ from typing import Any
 from urllib.parse import quote_from_bytes
 from zlib import adler32, crc32
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, join_descriptors, write_head, write_query
+from extproc.fingerprint import (
+    NO_BODY,
+    Body,
+    compose,
+    digest,
+    hash_tenant,
+    join_descriptors,
+    normalize_path,
+    write_head,
+    write_query,
+)
 from extproc.request import HttpRequest
 
 # Text around the characters that the composite gives a meaning to, where mistakes would hide.
@@ -117,3 +128,40 @@ def test_composites_are_equal_exactly_when_requests_are(one: Parts, drawn: Parts
     other: Any = tuple(mine if same else theirs for mine, theirs, same in zip(one, drawn, take, strict=True))
 
     assert (_composite(*one) == _composite(*other)) == (_identity(one) == _identity(other))
+
+
+@pytest.mark.parametrize(
+    ("path", "normal"),
+    [
+        ("/v1/chat/complet%69ons", "/v1/chat/completions"),
+        ("//v1///chat//completions", "/v1/chat/completions"),
+        ("/./v1/./chat/x/../completions", "/v1/chat/completions"),
+        ("/%2e/v1/%2E%2e/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions/.", "/v1/chat/completions/"),
+        ("/v1/chat/completions/..", "/v1/chat/"),
+        ("/../../a", "/a"),
+        ("/a//../b", "/a/b"),  # dot segments first, as RFC 3986 has it, and Envoy
+        ("/a%2fb%3f%25", "/a%2Fb%3F%25"),  # reserved characters mean something else when decoded
+        ("/a%2", "/a%2"),
+        ("/a%zz.%7E%5f", "/a%zz.~_"),
+        ("/.hidden/..data/...", "/.hidden/..data/..."),
+        ("/a/", "/a/"),
+        ("/", "/"),
+        ("*", "*"),
+        ("", ""),
+    ],
+)
+def test_a_path_is_read_as_a_server_would(path: str, normal: str) -> None:
+    """Every spelling of a path is that path, and normalizing it again changes nothing."""
+    assert normalize_path(path) == normal
+    assert normalize_path(normal) == normal
+
+
+@given(st.lists(st.sampled_from(["/", "//", "/.", "/..", "a", "%61", "%2e", "%2F", ".", "%25", "b"]), max_size=12))
+def test_no_path_is_normalized_twice(parts: list[str]) -> None:
+    """What is normal stays as it is, and no dot segment and no empty segment is left within."""
+    normal = normalize_path("/" + "".join(parts))
+
+    assert normalize_path(normal) == normal
+    assert not {".", ".."} & set(normal.split("/"))
+    assert "//" not in normal

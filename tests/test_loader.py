@@ -296,7 +296,7 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
         ],
     ),
     ("mode", "dry", in_spec("mode", "must be one of enforce, shadow")),
-    ("missing_descriptor", "x", in_spec("missing_descriptor", "must be one of share, skip")),
+    ("missing_descriptor", "x", in_spec("missing_descriptor", "must be one of require_one, skip, share")),
     ("limit_keys", "jwt:org", in_spec("limit_keys", "must be an array")),
     (
         "limit_keys",

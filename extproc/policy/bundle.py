@@ -199,7 +199,7 @@ class Spec(JsonObject):
     selector: Selector
     mode: Literal["enforce", "shadow"] = "enforce"
     limit_keys: list[LimitKey] = []
-    missing_descriptor: Literal["share", "skip"] = "share"
+    missing_descriptor: Literal["require_one", "skip", "share"] = "require_one"
     bypass: list[Bypass] = []
     loop_detection: Detections | None = None
     rules: list[Rule] = []
