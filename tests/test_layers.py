@@ -100,7 +100,7 @@ def test_a_file_imports_from_lower_floors_or_its_own_folder_of(file: Path) -> No
     [
         ("plan", "from extproc.engine import Engine", ["plan imports engine"]),
         ("engine", "from extproc.plan import Plan", []),
-        ("store/memory", "import extproc.engine", ["store/memory imports engine"]),
+        ("store/memory", "import extproc.service", ["store/memory imports service"]),
         ("store/certain", "from extproc.store import remote", ["store/certain imports store/remote"]),
         ("store/remote", "from extproc.store.certain import Certain", []),
         ("store/remote", "from extproc.store import Store", []),
