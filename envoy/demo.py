@@ -26,9 +26,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
 
-from extproc.envoy_config import EnvoyOptions, bootstrap
+from extproc.envoy_config.options import EnvoyOptions
+from extproc.envoy_config.render import render_bootstrap
 from extproc.errors import LoopguardError
 from extproc.policy.loader import load
+from extproc.settings import address
 
 T = TypeVar("T")
 
@@ -306,13 +308,13 @@ async def _start_loopguard(policy: str, ports: Mapping[str, int], log: Path | No
 
 async def _start_envoy(policy: str, ports: Mapping[str, int], folder: Path, children: list[Child]) -> Child:
     options = EnvoyOptions(
-        upstream=f"{HERE}:{ports['upstream_port']}",
-        listen=f"{HERE}:{ports['port']}",
-        admin=f"{HERE}:{ports['envoy_admin_port']}",
-        endpoints=(f"{HERE}:{ports['loopguard_port']}",),
+        upstream=address(f"{HERE}:{ports['upstream_port']}"),
+        listen=address(f"{HERE}:{ports['port']}"),
+        admin=address(f"{HERE}:{ports['envoy_admin_port']}"),
+        endpoints=(address(f"{HERE}:{ports['loopguard_port']}"),),
     )
     config, log = folder / "bootstrap.yaml", folder / "envoy.log"
-    config.write_text(bootstrap(load([policy], datetime.now(UTC)), options), encoding="utf-8")
+    config.write_text(render_bootstrap(load([policy], datetime.now(UTC)), options), encoding="utf-8")
     # Without hot restart, several can run on one machine; two workers are plenty.
     flags = ["-c", str(config), "--disable-hot-restart", "--concurrency", "2", "--log-level", "warning"]
     process = await _spawn(_envoy(), *flags, output=log)

@@ -135,7 +135,7 @@ def _print_schema(_: argparse.Namespace) -> int:
 
 
 def _envoy_config(options: argparse.Namespace) -> int:
-    from extproc.envoy_config import run  # noqa: PLC0415  # only this command needs it
+    from extproc.envoy_config.command import run  # noqa: PLC0415  # only this command needs it
 
     return run(options, load(_check_paths(options.policy), _now()))
 
@@ -201,7 +201,7 @@ def _make_parser() -> argparse.ArgumentParser:
     command("schema", _print_schema, "print the JSON Schema of policy files, for editors")
 
     envoy_config = command("envoy-config", _envoy_config, "print a complete Envoy bootstrap that guards the policies' routes")
-    from extproc.envoy_config import add_flags  # noqa: PLC0415  # beside the command it belongs to
+    from extproc.envoy_config.command import add_flags  # noqa: PLC0415  # beside the command it belongs to
 
     add_flags(envoy_config)
 

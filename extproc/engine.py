@@ -29,7 +29,7 @@ class Engine:
             shadow: force every policy into shadow mode.
         """
         self.plans = [
-            Plan(policy, shadow=shadow or source.shadowed(now) or policy.spec.mode == "shadow")
+            Plan(policy, shadow=shadow or source.forces_shadow(now) or policy.spec.mode == "shadow")
             for source in policies.sources
             for policy in source.policies
             if policy.spec.detectors()

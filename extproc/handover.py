@@ -119,4 +119,4 @@ class HandedOver:
 
 
 def _is_shadowed(policies: PolicySet, now: datetime) -> bool:
-    return any(source.shadowed(now) for source in policies.sources)
+    return any(source.forces_shadow(now) for source in policies.sources)

@@ -24,7 +24,8 @@ from extproc.engine import Engine
 from extproc.errors import BundleErrors
 from extproc.logs import fields
 from extproc.metrics import Metrics
-from extproc.policy.loader import PolicySet, directories, load, parse, read_files
+from extproc.policy.files import find_directories, read_files
+from extproc.policy.loader import PolicySet, load, parse
 from extproc.settings import Settings
 
 _LOG = logging.getLogger("loopguard")
@@ -268,7 +269,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _shadowed(policies: PolicySet, now: datetime) -> list[bool]:
-    return [source.shadowed(now) for source in policies.sources]
+    return [source.forces_shadow(now) for source in policies.sources]
 
 
 def _changes(watched: Collection[str]) -> AsyncGenerator[set[FileChange], None]:
@@ -292,7 +293,7 @@ def _directories(paths: Iterable[str], files: Iterable[str]) -> set[str]:
     found = {str(parent) for file in files if (parent := Path(os.path.realpath(file)).parent).is_dir()}
     for path in paths:
         if Path(path).is_dir():
-            found.update(directories(path))
+            found.update(find_directories(path))
         else:  # of a path that is missing, the nearest directory above that is there
             found.add(next(str(above) for above in Path(path).absolute().parents if above.is_dir()))
     return found

@@ -6,19 +6,17 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from extproc.errors import UsageError
+from extproc import options
 from extproc.logs import LogFormat
+from extproc.options import ENVIRONMENT_ONLY, option, parse_one_of, parse_switch
 
 ENV_PREFIX = "LOOPGUARD_"
 _NOT_OURS = ("SERVICE_", "PORT", "TEST_")
 """What Kubernetes sets for a Service called `loopguard`, and what only tests read."""
-
-ENVIRONMENT_ONLY = "environment only"
-"""In place of a flag's metavar: a secret on a command line is a secret no more."""
 
 _HOST_PORT = re.compile(r"(?P<host>[^\s:\[\]/]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):(?P<port>[0-9]{1,5})")
 
@@ -75,32 +73,6 @@ def _timeout(text: str) -> float:
     return seconds
 
 
-def _switch(text: str) -> bool:
-    known = {
-        "1": True,
-        "true": True,
-        "yes": True,
-        "on": True,
-        "0": False,
-        "false": False,
-        "no": False,
-        "off": False,
-        "": False,
-    }
-    if text.lower() not in known:
-        raise ValueError("must be true or false")
-    return known[text.lower()]
-
-
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}")
-        return text
-
-    return parse
-
-
 def is_scope(text: str) -> bool:
     """Whether an attachment may be called that."""
     return re.fullmatch(r"[A-Za-z0-9_.-]{0,64}", text) is not None
@@ -116,80 +88,58 @@ def _paths(text: str) -> tuple[str, ...]:
     return tuple(path for path in text.split(os.pathsep) if path)
 
 
-def _option(default: Any, parse: Callable[[str], Any], text: str, metavar: str = "") -> Any:  # noqa: ANN401  # as dataclasses.field
-    return field(default=default, metadata={"parse": parse, "help": text, "metavar": metavar})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Everything that `loopguard serve` can be told; each attribute is a flag and an environment variable."""
 
-    policy: tuple[str, ...] = _option(
-        (), _paths, "policy file or directory; repeatable (in the environment separated by ':')", "PATH"
+    policy: tuple[str, ...] = option(
+        (), _paths, "policy file or directory; repeatable (in the environment separated by ':')", "PATH", gather=tuple
     )
-    listen: Address = _option(  # noqa: RUF009  # made by dataclasses.field
-        Address("127.0.0.1:50051", "127.0.0.1", 50051), address, "where Envoy connects (gRPC)", "HOST:PORT|unix:/PATH"
+    listen: Address = option("127.0.0.1:50051", address, "where Envoy connects (gRPC)", "HOST:PORT|unix:/PATH")
+    transport: Literal["fast", "grpcio"] = option(
+        "fast", parse_one_of("fast", "grpcio"), "fast: our own lean gRPC server; grpcio: the reference", "fast|grpcio"
     )
-    transport: Literal["fast", "grpcio"] = _option(
-        "fast", _one_of("fast", "grpcio"), "fast: our own lean gRPC server; grpcio: the reference", "fast|grpcio"
-    )
-    admin: Address = _option(  # noqa: RUF009  # made by dataclasses.field
-        Address("127.0.0.1:9900", "127.0.0.1", 9900), address, "/metrics, /healthz, /readyz and /policies", "HOST:PORT"
-    )
-    store: str = _option("memory://", str, "where counts are kept", "URL")
-    store_timeout: float = _option(0.05, _timeout, "what a request waits for the store at most", "SECONDS")
-    store_password: str = _option("", str, "password of the store, where it does not stand in the URL", ENVIRONMENT_ONLY)
-    store_password_file: str = _option("", str, "file with the password of the store, read at every connect", "PATH")
-    scope: str = _option("", _scope, "attachment name: processes of different scopes count apart in one store", "NAME")
-    on_store_error: Literal["allow", "reject"] = _option(
+    admin: Address = option("127.0.0.1:9900", address, "/metrics, /healthz, /readyz and /policies", "HOST:PORT")
+    store: str = option("memory://", str, "where counts are kept", "URL")
+    store_timeout: float = option(0.05, _timeout, "what a request waits for the store at most", "SECONDS")
+    store_password: str = option("", str, "password of the store, where it does not stand in the URL", ENVIRONMENT_ONLY)
+    store_password_file: str = option("", str, "file with the password of the store, read at every connect", "PATH")
+    scope: str = option("", _scope, "attachment name: processes of different scopes count apart in one store", "NAME")
+    on_store_error: Literal["allow", "reject"] = option(
         "allow",
-        _one_of("allow", "reject"),
+        parse_one_of("allow", "reject"),
         "allow: count in this process while the store is away; reject: answer 503",
         "allow|reject",
     )
-    shadow: bool = _option(False, _switch, "force every policy into shadow mode: count and report, never act")
-    record: bool = _option(
-        False, _switch, "send fingerprint, tenant and body CRC32 of every matched request as dynamic metadata"
+    shadow: bool = option(False, parse_switch, "force every policy into shadow mode: count and report, never act")
+    record: bool = option(
+        False, parse_switch, "send fingerprint, tenant and body CRC32 of every matched request as dynamic metadata"
     )
-    allow_unverified_jwt: bool = _option(
-        False, _switch, "jwt: descriptors may come from bearer tokens whose signature nobody checked"
+    allow_unverified_jwt: bool = option(
+        False, parse_switch, "jwt: descriptors may come from bearer tokens whose signature nobody checked"
     )
-    allow_unenforced: bool = _option(
-        False, _switch, "start although parts of a bundle (rules, kill_switches, ...) are not enforced"
+    allow_unenforced: bool = option(
+        False, parse_switch, "start although parts of a bundle (rules, kill_switches, ...) are not enforced"
     )
-    max_streams: int = _option(20_000, _positive, "open streams; past it requests are let through at once", "N")
-    max_throttled: int = _option(10_000, _positive, "requests held at once, a tenth of them per tenant", "N")
-    drain_delay: float = _option(
+    max_streams: int = option(20_000, _positive, "open streams; past it requests are let through at once", "N")
+    max_throttled: int = option(10_000, _positive, "requests held at once, a tenth of them per tenant", "N")
+    drain_delay: float = option(
         5.0,
         _seconds,
         "after SIGTERM: seconds of full service with health NOT_SERVING, so that Envoy turns away first",
         "SECONDS",
     )
-    drain_timeout: float = _option(35.0, _seconds, "after that: seconds that streams in flight may take", "SECONDS")
-    log_format: LogFormat = _option(  # noqa: RUF009  # made by dataclasses.field
-        "text", _one_of("text", "json"), "log lines for people or machines", "text|json"
+    drain_timeout: float = option(35.0, _seconds, "after that: seconds that streams in flight may take", "SECONDS")
+    log_format: LogFormat = option("text", parse_one_of("text", "json"), "log lines for people or machines", "text|json")
+    log_level: str = option(
+        "info", parse_one_of("debug", "info", "warning", "error"), "least severe lines written", "debug|info|warning|error"
     )
-    log_level: str = _option(
-        "info", _one_of("debug", "info", "warning", "error"), "least severe lines written", "debug|info|warning|error"
-    )
-    log_descriptors: bool = _option(False, _switch, "detections log descriptor values instead of a hash of them")
+    log_descriptors: bool = option(False, parse_switch, "detections log descriptor values instead of a hash of them")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for each setting; what is not given stays out of the namespace."""
-    for item in fields(Settings):
-        if item.metadata["metavar"] == ENVIRONMENT_ONLY:
-            continue
-        flag = "--" + item.name.replace("_", "-")
-        default = getattr(item.default, "text", item.default)
-        shown = "" if default in (False, (), "") else f" (default {default})"
-        text = f"{item.metadata['help']}{shown} [{ENV_PREFIX}{item.name.upper()}]"
-        if item.metadata["parse"] is _switch:
-            parser.add_argument(flag, dest=item.name, action="store_true", default=argparse.SUPPRESS, help=text)
-        else:
-            action = "append" if item.name == "policy" else "store"
-            metavar = item.metadata["metavar"]
-            parser.add_argument(flag, dest=item.name, action=action, default=argparse.SUPPRESS, help=text, metavar=metavar)
+    options.add_flags(parser, Settings, ENV_PREFIX)
 
 
 def unknown(environ: Mapping[str, str]) -> list[str]:
@@ -210,21 +160,4 @@ def read(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     Raises:
         UsageError: a value is unusable; the message names the flag or variable and what would be right.
     """
-    values: dict[str, Any] = {}
-    for item in fields(Settings):
-        parse = item.metadata["parse"]
-        variable = ENV_PREFIX + item.name.upper()
-        if item.name in flags:
-            given, origin = flags[item.name], "--" + item.name.replace("_", "-")
-            if not isinstance(given, str):
-                values[item.name] = tuple(given) if isinstance(given, list) else given
-                continue
-        elif variable in environ:
-            given, origin = environ[variable], variable
-        else:
-            continue
-        try:
-            values[item.name] = parse(given)
-        except ValueError as error:
-            raise UsageError(f"{origin} {error}, not {given!r}") from None
-    return Settings(**values)
+    return options.read_options(Settings, flags, environ, ENV_PREFIX)

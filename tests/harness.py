@@ -20,7 +20,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
 
-from extproc.envoy_config import EnvoyOptions, bootstrap
+from extproc.envoy_config.options import EnvoyOptions
+from extproc.envoy_config.render import render_bootstrap
+from extproc.options import read_options
 from extproc.policy.loader import load
 
 T = TypeVar("T")
@@ -151,7 +153,7 @@ class Envoy(Process):
 
     def __init__(self, folder: Path, options: EnvoyOptions, edit: Callable[[str], str] = str) -> None:
         """Start it and wait until it listens; `edit` may change the configuration first."""
-        text = edit(bootstrap(load([str(folder / "policies")], datetime.now(UTC)), options))
+        text = edit(render_bootstrap(load([str(folder / "policies")], datetime.now(UTC)), options))
         config, admin = folder / "envoy.yaml", folder / "envoy-admin.txt"
         config.write_text(text)
         arguments = ["-c", str(config), "--concurrency", "1", "--use-dynamic-base-id", "--admin-address-path", str(admin)]
@@ -358,14 +360,14 @@ def stack(  # what a stack is made of
             for number in range(1, replicas):
                 guards.append(Loopguard(folder, *arguments, listen=f"unix:{folder}/replica-{number}.sock", preamble=preamble))
                 parts.append(guards[-1])
-            chosen = EnvoyOptions(
-                upstream=upstream or server.address,
-                listen="127.0.0.1:0",
-                admin="127.0.0.1:0",
-                endpoints=tuple(guard.address for guard in guards),
+            flags = {
+                "upstream": upstream or server.address,
+                "listen": "127.0.0.1:0",
+                "admin": "127.0.0.1:0",
+                "endpoints": [guard.address for guard in guards],
                 **options,
-            )
-            envoy = Envoy(folder, chosen, edit)
+            }
+            envoy = Envoy(folder, read_options(EnvoyOptions, flags), edit)
             parts.append(envoy)
             made = Stack(folder, server, loopguard, envoy, guards)
             eventually(lambda: "healthy" in envoy.admin("/clusters"))

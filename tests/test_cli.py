@@ -702,12 +702,12 @@ def test_serve_names_variables_that_are_no_settings(tmp_path: Path, monkeypatch:
 
 _HANGUP = """
 import os, signal
-import extproc.policy.loader as loader
-real = loader.read_files
+import extproc.policy.files as files
+real = files.read_files
 def read_files(paths):
     os.kill(os.getpid(), signal.SIGHUP)
     return real(paths)
-loader.read_files = read_files
+files.read_files = read_files
 """
 
 

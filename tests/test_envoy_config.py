@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from extproc.cli import main
-from extproc.envoy_config import EnvoyOptions, bootstrap
+from extproc.envoy_config.options import EnvoyOptions
+from extproc.envoy_config.render import render_bootstrap
+from extproc.envoy_config.template import fill
 from extproc.errors import UsageError
+from extproc.options import read_options
 from extproc.policy.bundle import Selector
 from extproc.policy.loader import PolicySet, parse
 from extproc.policy.routes import Index
@@ -63,10 +67,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "large bodies": {"buffer_limit": 2**31 - 1},
     "small bodies": {"buffer_limit": 65_535},
     "all interfaces": {"listen": ":10000", "admin": "[::1]:9901"},
-    "unix socket": {"endpoints": ("unix:/run/loopguard.sock", "127.0.0.1:50051", "[::1]:50051")},
+    "unix socket": {"endpoints": ["unix:/run/loopguard.sock", "127.0.0.1:50051", "[::1]:50051"]},
     "HTTP/2 upstream": {"upstream_protocol": "http2"},
     "upstream of both": {"upstream_protocol": "as-client"},
-    "names": {"upstream": "upstream.example:80", "endpoints": ("loopguard.example:50051", "127.0.0.1:50051")},
+    "names": {"upstream": "upstream.example:80", "endpoints": ["loopguard.example:50051", "127.0.0.1:50051"]},
     "looking on": {"shadow_mode": "observability"},
 }
 
@@ -88,6 +92,24 @@ TZI7q67eAiBeQeiPO+sjfHpDPJ3WSx6fU3EZA2uwgzjilbqzjEm91g==
 def loaded(document: object) -> PolicySet:
     """The policies of a document."""
     return parse({"policies.json": json.dumps(document).encode()}, datetime.now(UTC))
+
+
+def bootstrap(document: object, **flags: object) -> str:
+    """What the command prints for a document."""
+    return render_bootstrap(loaded(document), read_options(EnvoyOptions, {"upstream": UPSTREAM, **flags}))
+
+
+def address_of(place: Mapping[str, Any]) -> tuple[str, int] | str:
+    """Where Envoy listens or connects to."""
+    address = place["address"]
+    if "pipe" in address:
+        return str(address["pipe"]["path"])
+    return address["socket_address"]["address"], address["socket_address"]["port_value"]
+
+
+def addresses(cluster: Mapping[str, Any]) -> list[tuple[str, int] | str]:
+    """Where each endpoint of a cluster is."""
+    return [address_of(item["endpoint"]) for item in cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]]
 
 
 def verdict(text: str, folder: Path) -> str:
@@ -118,7 +140,7 @@ def routes(text: str) -> list[tuple[str, str, bool]]:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_envoy_accepts_it(document: object, options: Mapping[str, Any], tmp_path: Path) -> None:
     """Whatever the policies and the options, the real Envoy finds nothing wrong with the bootstrap."""
-    text = bootstrap(loaded(document), EnvoyOptions(**{"upstream": UPSTREAM, **options}))
+    text = bootstrap(document, **options)
 
     assert verdict(text, tmp_path).endswith("OK\n")
 
@@ -129,9 +151,9 @@ def test_envoy_accepts_tls(upstream: str, protocol: str, tmp_path: Path) -> None
     """TLS to the upstream verifies its certificate against a name or an address, and Envoy accepts that."""
     authority = tmp_path / "ca.pem"
     authority.write_text(CERTIFICATE)
-    options = EnvoyOptions(upstream=upstream, upstream_protocol=protocol, upstream_tls=True, upstream_ca=str(authority))
+    flags = {"upstream": upstream, "upstream_protocol": protocol, "upstream_tls": True, "upstream_ca": str(authority)}
 
-    text = bootstrap(loaded(DOCUMENTS["sample"]), options)
+    text = bootstrap(DOCUMENTS["sample"], **flags)
 
     assert verdict(text, tmp_path).endswith("OK\n")
     assert "auto_sni_san_validation" in text or "match_typed_subject_alt_names" in text
@@ -141,7 +163,7 @@ def test_envoy_accepts_tls(upstream: str, protocol: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("options", [{"body_mode": "tolerant"}, {"shadow_mode": "partial"}])
 def test_envoy_accepts_tolerant(options: dict[str, Any], tmp_path: Path) -> None:
     """The tolerant body mode buffers what fits and keeps content-length; only Envoy 1.38 and newer can do that."""
-    text = bootstrap(loaded(DOCUMENTS["sample"]), EnvoyOptions(**{"upstream": UPSTREAM, **options}))
+    text = bootstrap(DOCUMENTS["sample"], **options)
 
     assert "request_body_mode: BUFFERED_PARTIAL" in text
     assert verdict(text, tmp_path).endswith("OK\n") == (version() >= (1, 38))
@@ -151,7 +173,7 @@ def test_the_jwt_example_works(tmp_path: Path) -> None:
     """The commented-out filter for verified claims is valid as soon as it is uncommented."""
     keys = tmp_path / "jwks.json"
     keys.write_text(json.dumps({"keys": [{"kty": "oct", "alg": "HS256", "kid": "k", "k": "c2VjcmV0"}]}))
-    text = bootstrap(loaded(DOCUMENTS["sample"]), EnvoyOptions(upstream=UPSTREAM))
+    text = bootstrap(DOCUMENTS["sample"])
     example = re.search(r"( *# - name: envoy.filters.http.jwt_authn\n)( *#  .*\n)+", text)
     assert example
     live = re.sub(r"^( *)# ", r"\1", example[0], flags=re.MULTILINE).replace("/etc/envoy/jwks.json", str(keys))
@@ -167,8 +189,7 @@ def test_the_jwt_example_works(tmp_path: Path) -> None:
 )
 def test_the_committed_bootstraps_are_current(name: str, shadow_mode: str) -> None:
     """Each envoy/bootstrap*.yaml is what the command prints for envoy/policy.json."""
-    options = EnvoyOptions(upstream=UPSTREAM, shadow_mode=shadow_mode)
-    text = bootstrap(parse({str(SAMPLE): SAMPLE.read_bytes()}, datetime.now(UTC)), options)
+    text = bootstrap(DOCUMENTS["sample"], shadow_mode=shadow_mode)
 
     committed = (ROOT / "envoy" / f"{name}.yaml").read_text(encoding="utf-8")
 
@@ -178,7 +199,7 @@ def test_the_committed_bootstraps_are_current(name: str, shadow_mode: str) -> No
 
 def test_looking_on_carries_nothing_that_needs_an_answer() -> None:
     """Where answers are ignored, nothing is made of decisions, and no comment speaks of a request that is held or refused."""
-    text = bootstrap(loaded(DOCUMENTS["sample"]), EnvoyOptions(upstream=UPSTREAM, shadow_mode="observability"))
+    text = bootstrap(DOCUMENTS["sample"], shadow_mode="observability")
     lines = text.partition("clusters:")[0].splitlines()
 
     found = [line for line in lines if re.search(r"DYNAMIC_METADATA|receiving|message_timeout|longest hold|refused", line)]
@@ -191,24 +212,26 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--upstream api.example.com:443 --upstream-tls --upstream-ca /ca.pem --listen 0.0.0.0:80 --admin 127.0.0.1:81"
     flags += " --endpoints 10.0.0.1:1,10.0.0.2:2 --endpoints unix:/x --body-mode tolerant --buffer-limit 99999"
     flags += " --failure-mode deny --upstream-protocol http2"
-    expected = EnvoyOptions(
-        upstream="api.example.com:443",
-        upstream_tls=True,
-        upstream_ca="/ca.pem",
-        upstream_protocol="http2",
-        listen="0.0.0.0:80",
-        admin="127.0.0.1:81",
-        endpoints=("10.0.0.1:1", "10.0.0.2:2", "unix:/x"),
-        body_mode="tolerant",
-        buffer_limit=99_999,
-        failure_mode="deny",
-    )
 
     code = main(["envoy-config", "--policy", str(SAMPLE), *flags.split()])
 
     printed = capsys.readouterr()
+    made = yaml.safe_load(printed.out)
+    listener, (guard, upstream) = made["static_resources"]["listeners"][0], made["static_resources"]["clusters"]
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    asking = manager["http_filters"][0]["typed_config"]
+    tls = upstream["transport_socket"]["typed_config"]
+    protocol = next(iter(upstream["typed_extension_protocol_options"].values()))
     assert (code, printed.err) == (0, "")
-    assert printed.out == bootstrap(loaded(DOCUMENTS["sample"]), expected)
+    assert addresses(upstream) == [("api.example.com", 443)]
+    assert addresses(guard) == [("10.0.0.1", 1), ("10.0.0.2", 2), "/x"]
+    assert (address_of(listener), address_of(made["admin"])) == (("0.0.0.0", 80), ("127.0.0.1", 81))  # noqa: S104  # not bound
+    assert tls["sni"] == "api.example.com"
+    assert tls["common_tls_context"]["validation_context"]["trusted_ca"] == {"filename": "/ca.pem"}
+    assert protocol["explicit_http_config"] == {"http2_protocol_options": {}}
+    assert listener["per_connection_buffer_limit_bytes"] == 99_999
+    assert asking["processing_mode"]["request_body_mode"] == "BUFFERED_PARTIAL"
+    assert asking["failure_mode_allow"] is False
 
 
 @pytest.mark.parametrize(
@@ -308,7 +331,7 @@ def test_the_most_specific_route_is_first() -> None:
     selectors = [{"pathPrefix": "/v1"}, {"pathExact": "/v1/chat"}, {"pathPrefix": "/v1/chat/"}, {"pathPrefix": "/v1/chat"}]
     document = bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors)))
 
-    text = bootstrap(loaded(document), EnvoyOptions(upstream=UPSTREAM))
+    text = bootstrap(document)
 
     assert routes(text) == [
         ("guarded:/v1/chat", 'path: "/v1/chat"', True),
@@ -323,7 +346,7 @@ def test_policies_on_one_path_share_a_route() -> None:
     """Two policies with the same path make one route, which names both."""
     document = bundle(policy("live", {"pathExact": "/a"}), policy("canary", {"pathExact": "/a"}, mode="shadow"))
 
-    text = bootstrap(loaded(document), EnvoyOptions(upstream=UPSTREAM))
+    text = bootstrap(document)
 
     assert [name for name, _, guarded in routes(text) if guarded] == ["guarded:/a"]
     assert "# Asked for by: live, canary\n" in text
@@ -349,7 +372,7 @@ def test_routes_get_the_names_that_selectors_ask_for(selectors: Sequence[Mapping
     """A route has the name that its policies select by, else that of the path around it, so that every policy can match."""
     document = bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors)))
 
-    text = bootstrap(loaded(document), EnvoyOptions(upstream=UPSTREAM))
+    text = bootstrap(document)
 
     assert [name for name, _, _ in routes(text)] == names
 
@@ -368,7 +391,7 @@ def test_names_that_cannot_be_placed(selectors: Sequence[Mapping[str, object]], 
     document = bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors)))
 
     with pytest.raises(UsageError, match=re.escape(told)):
-        bootstrap(loaded(document), EnvoyOptions(upstream=UPSTREAM))
+        bootstrap(document)
 
 
 def test_envoy_and_the_policies_agree_on_paths() -> None:
@@ -398,6 +421,36 @@ def test_a_route_alone_is_enough() -> None:
         statuses = [running.send("/anything").status for _ in range(3)]
 
     assert statuses == [200, 200, 429]
+
+
+# ---- Templates
+
+TEMPLATES = sorted((ROOT / "extproc" / "envoy_config" / "templates").iterdir())
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
+def test_a_template_is_yaml_by_itself(template: Path) -> None:
+    """An editor that knows YAML finds nothing wrong with a template, gaps and all."""
+    assert yaml.safe_load(template.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("template", "values", "expected"),
+    [
+        ("a: $x # $x\n", {"x": "1"}, "a: 1 # 1\n"),
+        ("a: $x\n", {"x": "$y"}, "a: $y\n"),
+        ("  #$x\nz\n", {"x": "a\n\n  b\n"}, "  a\n\n    b\nz\n"),
+        ("  #$x\nz\n", {"x": ""}, "z\n"),
+        ("#if x\na\n#else\nb\n#end\nc\n", {"x": True}, "a\nc\n"),
+        ("#if x\na\n#else\nb\n#end\nc\n", {"x": ""}, "b\nc\n"),
+        ("#if x\n  #if y\n  a\n  #else\n  b\n  #end\n#end\n", {"x": "1", "y": False}, "  b\n"),
+        ("#if x\n#if y\na\n#else\nb\n#end\n#$z\n#else\nc\n#end\n", {"x": False, "y": False, "z": "1"}, "c\n"),
+        ("# if x\n#  $x\n\n", {"x": "1"}, "# if x\n#  1\n\n"),
+    ],
+)
+def test_gaps_are_filled(template: str, values: dict[str, str | bool], expected: str) -> None:
+    """Values, blocks and conditions, and nothing else, are taken out of a template."""
+    assert fill(template, values) == expected
 
 
 # ---- Looking on

@@ -14,7 +14,8 @@ import pytest
 
 from extproc.errors import BundleError, BundleErrors
 from extproc.policy.bundle import make_schema
-from extproc.policy.loader import MAX_FILE, PolicySet, load, parse
+from extproc.policy.files import MAX_FILE
+from extproc.policy.loader import PolicySet, load, parse
 from tests.documents import bundle, policy
 
 NOW = datetime(2026, 6, 1, tzinfo=UTC)
@@ -870,7 +871,7 @@ def test_global_shadow_holds_until_it_expires(override: object, shadowed: tuple[
     """An enabled `global_shadow` covers its file up to, and not including, its end; one that is off may be past it."""
     (source,) = check(bundle(good(), global_shadow=override)).sources
 
-    assert (source.shadowed(NOW), source.shadowed(datetime.fromisoformat(FUTURE))) == shadowed
+    assert (source.forces_shadow(NOW), source.forces_shadow(datetime.fromisoformat(FUTURE))) == shadowed
 
 
 def test_selectors_and_keys_are_normalised() -> None:

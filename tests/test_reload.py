@@ -22,7 +22,7 @@ from extproc import reload
 from extproc.engine import Engine
 from extproc.errors import BundleErrors
 from extproc.metrics import Metrics
-from extproc.policy.loader import read_files
+from extproc.policy.files import read_files
 from extproc.reload import Reloader
 from extproc.settings import Settings
 from tests.documents import bundle, policy

@@ -8,7 +8,8 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from extproc.errors import UsageError
-from extproc.settings import ENVIRONMENT_ONLY, Address, Settings, add_flags, address, read, unknown
+from extproc.options import ENVIRONMENT_ONLY
+from extproc.settings import Address, Settings, add_flags, address, read, unknown
 
 
 def given(*flags: str, **environment: str) -> Settings:

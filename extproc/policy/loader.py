@@ -6,28 +6,21 @@ single call keeps the interpreter lock for long.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import json
-import os
-import stat
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from extproc.errors import BundleError, BundleErrors
 from extproc.policy import bundle, rules
 from extproc.policy.bundle import Envelope, Override, Policy
+from extproc.policy.files import read_what_can_be
+from extproc.policy.messages import explain
 from extproc.policy.objects import Place
-from extproc.similarity.keys import Tool
-
-MAX_FILE = 64 * 2**20
-"""Largest policy file, in bytes: room for a hundred thousand policies."""
+from extproc.policy.strict_json import NotJsonError, decode, write_pointer
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -52,7 +45,7 @@ class Source:
     expires_at: datetime | None = None
     global_shadow: Override | None = None
 
-    def shadowed(self, now: datetime) -> bool:
+    def forces_shadow(self, now: datetime) -> bool:
         """True while `global_shadow` holds at `now`."""
         shadow = self.global_shadow
         return shadow is not None and shadow.enabled and (shadow.expires_at is None or now < shadow.expires_at)
@@ -73,64 +66,13 @@ class PolicySet:
     unenforced: tuple[BundleError, ...]
 
 
-def read_files(paths: Iterable[str]) -> dict[str, bytes]:
-    """The bytes of every policy file below `paths`, in a stable order.
-
-    A directory stands for all `*.json` below it, except names that start with a dot: a Kubernetes ConfigMap keeps its older
-    versions in those.
-
-    Raises:
-        BundleErrors: a path is missing or unreadable, or a directory holds no policy file.
-    """
-    files, errors = _readable(paths)
-    if errors:
-        raise BundleErrors(errors)
-    return files
-
-
-def _readable(paths: Iterable[str]) -> tuple[dict[str, bytes], list[BundleError]]:
-    """What can be read, and why the rest cannot."""
-    files: dict[str, bytes] = {}
-    errors: list[BundleError] = []
-    for path in paths:
-        try:
-            found = sorted(_json_files(path)) if os.path.isdir(path) else [path]  # noqa: PTH112  # paths stay as the user wrote them
-        except OSError as error:
-            errors.append(BundleError(path, "", f"cannot be listed: {error.strerror}"))
-            continue
-        if not found:
-            errors.append(BundleError(path, "", "the directory holds no *.json file; put at least one policy into it"))
-        for file in found:
-            try:
-                files[file] = _content(file)
-            except OSError as error:
-                why = f"cannot be read: {error.strerror}" if error.strerror else str(error)
-                errors.append(BundleError(file, "", why))
-    return files, errors
-
-
-def _content(file: str) -> bytes:
-    """The bytes of a regular file: opening a FIFO would wait for somebody to write, and a device may never end."""
-    with open(file, "rb", opener=_without_waiting) as opened:
-        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-            raise OSError("is not a regular file")
-        data = opened.read(MAX_FILE + 1)
-    if len(data) > MAX_FILE:
-        raise OSError(f"is larger than {MAX_FILE >> 20} MiB")
-    return data
-
-
-def _without_waiting(file: str, flags: int) -> int:
-    return os.open(file, flags | os.O_NONBLOCK | os.O_NOCTTY)
-
-
 def load(paths: Iterable[str], now: datetime) -> PolicySet:
     """Read and check every policy file below `paths`; `now` is compared with each `expires_at`.
 
     Raises:
         BundleErrors: with every error of every file, those that cannot be read first.
     """
-    files, errors = _readable(paths)
+    files, errors = read_what_can_be(paths)
     try:
         policies = parse(files, now)
     except BundleErrors as error:
@@ -155,10 +97,10 @@ def parse(files: Mapping[str, bytes], now: datetime, *, on_route: bool = False) 
     sources = []
     for file, data in files.items():
         report.file = file
-        source = _source(data, hashes[file], now, report)
+        source = _parse_file(data, hashes[file], now, report)
         if source is not None:
             sources.append(source)
-    _duplicate_ids(report)
+    _report_duplicate_ids(report)
     if report.errors:
         raise BundleErrors(report.errors)
     return PolicySet(tuple(sources), tuple(report.warnings), tuple(report.unenforced))
@@ -175,43 +117,48 @@ class _Report:
         self.unenforced: list[BundleError] = []
         self.ids: list[tuple[str, str, str]] = []  # (id, file, pointer), of broken policies too
 
-    def error(self, place: Place, message: str) -> None:
-        self.errors.append(BundleError(self.file, _pointer(place), message))
+    def refuse(self, place: Place, message: str) -> None:
+        self.errors.append(BundleError(self.file, write_pointer(place), message))
 
     def warn(self, place: Place, message: str) -> None:
-        self.warnings.append(BundleError(self.file, _pointer(place), message))
+        self.warnings.append(BundleError(self.file, write_pointer(place), message))
+
+    def disclaim(self, place: Place, message: str) -> None:
+        self.unenforced.append(BundleError(self.file, write_pointer(place), message))
+
+    def note_id(self, place: Place, identity: str) -> None:
+        self.ids.append((identity, self.file, write_pointer(place)))
 
 
-def _source(data: bytes, sha256: str, now: datetime, report: _Report) -> Source | None:
+def _parse_file(data: bytes, sha256: str, now: datetime, report: _Report) -> Source | None:
     """One file's policies, or None when the file's shape is beyond use; errors go to `report`."""
     document = _decode(data, report)
-    if document is None:
-        return None
-    envelope: Envelope | None = None
-    entries: list[Any]
-    place: Place
     if isinstance(document, list):
-        entries, place = document, ()
-    elif isinstance(document, dict) and _is_bundle(document):
-        envelope = _checked(Envelope, document, (), report)
-        listed = document.get("policies")
-        entries, place = listed if isinstance(listed, list) else [], ("policies",)
-        _check_times(document, now, report)
-        if envelope is not None and envelope.kill_switches:
-            report.unenforced.append(BundleError(report.file, "/kill_switches", "kill_switches are not enforced by Loopguard"))
-    elif isinstance(document, dict) and ("id" in document or "spec" in document):
-        policy = _policy(document, (), report)
-        return Source(report.file, sha256, (policy,) if policy else ())
-    else:
+        return Source(report.file, sha256, _parse_policies(document, (), report))
+    if isinstance(document, dict):
+        if _is_bundle(document):
+            return _parse_bundle(document, sha256, now, report)
+        if "id" in document or "spec" in document:
+            policy = _parse_policy(document, (), report)
+            return Source(report.file, sha256, (policy,) if policy else ())
+    if document is not None:
         shapes = 'a bundle {"bundle_version", "policies"}, a policy {"id", "spec"} or a list of policies'
-        report.error((), f"must be {shapes}")
+        report.refuse((), f"must be {shapes}")
+    return None
+
+
+def _decode(data: bytes, report: _Report) -> Any:  # noqa: ANN401  # raw JSON
+    """The document, or None when there is none; a repeated key, which most parsers drop in silence, is an error."""
+    try:
+        document, repeated = decode(data)
+    except NotJsonError as error:
+        report.refuse((), str(error))
         return None
-    if not entries:
-        report.warn(place, "holds no policy: nothing is guarded")
-    policies = [policy for number, entry in enumerate(entries) if (policy := _policy(entry, (*place, number), report))]
-    if envelope is None:
-        return Source(report.file, sha256, tuple(policies))
-    return Source(report.file, sha256, tuple(policies), envelope.bundle_version, envelope.expires_at, envelope.global_shadow)
+    if document is None:
+        report.refuse((), "is null; it must hold a bundle, a policy or a list of policies")
+    for place in repeated:
+        report.refuse(place, "the key stands more than once in its object; keep one")
+    return document
 
 
 def _is_bundle(document: Mapping[str, Any]) -> bool:
@@ -221,18 +168,42 @@ def _is_bundle(document: Mapping[str, Any]) -> bool:
     return not {"id", "spec"} & document.keys() and not Envelope.model_fields.keys().isdisjoint(document)
 
 
-def _policy(entry: Any, place: Place, report: _Report) -> Policy | None:  # noqa: ANN401  # raw JSON
+def _parse_bundle(document: Mapping[str, Any], sha256: str, now: datetime, report: _Report) -> Source:
+    envelope = _validate(Envelope, document, (), report)
+    _check_times(document, now, report)
+    if envelope is not None and envelope.kill_switches:
+        report.disclaim(("kill_switches",), "kill_switches are not enforced by Loopguard")
+    listed = document.get("policies")
+    policies = _parse_policies(listed if isinstance(listed, list) else [], ("policies",), report)
+    if envelope is None:
+        return Source(report.file, sha256, policies)
+    return Source(report.file, sha256, policies, envelope.bundle_version, envelope.expires_at, envelope.global_shadow)
+
+
+def _parse_policies(entries: list[Any], place: Place, report: _Report) -> tuple[Policy, ...]:
+    if not entries:
+        report.warn(place, "holds no policy: nothing is guarded")
+    return tuple(policy for number, entry in enumerate(entries) if (policy := _parse_policy(entry, (*place, number), report)))
+
+
+def _parse_policy(entry: Any, place: Place, report: _Report) -> Policy | None:  # noqa: ANN401  # raw JSON
     if report.on_route:
         entry = rules.on_route(entry)
-    policy = _checked(Policy, entry, place, report)
+    policy = _validate(Policy, entry, place, report)
     before = len(report.errors)
     if isinstance(entry, dict):
         for where, message in rules.cross_field_errors(entry.get("spec")):
-            report.error((*place, "spec", *where), message)
+            report.refuse((*place, "spec", *where), message)
         if isinstance(entry.get("id"), str):
-            report.ids.append((entry["id"], report.file, _pointer((*place, "id"))))
+            report.note_id((*place, "id"), entry["id"])
     if policy is None or len(report.errors) > before:
         return None
+    _remark(policy, place, report)
+    return policy
+
+
+def _remark(policy: Policy, place: Place, report: _Report) -> None:
+    """Report what the user should know about a good policy."""
     if not policy.spec.detectors():
         report.warn((*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing")
     elif bundle.UNSUPPORTED_KEYS.issuperset(policy.spec.all_limit_keys()) and policy.spec.keeps_counts():
@@ -240,8 +211,7 @@ def _policy(entry: Any, place: Place, report: _Report) -> Policy | None:  # noqa
     for below, message in rules.suspicious(policy):
         report.warn((*place, *below), message)
     for below, message in rules.unenforced(policy):
-        report.unenforced.append(BundleError(report.file, _pointer((*place, *below)), message))
-    return policy
+        report.disclaim((*place, *below), message)
 
 
 def _check_times(document: Mapping[str, Any], now: datetime, report: _Report) -> None:
@@ -252,12 +222,13 @@ def _check_times(document: Mapping[str, Any], now: datetime, report: _Report) ->
         if isinstance(override, dict) and override.get("enabled") is True:
             expiries.append(((name, "expires_at"), "expired", override.get("expires_at")))
     for place, what, value in expiries:
-        moment = _moment(value)
+        moment = _parse_moment(value)
         if moment is not None and moment <= now:
-            report.error(place, f"{what} at {moment.isoformat()}; it must be in the future")
+            report.refuse(place, f"{what} at {moment.isoformat()}; it must be in the future")
 
 
-def _moment(value: object) -> datetime | None:
+def _parse_moment(value: object) -> datetime | None:
+    """A time with its zone, or None for anything else, which the models report."""
     try:
         moment = datetime.fromisoformat(value) if isinstance(value, str) else None
     except ValueError:
@@ -265,7 +236,7 @@ def _moment(value: object) -> datetime | None:
     return moment if moment is not None and moment.tzinfo is not None else None
 
 
-def _duplicate_ids(report: _Report) -> None:
+def _report_duplicate_ids(report: _Report) -> None:
     first: dict[str, str] = {}
     for identity, file, pointer in report.ids:
         if identity in first:
@@ -275,215 +246,11 @@ def _duplicate_ids(report: _Report) -> None:
             first[identity] = f"{file} {pointer}"
 
 
-class _Repeating(dict[str, Any]):
-    """A JSON object in which a key stands twice; `repeated` names it."""
-
-    repeated: tuple[str, ...] = ()
-
-
-def _decode(data: bytes, report: _Report) -> Any:  # noqa: ANN401  # raw JSON
-    """The document, or None when it is not JSON; a repeated key, which most parsers drop in silence, is an error."""
-    repeating: list[_Repeating] = []
-    try:
-        document = json.loads(data.decode("utf-8-sig"), object_pairs_hook=partial(_object, repeating), parse_constant=_not_json)
-    except (ValueError, RecursionError) as error:
-        report.error((), _why_not_json(error))
-        return None
-    if document is None:
-        report.error((), "is null; it must hold a bundle, a policy or a list of policies")
-    if repeating:
-        for place, item in _walk(document):
-            for name in item.repeated if isinstance(item, _Repeating) else ():
-                report.error((*place, name), "the key stands more than once in its object; keep one")
-    return document
-
-
-def _object(repeating: list[_Repeating], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) == len(pairs):
-        return made
-    marked = _Repeating(made)
-    marked.repeated = tuple(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
-    repeating.append(marked)
-    return marked
-
-
-def _why_not_json(error: ValueError | RecursionError) -> str:
-    match error:
-        case UnicodeDecodeError():
-            return f"is not UTF-8 (byte {error.start})"
-        case json.JSONDecodeError():
-            return f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        case _NotJsonError():
-            return f"is not JSON: {error}"
-        case RecursionError():
-            return "is nested too deeply to be a policy file"
-    return "holds a number of thousands of digits; no number of a policy is that long"  # what int() takes is bounded
-
-
-class _NotJsonError(ValueError):
-    """Python's parser takes it, JSON does not know it."""
-
-
-def _not_json(constant: str) -> NoReturn:
-    raise _NotJsonError(f"{constant} is not a JSON number")
-
-
-def _walk(document: Any) -> Iterator[tuple[Place, Any]]:  # noqa: ANN401  # raw JSON
-    """Every value and its place, in the document's order; without recursion, because the parser goes deeper than Python may."""
-    waiting: list[tuple[Place, Any]] = [((), document)]
-    while waiting:
-        place, value = waiting.pop()
-        yield place, value
-        items: Iterable[tuple[str | int, Any]] = ()
-        if isinstance(value, dict):
-            items = value.items()
-        elif isinstance(value, list):
-            items = enumerate(value)
-        waiting += reversed([((*place, step), item) for step, item in items])
-
-
-def _json_files(directory: str) -> Iterator[str]:
-    for below in directories(directory):
-        with os.scandir(below) as entries:
-            yield from (entry.path for entry in entries if _counts(entry, ".json") and not entry.is_dir())
-
-
-def directories(directory: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
-    """The directory and those below it that are read for policies."""
-    real = os.path.realpath(directory)
-    if real in above:  # a symbolic link that leads back up
-        return
-    yield directory
-    with os.scandir(directory) as entries:
-        below = [entry.path for entry in entries if _counts(entry) and entry.is_dir()]
-    for path in below:
-        yield from directories(path, above | {real})
-
-
-def _counts(entry: os.DirEntry[str], suffix: str = "") -> bool:
-    return entry.name.endswith(suffix) and not entry.name.startswith(".")
-
-
-def _pointer(place: Place) -> str:
-    """A place as a JSON Pointer (RFC 6901)."""
-    return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in place)
-
-
-def _checked(model: type[Model], value: Any, place: Place, report: _Report) -> Model | None:  # noqa: ANN401
+def _validate(model: type[Model], value: Any, place: Place, report: _Report) -> Model | None:  # noqa: ANN401  # raw JSON
     """`value` as `model`, or None with every error reported."""
     try:
         return model.model_validate(value)
     except ValidationError as failure:
-        for error in failure.errors(include_url=False):
-            below = _keys(error["loc"])
-            report.error((*place, *below), _message(model, error["type"], below, error.get("ctx", {}), error["msg"]))
+        for below, message in explain(model, failure):
+            report.refuse((*place, *below), message)
         return None
-
-
-def _keys(place: Place) -> Place:
-    """A place without what pydantic puts in beside keys: what kind of loop_detection it took, and that a key is wrong."""
-    if place[:2] == ("spec", "loop_detection") and place[2:3] in ((bundle.OBJECT,), (bundle.LIST,)):
-        place = (*place[:2], *place[3:])
-    return place[:-1] if place[-1:] == ("[key]",) and place[-3:-2] == ("tools",) else place
-
-
-def _message(model: type[BaseModel], kind: str, place: Place, context: Mapping[str, Any], fallback: str) -> str:
-    """Our sentence for a pydantic error: the field's name and what would be right."""
-    name = str(place[-1]) if place and isinstance(place[-1], str) and place[-1] else "it"
-    if place == ("spec", "loop_detection") and kind.startswith("model"):
-        return f"{name} must be an object or an array of objects"
-    phrase = _PHRASES.get(kind)
-    if phrase is not None:
-        return phrase(name, context)
-    if kind == "extra_forbidden":
-        return _unknown_key(model, name, place)
-    return fallback
-
-
-def _expected(name: str, context: Mapping[str, Any]) -> str:
-    choices = str(context["expected"]).replace(" or ", ", ").replace("'", "")
-    return f"{name} must be {'one of ' if ',' in choices else ''}{choices}"
-
-
-def _integer(name: str, _: Mapping[str, Any]) -> str:
-    kind = "a positive integer" if name in {"window_seconds", "threshold_identical_requests"} else "an integer"
-    return f"{name} must be {kind}"
-
-
-def _greater_than(name: str, context: Mapping[str, Any]) -> str:
-    if name.endswith("_seconds"):
-        return f"{name} must be a positive integer"
-    return f"{name} must be greater than {context['gt']:g}"
-
-
-def _at_least(name: str, context: Mapping[str, Any]) -> str:
-    return f"{name} must be >= {context['ge']}"
-
-
-def _just(text: str) -> Callable[[str, Mapping[str, Any]], str]:
-    return lambda name, _: f"{name} {text}"
-
-
-_NOTHING_LEFT_OUT = {"loop_detection": ""}
-"""What leaving out a field means, where that is not that any value matches."""
-
-_PHRASES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
-    "missing": _just("is required"),
-    "literal_error": _expected,
-    "greater_than": _greater_than,
-    "greater_than_equal": _at_least,
-    "less_than_equal": lambda name, context: f"{name} must be <= {context['le']}",
-    "bool_type": _just("must be a boolean"),
-    "int_type": _integer,
-    "float_type": _just("must be a number"),
-    "finite_number": _just("must be a finite number"),
-    "string_type": _just("must be a string"),
-    "string_too_short": _just("must not be empty"),
-    "string_too_long": lambda name, context: f"{name} must be at most {context['max_length']} characters",
-    "list_type": _just("must be an array"),
-    "too_short": lambda name, _: (
-        f"{name} must not be an empty array; leave it out{_NOTHING_LEFT_OUT.get(name, ' to match any')}"
-    ),
-    "dict_type": _just("must be an object"),
-    "model_type": _just("must be an object"),
-    "model_attributes_type": _just("must be an object"),
-    "loopguard": lambda name, context: f"{name} {context['message']}",
-}
-
-
-def _unknown_key(model: type[BaseModel], name: str, place: Place) -> str:
-    """Say which key was meant, or where it belongs."""
-    objects: dict[str, Sequence[str]] = {
-        "the bundle": list(Envelope.model_fields),
-        "the policy": list(Policy.model_fields),
-        "spec": list(bundle.Spec.model_fields),
-        "spec/selector": list(bundle.Selector.model_fields),
-        "spec/loop_detection": list(bundle.LoopDetection.model_fields),
-        "an entry of tools": list(Tool.model_fields),
-        "an entry of bypass": list(bundle.Bypass.model_fields),
-        "a rule": list(bundle.Rule.model_fields),
-        "an override": list(bundle.Override.model_fields),
-    }
-    above = [str(step) for step in place[:-1] if isinstance(step, str)]
-    own = "the bundle" if model is Envelope else "the policy"
-    if "tools" in above:
-        own = "an entry of tools"
-    elif above:
-        here = {
-            "selector": "spec/selector",
-            "loop_detection": "spec/loop_detection",
-            "bypass": "an entry of bypass",
-            "spec": "spec",
-        }
-        own = here.get(above[-1], "an override" if model is Envelope else "a rule")
-    started = [key for key in objects[own] if key.startswith(f"{name}_")]
-    if len(started) == 1:
-        return f"unknown key; did you mean {started[0]}?"
-    owner = next((other for other, fields in objects.items() if name in fields and other != own), None)
-    if owner is not None:
-        return f"unknown key; {name} belongs into {owner}"
-    close = difflib.get_close_matches(name, objects[own], n=1)
-    if close:
-        return f"unknown key; did you mean {close[0]}?"
-    return "unknown key; only description and x-... may be added"

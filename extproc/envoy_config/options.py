@@ -1,0 +1,141 @@
+"""What the bootstrap is to say that no policy knows; every field is a flag."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from ipaddress import ip_address
+
+from extproc.errors import UsageError
+from extproc.options import REQUIRED, option, parse_one_of, parse_switch
+from extproc.settings import Address, address
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?\Z")
+_WINDOW = range(65_535, 2**31)
+"""What an HTTP/2 flow-control window may be, in bytes (RFC 9113 section 6.5.2): request bodies are buffered in one."""
+
+
+def is_ip(host: str) -> bool:
+    """An address rather than a name."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _parse_peer(example: str) -> Callable[[str], Address]:
+    """A parser of where Envoy connects to: `HOST:PORT` or `unix:/path`."""
+
+    def parse(text: str) -> Address:
+        try:
+            peer = address(text)
+        except ValueError:
+            peer = None
+        if peer is None or not (peer.is_unix or (peer.port and (is_ip(peer.host) or _HOST_NAME.match(peer.host)))):
+            raise ValueError(f"must be HOST:PORT, such as {example}")
+        if text.startswith(":"):
+            raise ValueError(f"must name a host, such as {example}")
+        return peer
+
+    return parse
+
+
+_parse_endpoint = _parse_peer("127.0.0.1:50051 or unix:/run/loopguard.sock")
+
+
+def _parse_endpoints(text: str) -> tuple[Address, ...]:
+    peers = tuple(_parse_endpoint(item.strip()) for item in text.split(","))
+    resolved = [peer.text for peer in peers if not (peer.is_unix or is_ip(peer.host))]
+    if resolved and any(peer.is_unix for peer in peers):  # validates, and then Envoy never finds any of them healthy
+        raise ValueError(f"must not mix Unix sockets with host names such as {resolved[0]!r}: give its IP address")
+    return peers
+
+
+def _parse_upstream(text: str) -> Address:
+    example = "api.example.com:443"
+    peer = _parse_peer(example)(text)
+    if peer.is_unix:
+        raise ValueError(f"must be HOST:PORT, such as {example}")
+    return peer
+
+
+def _parse_local(text: str) -> Address:
+    """Where Envoy listens; it resolves no names for that."""
+    try:
+        local = address(text)
+    except ValueError:
+        local = None
+    if local is None or local.is_unix or not is_ip(local.host):
+        raise ValueError("must be IP:PORT, such as 127.0.0.1:10000 or 0.0.0.0:10000")
+    return local
+
+
+def _parse_bytes(text: str) -> int:
+    if not text.isdecimal() or int(text) not in _WINDOW:
+        raise ValueError(f"must be a number of bytes from {_WINDOW[0]} to {_WINDOW[-1]}")
+    return int(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvoyOptions:
+    """The flags of `loopguard envoy-config`."""
+
+    upstream: Address = option(REQUIRED, _parse_upstream, "where the requests go", "HOST:PORT")
+    upstream_protocol: str = option(
+        "http1",
+        parse_one_of("http1", "http2", "as-client"),
+        "what it speaks: http2 for gRPC; as-client: both, each request goes on in the client's",
+        "http1|http2|as-client",
+    )
+    upstream_tls: bool = option(False, parse_switch, "speak TLS to it and verify its certificate")
+    upstream_ca: str = option(
+        "/etc/ssl/certs/ca-certificates.crt",
+        str,
+        "whose certificates to trust then",
+        "PATH",
+    )
+    listen: Address = option("127.0.0.1:10000", _parse_local, "where Envoy listens", "IP:PORT")
+    admin: Address = option("127.0.0.1:9901", _parse_local, "where Envoy's own admin page listens", "IP:PORT")
+    endpoints: tuple[Address, ...] = option(
+        "127.0.0.1:50051",
+        _parse_endpoints,
+        "where Loopguard listens; repeatable or separated by commas",
+        "HOST:PORT|unix:/PATH,...",
+        gather=",".join,
+    )
+    body_mode: str = option(
+        "strict",
+        parse_one_of("strict", "tolerant"),
+        "what becomes of a body above the limit: strict refuses it with 413, tolerant lets it through uncounted",
+        "strict|tolerant",
+    )
+    buffer_limit: int = option(10 * 2**20, _parse_bytes, "largest request body that is looked at", "BYTES")
+    failure_mode: str = option(
+        "allow",
+        parse_one_of("allow", "deny"),
+        "what becomes of a request that Loopguard did not answer for",
+        "allow|deny",
+    )
+    shadow_mode: str = option(
+        "off",
+        parse_one_of("off", "observability", "partial"),
+        "only look on: observability: requests never wait, nothing is enforced; "
+        "partial: no body is refused, for serve --shadow",
+        "off|observability|partial",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse a choice that a shadow mode has made already.
+
+        Raises:
+            UsageError: naming the flag that has to go.
+        """
+        if self.shadow_mode == "off":
+            return
+        for item in fields(self):
+            given = getattr(self, item.name)
+            if item.name in ("failure_mode", "body_mode") and given != item.default:
+                flag = "--" + item.name.replace("_", "-")
+                raise UsageError(f"{flag} must be left out where --shadow-mode {self.shadow_mode} decides that, not {given!r}")

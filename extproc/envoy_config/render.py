@@ -1,0 +1,127 @@
+"""The templates' values, from options and guarded routes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+
+from extproc.envoy_config.options import EnvoyOptions, is_ip
+from extproc.envoy_config.routes import GuardedRoute, plan_routes
+from extproc.envoy_config.template import fill
+from extproc.policy.loader import PolicySet
+from extproc.settings import Address
+
+_BODY_MODES = {"strict": "BUFFERED", "tolerant": "BUFFERED_PARTIAL"}
+_UPSTREAM_PROTOCOLS = {
+    "http1": "explicit_http_config: {http_protocol_options: {}}",
+    "http2": "explicit_http_config: {http2_protocol_options: {}}",
+    "as-client": "use_downstream_protocol_config: {http_protocol_options: {}, http2_protocol_options: {}}",
+}
+_FAILURE_MODES = {"allow": "true", "deny": "false"}
+
+
+def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
+    """The whole configuration as commented YAML.
+
+    Raises:
+        UsageError: a policy selects by a route that cannot be placed.
+    """
+    routes = plan_routes(policies)
+    upstream = _describe_upstream(options)
+    action = (
+        "{cluster: upstream, timeout: 0s, auto_host_rewrite: true}" if upstream["sni"] else "{cluster: upstream, timeout: 0s}"
+    )
+    return fill(
+        _read_template("bootstrap"),
+        {
+            **upstream,
+            **_describe_mode(options),
+            **_describe_loopguard(options.endpoints),
+            "listen": _write_address(options.listen),
+            "admin": _write_address(options.admin),
+            "buffer_limit": str(options.buffer_limit),
+            "action": action,
+            "guarded_routes": "".join(_render_routes(routes, action)),
+            "unguarded": not any(route.path == "/" and not route.exact for route in routes),
+        },
+    )
+
+
+def _describe_mode(options: EnvoyOptions) -> Mapping[str, str | bool]:
+    """Whether requests wait for Loopguard, and what becomes of those that it cannot answer for."""
+    if options.shadow_mode == "observability":  # answers are ignored: there is nothing to hold, to tell or to receive
+        body_mode = "STREAMED"
+    else:
+        body_mode = _BODY_MODES["tolerant" if options.shadow_mode == "partial" else options.body_mode]
+    return {
+        "observing": options.shadow_mode == "observability",
+        "waiting": options.shadow_mode != "observability",
+        "partial": options.shadow_mode == "partial",
+        "body_mode": body_mode,
+        "tolerant": body_mode == _BODY_MODES["tolerant"],
+        "failure_mode_allow": _FAILURE_MODES[options.failure_mode],
+    }
+
+
+def _describe_loopguard(endpoints: Sequence[Address]) -> Mapping[str, str]:
+    by_name = any(not (endpoint.is_unix or is_ip(endpoint.host)) for endpoint in endpoints)
+    return {
+        "loopguard_type": "STRICT_DNS" if by_name else "STATIC",
+        "loopguard_endpoints": "\n".join(f"- endpoint: {{address: {_write_address(endpoint)}}}" for endpoint in endpoints),
+    }
+
+
+def _describe_upstream(options: EnvoyOptions) -> Mapping[str, str | bool]:
+    """Where requests go; over TLS the certificate has to be made out to the name, or where there is none to the address."""
+    host = options.upstream.host
+    return {
+        "upstream": options.upstream.text,
+        "upstream_type": "STATIC" if is_ip(host) else "LOGICAL_DNS",
+        "upstream_address": _write_address(options.upstream),
+        "upstream_protocol": _UPSTREAM_PROTOCOLS[options.upstream_protocol],
+        "upstream_tls": options.upstream_tls,
+        "upstream_ca": _quote(options.upstream_ca),
+        "sni": _quote(host.rstrip(".")) if options.upstream_tls and not is_ip(host) else "",
+        "san": _quote(host) if options.upstream_tls and is_ip(host) else "",
+    }
+
+
+def _render_routes(routes: Sequence[GuardedRoute], action: str) -> Iterator[str]:
+    template = _read_template("guarded_route")
+    for route in routes:
+        yield fill(
+            template,
+            {
+                "policies": ", ".join(route.policies),
+                "name": _quote(route.name),
+                "match": _write_match(route),
+                "action": action,
+            },
+        )
+
+
+def _write_match(route: GuardedRoute) -> str:
+    """Envoy's `RouteMatch`, which agrees with what the selectors mean."""
+    if route.exact:
+        return f"{{path: {_quote(route.path)}}}"
+    if route.path.endswith("/"):
+        return f"{{prefix: {_quote(route.path)}}}"
+    return f"{{path_separated_prefix: {_quote(route.path)}}}"
+
+
+def _write_address(place: Address) -> str:
+    """Envoy's `Address`."""
+    if place.is_unix:
+        return f"{{pipe: {{path: {_quote(place.text.removeprefix('unix:'))}}}}}"
+    both = ", ipv4_compat: true" if place.host == "::" else ""
+    return f"{{socket_address: {{address: {_quote(place.host)}, port_value: {place.port}{both}}}}}"
+
+
+def _quote(text: str) -> str:
+    """A string that YAML takes for exactly that string: as in JSON, with Unicode's own line breaks escaped as well."""
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in json.dumps(text, ensure_ascii=False))
+
+
+def _read_template(name: str) -> str:
+    return (files("extproc.envoy_config") / "templates" / f"{name}.yaml").read_text(encoding="utf-8")

@@ -1,0 +1,126 @@
+"""Which paths Envoy shows to Loopguard, in which order it tries them, and what those routes are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from extproc.errors import UsageError
+from extproc.policy.bundle import Policy
+from extproc.policy.loader import PolicySet
+
+
+class GuardedRoute(NamedTuple):
+    """A path that Envoy shows to Loopguard.
+
+    Attributes:
+        path: as the policies have it.
+        exact: the path alone, not what is below it.
+        policies: the ids that asked for it.
+        name: Envoy's name of the route.
+    """
+
+    path: str
+    exact: bool
+    policies: tuple[str, ...]
+    name: str
+
+
+class _Anchor(NamedTuple):
+    """Where policies are anchored."""
+
+    path: str
+    exact: bool
+
+    def around(self) -> Iterator[_Anchor]:
+        """This one and every prefix that its requests have, the longest first."""
+        yield self
+        yield _Anchor(self.path, exact=False)
+        for end in range(len(self.path) - 1, -1, -1):
+            if self.path[end] == "/":
+                yield _Anchor(self.path[: end + 1], exact=False)
+                yield _Anchor(self.path[:end], exact=False)
+
+    def rank(self) -> tuple[bool, int]:
+        """Orders anchors as Envoy has to try them: exact paths, then prefixes, the longest first."""
+        return not self.exact, -len(self.path)
+
+
+_EVERYWHERE = _Anchor("/", exact=False)
+
+
+def plan_routes(policies: PolicySet) -> list[GuardedRoute]:
+    """The guarded paths, most specific first.
+
+    Raises:
+        UsageError: policies ask for route names that one set of routes cannot have.
+    """
+    users: dict[_Anchor, list[Policy]] = {}
+    by_name_alone: list[Policy] = []
+    for policy in find_acting(policies):
+        anchors = list(_find_anchors(policy))
+        for anchor in anchors:
+            users.setdefault(anchor, []).append(policy)
+        if not anchors:
+            by_name_alone.append(policy)
+    names = {anchor: _choose_name(anchor, asking) for anchor, asking in users.items()}
+    homeless = [policy for policy in by_name_alone if not set(names.values()) & set(_wanted_names(policy))]
+    if homeless:
+        users.setdefault(_EVERYWHERE, []).extend(homeless)
+        names[_EVERYWHERE] = _choose_name_of_everywhere(homeless, users[_EVERYWHERE])
+    return [
+        GuardedRoute(anchor.path, anchor.exact, tuple(policy.id for policy in users[anchor]), _name(anchor, names))
+        for anchor in sorted(users, key=_Anchor.rank)
+    ]
+
+
+def find_acting(policies: PolicySet) -> Iterator[Policy]:
+    """The policies that do something."""
+    for source in policies.sources:
+        for policy in source.policies:
+            if policy.spec.detectors():
+                yield policy
+
+
+def _find_anchors(policy: Policy) -> Iterator[_Anchor]:
+    selector = policy.spec.selector
+    if selector.pathExact is not None:
+        yield _Anchor(selector.pathExact, exact=True)
+    if selector.pathPrefix is not None:
+        yield _Anchor(selector.pathPrefix, exact=False)
+
+
+def _wanted_names(policy: Policy) -> Sequence[str]:
+    return policy.spec.selector.routes or ()
+
+
+def _choose_name(anchor: _Anchor, users: Sequence[Policy]) -> str:
+    """The first route name that suits every policy anchored here; empty when none of them asks for one."""
+    asking = [policy for policy in users if _wanted_names(policy)]
+    if not asking:
+        return ""
+    common = next((name for name in _wanted_names(asking[0]) if all(name in _wanted_names(policy) for policy in asking)), "")
+    if not common:
+        told = ", ".join(f"{policy.id} ({' or '.join(_wanted_names(policy))})" for policy in asking)
+        raise UsageError(
+            f"--policy: the path {anchor.path} can have one route name, but its policies ask for different ones: {told}; "
+            "let them share a name, or leave `routes` out"
+        )
+    return common
+
+
+def _choose_name_of_everywhere(homeless: Sequence[Policy], users: Sequence[Policy]) -> str:
+    """The name of the catch-all route, which is where policies go that select by a route's name alone."""
+    wanted = dict.fromkeys(name for policy in homeless for name in _wanted_names(policy))
+    if len(wanted) > 1:
+        raise UsageError(
+            f"--policy: {', '.join(policy.id for policy in homeless)} select by route alone, and nothing says on which paths "
+            f"the routes {', '.join(wanted)} are; add pathExact or pathPrefix to those selectors"
+        )
+    return _choose_name(_EVERYWHERE, users)
+
+
+def _name(anchor: _Anchor, names: Mapping[_Anchor, str]) -> str:
+    """A route's name: its own, else that of the nearest path around it, whose policies see this route's requests too."""
+    name = next((names[around] for around in anchor.around() if names.get(around)), "")
+    return name or f"guarded:{anchor.path}{'' if anchor.exact else '*'}"

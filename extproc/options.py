@@ -1,0 +1,134 @@
+"""A command's options, each declared once: a field of a frozen dataclass that says how its text is read and what it is for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from extproc.errors import UsageError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
+
+REQUIRED: Any = MISSING
+"""In place of a default."""
+
+ENVIRONMENT_ONLY = "environment only"
+"""In place of a flag's metavar: a secret on a command line is a secret no more."""
+
+
+def option(
+    default: Any,  # noqa: ANN401  # as dataclasses.field
+    parse: Callable[[str], Any],
+    text: str,
+    metavar: str = "",
+    *,
+    gather: Callable[[list[str]], Any] | None = None,
+) -> Any:  # noqa: ANN401  # as dataclasses.field
+    """Declare an option.
+
+    Args:
+        default: its text, as a user would give it, or its value where that is no text; REQUIRED where there is none.
+        parse: makes the value from a text; its ValueError says what would be right.
+        text: what the option is for.
+        metavar: what its value looks like.
+        gather: for a flag that may be repeated: makes one text of all that were given, or the value.
+    """
+    metadata = {"parse": parse, "help": text, "metavar": metavar, "gather": gather, "default": default}
+    return field(default=parse(default) if isinstance(default, str) else default, metadata=metadata)
+
+
+def parse_switch(text: str) -> bool:
+    """A switch, which as a flag takes no value.
+
+    Raises:
+        ValueError: it says neither yes nor no.
+    """
+    known = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+        "": False,
+    }
+    if text.lower() not in known:
+        raise ValueError("must be true or false")
+    return known[text.lower()]
+
+
+def parse_one_of(*choices: str) -> Callable[[str], str]:
+    """A parser that takes these words and no other."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def add_flags(parser: argparse.ArgumentParser, declared: type[Options], prefix: str = "") -> None:
+    """One flag for each option; what is not given stays out of the namespace.
+
+    Args:
+        parser: takes the flags.
+        declared: the options.
+        prefix: of the environment's variables, which the help then names as well.
+    """
+    for item in fields(declared):
+        if item.metadata["metavar"] == ENVIRONMENT_ONLY:
+            continue
+        text = _describe(item) + (f" [{prefix}{item.name.upper()}]" if prefix else "")
+        more: dict[str, Any] = {"dest": item.name, "default": argparse.SUPPRESS, "help": text}
+        if item.metadata["parse"] is parse_switch:
+            more["action"] = "store_true"
+        else:
+            more["metavar"] = item.metadata["metavar"]
+            more["action"] = "store" if item.metadata["gather"] is None else "append"
+        if item.metadata["default"] is REQUIRED:
+            more["required"] = True
+        parser.add_argument(_name_flag(item), **more)
+
+
+def _name_flag(item: Field[Any]) -> str:
+    return "--" + item.name.replace("_", "-")
+
+
+def _describe(item: Field[Any]) -> str:
+    default = item.metadata["default"]
+    shown = "" if default in (False, (), "", REQUIRED) else f" (default {default})"
+    return f"{item.metadata['help']}{shown}"
+
+
+def read_options(
+    declared: type[Options], flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, prefix: str = ""
+) -> Options:
+    """Options from parsed flags, else the environment, else their defaults.
+
+    Raises:
+        UsageError: a value is unusable; the message names the flag or variable and what would be right.
+    """
+    values: dict[str, Any] = {}
+    for item in fields(declared):
+        variable = prefix + item.name.upper()
+        if item.name in flags:
+            given, origin = flags[item.name], _name_flag(item)
+        elif environ is not None and variable in environ:
+            given, origin = environ[variable], variable
+        else:
+            continue
+        if isinstance(given, list):
+            given = item.metadata["gather"](given)
+        try:
+            values[item.name] = item.metadata["parse"](given) if isinstance(given, str) else given
+        except ValueError as error:
+            raise UsageError(f"{origin} {error}, not {given!r}") from None
+    return declared(**values)

@@ -1,0 +1,85 @@
+"""Paths to bytes: every policy file below them, or why one cannot be read."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator
+
+from extproc.errors import BundleError, BundleErrors
+
+MAX_FILE = 64 * 2**20
+"""Largest policy file, in bytes: room for a hundred thousand policies."""
+
+
+def read_files(paths: Iterable[str]) -> dict[str, bytes]:
+    """The bytes of every policy file below `paths`, in a stable order.
+
+    A directory stands for all `*.json` below it, except names that start with a dot: a Kubernetes ConfigMap keeps its older
+    versions in those.
+
+    Raises:
+        BundleErrors: a path is missing or unreadable, or a directory holds no policy file.
+    """
+    files, errors = read_what_can_be(paths)
+    if errors:
+        raise BundleErrors(errors)
+    return files
+
+
+def read_what_can_be(paths: Iterable[str]) -> tuple[dict[str, bytes], list[BundleError]]:
+    """The same, with why the rest cannot be read."""
+    files: dict[str, bytes] = {}
+    errors: list[BundleError] = []
+    for path in paths:
+        try:
+            found = sorted(_find_json_files(path)) if os.path.isdir(path) else [path]  # noqa: PTH112  # paths stay as the user wrote them
+        except OSError as error:
+            errors.append(BundleError(path, "", f"cannot be listed: {error.strerror}"))
+            continue
+        if not found:
+            errors.append(BundleError(path, "", "the directory holds no *.json file; put at least one policy into it"))
+        for file in found:
+            try:
+                files[file] = _read(file)
+            except OSError as error:
+                why = f"cannot be read: {error.strerror}" if error.strerror else str(error)
+                errors.append(BundleError(file, "", why))
+    return files, errors
+
+
+def find_directories(directory: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
+    """The directory and those below it that are read for policies."""
+    real = os.path.realpath(directory)
+    if real in above:  # a symbolic link that leads back up
+        return
+    yield directory
+    with os.scandir(directory) as entries:
+        below = [entry.path for entry in entries if _is_visible(entry) and entry.is_dir()]
+    for path in below:
+        yield from find_directories(path, above | {real})
+
+
+def _find_json_files(directory: str) -> Iterator[str]:
+    for below in find_directories(directory):
+        with os.scandir(below) as entries:
+            yield from (entry.path for entry in entries if _is_visible(entry, ".json") and not entry.is_dir())
+
+
+def _is_visible(entry: os.DirEntry[str], suffix: str = "") -> bool:
+    return entry.name.endswith(suffix) and not entry.name.startswith(".")
+
+
+def _read(file: str) -> bytes:
+    """The bytes of a regular file: opening a FIFO would wait for somebody to write, and a device may never end."""
+    with open(file, "rb", opener=_open_without_waiting) as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise OSError("is not a regular file")
+        data = opened.read(MAX_FILE + 1)
+    if len(data) > MAX_FILE:
+        raise OSError(f"is larger than {MAX_FILE >> 20} MiB")
+    return data
+
+
+def _open_without_waiting(file: str, flags: int) -> int:
+    return os.open(file, flags | os.O_NONBLOCK | os.O_NOCTTY)

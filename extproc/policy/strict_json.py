@@ -1,0 +1,100 @@
+"""JSON as RFC 8259 has it, and not as Python's parser takes it: no NaN, and no key that stands twice goes unnoticed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+from extproc.policy.objects import Place
+
+
+class NotJsonError(ValueError):
+    """The bytes hold no JSON document that a policy file could be; the message says why."""
+
+
+class Decoded(NamedTuple):
+    """A document, and what most parsers drop in silence.
+
+    Attributes:
+        document: with the last value of a repeated key, as most parsers have it.
+        repeated: the place of every key that stands more than once in its object, in the document's order.
+    """
+
+    document: Any
+    repeated: list[Place]
+
+
+def decode(data: bytes) -> Decoded:
+    """A JSON document in UTF-8, with or without a byte order mark.
+
+    Raises:
+        NotJsonError: there is none.
+    """
+    repeating: list[_Repeating] = []
+    build = partial(_build_object, repeating)
+    try:
+        document = json.loads(data.decode("utf-8-sig"), object_pairs_hook=build, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise NotJsonError(_explain(error)) from None
+    return Decoded(document, list(_find_repeated(document)) if repeating else [])
+
+
+def write_pointer(place: Place) -> str:
+    """A place as a JSON Pointer (RFC 6901)."""
+    return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in place)
+
+
+class _Repeating(dict[str, Any]):
+    """A JSON object in which a key stands twice; `repeated` names it."""
+
+    repeated: tuple[str, ...] = ()
+
+
+def _build_object(repeating: list[_Repeating], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) == len(pairs):
+        return made
+    marked = _Repeating(made)
+    marked.repeated = tuple(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+    repeating.append(marked)
+    return marked
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise NotJsonError(f"is not JSON: {constant} is not a JSON number")
+
+
+def _explain(error: ValueError | RecursionError) -> str:
+    match error:
+        case UnicodeDecodeError():
+            return f"is not UTF-8 (byte {error.start})"
+        case json.JSONDecodeError():
+            return f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        case NotJsonError():
+            return str(error)
+        case RecursionError():
+            return "is nested too deeply to be a policy file"
+    return "holds a number of thousands of digits; no number of a policy is that long"  # what int() takes is bounded
+
+
+def _find_repeated(document: Any) -> Iterator[Place]:  # noqa: ANN401  # raw JSON
+    for place, value in _walk(document):
+        for name in value.repeated if isinstance(value, _Repeating) else ():
+            yield (*place, name)
+
+
+def _walk(document: Any) -> Iterator[tuple[Place, Any]]:  # noqa: ANN401  # raw JSON
+    """Every value and its place, in the document's order; without recursion, because the parser goes deeper than Python may."""
+    waiting: list[tuple[Place, Any]] = [((), document)]
+    while waiting:
+        place, value = waiting.pop()
+        yield place, value
+        items: Iterable[tuple[str | int, Any]] = ()
+        if isinstance(value, dict):
+            items = value.items()
+        elif isinstance(value, list):
+            items = enumerate(value)
+        waiting += reversed([((*place, step), item) for step, item in items])
