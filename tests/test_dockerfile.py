@@ -62,7 +62,7 @@ def test_hadolint_finds_nothing() -> None:
 
 def test_the_build_is_sent_what_a_wheel_is_made_of() -> None:
     """Sources go to the build; secrets, environments, history and generated files stay at home."""
-    wanted = ["extproc/store/lua/fixed.lua", "protos/build.py", "pyproject.toml", "README.md", "requirements.txt"]
+    wanted = ["extproc/store/lua/tally.lua", "protos/build.py", "pyproject.toml", "README.md", "requirements.txt"]
     unwanted = [".env", ".git/config", ".venv/bin/python", "extproc/pb/old.py", "extproc/store/__pycache__/x.pyc", "tests/x.py"]
 
     assert [path for path in (*wanted, *unwanted) if not left_out(path, ignore_rules())] == wanted
