@@ -51,13 +51,11 @@ class StoreError(LoopguardError):
 
     Attributes:
         kind: a short fixed word for metrics, such as `timeout` or `connection`.
-        transient: True when trying again later may help.
     """
 
-    def __init__(self, message: str, *, kind: str, transient: bool = True) -> None:
+    def __init__(self, message: str, *, kind: str) -> None:
         """Carry the message for the log and the kind for the metric."""
         self.kind = kind
-        self.transient = transient
         super().__init__(message)
 
 

@@ -19,7 +19,7 @@ from extproc.metrics import Metrics
 from extproc.reload import Reloader
 from extproc.service import Service
 from extproc.settings import Address, Settings
-from extproc.store import open_store, redacted
+from extproc.store import open_store, redact_url
 from extproc.store.memory import MemoryStore
 from extproc.transport.health import Health
 
@@ -93,7 +93,7 @@ class Server:
         plans = self.service.engine.plans
         _LOG.info(
             "serving",
-            extra=fields(listen=listening, admin=admin, policies=len(plans), store=redacted(self._settings.store)),
+            extra=fields(listen=listening, admin=admin, policies=len(plans), store=redact_url(self._settings.store)),
         )
         try:
             await self._stop.wait()

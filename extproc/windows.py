@@ -120,7 +120,7 @@ def log(state: bytearray | None, hit: Hit, now: int) -> tuple[bytearray, Count]:
     return state, answer
 
 
-def log_times(state: bytearray) -> tuple[int, int]:
+def read_log_times(state: bytearray) -> tuple[int, int]:
     """When the last request was counted and until when the cooldown runs; a log without requests is as old as its cooldown."""
     (cooling_until,) = _LOG_TIME.unpack_from(state, -_LOG_TIME.size)
     return _LOG_END.unpack_from(state, -_LOG_END.size) if len(state) > _LOG_TIME.size else (cooling_until, cooling_until)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import os
 import shutil
 import signal
 import socket
+import socketserver
+import ssl
 import subprocess
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -239,6 +243,60 @@ def _cluster_info(node: Server) -> dict[str, str]:
         return {str(key): str(value) for key, value in answer.items()}
     text = answer.decode() if isinstance(answer, bytes) else str(answer)
     return dict(line.split(":", 1) for line in text.split() if ":" in line)
+
+
+@contextmanager
+def listening(serve: Callable[[socket.socket], None], tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """Serve every connection to a port on loopback in a thread of its own; the address."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):  # clients of tests hang up as they please
+                self.request = tls.wrap_socket(self.request, server_side=True) if tls is not None else self.request
+                serve(self.request)
+
+    class Listener(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+        block_on_close = False
+        allow_reuse_address = True
+
+    with Listener(("127.0.0.1", 0), Handler) as listener:
+        threading.Thread(target=listener.serve_forever, args=(0.05,), daemon=True).start()
+        yield f"127.0.0.1:{listener.server_address[1]}"
+        listener.shutdown()
+
+
+@contextmanager
+def impostor(answer: bytes) -> Iterator[str]:
+    """A server that answers the same whatever it is asked."""
+
+    def serve(client: socket.socket) -> None:
+        while client.recv(65_536):
+            client.sendall(answer)
+
+    with listening(serve) as address:
+        yield address
+
+
+@contextmanager
+def relay(behind: Server, *, pieces: int = 65_536, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """A front for a server that passes its answers on in pieces of so many bytes, or speaks TLS: pip's Valkey does not."""
+
+    def serve(client: socket.socket) -> None:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with socket.create_connection(("127.0.0.1", behind.port)) as inner:
+            threading.Thread(target=back, args=(inner, client), daemon=True).start()
+            while data := client.recv(65_536):
+                inner.sendall(data)
+
+    def back(inner: socket.socket, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := inner.recv(65_536):
+                for at in range(0, len(data), pieces):
+                    client.sendall(data[at : at + pieces])
+
+    with listening(serve, tls) as address:
+        yield address
 
 
 class Driver:

@@ -6,29 +6,32 @@ import asyncio
 import logging
 import re
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event, Semaphore
 from time import perf_counter
 from typing import Any, cast
 
-import hiredis
 import pytest
 import trustme
 from hypothesis import given
 from hypothesis import strategies as st
+from redis.credentials import CredentialProvider
 
 from extproc.errors import StoreError, UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
-from extproc.store import certain, open_store, redacted
-from extproc.store.connection import Access, Connection, Place, refusal
+from extproc.store import certain, open_store, redact_url
+from extproc.store.client import Access, Place
+from extproc.store.credentials import Provided
 from extproc.store.redis import TAGS, RedisBackend
-from extproc.store.remote import RemoteStore, Shot
-from extproc.store.topology import SLOTS, Cluster, slot, spread
+from extproc.store.remote import RemoteStore
+from extproc.store.scripts import count_call
+from extproc.store.topology import SLOTS, Cluster, find_slot, spread_tags
 from extproc.windows import Count, Hit
-from tests.harness import eventually
-from tests.servers import Driver, Server, cluster, replicated, sentinels, server
+from tests.harness import PATIENCE, eventually
+from tests.servers import Driver, Server, cluster, impostor, relay, replicated, sentinels, server
 from tests.test_windows import WINDOW_TYPES, cooldown_hits, make_hit, oracle
 
 SECRET = "hunter2"
@@ -62,7 +65,7 @@ def remote(driver: Driver) -> RemoteStore:
 
 def backend(driver: Driver) -> RedisBackend:
     """The wire behind the store."""
-    return cast("RedisBackend", remote(driver)._backends[0])
+    return cast("RedisBackend", remote(driver)._backend)
 
 
 # --- URLs and secrets
@@ -76,9 +79,9 @@ BAD_URLS = [
     ("redis://a:70000", "redis://a:70000: what stands behind :// must be HOST:PORT"),
     ("redis://[::1", "redis://[::1: Invalid IPv6 URL"),
     ("redis://a/zero", "redis://a/zero: the database must be a number from 0"),
-    ("redis://a?x=1", "redis://a: unknown option; there are prefix, connections"),
-    ("redis://a?ca=x", "redis://a: unknown option; there are prefix, connections"),
-    ("redis://a?connections=0", "redis://a: connections must be a number from 1"),
+    ("redis://a?x=1", "redis://a: unknown option; there are prefix, credential_provider"),
+    ("redis://a?ca=x", "redis://a: unknown option; there are prefix, credential_provider"),
+    ("redis://a?connections=3", "redis://a: unknown option; there are prefix, credential_provider"),
     ("redis://a#b", "redis://a#b: it must not contain #; in a password, write %23"),
     ("rediss://a?ca=/none", "rediss://a: ca: there is no file /none"),
     (f"rediss://a?key={__file__}", "rediss://a: key needs cert"),
@@ -127,7 +130,7 @@ def test_no_error_shows_the_password(url: str, _: str, password: str) -> None:
         open_store(url, Metrics())
 
     assert SECRET not in str(error.value)
-    assert SECRET not in redacted(url)
+    assert SECRET not in redact_url(url)
 
 
 def test_the_urls_and_the_rights_that_the_readme_names_are_good() -> None:
@@ -149,20 +152,16 @@ def test_a_password_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path) ->
     assert str(error.value) == f"--store-password-file {tmp_path}/none: No such file or directory"
 
 
-def test_database_prefix_and_connections(one: Server) -> None:
-    """Keys go to the database of the URL and start with its prefix; several round trips may be under way at once."""
-    with Driver(f"redis://{one.address}/3?prefix=mine-&connections=3") as driver:
-
-        async def many() -> list[Sequence[Count]]:
-            return await asyncio.gather(*(driver.ask([make_hit()], 0) for _ in range(1_000)))
-
-        assert sorted(answer.count for (answer,) in driver.run(many())) == list(range(1, 1_001))
+def test_database_and_prefix(one: Server) -> None:
+    """Keys go to the database of the URL and start with its prefix, over one connection that says nothing about itself."""
+    with Driver(f"redis://{one.address}/3?prefix=mine-") as driver:
+        driver.count([make_hit()])
 
         keys = one.client(db=3).keys()
         clients = [client for client in one.client().client_list() if client["db"] == "3"]
         assert keys
         assert all(key.startswith(b"mine-") for key in keys)
-        assert len(clients) >= 3
+        assert [(client["lib-name"], client["resp"]) for client in clients if client["cmd"] == "evalsha"] == [("", "2")]
 
 
 def test_the_default_prefix(driver: Driver, one: Server) -> None:
@@ -214,6 +213,28 @@ def test_a_password_from_the_environment_or_a_file_that_changes(tmp_path: Path) 
             assert driver.count([make_hit()])[0].count == 2
 
 
+def test_a_unix_socket_with_a_password_and_a_database(tmp_path: Path) -> None:
+    """A socket's path takes a password from a file; a wrong one is told as on TCP, without repeating it."""
+    file = tmp_path / "password"
+    file.write_text(SECRET)
+    with server("--requirepass", SECRET) as locked:
+        with Driver(f"unix://{locked.socket}?db=1", store_password_file=str(file)) as driver:
+            assert driver.count([make_hit()])[0].count == 1
+        with Driver(f"unix://{locked.socket}", store_password=f"not {SECRET}") as driver:
+            assert driver.metric("store_errors_total", kind="auth") >= 1
+            assert SECRET not in driver.store.health()
+
+
+def test_a_refused_login_never_shows_what_was_sent() -> None:
+    """A server that knows no AUTH quotes the password in its answer, and that answer is not repeated."""
+    with (
+        impostor(f"-ERR unknown command 'AUTH', with args beginning with: '{SECRET}'\r\n".encode()) as address,
+        Driver(f"redis://:{SECRET}@{address}") as driver,
+    ):
+        assert driver.metric("store_errors_total", kind="auth") >= 1
+        assert SECRET not in driver.store.health()
+
+
 def test_a_server_without_a_password_is_told_none_of_ours(one: Server) -> None:
     """A password that the server does not want is an error of kind auth whose text does not repeat it."""
     with server("--requirepass", "other") as locked:
@@ -224,30 +245,138 @@ def test_a_server_without_a_password_is_told_none_of_ours(one: Server) -> None:
                 assert SECRET not in driver.store.health()
 
 
-@asynccontextmanager
-async def _tls(context: ssl.SSLContext, port: int) -> AsyncIterator[int]:
-    """A TLS front for a server that has none: pip's Valkey is built without."""
+PROVIDERS = f'''
+from redis.credentials import CredentialProvider
 
-    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(65_536):
-            writer.write(data)
-        writer.close()
+class Rotating(CredentialProvider):
+    """Each connect takes the next token, as a cloud's providers do."""
+    tokens = iter(["first", "second"])
+    def get_credentials(self):
+        return "counter", next(self.tokens)
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        behind_reader, behind_writer = await asyncio.open_connection("127.0.0.1", port)
-        try:
-            await asyncio.gather(pipe(reader, behind_writer), pipe(behind_reader, writer))
-        except OSError:
-            pass
-        finally:
-            behind_writer.close()
-            writer.close()
+class Asynchronous(Rotating):
+    async def get_credentials_async(self):
+        return self.get_credentials()
+    def get_credentials(self):
+        return "counter", "first"
 
-    front = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
-    try:
-        yield front.sockets[0].getsockname()[1]
-    finally:
-        front.close()
+class Failing(CredentialProvider):
+    async def get_credentials_async(self):
+        raise RuntimeError("no token for {SECRET}")
+
+class Odd(Failing):
+    async def get_credentials_async(self):
+        return "{SECRET}"
+
+def breaks():
+    raise KeyError("{SECRET}")
+
+nothing = 3
+'''
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module with credential providers."""
+    (tmp_path / "lg_providers.py").write_text(PROVIDERS)
+    (tmp_path / "lg_broken.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "lg_providers"
+    sys.modules.pop("lg_providers", None)
+
+
+@pytest.mark.parametrize("where", ["redis://{0.address}", "unix://{0.socket}"])
+def test_a_credential_provider_is_asked_at_every_connect(module: str, where: str) -> None:
+    """A provider named in the URL logs in, and again with what it says then after the connection was lost."""
+    with server() as locked:
+        admin = locked.client()
+        admin.execute_command("ACL", "SETUSER", "counter", "on", ">first", *ACL.split())
+        with Driver(f"{where.format(locked)}?credential_provider={module}:Rotating") as driver:
+            assert driver.count([make_hit(window_ms=600_000)])[0].count == 1
+            admin.execute_command("ACL", "SETUSER", "counter", "resetpass", ">second")
+            admin.client_kill_filter(_type="normal", skipme=True)
+            driver.run(asyncio.sleep(0.05))
+
+            assert driver.count([make_hit(window_ms=600_000)])[0].count == 2
+
+
+def test_a_credential_provider_s_own_way_to_wait_is_taken(module: str, one: Server) -> None:
+    """A provider that has get_credentials_async is asked through it."""
+    one.client().execute_command("ACL", "SETUSER", "counter", "on", "resetpass", ">first", *ACL.split())
+
+    with Driver(f"redis://{one.address}?credential_provider={module}:Asynchronous") as driver:
+        assert driver.count([make_hit()])[0].count == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("Failing", "raised RuntimeError"), ("Odd", "must return (PASSWORD,) or (USER, PASSWORD)")]
+)
+@pytest.mark.parametrize("where", ["redis://{0.address}", "unix://{0.socket}"])
+def test_a_credential_provider_that_fails_is_a_failed_login(
+    module: str, where: str, name: str, what: str, one: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever a provider raises or returns is an error of kind auth that repeats none of it."""
+    with Driver(f"{where.format(one)}?credential_provider={module}:{name}") as driver:
+        assert driver.metric("store_errors_total", kind="auth") >= 1
+        assert driver.store.health() == f"unavailable: credential provider {module}:{name} {what}"
+    assert SECRET not in caplog.text
+
+
+FORM = "it takes MODULE:FACTORY, a function without arguments that returns a redis.CredentialProvider"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nowhere", "there is no colon between two names"),
+        (":factory", "there is no colon between two names"),
+        ("lg_nowhere:make", "cannot import lg_nowhere (No module named 'lg_nowhere')"),
+        ("lg_broken:make", "importing lg_broken raised ZeroDivisionError"),
+        ("lg_providers:make", "lg_providers has no make"),
+        ("lg_providers:nothing", "nothing is no function"),
+        ("lg_providers:breaks", "calling it raised KeyError"),
+        ("builtins:dict", "it returned dict"),
+    ],
+)
+def test_a_credential_provider_that_cannot_be_used_says_what_would_be_right(module: str, name: str, why: str) -> None:
+    """A wrong name or factory is a usage error at the start that says what was tried."""
+    assert module
+
+    with pytest.raises(UsageError) as error:
+        open_store(f"redis://a?credential_provider={name}", Metrics())
+
+    assert str(error.value) == f"credential_provider {name}: {why}; {FORM}"
+
+
+@pytest.mark.parametrize("settings", [Settings(store_password=SECRET), Settings(store_password_file=__file__)])
+def test_a_credential_provider_takes_the_place_of_a_password(module: str, settings: Settings) -> None:
+    """A password beside a provider would be forgotten silently, so it is a usage error."""
+    with pytest.raises(UsageError, match="takes the place of a user and a password; name one of them"):
+        open_store(f"redis://a?credential_provider={module}:Rotating", Metrics(), settings)
+
+
+def test_a_credential_provider_that_blocks_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A provider without an asynchronous way is asked in a thread, and not again before it has answered."""
+    asked, go_on = Semaphore(0), Event()
+
+    class Blocking(CredentialProvider):
+        def get_credentials(self) -> tuple[str]:
+            asked.release()
+            assert go_on.wait(PATIENCE)
+            return (SECRET,)
+
+    monkeypatch.setattr(sys.modules[__name__], "Blocking", Blocking, raising=False)
+
+    async def ask() -> object:
+        provider = Provided(f"{__name__}:Blocking")
+        given_up, patient = (asyncio.create_task(provider.get_credentials_async()) for _ in range(2))
+        await asyncio.to_thread(asked.acquire)
+        given_up.cancel()
+        go_on.set()
+        return await patient
+
+    assert asyncio.run(ask()) == (SECRET,)
+    assert not asked.acquire(blocking=False)
 
 
 def test_tls_with_a_ca_and_a_client_certificate(one: Server, tmp_path: Path) -> None:
@@ -264,7 +393,8 @@ def test_tls_with_a_ca_and_a_client_certificate(one: Server, tmp_path: Path) -> 
 
     async def states() -> dict[str, str]:
         found = {}
-        async with _tls(context, one.port) as port:
+        with relay(one, tls=context) as address:
+            port = address.partition(":")[2]
             for name, host, options in (
                 ("good", "127.0.0.1", f"ca={tmp_path}/ca.pem&cert={tmp_path}/client.pem"),
                 ("unknown CA", "127.0.0.1", f"ca={tmp_path}/stranger.pem&cert={tmp_path}/client.pem"),
@@ -290,79 +420,39 @@ def test_tls_with_a_ca_and_a_client_certificate(one: Server, tmp_path: Path) -> 
 # --- the wire
 
 
-class _Transport(asyncio.Transport):
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-        self.aborted = False
-
-    def write(self, data: Any) -> None:  # noqa: ANN401  # bytes-like
-        self.written += data
-
-    def abort(self) -> None:
-        self.aborted = True
-
-
-REPLIES = b":1\r\n-ERR no\r\n*2\r\n:1\r\n$2\r\nab\r\n"
-
-
-@pytest.mark.parametrize("step", [1, 2, 7, len(REPLIES)])
-def test_replies_in_any_pieces(step: int) -> None:
-    """Replies are told apart however the network cuts them, and go to those who asked, in order."""
-
-    async def received() -> list[list[Any]]:
-        connection, transport = Connection("here"), _Transport()
-        connection.connection_made(transport)
-        first, second = connection.send([("GET", "a"), ("GET", "b")]), connection.send([("GET", 3)])
-        assert transport.written.count(b"$3\r\nGET\r\n") == 3
-        for at in range(0, len(REPLIES), step):
-            connection.data_received(REPLIES[at : at + step])
-        return [await first, await second]
-
-    (one, error), (pair,) = asyncio.run(received())
-
-    assert one == 1
-    assert isinstance(error, hiredis.ReplyError)
-    assert pair == [1, b"ab"]
-
-
-def test_what_is_no_reply_ends_the_connection() -> None:
-    """Bytes that are not the protocol fail whoever waits, and nothing after them is believed."""
-
-    async def received() -> tuple[BaseException | None, bool, BaseException | None]:
-        connection, transport = Connection("here"), _Transport()
-        connection.connection_made(transport)
-        waiting = connection.send([("GET", "a")])
-        connection.data_received(b"HTTP/1.1 400 Bad Request\r\n")
-        late = connection.send([("GET", "a")])
-        return waiting.exception(), transport.aborted, late.exception()
-
-    first, aborted, late = asyncio.run(received())
-
-    assert aborted
-    assert [error.kind for error in (first, late) if isinstance(error, StoreError)] == ["connection"] * 2
+def test_replies_in_any_pieces(one: Server) -> None:
+    """A server whose answers come byte by byte is understood."""
+    with relay(one, pieces=1) as address, Driver(f"redis://{address}/2") as driver:
+        assert [driver.count([make_hit(kind, key=kind) for kind in WINDOW_TYPES])[0].count for _ in range(2)] == [1, 2]
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"),
+    ("reply", "kind"),
     [
         ("ERR Protocol error: unauthenticated bulk length", "auth"),
         ("NOAUTH Authentication required.", "auth"),
         ("WRONGPASS invalid username-password pair or user is disabled.", "auth"),
+        ("NOPERM this user has no permissions to run the 'evalsha' command", "auth"),
         ("OOM command not allowed when used memory > 'maxmemory'. script: x, on @user_script:1.", "oom"),
         (
             "ERR Error running script (call to f_x): @user_script:53: -OOM command not allowed when used memory > 'maxmemory'.",
             "oom",
         ),
         ("READONLY You can't write against a read only replica.", "read_only"),
+        ("MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.", "read_only"),
         ("LOADING Redis is loading the dataset in memory", "loading"),
+        ("BUSY Redis is busy running a script.", "busy"),
         ("CLUSTERDOWN The cluster is down", "cluster"),
+        ("MOVED 1234 127.0.0.1:1", "cluster"),
+        ("ERR max number of clients reached", "response"),
         ("ERR whatever", "response"),
     ],
 )
-def test_what_an_error_reply_means(text: str, kind: str) -> None:
+def test_what_an_error_reply_means(reply: str, kind: str) -> None:
     """The first word tells, also where Redis 6 quotes it inside a script error."""
-    assert refusal(hiredis.ReplyError(text)).kind == kind
+    with impostor(f"-{reply}\r\n".encode()) as address, Driver(f"redis://{address}") as driver:
+        assert driver.metric("store_errors_total", kind=kind) >= 1
+        assert driver.store.health().startswith("unavailable: ")
 
 
 # --- scripts and keys
@@ -451,8 +541,8 @@ def test_a_verdict_stands_as_long_as_it_says(
     history = [*moments[:-1], *[moments[-1]] * times]
 
     async def counted() -> tuple[Count, int]:
-        shots = [*(Shot(hit, 1, now) for now in moments[:-1]), Shot(hit, times, moments[-1])]
-        verdicts = [(await backend(driver).count([shot]))[0] for shot in shots]
+        calls = [*(count_call(hit, 1, now) for now in moments[:-1]), count_call(hit, times, moments[-1])]
+        verdicts = [(await backend(driver).call([call]))[0] for call in calls]
         return verdicts[-1].answer, verdicts[-1].stands_ms
 
     answer, stands = driver.run(counted())
@@ -775,7 +865,7 @@ def test_a_store_without_a_server_starts(caplog: pytest.LogCaptureFixture) -> No
 
 def test_tags_spread_evenly() -> None:
     """Each hash tag's slot lies in a share of the slots of its own."""
-    assert sorted(slot(tag) * TAGS // SLOTS for tag in spread(TAGS)) == list(range(TAGS))
+    assert sorted(find_slot(tag) * TAGS // SLOTS for tag in spread_tags(TAGS)) == list(range(TAGS))
 
 
 def test_cluster_keys_lie_in_few_slots_on_every_primary(six: list[Server]) -> None:
@@ -821,8 +911,8 @@ def test_who_has_which_slots_is_asked_of_one_node_after_the_other(six: list[Serv
     async def asked() -> list[Place]:
         found = []
         for _ in six:
-            await topology.open(topology.tags[0])
-            topology.drop()
+            await topology.find(topology.tags[0])
+            await topology.drop()
             found.append(topology._known[-1])
         return found
 
@@ -833,8 +923,8 @@ def test_slots_that_move_are_followed(six: list[Server]) -> None:
     """While a slot's keys move to another primary, and after, every hit is counted where its key is."""
     source, target = six[0], six[1]
     with Driver("redis+cluster://" + six[2].address) as driver:
-        tag = next(tag for tag in spread(TAGS) if slot(tag) < SLOTS // 3)
-        numbers = [number for number in range(256) if spread(TAGS)[number % TAGS] == tag]
+        tag = next(tag for tag in spread_tags(TAGS) if find_slot(tag) < SLOTS // 3)
+        numbers = [number for number in range(256) if spread_tags(TAGS)[number % TAGS] == tag]
         hits = [make_hit(window_ms=600_000, threshold=100)._replace(key=f"moving:{number:02x}") for number in numbers]
 
         def count() -> list[int]:
@@ -845,17 +935,17 @@ def test_slots_that_move_are_followed(six: list[Server]) -> None:
 
         assert count() == [1] * len(hits)
         ids = [node.client().execute_command("CLUSTER", "MYID").decode() for node in (source, target)]
-        target.client().execute_command("CLUSTER", "SETSLOT", slot(tag), "IMPORTING", ids[0])
-        source.client().execute_command("CLUSTER", "SETSLOT", slot(tag), "MIGRATING", ids[1])
+        target.client().execute_command("CLUSTER", "SETSLOT", find_slot(tag), "IMPORTING", ids[0])
+        source.client().execute_command("CLUSTER", "SETSLOT", find_slot(tag), "MIGRATING", ids[1])
         keys = source.client().keys("loopguard:*moving*")
         for key in keys[::2]:
             source.client().migrate("127.0.0.1", target.port, key, 0, 1_000)
 
         assert count() == [2] * len(hits)
-        for key in source.client().execute_command("CLUSTER", "GETKEYSINSLOT", slot(tag), 10_000):
+        for key in source.client().execute_command("CLUSTER", "GETKEYSINSLOT", find_slot(tag), 10_000):
             source.client().migrate("127.0.0.1", target.port, key, 0, 1_000)
         for node in (target, source, six[2]):
-            node.client().execute_command("CLUSTER", "SETSLOT", slot(tag), "NODE", ids[1])
+            node.client().execute_command("CLUSTER", "SETSLOT", find_slot(tag), "NODE", ids[1])
 
         assert count() == [3] * len(hits)
         assert driver.store.health() == "ok"

@@ -67,14 +67,14 @@ def open_store(url: str, metrics: Metrics, settings: Settings | None = None) -> 
     scheme, separator, _ = url.partition("://")
     if scheme not in _SCHEMES or not separator:
         known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
-        wrong = f"unknown store {redacted(url)}" if separator else "a store is named by a URL"
+        wrong = f"unknown store {redact_url(url)}" if separator else "a store is named by a URL"
         raise UsageError(f"{wrong}; known are: {known}")
     module, _, name = _SCHEMES[scheme].partition(":")
     opener: Callable[[str, Metrics, Settings], Store] = getattr(import_module(module), name)
     return opener(url, metrics, settings or Settings())
 
 
-def redacted(url: str) -> str:
+def redact_url(url: str) -> str:
     """A store URL without user, password and options, for logs; whatever a password is made of."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"

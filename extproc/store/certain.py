@@ -63,7 +63,7 @@ class Certain:
             if known is None and len(self._known) >= MAX_LOOPS:
                 del self._known[next(iter(self._known))]
             known = self._known[hit.key] = _Refusal(hit, answer)
-        known.answer, known.learned = answer, _now()
+        known.answer, known.learned = answer, _read_clock()
         known.until = known.learned + lasts
 
     def answer(self, hit: Hit) -> Count | None:
@@ -71,7 +71,7 @@ class Certain:
         known = self._known.get(hit.key)
         if known is None:
             return None
-        now = _now()
+        now = _read_clock()
         if now >= known.until or known.hit != hit:  # over, or the policy has changed
             del self._known[hit.key]
             return None
@@ -98,5 +98,5 @@ class Certain:
             self._settle(known.hit, owed)
 
 
-def _now() -> int:
+def _read_clock() -> int:
     return time.monotonic_ns() // 1_000_000

@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
-from extproc.windows import Count, Hit, log, log_times, tally
+from extproc.windows import Count, Hit, log, read_log_times, tally
 
 DEFAULT_MAX_ENTRIES = 1_000_000
 _SHARD_ENTRIES = 1024
@@ -109,7 +109,7 @@ class MemoryStore:
                 if key is None:
                     del shard[lifetime]
                     break
-                last, cooling_until = _times(entries[key])
+                last, cooling_until = _read_times(entries[key])
                 if now < max(last + lifetime, cooling_until):
                     break
                 del entries[key]
@@ -120,7 +120,7 @@ class MemoryStore:
         position = self._hand
         while True:
             fronts = [
-                (_times(entries[key])[0], lifetime, key)
+                (_read_times(entries[key])[0], lifetime, key)
                 for lifetime, entries in shard.items()
                 for key in itertools.islice(entries, 1)
                 if key != newest
@@ -135,10 +135,10 @@ class MemoryStore:
             shard = self._shards[position]
 
 
-def _times(entry: _Entry) -> tuple[int, int]:
+def _read_times(entry: _Entry) -> tuple[int, int]:
     """When the entry was last counted, and until when its cooldown runs."""
     if isinstance(entry, bytearray):
-        return log_times(entry)
+        return read_log_times(entry)
     _, _, last, cooling_until = _TALLY.unpack(entry)
     return last, cooling_until
 

@@ -12,24 +12,24 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Protocol
 
-import hiredis
+from redis.exceptions import ResponseError
 
 from extproc.errors import StoreError
-from extproc.store.connection import Access, Connection, Place, Reply, connect, refusal
+from extproc.store.client import Access, Link, Place, Reply, connect, explain_refusal
 
 SLOTS = 16_384
 _SENTINEL_SECONDS = 0.25
 
 
-def slot(text: str) -> int:
+def find_slot(text: str) -> int:
     """A cluster's hash slot for a tag."""
     return binascii.crc_hqx(text.encode(), 0) % SLOTS
 
 
-def spread(tags: int) -> tuple[str, ...]:
+def spread_tags(tags: int) -> tuple[str, ...]:
     """So many hash tags whose slots are spread evenly, so that any number of primaries gets its share."""
     width = SLOTS // tags
-    return tuple(next(str(n) for n in count() if slot(str(n)) // width == share) for share in range(tags))
+    return tuple(next(str(n) for n in count() if find_slot(str(n)) // width == share) for share in range(tags))
 
 
 class Topology(Protocol):
@@ -38,23 +38,19 @@ class Topology(Protocol):
     tags: Sequence[str]
     """Keys are spread over these; empty for a single server, which needs none."""
 
-    def ready(self, tag: str) -> Connection | None:
-        """The open connection to the server that has the tag's keys, if there is one."""
+    async def find(self, tag: str) -> Link:
+        """An open connection to the server that has the tag's keys."""
         ...
 
-    async def open(self, tag: str) -> Connection:
-        """Open that connection."""
-        ...
-
-    async def at(self, place: Place) -> Connection:
-        """A connection to a server that another one named."""
+    async def at(self, place: Place) -> Link:
+        """One to a server that another one named."""
         ...
 
     def forget(self) -> None:
         """Who has which keys is out of date."""
         ...
 
-    def drop(self) -> None:
+    async def drop(self) -> None:
         """End every connection and forget who is in charge."""
         ...
 
@@ -68,30 +64,29 @@ class One:
         """Nothing is connected yet."""
         self._place = place
         self._access = access
-        self._connection: Connection | None = None
+        self._link: Link | None = None
 
-    def ready(self, tag: str) -> Connection | None:  # noqa: ARG002  # one server has all keys
+    async def find(self, tag: str) -> Link:  # noqa: ARG002  # one server has all keys
         """See `Topology`."""
-        return self._connection if self._connection is not None and self._connection.alive else None
+        if self._link is None or not await self._link.is_usable():
+            await self.drop()
+            self._link = await connect(await self._choose(), self._access)
+        return self._link
 
-    async def open(self, tag: str) -> Connection:  # noqa: ARG002  # one server has all keys
-        """See `Topology`."""
-        self._connection = connection = await connect(await self._find(), self._access)
-        return connection
-
-    async def at(self, place: Place) -> Connection:
+    async def at(self, place: Place) -> Link:
         """See `Topology`; only a cluster sends anybody elsewhere."""
         raise StoreError(f"the server is part of a cluster and sends us to {place}; use redis+cluster://", kind="cluster")
 
     def forget(self) -> None:
         """See `Topology`."""
 
-    def drop(self) -> None:
+    async def drop(self) -> None:
         """See `Topology`."""
-        if self._connection is not None:
-            self._connection.drop()
+        link, self._link = self._link, None
+        if link is not None:
+            await link.drop()
 
-    async def _find(self) -> Place:
+    async def _choose(self) -> Place:
         return self._place
 
 
@@ -104,7 +99,7 @@ class Watched(One):
         self._sentinels = list(sentinels)
         self._service = service
 
-    async def _find(self) -> Place:
+    async def _choose(self) -> Place:
         """Ask the Sentinels in turn, each time another one first: one that was cut off may name a primary of old."""
         errors = []
         for sentinel in list(self._sentinels):
@@ -119,25 +114,26 @@ class Watched(One):
         raise StoreError(f"no Sentinel knows the primary: {'; '.join(errors)}", kind="sentinel")
 
     async def _ask(self, sentinel: Place) -> Place:
-        connection = await connect(sentinel, Access(tls=self._access.tls))
         try:
-            reply = await self._query(connection)
-            if isinstance(reply, hiredis.ReplyError) and refusal(reply).kind == "auth":
-                connection.drop()
-                connection = await connect(sentinel, Access(self._access.secret, self._access.tls))
-                reply = await self._query(connection)
-        finally:
-            connection.drop()
-        if isinstance(reply, hiredis.ReplyError):
-            raise refusal(reply)
+            reply = await self._query(sentinel, Access(tls=self._access.tls))
+        except StoreError as error:
+            if error.kind != "auth":
+                raise
+            reply = await self._query(sentinel, Access(self._access.credentials, self._access.tls))
         if not isinstance(reply, list):
             raise StoreError(f"{sentinel} does not watch {self._service}", kind="sentinel")
         host, port = reply
         return Place(host.decode(), int(port))
 
-    async def _query(self, connection: Connection) -> Reply:
-        replies = await connection.send([("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)])
-        return replies[0]
+    async def _query(self, sentinel: Place, access: Access) -> Reply:
+        link = await connect(sentinel, access)
+        try:
+            reply = await link.ask(("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service))
+        finally:
+            await link.drop()
+        if isinstance(reply, ResponseError):
+            raise explain_refusal(reply)
+        return reply
 
 
 class Cluster:
@@ -145,44 +141,40 @@ class Cluster:
 
     def __init__(self, seeds: Sequence[Place], access: Access, tags: int) -> None:
         """Nothing is connected yet; any of the seeds may tell who has which slots."""
-        self.tags: Sequence[str] = spread(tags)
+        self.tags: Sequence[str] = spread_tags(tags)
         self._seeds = list(seeds)
         self._access = access
         self._owners: dict[str, Place] = {}
         self._known: list[Place] = []
-        self._connections: dict[Place, Connection] = {}
+        self._links: dict[Place, Link] = {}
 
-    def ready(self, tag: str) -> Connection | None:
-        """See `Topology`."""
-        place = self._owners.get(tag)
-        connection = self._connections.get(place) if place is not None else None
-        return connection if connection is not None and connection.alive else None
-
-    async def open(self, tag: str) -> Connection:
+    async def find(self, tag: str) -> Link:
         """See `Topology`."""
         if tag not in self._owners:
             await self._learn()
         if tag not in self._owners:
-            raise StoreError(f"nobody has slot {slot(tag)}", kind="cluster")
+            raise StoreError(f"nobody has slot {find_slot(tag)}", kind="cluster")
         return await self.at(self._owners[tag])
 
-    async def at(self, place: Place) -> Connection:
+    async def at(self, place: Place) -> Link:
         """See `Topology`."""
-        connection = self._connections.get(place)
-        if connection is None or not connection.alive:
-            connection = self._connections[place] = await connect(place, self._access)
-        return connection
+        link = self._links.get(place)
+        if link is None or not await link.is_usable():
+            if link is not None:
+                await link.drop()
+            link = self._links[place] = await connect(place, self._access)
+        return link
 
     def forget(self) -> None:
         """See `Topology`."""
         self._owners.clear()
 
-    def drop(self) -> None:
+    async def drop(self) -> None:
         """See `Topology`."""
         self.forget()
-        for connection in self._connections.values():
-            connection.drop()
-        self._connections.clear()
+        links, self._links = list(self._links.values()), {}
+        for link in links:
+            await link.drop()
 
     async def _learn(self) -> None:
         """Ask the nodes in turn who has which slots, each time another one first: one that was cut off may not know."""
@@ -190,15 +182,19 @@ class Cluster:
         for place in dict.fromkeys([*self._known, *self._seeds]):
             try:
                 async with asyncio.timeout(_SENTINEL_SECONDS):
-                    connection = await self.at(place)
-                    replies = await connection.send([("CLUSTER", "SLOTS")])
-            except (StoreError, TimeoutError) as error:
-                errors.append(str(error) or f"{place}: no answer")
+                    link = await self.at(place)
+                    reply = await link.ask(("CLUSTER", "SLOTS"))
+            except TimeoutError:
+                errors.append(f"{place}: no answer")
+            except StoreError as error:
+                if error.kind == "auth":
+                    raise
+                errors.append(str(error))
             else:
-                if isinstance(replies[0], list):
-                    return self._read(replies[0], place)
-                if isinstance(replies[0], hiredis.ReplyError):
-                    raise refusal(replies[0])
+                if isinstance(reply, list):
+                    return self._read(reply, place)
+                if isinstance(reply, ResponseError):
+                    raise explain_refusal(reply)
             self._known = [known for known in self._known if known != place]
         raise StoreError(f"no node of the cluster answers: {'; '.join(errors)}", kind="connection")
 
@@ -208,6 +204,6 @@ class Cluster:
             places = [Place(host.decode() if host else asked.host, port) for host, port, *_ in owners]  # type: ignore[misc,union-attr]
             nodes.update(places)
             for tag in self.tags:
-                if first <= slot(tag) <= last:  # type: ignore[operator]
+                if first <= find_slot(tag) <= last:  # type: ignore[operator]
                     self._owners[tag] = places[0]
         self._known = [*(known for known in dict.fromkeys([*self._known, *nodes]) if known != asked and known in nodes), asked]

@@ -1,8 +1,9 @@
--- fixed: one count for each key, which starts with the first request and ends window_ms later.
+-- The windows that keep one count for each key: sliding_ttl, whose time to live every request counted resets, and fixed, which
+-- starts with the first request and ends window_ms later.
 --
 -- KEYS     one or more counter keys, all in one hash slot
 -- ARGV     for each key seven integers: window_ms, threshold, cooldown_ms, count_refused (1 or 0),
---          count_to (unused here), times (how many requests to count), now_ms (0: the server's clock)
+--          fixed (1, or 0 for sliding_ttl), times (how many requests to count), now_ms (0: the server's clock)
 -- returns  for each key five integers: count, looping (1 or 0), cooldown left in ms, span in ms,
 --          and for how many ms a looping verdict would stand if nothing more were counted
 --
@@ -19,7 +20,8 @@ local answers = {}
 for i, key in ipairs(KEYS) do
   local at = (i - 1) * 7
   local window, threshold, cooldown = tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
-  local count_refused, times, now = ARGV[at + 4] == '1', tonumber(ARGV[at + 6]), tonumber(ARGV[at + 7])
+  local count_refused, fixed = ARGV[at + 4] == '1', ARGV[at + 5] == '1'
+  local times, now = tonumber(ARGV[at + 6]), tonumber(ARGV[at + 7])
   if now == 0 then now = server_now end
 
   local count, first, last, cooling = 0, now, now, 0
@@ -34,7 +36,7 @@ for i, key in ipairs(KEYS) do
   for _ = 1, times do
     local before = 0
     began = now
-    if now < first + window then before, began = count, first end
+    if now < (fixed and first or last) + window then before, began = count, first end
     seen = before + 1
     if now >= cooling and before < threshold and threshold <= seen then
       looping, cooling = true, now + cooldown
@@ -45,7 +47,7 @@ for i, key in ipairs(KEYS) do
     count, first, last = seen, began, now
   end
 
-  local over, certain = first + window, count >= threshold
+  local over, certain = (fixed and first or last) + window, count >= threshold
   if not count_refused and cooldown == 0 then certain = count >= threshold - 1 end -- else the next one trips
   local stands = math.max(cooling, certain and over or 0) - now
   local lifetime = math.max(over, cooling) - now + GARBAGE_MS

@@ -1,0 +1,198 @@
+"""redis-py's connections, used in a way that repeats nothing.
+
+redis-py knows the wire, TLS and how to log in. What it would do beyond that is off. A command that was sent may have counted,
+so it retries nothing. The store's deadlines end whatever takes too long, so it has no timeouts and no health checks. A user may
+lack the right to CLIENT SETINFO, and an old server does not know HELLO, so it sends neither.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import hiredis
+from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
+from redis.exceptions import AuthenticationError, ConnectionError, RedisError, ResponseError  # noqa: A004  # not an OSError
+
+from extproc.errors import StoreError
+
+Command: TypeAlias = tuple[str | int | bytes, ...]
+Reply: TypeAlias = "int | bytes | list[Any] | ResponseError | None"
+
+_pack: Callable[[Command], bytes] = hiredis.pack_command  # type: ignore[assignment]  # its stub takes one-tuples alone
+
+_KINDS = {
+    "NOAUTH": "auth",
+    "WRONGPASS": "auth",
+    "NOPERM": "auth",
+    "READONLY": "read_only",
+    "MASTERDOWN": "read_only",
+    "OOM": "oom",
+    "LOADING": "loading",
+    "BUSY": "busy",
+    "CLUSTERDOWN": "cluster",
+    "TRYAGAIN": "cluster",
+    "MOVED": "cluster",
+    "ASK": "cluster",
+}
+"""The first word of an error reply, and its kind for metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a server listens: host and port, or the path of a Unix socket."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        """As a person would write it."""
+        return self.path or (f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How to get into a server.
+
+    Attributes:
+        credentials: asked at every connect; None where the server wants none.
+        tls: None for a connection in the clear.
+        database: to select.
+    """
+
+    credentials: CredentialProvider | None = None
+    tls: ssl.SSLContext | None = None
+    database: int = 0
+
+
+class Link:
+    """An open connection: commands go out in one write, replies come back in their order."""
+
+    def __init__(self, place: Place, connection: AbstractConnection) -> None:
+        """`place` is for error messages."""
+        self._place = place
+        self._connection = connection
+
+    async def is_usable(self) -> bool:
+        """Whether it is open, with nothing on it that nobody asked for."""
+        return self._connection.is_connected and not await self._connection.can_read()
+
+    async def send(self, commands: Sequence[Command]) -> None:
+        """Send commands in one write; each has one reply to be received.
+
+        Raises:
+            StoreError: the connection has ended.
+        """
+        try:
+            await self._connection.send_packed_command(b"".join(map(_pack, commands)), check_health=False)
+        except Exception as error:  # noqa: BLE001  # see explain
+            raise explain(error, self._place) from None
+
+    async def receive(self, number: int) -> list[Reply]:
+        """So many replies, error replies among them. Whoever gives up waiting for them ends the connection.
+
+        Raises:
+            StoreError: the connection ended first.
+        """
+        replies: list[Reply] = []
+        for _ in range(number):
+            try:
+                replies.append(await self._connection.read_response())
+            except ResponseError as error:
+                replies.append(error)
+            except Exception as error:  # noqa: BLE001  # see explain
+                raise explain(error, self._place) from None
+        return replies
+
+    async def ask(self, *commands: Command) -> Reply:
+        """Send commands; the reply to the last one.
+
+        Raises:
+            StoreError: the connection ended first.
+        """
+        await self.send(commands)
+        return (await self.receive(len(commands)))[-1]
+
+    async def drop(self) -> None:
+        """End the connection at once."""
+        await self._connection.disconnect(nowait=True)
+
+
+async def connect(place: Place, access: Access) -> Link:
+    """Connect and log in.
+
+    Raises:
+        StoreError: no server, or it will not have us.
+    """
+    connection = _make_connection(place, access)
+    try:
+        await connection.connect()  # type: ignore[no-untyped-call]  # redis-py's own types say little
+    except BaseException as error:
+        await connection.disconnect(nowait=True)
+        if not isinstance(error, Exception):
+            raise
+        refused = explain(error, place)
+        if access.credentials is not None and refused.kind == "response":
+            # What the server says may quote what it was sent.
+            refused = StoreError(f"{place}: the server does not take this login, or has no such database", kind="auth")
+        raise refused from None
+    return Link(place, connection)
+
+
+def _make_connection(place: Place, access: Access) -> AbstractConnection:
+    more: dict[str, Any] = {
+        "db": access.database,
+        "credential_provider": access.credentials,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+        "driver_info": None,
+        "socket_timeout": None,
+        "socket_connect_timeout": None,
+        "health_check_interval": 0,
+    }
+    if place.path:  # redis-py logs in while it opens a socket, and a second time where nothing else is to be done then
+        return UnixDomainSocketConnection(path=place.path, redis_connect_func=lambda _: None, **more)
+    if access.tls is None:
+        return Connection(host=place.host, port=place.port, **more)
+    made = SSLConnection(host=place.host, port=place.port, **more)
+    made.ssl_context.context = access.tls  # its own would trust the system's authorities beside the one that was named
+    return made
+
+
+def explain(error: BaseException, place: Place) -> StoreError:
+    """What redis-py raised, or what it raised that for; any error at all, because a server can answer anything."""
+    for cause in _causes(error):
+        if isinstance(cause, StoreError):
+            return cause
+        if isinstance(cause, OSError):
+            kind = "tls" if isinstance(cause, ssl.SSLError) else "connection"
+            return StoreError(f"{place}: {cause.strerror or cause}", kind=kind)
+        if isinstance(cause, RedisError) and cause.status_code:
+            return explain_refusal(cause)
+    if isinstance(error, AuthenticationError):
+        return StoreError(f"{place}: {error}", kind="auth")
+    if isinstance(error, ConnectionError):
+        return StoreError(f"{place}: connection closed by the server", kind="connection")
+    return StoreError(f"{place}: what it answers is not the protocol of Redis", kind="response")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def explain_refusal(reply: RedisError) -> StoreError:
+    """What an error reply means."""
+    word, text = reply.status_code or "", str(reply)  # redis-py takes the first word off where it knows it
+    if "unauthenticated" in text:  # a script is longer than what strangers may say, and that is heard first
+        word, text = "NOAUTH", "Authentication required."
+    text = f"{word} {text}".strip()
+    words = [text.partition(" ")[0], *(word for word in _KINDS if f"-{word} " in text)]  # Redis 6 quotes it behind its own
+    return StoreError(text, kind=next((_KINDS[word] for word in words if word in _KINDS), "response"))

@@ -1,0 +1,74 @@
+"""The kinds of state that a Redis store keeps: one Lua file each, what it is asked for one key, and what its answer means.
+
+A script takes any number of keys, and reads and writes all of them in one atomic step; its contract stands on top of its file.
+It answers one list with as many values for every key, so that a batch is few calls whatever is in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from extproc.windows import Count, Hit
+
+
+class Script:
+    """One Lua file."""
+
+    def __init__(self, name: str, width: int, read: Callable[[Sequence[Any]], Any]) -> None:
+        """Load it.
+
+        Args:
+            name: of the file.
+            width: how many values it answers for each key.
+            read: makes of those what the store's caller is told.
+        """
+        self.text = (files("extproc.store") / "lua" / f"{name}.lua").read_text()
+        self.sha = hashlib.sha1(self.text.encode()).hexdigest()  # noqa: S324  # the server's name for it, not a secret
+        self.width = width
+        self.read = read
+
+
+class Call(NamedTuple):
+    """What a round trip asks for one key.
+
+    Attributes:
+        script: what to run.
+        key: without the prefix that the store puts before every key.
+        arguments: what the script takes for each key.
+    """
+
+    script: Script
+    key: str
+    arguments: tuple[int | bytes, ...]
+
+
+class Verdict(NamedTuple):
+    """What a script answers for one counter.
+
+    Attributes:
+        answer: as every store gives it.
+        stands_ms: how long a looping verdict would stand if nothing more were counted, in milliseconds.
+    """
+
+    answer: Count
+    stands_ms: int
+
+
+def _read_verdict(values: Sequence[int]) -> Verdict:
+    count, looping, cooldown, span, stands = values
+    return Verdict(Count(count, bool(looping), cooldown, span), stands)
+
+
+_TALLY = Script("tally", 5, _read_verdict)
+_LOG = Script("sliding_log", 5, _read_verdict)
+
+
+def count_call(hit: Hit, times: int = 1, now: int = 0) -> Call:
+    """Count a hit so many times at once; `now` in milliseconds is for tests, 0 takes the server's clock."""
+    key, window_type, window, threshold, cooldown, count_refused, count_to = hit
+    if window_type == "sliding_log":
+        return Call(_LOG, key, (window, threshold, cooldown, int(count_refused), count_to, times, now))
+    return Call(_TALLY, key, (window, threshold, cooldown, int(count_refused), int(window_type == "fixed"), times, now))
