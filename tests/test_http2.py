@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import struct
+from typing import TypeAlias
 
 import h2.config
 import h2.connection
 import h2.events
 import h2.settings
 import pytest
-from hpack import Encoder
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.transport import headers as hpack
 from extproc.transport import http2
-from extproc.transport.http2 import Connection, ConnectionEnded, DataReceived, Event, RequestReceived, StreamReset, encode
+from extproc.transport.headers import encode
+from extproc.transport.http2 import Connection, DataReceived, Limits, Pool, RequestReceived, Stream
 
 REQUEST = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/x"), (b":authority", b"h"), (b"te", b"trailers"))
 
@@ -32,10 +34,52 @@ def headers(stream: int = 1, flags: int = http2.END_HEADERS, pairs: tuple[tuple[
 HELLO = http2.PREFACE + frame(http2.SETTINGS, 0, 0)
 
 
-def opened(*more: bytes) -> tuple[Connection, list[Event]]:
+Seen: TypeAlias = tuple[object, ...]
+
+
+def request(stream: int, *, ended: bool = False, pairs: tuple[tuple[bytes, bytes], ...] = REQUEST) -> Seen:
+    """A stream has begun."""
+    return ("request", stream, pairs, ended)
+
+
+def data(stream: int, content: bytes, *, ended: bool = False) -> Seen:
+    """Part of a request's body came."""
+    return ("data", stream, content, ended)
+
+
+def reset(stream: int, code: int) -> Seen:
+    """A stream is gone."""
+    return ("reset", stream, code)
+
+
+def receive(connection: Connection, received: bytes, streams: dict[int, Stream] | None = None) -> list[Seen]:
+    """Everything that happens until all is looked at, in as many turns as that takes; new streams are put into `streams`."""
+    seen: list[Seen] = []
+    connection.receive(received)
+    while True:
+        event = connection.next_event()
+        if isinstance(event, RequestReceived):
+            pairs = tuple((field.name, field.value) for field in event.fields)
+            seen.append(request(event.stream.number, ended=event.ended, pairs=pairs))
+            if streams is not None:
+                streams[event.stream.number] = event.stream
+        elif isinstance(event, DataReceived):
+            seen.append(data(event.stream.number, event.data, ended=event.ended))
+        elif event is not None:
+            seen.append(reset(event.number, event.code))
+        elif connection.unfinished:
+            connection.receive(b"")
+        else:
+            return seen
+
+
+def opened(
+    *more: bytes, limits: Limits | None = None, pool: Pool | None = None
+) -> tuple[Connection, list[Seen], dict[int, Stream]]:
     """A connection that has received a preface, settings and more."""
-    connection = Connection()
-    return connection, connection.receive(HELLO + b"".join(more))
+    connection = Connection(limits, pool=pool)
+    streams: dict[int, Stream] = {}
+    return connection, receive(connection, HELLO + b"".join(more), streams), streams
 
 
 def sent(connection: Connection) -> list[tuple[int, int, int, bytes]]:
@@ -66,14 +110,14 @@ CONVERSATION = HELLO + b"".join(
     ]
 )
 EVENTS = [
-    RequestReceived(1, REQUEST, ended=False),
-    DataReceived(1, b"one", ended=False),
-    DataReceived(1, b"two", ended=True),
-    RequestReceived(3, REQUEST, ended=True),
-    RequestReceived(5, REQUEST, ended=False),
-    DataReceived(5, b"", ended=True),
-    RequestReceived(7, REQUEST, ended=False),
-    StreamReset(7, http2.CANCEL),
+    request(1),
+    data(1, b"one"),
+    data(1, b"two", ended=True),
+    request(3, ended=True),
+    request(5),
+    data(5, b"", ended=True),
+    request(7),
+    reset(7, http2.CANCEL),
 ]
 
 
@@ -81,13 +125,13 @@ EVENTS = [
 def test_however_the_bytes_are_cut_the_events_are_the_same(step: int) -> None:
     """A conversation read whole, byte by byte or in pieces gives the same events, and trailing bytes wait for their rest."""
     connection, events = Connection(), []
-    data = CONVERSATION + headers(9)[:-1]
+    received = CONVERSATION + headers(9)[:-1]
 
-    for start in range(0, len(data), step):
-        events += connection.receive(data[start : start + step])
+    for start in range(0, len(received), step):
+        events += receive(connection, received[start : start + step])
 
     assert events == EVENTS
-    assert connection.receive(headers(9)[-1:]) == [RequestReceived(9, REQUEST, ended=False)]
+    assert receive(connection, headers(9)[-1:]) == [request(9)]
     assert (http2.PING, http2.ACK, 0, b"12345678") in sent(connection)
 
 
@@ -102,10 +146,10 @@ ENDED = {
     "more padding than payload": (HELLO + headers() + frame(http2.DATA, http2.PADDED, 1, b"\x04abc"), http2.PROTOCOL_ERROR),
     "an interrupted header block": (HELLO + headers(1, 0) + frame(http2.PING, 0, 0, bytes(8)), http2.PROTOCOL_ERROR),
     "CONTINUATION alone": (HELLO + frame(http2.CONTINUATION, 0, 1), http2.PROTOCOL_ERROR),
-    "a header block that is none": (HELLO + frame(http2.HEADERS, http2.END_HEADERS, 1, b"\xff"), http2.COMPRESSION_ERROR),
+    "a header block that is none": (HELLO + frame(http2.HEADERS, http2.END_HEADERS, 1, b"\xff"), hpack.COMPRESSION_ERROR),
     "a table larger than allowed": (
         HELLO + frame(http2.SETTINGS, http2.ACK, 0) + frame(http2.HEADERS, http2.END_HEADERS, 1, b"\x21"),
-        http2.COMPRESSION_ERROR,
+        hpack.COMPRESSION_ERROR,
     ),
     "SETTINGS on a stream": (http2.PREFACE + frame(http2.SETTINGS, 0, 1), http2.PROTOCOL_ERROR),
     "SETTINGS of a wrong size": (http2.PREFACE + frame(http2.SETTINGS, 0, 0, b"x"), http2.FRAME_SIZE_ERROR),
@@ -130,23 +174,24 @@ ENDED = {
     "HEADERS after the end": (HELLO + headers(1, http2.END_HEADERS | http2.END_STREAM) + headers(1), http2.STREAM_CLOSED),
     "a header block without an end": (
         HELLO + headers(1, 0) + frame(http2.CONTINUATION, 0, 1, bytes(16_000)) * 17,
-        http2.ENHANCE_YOUR_CALM,
+        hpack.ENHANCE_YOUR_CALM,
     ),
 }
 
 
-@pytest.mark.parametrize(("data", "code"), ENDED.values(), ids=ENDED.keys())
-def test_errors_of_the_connection_end_it(data: bytes, code: int) -> None:
+@pytest.mark.parametrize(("received", "code"), ENDED.values(), ids=ENDED.keys())
+def test_errors_of_the_connection_end_it(received: bytes, code: int) -> None:
     """The last frame is a GOAWAY with the right code, and what comes after is not even looked at."""
     connection = Connection()
 
-    events = connection.receive(data)
+    receive(connection, received)
 
-    assert isinstance(events[-1], ConnectionEnded)
-    assert events[-1].code == code
+    assert connection.ended
+    assert connection.error is not None
+    assert connection.error.code == code
     kind, _, _, payload = sent(connection)[-1]
     assert (kind, struct.unpack(">II", payload[:8])[1]) == (http2.GOAWAY, code)
-    assert connection.receive(headers(99)) == []
+    assert receive(connection, headers(99)) == []
 
 
 def _without(name: bytes) -> tuple[tuple[bytes, bytes], ...]:
@@ -181,54 +226,72 @@ RESET = {
 }
 
 
-@pytest.mark.parametrize(("data", "code"), RESET.values(), ids=RESET.keys())
-def test_errors_of_a_stream_reset_that_stream_alone(data: bytes, code: int) -> None:
+@pytest.mark.parametrize(("received", "code"), RESET.values(), ids=RESET.keys())
+def test_errors_of_a_stream_reset_that_stream_alone(received: bytes, code: int) -> None:
     """The stream gets a RST_STREAM with the right code, and the next request is served."""
-    connection, events = opened(data, headers(3))
+    connection, events, _ = opened(received, headers(3))
 
-    assert StreamReset(1, code) in events
+    assert reset(1, code) in events
     assert (http2.RST_STREAM, 0, 1, code.to_bytes(4, "big")) in sent(connection)
-    assert events[-1] == RequestReceived(3, REQUEST, ended=False)
+    assert events[-1] == request(3)
 
 
-def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_bounded() -> None:
     """Past the limit a stream is refused, and served again once another has ended."""
-    monkeypatch.setattr(http2, "MAX_STREAMS", 2)
+    received = [headers(1), headers(3), headers(5), frame(http2.RST_STREAM, 0, 1, bytes(4)), headers(7)]
 
-    connection, events = opened(headers(1), headers(3), headers(5), frame(http2.RST_STREAM, 0, 1, bytes(4)), headers(7))
+    connection, events, _ = opened(*received, limits=Limits(streams=2))
 
-    assert StreamReset(5, http2.REFUSED_STREAM) in events
-    assert events[-1] == RequestReceived(7, REQUEST, ended=False)
+    assert reset(5, http2.REFUSED_STREAM) in events
+    assert events[-1] == request(7)
     assert connection.streams == 2
 
 
 def test_finished_streams_leave_nothing_behind() -> None:
     """Whichever side ends first, and if the peer resets instead, the stream is forgotten."""
-    connection, _ = opened(headers(1), headers(3, http2.END_HEADERS | http2.END_STREAM), headers(5))
-    for stream in (1, 3, 5):
+    connection, _, streams = opened(headers(1), headers(3, http2.END_HEADERS | http2.END_STREAM), headers(5))
+    for stream in streams.values():
         connection.respond(stream, encode([(b":status", b"200")]))
         connection.send(stream, b"answer", encode([(b"grpc-status", b"0")]))
 
-    connection.receive(frame(http2.DATA, http2.END_STREAM, 1) + frame(http2.RST_STREAM, 0, 5, bytes(4)))
+    receive(connection, frame(http2.DATA, http2.END_STREAM, 1) + frame(http2.RST_STREAM, 0, 5, bytes(4)))
 
     assert connection.streams == 0
 
 
-def test_blocks_are_cached_only_while_they_mean_the_same_everywhere() -> None:
-    """A peer that uses the dynamic table is decoded in order; one that does not may repeat a block."""
-    indexing = Encoder()
-    first, second = indexing.encode(REQUEST, huffman=False), indexing.encode(REQUEST, huffman=False)
-    shrunk = b"\x20" + encode(REQUEST)
+def test_sending_on_a_stream_that_we_have_ended_is_a_bug() -> None:
+    """Whoever answers twice is told so, on a stream that the peer has ended as on one that it has not."""
+    connection, _, streams = opened(headers(1), headers(3, http2.END_HEADERS | http2.END_STREAM))
+    for stream in streams.values():
+        connection.respond(stream, encode([(b":status", b"200")]), end=True)
 
-    def block(stream: int, data: bytes) -> bytes:
-        return frame(http2.HEADERS, http2.END_HEADERS, stream, data)
+        with pytest.raises(AssertionError):
+            connection.respond(stream, encode([(b":status", b"200")]))
+        with pytest.raises(AssertionError):
+            connection.send(stream, b"x")
 
-    connection, events = opened(block(1, first), block(3, second), block(5, second), block(7, shrunk), block(9, shrunk))
 
-    assert first != second
-    assert [event.headers for event in events if isinstance(event, RequestReceived)] == [REQUEST] * 5
-    assert list(connection._blocks) == [shrunk]
-    assert isinstance(connection.receive(block(11, second))[-1], ConnectionEnded)  # the table is empty now
+def test_an_answer_that_waits_for_a_window_is_complete() -> None:
+    """Nothing can be sent behind the trailers, even while they still wait for the peer to open a window."""
+    connection, _, streams = opened(frame(http2.SETTINGS, 0, 0, b"\0\x04\0\0\0\0"), headers())
+    connection.respond(streams[1], encode([(b":status", b"200")]))
+    connection.send(streams[1], b"x", b"")
+
+    with pytest.raises(AssertionError):
+        connection.send(streams[1], b"y")
+
+
+def test_what_is_sent_on_a_lost_stream_goes_nowhere() -> None:
+    """A peer that resets a stream, or breaks the connection, hears nothing more of it."""
+    connection, _, streams = opened(headers(1), headers(3))
+    receive(connection, frame(http2.RST_STREAM, 0, 1, bytes(4)) + frame(http2.PING, 0, 1, bytes(8)))
+    connection.take()
+
+    for stream in streams.values():
+        connection.respond(stream, encode([(b":status", b"200")]))
+        connection.send(stream, b"x", b"")
+
+    assert connection.take() == b""
 
 
 @given(st.lists(st.binary(max_size=60), max_size=8), st.booleans())
@@ -237,7 +300,7 @@ def test_random_bytes_never_raise(pieces: list[bytes], hello: bool) -> None:
     connection = opened()[0] if hello else Connection()
 
     for piece in pieces:
-        connection.receive(piece)
+        receive(connection, piece)
 
     assert not connection.ended or connection.streams == 0
 
@@ -252,14 +315,16 @@ FRAMES = st.builds(
 
 
 @given(st.lists(FRAMES | st.sampled_from([headers(1), headers(3), headers(5)]), max_size=20), st.data())
-def test_random_frames_never_raise(frames: list[bytes], data: st.DataObject) -> None:
+def test_random_frames_never_raise(frames: list[bytes], choice: st.DataObject) -> None:
     """Any sequence of frames, with answers in between, leaves a connection that is well or has ended with a GOAWAY."""
-    connection, _ = opened()
+    connection, _, streams = opened()
     for item in frames:
-        for event in connection.receive(item):
-            if isinstance(event, RequestReceived) and data.draw(st.booleans()):
-                connection.respond(event.stream, encode([(b":status", b"200")]))
-                connection.send(event.stream, b"x" * data.draw(st.integers(0, 9)), b"" if data.draw(st.booleans()) else None)
+        receive(connection, item, streams)
+        for number in list(streams):
+            if choice.draw(st.booleans()):
+                stream = streams.pop(number)
+                connection.respond(stream, encode([(b":status", b"200")]))
+                connection.send(stream, b"x" * choice.draw(st.integers(0, 9)), b"" if choice.draw(st.booleans()) else None)
     goaways = [part for part in sent(connection) if part[0] == http2.GOAWAY]
 
     assert len(goaways) == connection.ended
@@ -274,17 +339,18 @@ class _Client:
         self.h2.initiate_connection()
         codes = h2.settings.SettingCodes
         self.h2.update_settings({codes.INITIAL_WINDOW_SIZE: window, codes.MAX_FRAME_SIZE: frame_size})
+        self.streams: dict[int, Stream] = {}
         self.bodies: dict[int, bytes] = {}
         self.ended: set[int] = set()
 
-    def exchange(self) -> list[Event]:
+    def exchange(self) -> list[Seen]:
         """Carry bytes between the two until both are silent; returns what the server saw."""
-        seen: list[Event] = []
+        seen: list[Seen] = []
         while True:
             up, down = self.h2.data_to_send(), self.server.take()
             if not up and not down:
                 return seen
-            seen += self.server.receive(up)
+            seen += receive(self.server, up, self.streams)
             for event in self.h2.receive_data(down):
                 if isinstance(event, h2.events.DataReceived):
                     self.bodies[event.stream_id] = self.bodies.get(event.stream_id, b"") + event.data
@@ -311,16 +377,16 @@ def test_flow_control_against_another_implementation(sizes: list[int], window: i
     bodies = {2 * number + 1: bytes([number]) * length for number, length in enumerate(sizes)}
     for stream in bodies:
         client.h2.send_headers(stream, [(name.decode(), value.decode()) for name, value in REQUEST], end_stream=True)
-    requests = [event.stream for event in client.exchange() if isinstance(event, RequestReceived)]
-    for stream, body in bodies.items():
-        client.server.respond(stream, encode([(b":status", b"200")]))
-        client.server.send(stream, body, encode([(b"grpc-status", b"0")]))
+    client.exchange()
+    for number, body in bodies.items():
+        client.server.respond(client.streams[number], encode([(b":status", b"200")]))
+        client.server.send(client.streams[number], body, encode([(b"grpc-status", b"0")]))
     client.exchange()
 
     for number, update in enumerate([*updates, *[400_000] * 2 * len(bodies)]):
         client.open_windows(update, 2 * (number % len(bodies)) + 1)
 
-    assert requests == list(bodies)
+    assert list(client.streams) == list(bodies)
     assert client.ended == set(bodies)
     assert {stream: client.bodies.get(stream, b"") for stream in bodies} == bodies
     assert client.server.streams == 0
@@ -328,11 +394,11 @@ def test_flow_control_against_another_implementation(sizes: list[int], window: i
 
 def test_large_bodies_keep_the_windows_open() -> None:
     """A hundred megabytes on one stream never run out of window."""
-    connection, _ = opened(headers())
+    connection, _, _ = opened(headers())
     opened_by = {0: 0, 1: 0}
     chunk = frame(http2.DATA, 0, 1, bytes(16_000))
     for _ in range(6_500):
-        connection.receive(chunk)
+        receive(connection, chunk)
         for kind, _, stream, payload in sent(connection):
             if kind == http2.WINDOW_UPDATE:
                 opened_by[stream] += int.from_bytes(payload, "big")

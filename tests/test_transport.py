@@ -16,14 +16,14 @@ import grpc
 import grpc.aio
 import pytest
 
-from extproc.errors import LoopguardError, ProtocolError
+from extproc.errors import LoopguardError
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.server import Transport
 from extproc.service import Service
 from extproc.settings import address
 from extproc.transport.fast import FastServer
-from extproc.transport.grpc_wire import MAX_MESSAGE, Deframer, framed
+from extproc.transport.grpc import frame_message
 from extproc.transport.grpcio import GrpcServer
 from extproc.transport.health import EXT_PROC, HEALTH, Health
 from extproc.transport.http2 import DATA, END_STREAM
@@ -291,29 +291,6 @@ def test_an_address_in_use_is_told(name: str, tmp_path: Path) -> None:
         asyncio.run(listen(f"unix:{tmp_path}/nowhere/x"))
 
 
-@pytest.mark.parametrize("step", [1, 3, 1_000])
-def test_messages_cut_anywhere_come_out_whole(step: int) -> None:
-    """However the body is cut, the messages are the same, and a rest waits for more."""
-    messages = [b"", b"one", b"x" * 300, b"two"]
-    data = b"".join(map(framed, messages)) + framed(b"rest")[:-1]
-    deframer, found = Deframer(), []
-
-    for start in range(0, len(data), step):
-        found += deframer.feed(data[start : start + step])
-
-    assert found == messages
-    assert deframer.feed(b"t") == [b"rest"]
-
-
-@pytest.mark.parametrize(("data", "code"), [(b"\x01\0\0\0\x01x", 12), (b"\0" + (MAX_MESSAGE + 1).to_bytes(4, "big") + b"x", 8)])
-def test_messages_that_are_not_taken(data: bytes, code: int) -> None:
-    """Compressed messages and giants are refused with the right status."""
-    with pytest.raises(ProtocolError) as refusal:
-        Deframer().feed(data)
-
-    assert refusal.value.code == code
-
-
 H2SPEC = os.environ.get("H2SPEC") or shutil.which("h2spec")
 # Two cases announce a header table larger than our SETTINGS allow and want it accepted; hpack/6.3/1 wants the opposite.
 H2SPEC_FAILURES = 2
@@ -369,7 +346,9 @@ def test_odd_metadata_harms_nobody() -> None:
             host, _, port = made.where.rpartition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(
-                HELLO + header_frame(1, pairs=pairs) + frame(DATA, END_STREAM, 1, framed(headers("/").SerializeToString()))
+                HELLO
+                + header_frame(1, pairs=pairs)
+                + frame(DATA, END_STREAM, 1, frame_message(headers("/").SerializeToString()))
             )
             found = b""
             async with asyncio.timeout(20):

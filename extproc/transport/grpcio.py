@@ -14,7 +14,7 @@ from extproc.errors import LoopguardError, ProtocolError
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.service import Service
 from extproc.settings import Address
-from extproc.transport.grpc_wire import MAX_MESSAGE
+from extproc.transport.grpc import MAX_MESSAGE
 from extproc.transport.health import EXT_PROC, HEALTH, Health
 from extproc.transport.sockets import listening_socket
 

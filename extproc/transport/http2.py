@@ -1,353 +1,545 @@
 """HTTP/2 (RFC 9113), the server's side, without a socket: bytes in, events out, bytes to send.
 
-It is as much of HTTP/2 as gRPC needs, and all of what a peer could do wrong: every frame is checked, errors of a stream reset
-that stream, errors of the connection end it with a GOAWAY, and nothing a peer sends makes it grow without bound (header blocks,
-streams at once and the header cache have limits; what is received is handed on at once).
+It is as much of HTTP/2 as gRPC needs, and all of what a peer could do wrong. Every frame is checked. Errors of a stream reset
+that stream; errors of the connection end it with a GOAWAY.
 
-Header blocks: we ask for a SETTINGS_HEADER_TABLE_SIZE of 0, and once the peer's encoder has shrunk its table to that, a block
-means the same wherever it stands. Envoy sends few distinct blocks, and decoding one costs more than everything else in a
-request: a small cache from block to headers is exact then. All that is not in the cache goes through the stateful decoder.
+No peer can make it work or grow without bound:
+
+- A frame costs time in proportion to its own size. Nothing walks over all streams: a stream's window is kept relative to the
+  peer's initial window, and streams that wait for a window are known by name.
+- A turn handles a bounded number of frames (`Limits.work`). The rest waits for the next turn, so that whoever owns the socket
+  can look after other connections in between.
+- Frames cost patience, and answers earn it (`Limits.patience`). Who sends frames that lead to nothing is told to calm down.
+- What waits for the peer (answers into a shut window, a header block without an end) is taken from a `Pool` of bytes that all
+  connections share.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
-
-from hpack import Decoder, HPACKError
-from hpack.struct import HeaderTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 from extproc.errors import ProtocolError
+from extproc.transport.headers import (
+    AUTHORITY,
+    CONTENT_LENGTH,
+    CONTENT_TYPE,
+    ENHANCE_YOUR_CALM,
+    MALFORMED,
+    MAX_BLOCK,
+    METHOD,
+    PATH,
+    REGULAR,
+    SCHEME,
+    Cache,
+    Decoder,
+    Field,
+)
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
-# Error codes (RFC 9113 section 7).
-NO_ERROR = 0x0
-PROTOCOL_ERROR = 0x1
-FLOW_CONTROL_ERROR = 0x3
-STREAM_CLOSED = 0x5
-FRAME_SIZE_ERROR = 0x6
-REFUSED_STREAM = 0x7
-CANCEL = 0x8
-COMPRESSION_ERROR = 0x9
-ENHANCE_YOUR_CALM = 0xB
+# Error codes (RFC 9113 section 7); those of header blocks stand with these.
+NO_ERROR: Final = 0x0
+PROTOCOL_ERROR: Final = 0x1
+FLOW_CONTROL_ERROR: Final = 0x3
+STREAM_CLOSED: Final = 0x5
+FRAME_SIZE_ERROR: Final = 0x6
+REFUSED_STREAM: Final = 0x7
+CANCEL: Final = 0x8
 
 # Frame types (section 6).
-DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+DATA: Final = 0x0
+HEADERS: Final = 0x1
+PRIORITY: Final = 0x2
+RST_STREAM: Final = 0x3
+SETTINGS: Final = 0x4
+PUSH_PROMISE: Final = 0x5
+PING: Final = 0x6
+GOAWAY: Final = 0x7
+WINDOW_UPDATE: Final = 0x8
+CONTINUATION: Final = 0x9
 
 # Flags.
-END_STREAM = ACK = 0x1
-END_HEADERS = 0x4
-PADDED = 0x8
-HAS_PRIORITY = 0x20
+END_STREAM: Final = 0x1
+ACK: Final = 0x1
+END_HEADERS: Final = 0x4
+PADDED: Final = 0x8
+HAS_PRIORITY: Final = 0x20
 
 # Settings (section 6.5.2).
-_HEADER_TABLE_SIZE, _ENABLE_PUSH, _MAX_STREAMS, _INITIAL_WINDOW, _MAX_FRAME, _MAX_HEADER_LIST = range(1, 7)
+_HEADER_TABLE_SIZE: Final = 1
+_ENABLE_PUSH: Final = 2
+_MAX_STREAMS: Final = 3
+_INITIAL_WINDOW: Final = 4
+_MAX_FRAME: Final = 5
+_MAX_HEADER_LIST: Final = 6
 
-MAX_FRAME = 16_384
+MAX_FRAME: Final = 16_384
 """Largest payload we take: the protocol's own default."""
 
-MAX_STREAMS = 65_536
-"""Streams at once on one connection; each costs a few hundred bytes while it waits."""
-
-MAX_HEADER_BLOCK = 262_144
-"""Bytes of one request's encoded headers and of its decoded ones; Envoy's metadata takes about a kilobyte."""
-
-_TABLE_SIZE_UPDATE = 0x20
-"""First bits of a dynamic table size update (RFC 7541 section 6.3); its other five bits hold the size."""
-
-_MAX_WINDOW = 2**31 - 1
-_STREAM_WINDOW = 2**30
-_UPDATE_AFTER = 2**24
+_FRAME_HEADER: Final = 9
+_PRIORITY_BYTES: Final = 5
+_SETTING_BYTES: Final = 6
+_DEFAULT_WINDOW: Final = 65_535
+_MAX_WINDOW: Final = 2**31 - 1
+_STREAM_WINDOW: Final = 2**30
+_UPDATE_AFTER: Final = 2**24
 """Bytes received before a window is opened again: what arrives is consumed at once, so windows only have to stay open."""
 
-_CACHED_BLOCKS = 1_024
-_CACHED_BLOCK_BYTES = 4_096
+_CONNECTION: Final = bytes(4)
+"""The stream number of frames that concern the whole connection."""
 
-_FRAME = struct.Struct(">HBBBI")  # length (16 + 8 bits), type, flags, stream
-_SETTING = struct.Struct(">HI")
-_CONNECTION_HEADERS = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"})
-_PSEUDO = frozenset({b":method", b":scheme", b":path", b":authority"})
-
-Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
+_SMALL_DATA: Final = 1_024
+_UNKNOWN: Final = -1
+_STREAM_ERROR_COST: Final = 20
 
 
-class RequestReceived(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one connection may do; the defaults are far above what an Envoy does.
+
+    Attributes:
+        streams: at once.
+        work: frames in one turn; a large one counts as several.
+        patience: frames that lead to nothing, before the connection is ended.
+        patience_per_second: how fast that comes back.
+        answer_earns: frames that every answer allows for. Envoy takes 10 WINDOW_UPDATEs for each DATA frame that it sends.
+        lingering: streams that we have answered and the peer has not ended.
+        shut: streams whose answer waits for a window of their own.
+    """
+
+    streams: int = 16_384
+    work: int = 512
+    patience: int = 10_000
+    patience_per_second: int = 1_000
+    answer_earns: int = 10
+    lingering: int = 1_000
+    shut: int = 1_000
+
+
+class Pool:
+    """Bytes that all connections together may hold for their peers."""
+
+    def __init__(self, limit: int = 2**28) -> None:
+        """Nothing is held yet."""
+        self.limit = limit
+        self.held = 0
+
+
+class Share:
+    """What one connection holds of the pool: at most as much as is left of it.
+
+    That is how switches share their buffers (Choudhury and Hahne, "Dynamic queue length thresholds", 1998): a single greedy
+    connection gets half of the pool, many get equal parts, and there always is something left for the next one.
+    """
+
+    __slots__ = ("_pool", "held")
+
+    def __init__(self, pool: Pool) -> None:
+        """Nothing is held yet."""
+        self._pool = pool
+        self.held = 0
+
+    def take(self, size: int) -> bool:
+        """Hold so many more bytes, or False when that is too much."""
+        if size and self.held + size > self._pool.limit - self._pool.held - size:
+            return False
+        self.held += size
+        self._pool.held += size
+        return True
+
+    def give(self, size: int) -> None:
+        """Hold so many bytes less."""
+        self.held -= size
+        self._pool.held -= size
+
+    def give_all(self) -> None:
+        """Hold nothing any more."""
+        self.give(self.held)
+
+
+class Stream:
+    """A request and its answer, until both are over.
+
+    Attributes:
+        number: as the peer chose it.
+        name: the same in four bytes, as frames carry it.
+        lost: the peer has reset it, or the connection has ended: what is sent on it goes nowhere.
+        local_closed: we have ended our side.
+    """
+
+    __slots__ = (
+        "blocked",
+        "consumed",
+        "expected",
+        "local_closed",
+        "lost",
+        "name",
+        "number",
+        "received",
+        "remote_closed",
+        "spent",
+        "trailers",
+    )
+
+    def __init__(self, number: int, expected: int, *, remote_closed: bool) -> None:
+        """A request has begun; `expected` is its content-length."""
+        self.number = number
+        self.name = number.to_bytes(4, "big")
+        self.expected = expected
+        self.remote_closed = remote_closed
+        self.local_closed = False
+        self.lost = False
+        self.received = 0
+        self.consumed = 0  # received since the last WINDOW_UPDATE
+        self.spent = 0  # sent, less what WINDOW_UPDATEs gave back: the peer's initial window less this is open
+        self.blocked: bytearray | None = None  # what waits for the peer to open a window
+        self.trailers: bytes | None = None  # what ends the stream once that is out
+
+
+class RequestReceived:
     """A stream has begun; `ended` when nothing follows."""
 
-    stream: int
-    headers: Headers
-    ended: bool
+    __slots__ = ("ended", "fields", "stream")
+
+    def __init__(self, stream: Stream, fields: list[Field], *, ended: bool) -> None:
+        """The fields are well formed, and are not to be changed."""
+        self.stream = stream
+        self.fields = fields
+        self.ended = ended
 
 
-class DataReceived(NamedTuple):
+class DataReceived:
     """Part of a request's body, possibly empty; `ended` when it was the last."""
 
-    stream: int
-    data: bytes
-    ended: bool
+    __slots__ = ("data", "ended", "stream")
+
+    def __init__(self, stream: Stream, data: bytes, *, ended: bool) -> None:
+        """The stream is not answered yet."""
+        self.stream = stream
+        self.data = data
+        self.ended = ended
 
 
-class StreamReset(NamedTuple):
-    """The stream is gone, reset by the peer or by us for an error of the peer's."""
+class StreamReset:
+    """The stream is gone, reset by the peer or by us for an error of the peer's; it may never have begun."""
 
-    stream: int
-    code: int
+    __slots__ = ("code", "number")
 
-
-class ConnectionEnded(NamedTuple):
-    """The peer broke the protocol: send what there is to send, then close."""
-
-    code: int
-    message: str
+    def __init__(self, number: int, code: int) -> None:
+        """The code is HTTP/2's."""
+        self.number = number
+        self.code = code
 
 
-Event: TypeAlias = RequestReceived | DataReceived | StreamReset | ConnectionEnded
+Event: TypeAlias = RequestReceived | DataReceived | StreamReset
 
 
 class _StreamError(Exception):
     """Ends one stream with RST_STREAM."""
 
-    def __init__(self, stream: int, code: int) -> None:
-        self.stream = stream
+    def __init__(self, number: int, code: int) -> None:
+        super().__init__(number, code)
+        self.number = number
         self.code = code
 
 
-class _Stream:
-    """What is known about an open or half-closed stream."""
-
-    __slots__ = ("blocked", "consumed", "expected", "local_closed", "received", "remote_closed", "trailers", "window")
-
-    def __init__(self, window: int, expected: int) -> None:
-        self.window = window  # what we may still send
-        self.expected = expected  # content-length, -1 when not given
-        self.received = 0
-        self.consumed = 0  # received since the last WINDOW_UPDATE
-        self.remote_closed = False
-        self.local_closed = False
-        self.blocked = b""  # data that waits for the peer to open a window
-        self.trailers: bytes | None = None  # what ends the stream once that is out
-
-
 class Connection:
-    """One connection, from its preface to its end."""
+    """One connection, from its preface to its end.
 
-    def __init__(self) -> None:
-        """Our SETTINGS go first."""
-        self._buffer = b""
+    Hand over what came with `receive`, then take events with `next_event` until there are none, then send what `take` returns.
+
+    Attributes:
+        settled: the peer has spoken HTTP/2.
+        ended: nothing is received or sent any more, but for what `take` still returns.
+        error: what the peer did wrong, where that has ended the connection; the code is HTTP/2's.
+        work: frames handled in this turn; whoever does more for one than this file does may add to it.
+        patience: frames that the peer may still send without anything coming of them.
+        share: of the bytes that all connections may hold.
+    """
+
+    def __init__(self, limits: Limits | None = None, cache: Cache | None = None, pool: Pool | None = None) -> None:
+        """Our SETTINGS go first; the cache and the pool are for all connections of a server."""
+        self.limits = limits or Limits()
+        self.share = Share(pool or Pool())
+        self.settled = False
+        self.ended = False
+        self.error: ProtocolError | None = None
+        self.work = 0
+        self.patience = float(self.limits.patience)
+        self._now = 0.0
+        self._data = b""
+        self._position = 0
+        self._more = False  # frames are left that this turn had no room for
         self._preface = False
-        self._settled = False  # the peer's first SETTINGS came
-        self._acknowledged = False  # it knows ours
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, Stream] = {}
+        self._lingering: dict[int, None] = {}  # answered, not ended by the peer; the oldest first
         self._last = 0
-        self._block: tuple[int, int, bytearray] | None = None  # stream, flags and what came of a block that goes on
-        self._decoder = Decoder(max_header_list_size=MAX_HEADER_BLOCK)
-        self._blocks: dict[bytes, tuple[Headers, int | None]] = {}
-        self._window = 65_535  # what we may still send on the whole connection
-        self._peer_window = 65_535
+        self._block = bytearray()  # what came of a header block that goes on
+        self._block_stream = 0  # 0 when none does
+        self._block_flags = 0
+        self._decoder = Decoder(cache or Cache())
+        self._window = _DEFAULT_WINDOW  # what we may still send on the whole connection
+        self._waiting: dict[int, Stream] = {}  # streams with something to send that wait for that window
+        self._shut: dict[int, Stream] = {}  # and those that wait for their own
+        self._peer_window = _DEFAULT_WINDOW
         self._peer_frame = MAX_FRAME
         self._consumed = 0
-        self._events: list[Event] = []
-        self.ended = False
-        settings = {
-            _HEADER_TABLE_SIZE: 0,
-            _MAX_STREAMS: MAX_STREAMS,
-            _INITIAL_WINDOW: _STREAM_WINDOW,
-            _MAX_HEADER_LIST: MAX_HEADER_BLOCK,
-        }
-        payload = b"".join(_SETTING.pack(*item) for item in settings.items())
-        self._out = [_frame(SETTINGS, 0, 0, payload), _window_update(0, _MAX_WINDOW - 65_535)]
+        settings = b"".join(
+            name.to_bytes(2, "big") + value.to_bytes(4, "big")
+            for name, value in (
+                (_HEADER_TABLE_SIZE, 0),
+                (_MAX_STREAMS, self.limits.streams),
+                (_INITIAL_WINDOW, _STREAM_WINDOW),
+                (_MAX_HEADER_LIST, MAX_BLOCK),
+            )
+        )
+        self._out = [make_head(len(settings), SETTINGS, 0), _CONNECTION, settings]
+        self._open_window(_CONNECTION, _MAX_WINDOW - _DEFAULT_WINDOW)
 
     @property
     def streams(self) -> int:
         """Streams that are not over on both sides."""
         return len(self._streams)
 
+    @property
+    def tired(self) -> bool:
+        """This turn is over."""
+        return self.work >= self.limits.work
+
+    @property
+    def unfinished(self) -> bool:
+        """There is more to do than fitted into the turn; `receive(b"")` starts the next one."""
+        return not self.ended and (self._more or (self._window > 0 and len(self._waiting) > 0))
+
     def take(self) -> bytes:
         """Everything there is to send now; it counts as sent."""
+        if not self._out:
+            return b""
         out, self._out = b"".join(self._out), []
         return out
 
-    def receive(self, data: bytes) -> list[Event]:
-        """Take what came from the peer, cut anywhere; returns what happened, in order."""
-        if self.ended:
-            return []
-        events = self._events = []
-        try:
-            self._frames(self._buffer + data if self._buffer else data)
-        except ProtocolError as error:
-            self._end(error.code, str(error))
-        return events
+    def receive(self, data: bytes, now: float = 0.0) -> None:
+        """Start a turn with what came from the peer, cut anywhere, or with nothing to go on with what is left.
 
-    def _frames(self, data: bytes) -> None:
-        position, size = 0, len(data)
-        if not self._preface:
-            if not PREFACE.startswith(data[: len(PREFACE)]):
-                raise ProtocolError("no HTTP/2 preface", code=PROTOCOL_ERROR)
-            if size < len(PREFACE):
-                self._buffer = data
-                return
-            position, self._preface = len(PREFACE), True
-        while size - position >= 9:  # noqa: PLR2004  # a frame's header
-            high, low, kind, flags, stream = _FRAME.unpack_from(data, position)
-            length = high << 8 | low
+        Args:
+            data: what came.
+            now: seconds of any monotonic clock.
+        """
+        if data:
+            self._data = self._data[self._position :] + data if self._position < len(self._data) else data
+            self._position = 0
+        self.work = 0
+        self._more = False
+        if now > self._now:
+            earned = (now - self._now) * self.limits.patience_per_second
+            self.patience = min(self.patience + earned, float(self.limits.patience))
+            self._now = now
+
+    def next_event(self) -> Event | None:
+        """What happened next; None when all is looked at, or this turn is over."""
+        if self.ended:
+            return None
+        try:
+            return self._next_event()
+        except ProtocolError as error:
+            self._end(error)
+            return None
+
+    def _next_event(self) -> Event | None:
+        if not self._preface and not self._read_preface():
+            return None
+        if self._waiting:
+            self._send_waiting()
+        data, size = self._data, len(self._data)
+        while True:
+            position = self._position
+            if size - position < _FRAME_HEADER:
+                break
+            length = data[position] << 16 | data[position + 1] << 8 | data[position + 2]
             if length > MAX_FRAME:
                 raise ProtocolError(f"a frame of {length} bytes", code=FRAME_SIZE_ERROR)
-            end = position + 9 + length
+            end = position + _FRAME_HEADER + length
             if end > size:
                 break
-            try:
-                self._frame(kind, flags, stream & _MAX_WINDOW, data[position + 9 : end])
-            except _StreamError as error:
-                self.reset(error.stream, error.code)
-                self._events.append(StreamReset(error.stream, error.code))
-            position = end
-        self._buffer = data[position:]
+            if self.tired:
+                self._more = True
+                return None
+            if self.patience < 0:
+                raise ProtocolError("too many frames that lead to nothing", code=ENHANCE_YOUR_CALM)
+            number = (data[position + 5] & 0x7F) << 24 | data[position + 6] << 16 | data[position + 7] << 8 | data[position + 8]
+            self._position = end
+            self.work += 1
+            event = self._handle(data[position + 3], data[position + 4], number, data[position + _FRAME_HEADER : end])
+            if event is not None:
+                return event
+        self._data, self._position = data[position:], 0  # a frame that is not whole
+        return None
 
-    def _frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
-        if self._block is not None and (kind != CONTINUATION or stream != self._block[0]):
+    def _read_preface(self) -> bool:
+        data = self._data
+        if not PREFACE.startswith(data[: len(PREFACE)]):
+            raise ProtocolError("no HTTP/2 preface", code=PROTOCOL_ERROR)
+        self._preface = len(data) >= len(PREFACE)
+        self._position = len(PREFACE) if self._preface else 0
+        return self._preface
+
+    def _handle(self, kind: int, flags: int, number: int, payload: bytes) -> Event | None:
+        """One frame."""
+        if self._block_stream and (kind != CONTINUATION or number != self._block_stream):
             raise ProtocolError("a header block was interrupted", code=PROTOCOL_ERROR)
-        if not self._settled and kind != SETTINGS:
+        if not self.settled and kind != SETTINGS:
             raise ProtocolError("the first frame is not SETTINGS", code=PROTOCOL_ERROR)
-        handler = _HANDLERS.get(kind)
-        if handler is not None:  # frames of unknown types are ignored (section 4.1)
-            handler(self, flags, stream, payload)
+        try:
+            if kind == DATA:
+                return self._on_data(flags, number, payload)
+            self.patience -= 1
+            if kind == HEADERS:
+                return self._on_headers(flags, number, payload)
+            if kind == RST_STREAM:
+                return self._on_reset(flags, number, payload)
+            handler = _HANDLERS.get(kind)
+            return handler(self, flags, number, payload) if handler else None  # other types are ignored (section 4.1)
+        except _StreamError as error:
+            self.patience -= _STREAM_ERROR_COST
+            self._reset(error.number, error.code)
+            return StreamReset(error.number, error.code)
 
-    def _on_data(self, flags: int, stream: int, payload: bytes) -> None:
+    def _on_data(self, flags: int, number: int, payload: bytes) -> Event | None:
         size = len(payload)
+        self.work += size >> 10
         self._consumed += size
         if self._consumed >= _UPDATE_AFTER:
-            self._out.append(_window_update(0, self._consumed))
+            self._open_window(_CONNECTION, self._consumed)
             self._consumed = 0
-        state = self._streams.get(stream)
-        if state is None:
-            raise self._not_open(stream)
-        if state.remote_closed:
-            raise _StreamError(stream, STREAM_CLOSED)
+        stream = self._streams.get(number)
+        if stream is None:
+            raise self._describe_missing(number)
+        if stream.remote_closed:
+            raise _StreamError(number, STREAM_CLOSED)
         if flags & PADDED:
-            payload = _unpadded(payload)
-        if flags & END_STREAM:
-            self._remote_ends(stream, state)
+            payload = _strip_padding(payload)
+        if not payload:
+            self.patience -= 1
+        ended = flags & END_STREAM != 0
+        if ended:
+            self._end_remote(stream)
         elif size:
-            state.consumed += size
-            if state.consumed >= _UPDATE_AFTER:
-                self._out.append(_window_update(stream, state.consumed))
-                state.consumed = 0
-        state.received += len(payload)
-        if state.expected >= 0 and (
-            state.received > state.expected or (flags & END_STREAM and state.received != state.expected)
-        ):
-            raise _StreamError(stream, PROTOCOL_ERROR)
-        if not state.local_closed:
-            self._events.append(DataReceived(stream, payload, bool(flags & END_STREAM)))
+            stream.consumed += size
+            if stream.consumed >= _UPDATE_AFTER:
+                self._open_window(stream.name, stream.consumed)
+                stream.consumed = 0
+        stream.received += len(payload)
+        if stream.expected >= 0 and (stream.received > stream.expected or (ended and stream.received != stream.expected)):
+            raise _StreamError(number, PROTOCOL_ERROR)
+        return None if stream.local_closed else DataReceived(stream, payload, ended=ended)
 
-    def _on_headers(self, flags: int, stream: int, payload: bytes) -> None:
-        if not stream % 2:
-            raise ProtocolError(f"HEADERS on stream {stream}", code=PROTOCOL_ERROR)
+    def _on_headers(self, flags: int, number: int, payload: bytes) -> Event | None:
+        if not number % 2:
+            raise ProtocolError(f"HEADERS on stream {number}", code=PROTOCOL_ERROR)
         if flags & PADDED:
-            payload = _unpadded(payload)
+            payload = _strip_padding(payload)
         if flags & HAS_PRIORITY:
-            if len(payload) < 5:  # noqa: PLR2004  # dependency and weight
+            if len(payload) < _PRIORITY_BYTES:
                 raise ProtocolError("HEADERS too short for their priority", code=FRAME_SIZE_ERROR)
             depends = int.from_bytes(payload[:4], "big") & _MAX_WINDOW
-            payload = payload[5:]
-            if depends == stream:
+            payload = payload[_PRIORITY_BYTES:]
+            if depends == number:
                 raise ProtocolError("a stream depends on itself", code=PROTOCOL_ERROR)
         if flags & END_HEADERS:
-            self._headers(stream, flags, payload)
-        else:
-            self._block = (stream, flags, bytearray(payload))
+            return self._on_block(number, flags, payload)
+        self._block_stream, self._block_flags = number, flags
+        self._extend_block(payload)
+        return None
 
-    def _on_continuation(self, flags: int, stream: int, payload: bytes) -> None:
-        if self._block is None:
+    def _on_continuation(self, flags: int, number: int, payload: bytes) -> Event | None:
+        if not self._block_stream:
             raise ProtocolError("CONTINUATION without HEADERS", code=PROTOCOL_ERROR)
-        _, first_flags, block = self._block
-        block += payload
-        if len(block) > MAX_HEADER_BLOCK:
+        self._extend_block(payload)
+        if not flags & END_HEADERS:
+            return None
+        block, self._block = bytes(self._block), bytearray()
+        self._block_stream = 0
+        self.share.give(len(block))
+        return self._on_block(number, self._block_flags, block)
+
+    def _extend_block(self, payload: bytes) -> None:
+        if len(self._block) + len(payload) > MAX_BLOCK or not self.share.take(len(payload)):
             raise ProtocolError("a header block without an end", code=ENHANCE_YOUR_CALM)
-        if flags & END_HEADERS:
-            self._block = None
-            self._headers(stream, first_flags, bytes(block))
+        self._block += payload
 
-    def _headers(self, stream: int, flags: int, block: bytes) -> None:
+    def _on_block(self, number: int, flags: int, block: bytes) -> Event | None:
         """A whole header block: a request, or the trailers of one."""
-        headers, expected = self._decoded(block)
-        ended = bool(flags & END_STREAM)
-        state = self._streams.get(stream)
-        if state is not None:
-            if state.remote_closed:
-                raise ProtocolError("HEADERS on a stream that its sender has ended", code=STREAM_CLOSED)
-            if not ended or any(name.startswith(b":") for name, _ in headers):
-                raise _StreamError(stream, PROTOCOL_ERROR)
-            self._remote_ends(stream, state)
-            if state.expected >= 0 and state.received != state.expected:
-                raise _StreamError(stream, PROTOCOL_ERROR)
-            if not state.local_closed:
-                self._events.append(DataReceived(stream, b"", ended=True))
-            return
-        if stream <= self._last:
-            raise ProtocolError(f"stream {stream} is over", code=STREAM_CLOSED)
-        self._last = stream
-        if len(self._streams) >= MAX_STREAMS:
-            raise _StreamError(stream, REFUSED_STREAM)
-        if expected is None or (ended and expected > 0):
-            raise _StreamError(stream, PROTOCOL_ERROR)
-        state = self._streams[stream] = _Stream(self._peer_window, expected)
-        state.remote_closed = ended
-        self._events.append(RequestReceived(stream, headers, ended))
+        self.work += len(block) >> 7
+        fields = self._decoder.decode(block)
+        ended = flags & END_STREAM != 0
+        stream = self._streams.get(number)
+        if stream is not None:
+            return self._on_trailers(stream, fields, ended=ended)
+        if number <= self._last:
+            raise ProtocolError(f"stream {number} is over", code=STREAM_CLOSED)
+        self._last = number
+        if len(self._streams) >= self.limits.streams:
+            raise _StreamError(number, REFUSED_STREAM)
+        expected = check_request(fields)
+        if expected == MALFORMED_REQUEST or (ended and expected > 0):
+            raise _StreamError(number, PROTOCOL_ERROR)
+        stream = self._streams[number] = Stream(number, expected, remote_closed=ended)
+        return RequestReceived(stream, fields, ended=ended)
 
-    def _decoded(self, block: bytes) -> tuple[Headers, int | None]:
-        """The headers, and their content-length if they are a well-formed request's: see `_checked`."""
-        cached = self._blocks.get(block)
-        if cached is not None:
-            return cached
-        if self._acknowledged and block[:1] > b"\x20" and block[0] & 0xE0 == _TABLE_SIZE_UPDATE:
-            raise ProtocolError("header block: a table larger than allowed", code=COMPRESSION_ERROR)
-        try:
-            decoded: Iterable[HeaderTuple] = self._decoder.decode(block, raw=True)
-            headers: Headers = tuple((bytes(name), bytes(value)) for name, value in decoded)
-        except HPACKError as error:
-            raise ProtocolError(f"header block: {error}", code=COMPRESSION_ERROR) from error
-        checked = headers, _checked(headers)
-        if self._decoder.header_table_size == 0 and len(block) <= _CACHED_BLOCK_BYTES:
-            if len(self._blocks) >= _CACHED_BLOCKS:
-                del self._blocks[next(iter(self._blocks))]
-            self._blocks[block] = checked
-        return checked
+    def _on_trailers(self, stream: Stream, fields: list[Field], *, ended: bool) -> Event | None:
+        if stream.remote_closed:
+            raise ProtocolError("HEADERS on a stream that its sender has ended", code=STREAM_CLOSED)
+        if not ended or any(field.name.startswith(b":") for field in fields):
+            raise _StreamError(stream.number, PROTOCOL_ERROR)
+        self._end_remote(stream)
+        if stream.expected >= 0 and stream.received != stream.expected:
+            raise _StreamError(stream.number, PROTOCOL_ERROR)
+        return None if stream.local_closed else DataReceived(stream, b"", ended=True)
 
-    def _on_priority(self, _: int, stream: int, payload: bytes) -> None:
-        if not stream:
+    def _on_priority(self, _: int, number: int, payload: bytes) -> Event | None:
+        if not number:
             raise ProtocolError("PRIORITY on the connection", code=PROTOCOL_ERROR)
-        if len(payload) != 5:  # noqa: PLR2004  # dependency and weight
-            raise _StreamError(stream, FRAME_SIZE_ERROR)
-        if int.from_bytes(payload[:4], "big") & _MAX_WINDOW == stream:
-            raise _StreamError(stream, PROTOCOL_ERROR)
+        if len(payload) != _PRIORITY_BYTES:
+            raise _StreamError(number, FRAME_SIZE_ERROR)
+        if int.from_bytes(payload[:4], "big") & _MAX_WINDOW == number:
+            raise _StreamError(number, PROTOCOL_ERROR)
+        return None
 
-    def _on_reset(self, _: int, stream: int, payload: bytes) -> None:
+    def _on_reset(self, _: int, number: int, payload: bytes) -> Event | None:
         if len(payload) != 4:  # noqa: PLR2004  # an error code
             raise ProtocolError("RST_STREAM of a wrong size", code=FRAME_SIZE_ERROR)
-        if not stream or stream > self._last:
+        if not number or number > self._last:
             raise ProtocolError("RST_STREAM on an idle stream", code=PROTOCOL_ERROR)
-        if self._streams.pop(stream, None) is not None:
-            self._events.append(StreamReset(stream, int.from_bytes(payload, "big")))
+        stream = self._streams.get(number)
+        if stream is None:
+            return None
+        self._forget(stream)
+        return None if stream.local_closed else StreamReset(number, int.from_bytes(payload, "big"))
 
-    def _on_settings(self, flags: int, stream: int, payload: bytes) -> None:
-        if stream:
+    def _on_settings(self, flags: int, number: int, payload: bytes) -> Event | None:
+        if number:
             raise ProtocolError("SETTINGS on a stream", code=PROTOCOL_ERROR)
         if flags & ACK:
             if payload:
                 raise ProtocolError("SETTINGS acknowledged with a payload", code=FRAME_SIZE_ERROR)
-            self._acknowledged = True
-            return
-        if len(payload) % 6:
+            self._decoder.forbid_table()
+            return None
+        if len(payload) % _SETTING_BYTES:
             raise ProtocolError("SETTINGS of a wrong size", code=FRAME_SIZE_ERROR)
-        for name, value in _SETTING.iter_unpack(payload):
-            self._set(name, value)
-        self._settled = True
-        self._out.append(_frame(SETTINGS, ACK, 0, b""))
+        self.work += len(payload) >> 5
+        before = self._peer_window
+        for start in range(0, len(payload), _SETTING_BYTES):
+            name, value = payload[start : start + 2], payload[start + 2 : start + _SETTING_BYTES]
+            self._apply_setting(int.from_bytes(name, "big"), int.from_bytes(value, "big"))
+        self.settled = True
+        self._write(SETTINGS, ACK, _CONNECTION, b"")
+        if self._peer_window > before and self._shut:
+            self._reopen_shut()
+        return None
 
-    def _set(self, name: int, value: int) -> None:
+    def _apply_setting(self, name: int, value: int) -> None:
         if name == _ENABLE_PUSH and value > 1:
             raise ProtocolError(f"ENABLE_PUSH is {value}", code=PROTOCOL_ERROR)
         if name == _MAX_FRAME:
@@ -357,140 +549,220 @@ class Connection:
         if name == _INITIAL_WINDOW:
             if value > _MAX_WINDOW:
                 raise ProtocolError(f"INITIAL_WINDOW_SIZE is {value}", code=FLOW_CONTROL_ERROR)
-            change, self._peer_window = value - self._peer_window, value
-            for state in self._streams.values():
-                state.window += change
-                if state.window > _MAX_WINDOW:
-                    raise ProtocolError("a window too large", code=FLOW_CONTROL_ERROR)
-            self._unblock()
+            self._peer_window = value
 
-    def _on_push(self, *_: object) -> None:
+    def _on_push(self, *_: object) -> Event | None:
         raise ProtocolError("PUSH_PROMISE from a client", code=PROTOCOL_ERROR)
 
-    def _on_ping(self, flags: int, stream: int, payload: bytes) -> None:
-        if stream:
+    def _on_ping(self, flags: int, number: int, payload: bytes) -> Event | None:
+        if number:
             raise ProtocolError("PING on a stream", code=PROTOCOL_ERROR)
         if len(payload) != 8:  # noqa: PLR2004  # opaque data
             raise ProtocolError("PING of a wrong size", code=FRAME_SIZE_ERROR)
         if not flags & ACK:
-            self._out.append(_frame(PING, ACK, 0, payload))
+            self._write(PING, ACK, _CONNECTION, payload)
+        return None
 
-    def _on_goaway(self, _: int, stream: int, payload: bytes) -> None:
-        if stream:
+    def _on_goaway(self, _: int, number: int, payload: bytes) -> Event | None:
+        if number:
             raise ProtocolError("GOAWAY on a stream", code=PROTOCOL_ERROR)
         if len(payload) < 8:  # noqa: PLR2004  # last stream and error code
             raise ProtocolError("GOAWAY of a wrong size", code=FRAME_SIZE_ERROR)
-        # The peer opens no more streams; those it has finish as they would anyway.
+        return None  # the peer opens no more streams; those it has finish as they would anyway
 
-    def _on_window_update(self, _: int, stream: int, payload: bytes) -> None:
+    def _on_window_update(self, _: int, number: int, payload: bytes) -> Event | None:
         if len(payload) != 4:  # noqa: PLR2004  # an increment
             raise ProtocolError("WINDOW_UPDATE of a wrong size", code=FRAME_SIZE_ERROR)
         increment = int.from_bytes(payload, "big") & _MAX_WINDOW
-        if not stream:
+        if not number:
             self._window += increment
             if not increment or self._window > _MAX_WINDOW:
                 raise ProtocolError("WINDOW_UPDATE", code=FLOW_CONTROL_ERROR if increment else PROTOCOL_ERROR)
-            self._unblock()
-            return
-        if stream > self._last:
+            return None  # whatever waits for it is sent before the next frame is looked at
+        if number > self._last:
             raise ProtocolError("WINDOW_UPDATE on an idle stream", code=PROTOCOL_ERROR)
-        state = self._streams.get(stream)
-        if state is None:  # it may have crossed our last frame
-            return
-        state.window += increment
-        if not increment or state.window > _MAX_WINDOW:
-            raise _StreamError(stream, FLOW_CONTROL_ERROR if increment else PROTOCOL_ERROR)
-        self._flush(stream, state)
+        stream = self._streams.get(number)
+        if stream is None:  # it may have crossed our last frame
+            return None
+        stream.spent -= increment
+        if not increment or self._peer_window - stream.spent > _MAX_WINDOW:
+            raise _StreamError(number, FLOW_CONTROL_ERROR if increment else PROTOCOL_ERROR)
+        if self._shut.pop(number, None) is not None:
+            self._send_blocked(stream)
+        return None
 
-    def _not_open(self, stream: int) -> Exception:
+    def _describe_missing(self, number: int) -> Exception:
         """What a frame deserves that only an open stream may get."""
-        if not stream or stream > self._last:
-            return ProtocolError(f"DATA on stream {stream}, which is idle", code=PROTOCOL_ERROR)
-        return _StreamError(stream, STREAM_CLOSED)
+        if not number or number > self._last:
+            return ProtocolError(f"DATA on stream {number}, which is idle", code=PROTOCOL_ERROR)
+        return _StreamError(number, STREAM_CLOSED)
 
-    def _remote_ends(self, stream: int, state: _Stream) -> None:
-        state.remote_closed = True
-        if state.local_closed:
-            del self._streams[stream]
+    def respond(self, stream: Stream, block: bytes, *, end: bool = False) -> None:
+        """Send response headers; `block` comes from `encode`. On a stream that is lost this does nothing, as `send`."""
+        if stream.lost:
+            return
+        assert not stream.local_closed, "the stream is answered"  # noqa: S101  # whoever sends there has lost count
+        self._write(HEADERS, END_HEADERS | END_STREAM if end else END_HEADERS, stream.name, block)
+        if end:
+            self._end_local(stream)
 
-    def respond(self, stream: int, block: bytes, *, end: bool = False) -> None:
-        """Send response headers; `block` comes from `encode`. A stream that is gone is ignored, here and below."""
-        state = self._streams.get(stream)
-        if state is not None:
-            self._out.append(_frame(HEADERS, END_HEADERS | END_STREAM if end else END_HEADERS, stream, block))
-            if end:
-                self._local_ends(stream, state)
-
-    def send(self, stream: int, data: bytes, trailers: bytes | None = None) -> None:
+    def send(self, stream: Stream, data: bytes, trailers: bytes | None = None) -> None:
         """Send body bytes as far as the peer's windows allow, the rest when it opens them.
 
         Args:
-            stream: its number.
+            stream: where.
             data: what to send.
             trailers: the header block that ends the stream, empty to end it without; None keeps it open.
         """
-        state = self._streams.get(stream)
-        if state is None:
+        if stream.lost:
             return
+        assert not stream.local_closed, "the stream is answered"  # noqa: S101  # whoever sends there has lost count
+        assert stream.trailers is None, "the stream is answered"  # noqa: S101  # as above
         size = len(data)
-        if not state.blocked and size <= state.window and size <= self._window and size <= self._peer_frame:
-            if size:
-                state.window -= size
-                self._window -= size
-                self._out.append(_frame(DATA, 0, stream, data))
-            if trailers is not None:
-                self._out.append(_last(stream, trailers))
-                self._local_ends(stream, state)
+        if (
+            stream.blocked is not None
+            or size > self._window
+            or size > self._peer_window - stream.spent
+            or size > self._peer_frame
+        ):
+            self._block_output(stream, data, trailers)
             return
-        state.blocked += data
-        state.trailers = trailers
-        self._flush(stream, state)
+        if size:
+            stream.spent += size
+            self._window -= size
+            self._write(DATA, 0, stream.name, data)
+        if trailers is not None:
+            self._write_last(stream, trailers)
 
-    def reset(self, stream: int, code: int) -> None:
-        """Give a stream up."""
-        self._streams.pop(stream, None)
-        self._out.append(_frame(RST_STREAM, 0, stream, code.to_bytes(4, "big")))
+    def earn(self) -> None:
+        """The peer did something that was worth an answer."""
+        self.patience = min(self.patience + self.limits.answer_earns, float(self.limits.patience))
 
     def goaway(self) -> None:
         """Ask the peer to open no more streams here; those that it has opened meanwhile are served."""
-        self._out.append(_frame(GOAWAY, 0, 0, struct.pack(">II", _MAX_WINDOW, NO_ERROR)))
+        self._write(GOAWAY, 0, _CONNECTION, _MAX_WINDOW.to_bytes(4, "big") + NO_ERROR.to_bytes(4, "big"))
 
-    def _flush(self, stream: int, state: _Stream) -> None:
-        """Send what the windows allow of what is blocked."""
-        while state.blocked:
-            size = min(len(state.blocked), state.window, self._window, self._peer_frame)
-            if size <= 0:
-                return
-            part, state.blocked = state.blocked[:size], state.blocked[size:]
-            state.window -= size
-            self._window -= size
-            self._out.append(_frame(DATA, 0, stream, part))
-        if state.trailers is not None:
-            self._out.append(_last(stream, state.trailers))
-            self._local_ends(stream, state)
-
-    def _unblock(self) -> None:
-        for stream, state in list(self._streams.items()):
-            if state.blocked:
-                self._flush(stream, state)
-
-    def _local_ends(self, stream: int, state: _Stream) -> None:
-        state.local_closed = True
-        if state.remote_closed:
-            del self._streams[stream]
-
-    def _end(self, code: int, message: str) -> None:
+    def close(self) -> None:
+        """The connection is gone, in whatever way: free what is held for it."""
         self.ended = True
+        self.share.give_all()
+        for stream in self._streams.values():
+            stream.lost = True
         self._streams.clear()
-        self._out.append(_frame(GOAWAY, 0, 0, struct.pack(">II", self._last, code) + message.encode()))
-        self._events.append(ConnectionEnded(code, message))
+        self._lingering.clear()
+        self._waiting.clear()
+        self._shut.clear()
+        self._block = bytearray()
+        self._data, self._position = b"", 0
+
+    def _block_output(self, stream: Stream, data: bytes, trailers: bytes | None) -> None:
+        """Keep what a window does not allow now."""
+        if not self.share.take(len(data)):
+            self._end(ProtocolError("too much that the peer does not take", code=ENHANCE_YOUR_CALM))
+            return
+        stream.trailers = trailers
+        if stream.blocked is not None:
+            stream.blocked += data
+            return
+        stream.blocked = bytearray(data)
+        self._send_blocked(stream)
+
+    def _send_waiting(self) -> None:
+        """Send what waits for the connection's window; each of these streams sends something, or shows that its own is shut."""
+        while self._waiting and self._window > 0 and not self.tired:
+            number = next(iter(self._waiting))
+            self._send_blocked(self._waiting.pop(number))
+
+    def _reopen_shut(self) -> None:
+        """All streams' windows were opened: no other frame looks at more than one stream, so this one has its price."""
+        self.patience -= len(self._shut)
+        self._waiting.update(self._shut)
+        self._shut.clear()
+
+    def _send_blocked(self, stream: Stream) -> None:
+        """Send what the windows and this turn allow of what is blocked."""
+        blocked = stream.blocked
+        while blocked:
+            size = min(len(blocked), self._peer_window - stream.spent, self._window, self._peer_frame)
+            if size <= 0 or self.tired:
+                self._await_window(stream)
+                return
+            self.work += 1 + (size >> 10)
+            self._write(DATA, 0, stream.name, bytes(blocked[:size]))
+            del blocked[:size]  # which costs nothing at a bytearray's start
+            self.share.give(size)
+            stream.spent += size
+            self._window -= size
+        stream.blocked = None
+        if stream.trailers is not None:
+            self._write_last(stream, stream.trailers)
+
+    def _await_window(self, stream: Stream) -> None:
+        if self._peer_window > stream.spent:
+            self._waiting[stream.number] = stream
+            return
+        self._shut[stream.number] = stream
+        if len(self._shut) > self.limits.shut:
+            self._end(ProtocolError("too many streams whose windows stay shut", code=ENHANCE_YOUR_CALM))
+
+    def _write(self, kind: int, flags: int, name: bytes, payload: bytes) -> None:
+        size = len(payload)
+        out = self._out
+        out.append(_DATA_HEADS[size] if kind == DATA and size < _SMALL_DATA else make_head(size, kind, flags))
+        out.append(name)
+        out.append(payload)
+
+    def _write_last(self, stream: Stream, trailers: bytes) -> None:
+        """The frame that ends a stream: trailers, or an empty DATA frame without any."""
+        if trailers:
+            self._write(HEADERS, END_HEADERS | END_STREAM, stream.name, trailers)
+        else:
+            self._out += (make_head(0, DATA, END_STREAM), stream.name)
+        self._end_local(stream)
+
+    def _open_window(self, name: bytes, increment: int) -> None:
+        self._write(WINDOW_UPDATE, 0, name, increment.to_bytes(4, "big"))
+
+    def _end_local(self, stream: Stream) -> None:
+        stream.local_closed = True
+        if stream.remote_closed:
+            del self._streams[stream.number]
+            return
+        self._lingering[stream.number] = None
+        if len(self._lingering) > self.limits.lingering:
+            self._reset(next(iter(self._lingering)), NO_ERROR)  # section 8.1: we want no more of its request
+
+    def _end_remote(self, stream: Stream) -> None:
+        stream.remote_closed = True
+        if stream.local_closed:
+            del self._streams[stream.number]
+            self._lingering.pop(stream.number, None)
+
+    def _reset(self, number: int, code: int) -> None:
+        self._write(RST_STREAM, 0, number.to_bytes(4, "big"), code.to_bytes(4, "big"))
+        stream = self._streams.get(number)
+        if stream is not None:
+            self._forget(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        """The stream is over before its time."""
+        stream.lost = True
+        del self._streams[stream.number]
+        self._lingering.pop(stream.number, None)
+        if stream.blocked is not None:
+            self._waiting.pop(stream.number, None)
+            self._shut.pop(stream.number, None)
+            self.share.give(len(stream.blocked))
+
+    def _end(self, error: ProtocolError) -> None:
+        goodbye = self._last.to_bytes(4, "big") + error.code.to_bytes(4, "big") + str(error).encode()
+        self._write(GOAWAY, 0, _CONNECTION, goodbye)
+        self.error = error
+        self.close()
 
 
-_HANDLERS: dict[int, Callable[[Connection, int, int, bytes], None]] = {
-    DATA: Connection._on_data,
-    HEADERS: Connection._on_headers,
+_HANDLERS: Final[dict[int, Callable[[Connection, int, int, bytes], Event | None]]] = {
     PRIORITY: Connection._on_priority,
-    RST_STREAM: Connection._on_reset,
     SETTINGS: Connection._on_settings,
     PUSH_PROMISE: Connection._on_push,
     PING: Connection._on_ping,
@@ -500,61 +772,42 @@ _HANDLERS: dict[int, Callable[[Connection, int, int, bytes], None]] = {
 }
 
 
-def encode(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """A header block of literals that are never indexed (RFC 7541 section 6.2.2): it means the same everywhere."""
-    return b"".join(b"\0" + _length(len(name)) + name + _length(len(value)) + value for name, value in headers)
+def make_head(size: int, kind: int, flags: int) -> bytes:
+    """A frame's header up to its stream's number."""
+    return (size << 16 | kind << 8 | flags).to_bytes(5, "big")
 
 
-def _length(value: int) -> bytes:
-    """A string length: an integer with a prefix of 7 bits (RFC 7541 section 5.1)."""
-    if value < 127:  # noqa: PLR2004  # what the prefix holds
-        return bytes((value,))
-    value -= 127
-    made = bytearray((127,))
-    while value >= 128:  # noqa: PLR2004  # 7 bits a byte
-        made.append(value & 127 | 128)
-        value >>= 7
-    made.append(value)
-    return bytes(made)
+_DATA_HEADS: Final = [make_head(size, DATA, 0) for size in range(_SMALL_DATA)]
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    size = len(payload)
-    return _FRAME.pack(size >> 8, size & 255, kind, flags, stream) + payload
-
-
-def _last(stream: int, trailers: bytes) -> bytes:
-    """The frame that ends a stream: trailers, or an empty DATA frame without any."""
-    return _frame(HEADERS, END_HEADERS | END_STREAM, stream, trailers) if trailers else _frame(DATA, END_STREAM, stream, b"")
-
-
-def _window_update(stream: int, increment: int) -> bytes:
-    return _frame(WINDOW_UPDATE, 0, stream, increment.to_bytes(4, "big"))
-
-
-def _unpadded(payload: bytes) -> bytes:
+def _strip_padding(payload: bytes) -> bytes:
     if not payload or payload[0] >= len(payload):
         raise ProtocolError("more padding than payload", code=PROTOCOL_ERROR)
     return payload[1 : len(payload) - payload[0]]
 
 
-def _checked(headers: Headers) -> int | None:
-    """The content-length of a well-formed request (section 8.3), -1 without one; None when it is malformed."""
-    pseudo: dict[bytes, bytes] = {}
-    expected, regular = -1, False
-    for name, value in headers:
-        if name.startswith(b":"):
-            if regular or name not in _PSEUDO or name in pseudo:
-                return None
-            pseudo[name] = value
-            continue
-        regular = True
-        if not name or name.lower() != name or name in _CONNECTION_HEADERS or (name == b"te" and value != b"trailers"):
-            return None
-        if name == b"content-length":
-            if not value.isdigit() or (expected >= 0 and int(value) != expected):
-                return None
-            expected = int(value)
-    if pseudo.get(b":method") == b"CONNECT":
-        return expected if b":authority" in pseudo else None
-    return expected if pseudo.get(b":method") and pseudo.get(b":scheme") and pseudo.get(b":path") else None
+MALFORMED_REQUEST: Final = -2
+
+
+def check_request(fields: list[Field]) -> int:
+    """The content-length of a well-formed request (section 8.3), -1 without one; MALFORMED_REQUEST for any other."""
+    seen, expected, regular = 0, _UNKNOWN, False
+    method = b""
+    for field in fields:
+        kind = field.kind
+        if kind in (REGULAR, CONTENT_TYPE):
+            regular = True
+        elif kind == CONTENT_LENGTH:
+            regular = True
+            length = int(field.value)
+            if expected not in (_UNKNOWN, length):
+                return MALFORMED_REQUEST
+            expected = length
+        elif kind == MALFORMED or regular or seen & kind:
+            return MALFORMED_REQUEST
+        else:
+            seen |= kind
+            if kind == METHOD:
+                method = field.value
+    needed = AUTHORITY if method == b"CONNECT" else METHOD | SCHEME | PATH
+    return expected if seen & needed == needed else MALFORMED_REQUEST

@@ -6,11 +6,14 @@ import errno
 import os
 import socket
 from pathlib import Path
+from typing import Final
 
 from extproc.errors import LoopguardError
 from extproc.settings import Address
 
-_BACKLOG = 1_024
+BACKLOG: Final = 1_024
+"""Connections that the kernel keeps until they are accepted."""
+
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
@@ -25,7 +28,7 @@ def listening_socket(address: Address) -> socket.socket:
             return _unix(address.text.removeprefix("unix:"))
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         both = family is socket.AF_INET6 and address.host == "::" and socket.has_dualstack_ipv6()
-        return socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        return socket.create_server((address.host, address.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise LoopguardError(f"cannot listen on {address.text}: {reason}; choose another with --listen") from None
@@ -52,7 +55,7 @@ def _unix(path: str) -> socket.socket:
     made = socket.socket(socket.AF_UNIX)
     try:
         made.bind(path)
-        made.listen(_BACKLOG)
+        made.listen(BACKLOG)
     except BaseException:
         made.close()
         raise

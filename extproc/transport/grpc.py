@@ -1,0 +1,401 @@
+"""gRPC on HTTP/2 (grpc/doc/PROTOCOL-HTTP2.md), the server's side, without a socket: bytes in, events out, bytes to send.
+
+This is the life of a call, from its headers to its status. A call exists for its owner from its first message on; who opens
+calls and says nothing costs no more than a stream. What is no gRPC, or no method that is served, is refused in here.
+
+A call is over once its status is out, or the peer has given it up, or it broke a rule. From then on nothing is delivered of it,
+and what its owner still wants to send goes nowhere.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Final, TypeAlias
+from urllib.parse import quote
+
+from extproc.errors import ProtocolError
+from extproc.transport import http2
+from extproc.transport.headers import CONTENT_TYPE, METHOD, PATH, Cache, Field, encode
+from extproc.transport.http2 import DataReceived, Limits, Pool, RequestReceived, Stream
+
+# Status codes.
+OK: Final = 0
+INVALID_ARGUMENT: Final = 3
+NOT_FOUND: Final = 5
+RESOURCE_EXHAUSTED: Final = 8
+UNIMPLEMENTED: Final = 12
+UNAVAILABLE: Final = 14
+
+MAX_MESSAGE: Final = 64 * 2**20
+"""Largest message taken, in bytes: far above any buffer limit that an Envoy should have."""
+
+MAX_SILENT: Final = 1_000
+"""Calls of one connection that have not said anything yet; the oldest makes room. Envoy sends the first message at once."""
+
+_PREFIX: Final = 5
+"""Bytes before a message: a compression flag and a length of 4 bytes."""
+
+_MESSAGE_WORK: Final = 8
+"""What a message costs of a turn, in frames: whoever gets it has more to do than HTTP/2 has."""
+
+_RESPONSE: Final = encode([(b":status", b"200"), (b"content-type", b"application/grpc")])
+_NOT_GRPC: Final = encode([(b":status", b"415"), (b"content-type", b"text/plain")])
+
+
+class Call:
+    """One call.
+
+    Attributes:
+        number: of its stream.
+        method: its path, such as `/grpc.health.v1.Health/Check`.
+        fields: its request's headers.
+        over: nothing more comes of it.
+    """
+
+    __slots__ = (
+        "busy",
+        "fields",
+        "half_closed",
+        "method",
+        "number",
+        "over",
+        "received",
+        "silent",
+        "single",
+        "started",
+        "stream",
+    )
+
+    def __init__(self, stream: Stream, method: bytes, fields: list[Field], *, single: bool) -> None:
+        """A call has been opened."""
+        self.stream = stream
+        self.number = stream.number
+        self.method = method
+        self.fields = fields
+        self.single = single  # it has one message; what follows that is dropped
+        self.over = False
+        self.silent = True  # no message yet
+        self.started = False  # response headers are out
+        self.busy = False  # its owner takes no more messages for now
+        self.half_closed = False  # the peer has said all it had to say
+        self.received = bytearray()  # messages that are not delivered, or not whole
+
+
+class MessageReceived:
+    """A message of a call; its first one opens it."""
+
+    __slots__ = ("call", "message")
+
+    def __init__(self, call: Call, message: bytes) -> None:
+        """The message is whole."""
+        self.call = call
+        self.message = message
+
+
+class HalfClosed:
+    """The peer has nothing more to say, and every message was delivered."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Call) -> None:
+        """The call is still to be finished."""
+        self.call = call
+
+
+class CallEnded:
+    """The call is over, and not by its owner: the peer gave it up or broke a rule."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Call) -> None:
+        """The call had said something."""
+        self.call = call
+
+
+Event: TypeAlias = MessageReceived | HalfClosed | CallEnded
+
+
+class Connection:
+    """All calls of one connection.
+
+    Hand over what came with `receive`, then take events with `next_event` until there are none, then send what `take` returns.
+
+    Attributes:
+        calls: that are not over, by their number.
+    """
+
+    def __init__(
+        self,
+        methods: Mapping[bytes, bool],
+        limits: Limits | None = None,
+        cache: Cache | None = None,
+        pool: Pool | None = None,
+    ) -> None:
+        """Speak first.
+
+        Args:
+            methods: the paths that are served; True for those whose calls consist of a single message.
+            limits: of the HTTP/2 connection.
+            cache: of header fields, for all connections of a server.
+            pool: of bytes, for all connections of a server.
+        """
+        self.calls: dict[int, Call] = {}
+        self._http = http2.Connection(limits, cache, pool)
+        self._methods = methods
+        self._silent: dict[int, Call] = {}  # the oldest first
+        self._ready: deque[Call] = deque()  # calls that may have something to deliver
+
+    @property
+    def settled(self) -> bool:
+        """The peer has spoken HTTP/2."""
+        return self._http.settled
+
+    @property
+    def ended(self) -> bool:
+        """Nothing is received or sent any more, but for what `take` still returns."""
+        return self._http.ended
+
+    @property
+    def error(self) -> ProtocolError | None:
+        """What the peer did wrong, where that has ended the connection."""
+        return self._http.error
+
+    @property
+    def unfinished(self) -> bool:
+        """There is more to do than fitted into the turn; `receive(b"")` starts the next one."""
+        return self._http.unfinished or (len(self._ready) > 0 and not self._http.ended)
+
+    def receive(self, data: bytes, now: float = 0.0) -> None:
+        """Start a turn: see `http2.Connection.receive`."""
+        self._http.receive(data, now)
+
+    def take(self) -> bytes:
+        """Everything there is to send now; it counts as sent."""
+        return self._http.take()
+
+    def next_event(self) -> Event | None:
+        """What happened next; None when everything is delivered, or this turn is over."""
+        http = self._http
+        while not http.ended:
+            if self._ready:
+                if http.tired:
+                    return None
+                event = self._deliver(self._ready[0])
+                if event is not None:
+                    return event
+                self._ready.popleft()
+                continue
+            got = http.next_event()
+            if got is None:
+                return None
+            if isinstance(got, DataReceived):
+                event = self._on_data(got)
+            elif isinstance(got, RequestReceived):
+                event = self._on_request(got)
+            else:
+                event = self._on_reset(got.number)
+            if event is not None:
+                return event
+        return None
+
+    def send(self, call: Call, message: bytes) -> None:
+        """Send a message."""
+        if call.over:
+            return
+        self._start(call)
+        self._http.send(call.stream, frame_message(message))
+        self._http.earn()
+
+    def answer(self, call: Call, message: bytes) -> None:
+        """Send the last message, and the status OK."""
+        if call.over:
+            return
+        self._start(call)
+        self._http.send(call.stream, frame_message(message), _OK_TRAILERS)
+        self._http.earn()
+        self._close(call)
+
+    def finish(self, call: Call, status: int, message: str = "") -> None:
+        """End a call with a status."""
+        if call.over:
+            return
+        if call.started:
+            self._http.send(call.stream, b"", encode_trailers(status, message))
+        else:
+            self._http.respond(call.stream, encode_trailers(status, message, only=True), end=True)
+        self._close(call)
+
+    def pause(self, call: Call) -> None:
+        """Deliver nothing more of this call until it is resumed."""
+        call.busy = True
+
+    def resume(self, call: Call) -> None:
+        """Deliver what has come meanwhile, from the next turn on."""
+        call.busy = False
+        if not call.over and (call.received or call.half_closed):
+            self._ready.append(call)
+
+    def shut(self) -> None:
+        """Ask the peer to open no more calls here."""
+        self._http.goaway()
+
+    def close(self) -> None:
+        """The connection is gone: so are all its calls."""
+        for call in self.calls.values():
+            call.over = True
+        self.calls.clear()
+        self._silent.clear()
+        self._ready.clear()
+        self._http.close()
+
+    def _on_request(self, got: RequestReceived) -> Event | None:
+        path = find_method(got.fields)
+        if not path:
+            self._http.respond(got.stream, _NOT_GRPC)
+            self._http.send(got.stream, b"this port speaks gRPC: %b\n" % b" ".join(self._methods), b"")
+            return None
+        single = self._methods.get(path)
+        if single is None:
+            self._http.respond(got.stream, encode_trailers(UNIMPLEMENTED, "unknown method", only=True), end=True)
+            return None
+        call = Call(got.stream, path, got.fields, single=single)
+        self.calls[call.number] = self._silent[call.number] = call
+        if got.ended:
+            self.finish(call, OK)
+        elif len(self._silent) > MAX_SILENT:
+            self.finish(next(iter(self._silent.values())), RESOURCE_EXHAUSTED, "too many calls that say nothing")
+        return None
+
+    def _on_data(self, got: DataReceived) -> Event | None:
+        call = self.calls.get(got.stream.number)
+        if call is None:
+            return None
+        call.half_closed = got.ended
+        data = got.data
+        if call.busy or call.received or got.ended or not _is_message(data):
+            return self._keep(call, data)
+        return self._open(call, data[_PREFIX:])  # one whole message, which is what nearly always comes
+
+    def _keep(self, call: Call, data: bytes) -> Event | None:
+        if not self._http.share.take(len(data)):
+            return self._refuse(call, ProtocolError("too much that is not a whole message", code=RESOURCE_EXHAUSTED))
+        call.received += data
+        if not call.busy:
+            self._ready.append(call)
+        return None
+
+    def _open(self, call: Call, message: bytes) -> Event:
+        """Deliver a message."""
+        if call.silent:
+            call.silent = False
+            del self._silent[call.number]
+        self._http.work += _MESSAGE_WORK
+        return MessageReceived(call, message)
+
+    def _deliver(self, call: Call) -> Event | None:
+        """The next thing of what a call has received, if that is whole."""
+        if call.over or call.busy:
+            return None
+        if call.single and not call.silent:
+            self._drop(call)
+            return None
+        try:
+            size = read_size(call.received)
+        except ProtocolError as error:
+            return self._refuse(call, error)
+        if 0 < size <= len(call.received):
+            message = bytes(call.received[_PREFIX:size])
+            del call.received[:size]  # which costs nothing at a bytearray's start
+            self._http.share.give(size)
+            return self._open(call, message)
+        return self._half_close(call) if call.half_closed else None
+
+    def _half_close(self, call: Call) -> Event | None:
+        call.half_closed = False  # it is said once
+        if not call.silent:
+            return HalfClosed(call)
+        self.finish(call, OK)
+        return None
+
+    def _refuse(self, call: Call, error: ProtocolError) -> Event | None:
+        """The peer broke a rule; who owns the call must hear that, if anybody does."""
+        self.finish(call, error.code, str(error))
+        return None if call.silent else CallEnded(call)
+
+    def _on_reset(self, number: int) -> Event | None:
+        call = self.calls.get(number)
+        if call is None:
+            return None
+        self._close(call)
+        return None if call.silent else CallEnded(call)
+
+    def _start(self, call: Call) -> None:
+        if not call.started:
+            call.started = True
+            self._http.respond(call.stream, _RESPONSE)
+
+    def _close(self, call: Call) -> None:
+        call.over = True
+        self.calls.pop(call.number, None)
+        if call.silent:
+            self._silent.pop(call.number, None)
+        self._drop(call)
+
+    def _drop(self, call: Call) -> None:
+        """Forget what a call has received and nobody waits for."""
+        if call.received and not self._http.ended:
+            self._http.share.give(len(call.received))
+        call.received = bytearray()
+
+
+def read_size(data: bytearray) -> int:
+    """How long the message is that begins here, with its prefix; 0 while that cannot be known.
+
+    Raises:
+        ProtocolError: it is compressed or too large; the code is gRPC's.
+    """
+    if len(data) < _PREFIX:
+        return 0
+    if data[0]:
+        raise ProtocolError("compressed messages are not supported", code=UNIMPLEMENTED)
+    size = int.from_bytes(data[:_PREFIX], "big")
+    if size > MAX_MESSAGE:
+        raise ProtocolError(f"a message of {size} bytes; the limit is {MAX_MESSAGE}", code=RESOURCE_EXHAUSTED)
+    return _PREFIX + size
+
+
+def find_method(fields: list[Field]) -> bytes:
+    """The method that a request calls, empty when it is no gRPC."""
+    path, is_post, is_grpc = b"", False, False
+    for field in fields:
+        kind = field.kind
+        if kind == PATH:
+            path = field.value
+        elif kind == METHOD:
+            is_post = field.value == b"POST"
+        elif kind == CONTENT_TYPE:
+            is_grpc = field.value.startswith(b"application/grpc")
+    return path if is_post and is_grpc else b""
+
+
+def frame_message(message: bytes) -> bytes:
+    """A message with its prefix: the compression flag, which is 0, and its length."""
+    return len(message).to_bytes(_PREFIX, "big") + message
+
+
+def _is_message(data: bytes) -> bool:
+    """Whether this is exactly one message, and not a compressed one."""
+    return len(data) >= _PREFIX and int.from_bytes(data[:_PREFIX], "big") == len(data) - _PREFIX
+
+
+@lru_cache(maxsize=64)
+def encode_trailers(status: int, message: str = "", *, only: bool = False) -> bytes:
+    """The header block that ends a call; `only` for a response that has nothing before it (Trailers-Only)."""
+    start = [(b":status", b"200"), (b"content-type", b"application/grpc")] if only else []
+    text = [(b"grpc-message", quote(message, safe=" ").encode())] if message else []
+    return encode([*start, (b"grpc-status", str(status).encode()), *text])
+
+
+_OK_TRAILERS: Final = encode_trailers(OK)
