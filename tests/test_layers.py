@@ -25,7 +25,7 @@ FLOORS: list[list[str]] = [
     ["wire", "counting", "throttle", "upload", "reporting"],
     ["answers", "answers/go_on", "answers/refuse"],
     ["service"],
-    ["transport", "transport/http2", "transport/grpc_wire", "transport/health", "transport/sockets"],
+    ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],
     ["transport/fast", "transport/grpcio"],
     ["reload", "admin", "server"],
     ["envoy_config", "envoy_config/options", "envoy_config/routes", "envoy_config/template"],
