@@ -25,9 +25,13 @@ MODULES = {str(path.relative_to(ROOT)) for path in ROOT.glob("extproc/**/*.py") 
 
 def build_wheel(folder: Path, project: Path = ROOT, **environment: str) -> tuple[list[str], str]:
     """Names of the wheels that pip makes of a project, and all that it prints."""
-    command = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-build-isolation", "--no-deps", "--wheel-dir", folder]
+    flags = ["--verbose", "--no-build-isolation", "--no-deps", "--wheel-dir", str(folder)]
     done = subprocess.run(
-        [*command, project], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "pip", "wheel", *flags, str(project)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return [path.name for path in folder.glob("*.whl")], done.stdout + done.stderr
 
