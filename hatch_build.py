@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -79,13 +79,17 @@ def generate_protos() -> None:
 
 
 def select_modules(config: Mapping[str, Any]) -> list[str]:
-    """The modules to compile, as paths below the project.
+    """The modules to compile.
 
     Args:
-        config: the hook's table in pyproject.toml, `compiled` (paths and patterns) and `interpreted` (path -> why).
+        config: the hook's table in pyproject.toml: `compiled` holds paths and patterns, `interpreted` exceptions with reasons.
     """
-    found = {str(path.relative_to(ROOT)) for pattern in config["compiled"] for path in ROOT.glob(pattern)}
-    return sorted(found - config["interpreted"].keys())
+    return sorted(find_modules(config["compiled"]) - find_modules(config["interpreted"]))
+
+
+def find_modules(patterns: Iterable[str]) -> set[str]:
+    """Paths below the project."""
+    return {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)}
 
 
 def compile_modules(modules: Sequence[str], folder: Path) -> None:

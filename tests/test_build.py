@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hatch_build import select_modules
+from hatch_build import find_modules, select_modules
 from tests.harness import Process
 
 ROOT = Path(__file__).parent.parent
@@ -38,16 +38,18 @@ def build_wheel(folder: Path, project: Path = ROOT, **environment: str) -> tuple
 
 def test_every_module_is_compiled_or_says_why_not() -> None:
     """A new module is in a room that is compiled, is listed, or stands among the exceptions with a reason."""
-    decided = {*select_modules(HOOK), *HOOK["interpreted"]}
+    decided = {*select_modules(HOOK), *find_modules(HOOK["interpreted"])}
 
     assert decided == MODULES, "see [tool.hatch.build.hooks.custom] in pyproject.toml"
     assert all(HOOK["interpreted"].values())
 
 
 def test_nothing_is_listed_in_vain() -> None:
-    """Every path and pattern finds something to compile, beyond what is an exception."""
+    """Every entry finds modules, and those that say what is compiled find some that are no exceptions."""
     for pattern in HOOK["compiled"]:
-        assert select_modules({"compiled": [pattern], "interpreted": HOOK["interpreted"]}), pattern
+        assert select_modules({**HOOK, "compiled": [pattern]}), pattern
+    for pattern in HOOK["interpreted"]:
+        assert find_modules([pattern]), pattern
 
 
 def test_what_builds_a_wheel_is_there_for_tests() -> None:
