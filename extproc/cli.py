@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import NoReturn
 
-from extproc import explain, settings
+from extproc import engine, explain, settings
 from extproc.errors import BundleErrors, LoopguardError, UsageError
 from extproc.logs import one_line, setup
 from extproc.policy.bundle import make_schema
@@ -166,6 +166,12 @@ def _find_listen_address() -> str:
     return f"127.0.0.1:{address.port}"
 
 
+def _version() -> str:
+    """The distribution's version, and whether the hot path is machine code or the same files as plain Python."""
+    made = "pure Python" if engine.__file__.endswith(".py") else "compiled"
+    return f"loopguard {version('extproc-loopguard')} ({made})"
+
+
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage of twenty flags in front of it."""
 
@@ -175,7 +181,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="loopguard", description="Stops runaway agents at the gateway: an Envoy external processor.")
-    parser.add_argument("--version", action="version", version=f"loopguard {version('extproc-loopguard')}")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(name: str, run: object, text: str) -> argparse.ArgumentParser:

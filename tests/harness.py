@@ -115,7 +115,7 @@ class Loopguard(Process):
         flags = ["serve", "--policy", str(folder / "policies"), "--listen", listen, "--admin", "127.0.0.1:0"]
         code = f"{preamble}\nimport sys\nfrom extproc.cli import main\nsys.exit(main())"
         super().__init__(
-            [sys.executable, "-c", code, *flags, "--drain-delay", "0", *arguments],
+            [sys.executable, "-P", "-c", code, *flags, "--drain-delay", "0", *arguments],
             folder / f"loopguard-{time.monotonic_ns()}.log",
         )
         try:

@@ -503,10 +503,11 @@ def test_healthcheck_of_nothing(capfd: pytest.CaptureFixture[str], tmp_path: Pat
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--version` is the distribution's."""
+    """`--version` is the distribution's, and says how the hot path runs."""
     run = Run(capsys, "--version")
 
-    assert (run.code, run.out) == (0, f"loopguard {metadata.version('extproc-loopguard')}\n")
+    assert run.code == 0
+    assert re.fullmatch(rf"loopguard {re.escape(metadata.version('extproc-loopguard'))} \((compiled|pure Python)\)\n", run.out)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -601,7 +602,7 @@ def taken() -> Iterator[str]:
 
 def served(*arguments: str) -> tuple[int, list[str]]:
     """Exit code and stderr of a server that is expected not to start."""
-    command = [sys.executable, "-m", "extproc.cli", "serve", *arguments]
+    command = [sys.executable, "-P", "-m", "extproc.cli", "serve", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert ended.stdout == ""
     return ended.returncode, ended.stderr.splitlines()
@@ -665,7 +666,7 @@ def test_serve_reads_the_environment_and_writes_json(tmp_path: Path) -> None:
     """With `--log-format json` every line of the server is one JSON object."""
     write_policies(tmp_path, GOOD)
     process = subprocess.Popen(
-        [sys.executable, "-m", "extproc.cli", "serve"],
+        [sys.executable, "-P", "-m", "extproc.cli", "serve"],
         stderr=subprocess.PIPE,
         text=True,
         env={

@@ -65,7 +65,8 @@ def test_the_build_is_sent_what_a_wheel_is_made_of() -> None:
     wanted = [
         "extproc/store/lua/tally.lua",
         "extproc/envoy_config/templates/bootstrap.yaml",
-        "protos/build.py",
+        "protos/base.proto",
+        "hatch_build.py",
         "pyproject.toml",
         "README.md",
         "requirements.txt",

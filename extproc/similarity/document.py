@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
@@ -83,8 +83,9 @@ class NotJson(NotCounted):
 class _Left:
     """What the body at hand has left of its bounds; one thread at a time looks into bodies."""
 
-    in_body = in_parts = MAX_FRACTIONS
-    steps = MAX_STEPS
+    in_body: ClassVar[int] = MAX_FRACTIONS
+    in_parts: ClassVar[int] = MAX_FRACTIONS
+    steps: ClassVar[int] = MAX_STEPS
 
 
 def walk(count: int) -> None:

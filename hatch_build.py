@@ -1,0 +1,141 @@
+"""Build hook: makes extproc/pb/ from protos/, and compiles with mypyc what every request passes through.
+
+- What is compiled stands in pyproject.toml, and beside it what is not and why.
+- Only wheels are compiled. An editable install stays plain Python, and nothing but extproc/pb/ is written beside the sources.
+- Compiled or not, the sources are the same. Without a C compiler, or with LOOPGUARD_PURE=1, the wheel is plain Python.
+- mypyc runs in a process of its own: it ends the one that it runs in, and compilers write to its output as they like.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+if TYPE_CHECKING:
+    from setuptools import Extension
+
+ROOT = Path(__file__).parent
+PROTOS = ROOT / "protos"
+PB = ROOT / "extproc" / "pb"
+
+_NO_COMPILER = 3
+"""Exit code of the process that compiles: not even the probe could be built."""
+
+_PROBE = "#include <Python.h>\nPyObject *PyInit_probe(void) { return NULL; }\n"
+
+
+class NoCompilerError(Exception):
+    """C cannot be compiled here; the message is what the attempt brought."""
+
+
+class BuildHook(BuildHookInterface[Any]):
+    """What hatchling calls, for wheels and for editable installs alike."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Make what git does not hold, before any file is collected."""
+        generate_protos()
+        build_data["artifacts"] += ["extproc/pb/*.py", "extproc/pb/*.pyi"]
+        if self.target_name == "wheel" and version == "standard" and os.environ.get("LOOPGUARD_PURE") != "1":
+            self._compile(build_data)
+
+    def _compile(self, build_data: dict[str, Any]) -> None:
+        self._folder = TemporaryDirectory()  # there until the wheel is made
+        folder = Path(self._folder.name)
+        try:
+            compile_modules(select_modules(self.config), folder)
+        except NoCompilerError as error:
+            self.app.display_warning(f"loopguard stays plain Python, at twice the CPU time, for want of a C compiler: {error}")
+            return
+        for built in (folder / "lib").rglob("*.*"):
+            build_data["force_include"][str(built)] = str(built.relative_to(folder / "lib"))
+        build_data["pure_python"] = False
+        build_data["infer_tag"] = True
+
+
+def generate_protos() -> None:
+    """Write `extproc/pb/`: one module and one type stub for each file in `protos/`.
+
+    Raises:
+        RuntimeError: protoc refused a file; its own message is on stderr.
+    """
+    import grpc_tools
+    from grpc_tools import protoc
+
+    well_known = Path(grpc_tools.__file__).parent / "_proto"
+    PB.mkdir(exist_ok=True)
+    (PB / "__init__.py").write_text('"""Generated from protos/ by hatch_build.py; never edited."""\n')
+    files = sorted(f"extproc/pb/{path.name}" for path in PROTOS.glob("*.proto"))
+    # The first -I maps the flat protos/ folder onto the import path of the generated modules.
+    arguments = [f"-Iextproc/pb={PROTOS}", f"-I{well_known}", f"--python_out={ROOT}", f"--pyi_out={ROOT}"]
+    if protoc.main(["protoc", *arguments, *files]) != 0:
+        raise RuntimeError("protoc failed: see its message above")
+
+
+def select_modules(config: Mapping[str, Any]) -> list[str]:
+    """The modules to compile.
+
+    Args:
+        config: the hook's table in pyproject.toml: `compiled` holds paths and patterns, `interpreted` exceptions with reasons.
+    """
+    return sorted(find_modules(config["compiled"]) - find_modules(config["interpreted"]))
+
+
+def find_modules(patterns: Iterable[str]) -> set[str]:
+    """Paths below the project."""
+    return {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)}
+
+
+def compile_modules(modules: Sequence[str], folder: Path) -> None:
+    """Compile into `folder/lib`.
+
+    Raises:
+        NoCompilerError: there is none that works.
+        RuntimeError: mypyc or the compiler refused a module.
+    """
+    command = [sys.executable, __file__, str(folder), *modules]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)  # noqa: S603  # ourselves
+    if done.returncode == _NO_COMPILER:
+        lines = done.stdout.splitlines()
+        raise NoCompilerError(next((line for line in lines if "error:" in line), lines[-1]))
+    if done.returncode:
+        raise RuntimeError(f"{done.stdout}\nmypyc failed: see its message above; LOOPGUARD_PURE=1 installs without it")
+
+
+def _main(folder: Path, modules: Sequence[str]) -> None:
+    """What the process of its own does."""
+    from mypyc.build import mypycify
+    from setuptools import Extension
+    from setuptools.errors import BaseError, CCompilerError
+
+    probe = folder / "probe.c"
+    probe.write_text(_PROBE)
+    try:
+        _build([Extension("probe", [str(probe)])], folder / "probe")
+    except (BaseError, CCompilerError) as error:
+        print(error)
+        sys.exit(_NO_COMPILER)
+    # Types are checked by `make check`, with its settings and with what Loopguard depends on; none of that is here.
+    options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
+    extensions = mypycify([*options, *modules], debug_level="0", group_name="extproc", target_dir=str(folder / "c"))
+    _build(extensions, folder)
+
+
+def _build(extensions: list[Extension], folder: Path) -> None:
+    """Build extensions into `folder/lib`, as a setup.py would."""
+    from setuptools import Distribution
+
+    command = Distribution({"ext_modules": extensions}).get_command_obj("build_ext")
+    command.build_lib, command.build_temp = str(folder / "lib"), str(folder / "temp")
+    command.ensure_finalized()
+    command.run()
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), sys.argv[2:])
