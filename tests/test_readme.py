@@ -383,6 +383,17 @@ def test_every_flag_of_serve_is_documented_with_its_default() -> None:
     }
 
 
+def test_every_flag_of_envoy_config_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of its flags stands in a table of the page about Envoy."""
+    with pytest.raises(SystemExit):
+        main(["envoy-config", "--help"])
+    flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    text = (ROOT / "docs" / "mesh.md").read_text()
+
+    assert len(flags) > 1
+    assert [flag for flag in sorted(flags) if f"| `{flag}` |" not in text] == []
+
+
 def test_no_flag_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     """Each flag that a page names is one of the command's, or of a tool of ours."""
     told = (ROOT / "tests" / "bench" / "__main__.py").read_text()
