@@ -973,8 +973,8 @@ def test_the_docs_show_what_works() -> None:
         policy("chat-strict", NOWHERE, threshold_identical_requests=2),
     )
     with stack(document, edit=_as_the_docs_say) as made:
-        named, carried = _statuses(made, "/named", 3), _statuses(made, "/carried", 3)
-        other = made.send("/carried", headers={"x-user-id": "ann"}).status
+        named, carried = _statuses(made, "/named", 3), _statuses(made, "/carried", 3, headers={"x-user-id": "ann"})
+        other = made.send("/carried", headers={"x-user-id": "bob"}).status
 
         assert (named, carried, other) == ([200, 429, 429], [200, 200, 429], 200)
         assert made.loopguard.metric("handover_errors_total") == 3  # `agents` is not loaded
