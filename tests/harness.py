@@ -84,13 +84,17 @@ class Process:
         """Send a signal."""
         self._popen.send_signal(number)
 
+    def runs(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._popen.poll() is None
+
     def wait(self) -> int:
         """Wait for the end; returns the exit code."""
         return self._popen.wait(PATIENCE)
 
     def stop(self) -> None:
         """End it, gently if it lets us."""
-        if self._popen.poll() is None:
+        if self.runs():
             self._popen.terminate()
             try:
                 self._popen.wait(5)

@@ -32,7 +32,7 @@ from tests.test_service import decoded, headers_of, make_service, metadata_of, r
 NOWHERE = {"pathExact": "/nowhere"}
 """The selector of a policy that only a route can bring into play."""
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "policies.md"
 EXPIRED = "2020-01-01T00:00:00Z"
 
 
@@ -948,9 +948,9 @@ def test_a_route_without_a_policy_is_no_error(routes: Stack) -> None:
     assert routes.loopguard.metric("fail_open_total") == 0
 
 
-def _as_the_readme_says(config: str) -> str:
-    """The snippets of the README's section in place of what the bootstrap has."""
-    section = README.read_text().partition("## A policy for a route")[2].partition("\n## ")[0]
+def _as_the_docs_say(config: str) -> str:
+    """The snippets of the page's section in place of what the bootstrap has."""
+    section = PAGE.read_text().partition("## A policy for a route")[2].partition("\n## ")[0]
     naming, carrying = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
     metadata, asking = carrying.split("# on the filter\n")
     config = _replaced(config, "request_attributes: [source.address, xds.route_name]", asking.strip())
@@ -965,16 +965,16 @@ def _indented(text: str) -> str:
     return text.replace("\n", "\n" + " " * 16)
 
 
-def test_the_readme_shows_what_works() -> None:
-    """Both snippets of the README do to their routes what stands beside them."""
+def test_the_docs_show_what_works() -> None:
+    """Both snippets of the page do to their routes what stands beside them."""
     document = bundle(
         policy("named", {"pathPrefix": "/named"}),
         policy("carried", {"pathPrefix": "/carried"}, threshold_identical_requests=100),
         policy("chat-strict", NOWHERE, threshold_identical_requests=2),
     )
-    with stack(document, edit=_as_the_readme_says) as made:
-        named, carried = _statuses(made, "/named", 3), _statuses(made, "/carried", 3)
-        other = made.send("/carried", headers={"x-user-id": "ann"}).status
+    with stack(document, edit=_as_the_docs_say) as made:
+        named, carried = _statuses(made, "/named", 3), _statuses(made, "/carried", 3, headers={"x-user-id": "ann"})
+        other = made.send("/carried", headers={"x-user-id": "bob"}).status
 
         assert (named, carried, other) == ([200, 429, 429], [200, 200, 429], 200)
         assert made.loopguard.metric("handover_errors_total") == 3  # `agents` is not loaded

@@ -693,12 +693,11 @@ def test_the_command_of_the_notes_prints_the_routes_that_are_on() -> None:
     assert done.stdout == "chat\n"
 
 
-def test_the_values_of_the_readme_are_good() -> None:
-    """What the README shows for Istio and for Envoy Gateway renders to what it says."""
-    text = (ROOT / "README.md").read_text()
-    section = text[text.index("## Into a mesh") : text.index("## Policies")]
-    (shown,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
-    inline = re.search(r"`(envoyGateway: .*?)` ", section)
+def test_the_values_of_the_docs_are_good() -> None:
+    """What the page shows for Istio and for Envoy Gateway renders to what it says."""
+    text = (ROOT / "docs" / "mesh.md").read_text()
+    (shown,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    inline = re.search(r"`(envoyGateway: .*?)` ", text)
     assert inline is not None
     strict = {"policies": {"bundle": bundle(policy("strict", {"pathPrefix": "/"}))}}
 

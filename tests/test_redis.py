@@ -133,15 +133,15 @@ def test_no_error_shows_the_password(url: str, _: str, password: str) -> None:
     assert SECRET not in redact_url(url)
 
 
-def test_the_urls_and_the_rights_that_the_readme_names_are_good() -> None:
-    """Every store URL of the README's table opens, and its ACL rule is the one that is tested."""
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    urls = re.findall(r"`((?:redis|unix)[+a-z]*://[0-9/][^`]*)`", readme)
+def test_the_urls_and_the_rights_that_the_docs_name_are_good() -> None:
+    """Every store URL of the table opens, and its ACL rule is the one that is tested."""
+    page = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
+    urls = re.findall(r"`((?:redis|unix)[+a-z]*://[0-9/][^`]*)`", page)
 
     for url in urls:
         open_store(url, Metrics())
     assert len(urls) == 4
-    assert f"`{ACL}`" in readme
+    assert f"`{ACL}`" in page
 
 
 def test_a_password_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path) -> None:
@@ -180,11 +180,11 @@ def test_a_unix_socket(one: Server) -> None:
 
 
 ACL = "~loopguard:* +evalsha +eval +time +get +set +del +pexpire +llen +lindex +lpush +lpop +rpush"
-"""What the README says a user needs."""
+"""What the docs say a user needs."""
 
 
 def test_an_acl_user_with_the_least_rights(one: Server) -> None:
-    """A user who may call the commands that the README lists, on keys with the prefix, is all that it takes."""
+    """A user who may call the commands that the docs list, on keys with the prefix, is all that it takes."""
     one.client().execute_command("ACL", "SETUSER", "counter", "on", f">{SECRET}", *ACL.split())
 
     with Driver(f"redis://counter:{SECRET}@{one.address}") as driver:

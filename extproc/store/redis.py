@@ -238,7 +238,7 @@ def _make_tls(url: _Url) -> ssl.SSLContext | None:
 
 
 def open_redis(url: str, metrics: Metrics, settings: Settings) -> RemoteStore:
-    """`redis://`, `rediss://` and `unix://`, with `+sentinel` and `+cluster`; see the README for the forms.
+    """`redis://`, `rediss://` and `unix://`, with `+sentinel` and `+cluster`; see docs/operations.md for the forms.
 
     Raises:
         UsageError: something in the URL cannot be used.
