@@ -406,6 +406,15 @@ def test_no_flag_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert [flag for flag in sorted(named) if not re.search(rf"{flag}\b", told)] == []
 
 
+def test_no_target_is_made_up() -> None:
+    """Each target of make that a page names in its text is one of the Makefile's."""
+    makefile = (ROOT / "Makefile").read_text()
+    named = {target for page in PAGES for target in re.findall(r"`(?:\w+=\S+ )?make ([a-z-]+)", read_prose(page))}
+
+    assert "test-pure" in named
+    assert [target for target in sorted(named) if f"\n{target}: " not in makefile] == []
+
+
 # ---- Pages
 
 
