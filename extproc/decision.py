@@ -24,6 +24,25 @@ class Reason(str, Enum):
 
     LOOP_DETECTED = "loop_detected"
     STORE_UNAVAILABLE = "store_unavailable"
+    UNCOUNTABLE = "uncountable"
+
+
+CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
+    "grpc": (415, "it claims to be gRPC"),
+    "upgrade": (415, "it asks for an upgrade"),
+    "connect": (415, "it asks for a tunnel"),
+    "content_encoding": (415, "its content-encoding is unknown, or not what the body is"),
+    "body_truncated": (413, "its body is over the limit up to which it is known"),
+    "inspect_limit": (413, "its body is over the limit up to which it is looked into"),
+    "inspect_budget": (429, "its caller's bodies take more time to look into than they may"),
+    "not_json": (400, "its body is not JSON"),
+    "no_messages": (400, "there is no conversation in its body"),
+    "no_history": (400, "the history of its conversation is not in its body"),
+    "missing_descriptor": (400, "it does not say who sends it"),
+    "descriptor_too_long": (400, "what says who sends it is too long"),
+    "target_too_long": (400, "its path and query are too long"),
+}
+"""Why a request may not be counted that a client has in hand, with the status and the words where a policy forbids that."""
 
 
 class Repeat(NamedTuple):

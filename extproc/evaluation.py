@@ -12,7 +12,8 @@ import gc
 from collections.abc import Sequence
 from itertools import groupby
 
-from extproc.decision import Action, Decision, Outcome, Repeat, find_strictest
+from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, Repeat, find_strictest
+from extproc.encodings import UnreadableError, read_text
 from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, join_descriptors, write_head, write_query
 from extproc.guards.loop import Detector
 from extproc.plan import Plan
@@ -22,6 +23,28 @@ from extproc.windows import UNCOUNTED, Count, Hit
 
 _MANY_OBJECTS = 32_768
 """A body of so many bytes may hold enough objects for the garbage collector to become a nuisance."""
+
+
+class Sealing:
+    """What all candidates of a request are sealed with.
+
+    Attributes:
+        head: from `fingerprint.write_head`.
+        body: of the request.
+        document: the same to look into, None where it cannot be.
+        unreadable: why not.
+        scope: attachment name.
+    """
+
+    __slots__ = ("body", "document", "head", "scope", "unreadable")
+
+    def __init__(self, head: str, body: Body, document: Document | None, unreadable: str, scope: str) -> None:
+        """Keep them as given."""
+        self.head = head
+        self.body = body
+        self.document = document
+        self.unreadable = unreadable
+        self.scope = scope
 
 
 class Candidate:
@@ -72,48 +95,49 @@ class Candidate:
         self.hit: Hit | None = None
         self.needs_body = detector.needs_body or plan.reads_body
 
-    def seal(self, head: str, body: Body, document: Document | None, scope: str, missing: list[tuple[str, str]]) -> None:
+    def seal(self, sealing: Sealing, missing: list[tuple[str, str]]) -> None:
         """Work out the names.
 
         Args:
-            head: from `fingerprint.write_head`.
-            body: of the request.
-            document: the same to look into; None when it is too large for that.
-            scope: attachment name.
+            sealing: the request.
             missing: takes (policy, limit key) of what the body does not have.
 
         Raises:
             NotCounted: what this detector compares cannot be had.
         """
+        body = sealing.body
         detector = self.detector
         if self.plan.reads_body:
-            self.values = self.plan.read_body_descriptors(self._inspect(document), self.values, missing)
+            self.values = self.plan.read_body_descriptors(self._inspect(sealing), self.values, missing)
             self._descriptors = join_descriptors(self.values)
         if not detector.needs_body:
             body = NO_BODY
         elif detector.looks:
-            self.compared, self.repeat = detector.similarity.compare(self._inspect(document))
+            self.compared, self.repeat = detector.similarity.compare(self._inspect(sealing))
             if self.compared is not None:
                 body = NO_BODY.plus(self.compared)
             elif body.length:
                 self.compared_exactly = True
         self.body_crc32 = body.crc32
-        self.composite = compose(head, body, self._descriptors)
+        self.composite = compose(sealing.head, body, self._descriptors)
         self.fingerprint, check = digest(self.composite, body)
         self.tenant = hash_tenant(self._descriptors)
-        self.hit = detector.make_hit(scope, self.tenant, self.fingerprint + check, self.repeat)
+        self.hit = detector.make_hit(sealing.scope, self.tenant, self.fingerprint + check, self.repeat)
 
     def judge(self, count: Count) -> Outcome:
         """What this detector makes of the request."""
         return self.detector.judge(self.fingerprint, self.tenant, count, self.repeat)
 
-    def _inspect(self, document: Document | None) -> Document:
+    def _inspect(self, sealing: Sealing) -> Document:
         """The document, where it is small enough for this detector.
 
         Raises:
-            NotCounted: it is not.
+            NotCounted: it is not, or nobody can look into it.
         """
-        if document is None or len(document) > self.detector.max_inspect_bytes:
+        document = sealing.document
+        if document is None:
+            raise NotCounted(sealing.unreadable)
+        if len(document) > self.detector.max_inspect_bytes:
             raise NotCounted("inspect_limit")
         return document
 
@@ -125,11 +149,12 @@ class Lane:
         shadow: they only watch.
         candidates: the detectors that count the request.
         left_out: (policy, detector, reason) of what matched and does not count this request; no detector where all are meant.
+        forbidden: (policy, reason) of the first of these whose policy lets nothing pass uncounted; None for none.
         missing: (policy, limit key) of descriptors that the request does not have.
         failures: (policy, error) of candidates that raised, or could not be counted for an error of ours.
     """
 
-    __slots__ = ("candidates", "failures", "left_out", "missing", "shadow")
+    __slots__ = ("candidates", "failures", "forbidden", "left_out", "missing", "shadow")
 
     def __init__(self, *, shadow: bool) -> None:
         """Start empty."""
@@ -138,6 +163,7 @@ class Lane:
         self.left_out: list[tuple[str, str, str]] = []
         self.failures: list[tuple[str, Exception]] = []
         self.missing: list[tuple[str, str]] = []
+        self.forbidden: tuple[str, str] | None = None
 
     @property
     def needs_body(self) -> bool:
@@ -151,21 +177,21 @@ class Lane:
             joined = join_descriptors(values)
             self.candidates += [Candidate(plan, detector, values, joined) for detector in plan.detectors]
         except NotCounted as why:
-            self.left_out.append((plan.id, "", why.reason))
+            self._leave_out(plan, "", why.reason)
             return False
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this policy's alone
             self.failures.append((plan.id, error))
             return False
         return True
 
-    def seal(self, head: str, body: Body, document: Document | None, scope: str) -> None:
+    def seal(self, sealing: Sealing) -> None:
         """Seal every candidate; one that cannot be is none any more."""
         sealed = []
         for candidate in self.candidates:
             try:
-                candidate.seal(head, body, document, scope, self.missing)
+                candidate.seal(sealing, self.missing)
             except NotCounted as why:
-                self._leave_out(candidate, why.reason)
+                self._leave_out(candidate.plan, candidate.detector.name, why.reason)
             except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
                 self.failures.append((candidate.plan.id, error))
             else:
@@ -208,15 +234,17 @@ class Lane:
     def drop_body_readers(self, reason: str) -> None:
         """Those that need the body do not count the request."""
         for candidate in self.take_body_readers():
-            self._leave_out(candidate, reason)
+            self._leave_out(candidate.plan, candidate.detector.name, reason)
 
     def give_up(self, reason: str) -> None:
         """Nobody counts this request."""
         for candidate in self.candidates:
-            self._leave_out(candidate, reason)
+            self._leave_out(candidate.plan, candidate.detector.name, reason)
 
-    def _leave_out(self, candidate: Candidate, reason: str) -> None:
-        self.left_out.append((candidate.plan.id, candidate.detector.name, reason))
+    def _leave_out(self, plan: Plan, detector: str, reason: str) -> None:
+        self.left_out.append((plan.id, detector, reason))
+        if plan.refuses_uncountable and self.forbidden is None and reason in CHOSEN_BY_CLIENTS:
+            self.forbidden = plan.id, reason
 
 
 class Evaluation:
@@ -280,25 +308,36 @@ class Evaluation:
         if body is None:
             for lane in self.lanes:
                 lane.drop_body_readers(reason)
+        text, unreadable = self._read_text(content)
         known = body if body is not None else NO_BODY
-        if not self.inspects or content is None:
-            self._seal(known, None)
-        elif len(content) < _MANY_OBJECTS or not gc.isenabled():
-            self._seal(known, Document(content, whole=self._whole))
+        if text is None:
+            self._seal(known, None, unreadable)
+        elif len(text) < _MANY_OBJECTS or not gc.isenabled():
+            self._seal(known, Document(text, whole=self._whole))
         else:
             gc.disable()  # it would walk what is being decoded again and again, for longer than decoding takes
             try:
-                self._seal(known, Document(content, whole=self._whole))
+                self._seal(known, Document(text, whole=self._whole))
             finally:
                 gc.enable()
 
-    def _seal(self, body: Body, document: Document | None) -> None:
+    def _read_text(self, content: bytes | memoryview | None) -> tuple[bytes | memoryview | None, str]:
+        """The body's text, or None and why there is none to look into."""
+        if not self.inspects or content is None:
+            return None, "inspect_limit"
+        try:
+            return read_text(content, self.request.headers.get("content-encoding", b""), self.inspects), ""
+        except UnreadableError as error:
+            return None, error.reason
+
+    def _seal(self, body: Body, document: Document | None, unreadable: str = "") -> None:
         request = self.request
         query = write_query(request.read_query()) if request.query else ""
         head = write_head(request.method, request.path, query)
-        self.enforcing.seal(head, body, document, self._scope)
+        sealing = Sealing(head, body, document, unreadable, self._scope)
+        self.enforcing.seal(sealing)
         if self.shadow.candidates:
-            self.shadow.seal(head, body, document, self._scope)
+            self.shadow.seal(sealing)
 
     def decide(self, counts: Sequence[Count] | None, shadow_counts: Sequence[Count] | None = ()) -> Decision:
         """The answer to a request that has been counted; the counts are those for `Lane.judge`."""

@@ -34,6 +34,8 @@ class Metrics:
         self.compared_exactly = counter("compared_exactly_total", "Bodies that are not JSON, compared byte for byte", "policy")
         self.unmatched = counter("unmatched_total", "Requests that no policy matched")
         self.uncounted = counter("uncounted_total", "Requests that a policy matched but could not count", "policy", "reason")
+        text = "Requests refused because a policy could not count them and forbids that"
+        self.uncountable_rejected = counter("uncountable_rejected_total", text, "policy", "reason")
         text = "Requests that lacked one of a policy's limit keys"
         self.missing_descriptor = counter("missing_descriptor_total", text, "policy", "key")
         self.decision_seconds = histogram("decision_seconds", "From message to answer, holds excluded", _LATENCY_BUCKETS)

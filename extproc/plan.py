@@ -23,6 +23,7 @@ class Plan:
         self.detectors = [Detector(policy.id, name, loop, shadow=shadow) for name, loop in spec.detectors()]
         self._bypass = spec.bypass
         self._missing = spec.missing_descriptor
+        self.refuses_uncountable = spec.uncountable == "reject"
         read = compile_descriptors([key for key in spec.all_limit_keys() if key not in UNSUPPORTED_KEYS])
         self._descriptors = [descriptor for descriptor in read if descriptor.source != BODY]
         self._body_descriptors = [(item, steps(item.argument)) for item in read if item.source == BODY]

@@ -63,6 +63,10 @@ class Reporter:
             if lane.failures:
                 self._report_failures(lane)
 
+    def report_forbidden(self, policy: str, reason: str) -> None:
+        """A request that is refused because it cannot be counted."""
+        self._metrics.uncountable_rejected.labels(policy, reason).inc()
+
     def report_failure(self, message: str, error: BaseException, **more: object) -> None:
         """One line for something that went wrong, unless there are too many of them."""
         suppressed = self._failures.take(perf_counter())

@@ -127,16 +127,28 @@ class HttpRequest:
 def explain_unknowable_body(request: HttpRequest) -> str:
     """Why the request has no body that could be compared, whoever sends it on; empty when it may have one.
 
-    What stands for the body of an RPC, an upgrade or a tunnel is a conversation, which nobody waits for.
+    What stands for the body of an RPC, an upgrade or a tunnel is a conversation, which nobody waits for. One whose length is
+    known is none: whether it is gRPC's can be seen.
     """
-    content_type = request.headers.get("content-type", b"")
-    if content_type.startswith(b"application/grpc") and content_type[16:17] in (b"", b"+", b";"):
+    if is_grpc(request) and "content-length" not in request.headers:
         return "grpc"
     if request.method == "CONNECT":
         return "connect"
     if "upgrade" in request.headers:
         return "upgrade"
     return ""
+
+
+def is_grpc(request: HttpRequest) -> bool:
+    """Whether the headers are those of gRPC (grpc/doc/PROTOCOL-HTTP2.md): method, content type and `te` together."""
+    headers = request.headers
+    content_type = headers.get("content-type", b"")
+    return (
+        content_type.startswith(b"application/grpc")
+        and content_type[16:17] in (b"", b"+", b";")
+        and request.method == "POST"
+        and headers.get("te", b"") == b"trailers"
+    )
 
 
 class Descriptor(NamedTuple):

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 from google.protobuf.message import DecodeError
 
 from extproc.answers.go_on import let_go_on, make_metadata, make_wait
-from extproc.answers.refuse import refuse_loop, refuse_without_store
+from extproc.answers.refuse import refuse_loop, refuse_uncountable, refuse_without_store
 from extproc.counting import HERE, Counting, Counts, MaybeCounts, settle
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine import Engine
@@ -32,7 +32,7 @@ from extproc.handover import POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, Refu
 from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import ProcessingRequest
 from extproc.reporting import Reporter
-from extproc.request import explain_unknowable_body
+from extproc.request import explain_unknowable_body, is_grpc
 from extproc.settings import Settings, is_scope
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
@@ -341,6 +341,8 @@ class Stream:
         self._stop_waiting()
         if state == CUT_OFF:
             return self._judge(kind, evaluation, None, "body_truncated")
+        if upload.is_framed and is_grpc(evaluation.request):
+            return self._judge(kind, evaluation, None, "grpc")
         return self._judge(kind, evaluation, upload.body, content=upload.take_content())
 
     def _start_upload(self, evaluation: Evaluation) -> Upload:
@@ -400,13 +402,21 @@ class Stream:
         if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self._observed:
             decision = self._hold(decision, decision.lead)
         service.reporter.report(evaluation, decision)
-        if counts is None:
-            self._ended = True
-            reply = Reply(refuse_without_store(make_metadata(decision), evaluation.request), done=True)
-        else:
-            reply = self._encode(kind, evaluation, decision)
+        reply = self._refuse(evaluation, decision, counts) or self._encode(kind, evaluation, decision)
         service.metrics.decision_seconds.observe(perf_counter() - self._started)
         return reply
+
+    def _refuse(self, evaluation: Evaluation, decision: Decision, counts: Counts) -> Reply | None:
+        """A refusal for another reason than a loop, if there is one."""
+        request, forbidden = evaluation.request, evaluation.enforcing.forbidden
+        if counts is None:
+            self._ended = True
+            return Reply(refuse_without_store(make_metadata(decision), request), done=True)
+        if forbidden is None or decision.action is Action.REJECT:
+            return None
+        self._ended = True
+        self._service.reporter.report_forbidden(*forbidden)
+        return Reply(refuse_uncountable(*forbidden, request), done=True)
 
     def _hold(self, decision: Decision, lead: Outcome) -> Decision:
         """Claim a place among the held requests; past the bound a throttled request is rejected."""

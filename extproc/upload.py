@@ -12,6 +12,8 @@ MAX_KEPT = 64 * 2**20
 MORE, WHOLE, CUT_OFF = range(3)
 
 _LENGTH_DIGITS = 18
+_PREFIX = 5
+"""Bytes before a message of gRPC: a compression flag and a length of 4 bytes."""
 
 
 class Kept:
@@ -41,7 +43,7 @@ class Upload:
         body: what has come so far.
     """
 
-    __slots__ = ("_before", "_expected", "_inspects", "_kept", "_last", "_mode", "body")
+    __slots__ = ("_before", "_expected", "_inspects", "_kept", "_last", "_mode", "_start", "body")
 
     def __init__(self, kept: Kept, mode: int, content_length: bytes, inspects: int) -> None:
         """Nothing has come yet.
@@ -58,11 +60,14 @@ class Upload:
         self._inspects = inspects
         self._before = bytearray()  # of a streamed body, all but the last chunk
         self._last: bytes | memoryview = b""
+        self._start = b""
         self.body = NO_BODY
 
     def add(self, chunk: bytes | memoryview, *, ended: bool) -> int:
         """Take the next chunk; returns MORE, WHOLE or CUT_OFF. With `ended` nothing follows."""
         self.body = body = self.body.plus(chunk)
+        if len(self._start) < _PREFIX:
+            self._start += bytes(chunk[: _PREFIX - len(self._start)])
         # With trailers to come, a complete buffered body does not say that it ends the stream.
         if ended or self._mode == BODY_BUFFERED or body.length == self._expected:
             self._last = chunk
@@ -74,6 +79,13 @@ class Upload:
         else:
             self.drop()
         return MORE
+
+    @property
+    def is_framed(self) -> bool:
+        """It begins as a message of gRPC does, which nothing in JSON does."""
+        start = self._start
+        whole = len(start) == _PREFIX and start[0] in (0, 1)
+        return whole and _PREFIX + int.from_bytes(start[1:], "big") <= self.body.length
 
     def take_content(self) -> bytes | memoryview | None:
         """The whole body, None where it was not kept; nothing of it is kept here any longer."""

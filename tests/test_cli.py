@@ -246,7 +246,7 @@ def test_explain_says_which_descriptors_are_missing_and_why(
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["-H", "content-type: application/grpc+proto", "-d", "x"], "grpc"),
+        (["-H", "content-type: application/grpc+proto", "-H", "te: trailers", "-d", "x"], "grpc"),
         (["-H", "connection: upgrade", "-H", "Upgrade: websocket"], "upgrade"),
         (["-X", "CONNECT"], "connect"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -339,7 +340,7 @@ def test_a_request_that_nobody_counts_is_uncounted_once() -> None:
     """A policy with two detectors did not count one request, not two."""
     service = make_service(several("p", {}, CANONICAL))
 
-    exchange(service, headers(content_type="application/grpc"))
+    exchange(service, headers(content_type="application/grpc", te="trailers"))
     exchange(service, headers())
 
     assert uncounted(service) == {("p", "grpc"): 1, ("p", "aborted"): 1}
@@ -700,7 +701,7 @@ def test_a_body_that_names_the_caller_is_waited_for_even_where_it_is_ignored() -
 
     first = exchange(service, headers(), body(encoded({"user": "ann", "n": 1})))
     answers = [status(sent(service, encoded({"user": "ann", "n": number}))) for number in range(2)]
-    unknown = [exchange(service, headers(content_type="application/grpc"))[-1] for _ in range(4)]
+    unknown = [exchange(service, headers(content_type="application/grpc", te="trailers"))[-1] for _ in range(4)]
 
     assert [reply.done for reply in first] == [False, True]
     assert answers == [0, 429]
@@ -858,6 +859,81 @@ def test_a_detector_that_raises_stops_nobody_else(mode: str, reason: str, caplog
     assert sample(service, "detections_total", policy="bad", detector="exact", mode=mode, action="reject") == 1
     assert sample(service, "fail_open_total", reason=reason) == 3
     assert "failed" in caplog.text
+
+
+# --- what cannot be counted, where the policy forbids that
+
+
+GRPC = {"content_type": "application/grpc", "te": "trailers"}
+
+
+@pytest.mark.parametrize(
+    ("more", "data", "code", "why"),
+    [
+        (GRPC, b"", 415, "grpc"),
+        (GRPC | {"content_length": "8"}, b"\0\0\0\0\3abc", 415, "grpc"),
+        ({"upgrade": "websocket"}, b"", 415, "upgrade"),
+        ({"content_encoding": "gzip"}, b"not gzip", 415, "content_encoding"),
+        ({"content_encoding": "gzip"}, gzip.compress(b" " * 2_000_000), 413, "inspect_limit"),
+        ({}, b'{"messages": [' + b" " * 2_000_000 + b"]}", 413, "inspect_limit"),
+        ({}, b'{"messages": [NaN]}', 400, "not_json"),
+        ({}, b"{}", 400, "no_messages"),
+        ({"path": "/?" + "&" * 10_001}, chat("hi"), 400, "target_too_long"),
+        ({"x_team": None}, chat("hi"), 400, "missing_descriptor"),
+        ({"x_team": "t" * 9_000}, chat("hi"), 400, "descriptor_too_long"),
+    ],
+)
+def test_what_a_policy_cannot_count_it_may_refuse(more: dict[str, Any], data: bytes, code: int, why: str) -> None:
+    """With `uncountable: reject` nothing that a client chooses gets a request past the policy; by default it passes."""
+    strict, lenient, shadow = (
+        with_spec(policy("p", ANY, limit_keys=["header:x-team"], **TAIL), **spec)
+        for spec in ({"uncountable": "reject"}, {}, {"uncountable": "reject", "mode": "shadow"})
+    )
+    given: dict[str, Any] = {name: value for name, value in ({"x_team": "a"} | more).items() if value is not None}
+
+    answers = [exchange(make_service(made), headers(**given), body(data))[-1] for made in (strict, lenient, shadow)]
+    refusal, *passed = map(decoded, answers)
+
+    assert (refusal.immediate_response.status.code, refusal.immediate_response.details) == (code, "uncountable")
+    assert headers_of(refusal)["x-should-retry"] == "false"
+    page = json.loads(refusal.immediate_response.body)["error"]
+    assert (page["type"], page["code"]) == ("uncountable", why)
+    assert [status(answer) for answer in passed] == [0, 0]
+
+
+def test_what_a_policy_forbids_is_counted_by_its_reason() -> None:
+    """An operator sees how many were refused, and for what; a loop beside it is told as the loop that it is."""
+    service = make_service(with_spec(several("p", {}, TAIL), uncountable="reject"))
+
+    answers = [sent(service, b"not JSON") for _ in range(3)]
+
+    assert [status(answer) for answer in answers] == [400, 400, 429]
+    assert sample(service, "uncountable_rejected_total", policy="p", reason="not_json") == 2
+    assert uncounted(service) == {("p", "not_json"): 3}
+
+
+@pytest.mark.parametrize("lie", [{"content_type": "application/grpc"}, GRPC | {"content_length": "100"}])
+def test_json_that_claims_to_be_grpc_is_counted(lie: dict[str, Any]) -> None:
+    """GRPC is believed where method, content type and `te` fit, and where the body, if its length is known, is framed."""
+    service = make_service(policy("p", ANY, **TAIL))
+    data = chat("hi")
+
+    answers = [status(decoded(exchange(service, headers(**lie), body(data))[-1])) for _ in range(3)]
+
+    assert answers == [0, 0, 429]
+
+
+@pytest.mark.parametrize("spell", [gzip.compress, "utf-8-sig", "utf-16"])
+def test_a_body_is_compared_by_its_text(spell: Any) -> None:  # noqa: ANN401  # a function or an encoding's name
+    """However a conversation is packed or encoded, it is the same one."""
+    service = make_service(policy("p", ANY, **TAIL))
+    data = chat("hi")
+    packed = spell(data) if callable(spell) else data.decode().encode(spell)
+    more: dict[str, Any] = {"content_encoding": "gzip"} if callable(spell) else {}
+
+    answers = [status(sent(service, data)), status(sent(service, packed, **more)), status(sent(service, data))]
+
+    assert answers == [0, 0, 429]
 
 
 # --- streamed bodies

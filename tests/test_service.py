@@ -291,8 +291,8 @@ def test_a_hold_ends_early_when_the_server_stops() -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (headers(content_type="application/grpc"), "grpc"),
-        (headers(content_type="application/grpc+proto"), "grpc"),
+        (headers(content_type="application/grpc", te="trailers"), "grpc"),
+        (headers(content_type="application/grpc+proto", te="trailers"), "grpc"),
         (headers(upgrade="websocket", method="GET"), "upgrade"),
         (headers("", method="CONNECT"), "connect"),
         (headers(mode="NONE"), "no_body_phase"),

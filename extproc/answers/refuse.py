@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from extproc.answers.go_on import NAMESPACE, set_headers
-from extproc.decision import Action, Outcome, Reason
+from extproc.decision import CHOSEN_BY_CLIENTS, Action, Outcome, Reason
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request import HttpRequest
 
+_INVALID_ARGUMENT = 3
 _RESOURCE_EXHAUSTED = 8
 _UNAVAILABLE = 14
 
@@ -38,6 +39,17 @@ def refuse_loop(lead: Outcome, metadata: dict[str, str | int], request: HttpRequ
     if lead.retry_after is not None:
         headers.insert(0, ("Retry-After", str(lead.retry_after)))
     return _make_immediate(lead.reject_status, _RESOURCE_EXHAUSTED, Reason.LOOP_DETECTED, headers, body, metadata, request)
+
+
+def refuse_uncountable(policy: str, why: str, request: HttpRequest) -> bytes:
+    """The immediate response to a request that a policy cannot count and does not let pass uncounted."""
+    status, words = CHOSEN_BY_CLIENTS[why]
+    message = f"The request was refused because {words}, and policy {policy} lets nothing pass that it cannot count ({why})."
+    reason = Reason.UNCOUNTABLE
+    body = {"error": {"message": message, "type": reason.value, "param": None, "code": why}}
+    headers = [("x-should-retry", "false"), ("X-Fairvisor-Reason", reason.value), ("x-loopguard-policy", policy)]
+    metadata: dict[str, str | int] = {"action": Action.REJECT.value, "reason": reason.value, "policy": policy}
+    return _make_immediate(status, _INVALID_ARGUMENT, reason, headers, body, metadata, request)
 
 
 def refuse_without_store(metadata: dict[str, str | int], request: HttpRequest) -> bytes:

@@ -200,6 +200,7 @@ class Spec(JsonObject):
     mode: Literal["enforce", "shadow"] = "enforce"
     limit_keys: list[LimitKey] = []
     missing_descriptor: Literal["require_one", "skip", "share"] = "require_one"
+    uncountable: Literal["allow", "reject"] = "allow"
     bypass: list[Bypass] = []
     loop_detection: Detections | None = None
     rules: list[Rule] = []
