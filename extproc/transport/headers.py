@@ -278,7 +278,7 @@ class Decoder:
         return position
 
     def _read_literal(self, encoded: bytes, index: int, middle: int) -> Field:
-        """A literal field that is new: its name is what `index` stands for, or spelled out, and its value is behind `middle`."""
+        """A literal field that is new. Its name is what `index` stands for, or spelled out; its value begins at `middle`."""
         self._familiar = False
         name = self._find(index).name if index else self._read_name(encoded[1:middle])
         field = Field(name, read_string(encoded[middle:]))
