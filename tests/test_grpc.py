@@ -218,7 +218,7 @@ def test_nothing_is_sent_on_a_call_that_is_over() -> None:
     assert len(peer.frames) == sent
 
 
-PEERS = {
+PEERS: dict[str, Callable[[int], bytes]] = {
     "call": call,
     "single": lambda number: call(number, SINGLE),
     "message": lambda number: body(number, frame_message(b"x") * 2),
