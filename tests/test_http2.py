@@ -59,7 +59,7 @@ def receive(connection: Connection, received: bytes, streams: dict[int, Stream] 
     while True:
         event = connection.next_event()
         if isinstance(event, RequestReceived):
-            pairs = tuple((field.name, field.value) for field in event.fields)
+            pairs = tuple((field.name, field.value) for field in event.headers.fields)
             seen.append(request(event.stream.number, ended=event.ended, pairs=pairs))
             if streams is not None:
                 streams[event.stream.number] = event.stream

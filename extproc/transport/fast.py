@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final, cast
 
 from google.protobuf.message import DecodeError
@@ -25,7 +25,7 @@ from extproc.service import Reply, Service, Stream
 from extproc.settings import Address
 from extproc.transport import grpc
 from extproc.transport.grpc import Call, HalfClosed, MessageReceived
-from extproc.transport.headers import Cache, Field
+from extproc.transport.headers import Block, Cache
 from extproc.transport.health import EXT_PROC, HEALTH, Health
 from extproc.transport.http2 import Limits, Pool
 from extproc.transport.sockets import BACKLOG, keep_alive, listening_socket
@@ -191,7 +191,7 @@ class _Peer(asyncio.Protocol):
         """envoy.service.ext_proc.v3.ExternalProcessor/Process."""
         serving = self._serving.get(call.number)
         if serving is None:
-            opened = self._server.service.open(read_metadata(call.fields))
+            opened = self._server.service.open(read_metadata(call.headers))
             opened.on_given_up = partial(self._give_up, call)
             serving = self._serving[call.number] = _Serving(opened)
         stream = serving.stream
@@ -270,11 +270,12 @@ class _Peer(asyncio.Protocol):
             self._schedule()
 
 
-def read_metadata(headers: list[Field]) -> list[tuple[str, str]]:
+@lru_cache(maxsize=64)
+def read_metadata(headers: Block) -> list[tuple[str, str]]:
     """The stream's metadata that is meant for us."""
     return [
         (field.name.decode("latin-1"), field.value.decode("latin-1"))
-        for field in headers
+        for field in headers.fields
         if field.name.startswith(_METADATA_PREFIX)
     ]
 

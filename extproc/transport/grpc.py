@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from extproc.errors import ProtocolError
 from extproc.transport import http2
-from extproc.transport.headers import CONTENT_TYPE, METHOD, PATH, Cache, Field, encode
+from extproc.transport.headers import Block, Cache, encode
 from extproc.transport.http2 import DataReceived, Limits, Pool, RequestReceived, Stream
 
 # Status codes.
@@ -50,14 +50,14 @@ class Call:
     Attributes:
         number: of its stream.
         method: its path, such as `/grpc.health.v1.Health/Check`.
-        fields: its request's headers.
+        headers: its request's.
         over: nothing more comes of it.
     """
 
     __slots__ = (
         "busy",
-        "fields",
         "half_closed",
+        "headers",
         "method",
         "number",
         "over",
@@ -68,12 +68,12 @@ class Call:
         "stream",
     )
 
-    def __init__(self, stream: Stream, method: bytes, fields: list[Field], *, single: bool) -> None:
+    def __init__(self, stream: Stream, method: bytes, headers: Block, *, single: bool) -> None:
         """A call has been opened."""
         self.stream = stream
         self.number = stream.number
         self.method = method
-        self.fields = fields
+        self.headers = headers
         self.single = single  # it has one message; what follows that is dropped
         self.over = False
         self.silent = True  # no message yet
@@ -251,7 +251,7 @@ class Connection:
         self._http.close()
 
     def _on_request(self, got: RequestReceived) -> Event | None:
-        path = find_method(got.fields)
+        path = find_method(got.headers)
         if not path:
             self._http.respond(got.stream, _NOT_GRPC)
             self._http.send(got.stream, b"this port speaks gRPC: %b\n" % b" ".join(self._methods), b"")
@@ -260,7 +260,7 @@ class Connection:
         if single is None:
             self._http.respond(got.stream, encode_trailers(UNIMPLEMENTED, "unknown method", only=True), end=True)
             return None
-        call = Call(got.stream, path, got.fields, single=single)
+        call = Call(got.stream, path, got.headers, single=single)
         self.calls[call.number] = self._silent[call.number] = call
         if got.ended:
             self.finish(call, OK)
@@ -366,18 +366,10 @@ def read_size(data: bytearray) -> int:
     return _PREFIX + size
 
 
-def find_method(fields: list[Field]) -> bytes:
+def find_method(headers: Block) -> bytes:
     """The method that a request calls, empty when it is no gRPC."""
-    path, is_post, is_grpc = b"", False, False
-    for field in fields:
-        kind = field.kind
-        if kind == PATH:
-            path = field.value
-        elif kind == METHOD:
-            is_post = field.value == b"POST"
-        elif kind == CONTENT_TYPE:
-            is_grpc = field.value.startswith(b"application/grpc")
-    return path if is_post and is_grpc else b""
+    is_call = headers.method == b"POST" and headers.content_type.startswith(b"application/grpc")
+    return headers.path if is_call else b""
 
 
 def frame_message(message: bytes) -> bytes:

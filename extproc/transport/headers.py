@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Final, Generic, TypeVar
 
@@ -31,9 +32,12 @@ METHOD: Final = 1
 SCHEME: Final = 2
 PATH: Final = 4
 AUTHORITY: Final = 8
+_NEEDED: Final = METHOD | SCHEME | PATH
+_PSEUDO: Final = _NEEDED | AUTHORITY
 CONTENT_LENGTH: Final = 16
 CONTENT_TYPE: Final = 32
-MALFORMED: Final = 64
+TE: Final = 64
+MALFORMED: Final = 128
 
 _KINDS: Final = {
     b":method": METHOD,
@@ -42,6 +46,7 @@ _KINDS: Final = {
     b":authority": AUTHORITY,
     b"content-length": CONTENT_LENGTH,
     b"content-type": CONTENT_TYPE,
+    b"te": TE,
 }
 _CONNECTION_FIELDS: Final = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"})
 _LENGTH_DIGITS: Final = 18
@@ -49,6 +54,9 @@ _LENGTH_DIGITS: Final = 18
 _TABLE_SIZE: Final = 4_096
 _ENTRY_OVERHEAD: Final = 32
 """What RFC 7541 section 4.1 adds to the bytes of a field."""
+
+_OBJECTS: Final = 300
+"""What a field takes in memory beside its bytes, as does a block."""
 
 _MAX_UPDATES: Final = 2
 """Table size updates at the start of a block: the smallest size and the last one (RFC 7541 section 4.2)."""
@@ -60,32 +68,95 @@ _INDEXED: Final = 0x80
 _INDEXING: Final = 0x40
 _TABLE_SIZE_UPDATE: Final = 0x20
 _TABLE_SIZE_MASK: Final = 0xE0
+_HUFFMAN: Final = 0x80
 
 
 class Field:
-    """One header field, and what kind of field it is."""
+    """One header field, what kind of field it is, and its size as RFC 7541 section 4.1 counts it."""
 
-    __slots__ = ("kind", "name", "value")
+    __slots__ = ("kind", "name", "size", "value")
 
     def __init__(self, name: bytes, value: bytes) -> None:
         """Find out what it is."""
         self.name = name
         self.value = value
+        self.size = len(name) + len(value) + _ENTRY_OVERHEAD
         self.kind = classify(name, value)
 
 
 def classify(name: bytes, value: bytes) -> int:
     """A field's kind; MALFORMED is what no request may hold (RFC 9113 sections 8.2 and 8.3)."""
+    kind = classify_name(name)
+    if len(value.translate(None, b"\r\n\0")) < len(value):
+        return MALFORMED
+    if kind == REGULAR:
+        return REGULAR
+    if kind == TE:
+        return REGULAR if value == b"trailers" else MALFORMED
+    if kind == CONTENT_LENGTH:
+        return kind if value.isdigit() and len(value) <= _LENGTH_DIGITS else MALFORMED
+    return MALFORMED if kind & _NEEDED and not value else kind
+
+
+@lru_cache(maxsize=256)
+def classify_name(name: bytes) -> int:
+    """What a field of that name may be."""
     kind = _KINDS.get(name, REGULAR)
-    if not name or name != name.lower() or (name[0] == ord(":") and not kind):
+    if not name or name != name.lower() or (name.startswith(b":") and not kind) or name in _CONNECTION_FIELDS:
         return MALFORMED
-    if name in _CONNECTION_FIELDS or (name == b"te" and value != b"trailers"):
-        return MALFORMED
-    if kind in (METHOD, SCHEME, PATH) and not value:
-        return MALFORMED
-    if kind == CONTENT_LENGTH and not (value.isdigit() and len(value) <= _LENGTH_DIGITS):
-        return MALFORMED
-    return MALFORMED if b"\n" in value or b"\r" in value or b"\0" in value else kind
+    return kind
+
+
+class Block:
+    """A header block, and what it says as a request (RFC 9113 section 8.3), found out once.
+
+    Attributes:
+        fields: in order; not to be changed.
+        malformed: it is no request, but may be trailers.
+        method: a request's, as the other pseudo-header fields.
+        path: as the peer sent it.
+        content_type: empty without one.
+        content_length: -1 without one.
+        size: of all fields.
+    """
+
+    __slots__ = ("content_length", "content_type", "fields", "malformed", "method", "path", "size")
+
+    def __init__(self, fields: list[Field], size: int) -> None:
+        """Find out what it says."""
+        self.fields = fields
+        self.size = size
+        self.method = self.path = self.content_type = b""
+        self.content_length = -1
+        self.malformed = not self._read()
+
+    def _read(self) -> bool:
+        seen, regular = 0, False
+        for field in self.fields:
+            kind = field.kind
+            if kind == MALFORMED:
+                return False
+            if kind & _PSEUDO:
+                if regular or seen & kind:
+                    return False
+                seen |= kind
+                if kind == METHOD:
+                    self.method = field.value
+                elif kind == PATH:
+                    self.path = field.value
+                continue
+            regular = True
+            if kind == CONTENT_TYPE:
+                self.content_type = field.value
+            elif kind == CONTENT_LENGTH and not self._read_length(int(field.value)):
+                return False
+        needed = AUTHORITY if self.method == b"CONNECT" else _NEEDED
+        return seen & needed == needed
+
+    def _read_length(self, length: int) -> bool:
+        """Whether it agrees with what was said before."""
+        before, self.content_length = self.content_length, length
+        return before in (-1, length)
 
 
 _T = TypeVar("_T")
@@ -110,25 +181,25 @@ class _Known(Generic[_T]):
 
 
 class Cache:
-    """Fields and blocks of all connections; each of the two holds at most `limit` bytes."""
-
-    _FIELD_OVERHEAD: Final = 300
-    _BLOCK_OVERHEAD: Final = 200
-    _POINTER: Final = 8
+    """Names, fields and blocks of all connections; each of the three holds at most `limit` bytes."""
 
     def __init__(self, limit: int = 2**20) -> None:
         """Nothing is known yet."""
+        self.names: _Known[bytes] = _Known(limit)
         self.fields: _Known[Field] = _Known(limit)
-        self.blocks: _Known[list[Field]] = _Known(limit)
+        self.blocks: _Known[Block] = _Known(limit)
+
+    def keep_name(self, encoded: bytes, name: bytes) -> None:
+        """Remember a name."""
+        self.names.keep(encoded, name, len(encoded) + len(name) + _OBJECTS)
 
     def keep_field(self, encoded: bytes, field: Field) -> None:
         """Remember a field that refers to nothing."""
-        self.fields.keep(encoded, field, len(encoded) + len(field.name) + len(field.value) + self._FIELD_OVERHEAD)
+        self.fields.keep(encoded, field, len(encoded) + field.size + _OBJECTS)
 
-    def keep_block(self, encoded: bytes, fields: list[Field]) -> None:
-        """Remember a block that refers to nothing and changes nothing; its fields may have been forgotten meanwhile."""
-        sizes = sum(len(field.name) + len(field.value) + self._FIELD_OVERHEAD + self._POINTER for field in fields)
-        self.blocks.keep(encoded, fields, len(encoded) + sizes + self._BLOCK_OVERHEAD)
+    def keep_block(self, encoded: bytes, block: Block) -> None:
+        """Remember a block whose fields refer to nothing; they may be forgotten before it is."""
+        self.blocks.keep(encoded, block, len(encoded) + block.size + _OBJECTS * (len(block.fields) + 1))
 
 
 class Decoder:
@@ -141,31 +212,32 @@ class Decoder:
         self._used = 0
         self._limit = _TABLE_SIZE
         self._allowed = _TABLE_SIZE
+        self._familiar = False  # nothing in the block at hand is new, so that it may well come again
 
     def forbid_table(self) -> None:
         """The peer has acknowledged that our table has size 0."""
         self._allowed = 0
 
-    def decode(self, block: bytes) -> list[Field]:
-        """The fields of a block; the caller must not change the list.
+    def decode(self, encoded: bytes) -> Block:
+        """What a block says.
 
         Raises:
             ProtocolError: it is none, or it is too large; the code is HTTP/2's.
         """
-        stateless = not self._limit
-        if stateless:
-            known = self._cache.blocks.found.get(block)
+        self._familiar = not self._limit
+        if self._familiar:
+            known = self._cache.blocks.found.get(encoded)
             if known is not None:
                 return known
         try:
-            fields = self._walk(block)
+            block = self._walk(encoded)
         except IndexError:
             raise ProtocolError("header block: it ends too early", code=COMPRESSION_ERROR) from None
-        if stateless and not self._limit:
-            self._cache.keep_block(block, fields)
-        return fields
+        if self._familiar:
+            self._cache.keep_block(encoded, block)
+        return block
 
-    def _walk(self, block: bytes) -> list[Field]:
+    def _walk(self, block: bytes) -> Block:
         position = self._read_updates(block)
         end, size = len(block), 0
         fields: list[Field] = []
@@ -179,18 +251,18 @@ class Decoder:
                 if first & _TABLE_SIZE_MASK == _TABLE_SIZE_UPDATE:
                     raise ProtocolError("header block: a table size update amid fields", code=COMPRESSION_ERROR)
                 index, position = read_integer(block, position, 0x3F if first >= _INDEXING else 0x0F)
-                at = position
-                if not index:
-                    position = _skip_string(block, position)
-                position = _skip_string(block, position)
-                field = self._read_literal(block[start:position], index, at - start)
+                middle = position if index else skip_string(block, position)
+                position = skip_string(block, middle)
+                encoded = block[start:position]
+                known = self._cache.fields.found.get(encoded)
+                field = self._read_literal(encoded, index, middle - start) if known is None else known
                 if first >= _INDEXING and self._limit:
                     self._insert(field)
             fields.append(field)
-            size += len(field.name) + len(field.value) + _ENTRY_OVERHEAD
+            size += field.size
             if size > MAX_BLOCK or len(fields) > MAX_FIELDS:
                 raise ProtocolError("header block: too many fields", code=ENHANCE_YOUR_CALM)
-        return fields
+        return Block(fields, size)
 
     def _read_updates(self, block: bytes) -> int:
         """Apply the table size updates at the block's start; returns where its fields begin."""
@@ -201,23 +273,25 @@ class Decoder:
             if size > self._allowed or updates > _MAX_UPDATES:
                 raise ProtocolError("header block: a table larger than allowed", code=COMPRESSION_ERROR)
             self._limit = size
+            self._familiar = self._familiar and not size
             self._evict()
         return position
 
-    def _read_literal(self, encoded: bytes, index: int, position: int) -> Field:
-        """A literal field from its own bytes; `index` refers to its name, else that stands at `position`."""
-        known = self._cache.fields.found.get(encoded)
-        if known is not None:
-            return known
-        if index:
-            name = self._find(index).name
-        else:
-            name, position = _read_string(encoded, position)
-        value, _ = _read_string(encoded, position)
-        field = Field(name, value)
+    def _read_literal(self, encoded: bytes, index: int, middle: int) -> Field:
+        """A literal field that is new. Its name is what `index` stands for, or spelled out; its value begins at `middle`."""
+        self._familiar = False
+        name = self._find(index).name if index else self._read_name(encoded[1:middle])
+        field = Field(name, read_string(encoded[middle:]))
         if index < len(_STATIC):
             self._cache.keep_field(encoded, field)
         return field
+
+    def _read_name(self, encoded: bytes) -> bytes:
+        name = self._cache.names.found.get(encoded)
+        if name is None:
+            name = read_string(encoded)
+            self._cache.keep_name(encoded, name)
+        return name
 
     def _find(self, index: int) -> Field:
         if 0 < index < len(_STATIC):
@@ -228,14 +302,13 @@ class Decoder:
         return self._table[entry]
 
     def _insert(self, field: Field) -> None:
-        self._used += len(field.name) + len(field.value) + _ENTRY_OVERHEAD
+        self._used += field.size
         self._table.insert(0, field)
         self._evict()
 
     def _evict(self) -> None:
         while self._used > self._limit:
-            oldest = self._table.pop()
-            self._used -= len(oldest.name) + len(oldest.value) + _ENTRY_OVERHEAD
+            self._used -= self._table.pop().size
 
 
 def read_integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
@@ -261,19 +334,28 @@ def read_integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
             raise ProtocolError("header block: an integer too large", code=COMPRESSION_ERROR)
 
 
-def _skip_string(block: bytes, position: int) -> int:
-    length, position = read_integer(block, position, 0x7F)
-    if position + length > len(block):
+def skip_string(block: bytes, position: int) -> int:
+    """Where the string ends that begins here.
+
+    Raises:
+        IndexError: behind the block's end.
+        ProtocolError: its length is larger than anything here can be.
+    """
+    length, start = read_integer(block, position, 0x7F)
+    if start + length > len(block):
         raise IndexError
-    return position + length
+    return start + length
 
 
-def _read_string(block: bytes, position: int) -> tuple[bytes, int]:
-    """A string that is known to be whole, and where it ends."""
-    coded = block[position] >= 0x80  # noqa: PLR2004  # the first bit
-    length, position = read_integer(block, position, 0x7F)
-    text = block[position : position + length]
-    return decode_huffman(text) if coded else text, position + length
+def read_string(encoded: bytes) -> bytes:
+    """A string with its length before it (RFC 7541 section 5.2).
+
+    Raises:
+        ProtocolError: its Huffman code is none.
+    """
+    _, start = read_integer(encoded, 0, 0x7F)
+    text = encoded[start:]
+    return decode_huffman(text) if encoded[0] >= _HUFFMAN else text
 
 
 def decode_huffman(data: bytes) -> bytes:
@@ -282,42 +364,45 @@ def decode_huffman(data: bytes) -> bytes:
     Raises:
         ProtocolError: it holds the end-of-string symbol, or is not padded as it has to be.
     """
-    out: list[int] = []
+    out: list[bytes] = []
     window, have = 0, 0  # the last bytes, and how many of their bits are still to be decoded
     for byte in data:
         window = (window << 8 | byte) & _WINDOW
         have += 8
-        while have >= 8:  # noqa: PLR2004  # a short code's most bits
-            entry = _SHORT[window >> have - 8 & 0xFF]
-            if not entry:
-                entry = _find_long(window, have)
-                if not entry:
+        while have >= _GLANCE:
+            index = window >> have - _GLANCE & _GLANCE_MASK
+            length = _GLANCE_LENGTHS[index]
+            if length:
+                out.append(_GLANCE_TEXTS[index])
+            else:
+                length, symbol = _find_symbol(window, have)
+                if not length:
                     break
-            have -= entry >> 8
-            out.append(entry & 0xFF)
+                out.append(symbol)
+            have -= length
     while have:
-        entry = _SHORT[(window << 8 | 0xFF) >> have & 0xFF]
-        if not entry or entry >> 8 > have:
+        length, symbol = _find_symbol(window, have)
+        if not length:
             break
-        have -= entry >> 8
-        out.append(entry & 0xFF)
+        out.append(symbol)
+        have -= length
     padding = (1 << have) - 1
     if have > 7 or window & padding != padding:  # noqa: PLR2004  # less than a byte
         raise ProtocolError("header block: Huffman padding", code=COMPRESSION_ERROR)
-    return bytes(out)
+    return b"".join(out)
 
 
-def _find_long(window: int, have: int) -> int:
-    """The entry of a code longer than a byte at the start of what is to be decoded, 0 when it needs more bits."""
+def _find_symbol(window: int, have: int) -> tuple[int, bytes]:
+    """The code at the start of what is to be decoded: its length and its symbol; 0 when it needs more bits."""
     bits = (window << _LONGEST >> have) & (1 << _LONGEST) - 1
     group = bisect_right(_FIRST_CODES, bits) - 1
     length = _GROUP_LENGTHS[group]
     if length > have:
-        return 0
+        return 0, b""
     symbol = _SYMBOLS[_GROUP_STARTS[group] + (bits - _FIRST_CODES[group] >> _LONGEST - length)]
     if symbol == _END_OF_STRING:
         raise ProtocolError("header block: end of string within one", code=COMPRESSION_ERROR)
-    return length << 8 | symbol
+    return length, bytes((symbol,))
 
 
 # The Huffman code (RFC 7541 appendix B) is canonical: the lengths of its codes say it all. One letter each, "a" for 5 bits.
@@ -339,9 +424,6 @@ _FIRST_CODES: Final = [
     0,
     *accumulate(_CODE_LENGTHS.count(length) << _LONGEST - length for length in _GROUP_LENGTHS[:-1]),
 ]  # a length's first code, filled up with zeros
-_SHORT: Final = [0] * 256
-"""What begins with these 8 bits: the code's length and its symbol, 0 where the code is longer."""
-
 _STATIC_TABLE: Final = b"""
 :authority:
 :method: GET
@@ -407,15 +489,24 @@ www-authenticate:
 """
 
 
-def _fill_short() -> None:
-    code = 0
-    for symbol in _SYMBOLS:
-        length = _CODE_LENGTHS[symbol]
-        if length > 8:  # noqa: PLR2004  # bits
-            return
-        for index in range(code, code + (1 << 8 - length)):
-            _SHORT[index] = length << 8 | symbol
-        code += 1 << 8 - length
+_GLANCE: Final = 12
+"""Bits that are decoded at a time: two symbols of most texts."""
+
+_GLANCE_MASK: Final = 2**_GLANCE - 1
+
+
+def _glance(bits: int) -> tuple[int, bytes]:
+    """The symbols, two at most, that these bits hold completely, and how many bits they take."""
+    first, text = _find_symbol(bits, _GLANCE)
+    if not first:
+        return 0, b""
+    second, more = _find_symbol(bits, _GLANCE - first)
+    return first + second, text + more
+
+
+_GLANCES: Final = [_glance(bits) for bits in range(2**_GLANCE)]
+_GLANCE_LENGTHS: Final = [length for length, _ in _GLANCES]
+_GLANCE_TEXTS: Final = [text for _, text in _GLANCES]
 
 
 def _read_static() -> list[Field]:
@@ -427,7 +518,6 @@ def _read_static() -> list[Field]:
     return found
 
 
-_fill_short()
 _STATIC: Final = _read_static()
 
 

@@ -21,21 +21,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from extproc.errors import ProtocolError
-from extproc.transport.headers import (
-    AUTHORITY,
-    CONTENT_LENGTH,
-    CONTENT_TYPE,
-    ENHANCE_YOUR_CALM,
-    MALFORMED,
-    MAX_BLOCK,
-    METHOD,
-    PATH,
-    REGULAR,
-    SCHEME,
-    Cache,
-    Decoder,
-    Field,
-)
+from extproc.transport.headers import ENHANCE_YOUR_CALM, MAX_BLOCK, Block, Cache, Decoder
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
@@ -90,8 +76,6 @@ _UPDATE_AFTER: Final = 2**24
 _CONNECTION: Final = bytes(4)
 """The stream number of frames that concern the whole connection."""
 
-_SMALL_DATA: Final = 1_024
-_UNKNOWN: Final = -1
 _STREAM_ERROR_COST: Final = 20
 
 
@@ -201,12 +185,12 @@ class Stream:
 class RequestReceived:
     """A stream has begun; `ended` when nothing follows."""
 
-    __slots__ = ("ended", "fields", "stream")
+    __slots__ = ("ended", "headers", "stream")
 
-    def __init__(self, stream: Stream, fields: list[Field], *, ended: bool) -> None:
-        """The fields are well formed, and are not to be changed."""
+    def __init__(self, stream: Stream, headers: Block, *, ended: bool) -> None:
+        """The headers are well formed."""
         self.stream = stream
-        self.fields = fields
+        self.headers = headers
         self.ended = ended
 
 
@@ -267,7 +251,8 @@ class Connection:
         self.ended = False
         self.error: ProtocolError | None = None
         self.work = 0
-        self.patience = float(self.limits.patience)
+        self.patience = self._most_patience = float(self.limits.patience)
+        self._turn = self.limits.work
         self._now = 0.0
         self._data = b""
         self._position = 0
@@ -295,7 +280,8 @@ class Connection:
                 (_MAX_HEADER_LIST, MAX_BLOCK),
             )
         )
-        self._out = [make_head(len(settings), SETTINGS, 0), _CONNECTION, settings]
+        self._out: list[bytes] = []
+        self._write(SETTINGS, 0, _CONNECTION, settings)
         self._open_window(_CONNECTION, _MAX_WINDOW - _DEFAULT_WINDOW)
 
     @property
@@ -306,7 +292,7 @@ class Connection:
     @property
     def tired(self) -> bool:
         """This turn is over."""
-        return self.work >= self.limits.work
+        return self.work >= self._turn
 
     @property
     def unfinished(self) -> bool:
@@ -333,48 +319,49 @@ class Connection:
         self.work = 0
         self._more = False
         if now > self._now:
-            earned = (now - self._now) * self.limits.patience_per_second
-            self.patience = min(self.patience + earned, float(self.limits.patience))
+            self.patience += (now - self._now) * self.limits.patience_per_second
             self._now = now
+        if self.patience > self._most_patience:  # noqa: PLR1730  # min() is slow when compiled
+            self.patience = self._most_patience
 
     def next_event(self) -> Event | None:
         """What happened next; None when all is looked at, or this turn is over."""
-        if self.ended:
-            return None
         try:
-            return self._next_event()
+            if self.ended or not (self._preface or self._read_preface()):
+                return None
+            if self._waiting:
+                self._send_waiting()
+            return self._read_frames()
+        except _StreamError as error:
+            self.patience -= _STREAM_ERROR_COST
+            self._reset(error.number, error.code)
+            return StreamReset(error.number, error.code)
         except ProtocolError as error:
             self._end(error)
             return None
 
-    def _next_event(self) -> Event | None:
-        if not self._preface and not self._read_preface():
-            return None
-        if self._waiting:
-            self._send_waiting()
-        data, size = self._data, len(self._data)
-        while True:
-            position = self._position
-            if size - position < _FRAME_HEADER:
-                break
+    def _read_frames(self) -> Event | None:
+        """Look at frames until something happens, or the turn is over, or what is left is no whole frame."""
+        data, position = self._data, self._position
+        size = len(data)
+        while size - position >= _FRAME_HEADER:
             length = data[position] << 16 | data[position + 1] << 8 | data[position + 2]
             if length > MAX_FRAME:
                 raise ProtocolError(f"a frame of {length} bytes", code=FRAME_SIZE_ERROR)
             end = position + _FRAME_HEADER + length
             if end > size:
                 break
-            if self.tired:
+            if self.work >= self._turn:
                 self._more = True
                 return None
-            if self.patience < 0:
-                raise ProtocolError("too many frames that lead to nothing", code=ENHANCE_YOUR_CALM)
             number = (data[position + 5] & 0x7F) << 24 | data[position + 6] << 16 | data[position + 7] << 8 | data[position + 8]
             self._position = end
             self.work += 1
             event = self._handle(data[position + 3], data[position + 4], number, data[position + _FRAME_HEADER : end])
             if event is not None:
                 return event
-        self._data, self._position = data[position:], 0  # a frame that is not whole
+            position = end
+        self._data, self._position = data[position:], 0
         return None
 
     def _read_preface(self) -> bool:
@@ -391,20 +378,21 @@ class Connection:
             raise ProtocolError("a header block was interrupted", code=PROTOCOL_ERROR)
         if not self.settled and kind != SETTINGS:
             raise ProtocolError("the first frame is not SETTINGS", code=PROTOCOL_ERROR)
-        try:
-            if kind == DATA:
-                return self._on_data(flags, number, payload)
-            self.patience -= 1
-            if kind == HEADERS:
-                return self._on_headers(flags, number, payload)
-            if kind == RST_STREAM:
-                return self._on_reset(flags, number, payload)
-            handler = _HANDLERS.get(kind)
-            return handler(self, flags, number, payload) if handler else None  # other types are ignored (section 4.1)
-        except _StreamError as error:
-            self.patience -= _STREAM_ERROR_COST
-            self._reset(error.number, error.code)
-            return StreamReset(error.number, error.code)
+        if kind == DATA:
+            return self._on_data(flags, number, payload)
+        self._spend(1)
+        if kind == HEADERS:
+            return self._on_headers(flags, number, payload)
+        if kind == RST_STREAM:
+            return self._on_reset(flags, number, payload)
+        handler = _HANDLERS.get(kind)
+        return handler(self, flags, number, payload) if handler else None  # other types are ignored (section 4.1)
+
+    def _spend(self, frames: int) -> None:
+        """The peer sent something that leads to nothing by itself."""
+        self.patience -= frames
+        if self.patience < 0:
+            raise ProtocolError("too many frames that lead to nothing", code=ENHANCE_YOUR_CALM)
 
     def _on_data(self, flags: int, number: int, payload: bytes) -> Event | None:
         size = len(payload)
@@ -421,19 +409,27 @@ class Connection:
         if flags & PADDED:
             payload = _strip_padding(payload)
         if not payload:
-            self.patience -= 1
+            self._spend(1)
         ended = flags & END_STREAM != 0
         if ended:
             self._end_remote(stream)
-        elif size:
-            stream.consumed += size
-            if stream.consumed >= _UPDATE_AFTER:
-                self._open_window(stream.name, stream.consumed)
-                stream.consumed = 0
-        stream.received += len(payload)
-        if stream.expected >= 0 and (stream.received > stream.expected or (ended and stream.received != stream.expected)):
-            raise _StreamError(number, PROTOCOL_ERROR)
+        else:
+            self._consume(stream, size)
+        if stream.expected >= 0:
+            self._compare_length(stream, len(payload), ended=ended)
         return None if stream.local_closed else DataReceived(stream, payload, ended=ended)
+
+    def _consume(self, stream: Stream, size: int) -> None:
+        stream.consumed += size
+        if stream.consumed >= _UPDATE_AFTER:
+            self._open_window(stream.name, stream.consumed)
+            stream.consumed = 0
+
+    def _compare_length(self, stream: Stream, size: int, *, ended: bool) -> None:
+        """Hold the body against its content-length."""
+        stream.received += size
+        if stream.received > stream.expected or (ended and stream.received != stream.expected):
+            raise _StreamError(stream.number, PROTOCOL_ERROR)
 
     def _on_headers(self, flags: int, number: int, payload: bytes) -> Event | None:
         if not number % 2:
@@ -469,33 +465,32 @@ class Connection:
             raise ProtocolError("a header block without an end", code=ENHANCE_YOUR_CALM)
         self._block += payload
 
-    def _on_block(self, number: int, flags: int, block: bytes) -> Event | None:
+    def _on_block(self, number: int, flags: int, encoded: bytes) -> Event | None:
         """A whole header block: a request, or the trailers of one."""
-        self.work += len(block) >> 7
-        fields = self._decoder.decode(block)
+        self.work += len(encoded) >> 7
+        block = self._decoder.decode(encoded)
         ended = flags & END_STREAM != 0
         stream = self._streams.get(number)
         if stream is not None:
-            return self._on_trailers(stream, fields, ended=ended)
+            return self._on_trailers(stream, block, ended=ended)
         if number <= self._last:
             raise ProtocolError(f"stream {number} is over", code=STREAM_CLOSED)
         self._last = number
         if len(self._streams) >= self.limits.streams:
             raise _StreamError(number, REFUSED_STREAM)
-        expected = check_request(fields)
-        if expected == MALFORMED_REQUEST or (ended and expected > 0):
+        if block.malformed or (ended and block.content_length > 0):
             raise _StreamError(number, PROTOCOL_ERROR)
-        stream = self._streams[number] = Stream(number, expected, remote_closed=ended)
-        return RequestReceived(stream, fields, ended=ended)
+        stream = self._streams[number] = Stream(number, block.content_length, remote_closed=ended)
+        return RequestReceived(stream, block, ended=ended)
 
-    def _on_trailers(self, stream: Stream, fields: list[Field], *, ended: bool) -> Event | None:
+    def _on_trailers(self, stream: Stream, block: Block, *, ended: bool) -> Event | None:
         if stream.remote_closed:
             raise ProtocolError("HEADERS on a stream that its sender has ended", code=STREAM_CLOSED)
-        if not ended or any(field.name.startswith(b":") for field in fields):
+        if not ended or any(field.name.startswith(b":") for field in block.fields):
             raise _StreamError(stream.number, PROTOCOL_ERROR)
         self._end_remote(stream)
-        if stream.expected >= 0 and stream.received != stream.expected:
-            raise _StreamError(stream.number, PROTOCOL_ERROR)
+        if stream.expected >= 0:
+            self._compare_length(stream, 0, ended=True)
         return None if stream.local_closed else DataReceived(stream, b"", ended=True)
 
     def _on_priority(self, _: int, number: int, payload: bytes) -> Event | None:
@@ -636,7 +631,7 @@ class Connection:
 
     def earn(self) -> None:
         """The peer did something that was worth an answer."""
-        self.patience = min(self.patience + self.limits.answer_earns, float(self.limits.patience))
+        self.patience += self.limits.answer_earns
 
     def goaway(self) -> None:
         """Ask the peer to open no more streams here; those that it has opened meanwhile are served."""
@@ -675,7 +670,7 @@ class Connection:
 
     def _reopen_shut(self) -> None:
         """All streams' windows were opened: no other frame looks at more than one stream, so this one has its price."""
-        self.patience -= len(self._shut)
+        self._spend(len(self._shut))
         self._waiting.update(self._shut)
         self._shut.clear()
 
@@ -706,18 +701,14 @@ class Connection:
             self._end(ProtocolError("too many streams whose windows stay shut", code=ENHANCE_YOUR_CALM))
 
     def _write(self, kind: int, flags: int, name: bytes, payload: bytes) -> None:
-        size = len(payload)
-        out = self._out
-        out.append(_DATA_HEADS[size] if kind == DATA and size < _SMALL_DATA else make_head(size, kind, flags))
-        out.append(name)
-        out.append(payload)
+        self._out.append(make_head(len(payload), kind, flags) + name + payload)
 
     def _write_last(self, stream: Stream, trailers: bytes) -> None:
         """The frame that ends a stream: trailers, or an empty DATA frame without any."""
         if trailers:
             self._write(HEADERS, END_HEADERS | END_STREAM, stream.name, trailers)
         else:
-            self._out += (make_head(0, DATA, END_STREAM), stream.name)
+            self._write(DATA, END_STREAM, stream.name, b"")
         self._end_local(stream)
 
     def _open_window(self, name: bytes, increment: int) -> None:
@@ -777,37 +768,7 @@ def make_head(size: int, kind: int, flags: int) -> bytes:
     return (size << 16 | kind << 8 | flags).to_bytes(5, "big")
 
 
-_DATA_HEADS: Final = [make_head(size, DATA, 0) for size in range(_SMALL_DATA)]
-
-
 def _strip_padding(payload: bytes) -> bytes:
     if not payload or payload[0] >= len(payload):
         raise ProtocolError("more padding than payload", code=PROTOCOL_ERROR)
     return payload[1 : len(payload) - payload[0]]
-
-
-MALFORMED_REQUEST: Final = -2
-
-
-def check_request(fields: list[Field]) -> int:
-    """The content-length of a well-formed request (section 8.3), -1 without one; MALFORMED_REQUEST for any other."""
-    seen, expected, regular = 0, _UNKNOWN, False
-    method = b""
-    for field in fields:
-        kind = field.kind
-        if kind in (REGULAR, CONTENT_TYPE):
-            regular = True
-        elif kind == CONTENT_LENGTH:
-            regular = True
-            length = int(field.value)
-            if expected not in (_UNKNOWN, length):
-                return MALFORMED_REQUEST
-            expected = length
-        elif kind == MALFORMED or regular or seen & kind:
-            return MALFORMED_REQUEST
-        else:
-            seen |= kind
-            if kind == METHOD:
-                method = field.value
-    needed = AUTHORITY if method == b"CONNECT" else METHOD | SCHEME | PATH
-    return expected if seen & needed == needed else MALFORMED_REQUEST

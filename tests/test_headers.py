@@ -1,0 +1,233 @@
+"""Header blocks: python-hyper's hpack is the other side, and the oracle."""
+
+from __future__ import annotations
+
+import pytest
+from hpack import Decoder as Reference
+from hpack import Encoder, HPACKError
+from hpack.huffman import HuffmanEncoder
+from hpack.huffman_constants import REQUEST_CODES, REQUEST_CODES_LENGTH
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.errors import ProtocolError
+from extproc.transport import headers as hpack
+from extproc.transport.headers import Cache, Decoder, decode_huffman, encode
+
+Pairs = list[tuple[bytes, bytes]]
+
+REQUEST: Pairs = [
+    (b":method", b"POST"),
+    (b":scheme", b"http"),
+    (b":path", b"/envoy.service.ext_proc.v3.ExternalProcessor/Process"),
+    (b":authority", b"loopguard"),
+    (b"te", b"trailers"),
+    (b"content-type", b"application/grpc"),
+    (b"x-loopguard-scope", b"gateway"),
+]
+NAMES = st.sampled_from([name for name, _ in REQUEST]) | st.binary(max_size=12)
+PAIRS = st.lists(st.tuples(NAMES, st.binary(max_size=40)), max_size=8)
+
+
+def pairs(decoder: Decoder, block: bytes) -> Pairs:
+    """The fields of a block as pairs."""
+    return [(field.name, field.value) for field in decoder.decode(block).fields]
+
+
+def without_table(cache: Cache | None = None) -> Decoder:
+    """The decoder of a connection whose peer has shrunk its table to nothing."""
+    decoder = Decoder(cache or Cache())
+    decoder.forbid_table()
+    decoder.decode(b"\x20")
+    return decoder
+
+
+def huffman(text: bytes) -> bytes:
+    """The text in Huffman code."""
+    return bytes(HuffmanEncoder(REQUEST_CODES, REQUEST_CODES_LENGTH).encode(text))
+
+
+@given(st.lists(PAIRS, max_size=5), st.booleans(), st.sampled_from([0, 100, 4_096]))
+def test_what_another_encoder_sends_is_understood(blocks: list[Pairs], coded: bool, table: int) -> None:
+    """Blocks of a connection decode to what was encoded, with a dynamic table of any size and without one."""
+    encoder, decoder = Encoder(), Decoder(Cache())
+    encoder.header_table_size = table
+
+    for block in blocks:
+        assert pairs(decoder, encoder.encode(block, huffman=coded)) == block
+
+
+@given(st.lists(st.binary(max_size=30) | st.sampled_from([b"\x20", b"\x82", b"\xbe", b"\x40\x01a\x01b"]), max_size=6))
+def test_any_bytes_are_read_as_another_decoder_reads_them(blocks: list[bytes]) -> None:
+    """Whatever a block holds, it means the same to python-hyper's decoder, or both refuse it."""
+    ours, theirs = Decoder(Cache()), Reference()
+    for block in blocks:
+        try:
+            expected = [(bytes(pair[0]), bytes(pair[1])) for pair in theirs.decode(block, raw=True)]
+        except (HPACKError, IndexError):
+            with pytest.raises(ProtocolError):
+                ours.decode(block)
+            return
+        assert pairs(ours, block) == expected
+
+
+@given(st.binary(max_size=200))
+def test_huffman_code_comes_back(text: bytes) -> None:
+    """Every text is what it was after coding, whatever symbols it is made of."""
+    assert decode_huffman(huffman(text)) == text
+
+
+@pytest.mark.parametrize(
+    "coded",
+    [b"\xff", huffman(b"a") + b"\xff", b"\x18", b"\xff\xff\xff\xff", huffman(b"\x16")[:-1]],
+    ids=["padding alone", "a byte of padding", "padding of zeros", "end of string", "half a symbol"],
+)
+def test_huffman_code_that_is_none_is_refused(coded: bytes) -> None:
+    """Padding of more than 7 bits or of other than ones, the end-of-string symbol and cut symbols are errors."""
+    with pytest.raises(ProtocolError) as refusal:
+        decode_huffman(coded)
+
+    assert refusal.value.code == hpack.COMPRESSION_ERROR
+
+
+def test_the_code_is_the_rfcs() -> None:
+    """Every symbol alone, filled up with ones, is what RFC 7541's table says."""
+    for symbol, (code, length) in enumerate(zip(REQUEST_CODES, REQUEST_CODES_LENGTH, strict=True)):
+        fill = -length % 8
+        coded = (code << fill | (1 << fill) - 1).to_bytes((length + fill) // 8, "big")
+        if symbol < 256:
+            assert decode_huffman(coded) == bytes((symbol,))
+
+
+BROKEN = {
+    "index 0": b"\x80",
+    "an index too far": b"\xbe",
+    "a name too far": b"\x7f\x00\x00",
+    "no name": b"\x00",
+    "half a name": b"\x00\x02a",
+    "no value": b"\x00\x01a",
+    "half a value": b"\x00\x01a\x02b",
+    "a giant": b"\xff\xff\xff\xff\xff\xff\x01",
+    "an update behind a field": b"\x82\x20",
+}
+
+
+@pytest.mark.parametrize("block", BROKEN.values(), ids=BROKEN.keys())
+def test_a_block_that_is_none_is_refused(block: bytes) -> None:
+    """What refers to nothing, or ends too early, is a compression error."""
+    with pytest.raises(ProtocolError) as refusal:
+        without_table().decode(block)
+
+    assert refusal.value.code == hpack.COMPRESSION_ERROR
+
+
+def test_a_table_may_not_come_back() -> None:
+    """A peer that knows that our table has size 0 cannot enlarge it, not even in a block that it announced before."""
+    cache = Cache()
+    block = b"\x3f\xe1\x1f\x20\x82"  # 4096, then 0
+    before = Decoder(cache)
+    for _ in range(3):
+        before.decode(block)
+
+    with pytest.raises(ProtocolError):
+        without_table(cache).decode(block)
+
+
+def test_table_updates_are_two_at_most() -> None:
+    """The smallest and the last size are all that a block can have to say."""
+    assert pairs(Decoder(Cache()), b"\x20\x20\x82") == [(b":method", b"GET")]
+    with pytest.raises(ProtocolError):
+        Decoder(Cache()).decode(b"\x20" * 3)
+
+
+TOO_MUCH = {
+    "many fields": b"\x82" * (hpack.MAX_FIELDS + 1),
+    "a large field": encode([(b"x", b"y" * hpack.MAX_BLOCK)]),
+    "a bomb": b"\x40\x01a\x7f\xa1\x1e" + b"b" * 4_000 + b"\xbe" * 20,
+}
+
+
+@pytest.mark.parametrize("block", TOO_MUCH.values(), ids=TOO_MUCH.keys())
+def test_fields_are_bounded(block: bytes) -> None:
+    """A block with more fields, or more bytes of fields, than an Envoy would take is refused."""
+    with pytest.raises(ProtocolError) as refusal:
+        Decoder(Cache()).decode(block)
+
+    assert refusal.value.code == hpack.ENHANCE_YOUR_CALM
+
+
+def test_blocks_are_known_only_where_they_mean_the_same() -> None:
+    """A peer that uses the dynamic table is decoded in order, beside peers that use none, on one cache."""
+    cache, indexing = Cache(), Encoder()
+    first, second = indexing.encode(REQUEST, huffman=False), indexing.encode(REQUEST, huffman=False)
+    decoder = Decoder(cache)
+
+    assert first != second
+    assert [pairs(decoder, block) for block in (first, second, second)] == [REQUEST] * 3
+    assert not cache.blocks.found
+    with pytest.raises(ProtocolError):
+        without_table(cache).decode(second)
+
+
+def test_a_block_that_comes_again_is_not_read_again() -> None:
+    """The second time its fields are known, from then on the block is, on every connection."""
+    cache, block = Cache(), encode(REQUEST)
+    first, second = without_table(cache), without_table(cache)
+
+    fields = [first.decode(block).fields for _ in range(2)]
+
+    assert all(one is other for one, other in zip(*fields, strict=True))
+    assert first.decode(block) is second.decode(block)
+
+
+def test_of_a_block_with_one_new_field_that_field_is_read_alone() -> None:
+    """A trace identifier in every block leaves the others' fields known, and puts no block into the cache."""
+    cache = Cache()
+    decoder = without_table(cache)
+    decoder.decode(encode(REQUEST))
+
+    for number in range(100):
+        decoder.decode(encode([*REQUEST, (b"traceparent", b"%d" % number)]))
+
+    assert len(cache.fields.found) == len(REQUEST) + 100
+    assert len(cache.names.found) == len(REQUEST) + 1
+    assert not cache.blocks.found
+
+
+def test_the_cache_is_bounded_in_bytes() -> None:
+    """Whatever is sent, each part of the cache holds no more bytes than it may, and goes on to be of use."""
+    cache = Cache(limit=50_000)
+    decoder = without_table(cache)
+
+    for number in range(300):
+        block = encode([(b"%d" % number, b"x" * 2_000)] * 10)
+        for _ in range(3):
+            decoder.decode(block)
+        for part in (cache.names, cache.fields, cache.blocks):
+            assert sum(map(len, part.found)) <= part.size <= 50_000
+
+    assert cache.fields.found
+    assert cache.blocks.found
+
+
+@pytest.mark.parametrize(
+    ("fields", "malformed"),
+    [
+        (REQUEST, False),
+        ([*REQUEST, (b"content-length", b"1"), (b"content-length", b"1")], False),
+        ([*REQUEST, (b"content-length", b"1"), (b"content-length", b"2")], True),
+        ([*REQUEST, (b"content-length", b"9" * 5_000)], True),
+        ([*REQUEST, (b"content-length", b"")], True),
+        ([*REQUEST, (b"content-length", "²".encode())], True),
+        ([*REQUEST, (b"x", b"a\nb")], True),
+        ([*REQUEST, (b"x", b"a\0b")], True),
+        ([*REQUEST, (b"", b"x")], True),
+        ([(b":method", b"CONNECT"), (b":authority", b"h")], False),
+        ([(b":method", b"CONNECT")], True),
+        ([(b":method", b""), *REQUEST[1:]], True),
+        ([], True),
+    ],
+)
+def test_a_request_is_well_formed_or_not(fields: Pairs, malformed: bool) -> None:
+    """What RFC 9113 demands of a request's fields is found out from its block, without an exception."""
+    assert Decoder(Cache()).decode(encode(fields)).malformed is malformed
