@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import yaml
@@ -18,12 +22,13 @@ from extproc.envoy_config.options import EnvoyOptions
 from extproc.envoy_config.render import render_bootstrap
 from extproc.envoy_config.template import fill
 from extproc.errors import UsageError
+from extproc.fingerprint import normalize_path
 from extproc.options import read_options
 from extproc.policy.bundle import Selector
 from extproc.policy.loader import PolicySet, parse
 from extproc.policy.routes import Index
 from tests.documents import bundle, policy
-from tests.harness import ENVOY, eventually, stack
+from tests.harness import ENVOY, Stack, Upstream, eventually, stack
 
 ROOT = Path(__file__).parent.parent
 SAMPLE = ROOT / "envoy" / "policy.json"
@@ -202,7 +207,9 @@ def test_looking_on_carries_nothing_that_needs_an_answer() -> None:
     text = bootstrap(DOCUMENTS["sample"], shadow_mode="observability")
     lines = text.partition("clusters:")[0].splitlines()
 
-    found = [line for line in lines if re.search(r"DYNAMIC_METADATA|receiving|message_timeout|longest hold|refused", line)]
+    found = [
+        line for line in lines if re.search(r"DYNAMIC_METADATA|receiving|message_timeout|longest hold|refused(?!-stream)", line)
+    ]
 
     assert found == []
 
@@ -395,23 +402,60 @@ def test_names_that_cannot_be_placed(selectors: Sequence[Mapping[str, object]], 
 
 
 def test_envoy_and_the_policies_agree_on_paths() -> None:
-    """The real Envoy shows Loopguard exactly the requests whose path some selector takes."""
-    odd = """/$y"'{}*&\\n"""
-    selectors = [{"pathPrefix": path} for path in ("/v1", "/v2/", "/d/e")]
-    selectors += [{"pathExact": path} for path in ("/x", "/d/e/", odd)]
+    """The real Envoy shows Loopguard exactly the requests whose path some selector takes, and both see one spelling of it."""
+    odd = """/$y"'{}*&^|<>`~[]"""
+    selectors = [{"pathPrefix": path} for path in ("/v1", "/v2/", "/d/e", "/m%3a1", "/n%3A/")]
+    selectors += [{"pathExact": path} for path in ("/x", "/d/e/", "/e%2ff", odd)]
     targets = ["/", "/v1", "/v1/", "/v1/a", "/v1?q=/v2/", "/v1a", "/V1", "/v2", "/v2/", "/v2/a/b", "/v2//a"]
     targets += ["/x", "/x?y=1", "/x/", "/xy", "//x", "/./x", "/%78", "/d", "/d/e/f", "/d/e/", "/d/ef", "/?/v1", odd]
+    targets += ["/m%3a1", "/m%3A1/x", "/m%3a1x", "/n%3A/x", "/n%3a/", "/n%3a", "/e%2Ff", "/e%2ff", "/e/f", "/e%2Ff/"]
     document = bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors)))
     index = Index([(Selector.model_validate(selector), number) for number, selector in enumerate(selectors)])
     with stack(document) as running:
-        statuses = {running.send(target).status for target in targets}
+        statuses = [running.send(target).status for target in targets]
 
         counted = running.loopguard.metric("requests_total")
         unmatched = running.loopguard.metric("unmatched_total")
 
-    assert statuses == {200}
+    seen = [normalize_path(quote(target.partition("?")[0], safe="/%!$&'()*+,;=:@[]")) for target in targets]
+    assert set(statuses) <= {200, 429}
     assert unmatched == 0
-    assert counted == sum(len(index.match("GET", "", target.partition("?")[0])) for target in targets)
+    assert counted == sum(len(index.match("GET", "", path)) for path in seen)
+
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "/v1/chat/complet%69ons",
+        "//v1//chat/completions",
+        "/./v1/chat/completions",
+        "/v1/%2e/chat/completions",
+        "/x/../v1/chat/completions",
+        "/x/%2e%2e/v1/chat/completions",
+        "/../%2E%2E/v1/chat/completions",
+        "/%76%31/ch%61t/completions",
+        "/v1\\chat\\completions",
+    ],
+)
+def test_no_spelling_of_a_path_escapes(spelling: str, running: Stack) -> None:
+    """Another spelling of a guarded path takes the guarded route, and the upstream sees the path that was guarded."""
+    before = running.loopguard.metric("requests_total")
+    seen = len(running.upstream.seen)
+
+    running.send(f"{spelling}?{quote(spelling)}")
+
+    assert running.loopguard.metric("requests_total") == before + 1
+    assert [each.target.partition("?")[0] for each in running.upstream.seen[seen:]] == [CHAT]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Stack]:
+    """A guarded path, counted by user."""
+    with stack(bundle(policy("chat", {"pathExact": CHAT}, limit_keys=["header:x-user", "ip:address"]))) as made:
+        yield made
 
 
 def test_a_route_alone_is_enough() -> None:
@@ -421,6 +465,103 @@ def test_a_route_alone_is_enough() -> None:
         statuses = [running.send("/anything").status for _ in range(3)]
 
     assert statuses == [200, 200, 429]
+
+
+# ---- One count, one upstream request
+
+RETRY = {"x-envoy-retry-on": "retriable-status-codes", "x-envoy-retriable-status-codes": "200", "x-envoy-max-retries": "5"}
+SLOW = {"x-envoy-upstream-rq-per-try-timeout-ms": "50", "x-envoy-retry-on": "5xx", "x-envoy-max-retries": "5"}
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        RETRY,
+        {"x-envoy-retry-on": "retriable-headers", "x-envoy-retriable-header-names": "content-type", "x-envoy-max-retries": "9"},
+        {"x-envoy-retry-on": "5xx,reset,connect-failure,gateway-error,retriable-4xx,refused-stream,http3-post-connect-failure"},
+        {"x-envoy-retry-grpc-on": "cancelled,deadline-exceeded,internal,resource-exhausted,unavailable"},
+        {"x-envoy-upstream-rq-timeout-ms": "50", "x-envoy-upstream-rq-timeout-alt-response": "1"},
+        SLOW,
+        {**SLOW, "x-envoy-hedge-on-per-try-timeout": "true"},
+        {**SLOW, "x-envoy-is-timeout-retry": "true"},
+        {"x-envoy-expected-rq-timeout-ms": "50"},
+        {"x-envoy-upstream-stream-duration-ms": "50"},
+        {"grpc-timeout": "50m"},
+        {"x-envoy-upstream-alt-stat-name": "forged"},
+        {"x-envoy-original-path": "/elsewhere", "x-envoy-original-url": "/elsewhere", "x-envoy-original-host": "elsewhere"},
+        {"x-envoy-original-dst-host": "127.0.0.1:1"},
+        {"x-envoy-decorator-operation": "forged"},
+        {"x-envoy-force-trace": "true", "x-client-trace-id": "forged"},
+        {"x-envoy-external-address": "203.0.113.9"},
+        {"x-forwarded-for": "0.0.0.0, 10.0.0.1"},
+        {**RETRY, "x-forwarded-for": "10.0.0.1"},
+        {**RETRY, "x-envoy-internal": "true"},
+        {"x-envoy-attempt-count": "7"},
+        {"x-envoy-downstream-service-cluster": "forged", "x-envoy-downstream-service-node": "forged"},
+        {"x-envoy-ip-tags": "forged"},
+        {"x-envoy-overloaded": "true", "x-envoy-local-overloaded": "true", "x-envoy-ratelimited": "true"},
+        {"x-envoy-degraded": "true", "x-envoy-immediate-health-check-fail": "true"},
+        {"x-envoy-upstream-canary": "true", "x-envoy-upstream-healthchecked-cluster": "forged"},
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("path", ["/v1/chat", "/v1/hang"])
+def test_a_request_that_counts_once_reaches_the_upstream_once(path: str, forged: dict[str, str], gate: Stack) -> None:
+    """Whatever a client says in headers of Envoy's own, its request is neither multiplied nor hidden by them."""
+    user = {"x-user": f"{path} {forged}"}
+    gate.upstream.seen.clear()
+    with later(gate.upstream, 0.3 if "hang" in path else 0):
+        refused = [gate.send(path, headers={**user, **forged}).status == 429 for _ in range(3)]
+
+    assert refused == [False, False, True]
+    assert [seen.target for seen in gate.upstream.seen] == [path] * 2
+    assert gate.envoy.admin("/stats?filter=forged") == ""
+
+
+@contextmanager
+def later(upstream: Upstream, seconds: float) -> Iterator[None]:
+    """Answer what hangs only after so many seconds, which is longer than any timeout that a client asks for."""
+    upstream.release.clear()
+    timer = threading.Timer(seconds, upstream.release.set)
+    timer.start()
+    yield
+    timer.join()
+
+
+@pytest.fixture(scope="module")
+def gate() -> Iterator[Stack]:
+    """Everything guarded, counted by user and by the address that Envoy believes."""
+    with stack(bundle(policy("all", {"pathPrefix": "/"}, limit_keys=["header:x-user", "ip:address"]))) as made:
+        yield made
+
+
+def test_private_networks_are_believed_by_default() -> None:
+    """What the bootstrap takes back: where no range is named, a client of this network has one request sent six times."""
+
+    def trusting(text: str) -> str:
+        return re.sub(r"internal_address_config: .*", "internal_address_config: {}", text)
+
+    with stack(bundle(policy("all", {"pathPrefix": "/"})), edit=trusting) as made:
+        made.send("/", headers=RETRY)
+
+        assert len(made.upstream.seen) == 6
+
+
+# ---- A Loopguard that has died
+
+
+def test_a_dead_replica_costs_no_request_anything() -> None:
+    """Under `deny` a request that finds its Loopguard dead is decided by another one, before health checks have noticed."""
+    document = bundle(policy("all", {"pathPrefix": "/"}))
+    with stack(document, replicas=3, failure_mode="deny") as made:
+        made.replicas[1].signal(signal.SIGKILL)
+        made.replicas[1].wait()
+
+        found = {made.send(f"/{number}", method="POST", body=b"x" * 100_000).status for number in range(100)}
+
+        assert found == {200}
+        assert made.envoy.stat("cluster.loopguard.upstream_rq_retry") > 0
+        assert made.envoy.stat("http.ingress.ext_proc.streams_failed") == 0
 
 
 # ---- Templates

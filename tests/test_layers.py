@@ -91,7 +91,7 @@ def test_every_file_has_one_place() -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=[str(file.relative_to(ROOT)) for file in FILES])
-def test_a_file_imports_from_lower_floors_or_its_own_folder_of(file: Path) -> None:
+def test_a_file_imports_from_lower_floors_or_its_own_folder(file: Path) -> None:
     """No file reaches up, across to another folder of its floor, or into generated code that is not its business."""
     assert violations(name_of(file), file.read_text()) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 
@@ -19,6 +20,7 @@ _UPSTREAM_PROTOCOLS = {
     "as-client": "use_downstream_protocol_config: {http_protocol_options: {}, http2_protocol_options: {}}",
 }
 _FAILURE_MODES = {"allow": "true", "deny": "false"}
+_ESCAPE = re.compile("%[0-9A-F]{2}")
 
 
 def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
@@ -103,11 +105,25 @@ def _render_routes(routes: Sequence[GuardedRoute], action: str) -> Iterator[str]
 
 def _write_match(route: GuardedRoute) -> str:
     """Envoy's `RouteMatch`, which agrees with what the selectors mean."""
+    if "%" in route.path:
+        return f"{{safe_regex: {{regex: {_quote(_write_regex(route))}}}}}"
     if route.exact:
         return f"{{path: {_quote(route.path)}}}"
     if route.path.endswith("/"):
         return f"{{prefix: {_quote(route.path)}}}"
     return f"{{path_separated_prefix: {_quote(route.path)}}}"
+
+
+def _write_regex(route: GuardedRoute) -> str:
+    """A match for either case of an escape's hex digits, which Envoy leaves as the client wrote them."""
+    path = _ESCAPE.sub(lambda found: "".join(_either_case(digit) for digit in found[0]), re.escape(route.path))
+    if route.exact:
+        return path
+    return f"{path}.*" if route.path.endswith("/") else f"{path}(/.*)?"
+
+
+def _either_case(digit: str) -> str:
+    return f"[{digit}{digit.lower()}]" if digit.isupper() else digit
 
 
 def _write_address(place: Address) -> str:

@@ -10,9 +10,11 @@ import re
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
+from extproc.fingerprint import normalize_path
 from extproc.policy.objects import MAX_SECONDS, JsonObject, is_pointer, make_error
 from extproc.similarity import KINDS
 from extproc.similarity.keys import SimilarityKeys
@@ -31,6 +33,9 @@ BODY = "body"
 
 _KEY = re.compile(r"(?:jwt|header|query):[A-Za-z0-9_-]+\Z")
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
+_PATH_CHARACTERS = "/%!$&'()*+,;=:@-._~[]"
+"""What may stand in a path as it is, `%` as the start of an escape; Envoy escapes the others."""
+
 METHOD = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+\Z")  # RFC 9110 section 5.6.2, token
 _HOST = re.compile(r"(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?\Z")
 
@@ -52,7 +57,7 @@ def _check_path(value: str) -> str:
         raise make_error("must start with '/'")
     if "?" in value or "#" in value:
         raise make_error("must be a path alone, without '?' or '#': the query is part of every fingerprint")
-    return value
+    return normalize_path(quote(value, safe=_PATH_CHARACTERS))
 
 
 def _check_method(value: str) -> str:
