@@ -66,9 +66,10 @@ _TALLY = Script("tally", 5, _read_verdict)
 _LOG = Script("sliding_log", 5, _read_verdict)
 
 
-def count_call(hit: Hit, times: int = 1, now: int = 0) -> Call:
-    """Count a hit so many times at once; `now` in milliseconds is for tests, 0 takes the server's clock."""
+def count_call(hit: Hit, times: int = 1, now: int | None = None) -> Call:
+    """Count a hit so many times at once; `now` in milliseconds is for tests, None takes the server's clock."""
+    moment = -1 if now is None else now
     key, window_type, window, threshold, cooldown, count_refused, count_to = hit
     if window_type == "sliding_log":
-        return Call(_LOG, key, (window, threshold, cooldown, int(count_refused), count_to, times, now))
-    return Call(_TALLY, key, (window, threshold, cooldown, int(count_refused), int(window_type == "fixed"), times, now))
+        return Call(_LOG, key, (window, threshold, cooldown, int(count_refused), count_to, times, moment))
+    return Call(_TALLY, key, (window, threshold, cooldown, int(count_refused), int(window_type == "fixed"), times, moment))
