@@ -9,6 +9,10 @@ Every store gives the same answers, so this is also the contract that a store's 
 A request is acted on (`looping`) when it takes the count to the threshold or past it, or while a cooldown runs. A trip is the
 request that takes the count across the threshold while no cooldown runs; it starts one. Refusals do not restart the cooldown:
 a client that retries in spite of them must not make its own sentence longer.
+
+A clock may be set back, or another server's be behind after a failover, and nobody knows how long ago the last request was.
+What lies in the future by less than its own length (window or cooldown) is taken to have happened just now: a loop stays one.
+What lies further ahead is forgotten, so that a window or a cooldown never lasts for as long as the clock was set back.
 """
 
 from __future__ import annotations
@@ -70,17 +74,17 @@ def tally(state: Tally | None, hit: Hit, now: int) -> tuple[Tally, Count]:
             return (1, now, now, 0), Count(1, False, 0, 0)
         state = (0, now, now, 0)
     count, first, last, cooling_until = state
-    now = max(now, last)  # another server's clock may be behind after a failover
-    if now < (first if hit.window_type == "fixed" else last) + hit.window_ms:
+    if now < last:
+        count, first, last = (count, first - (last - now), now) if last - now < hit.window_ms else (0, now, now)
+    if count and now < (first if hit.window_type == "fixed" else last) + hit.window_ms:
         before, began = count, first
     else:
         before, began = 0, now
-    count = before + 1
-    looping, cooling_until = _judge(before, count, cooling_until, hit, now)
-    answer = Count(count, looping, cooling_until - now if cooling_until > now else 0, now - began)
+    looping, cooling_until = _judge(before, before + 1, cooling_until, hit, now)
+    answer = Count(before + 1, looping, cooling_until - now if cooling_until > now else 0, now - began)
     if looping and not hit.count_refused:
-        return (state[0], first, state[2], cooling_until), answer
-    return (count, began, now, cooling_until), answer
+        return (count, first, last, cooling_until), answer
+    return (before + 1, began, now, cooling_until), answer
 
 
 _LOG_END = struct.Struct("=qq")
@@ -104,9 +108,11 @@ def log(state: bytearray | None, hit: Hit, now: int) -> tuple[bytearray, Count]:
     with memoryview(state).cast("q") as times:  # closed again, because while it is open the state cannot change its length
         known = len(times) - 1
         cooling_until = times[known]
-        if known:
-            now = max(now, times[known - 1])
-        gone = bisect_right(times, now - hit.window_ms, 0, known)
+        ahead = times[known - 1] - now if known else 0
+        if 0 < ahead < hit.window_ms:
+            for place in range(known):
+                times[place] -= ahead
+        gone = bisect_right(times, now - hit.window_ms, 0, known) if ahead < hit.window_ms else known
         before = known - gone
         began = times[gone] if before else now
     looping, cooling_until = _judge(before, before + 1, cooling_until, hit, now)
@@ -128,6 +134,9 @@ def read_log_times(state: bytearray) -> tuple[int, int]:
 
 def _judge(before: int, count: int, cooling_until: int, hit: Hit, now: int) -> tuple[bool, int]:
     """Whether to act, and until when the cooldown runs from now on."""
+    ahead = cooling_until - hit.cooldown_ms - now
+    if ahead > 0:  # it starts in the future
+        cooling_until = now + hit.cooldown_ms if ahead < hit.cooldown_ms else 0
     cooling = now < cooling_until
     if not cooling and before < hit.threshold <= count:
         return True, now + hit.cooldown_ms

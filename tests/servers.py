@@ -267,10 +267,11 @@ def listening(serve: Callable[[socket.socket], None], tls: ssl.SSLContext | None
 
 
 @contextmanager
-def impostor(answer: bytes) -> Iterator[str]:
-    """A server that answers the same whatever it is asked."""
+def impostor(answer: bytes, greeting: bytes = b"") -> Iterator[str]:
+    """A server that answers the same whatever it is asked, and may speak first."""
 
     def serve(client: socket.socket) -> None:
+        client.sendall(greeting)
         while client.recv(65_536):
             client.sendall(answer)
 

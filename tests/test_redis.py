@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 import ssl
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from extproc.store.scripts import count_call
 from extproc.store.topology import SLOTS, Cluster, find_slot, spread_tags
 from extproc.windows import Count, Hit
 from tests.harness import PATIENCE, eventually
-from tests.servers import Driver, Server, cluster, impostor, relay, replicated, sentinels, server
+from tests.servers import Driver, Server, cluster, impostor, listening, relay, replicated, sentinels, server
 from tests.test_windows import WINDOW_TYPES, cooldown_hits, make_hit, oracle
 
 SECRET = "hunter2"
@@ -453,6 +454,111 @@ def test_what_an_error_reply_means(reply: str, kind: str) -> None:
     with impostor(f"-{reply}\r\n".encode()) as address, Driver(f"redis://{address}") as driver:
         assert driver.metric("store_errors_total", kind=kind) >= 1
         assert driver.store.health().startswith("unavailable: ")
+
+
+RIGHT = b"*5\r\n:1\r\n:0\r\n:0\r\n:0\r\n:0\r\n"
+RUBBISH = {
+    "another protocol": b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n",
+    "TLS": b"\x15\x03\x01\x00\x02\x02\x46",
+    "zeros": bytes(1_000),
+    "a status": b"+OK\r\n",
+    "an integer": b":1\r\n",
+    "a huge integer": b":" + b"9" * 10_000 + b"\r\n",
+    "nil": b"$-1\r\n",
+    "text": b"$5\r\nhello\r\n",
+    "an empty list": b"*0\r\n",
+    "too few values": b"*4\r\n" + b":1\r\n" * 4,
+    "too many values": b"*10\r\n" + b":1\r\n" * 10,
+    "values of another type": b"*5\r\n" + b"$1\r\n1\r\n" * 5,
+    "values of several types": b"*5\r\n:1\r\n:0\r\n:0\r\n:0\r\n$-1\r\n",
+    "errors for values": b"*5\r\n" + b"-ERR x\r\n" * 5,
+    "lists for values": b"*5\r\n" + b"*0\r\n" * 5,
+    "negative values": b"*5\r\n:-1\r\n:0\r\n:0\r\n:0\r\n:0\r\n",
+    "two answers": RIGHT * 2,
+    "a huge list": b"*1000000000\r\n",
+    "a huge list after an answer": RIGHT + b"*1000000000\r\n",
+    "huge lists in lists": b"*400000\r\n" * 100_000,
+    "deep lists": b"*1\r\n" * 100_000,
+    "a list of less than nothing": b"*-7\r\n",
+    "a huge map": b"%500000000\r\n",
+    "a huge push": b">500000000\r\n",
+    "pushes": b">1\r\n+x\r\n" * 100_000,
+    "an empty push": b">0\r\n",
+    "moved to nowhere": b"-MOVED\r\n",
+    "moved to an odd place": b"-MOVED 1 2 3\r\n",
+    "an error without an end": b"-" + b"x" * 10_000_000,
+    "a text without an end": b"$10000000\r\n" + b"x" * 10_000_000,
+    "a text of less than nothing": b"$-7\r\n",
+}
+"""What a server may answer that is no answer."""
+
+
+@pytest.mark.parametrize("rubbish", RUBBISH)
+@pytest.mark.parametrize(
+    "form", ["redis://{}", f"redis://:{SECRET}@{{}}/3", "redis+sentinel://{}/counts", "redis+cluster://{}"]
+)
+def test_a_store_that_answers_rubbish_is_a_failed_store(form: str, rubbish: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing that a server can answer is believed, kept, waited for or logged beyond one line."""
+    with impostor(RUBBISH[rubbish]) as address, Driver(form.format(address)) as driver:
+        health = driver.store.health()
+        error = _refused(driver)
+
+        assert health.startswith("unavailable: ")
+        assert len(health) < 1_000
+        assert not driver.metric("store_errors_total", kind="timeout")
+        assert not driver.metric("store_errors_total", kind="internal")
+        assert error is not None
+    assert [record.message for record in caplog.records] == ["store unavailable, each replica counts for itself"]
+    assert [record.exc_info for record in caplog.records] == [None]
+
+
+@pytest.mark.parametrize(
+    "greeting", [b"SSH-2.0-OpenSSH_9.6\r\n", b"+OK POP3 ready\r\n", b"220 mail ESMTP\r\n", b"-ERR go away\r\n", RIGHT]
+)
+def test_a_server_that_speaks_first_is_none_of_ours(greeting: bytes) -> None:
+    """The banner of another protocol is no answer, not even one that looks like one of ours."""
+    with impostor(RIGHT, greeting) as address, Driver(f"redis://{address}") as driver:
+        assert driver.store.health().startswith("unavailable: ")
+
+
+@pytest.mark.parametrize(
+    ("start", "rest"),
+    [(b"$9999999999\r\n", b"x"), (b"-", b"x"), (b":", b"1"), (b"*400000\r\n", b"*1\r\n"), (b"", b"*1\r\n"), (b"", b":1\r\n")],
+)
+def test_an_endless_answer_is_cut_off(start: bytes, rest: bytes) -> None:
+    """A server that never stops answering is hung up on after a few megabytes, whatever time it is given."""
+    sent = []
+
+    def serve(client: socket.socket) -> None:
+        client.recv(65_536)
+        client.sendall(start)
+        for number in range(10_000):
+            sent.append(number * 50_000)
+            client.sendall(rest * (50_000 // len(rest)))
+
+    with listening(serve) as address, Driver(f"redis://{address}") as driver:
+        assert driver.metric("store_errors_total", kind="response") >= 1
+        assert driver.store.health().startswith(f"unavailable: {address}: ")
+    assert 0 < max(sent) < 30_000_000
+
+
+def test_a_store_that_comes_to_its_senses_is_taken_back(one: Server) -> None:
+    """Once the same address answers as a server does, the store is well again."""
+    sane = Event()
+
+    def serve(client: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", one.port)) as behind:
+            while data := client.recv(65_536):
+                behind.sendall(data)
+                answer = behind.recv(65_536)
+                client.sendall(answer if sane.is_set() else b"*1000000000\r\n")
+
+    with listening(serve) as address, Driver(f"redis://{address}") as driver:
+        assert _refused(driver)
+        sane.set()
+
+        eventually(lambda: driver.run(asyncio.sleep(0.02)) or driver.store.health() == "ok", "the recovery")
+        assert driver.count([make_hit()])[0].count == 1
 
 
 # --- scripts and keys

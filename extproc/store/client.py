@@ -3,21 +3,32 @@
 redis-py knows the wire, TLS and how to log in. What it would do beyond that is off. A command that was sent may have counted,
 so it retries nothing. The store's deadlines end whatever takes too long, so it has no timeouts and no health checks. A user may
 lack the right to CLIENT SETINFO, and an old server does not know HELLO, so it sends neither.
+
+What answers may be anything: another protocol, a server gone mad. It is believed as far as it can be checked, and what it makes
+us keep or make room for has an end.
 """
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import hiredis
+from redis._parsers import _AsyncHiredisParser
 from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
-from redis.exceptions import AuthenticationError, ConnectionError, RedisError, ResponseError  # noqa: A004  # not an OSError
+from redis.exceptions import (
+    AuthenticationError,
+    ConnectionError,  # noqa: A004  # not an OSError
+    InvalidResponse,
+    RedisError,
+    ResponseError,
+)
 
 from extproc.errors import StoreError
 
@@ -26,6 +37,14 @@ Reply: TypeAlias = "int | bytes | list[Any] | ResponseError | None"
 
 _pack: Callable[[Command], bytes] = hiredis.pack_command  # type: ignore[assignment]  # its stub takes one-tuples alone
 
+_MAX_BYTES = 8 * 1024 * 1024
+_MAX_ELEMENTS = 500_000
+"""Of one reply. A cluster whose every slot is a range of its own comes near; 256 answers of scripts are far below."""
+
+_LIST = re.compile(rb"\n[*%~>|]([0-9]{1,20})\r(?=\n)")
+"""Where a reply announces elements, in any version of the protocol."""
+
+_LONGEST_TEXT = 200
 _KINDS = {
     "NOAUTH": "auth",
     "WRONGPASS": "auth",
@@ -41,6 +60,39 @@ _KINDS = {
     "ASK": "cluster",
 }
 """The first word of an error reply, and its kind for metrics."""
+
+
+class _WaryParser(_AsyncHiredisParser):
+    """redis-py's parser, with an end: hiredis makes room for all that a list announces, and keeps any text until it is over."""
+
+    def __init__(self, socket_read_size: int) -> None:
+        """See redis-py."""
+        super().__init__(socket_read_size)
+        self._line = b"\n"  # the one that has begun, as far as it could announce a list
+        self._bytes = self._elements = 0
+
+    async def read_response(self, disable_decoding: bool = False, push_request: bool = False) -> Any:  # noqa: ANN401, FBT001, FBT002  # as redis-py has it
+        """See redis-py."""
+        self._bytes = self._elements = 0
+        return await super().read_response(disable_decoding, push_request)
+
+    async def read_from_socket(self) -> bool:
+        """See redis-py.
+
+        Raises:
+            InvalidResponse: it is too much.
+        """
+        data = await self._stream.read(self._read_size)  # type: ignore[union-attr]  # there while connected
+        if not data:
+            raise ConnectionError("connection closed by the server")
+        text = self._line + data
+        self._line = text[text.rfind(b"\n") :][:_LONGEST_TEXT]
+        self._bytes += len(data)
+        self._elements += sum(map(int, _LIST.findall(text)))
+        if self._bytes > _MAX_BYTES or self._elements > _MAX_ELEMENTS:
+            raise InvalidResponse("a reply without an end")
+        self._reader.feed(data)  # type: ignore[attr-defined]  # so is this
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +150,7 @@ class Link:
         """So many replies, error replies among them. Whoever gives up waiting for them ends the connection.
 
         Raises:
-            StoreError: the connection ended first.
+            StoreError: the connection ended first, or there is more.
         """
         replies: list[Reply] = []
         for _ in range(number):
@@ -108,6 +160,8 @@ class Link:
                 replies.append(error)
             except Exception as error:  # noqa: BLE001  # see explain
                 raise explain(error, self._place) from None
+        if not await self.is_usable():
+            raise StoreError(f"{self._place}: more answers than questions, or the end", kind="response")
         return replies
 
     async def ask(self, *commands: Command) -> Reply:
@@ -151,6 +205,7 @@ def _make_connection(place: Place, access: Access) -> AbstractConnection:
         "credential_provider": access.credentials,
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
+        "parser_class": _WaryParser,
         "driver_info": None,
         "socket_timeout": None,
         "socket_connect_timeout": None,
@@ -193,6 +248,6 @@ def explain_refusal(reply: RedisError) -> StoreError:
     word, text = reply.status_code or "", str(reply)  # redis-py takes the first word off where it knows it
     if "unauthenticated" in text:  # a script is longer than what strangers may say, and that is heard first
         word, text = "NOAUTH", "Authentication required."
-    text = f"{word} {text}".strip()
+    text = f"{word} {text}".strip()[:_LONGEST_TEXT]
     words = [text.partition(" ")[0], *(word for word in _KINDS if f"-{word} " in text)]  # Redis 6 quotes it behind its own
     return StoreError(text, kind=next((_KINDS[word] for word in words if word in _KINDS), "response"))

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from redis.credentials import CredentialProvider
 from redis.exceptions import ResponseError
 
-from extproc.errors import StoreError, UsageError
+from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import redact_url
@@ -139,11 +139,8 @@ class RedisBackend:
 def _read(group: _Group, reply: Reply, answers: list[Any]) -> None:
     if isinstance(reply, ResponseError):
         raise explain_refusal(reply)
-    width, read = group.script.width, group.script.read
-    if not isinstance(reply, list) or len(reply) != width * len(group.positions):
-        raise StoreError("the server answers a script with something else than its values", kind="response")
-    for at, position in enumerate(group.positions):
-        answers[position] = read(reply[width * at : width * (at + 1)])
+    for position, answer in zip(group.positions, group.script.read(reply, len(group.positions)), strict=True):
+        answers[position] = answer
 
 
 def _read_place(error: ResponseError) -> Place:

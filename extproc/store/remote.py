@@ -126,7 +126,7 @@ class RemoteStore:
         if not asked:
             return [answer for answer in known if answer is not None]
         counts = self._ask(
-            [count_call(hit, now=now or 0) for hit in asked], partial(self._learn, asked) if now is None else _take_counts
+            [count_call(hit, now=now) for hit in asked], partial(self._learn, asked) if now is None else _take_counts
         )
         return counts if len(asked) == len(hits) else _merge(known, counts)
 

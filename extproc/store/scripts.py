@@ -11,24 +11,43 @@ from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from extproc.errors import StoreError
 from extproc.windows import Count, Hit
 
 
 class Script:
     """One Lua file."""
 
-    def __init__(self, name: str, width: int, read: Callable[[Sequence[Any]], Any]) -> None:
+    def __init__(self, name: str, width: int, value: type, read: Callable[[Sequence[Any]], Any]) -> None:
         """Load it.
 
         Args:
             name: of the file.
             width: how many values it answers for each key.
-            read: makes of those what the store's caller is told.
+            value: the type of all of them; integers are none below 0.
+            read: makes of one key's values what the store's caller is told.
         """
         self.text = (files("extproc.store") / "lua" / f"{name}.lua").read_text()
         self.sha = hashlib.sha1(self.text.encode()).hexdigest()  # noqa: S324  # the server's name for it, not a secret
-        self.width = width
-        self.read = read
+        self._width = width
+        self._value = value
+        self._read = read
+
+    def read(self, reply: object, keys: int) -> list[Any]:
+        """What the server's answer says about so many keys.
+
+        Raises:
+            StoreError: it cannot be this script's answer.
+        """
+        if not isinstance(reply, list) or len(reply) != self._width * keys or set(map(type, reply)) != {self._value}:
+            raise _make_error()
+        if self._value is int and min(reply) < 0:
+            raise _make_error()
+        return [self._read(reply[at : at + self._width]) for at in range(0, len(reply), self._width)]
+
+
+def _make_error() -> StoreError:
+    return StoreError("what the server answers is not what its script says", kind="response")
 
 
 class Call(NamedTuple):
@@ -62,13 +81,14 @@ def _read_verdict(values: Sequence[int]) -> Verdict:
     return Verdict(Count(count, bool(looping), cooldown, span), stands)
 
 
-_TALLY = Script("tally", 5, _read_verdict)
-_LOG = Script("sliding_log", 5, _read_verdict)
+_TALLY = Script("tally", 5, int, _read_verdict)
+_LOG = Script("sliding_log", 5, int, _read_verdict)
 
 
-def count_call(hit: Hit, times: int = 1, now: int = 0) -> Call:
-    """Count a hit so many times at once; `now` in milliseconds is for tests, 0 takes the server's clock."""
+def count_call(hit: Hit, times: int = 1, now: int | None = None) -> Call:
+    """Count a hit so many times at once; `now` in milliseconds is for tests, None takes the server's clock."""
+    moment = -1 if now is None else now
     key, window_type, window, threshold, cooldown, count_refused, count_to = hit
     if window_type == "sliding_log":
-        return Call(_LOG, key, (window, threshold, cooldown, int(count_refused), count_to, times, now))
-    return Call(_TALLY, key, (window, threshold, cooldown, int(count_refused), int(window_type == "fixed"), times, now))
+        return Call(_LOG, key, (window, threshold, cooldown, int(count_refused), count_to, times, moment))
+    return Call(_TALLY, key, (window, threshold, cooldown, int(count_refused), int(window_type == "fixed"), times, moment))

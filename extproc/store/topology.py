@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 from redis.exceptions import ResponseError
 
@@ -120,10 +121,13 @@ class Watched(One):
             if error.kind != "auth":
                 raise
             reply = await self._query(sentinel, Access(self._access.credentials, self._access.tls))
-        if not isinstance(reply, list):
+        if reply is None:
             raise StoreError(f"{sentinel} does not watch {self._service}", kind="sentinel")
-        host, port = reply
-        return Place(host.decode(), int(port))
+        try:
+            host, port = reply  # type: ignore[misc]  # anything may have come
+            return Place(host.decode(), int(port))  # type: ignore[union-attr]
+        except (AttributeError, TypeError, ValueError):
+            raise StoreError(f"{sentinel} names no server", kind="sentinel") from None
 
     async def _query(self, sentinel: Place, access: Access) -> Reply:
         link = await connect(sentinel, access)
@@ -142,6 +146,7 @@ class Cluster:
     def __init__(self, seeds: Sequence[Place], access: Access, tags: int) -> None:
         """Nothing is connected yet; any of the seeds may tell who has which slots."""
         self.tags: Sequence[str] = spread_tags(tags)
+        self._slots = [find_slot(tag) for tag in self.tags]  # ascending
         self._seeds = list(seeds)
         self._access = access
         self._owners: dict[str, Place] = {}
@@ -191,19 +196,36 @@ class Cluster:
                     raise
                 errors.append(str(error))
             else:
-                if isinstance(reply, list):
-                    return self._read(reply, place)
                 if isinstance(reply, ResponseError):
                     raise explain_refusal(reply)
+                try:
+                    return self._read(reply, place)
+                except (AttributeError, IndexError, TypeError, ValueError):
+                    errors.append(f"{place}: does not say who has which slots")
             self._known = [known for known in self._known if known != place]
         raise StoreError(f"no node of the cluster answers: {'; '.join(errors)}", kind="connection")
 
-    def _read(self, ranges: Sequence[Sequence[Reply]], asked: Place) -> None:
+    def _read(self, ranges: Any, asked: Place) -> None:  # noqa: ANN401  # whatever a server answered
+        """Take in who has which slots, from one range of slots for each of the lists.
+
+        Raises:
+            AttributeError, IndexError, TypeError, ValueError: it says something else.
+        """
+        owners: dict[str, Place] = {}
         nodes = set()
-        for first, last, *owners in ranges:
-            places = [Place(host.decode() if host else asked.host, port) for host, port, *_ in owners]  # type: ignore[misc,union-attr]
-            nodes.update(places)
-            for tag in self.tags:
-                if first <= find_slot(tag) <= last:  # type: ignore[operator]
-                    self._owners[tag] = places[0]
+        for first, last, *listed in ranges:
+            tags = self.tags[bisect_left(self._slots, first) : bisect_right(self._slots, last)]
+            if tags:
+                places = [_read_node(node, asked) for node in listed]
+                nodes.update(places)
+                owners.update(dict.fromkeys(tags, places[0]))
+        self._owners = owners
         self._known = [*(known for known in dict.fromkeys([*self._known, *nodes]) if known != asked and known in nodes), asked]
+
+
+def _read_node(node: Any, asked: Place) -> Place:  # noqa: ANN401  # whatever a server answered
+    """Host, port and more; a node that does not know its own address names none."""
+    host, port, *_ = node
+    if type(port) is not int:
+        raise TypeError
+    return Place(host.decode() if host else asked.host, port)

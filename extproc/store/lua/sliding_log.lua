@@ -2,7 +2,7 @@
 --
 -- KEYS     one or more counter keys, all in one hash slot
 -- ARGV     for each key seven integers: window_ms, threshold, cooldown_ms, count_refused (1 or 0),
---          count_to (how many times are remembered at most), times (how many requests to count), now_ms (0: the server's clock)
+--          count_to (how many times are remembered at most), times (how many requests to count), now_ms (-1: the server's clock)
 -- returns  for each key five integers: count, looping (1 or 0), cooldown left in ms, span in ms,
 --          and for how many ms a looping verdict would stand if nothing more were counted
 --
@@ -20,7 +20,7 @@ for i, key in ipairs(KEYS) do
   local window, threshold, cooldown = tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
   local count_refused, count_to = ARGV[at + 4] == '1', tonumber(ARGV[at + 5])
   local times, now = tonumber(ARGV[at + 6]), tonumber(ARGV[at + 7])
-  if now == 0 then now = server_now end
+  if now == -1 then now = server_now end
 
   local length = redis.pcall('LLEN', key)
   if type(length) == 'table' then -- not ours: one odd key must not fail a whole batch
@@ -33,7 +33,15 @@ for i, key in ipairs(KEYS) do
     before = 0
   else
     cooling = tonumber(redis.call('LPOP', key)) or 0
-    if before > 0 then now = math.max(now, tonumber(redis.call('LINDEX', key, -1)) or 0) end
+    local ahead = before > 0 and (tonumber(redis.call('LINDEX', key, -1)) or 0) - now or 0
+    if ahead >= window then -- the clock was set back
+      redis.call('DEL', key)
+      before = 0
+    elseif ahead > 0 then
+      for _ = 1, before do
+        redis.call('RPUSH', key, string.format('%.0f', (tonumber(redis.call('LPOP', key)) or 0) - ahead))
+      end
+    end
     while before > 0 do
       oldest = tonumber(redis.call('LINDEX', key, 0)) or 0
       if now < oldest + window then break end
@@ -42,6 +50,9 @@ for i, key in ipairs(KEYS) do
     end
     if before == 0 then oldest = now end
   end
+
+  local ahead = cooling - cooldown - now
+  if ahead > 0 then cooling = ahead < cooldown and now + cooldown or 0 end
 
   local seen, looping, span = 0, false, now - oldest
   for _ = 1, times do

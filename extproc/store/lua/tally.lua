@@ -3,7 +3,7 @@
 --
 -- KEYS     one or more counter keys, all in one hash slot
 -- ARGV     for each key seven integers: window_ms, threshold, cooldown_ms, count_refused (1 or 0),
---          fixed (1, or 0 for sliding_ttl), times (how many requests to count), now_ms (0: the server's clock)
+--          fixed (1, or 0 for sliding_ttl), times (how many requests to count), now_ms (-1: the server's clock)
 -- returns  for each key five integers: count, looping (1 or 0), cooldown left in ms, span in ms,
 --          and for how many ms a looping verdict would stand if nothing more were counted
 --
@@ -22,7 +22,7 @@ for i, key in ipairs(KEYS) do
   local window, threshold, cooldown = tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
   local count_refused, fixed = ARGV[at + 4] == '1', ARGV[at + 5] == '1'
   local times, now = tonumber(ARGV[at + 6]), tonumber(ARGV[at + 7])
-  if now == 0 then now = server_now end
+  if now == -1 then now = server_now end
 
   local count, first, last, cooling = 0, now, now, 0
   local value = redis.pcall('GET', key)
@@ -30,13 +30,17 @@ for i, key in ipairs(KEYS) do
   if type(value) == 'string' and #value == 28 then
     count, first, last, cooling = struct.unpack(FORMAT, value)
   end
-  now = math.max(now, last)
+  if now < last then -- the clock was set back
+    if last - now < window then first, last = first - (last - now), now else count, first, last = 0, now, now end
+  end
+  local ahead = cooling - cooldown - now
+  if ahead > 0 then cooling = ahead < cooldown and now + cooldown or 0 end
 
   local seen, began, looping = 0, now, false
   for _ = 1, times do
     local before = 0
     began = now
-    if now < (fixed and first or last) + window then before, began = count, first end
+    if count > 0 and now < (fixed and first or last) + window then before, began = count, first end
     seen = before + 1
     if now >= cooling and before < threshold and threshold <= seen then
       looping, cooling = true, now + cooldown
