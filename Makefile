@@ -42,7 +42,7 @@ run: $(COMPILED)/demo.stamp ## a sample upstream, Loopguard and the real Envoy, 
 demo-agent: $(COMPILED)/agent-demo.stamp ## looping agents on the real SDKs, stopped by Loopguard (flags: make demo-agent ARGS='--help')
 	@exec $(COMPILED)/bin/python envoy/agent_demo.py $(ARGS)
 
-# tests/conftest.py says which tests go through a door.
+# tests/conftest.py says which tests run on what.
 test: .venv/wheel.stamp ## all tests: units on the sources, what goes through a door on the compiled wheel, with the real Envoy 1.40
 	@case $$(echo .venv/wheel/*.whl) in \
 	*-none-any.whl) \
@@ -56,11 +56,11 @@ test-pure: .venv/test.stamp ## all tests on the sources
 
 test-sources: .venv/test.stamp
 	@echo "on the sources: unit tests, and a look through both doors ..."
-	@$(BIN)/python -m pytest -m 'not door or smoke'
+	@$(BIN)/python -m pytest -m sources
 
 test-compiled: $(COMPILED)/test.stamp
-	@echo "on the compiled wheel: everything that goes through a door ..."
-	@$(COMPILED)/bin/python -P -m pytest -m door
+	@echo "on the compiled wheel: everything that goes through a door, and unit tests of what is compiled ..."
+	@$(COMPILED)/bin/python -P -m pytest -m compiled
 
 ENVOYS := 1.36.4 1.38.3 1.40.0
 END_TO_END := tests/test_actions.py tests/test_agents.py tests/test_descriptors.py tests/test_envoy_config.py tests/test_failures.py \

@@ -82,9 +82,12 @@ def select_modules(config: Mapping[str, Any]) -> list[str]:
     """The modules to compile.
 
     Args:
-        config: the hook's table in pyproject.toml: `compiled` holds paths and patterns, `interpreted` exceptions with reasons.
+        config: the hook's table in pyproject.toml. `compiled` holds paths and patterns, `interpreted` the same with reasons:
+            exceptions from those patterns, but not from those paths.
     """
-    return sorted(find_modules(config["compiled"]) - find_modules(config["interpreted"]))
+    compiled = config["compiled"]
+    paths = {pattern for pattern in compiled if "*" not in pattern}
+    return sorted(paths | find_modules(compiled) - find_modules(config["interpreted"]))
 
 
 def find_modules(patterns: Iterable[str]) -> set[str]:

@@ -166,7 +166,7 @@ def _find_listen_address() -> str:
     return f"127.0.0.1:{address.port}"
 
 
-def _version() -> str:
+def describe_version() -> str:
     """The distribution's version, and whether the hot path is machine code or the same files as plain Python."""
     made = "pure Python" if engine.__file__.endswith(".py") else "compiled"
     return f"loopguard {version('extproc-loopguard')} ({made})"
@@ -181,7 +181,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="loopguard", description="Stops runaway agents at the gateway: an Envoy external processor.")
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=describe_version())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(name: str, run: object, text: str) -> argparse.ArgumentParser:

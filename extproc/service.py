@@ -390,8 +390,8 @@ class Stream:
 
     async def _judge_later(self, kind: str, evaluation: Evaluation, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:
         try:
-            # A list, whatever its type says, and compiled code takes types at their word.
-            settled: Sequence[Counts] = await asyncio.gather(settle(counts), settle(shadow_counts))
+            # Of a list: else its type says that it gives a tuple, and compiled code insists on that.
+            settled = await asyncio.gather(*[settle(counts), settle(shadow_counts)])
             return self._answer(kind, evaluation, *settled)
         except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
             return self._fail(kind, error)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+import extproc
+from extproc.cli import describe_version
 from extproc.similarity.document import limit_integers
 from tests.documents import bundle, policy
 
@@ -20,6 +23,40 @@ settings.register_profile("loopguard", deadline=None, suppress_health_check=[Hea
 settings.load_profile("loopguard")
 
 limit_integers()  # as the command does
+
+# `make test` runs tests on the sources and on the compiled wheel, `make test-pure` all of them on the sources. By module:
+DOORS = {
+    "test_actions", "test_agent_demo", "test_agents", "test_cli", "test_demo", "test_descriptors", "test_envoy_config",
+    "test_failures", "test_handover", "test_hostile_bodies", "test_http2", "test_mesh", "test_readme", "test_redis",
+    "test_reload", "test_shadow", "test_soak", "test_store", "test_streams", "test_transport",
+}  # fmt: skip
+"""They go through a door of Loopguard, and run on the compiled wheel."""
+
+UNITS = {
+    "test_canonical", "test_conversation", "test_detectors", "test_engine", "test_fingerprint", "test_request",
+    "test_routes", "test_service", "test_tail", "test_tool_calls", "test_windows", "test_wire",
+}  # fmt: skip
+"""They call what is compiled, and run on both. All that stand in neither list run on the sources."""
+
+SMOKE = {"test_actions"}
+"""The doors that are opened on the sources, too."""
+
+
+def pytest_report_header() -> str:
+    """Which Loopguard is tested: the sources, or an installed wheel."""
+    return f"{describe_version()}, from {Path(extproc.__file__).parent}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what runs where; a test that is marked by itself knows better than its module."""
+    for item in items:
+        module = item.path.stem
+        if not {"sources", "compiled"} & {mark.name for mark in item.iter_markers()}:
+            if module not in DOORS - SMOKE:
+                item.add_marker("sources")
+            if module in DOORS | UNITS:
+                item.add_marker("compiled")
+
 
 _USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 _numbers = count()

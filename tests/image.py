@@ -2,7 +2,8 @@
 
 - What is carried out is read from the Dockerfile; an instruction that is not understood fails.
 - A stage's root is a folder, and the absolute paths of instructions are moved below it.
-- A clean virtual environment in front of PATH stands for the base image's Python.
+- A clean virtual environment in front of PATH stands for the Python of the base images; this machine's C compiler for that of
+  the first.
 - A container is a process with the image's user and the image's environment alone, which cannot write a byte into any file.
 
 Not shown here: that the base image exists, and that its libc suits the wheels.
@@ -142,7 +143,7 @@ class Build:
     def _from(self, rest: str) -> None:
         """Stages follow each other in one folder, because an environment runs only where it was made."""
         base, _, name = rest.partition(" AS ")
-        assert base == "${PYTHON_IMAGE}", "stages on different interpreters"
+        assert base in ("${BUILD_IMAGE}", "${PYTHON_IMAGE}"), "a Python that we do not stand for"
         root = self._folder / "root"
         if self._name:
             self._stages[self._name] = root.rename(self._folder / f"stage-{self._name}")
@@ -219,6 +220,13 @@ def base_python(user: str) -> str:
             continue
         return candidate
     pytest.skip("no Python 3.11 with ensurepip that every user may run: the image is NOT tested")
+
+
+def find_compiler(python: str) -> bool:
+    """Whether the interpreter has what compiles C for it."""
+    code = "import sysconfig as s; print(s.get_path('include'), s.get_config_var('CC').split()[0])"
+    include, compiler = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    return Path(include, "Python.h").exists() and shutil.which(compiler) is not None
 
 
 class Container:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from hatch_build import find_modules, select_modules
+from tests.conftest import DOORS, UNITS
 from tests.harness import Process
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +51,20 @@ def test_nothing_is_listed_in_vain() -> None:
         assert select_modules({**HOOK, "compiled": [pattern]}), pattern
     for pattern in HOOK["interpreted"]:
         assert find_modules([pattern]), pattern
+
+
+def test_what_goes_through_a_door_runs_compiled() -> None:
+    """A test module that starts Loopguard, a transport or a store's server is known for it."""
+    opens = re.compile(r"^from (tests\.servers|extproc\.transport\b.*|tests\.harness) import (.*)$", re.MULTILINE)
+    found = {
+        file.stem
+        for file in (ROOT / "tests").glob("test_*.py")
+        for module, names in opens.findall(file.read_text())
+        if module != "tests.harness" or {"Loopguard", "stack"} & set(names.split(", "))
+    }
+
+    assert found <= DOORS
+    assert {f"{name}.py" for name in DOORS | UNITS} <= {file.name for file in (ROOT / "tests").iterdir()}
 
 
 def test_what_builds_a_wheel_is_there_for_tests() -> None:
@@ -96,8 +111,8 @@ def test_a_module_that_cannot_be_compiled_fails_the_build(tmp_path: Path) -> Non
     assert "LOOPGUARD_PURE=1" in said
 
 
-@pytest.mark.door
-@pytest.mark.smoke
+@pytest.mark.sources
+@pytest.mark.compiled
 def test_what_is_tested_is_what_is_installed(tmp_path: Path) -> None:
     """A process of the tests runs the package that is installed, compiled or not, whatever lies in the working directory."""
     wheel = distribution("extproc-loopguard").read_text("WHEEL")

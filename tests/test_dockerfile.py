@@ -17,7 +17,19 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.harness import PATIENCE, eventually
-from tests.image import AS_ROOT, DOCKERFILE, ROOT, Build, Container, Image, base_python, ignore_rules, instructions, left_out
+from tests.image import (
+    AS_ROOT,
+    DOCKERFILE,
+    ROOT,
+    Build,
+    Container,
+    Image,
+    base_python,
+    find_compiler,
+    ignore_rules,
+    instructions,
+    left_out,
+)
 
 PINS = ROOT / "requirements.txt"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -96,19 +108,32 @@ def test_every_pin_is_held_by_hashes() -> None:
     requirements = re.sub(r"#.*", "", PINS.read_text()).replace("\\\n", " ").split("\n")
 
     for line in filter(None, map(str.strip, requirements)):
-        assert re.fullmatch(r"[a-z0-9-]+==[0-9.]+( ; python_full_version < '[0-9.]+')?( +--hash=sha256:[0-9a-f]{64})+", line), (
-            line
-        )
+        pin, *hashes = re.split(r" +--hash=", line)
+        assert re.fullmatch(r"[a-z0-9-]+==[0-9.]+( ; python_full_version < '[0-9.]+')?", pin), line
+        assert hashes
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", value) for value in hashes), line
+
+
+def images() -> dict[str, str]:
+    """What the stages are based on."""
+    return dict(re.findall(r"^ARG (\w+_IMAGE)=(.*)$", DOCKERFILE.read_text(), re.MULTILINE))
+
+
+def test_the_compiler_stays_behind() -> None:
+    """Both stages have the same Python; the one that builds has a C compiler beside it, the image's has not."""
+    bases = re.findall(r"^FROM (.*)$", DOCKERFILE.read_text(), re.MULTILINE)
+
+    assert bases == ["${BUILD_IMAGE} AS build", "${PYTHON_IMAGE}"]
+    assert re.fullmatch(r"python:\d+\.\d+", images()["BUILD_IMAGE"])
+    assert images()["PYTHON_IMAGE"] == f"{images()['BUILD_IMAGE']}-slim"
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_every_pin_has_a_wheel_for_the_image(machine: str, tmp_path: Path) -> None:
     """For the image's own Python, which may be another than ours, no pin needs a compiler on either kind of machine."""
-    base = next(rest for keyword, rest in instructions() if keyword == "ARG" and rest.startswith("PYTHON_IMAGE"))
-    python = re.fullmatch(r"PYTHON_IMAGE=python:(\d+\.\d+)-slim", base)
-    assert python is not None
+    python = images()["BUILD_IMAGE"].removeprefix("python:")
     platforms = [f"--platform=manylinux{tag}_{machine}" for tag in ("2014", "_2_17", "_2_28")]
-    flags = ["--dry-run", "--ignore-installed", "--require-hashes", "--only-binary=:all:", f"--python-version={python[1]}"]
+    flags = ["--dry-run", "--ignore-installed", "--require-hashes", "--only-binary=:all:", f"--python-version={python}"]
 
     done = subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", *flags, *platforms, "--target", tmp_path, "-r", PINS],
@@ -140,7 +165,18 @@ def test_the_image_holds_what_runs_and_nothing_that_built_it(image: Image) -> No
     assert found.pop("extproc-loopguard") == PROJECT["project"]["version"]
     assert found.items() <= pins().items()
     assert {"grpcio", "uvloop", "pydantic"} <= found.keys()
-    assert not {"pip", "setuptools", "hatchling", "grpcio-tools"} & found.keys()
+    assert not {"pip", "setuptools", "hatchling", "grpcio-tools", "mypy", "librt"} & found.keys()
+    assert not [path for path in image.root.rglob("extproc*/**/*") if path.suffix in {".c", ".h", ".o"}]
+
+
+def test_the_image_is_compiled(image: Image) -> None:
+    """What every request passes through is machine code in the image."""
+    if not find_compiler(base_python(image.user)):
+        pytest.skip("no C compiler for the Python that stands for the image's: NOT tested")
+
+    told = Container(image).run(["loopguard", "--version"])
+
+    assert told == (0, f"loopguard {PROJECT['project']['version']} (compiled)")
 
 
 def test_bytecode_is_there_and_is_never_checked(image: Image) -> None:

@@ -26,7 +26,7 @@ MIB = 2**20
 
 def _looking(identity: str, mode: str, **more: object) -> dict[str, Any]:
     """A policy with a detector of each similarity, and a descriptor from the body."""
-    made = policy(identity, ANY, mode=mode, limit_keys=["body:/model"])
+    made = policy(identity, ANY, mode=mode, limit_keys=["body:/model"], missing_descriptor="share")
     common = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 3, **more}
     made["spec"]["loop_detection"] = [
         {**common, "similarity": "exact"},
