@@ -77,7 +77,7 @@ test-envoys: .venv/test.stamp $(ENVOYS:%=.venv/envoy-%/bin/envoy) ## the end-to-
 		LOOPGUARD_TEST_ENVOY=$(CURDIR)/.venv/envoy-$$version/bin/envoy $(BIN)/python -m pytest $(END_TO_END) || exit 1; \
 	done
 
-bench: .venv/test.stamp ## CPU, memory and stalls, as ratios measured in one run
+bench: .venv/test.stamp $(COMPILED)/demo.stamp ## CPU, memory and stalls, as ratios measured in one run
 	@$(BIN)/python -m tests.bench
 
 check: .venv/check.stamp ## ruff, mypy --strict and the tests

@@ -1,9 +1,10 @@
-"""The guard behind the real Envoy, beside a server that does nothing: CPU time per request, of the server and of Envoy."""
+"""The guard behind the real Envoy, beside servers that do nothing: CPU time per request, of the server and of Envoy."""
 
 from __future__ import annotations
 
-import json
+import asyncio
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import NamedTuple
 from urllib.request import urlopen
 from zlib import adler32, crc32
 
-from tests.bench import samples
-from tests.bench.envoy_config import bootstrap
-from tests.bench.processes import apart, free_port, run_module, running
+from tests.bench import go_build, samples
+from tests.bench.builds import SOURCES, explain_missing, find_compiled, serve
+from tests.bench.envoy_config import Listener, running_envoy
+from tests.bench.load import load
+from tests.bench.processes import apart, free_port, running
 from tests.bench.report import Row, progress
-from tests.bench.timing import cpu_us, process_cpu, ratio
+from tests.bench.timing import cpu_us, process_cpu, ratio, spread
 
 TITLE = (
     "envoy: CPU per request behind the real Envoy (POST, 16 connections, concurrency 1; the server has a processor of its own)"
@@ -25,19 +28,42 @@ TITLE = (
 
 _CONNECTIONS = 16
 _SMALL, _LARGE = 1024, 1_000_000
-_LIMIT_SMALL = 1.25
 _LIMIT_LARGE = 1.2
-_WARM_UP = 200
+_WARM_UP = 500
+_CHANGING = {"x-request-id": "%REQ(x-request-id)%"}
+"""A header of the gRPC stream that no two requests share, as tracing has one (traceparent)."""
+
+_SERVERS = {
+    "go": "null server on grpc-go (GOMAXPROCS=1)",
+    "null": "null server on grpc.aio",
+    "guard": "guard, compiled",
+    "pure": "guard, pure Python",
+    "changing": "guard, compiled, with a changing header in the stream's metadata",
+    "grpcio": "guard, pure Python, on --transport grpcio",
+}
+"""By listener; all take part in every round, as far as they are there."""
 
 
-class Target(NamedTuple):
-    """One listener of Envoy's, and the server behind its filter; no process where there is no filter."""
+class _Comparison(NamedTuple):
+    """A row of the table: one server's CPU divided by another's."""
 
-    port: int
-    pid: int | None
+    name: str
+    reference: str
+    label: str
+    at_most: float | None = None
+    note: str = ""
 
 
-class Cost(NamedTuple):
+_COMPARISONS = (
+    _Comparison("guard", "go", "guard, compiled, against grpc-go", 1.0, "goal 0.9; "),
+    _Comparison("guard", "null", "guard, compiled, against grpc.aio", 0.15),
+    _Comparison("pure", "null", "guard, pure Python, against grpc.aio", 0.34),
+    _Comparison("changing", "guard", "guard, compiled, a changing header against none"),
+    _Comparison("grpcio", "null", "guard on --transport grpcio against grpc.aio"),
+)
+
+
+class _Cost(NamedTuple):
     """Of one request, in microseconds of CPU."""
 
     server: float
@@ -46,38 +72,56 @@ class Cost(NamedTuple):
 
 
 class _Lab:
-    """Envoy and the servers, running."""
+    """Envoy and the servers, running.
 
-    def __init__(self, envoy: int, targets: Mapping[str, Target], admin: int) -> None:
-        self.targets = targets
+    Attributes:
+        missing: why there is no such server, by listener.
+    """
+
+    def __init__(
+        self,
+        envoy: int,
+        listeners: Mapping[str, Listener],
+        pids: Mapping[str, int],
+        admins: Mapping[str, int],
+        missing: Mapping[str, str],
+    ) -> None:
+        self.missing = missing
         self._envoy = envoy
-        self._admin = admin
+        self._listeners = listeners
+        self._pids = pids
+        self._admins = admins
         self._sent = 0
-        self._guarded = 0
+        self._guarded: Counter[str] = Counter()
 
-    def load(self, name: str, requests: int, length: int) -> Cost:
-        """Send requests that were never sent before to one target, and see what they cost."""
-        target = self.targets[name]
-        before = self._clocks(target)
-        found = run_module("tests.bench.load", *map(str, (target.port, _CONNECTIONS, requests, length, self._sent)))
-        server, envoy = (after - start for after, start in zip(self._clocks(target), before, strict=True))
-        if found["statuses"] != {"200": requests}:
-            raise RuntimeError(f"{name}: {requests} requests were answered {found['statuses']}")
+    @property
+    def names(self) -> Sequence[str]:
+        """Listeners that work."""
+        return list(self._listeners)
+
+    def load(self, name: str, requests: int, length: int) -> _Cost:
+        """Send requests that were never sent before to one listener, and see what they cost."""
+        port, server, _ = self._listeners[name]
+        before = self._clocks(server)
+        seconds = asyncio.run(load(port, _CONNECTIONS, requests, length, self._sent))
+        used, envoy = (after - start for after, start in zip(self._clocks(server), before, strict=True))
         self._sent += requests
-        self._guarded += requests * (name == "guard")
-        return Cost(server / requests * 1e6, envoy / requests * 1e6, requests / found["seconds"])
+        if server is not None:
+            self._guarded[server] += requests
+        return _Cost(used / requests * 1e6, envoy / requests * 1e6, requests / seconds)
 
-    def check_guard(self) -> None:
-        """Had the guard not seen every body, or refused anything, the figures would be of something else."""
-        with urlopen(f"http://127.0.0.1:{self._admin}/metrics", timeout=10) as answer:  # our own server
-            text = answer.read().decode()
-        line = 'loopguard_requests_total{action="allow",mode="enforce",policy="policy-00000"} '
-        counted = float(text.partition(line)[2].partition("\n")[0] or 0)
-        if counted != self._guarded:
-            raise RuntimeError(f"the guard counted {counted:.0f} of {self._guarded} requests")
+    def check_guards(self) -> None:
+        """Had a guard not seen every body, or refused anything, the figures would be of something else."""
+        for name, admin in self._admins.items():
+            with urlopen(f"http://127.0.0.1:{admin}/metrics", timeout=10) as answer:  # our own server
+                text = answer.read().decode()
+            line = 'loopguard_requests_total{action="allow",mode="enforce",policy="policy-00000"} '
+            counted = float(text.partition(line)[2].partition("\n")[0] or 0)
+            if counted != self._guarded[name]:
+                raise RuntimeError(f"{name} counted {counted:.0f} of {self._guarded[name]} requests")
 
-    def _clocks(self, target: Target) -> tuple[float, float]:
-        return process_cpu(target.pid) if target.pid else 0.0, process_cpu(self._envoy)
+    def _clocks(self, server: str | None) -> tuple[float, float]:
+        return process_cpu(self._pids[server]) if server else 0.0, process_cpu(self._envoy)
 
 
 @contextmanager
@@ -85,26 +129,44 @@ def _lab(directory: Path) -> Iterator[_Lab]:
     """Start everything; stop everything."""
     policy = directory / "policy.json"
     policy.write_bytes(samples.bundle([samples.policy(window_seconds=3600)]))
-    servers = {name: free_port() for name in ("null", "guard", "grpcio")}
-    ports = {name: free_port() for name in ("without", *servers)}
-    admin = free_port()
-    config = directory / "envoy.json"
-    config.write_text(json.dumps(bootstrap(ports, servers)), encoding="utf-8")
-    serve = [executable, "-m", "extproc.cli", "serve", "--policy", str(policy), "--drain-delay", "0"]
-    commands = {
-        "null": [executable, "-m", "tests.bench.null_server", str(servers["null"])],
-        "guard": [*serve, "--listen", f"127.0.0.1:{servers['guard']}", "--admin", f"127.0.0.1:{admin}"],
-        "grpcio": [*serve, "--transport", "grpcio", "--listen", f"127.0.0.1:{servers['grpcio']}", "--admin", "127.0.0.1:0"],
-    }
-    envoy = [str(Path(executable).parent / "envoy"), "-c", str(config), "--concurrency", "1", "--log-level", "warn"]
+    ports = {name: free_port() for name in _SERVERS if name != "changing"}
+    admins = {name: free_port() for name in ("guard", "pure", "grpcio")}
+    commands, missing = _commands(policy, ports, admins)
+    listeners = {"without": Listener(free_port()), **{name: Listener(free_port(), name) for name in commands}}
+    if "guard" in commands:
+        listeners["changing"] = Listener(free_port(), "guard", _CHANGING)
     with ExitStack() as stack:
         pids = {
-            name: stack.enter_context(running(command, servers[name], directory / f"{name}.log"))
+            name: stack.enter_context(running(command, ports[name], directory / f"{name}.log"))
             for name, command in commands.items()
         }
-        proxy = stack.enter_context(running([*envoy, "--disable-hot-restart"], ports["guard"], directory / "envoy.log"))
+        proxy = stack.enter_context(running_envoy(directory, listeners, {name: ports[name] for name in commands}))
         stack.enter_context(apart(pids.values(), [proxy]))
-        yield _Lab(proxy, {name: Target(port, pids.get(name)) for name, port in ports.items()}, admin)
+        yield _Lab(proxy, listeners, pids, {name: admins[name] for name in admins if name in pids}, missing)
+
+
+def _commands(policy: Path, ports: Mapping[str, int], admins: Mapping[str, int]) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """What runs each server, and why some cannot run."""
+
+    def guard(name: str, build: Path, *flags: str) -> list[str]:
+        return serve(build, policy, ports[name], "--admin", f"127.0.0.1:{admins[name]}", *flags)
+
+    commands = {
+        "null": [executable, "-m", "tests.bench.null_server", str(ports["null"])],
+        "pure": guard("pure", SOURCES),
+        "grpcio": guard("grpcio", SOURCES, "--transport", "grpcio"),
+    }
+    missing = {}
+    try:
+        commands["go"] = [str(go_build.build()), f"127.0.0.1:{ports['go']}"]
+    except go_build.NoGoError as error:
+        missing["go"] = str(error)
+    compiled = find_compiled()
+    if compiled is None:
+        missing["guard"] = missing["changing"] = explain_missing()
+    else:
+        commands["guard"] = guard("guard", compiled)
+    return commands, missing
 
 
 def run(*, quick: bool) -> list[Row]:
@@ -112,18 +174,19 @@ def run(*, quick: bool) -> list[Row]:
     rounds = 3 if quick else 11
     with tempfile.TemporaryDirectory() as directory, _lab(Path(directory)) as lab:
         progress("envoy: warming up", 0, 1)
-        for name in lab.targets:
+        for name in lab.names:
             lab.load(name, _WARM_UP, _SMALL)
-        small = _rounds(lab, ("without", "null", "guard", "grpcio"), rounds, 1000 if quick else 3000, _SMALL)
-        large = _rounds(lab, ("null", "guard"), rounds, 100 if quick else 300, _LARGE)
+        small = _rounds(lab, lab.names, rounds, 1000 if quick else 3000, _SMALL)
+        guard = "pure" if "guard" in lab.missing else "guard"
+        large = _rounds(lab, ("null", guard), rounds, 100 if quick else 300, _LARGE)
         checksums = _checksums_us()
-        lab.check_guard()
-    return [*_small_rows(small), *_large_rows(large, checksums)]
+        lab.check_guards()
+    return [*_small_rows(small, lab.missing), *_large_rows(large["null"], large[guard], _SERVERS[guard], checksums)]
 
 
-def _rounds(lab: _Lab, names: Sequence[str], rounds: int, requests: int, length: int) -> dict[str, list[Cost]]:
-    """What each target cost in every round."""
-    found: dict[str, list[Cost]] = {name: [] for name in names}
+def _rounds(lab: _Lab, names: Sequence[str], rounds: int, requests: int, length: int) -> dict[str, list[_Cost]]:
+    """What each listener cost in every round."""
+    found: dict[str, list[_Cost]] = {name: [] for name in names}
     for number in range(1, rounds + 1):
         progress(f"envoy: bodies of {length:,} bytes", number, rounds)
         for name in names:
@@ -137,29 +200,28 @@ def _checksums_us() -> float:
     return median(cpu_us(lambda: (crc32(body), adler32(body)), 1) for _ in range(50))
 
 
-def _server(found: Mapping[str, list[Cost]]) -> dict[str, list[float]]:
-    return {name: [cost.server for cost in costs] for name, costs in found.items()}
-
-
-def _small_rows(found: Mapping[str, list[Cost]]) -> list[Row]:
-    server = _server(found)
-    rows = [Row("1 KB: guard against null server", ratio(server, "guard", "null"), "x", _LIMIT_SMALL)]
-    rows.append(Row("1 KB: guard on the grpcio transport, against null server", ratio(server, "grpcio", "null"), "x"))
-    for name, label in (("null", "null server"), ("guard", "guard"), ("grpcio", "guard on the grpcio transport")):
-        rows.append(Row(f"1 KB: {label}", median(server[name]), "us"))
-    for name, label in (("without", "without the filter"), ("null", "with the null server"), ("guard", "with the guard")):
-        per_second = median(cost.per_second for cost in found[name])
-        envoy = median(cost.envoy for cost in found[name])
-        rows.append(Row(f"1 KB: Envoy itself, {label}", envoy, "us", note=f"{per_second:,.0f} requests/s"))
+def _small_rows(found: Mapping[str, Sequence[_Cost]], missing: Mapping[str, str]) -> list[Row]:
+    server = {name: [cost.server for cost in costs] for name, costs in found.items()}
+    rows = []
+    for name, reference, label, at_most, note in _COMPARISONS:
+        why = missing.get(name) or missing.get(reference)
+        figure = None if why else ratio(server, name, reference)
+        rows.append(Row(f"1 KB: {label}", figure, "x", at_most, why or f"{note}{spread(server, name, reference)}"))
+    for name, label in _SERVERS.items():
+        rows.append(Row(f"1 KB: {label}", median(server[name]) if name in server else None, "us", None, missing.get(name, "")))
+    for name, label in ({"without": "without the filter"} | _SERVERS).items():
+        if name in found:
+            per_second = median(cost.per_second for cost in found[name])
+            envoy = median(cost.envoy for cost in found[name])
+            rows.append(Row(f"1 KB: Envoy itself, {label}", envoy, "us", note=f"{per_second:,.0f} requests/s"))
     return rows
 
 
-def _large_rows(found: Mapping[str, list[Cost]], checksums: float) -> list[Row]:
-    server = _server(found)
-    excess = median((guard - checksums) / null for guard, null in zip(server["guard"], server["null"], strict=True))
+def _large_rows(null: Sequence[_Cost], guard: Sequence[_Cost], label: str, checksums: float) -> list[Row]:
+    excess = median((one.server - checksums) / other.server for one, other in zip(guard, null, strict=True))
     return [
-        Row("1 MB: guard less its checksums, against null server", excess, "x", _LIMIT_LARGE),
-        Row("1 MB: null server", median(server["null"]), "us"),
-        Row("1 MB: guard", median(server["guard"]), "us"),
+        Row(f"1 MB: {label}, less its checksums, against grpc.aio", excess, "x", _LIMIT_LARGE),
+        Row("1 MB: null server on grpc.aio", median(cost.server for cost in null), "us"),
+        Row(f"1 MB: {label}", median(cost.server for cost in guard), "us"),
         Row("1 MB: CRC32 and Adler-32 of the body alone", checksums, "us"),
     ]

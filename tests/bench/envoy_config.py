@@ -2,44 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.bench.processes import running
 
 _TYPE = "type.googleapis.com/envoy."
 _BUFFER_BYTES = 16 << 20
 _MANY = 1_000_000
 
 
-def bootstrap(ports: Mapping[str, int], servers: Mapping[str, int]) -> dict[str, Any]:
-    """A configuration.
+class Listener(NamedTuple):
+    """Where Envoy takes requests.
+
+    Attributes:
+        port: on loopback.
+        server: the name of the ext_proc server that is asked; without one the body is only buffered, which the filter makes
+            Envoy do as well.
+        metadata: sent to the server with every stream, Envoy's formatters expanded.
+    """
+
+    port: int
+    server: str | None = None
+    metadata: Mapping[str, str] = {}
+
+
+@contextmanager
+def running_envoy(directory: Path, listeners: Mapping[str, Listener], servers: Mapping[str, int]) -> Iterator[int]:
+    """An Envoy with one worker, until the block ends; gives its process id.
 
     Args:
-        ports: where to listen, by name.
-        servers: ports of ext_proc servers, by the name of the listener that asks them; a listener without one only buffers
-            the body, which the filter makes Envoy do as well.
+        directory: for its configuration and its log.
+        listeners: by name.
+        servers: ports of the ext_proc servers, by name.
     """
-    listeners = [_listener(name, port, _ext_proc(name) if name in servers else _buffer()) for name, port in ports.items()]
-    clusters = [_cluster(name, port) for name, port in servers.items()]
-    return {"static_resources": {"listeners": listeners, "clusters": clusters}}
+    config = directory / "envoy.json"
+    config.write_text(json.dumps(_bootstrap(listeners, servers)), encoding="utf-8")
+    envoy = str(Path(sys.executable).parent / "envoy")
+    flags = ["--concurrency", "1", "--log-level", "warn", "--disable-hot-restart"]
+    port = next(iter(listeners.values())).port
+    with running([envoy, "-c", str(config), *flags], port, directory / "envoy.log") as pid:
+        yield pid
+
+
+def _bootstrap(listeners: Mapping[str, Listener], servers: Mapping[str, int]) -> dict[str, Any]:
+    shown = [_listener(name, listener) for name, listener in listeners.items()]
+    return {"static_resources": {"listeners": shown, "clusters": [_cluster(*server) for server in servers.items()]}}
 
 
 def _address(port: int) -> dict[str, Any]:
     return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
 
 
-def _listener(name: str, port: int, http_filter: dict[str, Any]) -> dict[str, Any]:
+def _listener(name: str, listener: Listener) -> dict[str, Any]:
     route = {"name": "all", "match": {"prefix": "/"}, "direct_response": {"status": 200, "body": {"inline_string": "ok"}}}
     manager = {
         "@type": f"{_TYPE}extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": name,
         "use_remote_address": True,
         "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
-        "http_filters": [http_filter, _filter("router", "router.v3.Router")],
+        "http_filters": [_ext_proc(listener) if listener.server else _buffer(), _filter("router", "router.v3.Router")],
     }
     chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
     return {
         "name": name,
-        "address": _address(port),
+        "address": _address(listener.port),
         "per_connection_buffer_limit_bytes": _BUFFER_BYTES,
         "filter_chains": [chain],
     }
@@ -54,11 +85,12 @@ def _buffer() -> dict[str, Any]:
     return _filter("buffer", "buffer.v3.Buffer", max_request_bytes=_BUFFER_BYTES)
 
 
-def _ext_proc(cluster: str) -> dict[str, Any]:
+def _ext_proc(listener: Listener) -> dict[str, Any]:
+    metadata = [{"key": key, "value": value} for key, value in listener.metadata.items()]
     return _filter(
         "ext_proc",
         "ext_proc.v3.ExternalProcessor",
-        grpc_service={"envoy_grpc": {"cluster_name": cluster}},
+        grpc_service={"envoy_grpc": {"cluster_name": listener.server}, "initial_metadata": metadata},
         message_timeout="30s",  # a busy machine must not turn into failures
         processing_mode={
             "request_header_mode": "SEND",

@@ -1,14 +1,11 @@
-"""A small HTTP/1.1 load generator: `python -m tests.bench.load PORT CONNECTIONS REQUESTS BODY_BYTES FIRST_NUMBER`.
+"""A small HTTP/1.1 load generator: a fixed number of POSTs over keep-alive connections, one in flight on each.
 
-A fixed number of POSTs over keep-alive connections, one in flight on each. Every request is another one: the header that a
-policy tells callers apart by, and a number in the body. Prints how many were answered, by status.
+Every request is another one: the header that a policy tells callers apart by, and a number in the body.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from time import perf_counter
@@ -79,8 +76,22 @@ def content_length(head: bytes) -> int:
     return int(rest.partition(b"\r\n")[0] or 0)
 
 
-async def load(port: int, connections: int, requests: int, length: int, first: int) -> dict[str, object]:
-    """Send all the requests and wait for all the answers."""
+async def load(port: int, connections: int, requests: int, length: int, first: int) -> float:
+    """Send all the requests and wait for all the answers.
+
+    Args:
+        port: of an HTTP server on loopback.
+        connections: so many requests are in flight.
+        requests: so many are sent, numbered from `first` on.
+        length: of each body, in bytes.
+        first: a number; sent twice, it is the same request.
+
+    Returns:
+        the seconds that it took.
+
+    Raises:
+        RuntimeError: not every request was answered 200.
+    """
     loop = asyncio.get_running_loop()
     numbers, statuses = iter(range(first, first + requests)), Counter[str]()
     clients = [Client(numbers, length, statuses) for _ in range(connections)]
@@ -89,13 +100,6 @@ async def load(port: int, connections: int, requests: int, length: int, first: i
         for client in clients:
             await loop.create_connection(lambda client=client: client, "127.0.0.1", port)  # type: ignore[misc]
         await asyncio.gather(*(client.done for client in clients))
-    return {"statuses": dict(statuses), "seconds": perf_counter() - started}
-
-
-def main(port: int, connections: int, requests: int, length: int, first: int) -> None:
-    """Print what `load` found."""
-    print(json.dumps(asyncio.run(load(port, connections, requests, length, first))))
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:6]))
+    if statuses != {"200": requests}:
+        raise RuntimeError(f"{requests} requests were answered {dict(statuses)}")
+    return perf_counter() - started

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -64,7 +64,8 @@ def apart(servers: Iterable[int], others: Iterable[int]) -> Iterator[None]:
 
 def _pin(pid: int, processors: set[int]) -> None:
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), processors)
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread.name), processors)
 
 
 @contextmanager

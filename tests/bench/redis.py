@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -26,10 +26,12 @@ from extproc.store import Store, open_store
 from extproc.store.memory import MemoryStore
 from extproc.windows import Hit
 from tests.bench import samples
-from tests.bench.envoy_config import bootstrap
-from tests.bench.processes import apart, free_port, run_module, running
+from tests.bench.builds import SOURCES, explain_missing, find_compiled, serve
+from tests.bench.envoy_config import Listener, running_envoy
+from tests.bench.load import load
+from tests.bench.processes import apart, free_port, running
 from tests.bench.report import Row, progress
-from tests.bench.timing import interleaved, process_cpu, ratio
+from tests.bench.timing import interleaved, process_cpu, ratio, spread
 from tests.servers import Server, server
 
 TITLE = "redis: counts in Valkey on loopback, beside counts in memory (POST 1 KB, one policy)"
@@ -38,7 +40,7 @@ _IN_FLIGHT = 64
 _RATE = 1_000
 _CONNECTIONS = 64
 _LIMIT_TRIPS = 1 / 8
-_LIMIT_CPU = 2.0
+_LIMIT_CPU = 1.3
 _TIMEOUT_MS = 50
 _LIMIT_FAULT_MS = _TIMEOUT_MS + 50
 _QUANTILES = ("p50", "p99", "p99.9")
@@ -198,17 +200,13 @@ def _lab(directory: Path) -> Iterator[_Lab]:
         valkey = stack.enter_context(server())
         stores = {"memory": "memory://", "redis": f"redis://{valkey.address}"}
         servers, ports = ({name: free_port() for name in stores} for _ in range(2))
-        config = directory / "envoy.json"
-        config.write_text(json.dumps(bootstrap(ports, servers)), encoding="utf-8")
         pids = {}
         for name, url in stores.items():
-            flags = ["--listen", f"127.0.0.1:{servers[name]}", "--admin", "127.0.0.1:0", "--drain-delay", "0", "--store", url]
-            flags += ["--store-timeout", str(_TIMEOUT_MS / 1000)]
-            command = [sys.executable, "-m", "extproc.cli", "serve", "--policy", str(policy), *flags]
+            flags = ["--admin", "127.0.0.1:0", "--store", url, "--store-timeout", str(_TIMEOUT_MS / 1000)]
+            command = serve(find_compiled() or SOURCES, policy, servers[name], *flags)
             pids[name] = stack.enter_context(running(command, servers[name], directory / f"{name}.log"))
-        envoy = [str(Path(sys.executable).parent / "envoy"), "-c", str(config), "--concurrency", "1", "--log-level", "warn"]
-        command = [*envoy, "--disable-hot-restart"]
-        proxy = stack.enter_context(running(command, ports["redis"], directory / "envoy.log"))
+        listeners = {name: Listener(port, name) for name, port in ports.items()}
+        proxy = stack.enter_context(running_envoy(directory, listeners, servers))
         stack.enter_context(apart(pids.values(), [proxy, valkey.pid]))
         yield _Lab(valkey, ports, pids)
 
@@ -220,9 +218,7 @@ def _behind_envoy(*, quick: bool) -> list[Row]:
 
         def cpu(name: str, count: int = requests) -> float:
             before = process_cpu(lab.pids[name])
-            found = run_module("tests.bench.load", *map(str, (lab.ports[name], _CONNECTIONS, count, 1024, next(sent))))
-            if found["statuses"] != {"200": count}:
-                raise RuntimeError(f"{name}: {count} requests were answered {found['statuses']}")
+            asyncio.run(load(lab.ports[name], _CONNECTIONS, count, 1024, next(sent)))
             return (process_cpu(lab.pids[name]) - before) / count * 1e6
 
         for name in lab.ports:
@@ -232,13 +228,7 @@ def _behind_envoy(*, quick: bool) -> list[Row]:
         progress("redis: 1,000 requests/s and faults", 5, 5)
         found = _latencies(lab, 1 if quick else 3, lambda name, fault: _paced(lab.ports[name], seconds, next(sent), fault))
     calm = found["redis"]
-    rows = [
-        Row(
-            "behind Envoy, 64 connections: Loopguard's CPU per request, Redis against memory",
-            ratio(cost, "redis", "memory"), "x", _LIMIT_CPU,
-            f"{median(cost['redis']):.0f} against {median(cost['memory']):.0f} us",
-        )
-    ]  # fmt: skip
+    rows = [_cpu_row(cost)]
     for at, quantile in enumerate(_QUANTILES[:2]):
         added = calm[at] - found["memory"][at]
         note = f"{calm[at]:.2f} against {found['memory'][at]:.2f} ms at the client"
@@ -248,6 +238,17 @@ def _behind_envoy(*, quick: bool) -> list[Row]:
         note = f"p50 {p50:.2f}, p99 {p99:.2f} ms; without fault p99.9 {calm[2]:.2f} ms"
         rows.append(Row(f"1,000 requests/s, server {name} for 1 s: p99.9", p999, "ms", _LIMIT_FAULT_MS, note))
     return rows
+
+
+def _cpu_row(cost: Mapping[str, list[float]]) -> Row:
+    """The requirement is of the compiled guard: what the client library costs weighs less on one that is slower itself."""
+    figures = f"{median(cost['redis']):.0f} against {median(cost['memory']):.0f} us; {spread(cost, 'redis', 'memory')}"
+    compiled = find_compiled()
+    return Row(
+        f"behind Envoy, 64 connections: CPU of the {'compiled' if compiled else 'pure'} guard, Redis against memory",
+        ratio(cost, "redis", "memory"), "x", _LIMIT_CPU if compiled else None,
+        figures if compiled else f"{figures}; {explain_missing()}",
+    )  # fmt: skip
 
 
 _Fault = Callable[[], None]

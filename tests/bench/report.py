@@ -20,28 +20,29 @@ class Row:
 
     Attributes:
         name: what was measured.
-        value: the figure, in `unit`.
+        value: the figure, in `unit`; None when it could not be had, and `note` says why.
         unit: empty for a ratio.
         at_most: what the project requires, None where the figure is for information.
         note: how to read it.
     """
 
     name: str
-    value: float
+    value: float | None
     unit: str = ""
     at_most: float | None = None
     note: str = ""
 
     @property
     def met(self) -> bool | None:
-        """Whether the requirement holds, None where there is none."""
-        return None if self.at_most is None else self.value <= self.at_most
+        """Whether the requirement holds, None where there is none or no figure."""
+        return None if self.at_most is None or self.value is None else self.value <= self.at_most
 
     def as_json(self) -> dict[str, Any]:
         """The row as it stands in the results file."""
         required = {} if self.at_most is None else {"at_most": round(self.at_most, 4), "met": self.met}
         note = {"note": self.note} if self.note else {}
-        return {"name": self.name, "value": round(self.value, 4), "unit": self.unit, **required, **note}
+        value = None if self.value is None else round(self.value, 4)
+        return {"name": self.name, "value": value, "unit": self.unit, **required, **note}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ def table(section: Section) -> str:
 def _cells(row: Row) -> tuple[str, str, str, str, str]:
     unit = f" {row.unit}" if row.unit else ""
     limit = "" if row.at_most is None else f"<= {_figure(row.at_most)}{unit}"
+    if row.value is None:
+        return row.name, "-", limit, "SKIPPED", row.note
     verdict = {True: "met", False: "MISSED", None: ""}[row.met]
     return row.name, f"{_figure(row.value)}{unit}", limit, verdict, row.note
 
@@ -77,10 +80,12 @@ def _figure(value: float) -> str:
 
 
 def verdict(sections: Mapping[str, Section]) -> str:
-    """One closing line for each requirement that was missed, or one that says that all were met."""
-    judged = [(name, row) for name, section in sections.items() for row in section.rows if row.met is not None]
-    missed = [f"MISSED {name}: {row.name} is {' '.join(_cells(row)[1:3])}" for name, row in judged if not row.met]
-    return "\n".join([*missed, f"{len(judged) - len(missed)} of {len(judged)} requirements met"])
+    """One closing line for each requirement that was missed or has no figure, and one that counts those that were met."""
+    rows = [(name, row) for name, section in sections.items() for row in section.rows if row.at_most is not None]
+    missed = [f"MISSED {name}: {row.name} is {' '.join(_cells(row)[1:3])}" for name, row in rows if row.met is False]
+    skipped = [f"SKIPPED {name}: {row.name}: {row.note}" for name, row in rows if row.value is None]
+    met = sum(row.met is True for _, row in rows)
+    return "\n".join([*missed, *skipped, f"{met} of {len(rows)} requirements met"])
 
 
 def write_json(path: Path, sections: Mapping[str, Section], *, quick: bool) -> None:

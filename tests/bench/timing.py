@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
-from time import thread_time
+from statistics import median, quantiles
+from time import clock_gettime, thread_time
 
-_TICKS = os.sysconf("SC_CLK_TCK")
+_CPU_CLOCK = 2
+"""The kind of clock that counts a process' time on processors to the nanosecond (Linux, posix-timers_types.h)."""
 _PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 1_000_000
 
 
@@ -33,15 +34,20 @@ def ratio(found: Mapping[str, list[float]], name: str, reference: str) -> float:
     return median(one / other for one, other in zip(found[name], found[reference], strict=True))
 
 
+def spread(found: Mapping[str, list[float]], name: str, reference: str) -> str:
+    """Between which ratios the middle half of the rounds lies, in words."""
+    low, _, high = quantiles((one / other for one, other in zip(found[name], found[reference], strict=True)), n=4)
+    return f"half of the rounds {low:.2f} to {high:.2f}"
+
+
 def difference(found: Mapping[str, list[float]], name: str, reference: str) -> float:
     """The median over the rounds of one work's figure less another's."""
     return median(one - other for one, other in zip(found[name], found[reference], strict=True))
 
 
 def process_cpu(pid: int) -> float:
-    """Seconds of CPU, user and system, that a process has used; the kernel counts them in hundredths."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+    """Seconds of CPU, user and system, that a process has used in all of its threads."""
+    return clock_gettime(~pid << 3 | _CPU_CLOCK)  # /proc/<pid>/stat has the same, in hundredths of a second
 
 
 def resident_mb() -> float:
