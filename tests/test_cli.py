@@ -192,7 +192,7 @@ def test_explain_reads_a_body_from_a_file(capsys: pytest.CaptureFixture[str], tm
     [
         ("enforce", {"action": "warn"}, "then warn; "),
         ("enforce", {"action": "throttle"}, "then throttle (hold 300 ms at first); "),
-        ("enforce", {"cooldown_seconds": 7, "reject_status": 503}, "then reject with 503 (Retry-After: 7); "),
+        ("enforce", {"cooldown_seconds": 90, "reject_status": 503}, "then reject with 503 (Retry-After: 90); "),
         ("shadow", {"window_type": "fixed"}, "then report: would reject with 429 (Retry-After: 60); window fixed, 60 s"),
     ],
 )
@@ -348,10 +348,8 @@ def test_explain_says_whether_calls_loop(capsys: pytest.CaptureFixture[str], tmp
     quiet = shown(Run(capsys, "explain", "--policy", file, "-d", called(0), "h/v1"))
 
     assert loop["tool_calls"]["decision"] == "reject with 429; read_file: 3 of 3 calls"
-    assert loop["cool"]["decision"] == "reject with 429 (Retry-After: 9); read_file: 3 of 3 calls"
-    assert before["cool"]["decision"] == (
-        "allow below 3 equal calls, then reject with 429 (Retry-After: 9); read_file: 2 of 2 calls"
-    )
+    assert loop["cool"]["decision"] == "reject with 429; read_file: 3 of 3 calls"
+    assert before["cool"]["decision"] == ("allow below 3 equal calls, then reject with 429; read_file: 2 of 2 calls")
     nothing = "allow: no call of the last turn, or fewer calls than any threshold"
     assert [block["decision"] for block in (before["tool_calls"], *quiet.values())] == [nothing] * 3
     assert [block["compared"] for block in quiet.values()] == [NO_CALLS] * 2

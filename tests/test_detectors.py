@@ -744,12 +744,12 @@ def test_a_loop_of_calls_trips_the_cooldown() -> None:
     guard = Calls()
 
     assert guard.send(looping(2), 0) == ("allow", None)
-    assert guard.send(looping(3), 1) == ("reject", 60)
+    assert guard.send(looping(3), 1) == ("reject", None)  # its history says so, and will
     assert guard.send(looping(1), 2) == ("reject", 59)
-    assert guard.send(looping(4), 31) == ("reject", 30)  # refusals do not prolong it
+    assert guard.send(looping(4), 31) == ("reject", None)  # refusals do not prolong it
     assert guard.send(looping(1), 60.9) == ("reject", 1)
     assert guard.send(looping(1), 61) == ("allow", None)
-    assert guard.send(looping(3), 62) == ("reject", 60)  # and the next loop trips it again
+    assert guard.send(looping(3), 62) == ("reject", None)  # and the next loop trips it again
 
 
 def test_a_cooldown_of_calls_is_about_one_call_of_one_caller() -> None:
@@ -788,7 +788,7 @@ def test_a_loop_trips_the_cooldown_whatever_came_just_before() -> None:
 
     answers = [guard.send(looping(2), 0), guard.send(looping(3), 0), guard.send(looping(1), 1)]
 
-    assert answers == [("allow", None), ("reject", 60), ("reject", 59)]
+    assert answers == [("allow", None), ("reject", None), ("reject", 59)]
 
 
 def test_a_cycle_trips_the_cooldown() -> None:
@@ -804,9 +804,9 @@ def test_a_cycle_trips_the_cooldown() -> None:
     assert answers == ["reject", "reject"]
 
 
-def test_a_window_given_with_tool_calls_is_when_to_come_back() -> None:
-    """`window_seconds` is not needed, and counts nothing; where it is given it is the Retry-After."""
-    assert Calls(cooldown_seconds=0, window_seconds=30).send(looping(3), 0) == ("reject", 30)
+def test_a_window_given_with_tool_calls_means_nothing() -> None:
+    """`window_seconds` is not needed, counts nothing, and is no Retry-After: waiting changes no history."""
+    assert Calls(cooldown_seconds=0, window_seconds=30).send(looping(3), 0) == ("reject", None)
 
 
 def test_counts_and_calls_in_one_policy_are_not_mixed_up() -> None:

@@ -8,6 +8,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from extproc.decision import Action, Outcome, Repeat
 from extproc.engine import Engine
@@ -169,12 +171,56 @@ def test_ties_go_to_the_longest_wait_then_to_the_first() -> None:
     assert verdict(slow, LOOP, LOOP).lead.policy == "b"
 
 
-def test_retry_after_is_the_cooldown_else_the_window() -> None:
-    """What is left of a cooldown is rounded up to seconds; without one the window tells."""
-    engine = make_engine(policy("a", ANY, cooldown_seconds=90))
+@pytest.mark.parametrize(
+    ("more", "count", "seconds"),
+    [
+        ({}, LOOP, 60),
+        ({"cooldown_seconds": 90}, LOOP._replace(cooldown_ms=88_001), 89),
+        ({"cooldown_seconds": 90}, LOOP._replace(cooldown_ms=1_001), 60),  # the window outlasts the cooldown
+        ({"cooldown_seconds": 90}, LOOP._replace(cooldown_ms=1_001, count=1), 2),  # the window has emptied
+        ({"window_type": "fixed"}, LOOP._replace(span_ms=50_001), 10),
+        ({"count_refused": False}, LOOP, 60),
+        ({"count_refused": False, "cooldown_seconds": 90}, LOOP._replace(cooldown_ms=5_000, count=2), 5),
+    ],
+)
+def test_retry_after_is_when_the_same_request_passes(more: dict[str, Any], count: Count, seconds: int) -> None:
+    """What is left of the cooldown or of the window, whichever is longer, in whole seconds."""
+    assert verdict(make_engine(policy("a", ANY, **more)), count).lead.retry_after == seconds
 
-    assert verdict(engine, LOOP._replace(cooldown_ms=1_001)).lead.retry_after == 2
-    assert verdict(engine, LOOP).lead.retry_after == 60
+
+@given(
+    st.sampled_from(["sliding_ttl", "sliding_log", "fixed"]),
+    st.integers(1, 9),
+    st.integers(2, 4),
+    st.integers(0, 9),
+    st.booleans(),
+    st.lists(st.integers(0, 4_000), min_size=1, max_size=12),
+)
+def test_no_retry_after_is_too_early(  # what a window is made of
+    window_type: str, window: int, threshold: int, cooldown: int, count_refused: bool, pauses: list[int]
+) -> None:
+    """Whoever comes back as late as he was told to passes, whatever happened before."""
+    loop: dict[str, Any] = {
+        "window_type": window_type,
+        "window_seconds": window,
+        "cooldown_seconds": cooldown,
+        "count_refused": count_refused,
+    }
+    engine = make_engine(policy("a", ANY, threshold_identical_requests=threshold, **loop))
+    store, now = MemoryStore(Metrics()), 1_000_000
+
+    def send(at: int) -> Outcome | None:
+        evaluation = engine.prepare(get())
+        assert evaluation is not None
+        evaluation.seal(NO_BODY)
+        return evaluation.decide(store.hit(evaluation.enforcing.list_hits(), at)).lead
+
+    for pause in pauses:
+        now += pause
+        refused = send(now)
+    if refused is not None:
+        assert refused.retry_after is not None
+        assert send(now + refused.retry_after * 1_000) is None
 
 
 def test_a_throttle_waits_for_its_count_up_to_the_cap() -> None:
@@ -286,12 +332,12 @@ def test_the_message_says_what_to_do() -> None:
         (
             "tool_calls",
             Repeat(("grep",), 3, 8, 3, False, " Read the file. "),
-            "3 of the last 8 tool calls were grep with the same arguments, so this request was refused. Read the file. Calling",
+            "3 of the last 8 tool calls were grep with the same arguments, so this request was refused. Read the file. Neither",
         ),
         (
             "tool_calls",
             Repeat(("read", "edit"), 3, 6, 3, True),
-            "the last 6 tool calls were 3 rounds of the same 2 calls (read, edit), so this request was refused. Calling",
+            "the last 6 tool calls were 3 rounds of the same 2 calls (read, edit), so this request was refused. Neither",
         ),
     ],
 )

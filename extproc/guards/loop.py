@@ -66,6 +66,19 @@ class Detector:
         threshold = 1 if repeat.looping else MAX_THRESHOLD
         return Hit(key, self.window_type, 0, threshold, self._cooldown_ms, False, threshold)
 
+    def _find_retry_after(self, count: Count, repeat: Repeat | None) -> int | None:
+        """Seconds until the same request passes if it is not sent before; None where waiting changes nothing."""
+        if repeat is not None and repeat.looping:
+            return None  # its history will say the same then
+        waits = count.cooldown_ms
+        if self.stateless:
+            return max(1, -(-waits // 1000))
+        counted = count.count if self._count_refused else count.count - 1
+        if counted + 1 >= self.threshold:
+            over = self._window_ms - count.span_ms if self.window_type == "fixed" else self._window_ms
+            waits = max(waits, over)
+        return max(1, -(-waits // 1000))
+
     def judge(self, fingerprint: str, tenant: str, count: Count, repeat: Repeat | None = None) -> Outcome:
         """What this detector makes of a request that has been counted."""
         number, looping = count.count, count.looping
@@ -83,7 +96,7 @@ class Detector:
             count.span_ms,
             self.window_seconds,
             min(number * DELAY_PER_REQUEST_MS, self.max_delay_ms) if action is Action.THROTTLE else 0,
-            -(-count.cooldown_ms // 1000) or self.window_seconds or None,
+            self._find_retry_after(count, repeat),
             self.reject_status,
             self.name,
             self.similarity,

@@ -148,8 +148,8 @@ class ToolCalls(Similarity):
             return super().tell(outcome, method, path)
         reason = f" {repeat.reason.strip()}" if repeat.reason.strip() else ""
         return (
-            f"Loop detected: {_name_calls(repeat)}, so this request was refused.{reason} Calling again will not bring anything "
-            "new: change the approach or the arguments, or finish with the result you have so far."
+            f"Loop detected: {_name_calls(repeat)}, so this request was refused.{reason} Neither calling again nor waiting "
+            "will bring anything new: change the approach or the arguments, or finish with the result you have so far."
         )
 
     @staticmethod
