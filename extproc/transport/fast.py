@@ -32,9 +32,6 @@ from extproc.transport.sockets import BACKLOG, keep_alive, listening_socket
 
 _LOG = logging.getLogger("loopguard")
 
-_HELLO_SECONDS: Final = 10
-"""A connection that has not spoken HTTP/2 by then is closed."""
-
 _LARGE_READ: Final = 65_536
 """uvloop reads on while its buffer of 256,000 bytes comes full, up to 32 times: after a large read others come first."""
 
@@ -87,7 +84,7 @@ class _Peer(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # what a stream server hands out, uvloop's own class included
         keep_alive(transport.get_extra_info("socket"))
         self._server.peers.add(self)
-        self._hello = self._loop.call_later(_HELLO_SECONDS, self._check_hello)
+        self._hello = self._loop.call_later(self._server.hello_seconds, self._check_hello)
         self._flush()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # the protocol's signature
@@ -299,16 +296,25 @@ class FastServer:
         limits: of each connection.
         cache: of header fields, for all connections.
         pool: of bytes that connections may hold.
+        hello_seconds: until when a connection must have spoken HTTP/2.
         peers: that are connected.
     """
 
-    def __init__(self, service: Service, health: Health, limits: Limits | None = None, pool: Pool | None = None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        health: Health,
+        limits: Limits | None = None,
+        pool: Pool | None = None,
+        hello_seconds: float = 10,
+    ) -> None:
         """Nothing listens yet."""
         self.service = service
         self.health = health
         self.limits = limits or Limits()
         self.cache = Cache()
         self.pool = pool or Pool()
+        self.hello_seconds = hello_seconds
         self.peers: set[_Peer] = set()
         self._errors = RateLimit(_LINES_PER_SECOND)
         self._server: asyncio.Server
