@@ -206,7 +206,6 @@ class Connection:
             return
         self._start(call)
         self._http.send(call.stream, frame_message(message))
-        self._http.earn()
 
     def answer(self, call: Call, message: bytes) -> None:
         """Send the last message, and the status OK."""
@@ -214,7 +213,6 @@ class Connection:
             return
         self._start(call)
         self._http.send(call.stream, frame_message(message), _OK_TRAILERS)
-        self._http.earn()
         self._close(call)
 
     def finish(self, call: Call, status: int, message: str = "") -> None:
@@ -292,6 +290,7 @@ class Connection:
             call.silent = False
             del self._silent[call.number]
         self._http.work += _MESSAGE_WORK
+        self._http.patience += self._http.limits.message_earns
         return MessageReceived(call, message)
 
     def _deliver(self, call: Call) -> Event | None:
