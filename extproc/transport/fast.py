@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Final, cast
 
 from google.protobuf.message import DecodeError
@@ -25,7 +25,7 @@ from extproc.service import Reply, Service, Stream
 from extproc.settings import Address
 from extproc.transport import grpc
 from extproc.transport.grpc import Call, HalfClosed, MessageReceived
-from extproc.transport.headers import Block, Cache
+from extproc.transport.headers import Cache
 from extproc.transport.health import EXT_PROC, HEALTH, Health
 from extproc.transport.http2 import Limits, Pool
 from extproc.transport.sockets import BACKLOG, keep_alive, listening_socket
@@ -42,7 +42,6 @@ _LINES_PER_SECOND: Final = 5
 _GOODBYE_SECONDS: Final = 0.5
 _POLL_SECONDS: Final = 0.02
 
-_METADATA_PREFIX: Final = b"x-loopguard-"
 _PROCESS: Final = f"/{EXT_PROC}/Process".encode()
 _CHECK: Final = f"/{HEALTH}/Check".encode()
 _WATCH: Final = f"/{HEALTH}/Watch".encode()
@@ -188,7 +187,7 @@ class _Peer(asyncio.Protocol):
         """envoy.service.ext_proc.v3.ExternalProcessor/Process."""
         serving = self._serving.get(call.number)
         if serving is None:
-            opened = self._server.service.open(read_metadata(call.headers))
+            opened = self._server.service.open(call.metadata)
             opened.on_given_up = partial(self._give_up, call)
             serving = self._serving[call.number] = _Serving(opened)
         stream = serving.stream
@@ -265,16 +264,6 @@ class _Peer(asyncio.Protocol):
         async for answer in self._server.health.watch(service):
             self._grpc.send(call, answer.SerializeToString())
             self._schedule()
-
-
-@lru_cache(maxsize=64)
-def read_metadata(headers: Block) -> list[tuple[str, str]]:
-    """The stream's metadata that is meant for us."""
-    return [
-        (field.name.decode("latin-1"), field.value.decode("latin-1"))
-        for field in headers.fields
-        if field.name.startswith(_METADATA_PREFIX)
-    ]
 
 
 def parse_check(message: bytes) -> HealthCheckRequest:
