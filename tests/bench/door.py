@@ -22,8 +22,6 @@ from tests.bench.processes import free_port, running
 from tests.bench.report import Row, progress
 
 TITLE = "door: p99 of an innocent client (60 requests/s, a connection of its own), before and during attacks on another"
-    "door: p99 of an innocent client (60 requests/s on a connection of its own), before and during attacks on one connection"
-)
 
 _PER_SECOND = 60
 _LIMIT_MS = 200
