@@ -23,7 +23,7 @@ Seen: TypeAlias = tuple[str, int, bytes]
 
 def call(stream: int = 1, path: bytes = STREAMING, flags: int = 0, **changed: bytes) -> bytes:
     """The headers that open a call."""
-    fields = {":method": b"POST", ":scheme": b"http", ":path": path, "content-type": b"application/grpc", "x-a": b"b"}
+    fields = {":method": b"POST", ":scheme": b"http", ":path": path, "content-type": b"application/grpc", "x-loopguard-a": b"b"}
     pairs = [(name.encode(), changed.get(name.strip(":").replace("-", "_"), value)) for name, value in fields.items()]
     return frame(http2.HEADERS, http2.END_HEADERS | flags, stream, encode(pairs))
 
@@ -113,7 +113,7 @@ def test_a_call_is_a_message_its_answer_and_its_status(step: int) -> None:
 
     assert seen == [("MessageReceived", 1, b"question")]
     assert peer.calls[1].method == STREAMING
-    assert peer.calls[1].headers.fields[-1].value == b"b"
+    assert peer.calls[1].metadata == [("x-loopguard-a", "b")]
     assert peer.content(1) == frame_message(b"answer")
     assert peer.status(1) == grpc.OK
     assert not peer.connection.calls
@@ -139,7 +139,7 @@ def test_a_single_message_is_all_that_a_call_of_one_may_say() -> None:
     seen = peer.receive(call(1, SINGLE), body(1, frame_message(b"a")), body(1, frame_message(b"b") * 1_000))
 
     assert seen == [("MessageReceived", 1, b"a")]
-    assert pool.held == 0
+    assert pool.held == peer.calls[1].size
 
 
 def test_messages_wait_while_their_call_is_busy() -> None:
@@ -152,10 +152,10 @@ def test_messages_wait_while_their_call_is_busy() -> None:
     seen = peer.receive(body(1, frame_message(b"b") + frame_message(b"c")), body(1, frame_message(b"d"), http2.END_STREAM))
 
     assert seen == []
-    assert pool.held == 18
+    assert pool.held == 18 + peer.calls[1].size
     peer.connection.resume(peer.calls[1])
     assert peer.receive() == [*(("MessageReceived", 1, message) for message in (b"b", b"c", b"d")), ("HalfClosed", 1, b"")]
-    assert pool.held == 0
+    assert pool.held == peer.calls[1].size
 
 
 def test_a_call_that_ends_without_a_word_is_over() -> None:
@@ -279,3 +279,19 @@ def test_half_closed_is_an_event() -> None:
     events = [peer.connection.next_event() for _ in range(4)]
 
     assert [type(event) for event in events] == [MessageReceived, HalfClosed, type(None), type(None)]
+
+
+def test_metadata_is_bounded_and_counts_until_its_call_is_over() -> None:
+    """Of a request's headers only what is meant for us is kept, sixteen fields at most, and from the pool."""
+    pool = Pool(10_000)
+    peer = Peer(pool=pool)
+    large = [(b"x-loopguard-%d" % number, b"x" * 100) for number in range(20)]
+    pairs = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", STREAMING), (b"content-type", b"application/grpc")]
+
+    peer.receive(*(frame(http2.HEADERS, http2.END_HEADERS, number, encode([*pairs, *large])) for number in range(1, 20, 2)))
+
+    assert [peer.status(number) for number in (1, 3, 5)] == [None, None, grpc.RESOURCE_EXHAUSTED]
+    assert [len(each.metadata) for each in peer.connection.calls.values()] == [grpc.MAX_METADATA] * 2
+    assert pool.held == sum(each.size for each in peer.connection.calls.values())
+    peer.receive(frame(http2.RST_STREAM, 0, 1, bytes(4)), frame(http2.RST_STREAM, 0, 3, bytes(4)))
+    assert pool.held == 0

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Final, cast
 
 from google.protobuf.message import DecodeError
@@ -25,15 +25,12 @@ from extproc.service import Reply, Service, Stream
 from extproc.settings import Address
 from extproc.transport import grpc
 from extproc.transport.grpc import Call, HalfClosed, MessageReceived
-from extproc.transport.headers import Block, Cache
+from extproc.transport.headers import Cache
 from extproc.transport.health import EXT_PROC, HEALTH, Health
 from extproc.transport.http2 import Limits, Pool
 from extproc.transport.sockets import BACKLOG, keep_alive, listening_socket
 
 _LOG = logging.getLogger("loopguard")
-
-_HELLO_SECONDS: Final = 10
-"""A connection that has not spoken HTTP/2 by then is closed."""
 
 _LARGE_READ: Final = 65_536
 """uvloop reads on while its buffer of 256,000 bytes comes full, up to 32 times: after a large read others come first."""
@@ -45,7 +42,6 @@ _LINES_PER_SECOND: Final = 5
 _GOODBYE_SECONDS: Final = 0.5
 _POLL_SECONDS: Final = 0.02
 
-_METADATA_PREFIX: Final = b"x-loopguard-"
 _PROCESS: Final = f"/{EXT_PROC}/Process".encode()
 _CHECK: Final = f"/{HEALTH}/Check".encode()
 _WATCH: Final = f"/{HEALTH}/Watch".encode()
@@ -87,7 +83,7 @@ class _Peer(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # what a stream server hands out, uvloop's own class included
         keep_alive(transport.get_extra_info("socket"))
         self._server.peers.add(self)
-        self._hello = self._loop.call_later(_HELLO_SECONDS, self._check_hello)
+        self._hello = self._loop.call_later(self._server.hello_seconds, self._check_hello)
         self._flush()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # the protocol's signature
@@ -191,7 +187,7 @@ class _Peer(asyncio.Protocol):
         """envoy.service.ext_proc.v3.ExternalProcessor/Process."""
         serving = self._serving.get(call.number)
         if serving is None:
-            opened = self._server.service.open(read_metadata(call.headers))
+            opened = self._server.service.open(call.metadata)
             opened.on_given_up = partial(self._give_up, call)
             serving = self._serving[call.number] = _Serving(opened)
         stream = serving.stream
@@ -270,16 +266,6 @@ class _Peer(asyncio.Protocol):
             self._schedule()
 
 
-@lru_cache(maxsize=64)
-def read_metadata(headers: Block) -> list[tuple[str, str]]:
-    """The stream's metadata that is meant for us."""
-    return [
-        (field.name.decode("latin-1"), field.value.decode("latin-1"))
-        for field in headers.fields
-        if field.name.startswith(_METADATA_PREFIX)
-    ]
-
-
 def parse_check(message: bytes) -> HealthCheckRequest:
     """What a health check asks.
 
@@ -299,16 +285,25 @@ class FastServer:
         limits: of each connection.
         cache: of header fields, for all connections.
         pool: of bytes that connections may hold.
+        hello_seconds: until when a connection must have spoken HTTP/2.
         peers: that are connected.
     """
 
-    def __init__(self, service: Service, health: Health, limits: Limits | None = None, pool: Pool | None = None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        health: Health,
+        limits: Limits | None = None,
+        pool: Pool | None = None,
+        hello_seconds: float = 10,
+    ) -> None:
         """Nothing listens yet."""
         self.service = service
         self.health = health
         self.limits = limits or Limits()
         self.cache = Cache()
         self.pool = pool or Pool()
+        self.hello_seconds = hello_seconds
         self.peers: set[_Peer] = set()
         self._errors = RateLimit(_LINES_PER_SECOND)
         self._server: asyncio.Server

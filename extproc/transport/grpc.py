@@ -31,6 +31,12 @@ UNAVAILABLE: Final = 14
 MAX_MESSAGE: Final = 64 * 2**20
 """Largest message taken, in bytes: far above any buffer limit that an Envoy should have."""
 
+METADATA_PREFIX: Final = b"x-loopguard-"
+"""What is kept of a call's metadata."""
+
+MAX_METADATA: Final = 16
+"""Most fields that are kept of it."""
+
 MAX_SILENT: Final = 1_000
 """Calls of one connection that have not said anything yet; the oldest makes room. Envoy sends the first message at once."""
 
@@ -50,14 +56,14 @@ class Call:
     Attributes:
         number: of its stream.
         method: its path, such as `/grpc.health.v1.Health/Check`.
-        headers: its request's.
+        metadata: of its request, what is meant for us.
         over: nothing more comes of it.
     """
 
     __slots__ = (
         "busy",
         "half_closed",
-        "headers",
+        "metadata",
         "method",
         "number",
         "over",
@@ -68,12 +74,12 @@ class Call:
         "stream",
     )
 
-    def __init__(self, stream: Stream, method: bytes, headers: Block, *, single: bool) -> None:
+    def __init__(self, stream: Stream, method: bytes, metadata: list[tuple[str, str]], *, single: bool) -> None:
         """A call has been opened."""
         self.stream = stream
         self.number = stream.number
         self.method = method
-        self.headers = headers
+        self.metadata = metadata
         self.single = single  # it has one message; what follows that is dropped
         self.over = False
         self.silent = True  # no message yet
@@ -81,6 +87,11 @@ class Call:
         self.busy = False  # its owner takes no more messages for now
         self.half_closed = False  # the peer has said all it had to say
         self.received = bytearray()  # messages that are not delivered, or not whole
+
+    @property
+    def size(self) -> int:
+        """Bytes of metadata that are held for it."""
+        return sum(len(name) + len(value) for name, value in self.metadata)
 
 
 class MessageReceived:
@@ -206,7 +217,6 @@ class Connection:
             return
         self._start(call)
         self._http.send(call.stream, frame_message(message))
-        self._http.earn()
 
     def answer(self, call: Call, message: bytes) -> None:
         """Send the last message, and the status OK."""
@@ -214,7 +224,6 @@ class Connection:
             return
         self._start(call)
         self._http.send(call.stream, frame_message(message), _OK_TRAILERS)
-        self._http.earn()
         self._close(call)
 
     def finish(self, call: Call, status: int, message: str = "") -> None:
@@ -260,9 +269,12 @@ class Connection:
         if single is None:
             self._http.respond(got.stream, encode_trailers(UNIMPLEMENTED, "unknown method", only=True), end=True)
             return None
-        call = Call(got.stream, path, got.headers, single=single)
+        call = Call(got.stream, path, read_metadata(got.headers), single=single)
         self.calls[call.number] = self._silent[call.number] = call
-        if got.ended:
+        if not self._http.share.take(call.size):
+            call.metadata = []
+            self.finish(call, RESOURCE_EXHAUSTED, "too much metadata")
+        elif got.ended:
             self.finish(call, OK)
         elif len(self._silent) > MAX_SILENT:
             self.finish(next(iter(self._silent.values())), RESOURCE_EXHAUSTED, "too many calls that say nothing")
@@ -292,6 +304,7 @@ class Connection:
             call.silent = False
             del self._silent[call.number]
         self._http.work += _MESSAGE_WORK
+        self._http.patience += self._http.limits.message_earns
         return MessageReceived(call, message)
 
     def _deliver(self, call: Call) -> Event | None:
@@ -306,7 +319,8 @@ class Connection:
         except ProtocolError as error:
             return self._refuse(call, error)
         if 0 < size <= len(call.received):
-            message = bytes(call.received[_PREFIX:size])
+            with memoryview(call.received) as received:
+                message = bytes(received[_PREFIX:size])
             del call.received[:size]  # which costs nothing at a bytearray's start
             self._http.share.give(size)
             return self._open(call, message)
@@ -341,6 +355,8 @@ class Connection:
         self.calls.pop(call.number, None)
         if call.silent:
             self._silent.pop(call.number, None)
+        if call.metadata and not self._http.ended:
+            self._http.share.give(call.size)
         self._drop(call)
 
     def _drop(self, call: Call) -> None:
@@ -348,6 +364,13 @@ class Connection:
         if call.received and not self._http.ended:
             self._http.share.give(len(call.received))
         call.received = bytearray()
+
+
+@lru_cache(maxsize=64)
+def read_metadata(headers: Block) -> list[tuple[str, str]]:
+    """A request's metadata that is meant for us; of what nobody looks at nothing is kept while a call lasts."""
+    ours = [field for field in headers.fields if field.name.startswith(METADATA_PREFIX)][:MAX_METADATA]
+    return [(field.name.decode("latin-1"), field.value.decode("latin-1")) for field in ours]
 
 
 def read_size(data: bytearray) -> int:

@@ -9,7 +9,7 @@ No peer can make it work or grow without bound:
   peer's initial window, and streams that wait for a window are known by name.
 - A turn handles a bounded number of frames (`Limits.work`). The rest waits for the next turn, so that whoever owns the socket
   can look after other connections in between.
-- Frames cost patience, and answers earn it (`Limits.patience`). Who sends frames that lead to nothing is told to calm down.
+- Frames cost patience, and messages earn it (`Limits.patience`). Who sends frames that lead to nothing is told to calm down.
 - What waits for the peer (answers into a shut window, a header block without an end) is taken from a `Pool` of bytes that all
   connections share.
 """
@@ -88,7 +88,7 @@ class Limits:
         work: frames in one turn; a large one counts as several.
         patience: frames that lead to nothing, before the connection is ended.
         patience_per_second: how fast that comes back.
-        answer_earns: frames that every answer allows for. Envoy takes 10 WINDOW_UPDATEs for each DATA frame that it sends.
+        message_earns: frames that every message allows for. Envoy takes 10 WINDOW_UPDATEs for each DATA frame that it sends.
         lingering: streams that we have answered and the peer has not ended.
         shut: streams whose answer waits for a window of their own.
     """
@@ -97,7 +97,7 @@ class Limits:
     work: int = 512
     patience: int = 10_000
     patience_per_second: int = 1_000
-    answer_earns: int = 10
+    message_earns: int = 10
     lingering: int = 1_000
     shut: int = 1_000
 
@@ -238,8 +238,8 @@ class Connection:
         settled: the peer has spoken HTTP/2.
         ended: nothing is received or sent any more, but for what `take` still returns.
         error: what the peer did wrong, where that has ended the connection; the code is HTTP/2's.
-        work: frames handled in this turn; whoever does more for one than this file does may add to it.
-        patience: frames that the peer may still send without anything coming of them.
+        work: frames handled in this turn; who does more for one than this file does adds to it.
+        patience: frames that the peer may still send without anything coming of them; who finds a message in them adds to it.
         share: of the bytes that all connections may hold.
     """
 
@@ -313,7 +313,7 @@ class Connection:
             data: what came.
             now: seconds of any monotonic clock.
         """
-        if data:
+        if data and not self.ended:
             self._data = self._data[self._position :] + data if self._position < len(self._data) else data
             self._position = 0
         self.work = 0
@@ -628,10 +628,6 @@ class Connection:
             self._write(DATA, 0, stream.name, data)
         if trailers is not None:
             self._write_last(stream, trailers)
-
-    def earn(self) -> None:
-        """The peer did something that was worth an answer."""
-        self.patience += self.limits.answer_earns
 
     def goaway(self) -> None:
         """Ask the peer to open no more streams here; those that it has opened meanwhile are served."""

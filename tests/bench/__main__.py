@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from tests.bench import engine, envoy, hostile, memory, policies, redis, reload, similarity, transport
+from tests.bench import door, engine, envoy, hostile, memory, policies, redis, reload, similarity, transport
 from tests.bench.report import Section, progress_done, table, verdict, write_json
 
 _SECTIONS = {
@@ -21,6 +21,7 @@ _SECTIONS = {
     "hostile": (hostile.TITLE, hostile.run),
     "redis": (redis.TITLE, redis.run),
     "transport": (transport.TITLE, transport.run),
+    "door": (door.TITLE, door.run),
     "envoy": (envoy.TITLE, envoy.run),
 }
 
