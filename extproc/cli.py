@@ -33,7 +33,8 @@ signals: SIGHUP reloads the policies (so does any change of the files), SIGTERM 
     "validate": """examples:
   loopguard validate policies/ && git push
 
-exit code: 0 good (warnings on stderr), 1 every error on stderr as file: /json/pointer: message""",
+exit code: 0 good (warnings on stderr), 1 every error on stderr as file: /json/pointer: message;
+with --strict, parts of a bundle that serve would refuse without --allow-unenforced are errors as well""",
     "explain": """examples:
   loopguard explain --policy policies/ -X POST -H 'x-user-id: ann' -d '{"model": "m"}' https://api.example.com/v1/chat/completions
   loopguard explain --policy policies/ --claim org_id=org-abc -d @body.json http://localhost:10000/v1/messages""",
@@ -112,10 +113,12 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _validate(options: argparse.Namespace) -> int:
     policies = load(_check_paths(options.path), _now())
-    for notice in (*policies.warnings, *policies.unenforced):
-        print(one_line(f"warning: {notice}"), file=sys.stderr)
-    if policies.unenforced:
-        print("serve refuses these parts unless --allow-unenforced is given", file=sys.stderr)
+    if policies.unenforced and options.strict:
+        raise BundleErrors(policies.list_refusals())
+    for warning in policies.warnings:
+        print(one_line(f"warning: {warning}"), file=sys.stderr)
+    for part in policies.unenforced:
+        print(one_line(f"warning: {part}; serve would refuse this"), file=sys.stderr)
     count = sum(len(source.policies) for source in policies.sources)
     print(f"good: {_pluralize(count, 'policy', 'policies')} in {_pluralize(len(policies.sources), 'file', 'files')}")
     return 0
@@ -200,6 +203,7 @@ def _make_parser() -> argparse.ArgumentParser:
     settings.add_flags(serve)
 
     validate = command("validate", _validate, "check policy files and report every error at once")
+    validate.add_argument("--strict", action="store_true", help="parts that serve would refuse are errors as well")
     validate.add_argument("path", nargs="+", metavar="PATH", help="policy file or directory")
 
     explain.add_flags(command("explain", _explain, "show what the policies make of one request"))

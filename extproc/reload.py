@@ -11,7 +11,6 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -243,8 +242,7 @@ def _compile(files: dict[str, bytes], settings: Settings, now: datetime) -> _Loa
     with _uncollected():
         policies = parse(files, now)
     if policies.unenforced and not settings.allow_unenforced:
-        hint = "remove it, or start with --allow-unenforced"
-        raise BundleErrors([replace(part, message=f"{part.message}; {hint}") for part in policies.unenforced])
+        raise BundleErrors(policies.list_refusals())
     return _Loaded(policies, _engine(policies, settings, now), now)
 
 

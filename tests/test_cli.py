@@ -91,10 +91,28 @@ def test_validate_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert (run.code, run.out) == (0, "good: 2 policies in 2 files\n")
     assert run.err.splitlines() == [
         f"warning: {two}: /spec: no limit_keys: all callers of policy q share its counts",
-        f"warning: {one}: /kill_switches: kill_switches are not enforced by Loopguard",
-        f"warning: {one}: /policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org",
-        "serve refuses these parts unless --allow-unenforced is given",
+        *(
+            f"warning: {one}: {part}; serve would refuse this"
+            for part in (
+                "/kill_switches: kill_switches are not enforced by Loopguard",
+                "/policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org",
+            )
+        ),
     ]
+
+
+def test_validate_strict_fails_where_serve_would(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """With --strict the parts that are not enforced are errors, in the words of serve, and warnings are none."""
+    file = written(tmp_path / "rules.json", bundle(WITH_RULES))
+    warned = written(tmp_path / "warned.json", policy("q", {"pathExact": "/b"}))
+
+    run, fine = Run(capsys, "validate", "--strict", file, warned), Run(capsys, "validate", "--strict", warned)
+
+    part = f"{file}: /policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org"
+    assert (run.code, run.out) == (1, "")
+    assert run.err.splitlines() == [f"{part}; remove it, or start with --allow-unenforced"]
+    assert run.err.splitlines() == served("--policy", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")[1]
+    assert (fine.code, fine.out) == (0, "good: 1 policy in 1 file\n")
 
 
 def test_validate_bad(capsys: pytest.CaptureFixture[str], tmp_path: Path, good: str) -> None:
@@ -107,8 +125,8 @@ def test_validate_bad(capsys: pytest.CaptureFixture[str], tmp_path: Path, good: 
 
     assert (run.code, run.out) == (1, "")
     assert run.err.splitlines() == [
-        f"{bad}: /spec/loop_detection/window_seconds: window_seconds must be a positive integer",
-        f"{bad}: /spec/loop_detection/action: action must be one of reject, throttle, warn",
+        f"{bad}: /spec/loop_detection/window_seconds: window_seconds must be a positive integer, not 0",
+        f"{bad}: /spec/loop_detection/action: action must be one of reject, throttle, warn, not 'explode'",
         f"{bad}: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes",
         f"{broken}: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
     ]
@@ -473,9 +491,12 @@ def test_validate_knows_every_field_of_a_list(capsys: pytest.CaptureFixture[str]
     assert refused.code == 1
     assert [line.removeprefix(f"{tmp_path}/bad.json: /spec/") for line in refused.err.splitlines()] == [
         "bypass/0/headers: unknown key; did you mean header?",
-        "loop_detection/1/ignore_fields/0: it must be a JSON Pointer, such as '/metadata/request_id' or '/messages/*/id'",
-        "loop_detection/2/tail_messages: tail_messages must be >= 1",
-        "loop_detection/3/max_cycle: max_cycle must be <= 16",
+        (
+            "loop_detection/1/ignore_fields/0: it must be a JSON Pointer, such as '/metadata/request_id' or '/messages/*/id', "
+            "not 'user'"
+        ),
+        "loop_detection/2/tail_messages: tail_messages must be >= 1, not 0",
+        "loop_detection/3/max_cycle: max_cycle must be <= 16, not 99",
         "loop_detection/0/tail_messages: tail_messages belongs to similarity tail, and this one is exact",
         "bypass/0: needs at least one of header, pathExact, pathPrefix, methods; as it is, it would bypass everything",
     ]

@@ -66,6 +66,33 @@ LOOP = Count(3, looping=True, cooldown_ms=0, span_ms=1_000)
 FINE = Count(1, looping=False, cooldown_ms=0, span_ms=0)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"limit_keys": ["header:x-user"]},
+        {"rules": [{"name": "per-user", "limit_keys": ["header:x-user"]}]},
+        {"fallback_limit": {"name": "default", "limit_keys": ["header:x-user"], "algorithm": "token_bucket"}},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_callers_count_alone_wherever_the_bundle_names_the_key(keys: dict[str, Any]) -> None:
+    """Requests of alice, bob and carol are three counts, by a key of the policy, of a rule or of the fallback limit alike."""
+    item = policy("p", ANY)
+    item["spec"] |= keys
+    engine, store = make_engine(item), MemoryStore(Metrics(), 100)
+    reference = make_engine(policy("p", ANY, limit_keys=["header:x-user"]))
+
+    counts = []
+    for _ in range(2):
+        for user in ("alice", "bob", "carol"):
+            (candidate,), _ = sealed(engine, get(x_user=user))
+            (expected,), _ = sealed(reference, get(x_user=user))
+            counts += [count.count for count in store.hit([hit for hit in [candidate.hit] if hit is not None], 0)]
+            assert candidate.hit == expected.hit
+
+    assert counts == [1, 1, 1, 2, 2, 2]
+
+
 def test_keys_are_as_documented() -> None:
     """The key names mode, policy, detector, window, scope, tenant, fingerprint and check, in that order."""
     engine = make_engine(

@@ -80,6 +80,16 @@ def plain(problems: object) -> Errors:
     return [(problem.pointer, problem.message) for problem in problems]
 
 
+FOUND = re.compile(
+    r""", not (?:'[^']*'|"[^"]*"|an (?:empty )?(?:array|object)|true|false|null|Infinity|-?\d+(?:\.\d+)?)(?=$|[:,] | \()"""
+)
+
+
+def right(problems: object) -> Errors:
+    """Pointers, and what would be right; what was found has a table of its own."""
+    return [(pointer, FOUND.sub("", message)) for pointer, message in plain(problems)]
+
+
 def in_spec(place: str, message: str) -> Errors:
     """One error below the spec of a single policy, its message starting with the field's name."""
     return [(f"/spec/{place}", f"{place.rpartition('/')[2]} {message}")]
@@ -372,6 +382,7 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
     ("rules", {}, in_spec("rules", "must be an array")),
     ("rules", [{"limit_keys": ["x"]}], [("/spec/rules/0/name", "name is required"), ("/spec/rules/0/limit_keys/0", LIMIT_KEY)]),
     ("fallback_limit", 1, in_spec("fallback_limit", "must be an object")),
+    ("fallback_limit", {"limit_keys": ["x"], "any": 1}, [("/spec/fallback_limit/limit_keys/0", LIMIT_KEY)]),
     ("circuit_breaker", 1, in_spec("circuit_breaker", "must be an object")),
 ]
 
@@ -503,7 +514,7 @@ def test_each_field_of_loop_detection_is_checked(changes: dict[str, object], exp
     """A wrong value is one error that names the field and what would be right."""
     errors = refused(loop(**changes))
 
-    assert plain(errors) == [(f"/spec/loop_detection{place}", message) for place, message in expected]
+    assert right(errors) == [(f"/spec/loop_detection{place}", message) for place, message in expected]
 
 
 @pytest.mark.parametrize(("changes", "expected"), ENTRIES)
@@ -511,7 +522,43 @@ def test_each_field_of_an_entry_is_checked(changes: dict[str, object], expected:
     """In a list of entries the errors are the same, at the entry's place, and those beside it are not touched."""
     errors = refused(entries({"name": "first"}, changes, {"name": "last"}))
 
-    assert plain(errors) == [(f"/spec/loop_detection/1{place}", message) for place, message in expected]
+    assert right(errors) == [(f"/spec/loop_detection/1{place}", message) for place, message in expected]
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (loop(action="explode"), "action must be one of reject, throttle, warn, not 'explode'"),
+        (loop(action=["reject"]), "action must be one of reject, throttle, warn, not an array"),
+        (loop(window_seconds=-1.5), "window_seconds must be a positive integer, not -1.5"),
+        (loop(window_seconds=10**70), f"window_seconds must be <= 31536000, not 1{'0' * 59}..."),
+        (loop(enabled=None), "enabled must be a boolean, not null"),
+        (loop(count_refused="a\n'b'"), """count_refused must be a boolean, not "a\\n'b'\""""),
+        (loop(name="n" * 129), f"name must be 1 to 128 of the characters A-Z a-z 0-9 _ . -, not '{'n' * 60}...'"),
+        (spec(selector=[]), "selector must be an object, not an empty array"),
+        (spec(limit_keys={"a": 1}), "limit_keys must be an array, not an object"),
+        (spec(loop_detection=True), "loop_detection must be an object or an array of objects, not true"),
+        (
+            spec(selector={"pathExact": "/a?b"}),
+            "pathExact must be a path alone, without '?' or '#', not '/a?b': the query is part of every fingerprint",
+        ),
+        (
+            spec(selector={"pathExact": "/", "hosts": ["*"]}),
+            "it must be a host name such as 'api.example.com', not '*' (wildcards are not supported: list each host)",
+        ),
+        (
+            spec(bypass=[{"header": "Host"}]),
+            "header must be another header, not 'Host', which every request has; name the hosts in the selector",
+        ),
+        (bundle(expires_at="soon"), f"expires_at {TIME}, not 'soon'"),
+        (b'{"bundle_version": 1e999, "policies": []}', "bundle_version must be a finite number, not Infinity"),
+        ({"policy": []}, f"{SHAPES}, not an object"),
+        ({}, f"{SHAPES}, not an empty object"),
+    ],
+)
+def test_what_was_found_is_told_as_well(document: object, message: str) -> None:
+    """An error says what stands there, cut to a length that fits on a line."""
+    assert [error.message for error in refused(document)] == [message]
 
 
 def test_every_error_of_every_entry_is_reported_at_once() -> None:
@@ -526,9 +573,9 @@ def test_every_error_of_every_entry_is_reported_at_once() -> None:
     )
 
     assert [(error.pointer.removeprefix("/spec/loop_detection/"), error.message) for error in errors] == [
-        ("0/window_seconds", "window_seconds must be a positive integer"),
-        ("0/action", "action must be one of reject, throttle, warn"),
-        ("1/tail_messages", "tail_messages must be >= 1"),
+        ("0/window_seconds", "window_seconds must be a positive integer, not 0"),
+        ("0/action", "action must be one of reject, throttle, warn, not 'explode'"),
+        ("1/tail_messages", "tail_messages must be >= 1, not 0"),
         ("2/tools/f/alow", "unknown key; did you mean allow?"),
         ("1/tools", "tools belongs to similarity tool_calls, and this one is tail"),
         ("1", "when enabled is true, window_seconds is required"),
@@ -573,7 +620,7 @@ def test_names_are_unique_in_a_policy(changes: list[dict[str, object]], name: st
     first = second - 1
     message = f"duplicate name {name!r}, also at loop_detection/{first}; give each a name of its own (default: its similarity)"
 
-    assert plain(refused(entries(*changes))) == [(f"/spec/loop_detection/{second}", message)]
+    assert right(refused(entries(*changes))) == [(f"/spec/loop_detection/{second}", message)]
 
 
 def test_the_same_name_may_stand_in_two_policies() -> None:
@@ -631,7 +678,7 @@ def test_an_empty_tool_name_is_named_in_its_error() -> None:
     """A key without a character gets a sentence all the same."""
     errors = refused(loop(**CALLS, tools={"": {}}))
 
-    assert plain(errors) == [("/spec/loop_detection/tools/", "it must not be empty")]
+    assert right(errors) == [("/spec/loop_detection/tools/", "it must not be empty")]
 
 
 @pytest.mark.parametrize("tool", [{"threshold": None, "window_calls": 2}, {"threshold": 11, "window_calls": None}])
@@ -641,7 +688,7 @@ def test_null_is_what_leaving_out_is_for_a_tool(tool: dict[str, object]) -> None
     assert isinstance(threshold, int)
     assert isinstance(window, int)
 
-    assert plain(refused(loop(**CALLS, tools={"f": tool}))) == [never("/spec/loop_detection/tools/f", threshold, window)]
+    assert right(refused(loop(**CALLS, tools={"f": tool}))) == [never("/spec/loop_detection/tools/f", threshold, window)]
 
 
 @pytest.mark.parametrize("key", ["(object)", "(list)", "[key]"])
@@ -657,7 +704,7 @@ def test_each_field_of_a_spec_is_checked(name: str, value: object, expected: Err
     """A wrong value is reported at its own place, every element of an array for itself."""
     errors = refused(spec(**{name: value}))
 
-    assert plain(errors) == expected
+    assert right(errors) == expected
 
 
 def test_calls_without_a_cooldown_share_no_counts() -> None:
@@ -698,7 +745,7 @@ def test_each_rule_of_a_document_is_checked(document: object, expected: Errors) 
     """A document that breaks a rule is refused with exactly these places and messages."""
     errors = refused(document)
 
-    assert plain(errors) == expected
+    assert right(errors) == expected
 
 
 def test_every_error_of_every_file_is_reported_at_once() -> None:
@@ -708,11 +755,11 @@ def test_every_error_of_every_file_is_reported_at_once() -> None:
     errors = refused(first, b"{", good("ok"), spec(selector={}))
 
     assert [str(error) for error in errors] == [
-        "0: /bundle_version: bundle_version must be greater than 0",
-        "0: /policies/0/spec/loop_detection/window_seconds: window_seconds must be a positive integer",
-        "0: /policies/0/spec/loop_detection/action: action must be one of reject, throttle, warn",
-        "0: /policies/1/id: id must be a string",
-        "0: /policies/1/spec/mode: mode must be one of enforce, shadow",
+        "0: /bundle_version: bundle_version must be greater than 0, not 0",
+        "0: /policies/0/spec/loop_detection/window_seconds: window_seconds must be a positive integer, not 0",
+        "0: /policies/0/spec/loop_detection/action: action must be one of reject, throttle, warn, not 'x'",
+        "0: /policies/1/id: id must be a string, not 1",
+        "0: /policies/1/spec/mode: mode must be one of enforce, shadow, not 'y'",
         "1: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
         "3: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes",
         "3: /id: duplicate id 'p', also at 0 /policies/0/id; ids are unique across all files",
@@ -804,6 +851,7 @@ def test_a_drop_in_fairvisor_bundle_loads_and_names_what_is_not_enforced() -> No
         (f"{here}/circuit_breaker", "circuit_breaker is not enforced by Loopguard"),
         (f"{here}/limit_keys/0", f"the descriptor ip:country {left_out}"),
         (f"{here}/rules/0/limit_keys/1", f"the descriptor ua:bot {left_out}"),
+        (f"{here}/fallback_limit/limit_keys/1", f"the descriptor ua:bot {left_out}"),
     ]
     assert loaded.warnings == ()
     assert loaded.sources[0].policies[0].spec.all_limit_keys() == ["ip:country", "header:x-key", "jwt:org_id", "ua:bot"]
@@ -997,7 +1045,8 @@ def test_the_schema_describes_the_models() -> None:
     ]
     assert all(f'"#/$defs/{name}"' in text for name in kinds)
     assert text.count('"$ref"') == sum(text.count(f'"#/$defs/{name}"') for name in kinds)
-    assert all(kind["additionalProperties"] is False and "^x-" in kind["patternProperties"] for kind in kinds.values())
+    assert [name for name, kind in kinds.items() if kind["additionalProperties"] is not False] == ["FallbackLimit"]
+    assert all("^x-" in kind["patternProperties"] for kind in kinds.values())
     assert kinds["Bundle"]["required"] == ["bundle_version", "policies"]
     assert kinds["Policy"]["properties"]["id"]["pattern"] == "^[A-Za-z0-9_.-]{1,128}$"
     assert detection["properties"]["action"]["enum"] == ["reject", "throttle", "warn"]

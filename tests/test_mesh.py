@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -55,7 +56,11 @@ MODULES = {
     ),
 }
 importlib.import_module(MODULES["HTTP_FILTER"][0])  # what an Any holds has to be there as well
-for module in ("filters.http.ext_proc.v3.ext_proc", "http.early_header_mutation.header_mutation.v3.header_mutation"):
+for module in (
+    "filters.http.ext_proc.v3.ext_proc",
+    "http.early_header_mutation.header_mutation.v3.header_mutation",
+    "retry.host.previous_hosts.v3.previous_hosts",
+):
     importlib.import_module(f"envoy.extensions.{module}_pb2")
 for place, value in json.load(sys.stdin):
     module, name = MODULES[place]
@@ -303,6 +308,44 @@ def test_a_forged_warning_is_not_believed(gateway: Stack) -> None:
     assert gateway.upstream.seen[-1].header("x-fairvisor-warning") is None
 
 
+RETRY = {"x-envoy-retry-on": "retriable-status-codes", "x-envoy-retriable-status-codes": "200", "x-envoy-max-retries": "5"}
+
+
+def test_one_count_is_one_upstream_request(gateway: Stack) -> None:
+    """A client in a private network cannot have Envoy send its request again and again."""
+    gateway.upstream.seen.clear()
+
+    gateway.send("/v1/chat?once", headers={"x-user-id": "once", **RETRY})
+
+    assert [seen.target for seen in gateway.upstream.seen] == ["/v1/chat?once"]
+
+
+@pytest.mark.parametrize("case", ["istio-gateway", "istio-sidecar"])
+def test_a_dead_pod_costs_no_request_anything(case: str) -> None:
+    """Without health checks, as in Istio, every request that finds its Loopguard dead is decided by another one."""
+    plain: Values = {
+        "envoy": {"failureMode": "deny", "bodyMode": "strict"},
+        "canary": {"enabled": False},
+        "istio": {"routes": [{"name": "default"}]},
+    }
+    values = merged(CASES[case], {**plain, "policies": {"bundle": bundle(policy("chat", {"pathPrefix": "/"}))}})
+
+    def edit(text: str) -> str:
+        made = json.loads(configuration(text, values, {"/": "default"}))
+        loopguard, *_ = clusters = made["static_resources"]["clusters"]
+        for cluster in clusters[2:]:
+            cluster["load_assignment"]["endpoints"] = loopguard["load_assignment"]["endpoints"]
+        return json.dumps(made)
+
+    with stack(values["policies"]["bundle"], edit=edit, replicas=2, failure_mode="deny") as made:
+        made.replicas[1].signal(signal.SIGKILL)
+        made.replicas[1].wait()
+
+        found = {made.send(f"/{number}", method="POST", headers=USER).status for number in range(40)}
+
+    assert found == {200}
+
+
 def test_the_buffer_limit_is_raised_and_kept(gateway: Stack) -> None:
     """A body above Envoy's default of 1 MiB is looked at, one above the limit of the values is too large."""
     found = statuses(gateway, "/v1/chat", 3, "large", method="POST", body=b"x" * 3_000_000)
@@ -381,6 +424,16 @@ def seconds(duration: str) -> float:
     return sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+)(ms|s)", duration))
 
 
+def retry_policy(retry: Object) -> Object:
+    """Envoy's own words for what a backend's settings say of retries."""
+    back_off = {name: f"{seconds(text)}s" for name, text in retry["perRetry"]["backOff"].items()}
+    return {
+        "retry_on": ",".join(retry["retryOn"]["triggers"]),
+        "num_retries": retry["numRetries"],
+        "retry_back_off": {"base_interval": back_off["baseInterval"], "max_interval": back_off["maxInterval"]},
+    }
+
+
 def gateway_configuration(text: str, values: Values) -> str:
     """An Envoy as Envoy Gateway would configure it, from its translator's source: the filter is off, and on where targeted."""
     made = without_loopguard(yaml.safe_load(text))
@@ -391,6 +444,14 @@ def gateway_configuration(text: str, values: Values) -> str:
     manager = http_manager(made)
     manager["request_timeout"] = client["spec"]["timeout"]["http"]["requestReceivedTimeout"]
     manager["http2_protocol_options"] = {"initial_stream_window_size": int(client["spec"]["http2"]["initialStreamWindowSize"])}
+    removed = [{"remove": name} for name in client["spec"]["headers"]["earlyRequestHeaders"]["remove"]]
+    extension_type = "type.googleapis.com/envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation"
+    manager["early_header_mutation_extensions"] = [
+        {
+            "name": "envoy.http.early_header_mutation.header_mutation",
+            "typed_config": {"@type": extension_type, "mutations": removed},
+        }
+    ]
     (listener,) = made["static_resources"]["listeners"]
     listener["per_connection_buffer_limit_bytes"] = int(client["spec"]["connection"]["bufferLimit"])
     request = proc["processingMode"]["request"]
@@ -399,6 +460,7 @@ def gateway_configuration(text: str, values: Values) -> str:
         "grpc_service": {
             "envoy_grpc": {"cluster_name": "loopguard", "authority": "lg-loopguard.guards:50051"},
             "timeout": "10s",
+            "retry_policy": retry_policy(proc["backendSettings"]["retry"]),
         },
         "failure_mode_allow": proc["failOpen"],
         "message_timeout": f"{seconds(proc['messageTimeout'])}s",
@@ -441,6 +503,21 @@ def test_a_gateway_refuses_holds_and_buffers() -> None:
     assert refused == [200, 200, 429]
     assert held == [200] * 4
     assert ignored == 3
+
+
+def test_a_gateway_sends_each_request_once_and_asks_the_living() -> None:
+    """As Envoy Gateway runs it, no client multiplies its request, and a Loopguard that has died costs next to nothing."""
+    values = merged(CASES["envoy-gateway"], {"envoy": {"failureMode": "deny"}})
+    policies = bundle(policy("all", {"pathPrefix": "/"}, limit_keys=["ip:address"]))
+    with stack(policies, edit=lambda text: gateway_configuration(text, values), replicas=2) as made:
+        made.send("/once", headers=RETRY)
+        sent = len(made.upstream.seen)
+        made.replicas[1].signal(signal.SIGKILL)
+        made.replicas[1].wait()
+        found = {made.send(f"/{number}").status for number in range(40)}
+
+    assert sent == 1
+    assert found == {200}
 
 
 def test_a_gateway_would_cut_off_a_throttle() -> None:

@@ -161,8 +161,11 @@ def test_a_bad_file_keeps_the_last_good(place: Place, caplog: pytest.LogCaptureF
         place.reload()
 
     assert errors(caplog) == [
-        f"{place.folder}/p.json: /bundle_version: bundle_version must be greater than 0",
-        f"{place.folder}/p.json: /policies/0/spec/loop_detection/action: action must be one of reject, throttle, warn",
+        f"{place.folder}/p.json: /bundle_version: bundle_version must be greater than 0, not 0",
+        (
+            f"{place.folder}/p.json: /policies/0/spec/loop_detection/action: "
+            "action must be one of reject, throttle, warn, not 'explode'"
+        ),
         KEPT,
     ]
     assert (place.reloads("error"), place.reloads("ok"), place.swapped) == (1, 0, [])

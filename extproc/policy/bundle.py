@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Discriminator, Field, Tag, TypeAdapter
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
 from extproc.fingerprint import normalize_path
 from extproc.policy.objects import MAX_SECONDS, JsonObject, is_pointer, make_error
@@ -56,7 +56,7 @@ def _check_path(value: str) -> str:
     if not value.startswith("/"):
         raise make_error("must start with '/'")
     if "?" in value or "#" in value:
-        raise make_error("must be a path alone, without '?' or '#': the query is part of every fingerprint")
+        raise make_error("must be a path alone, without '?' or '#'", ": the query is part of every fingerprint")
     return normalize_path(quote(value, safe=_PATH_CHARACTERS))
 
 
@@ -68,7 +68,7 @@ def _check_method(value: str) -> str:
 
 def _check_host(value: str) -> str:
     if not _HOST.match(value) or not normalize_host(value):
-        raise make_error("must be a host name such as 'api.example.com' (wildcards are not supported: list each host)")
+        raise make_error("must be a host name such as 'api.example.com'", " (wildcards are not supported: list each host)")
     return normalize_host(value)
 
 
@@ -92,7 +92,7 @@ def _check_header(value: str) -> str:
     if not METHOD.match(value):
         raise make_error("must be the name of a header, such as 'x-health-check'")
     if value.lower() == "host":
-        raise make_error("must not be host, which every request has; name the hosts in the selector")
+        raise make_error("must be another header", ", which every request has; name the hosts in the selector")
     return value.lower()
 
 
@@ -198,6 +198,14 @@ class Rule(JsonObject):
     match: dict[str, Any] | None = None
 
 
+class FallbackLimit(JsonObject):
+    """What Fairvisor limits where no rule does: its `limit_keys` are united with the policy's; nobody reads its other keys."""
+
+    model_config = ConfigDict(extra="allow")
+
+    limit_keys: list[LimitKey] = []
+
+
 class Spec(JsonObject):
     """One policy: where it applies, whom it tells apart, what it does."""
 
@@ -209,12 +217,13 @@ class Spec(JsonObject):
     bypass: list[Bypass] = []
     loop_detection: Detections | None = None
     rules: list[Rule] = []
-    fallback_limit: dict[str, Any] | None = None
+    fallback_limit: FallbackLimit | None = None
     circuit_breaker: dict[str, Any] | None = None
 
     def all_limit_keys(self) -> list[str]:
-        """`limit_keys` of the policy united with those of its rules, each once, in order."""
-        return list(dict.fromkeys([*self.limit_keys, *(key for rule in self.rules for key in rule.limit_keys)]))
+        """`limit_keys` of the policy united with those of its rules and its fallback, each once, in order."""
+        keys = [*self.limit_keys, *(key for rule in self.rules for key in rule.limit_keys)]
+        return list(dict.fromkeys([*keys, *(self.fallback_limit.limit_keys if self.fallback_limit is not None else ())]))
 
     def keeps_counts(self) -> bool:
         """Some detector stores something that callers without descriptors would share."""

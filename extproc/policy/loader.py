@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from extproc.errors import BundleError, BundleErrors
 from extproc.policy import bundle, rules
 from extproc.policy.bundle import Envelope, Override, Policy
 from extproc.policy.files import read_what_can_be
-from extproc.policy.messages import explain
+from extproc.policy.messages import describe, explain
 from extproc.policy.objects import Place
 from extproc.policy.strict_json import NotJsonError, decode, write_pointer
 
@@ -64,6 +64,11 @@ class PolicySet:
     sources: tuple[Source, ...]
     warnings: tuple[BundleError, ...]
     unenforced: tuple[BundleError, ...]
+
+    def list_refusals(self) -> list[BundleError]:
+        """What `serve` says to the parts that it does not enforce, unless it is told to start all the same."""
+        hint = "remove it, or start with --allow-unenforced"
+        return [replace(part, message=f"{part.message}; {hint}") for part in self.unenforced]
 
 
 def load(paths: Iterable[str], now: datetime) -> PolicySet:
@@ -143,7 +148,7 @@ def _parse_file(data: bytes, sha256: str, now: datetime, report: _Report) -> Sou
             return Source(report.file, sha256, (policy,) if policy else ())
     if document is not None:
         shapes = 'a bundle {"bundle_version", "policies"}, a policy {"id", "spec"} or a list of policies'
-        report.refuse((), f"must be {shapes}")
+        report.refuse((), f"must be {shapes}, not {describe(document)}")
     return None
 
 

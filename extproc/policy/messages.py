@@ -1,17 +1,22 @@
-"""Our sentences for pydantic's errors: which field, and what would be right."""
+"""Our sentences for pydantic's errors: which field, what would be right, and what was found."""
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from extproc.policy import bundle
 from extproc.policy.bundle import Envelope, Policy
 from extproc.policy.objects import Place
 from extproc.similarity.keys import Tool
+
+_LONGEST = 60
+"""Most characters of a value that are shown."""
 
 _Phrase: TypeAlias = Callable[[str, Mapping[str, Any]], str]
 """A sentence from a field's name and pydantic's context of the error."""
@@ -21,7 +26,17 @@ def explain(model: type[BaseModel], failure: ValidationError) -> Iterator[tuple[
     """Every error of a validation: its place below the value, and our sentence for it."""
     for error in failure.errors(include_url=False):
         place = _leave_out_tags(error["loc"])
-        yield place, _phrase(model, error["type"], place, error.get("ctx", {}), error["msg"])
+        yield place, _phrase(model, place, error)
+
+
+def describe(value: object) -> str:
+    """What was found, in a few words; no value of a policy file is so long that it has to be read whole."""
+    if isinstance(value, list | dict):
+        kind = "array" if isinstance(value, list) else "object"
+        return f"an {kind}" if value else f"an empty {kind}"
+    text = value if isinstance(value, str) else json.dumps(value)
+    shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return repr(shown) if isinstance(value, str) else shown
 
 
 def _leave_out_tags(place: Place) -> Place:
@@ -31,16 +46,18 @@ def _leave_out_tags(place: Place) -> Place:
     return place[:-1] if place[-1:] == ("[key]",) and place[-3:-2] == ("tools",) else place
 
 
-def _phrase(model: type[BaseModel], kind: str, place: Place, context: Mapping[str, Any], fallback: str) -> str:
+def _phrase(model: type[BaseModel], place: Place, error: ErrorDetails) -> str:
+    kind, context = error["type"], error.get("ctx", {})
     name = str(place[-1]) if place and isinstance(place[-1], str) and place[-1] else "it"
-    if place == ("spec", "loop_detection") and kind.startswith("model"):
-        return f"{name} must be an object or an array of objects"
-    phrase = _PHRASES.get(kind)
-    if phrase is not None:
-        return phrase(name, context)
     if kind == "extra_forbidden":
         return _phrase_unknown_key(model, name, place)
-    return fallback
+    if kind in _NOTHING_FOUND:
+        return _NOTHING_FOUND[kind](name, context)
+    if place == ("spec", "loop_detection") and kind.startswith("model"):
+        right = f"{name} must be an object or an array of objects"
+    else:
+        right = _PHRASES[kind](name, context) if kind in _PHRASES else error["msg"]
+    return f"{right}, not {describe(error['input'])}{context.get('why', '')}"
 
 
 def _phrase_choices(name: str, context: Mapping[str, Any]) -> str:
@@ -66,8 +83,17 @@ def _say(text: str) -> _Phrase:
 _NOTHING_LEFT_OUT = {"loop_detection": ""}
 """What leaving out a field means, where that is not that any value matches."""
 
-_PHRASES: dict[str, _Phrase] = {
+_NOTHING_FOUND: dict[str, _Phrase] = {
     "missing": _say("is required"),
+    "string_too_short": _say("must not be empty"),
+    "string_too_long": lambda name, context: f"{name} must be at most {context['max_length']} characters",
+    "too_short": lambda name, _: (
+        f"{name} must not be an empty array; leave it out{_NOTHING_LEFT_OUT.get(name, ' to match any')}"
+    ),
+}
+"""By pydantic's type of the error, where what was found goes without saying."""
+
+_PHRASES: dict[str, _Phrase] = {
     "literal_error": _phrase_choices,
     "greater_than": _phrase_greater_than,
     "greater_than_equal": lambda name, context: f"{name} must be >= {context['ge']}",
@@ -77,12 +103,7 @@ _PHRASES: dict[str, _Phrase] = {
     "float_type": _say("must be a number"),
     "finite_number": _say("must be a finite number"),
     "string_type": _say("must be a string"),
-    "string_too_short": _say("must not be empty"),
-    "string_too_long": lambda name, context: f"{name} must be at most {context['max_length']} characters",
     "list_type": _say("must be an array"),
-    "too_short": lambda name, _: (
-        f"{name} must not be an empty array; leave it out{_NOTHING_LEFT_OUT.get(name, ' to match any')}"
-    ),
     "dict_type": _say("must be an object"),
     "model_type": _say("must be an object"),
     "model_attributes_type": _say("must be an object"),

@@ -19,9 +19,9 @@ MAX_THRESHOLD = 1_000_000_000
 _POINTER = re.compile(r"(?:/(?:[^~/]|~[01])*)+\Z")  # RFC 6901, without the empty one, which is the whole document
 
 
-def make_error(message: str) -> PydanticCustomError:
-    """The error that a validator raises, with what would be right."""
-    return PydanticCustomError("loopguard", "{message}", {"message": message})
+def make_error(message: str, why: str = "") -> PydanticCustomError:
+    """The error that a validator raises: what would be right, and what is to be said after what was found."""
+    return PydanticCustomError("loopguard", "{message}", {"message": message, "why": why})
 
 
 def is_pointer(value: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from extproc.policy.bundle import UNSUPPORTED_KEYS, Bypass, Policy
+from extproc.policy.bundle import UNSUPPORTED_KEYS, Bypass, FallbackLimit, Policy
 from extproc.policy.objects import MAX_THRESHOLD, Place
 from extproc.similarity import KINDS, Similarity
 from extproc.similarity.keys import LoopKeys
@@ -151,13 +151,14 @@ def unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
     if spec.rules:
         names = ", ".join(rule.name for rule in spec.rules)
         yield ("spec", "rules"), f"rate-limit rules are not enforced by Loopguard: {names}"
-    if spec.fallback_limit:
+    if spec.fallback_limit not in (None, FallbackLimit()):
         yield ("spec", "fallback_limit"), "fallback_limit is not enforced by Loopguard"
     if spec.circuit_breaker and spec.circuit_breaker.get("enabled", True):
         yield ("spec", "circuit_breaker"), "circuit_breaker is not enforced by Loopguard"
     places: list[tuple[Place, list[str]]] = [
         (("spec", "limit_keys"), spec.limit_keys),
         *((("spec", "rules", number, "limit_keys"), rule.limit_keys) for number, rule in enumerate(spec.rules)),
+        (("spec", "fallback_limit", "limit_keys"), spec.fallback_limit.limit_keys if spec.fallback_limit else []),
     ]
     for place, keys in places:
         for number, key in enumerate(keys):

@@ -48,11 +48,17 @@ def an_object(version: str, kind: str, spec: Schema) -> Schema:
 _TARGETS = a_list(target("Gateway", "HTTPRoute", "GRPCRoute"))
 _BODY = {"enum": ["Streamed", "Buffered", "BufferedPartial", "FullDuplexStreamed"]}
 _MODE = a_map(body=_BODY, attributes=a_list(ATTRIBUTE))
-_BREAKER = a_map(maxConnections=LIMIT, maxPendingRequests=LIMIT, maxParallelRequests=LIMIT)
+_BREAKER = a_map(maxConnections=LIMIT, maxPendingRequests=LIMIT, maxParallelRequests=LIMIT, maxParallelRetries=LIMIT)
+_TRIGGER = {"enum": ["5xx", "gateway-error", "reset", "reset-before-request", "connect-failure", "refused-stream"]}
+_RETRY = a_map(
+    numRetries={"type": "integer", "minimum": 0},
+    perRetry=a_map(backOff=a_map(baseInterval=DURATION, maxInterval=DURATION)),
+    retryOn=a_map(triggers=a_list(_TRIGGER)),
+)
 _EXT_PROC = a_map(
     "backendRefs",
     backendRefs=a_list(a_map("name port", name=TEXT, namespace=TEXT, port={"type": "integer"}), maxItems=1),
-    backendSettings=a_map(circuitBreaker=_BREAKER),
+    backendSettings=a_map(circuitBreaker=_BREAKER, retry=_RETRY),
     messageTimeout=DURATION,
     failOpen={"type": "boolean"},
     processingMode=a_map(request=_MODE, response=_MODE, allowModeOverride={"type": "boolean"}),
@@ -79,7 +85,7 @@ ENVOY_GATEWAY: dict[str, Schema] = {
             connection=a_map(bufferLimit=QUANTITY),
             http2=a_map(initialStreamWindowSize=QUANTITY),
             timeout=a_map(http=a_map(requestReceivedTimeout=DURATION)),
-            headers=a_map(earlyRequestHeaders=a_map(remove=a_list(TEXT))),
+            headers=a_map(earlyRequestHeaders=a_map(remove=a_list(TEXT, maxItems=64))),
         ),
     ),
     "ReferenceGrant": an_object(

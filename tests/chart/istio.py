@@ -21,6 +21,7 @@ def without_loopguard(bootstrap: Object) -> Object:
     manager = http_manager(bootstrap)
     for key in ("request_timeout", "http2_protocol_options", "early_header_mutation_extensions"):
         del manager[key]
+    manager["internal_address_config"] = {}  # as older Envoys have it where nothing is said
     manager["http_filters"] = [item for item in manager["http_filters"] if item["name"] == "envoy.filters.http.router"]
     for host in manager["route_config"]["virtual_hosts"]:
         del host["response_headers_to_add"]

@@ -36,6 +36,15 @@ typed_config:
       # Otherwise it would be the cluster's name, and a host with `|` in it is one that no HTTP/2 server takes: Loopguard's own
       # sidecar would refuse the stream.
       authority: {{ include "loopguard.istioHost" (dict "root" .root "track" .filter.track) }}
+    retry_policy: # a pod that has died costs no request anything: another is asked
+      retry_on: connect-failure,refused-stream,reset
+      num_retries: 2
+      retry_back_off: {base_interval: 0.001s, max_interval: 0.01s}
+      retry_host_predicate:
+        - name: envoy.retry_host_predicates.previous_hosts
+          typed_config:
+            "@type": type.googleapis.com/envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate
+      host_selection_retry_max_attempts: 10
     {{- with .filter.scope }}
     initial_metadata: [{key: x-loopguard-scope, value: {{ . | quote }}}]
     {{- end }}
