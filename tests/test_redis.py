@@ -33,7 +33,7 @@ from extproc.store.topology import SLOTS, Cluster, find_slot, spread_tags
 from extproc.windows import Count, Hit
 from tests.harness import PATIENCE, eventually
 from tests.servers import Driver, Server, cluster, impostor, listening, relay, replicated, sentinels, server
-from tests.test_windows import WINDOW_TYPES, cooldown_hits, make_hit, oracle
+from tests.test_windows import WINDOW_TYPES, cooldown_hits, make_hit, make_push, oracle
 
 SECRET = "hunter2"
 
@@ -191,8 +191,10 @@ def test_an_acl_user_with_the_least_rights(one: Server) -> None:
     with Driver(f"redis://counter:{SECRET}@{one.address}") as driver:
         hits = [make_hit(kind, key=kind, cooldown_ms=50) for kind in WINDOW_TYPES]
         answers = [driver.count(hits, now) for now in range(5)]
+        entries = [driver.push([make_push(name)])[0] for name in "abcd"]
 
         assert [answer.count for answer in answers[-1]] == [5, 5, 5]
+        assert entries[-1] == [b"b", b"c", b"d"]
         assert driver.store.health() == "ok"
 
 
@@ -513,10 +515,10 @@ def test_a_store_that_answers_rubbish_is_a_failed_store(form: str, rubbish: str,
 
 
 @pytest.mark.parametrize(
-    "greeting", [b"SSH-2.0-OpenSSH_9.6\r\n", b"+OK POP3 ready\r\n", b"220 mail ESMTP\r\n", b"-ERR go away\r\n", RIGHT]
+    "greeting", [b"SSH-2.0-OpenSSH_9.6\r\n", b"+OK POP3 ready\r\n", b"220 mail ESMTP\r\n", b"-ERR go away\r\n"]
 )
 def test_a_server_that_speaks_first_is_none_of_ours(greeting: bytes) -> None:
-    """The banner of another protocol is no answer, not even one that looks like one of ours."""
+    """The banner of another protocol is no answer, not even where it begins as one."""
     with impostor(RIGHT, greeting) as address, Driver(f"redis://{address}") as driver:
         assert driver.store.health().startswith("unavailable: ")
 
@@ -542,6 +544,24 @@ def test_an_endless_answer_is_cut_off(start: bytes, rest: bytes) -> None:
     assert 0 < max(sent) < 30_000_000
 
 
+@pytest.mark.parametrize("records", [b"1", b"12345678", b"12345678\x05abc", b"12345678\x00" + b"12345678\xff" * 3])
+def test_a_ring_that_is_none_is_no_answer(one: Server, records: bytes) -> None:
+    """What cannot be records is not taken for a ring's."""
+
+    def serve(client: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", one.port)) as behind:
+            while data := client.recv(65_536):
+                behind.sendall(data)
+                answer = behind.recv(65_536)
+                client.sendall(b"*1\r\n$%d\r\n%s\r\n" % (len(records), records) if b"digest08" in data else answer)
+
+    with listening(serve) as address, Driver(f"redis://{address}") as driver:
+        assert driver.store.health() == "ok"
+        with pytest.raises(StoreError):
+            driver.push([make_push("a", "digest08")])
+        assert driver.metric("store_errors_total", kind="response") == 1
+
+
 def test_a_store_that_comes_to_its_senses_is_taken_back(one: Server) -> None:
     """Once the same address answers as a server does, the store is well again."""
     sane = Event()
@@ -565,14 +585,17 @@ def test_a_store_that_comes_to_its_senses_is_taken_back(one: Server) -> None:
 
 
 def test_a_server_that_forgot_the_scripts_is_given_them_again(driver: Driver, one: Server) -> None:
-    """After SCRIPT FLUSH the next hits of every window type count on, and nobody notices."""
+    """After SCRIPT FLUSH the next hits of every window type count on, rings are pushed to, and nobody notices."""
     hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
     driver.count(hits, 0)
+    driver.push([make_push("a")], 0)
     one.client().script_flush()
 
     answers = driver.count(hits, 1)
+    entries = driver.push([make_push("b")], 1)
 
     assert [answer.count for answer in answers] == [2, 2, 2]
+    assert entries == [[b"a", b"b"]]
     assert driver.store.health() == "ok"
 
 
@@ -592,12 +615,20 @@ def test_keys_expire_by_themselves(driver: Driver, one: Server, window_type: str
     assert max(hit.window_ms, cooldown_ms) - 10_000 < tripped <= max(hit.window_ms, cooldown_ms) + 1_000
 
 
+def test_rings_expire_by_themselves(driver: Driver, one: Server) -> None:
+    """A ring lives as long as its time to live, from its last push on, and a second longer."""
+    driver.push([make_push("a")])
+
+    assert 10_000 < one.client().pttl(f"loopguard:{driver.key(make_push('a'))}") <= 11_000
+
+
 def test_nothing_is_ever_scanned() -> None:
-    """Counting calls the commands that an ACL user needs, and no others."""
+    """Counting and pushing call the commands that an ACL user needs, and no others."""
     with server() as fresh, Driver(f"redis://{fresh.address}") as driver:
         before = set(fresh.commands())
         for now in range(0, 60_000, 3_000):
             driver.count([make_hit(kind, key=kind, cooldown_ms=5_000) for kind in WINDOW_TYPES], now)
+            driver.push([make_push(str(now))], now)
 
         assert {f"+{name}" for name in set(fresh.commands()) - before} - {"+info"} <= set(ACL.split())
 
@@ -618,6 +649,19 @@ def test_a_key_of_somebody_else_is_replaced(driver: Driver, one: Server, poison:
     assert [answer.count for answer in first[:3]] == [2, 2, 2]
     assert all(answer.count <= 3 for answer in first[3:])
     assert [answer.count for answer in second] == [answer.count + 1 for answer in first]
+
+
+@pytest.mark.parametrize("poison", ["set x y", "set x ''", "set x 12345678123456789", "hset x a b", "rpush x y", "sadd x y"])
+def test_a_ring_s_key_of_somebody_else_is_replaced(driver: Driver, one: Server, poison: str) -> None:
+    """Where a ring's key holds something else, the ring begins anew, and the others of its batch are not disturbed."""
+    good, bad = make_push("a", key="good"), make_push("a", key="bad")
+    driver.push([good])
+    command, _, *values = poison.split()
+    one.client().execute_command(command, f"loopguard:{driver.key(bad)}", *values)
+
+    entries = driver.push([good._replace(request=b"another."), bad])
+
+    assert entries == [[b"a", b"a"], [b"a"]]
 
 
 @given(
@@ -752,6 +796,20 @@ def test_a_caller_who_leaves_disturbs_nobody(driver: Driver) -> None:
 
 async def _one(driver: Driver) -> int:
     return (await driver.ask([make_hit(threshold=100)], None))[0].count
+
+
+def test_pushes_and_hits_of_one_request_are_one_round_trip(driver: Driver) -> None:
+    """What is counted and what is pushed in the same moment goes in one write."""
+
+    async def both() -> None:
+        pushed = driver.store.push([make_push("a", key="trip:00")])
+        counted = driver.store.hit([make_hit(key="trip:01")])
+        await asyncio.gather(cast("Any", pushed), cast("Any", counted))
+
+    driver.run(both())
+
+    assert driver.metric("store_batch_size_count") == 1
+    assert driver.metric("store_batch_size_sum") == 2
 
 
 # --- certainty

@@ -25,7 +25,7 @@ from extproc.settings import Settings
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.throttle import Holds
-from extproc.windows import Count, Hit
+from extproc.windows import Count, Hit, Push
 from extproc.wire import LARGE, MAX_HEADERS, read_request
 from tests.documents import policy
 from tests.messages import MODES, body, headers
@@ -56,6 +56,10 @@ class FailingStore:
         if failing:
             raise self._error
         return self._memory.hit(hits, now)
+
+    def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:
+        """Push, which never fails here."""
+        return self._memory.push(pushes, now)
 
     def health(self) -> str:
         """Never well."""

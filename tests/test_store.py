@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,11 +20,24 @@ from extproc.metrics import Metrics
 from extproc.request import HttpRequest
 from extproc.store import open_store
 from extproc.store.memory import MemoryStore
-from extproc.windows import Count, Hit
+from extproc.windows import Count, Hit, Push
 from tests.documents import policy
 from tests.servers import REDIS, Driver, cluster, server
 from tests.test_engine import make_engine
-from tests.test_windows import COOLDOWN_STEPS, STEPS_BACK, WINDOW_TYPES, cooldown_hits, make_hit, oracle, oracle_of
+from tests.test_windows import (
+    COOLDOWN_STEPS,
+    PUSH_STEPS,
+    PUSHES,
+    STEPS_BACK,
+    WINDOW_TYPES,
+    cooldown_hits,
+    make_hit,
+    make_push,
+    oracle,
+    oracle_of,
+    place_pushes,
+    rings_of,
+)
 
 
 def _on_one() -> Iterator[str]:
@@ -202,6 +216,53 @@ def test_a_loop_of_calls_trips_the_cooldown_for_its_caller(store: Driver) -> Non
     assert answers == ["allow", "reject", "reject", "allow", "allow", "reject", "reject", "allow", "reject"]
 
 
+@pytest.mark.parametrize("case", PUSHES)
+def test_a_ring_in_every_store(store: Driver, case: str) -> None:
+    """Every store keeps the newest entries, each request's once, until nothing has been pushed for a while."""
+    for now, pushed, expected in PUSHES[case]:
+        assert b" ".join(store.push([pushed], now)[0]) == expected.encode()
+
+
+@given(steps=PUSH_STEPS)
+def test_a_store_keeps_rings_as_the_definition_does(opened: Driver, steps: list[tuple[Push, int]]) -> None:
+    """For any pushes, on a clock that may be set back, every store answers the same."""
+    store = opened.fresh()
+
+    found = [store.push([pushed], now)[0] for pushed, now in place_pushes(steps)]
+
+    assert found == rings_of(place_pushes(steps))
+
+
+def test_rings_and_counters_are_asked_together(store: Driver) -> None:
+    """Pushes of one call have a ring each, in their order, and what is counted meanwhile is not disturbed."""
+    pushes = [make_push("a")._replace(key=f"ring-{number}") for number in range(20)]
+    store.push(pushes[5:6], 1_000)
+
+    async def both() -> tuple[Sequence[Sequence[bytes]], Sequence[Count]]:
+        entries = store.store.push([pushed._replace(key=store.key(pushed), request=b"another.") for pushed in pushes], 1_001)
+        counts = store.ask([make_hit()], 1_001)
+        return (await entries if inspect.isawaitable(entries) else entries), await counts
+
+    entries, counts = store.run(both())
+
+    assert [len(found) for found in entries] == [2 if number == 5 else 1 for number in range(20)]
+    assert [count.count for count in counts] == [1]
+
+
+def test_pushes_at_the_same_time_all_stand(store: Driver) -> None:
+    """Fifty concurrent pushes to one ring leave the fifty entries, each push having seen one more."""
+
+    async def all_at_once() -> list[Any]:
+        pushes = [make_push(str(number), size=50) for number in range(50)]
+        answers = [store.store.push([pushed._replace(key=store.key(pushed))]) for pushed in pushes]
+        return [(await answer if inspect.isawaitable(answer) else answer)[0] for answer in answers]
+
+    found = store.run(all_at_once())
+
+    assert sorted(len(entries) for entries in found) == list(range(1, 51))
+    assert {*max(found, key=len)} == {str(number).encode() for number in range(50)}
+
+
 def _memory(max_entries: int) -> tuple[MemoryStore, Metrics]:
     metrics = Metrics()
     return MemoryStore(metrics, max_entries), metrics
@@ -263,6 +324,35 @@ def test_memory_is_bounded_and_expired_entries_are_swept(max_entries: int) -> No
     for number in range(2 * max_entries):
         store.hit([hit._replace(key=f"late-{number % 3}", window_ms=1)], 1_000_000 + number * 2)
     assert len(store) < max_entries
+
+
+def test_rings_are_bounded_together_with_counters() -> None:
+    """A ring takes the place of a counter, the least recently used goes first, and an expired ring before it."""
+    store, metrics = _memory(3)
+    ring, hit = make_push("a"), make_hit()
+    store.push([ring], 0)
+    _counts(store, 1, b=hit, c=hit)
+    store.push([ring], 2)
+
+    _counts(store, 3, d=hit)
+
+    assert metrics.store_evictions._value.get() == 1
+    assert store.push([ring._replace(request=b"another.")], 4) == [[b"a", b"a"]]
+    assert _counts(store, 5, c=hit, d=hit) == {"c": 2, "d": 2}
+    _counts(store, 9_999, c=hit._replace(window_ms=20_000), d=hit._replace(window_ms=20_000))
+    assert len(store) == 3
+
+
+def test_long_rings_leave_room_for_fewer() -> None:
+    """Where entries are long, memory is bounded by what they hold rather than by their number."""
+    store, _ = _memory(1_000)
+    for number in range(1_000):
+        for request in range(32):
+            pushed = Push(f"ring-{number}", bytes(64), request.to_bytes(8, "big"), 32, 10_000)
+            assert len(store.push([pushed], number)[0]) == request + 1
+
+    assert 50 < len(store) < 150
+    assert len(store.push([Push("ring-999", b"", bytes(7) + b"x", 32, 10_000)], 1_000)[0]) == 32
 
 
 _KNOWN = (

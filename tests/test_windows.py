@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.windows import Count, Hit, log, tally
+from extproc.windows import Count, Hit, Push, Ring, log, push, tally
 
 WINDOW_TYPES = ("sliding_ttl", "sliding_log", "fixed")
 
@@ -309,3 +309,104 @@ def test_the_garbage_collector_does_not_walk_logs() -> None:
     state, _ = log(state, make_hit("sliding_log"), 9)
 
     assert not gc.is_tracked(state)
+
+
+def make_push(entry: str, request: str = "", **changes: Any) -> Push:  # noqa: ANN401  # Push's own fields
+    """A push of an entry by a request of its own, or of the name given, to a ring of 3 that is kept for 10 s."""
+    made = Push("ring", entry.encode(), (request or entry).rjust(8).encode(), 3, 10_000)
+    return made._replace(**changes)
+
+
+PUSHES: dict[str, list[tuple[int, Push, str]]] = {
+    "entries stand in their order": [(0, make_push("a"), "a"), (1, make_push("b"), "a b"), (2, make_push("c"), "a b c")],
+    "equal entries of several requests all stand": [(0, make_push("a", "1"), "a"), (1, make_push("a", "2"), "a a")],
+    "the newest are kept": [
+        *[(0, make_push("a"), "a"), (1, make_push("b"), "a b"), (2, make_push("c"), "a b c"), (3, make_push("d"), "b c d")],
+        *[(4, make_push("e"), "c d e")],
+    ],
+    "a request that is sent again pushes nothing": [
+        *[(0, make_push("a"), "a"), (1, make_push("b"), "a b"), (2, make_push("a"), "a b"), (3, make_push("b"), "a b")],
+        *[(4, make_push("other", "a"), "a b"), (5, make_push("c"), "a b c")],
+    ],
+    "a request that is remembered no more pushes again": [
+        *[(0, make_push("a"), "a"), (1, make_push("b"), "a b"), (2, make_push("c"), "a b c"), (3, make_push("d"), "b c d")],
+        *[(4, make_push("a"), "c d a")],
+    ],
+    "a ring is forgotten some time after its last push": [
+        *[(0, make_push("a"), "a"), (9_999, make_push("b"), "a b"), (19_998, make_push("c"), "a b c")],
+        *[(29_998, make_push("d"), "d"), (29_999, make_push("a"), "d a")],
+    ],
+    "a retry keeps a ring alive": [
+        *[(0, make_push("a"), "a"), (6_000, make_push("a"), "a"), (12_000, make_push("b"), "a b")],
+    ],
+    "a clock that is set back a little forgets nothing": [
+        *[(50_000, make_push("a"), "a"), (40_001, make_push("b"), "a b"), (50_000, make_push("c"), "a b c")],
+    ],
+    "a clock that is set back far forgets": [(50_000, make_push("a"), "a"), (40_000, make_push("b"), "b")],
+    "a ring that is made smaller keeps the newest, and remembers no others": [
+        *[(0, make_push("a"), "a"), (1, make_push("b"), "a b"), (2, make_push("c"), "a b c")],
+        *[(3, make_push("c", size=2), "b c"), (4, make_push("a", size=2), "c a"), (5, make_push("d", size=3), "c a d")],
+    ],
+    "a ring of one": [(0, make_push("a", size=1), "a"), (1, make_push("a", size=1), "a"), (2, make_push("b", size=1), "b")],
+    "entries may be empty, long and of any bytes": [
+        (0, make_push("", "1"), ""),
+        (1, make_push("\0" * 64, "2"), " " + "\0" * 64),
+        (2, make_push("\r\n*3")._replace(request=bytes(range(248, 256))), " " + "\0" * 64 + " \r\n*3"),
+        (3, make_push("x")._replace(request=bytes(range(248, 256))), " " + "\0" * 64 + " \r\n*3"),
+    ],
+}
+"""Pushes to one ring, when, and the entries that each finds, with spaces between."""
+
+
+@pytest.mark.parametrize("case", PUSHES)
+def test_a_ring(case: str) -> None:
+    """A ring holds the newest entries, each request's once, until nothing has been pushed for a while."""
+    ring: Ring | None = None
+    for now, pushed, expected in PUSHES[case]:
+        ring, entries = push(ring, pushed, now)
+        assert b" ".join(entries) == expected.encode()
+
+
+_REQUESTS = st.integers(0, 6).map(lambda number: bytes([number] * 8))
+PUSH_STEPS = st.tuples(st.integers(1, 4), st.integers(5, 50)).flatmap(
+    lambda ring: st.lists(
+        st.tuples(
+            st.builds(Push, st.just("ring"), st.binary(max_size=64), _REQUESTS, st.just(ring[0]), st.just(ring[1])),
+            st.integers(0, 20) | st.integers(-60, 60),
+        ),
+        max_size=30,
+    )
+)
+"""Pushes to one ring, each with the time since the one before."""
+
+
+def rings_of(steps: Sequence[tuple[Push, int]]) -> list[list[bytes]]:
+    """What each push finds, by definition; steps have times."""
+    answers: list[list[bytes]] = []
+    kept: list[tuple[bytes, bytes]] = []
+    before: int | None = None
+    for pushed, now in steps:
+        if before is not None and abs(now - before) >= pushed.ttl_ms:
+            kept = []
+        if pushed.request not in [request for request, _ in kept]:
+            kept = [*kept, (pushed.request, pushed.entry)][-pushed.size :]
+        before = now
+        answers.append([entry for _, entry in kept])
+    return answers
+
+
+def place_pushes(steps: Sequence[tuple[Push, int]]) -> list[tuple[Push, int]]:
+    """The same with times in place of gaps."""
+    return [(pushed, 100_000 + sum(gap for _, gap in steps[: place + 1])) for place, (pushed, _) in enumerate(steps)]
+
+
+@given(PUSH_STEPS)
+def test_a_ring_does_what_its_definition_says(steps: list[tuple[Push, int]]) -> None:
+    """For any pushes, on a clock that may be set back, the entries are those of the plain reading."""
+    ring: Ring | None = None
+    found = []
+    for pushed, now in place_pushes(steps):
+        ring, entries = push(ring, pushed, now)
+        found.append(entries)
+
+    assert found == rings_of(place_pushes(steps))

@@ -9,23 +9,28 @@ from typing import Protocol
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
-from extproc.windows import Count, Hit
+from extproc.windows import Count, Hit, Push
 
 
 class Store(Protocol):
-    """Shared state: counts hits and decides, in one atomic step, whether each is to be acted on.
+    """Shared state, of several kinds: each call reads and writes its keys, and decides, in one atomic step for each of them.
 
-    Every store answers exactly as `extproc.windows` does.
+    Every store answers exactly as `extproc.windows` does; one in this process at once, a remote one with an awaitable. Keys in
+    one call are distinct. `now`, in milliseconds, is for tests alone; None takes the store's own clock.
     """
 
     def hit(self, hits: Sequence[Hit], now: int | None = None) -> Sequence[Count] | Awaitable[Sequence[Count]]:
-        """Count every hit once; answers come in the order of the hits.
+        """Count every hit once, and decide whether each is to be acted on; answers come in the order of the hits.
 
-        A store in this process answers at once, a remote one with an awaitable. Keys in one call are distinct.
+        Raises:
+            StoreError: at once or from the awaitable; nothing else ever.
+        """
+        ...
 
-        Args:
-            hits: what to count.
-            now: milliseconds, for tests alone; None takes the store's own clock.
+    def push(
+        self, pushes: Sequence[Push], now: int | None = None
+    ) -> Sequence[Sequence[bytes]] | Awaitable[Sequence[Sequence[bytes]]]:
+        """Push every entry once; the rings' entries, oldest first and the new one included, in the order of the pushes.
 
         Raises:
             StoreError: at once or from the awaitable; nothing else ever.

@@ -1,8 +1,9 @@
-"""Counts in this process: for one replica, and as the oracle that every other store is tested against.
+"""State in this process: for one replica, and as the oracle that every other store is tested against.
 
-Bounded: past `max_entries`, expired entries go first, then the least recently used. Everything is O(1) amortised and nothing
-ever stops the event loop for long: entries are spread over many small dicts ("shards"), because growing one dict of a million
-entries takes 30 ms, and because finding the oldest entry of a large dict means stepping over the gaps that older ones left.
+Bounded: past `max_entries`, or where they are longer than `_MEAN_BYTES` on average, expired entries go first, then the least
+recently used. Everything is O(1) amortised and nothing ever stops the event loop for long: entries are spread over many small
+dicts ("shards"), because growing one dict of a million entries takes 30 ms, and because finding the oldest entry of a large
+dict means stepping over the gaps that older ones left.
 
 A shard keeps one dict for each lifetime (the window, or a longer cooldown), in order of last use. Within such a dict the order
 of use is the order of expiry, so the front is both the next to expire and the least recently used.
@@ -20,18 +21,23 @@ from urllib.parse import parse_qsl, urlsplit
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
-from extproc.windows import Count, Hit, log, read_log_times, tally
+from extproc.windows import Count, Hit, Push, Tally, log, push, read_log_times, tally
 
 DEFAULT_MAX_ENTRIES = 1_000_000
 _SHARD_ENTRIES = 1024
 _SWEEP_EVERY = 16
-"""How many new entries come between two looks for expired ones, most of which find none."""
+"""How many entries are put in between two looks for expired ones, most of which find none."""
 
 _SWEEP = 2 * _SWEEP_EVERY
 """Expired entries removed at most per dict looked at: more than have come, so that sweeping overtakes inserting."""
 
-# A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never looks at it.
-_TALLY = struct.Struct("<Iqqq")
+_MEAN_BYTES = 256
+"""Of state in an entry: a count takes 28, a log or a ring can take thousands."""
+
+# A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never looks at it. Every entry but a log
+# begins with when it was last used, and until when it lasts whatever its lifetime says.
+_TIMES = struct.Struct("<qq")
+_TALLY = struct.Struct("<qqqI")
 _MAX_COUNT = 2**32 - 1
 
 _Entry: TypeAlias = bytes | bytearray
@@ -42,10 +48,12 @@ class MemoryStore:
     """The `memory://` store; see `Store`."""
 
     def __init__(self, metrics: Metrics, max_entries: int = DEFAULT_MAX_ENTRIES) -> None:
-        """Start empty; `max_entries` bounds the fingerprints kept at once."""
+        """Start empty; `max_entries` bounds the entries kept at once."""
         self._max_entries = max_entries
         self._shards: list[_Shard] = [{} for _ in range(max(1, max_entries // _SHARD_ENTRIES))]
         self._entries = 0
+        self._bytes = 0
+        self._puts = 0
         self._hand = 0
         self._evictions = metrics.store_evictions
         metrics.store_entries.set_function(self.__len__)
@@ -56,8 +64,13 @@ class MemoryStore:
 
     def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count]:
         """Count every hit once; answers at once and never raises a StoreError."""
-        moment = now if now is not None else time.monotonic_ns() // 1_000_000
+        moment = _read_clock() if now is None else now
         return [self._count(hit, moment) for hit in hits]
+
+    def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:
+        """Push every entry once; answers at once and never raises a StoreError."""
+        moment = _read_clock() if now is None else now
+        return [self._push(pushed, moment) for pushed in pushes]
 
     def health(self) -> str:
         """Memory is always well."""
@@ -70,33 +83,57 @@ class MemoryStore:
         """Nothing to let go of."""
 
     def _count(self, hit: Hit, now: int) -> Count:
-        key, window = hit.key, hit.window_ms
-        shard = self._shards[hash(key) % len(self._shards)]
-        entries = shard.get(window)
-        entry = entries.pop(key, None) if entries is not None else None
-        if entry is None and hit.cooldown_ms > window and hit.cooldown_ms in shard:
-            entry = shard[hit.cooldown_ms].pop(key, None)
-        fresh = entry is None
+        window = hit.window_ms
+        shard = self._find_shard(hit.key)
+        entry = self._take(shard, hit.key, window)
+        if entry is None and hit.cooldown_ms > window:
+            entry = self._take(shard, hit.key, hit.cooldown_ms)
         if hit.window_type == "sliding_log":
             entry, count = log(entry if isinstance(entry, bytearray) else None, hit, now)
         else:
-            state, count = tally(_TALLY.unpack(entry) if isinstance(entry, bytes) else None, hit, now)
-            entry = _TALLY.pack(min(state[0], _MAX_COUNT), state[1], state[2], state[3])
-        lifetime = window
-        if count.cooldown_ms and hit.cooldown_ms > window:
-            lifetime = hit.cooldown_ms
-            entries = shard.get(lifetime)
+            state, count = tally(_read_tally(entry) if isinstance(entry, bytes) else None, hit, now)
+            entry = _TALLY.pack(state[2], state[3], state[1], min(state[0], _MAX_COUNT))
+        self._put(shard, hit.key, hit.cooldown_ms if count.cooldown_ms and hit.cooldown_ms > window else window, entry, now)
+        return count
+
+    def _push(self, pushed: Push, now: int) -> list[bytes]:
+        shard = self._find_shard(pushed.key)
+        entry = self._take(shard, pushed.key, pushed.ttl_ms)
+        ring = (_read_times(entry)[0], bytes(entry[_TIMES.size :])) if entry is not None else None
+        (last, records), entries = push(ring, pushed, now)
+        self._put(shard, pushed.key, pushed.ttl_ms, _TIMES.pack(last, 0) + records, now)
+        return entries
+
+    def _find_shard(self, key: str) -> _Shard:
+        return self._shards[hash(key) % len(self._shards)]
+
+    def _take(self, shard: _Shard, key: str, lifetime: int) -> _Entry | None:
+        """Take an entry out, to be changed and put back."""
+        entries = shard.get(lifetime)
+        entry = entries.pop(key, None) if entries is not None else None
+        if entry is not None:
+            self._entries -= 1
+            self._bytes -= len(entry)
+        return entry
+
+    def _put(self, shard: _Shard, key: str, lifetime: int, entry: _Entry, now: int) -> None:
+        """Keep an entry as the one used last, and make room for it."""
+        entries = shard.get(lifetime)
         if entries is None:
             entries = shard[lifetime] = {}
         entries[key] = entry
-        if fresh:
-            self._entries += 1
-            full = self._entries > self._max_entries
-            if full or not self._entries % _SWEEP_EVERY:
-                self._sweep(now)
-            if full and self._entries > self._max_entries:
+        self._entries += 1
+        self._bytes += len(entry)
+        self._puts += 1
+        if self._is_full():
+            self._sweep(now)
+            while self._is_full() and self._entries > 1:
                 self._evict(shard, key)
-        return count
+        elif not self._puts % _SWEEP_EVERY:
+            self._sweep(now)
+
+    def _is_full(self) -> bool:
+        return self._entries > self._max_entries or self._bytes > self._max_entries * _MEAN_BYTES
 
     def _sweep(self, now: int) -> None:
         """Remove expired entries from the fronts of one shard; the next call takes the next shard."""
@@ -109,11 +146,10 @@ class MemoryStore:
                 if key is None:
                     del shard[lifetime]
                     break
-                last, cooling_until = _read_times(entries[key])
-                if now < max(last + lifetime, cooling_until):
+                last, lasts_until = _read_times(entries[key])
+                if now < max(last + lifetime, lasts_until):
                     break
-                del entries[key]
-                self._entries -= 1
+                self._take(shard, key, lifetime)
 
     def _evict(self, shard: _Shard, newest: str) -> None:
         """Make room: drop the least recently used entry beside the newest, or, where that is alone, of the next shard."""
@@ -127,20 +163,25 @@ class MemoryStore:
             ]
             if fronts:
                 _, lifetime, key = min(fronts)
-                del shard[lifetime][key]
-                self._entries -= 1
+                self._take(shard, key, lifetime)
                 self._evictions.inc()
                 return
             position = (position + 1) % len(self._shards)
             shard = self._shards[position]
 
 
+def _read_clock() -> int:
+    return time.monotonic_ns() // 1_000_000
+
+
+def _read_tally(entry: bytes) -> Tally:
+    last, cooling_until, first, number = _TALLY.unpack(entry)
+    return number, first, last, cooling_until
+
+
 def _read_times(entry: _Entry) -> tuple[int, int]:
-    """When the entry was last counted, and until when its cooldown runs."""
-    if isinstance(entry, bytearray):
-        return read_log_times(entry)
-    _, _, last, cooling_until = _TALLY.unpack(entry)
-    return last, cooling_until
+    """When the entry was last used, and until when it lasts whatever its lifetime says."""
+    return read_log_times(entry) if isinstance(entry, bytearray) else _TIMES.unpack_from(entry)
 
 
 def open_memory(url: str, metrics: Metrics, _: Settings) -> MemoryStore:

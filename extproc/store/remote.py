@@ -24,8 +24,8 @@ from extproc.errors import StoreError
 from extproc.logs import fields
 from extproc.metrics import Metrics
 from extproc.store.certain import Certain
-from extproc.store.scripts import Call, Verdict, count_call
-from extproc.windows import Count, Hit
+from extproc.store.scripts import Call, Verdict, count_call, push_call
+from extproc.windows import Count, Hit, Push
 
 _LOG = logging.getLogger("loopguard")
 
@@ -129,6 +129,16 @@ class RemoteStore:
             [count_call(hit, now=now) for hit in asked], partial(self._learn, asked) if now is None else _take_counts
         )
         return counts if len(asked) == len(hits) else _merge(known, counts)
+
+    def push(
+        self, pushes: Sequence[Push], now: int | None = None
+    ) -> Sequence[Sequence[bytes]] | Awaitable[Sequence[Sequence[bytes]]]:
+        """Push every entry once.
+
+        Raises:
+            StoreError: the breaker is open.
+        """
+        return self._ask([push_call(pushed, now) for pushed in pushes], list) if pushes else []
 
     def health(self) -> str:
         """`ok`, or what is wrong."""

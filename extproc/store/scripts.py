@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from extproc.errors import StoreError
-from extproc.windows import Count, Hit
+from extproc.windows import Count, Hit, Push, read_entries, split_records
 
 
 class Script:
@@ -85,6 +85,17 @@ _TALLY = Script("tally", 5, int, _read_verdict)
 _LOG = Script("sliding_log", 5, int, _read_verdict)
 
 
+def _read_ring(values: Sequence[bytes]) -> list[bytes]:
+    try:
+        records = split_records(values[0])
+    except IndexError:
+        raise _make_error() from None
+    return read_entries(records)
+
+
+_RING = Script("ring", 1, bytes, _read_ring)
+
+
 def count_call(hit: Hit, times: int = 1, now: int | None = None) -> Call:
     """Count a hit so many times at once; `now` in milliseconds is for tests, None takes the server's clock."""
     moment = -1 if now is None else now
@@ -92,3 +103,9 @@ def count_call(hit: Hit, times: int = 1, now: int | None = None) -> Call:
     if window_type == "sliding_log":
         return Call(_LOG, key, (window, threshold, cooldown, int(count_refused), count_to, times, moment))
     return Call(_TALLY, key, (window, threshold, cooldown, int(count_refused), int(window_type == "fixed"), times, moment))
+
+
+def push_call(pushed: Push, now: int | None = None) -> Call:
+    """Push an entry to a ring; `now` as for counts."""
+    key, entry, request, size, ttl = pushed
+    return Call(_RING, key, (entry, request, size, ttl, -1 if now is None else now))
