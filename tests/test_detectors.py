@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from extproc.decision import Repeat
 from extproc.engine import Engine
-from extproc.errors import ProtocolError, StoreError
+from extproc.errors import ProtocolError
 from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY
 from extproc.metrics import Metrics
@@ -31,7 +31,7 @@ from extproc.wire import LARGE
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_engine import ANY, keys, make_engine
-from tests.test_service import decoded, exchange, headers_of, make_service, metadata_of, receive, repeat, sample
+from tests.test_service import FailingStore, decoded, exchange, headers_of, make_service, metadata_of, receive, repeat, sample
 
 CANONICAL: dict[str, Any] = {"similarity": "canonical"}
 TAIL: dict[str, Any] = {"similarity": "tail"}
@@ -493,6 +493,7 @@ def test_every_similarity_works_in_shadow(loop: dict[str, Any]) -> None:
     assert found == (3 if name == "tool_calls" else 1)
 
 
+@pytest.mark.sources  # compiled classes keep their methods
 @pytest.mark.parametrize("similarity", ["canonical", "tail", "tool_calls"])
 def test_a_similarity_that_breaks_in_shadow_breaks_nothing_else(similarity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a shadow detector's look raises, the enforcing one decides as if it were alone, and the failure is counted."""
@@ -826,12 +827,8 @@ def test_counts_and_calls_in_one_policy_are_not_mixed_up() -> None:
 def test_a_store_that_is_down_leaves_a_local_cooldown() -> None:
     """Without the store a loop of calls is refused all the same, because the request says it itself."""
     service = make_service(policy("p", ANY, **CALLS, cooldown_seconds=60))
+    service.counting.store = FailingStore()
 
-    class Down(MemoryStore):
-        def hit(self, *_: object) -> list[Count]:
-            raise StoreError("down", kind="connection")
-
-    service.counting.store = Down(Metrics())
     answers = [status(sent(service, looping(times))) for times in (3, 1)]
 
     assert answers == [429, 429]
@@ -847,6 +844,7 @@ class _Raising(Similarity):
         raise ZeroDivisionError(len(document))
 
 
+@pytest.mark.sources  # compiled classes have no interpreted subclasses
 @pytest.mark.parametrize(("mode", "reason"), [("enforce", "internal_error"), ("shadow", "shadow_error")])
 def test_a_detector_that_raises_stops_nobody_else(mode: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     """Its neighbours in the same policy and in others still count and refuse the loop; each failure is counted and logged."""
@@ -1148,6 +1146,7 @@ ALL: tuple[dict[str, Any], ...] = (
     ],
 )
 @pytest.mark.parametrize("data", [chat("hi", "ho", user="ann"), looping(5, user="ann"), b'{"messages": 5, "user": "ann"}'])
+@pytest.mark.sources  # compiled code calls the function that it was compiled with, not a spy
 def test_a_body_is_decoded_at_most_once(
     decodings: list[bytes], policies: list[dict[str, Any]], times: int, data: bytes
 ) -> None:
@@ -1161,6 +1160,7 @@ def test_a_body_is_decoded_at_most_once(
     assert decodings.count(data) in allowed
 
 
+@pytest.mark.sources  # compiled code calls the function that it was compiled with, not a spy
 @pytest.mark.parametrize("data", [b'{"messages": [{"role": "user"}', b'{"model": "\xff", "messages": []}'])
 def test_a_body_that_is_not_json_is_decoded_once_as_well(decodings: list[bytes], data: bytes) -> None:
     """Four detectors take no longer to find out that a body is broken than one does."""

@@ -13,10 +13,10 @@ from tests.harness import PATIENCE, Stack, eventually, stack
 REJECT = bundle(policy("p", {"pathPrefix": "/"}))
 
 _BUG = """
-from extproc.evaluation import Evaluation
-def bug(*_):
+from extproc.metrics import Metrics
+def bug(*_, **__):
     raise RuntimeError("a bug")
-Evaluation.decide = bug
+Metrics.count_decision = bug
 """
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,15 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from extproc.handover import MAX_POLICY_JSON, POLICY_ATTRIBUTE, POLICY_METADATA
-from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.policy import loader
 from extproc.service import Service
-from extproc.store.memory import MemoryStore
 from extproc.windows import Count, Hit
 from tests.documents import bundle, policy
 from tests.harness import Stack, envoy_version, eventually, stack
 from tests.messages import body, headers
 from tests.test_engine import ANY, make_engine
-from tests.test_service import decoded, headers_of, make_service, metadata_of, receive, sample
+from tests.test_service import FailingStore, decoded, headers_of, make_service, metadata_of, receive, sample
 
 NOWHERE = {"pathExact": "/nowhere"}
 """The selector of a policy that only a route can bring into play."""
@@ -36,15 +34,15 @@ PAGE = Path(__file__).parent.parent / "docs" / "policies.md"
 EXPIRED = "2020-01-01T00:00:00Z"
 
 
-class Recording(MemoryStore):
+class Recording(FailingStore):
     """Remembers the keys that it was asked to count."""
 
     def __init__(self, service: Service) -> None:
-        super().__init__(Metrics())
+        super().__init__(failing="never")
         self.keys: list[str] = []
         service.counting.store = self
 
-    def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count]:
+    def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count] | Awaitable[list[Count]]:
         """Count."""
         self.keys += [hit.key for hit in hits]
         return super().hit(hits, now)

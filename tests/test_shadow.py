@@ -34,21 +34,21 @@ LOOKING["spec"]["loop_detection"] = [
 SHADOW.append(LOOKING)
 
 _BROKEN_EVALUATION = """
-from extproc.evaluation import Candidate
-seal = Candidate.seal
-def broken(self, head, body, document, scope):
-    if self.plan.shadow:
-        raise RuntimeError("shadow evaluation is broken")
-    seal(self, head, body, document, scope)
-Candidate.seal = broken
+import extproc.reload
+Engine = extproc.reload.Engine
+def broken(*arguments, **options):
+    engine = Engine(*arguments, **options)
+    for plan in engine.plans:
+        if plan.shadow:
+            plan._descriptors = [None]
+    return engine
+extproc.reload.Engine = broken
 """
 _BROKEN_LOOKS = """
 import extproc.similarity.document
-from extproc.similarity.document import Document
-value = Document.value
-def broken(self):
+def broken(_):
     raise MemoryError("decoding is broken")
-Document.value = broken
+extproc.similarity.document._decode_whole = broken
 """
 _BROKEN_STORE = """
 import extproc.store.memory

@@ -336,8 +336,8 @@ class Connection:
             self.patience -= _STREAM_ERROR_COST
             self._reset(error.number, error.code)
             return StreamReset(error.number, error.code)
-        except ProtocolError as error:
-            self._end(error)
+        except ProtocolError as fault:  # not `error`: where it is compiled, a variable has one type
+            self._end(fault)
             return None
 
     def _read_frames(self) -> Event | None:
