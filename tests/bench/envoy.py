@@ -171,7 +171,7 @@ def _commands(policy: Path, ports: Mapping[str, int], admins: Mapping[str, int])
 
 def run(*, quick: bool) -> list[Row]:
     """Small bodies first, then large ones; the servers take turns."""
-    rounds = 3 if quick else 11
+    rounds = 3 if quick else 9
     with tempfile.TemporaryDirectory() as directory, _lab(Path(directory)) as lab:
         progress("envoy: warming up", 0, 1)
         for name in lab.names:

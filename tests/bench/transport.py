@@ -29,7 +29,7 @@ _METADATA = {"same": "0a1b2c3d-4e5f-4071-8293-a4b5c6d7e8f9", "changing": "%REQ(x
 
 def run(*, quick: bool) -> list[Row]:
     """Record an Envoy, then replay it into both builds in turns."""
-    rounds, requests = (5, 1_000) if quick else (25, 2_000)
+    rounds, requests = (5, 1_000) if quick else (15, 2_000)
     compiled = find_compiled()
     builds = {"pure Python": SOURCES} if compiled is None else {"compiled": compiled, "pure Python": SOURCES}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
