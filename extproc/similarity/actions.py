@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
+from itertools import islice
 from typing import NamedTuple
 
 from extproc.similarity.document import Json, NotJson, canonical, decoded
@@ -56,8 +57,11 @@ _THOUGHT_TAGS = ("think", "thinking", "thought", "thoughts", "reasoning", "refle
 _MAX_MARKED = 65_536
 """In a longer text nobody looks for an action, in characters: it is compared as it is."""
 
-_TRIES = 32
+_TRIES = 8
 """So many beginnings of something that turn out to be none are looked at, so that a text of nothing else takes no time."""
+
+_MAX_FENCES = 1_000
+_MAX_TAGS = 1_000
 
 _TAG = re.compile(r"<([A-Za-z_][\w.:-]*)(?:[=\s][^<>]*)?>")
 _NAMED_IN_TAG = re.compile(r"<(?:[\w.-]+:)?(?:invoke|function|tool|action)(?:\s[^<>]*?name)?=[\"']?([\w.:-]+)")
@@ -72,6 +76,7 @@ _MARKED_WITHIN = 4_096
 """A mark is looked for in so much of an action, in bytes."""
 
 _FENCE = "```"
+_FENCES = re.compile("`{3,}")
 _SEPARATOR = b"\xff"  # never in UTF-8
 _JSON, _CODE, _TAGS, _LINE, _TEXT = b"json", b"code", b"tags", b"line", b"text"
 
@@ -208,18 +213,13 @@ def _last_fence(text: str) -> tuple[int, int] | None:
     """
     found: tuple[int, int] | None = None
     opened = -1
-    place = text.find(_FENCE)
-    while place >= 0:
-        behind = place + len(_FENCE)
-        while text.startswith("`", behind):
-            behind += 1
+    for fence in islice(_FENCES.finditer(text), _MAX_FENCES):
         if opened < 0:
-            opened = behind
-        elif _is_blank(text, behind) or not _starts_line(text, place):
-            if text[opened:place].strip():
-                found = opened, place
+            opened = fence.end()
+        elif _is_blank(text, fence.end()) or not _starts_line(text, fence.start()):
+            if text[opened : fence.start()].strip():
+                found = opened, fence.start()
             opened = -1
-        place = text.find(_FENCE, behind)
     if opened >= 0 and text[opened:].strip():
         found = opened, len(text)
     return None if found is None else (_behind_info(text, *found), found[1])
@@ -306,11 +306,11 @@ def _name_of(value: dict[str, Json], ignored: Collection[str]) -> str:
 
 def _tags(text: str) -> list[tuple[str, int, int]]:
     """The elements of a text that stand in no other, with their places; one at the end need not be closed."""
-    found = []
+    found: list[tuple[str, int, int]] = []
     tries = _TRIES
     unclosed: list[tuple[str, int, int]] = []
     place = 0
-    while tries:
+    while tries and len(found) < _MAX_TAGS:
         tag = _TAG.search(text, place)
         if tag is None:
             break
@@ -333,7 +333,7 @@ def _tags(text: str) -> list[tuple[str, int, int]]:
 def _read_tags(text: str, tags: list[tuple[str, int, int]]) -> tuple[str, bytes]:
     """The elements, without what stands between them."""
     _, start, end = tags[0]
-    named = _NAMED_IN_TAG.search(text, start, end)
+    named = _NAMED_IN_TAG.search(text, start, min(end, start + 4 * MAX_NAME))
     name = named.group(1) if named is not None else tags[0][0]
     return name[:MAX_NAME], _TAGS + _SEPARATOR + "\n".join([text[start:end] for _, start, end in tags]).encode()
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from extproc.similarity.actions import MAX_NAME, Action, number_id, read_action
 from extproc.similarity.document import canonical, walk
-from extproc.similarity.results import is_error, may_be_equal, normalize
+from extproc.similarity.results import MAX_NORMALIZED, is_error, may_be_equal, normalize
 from extproc.similarity.shapes.conversation import result_text, unpack
 from extproc.similarity.shapes.structs import CALL, RESULT, TEXT, Conversation, Part
 
@@ -22,11 +22,35 @@ _DIGEST = 8
 _INJECTED = frozenset({"system-reminder", "system_reminder", "environment_details", "environment_context"})
 """What agents' harnesses are known to inject, also where results are texts."""
 
+_MAX_NORMALIZED_IN_ALL = 6 * MAX_NORMALIZED
+"""So much of all the results of a request, in characters; the others are compared as they are."""
+
+_MAX_WRAPPED = 32
+"""A text of more elements is something that somebody says."""
+
 MAX_ENTRY = 64
 """Longest entry of a ring, in bytes."""
 
 _KNOWN, _RETURNED, _ERROR = 1, 2, 4
 _ENTRY_NAME = MAX_ENTRY - 1 - 3 * _DIGEST
+
+
+class Reading:
+    """How the turns of one conversation are read.
+
+    Attributes:
+        talk: knows how its messages are read.
+        ignored: names of arguments that are thoughts.
+        left: so many characters of results may still be normalised.
+    """
+
+    __slots__ = ("ignored", "left", "talk")
+
+    def __init__(self, talk: Conversation, ignored: Collection[str]) -> None:
+        """Start with the whole bound."""
+        self.talk = talk
+        self.ignored = ignored
+        self.left = _MAX_NORMALIZED_IN_ALL
 
 
 class Turn:
@@ -41,32 +65,29 @@ class Turn:
         "_action",
         "_behind",
         "_failed",
-        "_ignored",
         "_message",
         "_normal",
         "_parts",
+        "_reading",
         "_result",
         "_returned",
-        "_talk",
         "answered",
         "known",
     )
 
-    def __init__(self, talk: Conversation, message: Any, behind: list[Any], ignored: Collection[str]) -> None:  # noqa: ANN401
+    def __init__(self, reading: Reading, message: Any, behind: list[Any]) -> None:  # noqa: ANN401  # of some shape
         """Take the messages.
 
         Args:
-            talk: in which they stand, and which knows how to read them.
+            reading: how they are read.
             message: the assistant's; None where the server keeps it.
             behind: what follows, the newest first.
-            ignored: names of arguments that are thoughts.
         """
         self.known = message is not None
         self.answered = bool(behind)
-        self._talk = talk
+        self._reading = reading
         self._message = message
         self._behind = behind
-        self._ignored = ignored
         self._parts: list[Part] | None = None
         self._action: Action | None = None
         self._result: str | None = None
@@ -78,20 +99,20 @@ class Turn:
         """What stands in the assistant's message."""
         if self._parts is None:
             walk(1)
-            self._parts = self._talk.read(self._message) if self.known else []
+            self._parts = self._reading.talk.read(self._message) if self.known else []
         return self._parts
 
     def action(self) -> Action:
         """What the assistant did; nothing where that is not known."""
         if self._action is None:
-            self._action = read_action(self.parts(), self._ignored) if self.known else _UNKNOWN
+            self._action = read_action(self.parts(), self._reading.ignored) if self.known else _UNKNOWN
         return self._action
 
     def may_do(self, action: Action) -> bool:
         """False where it is certain, without reading it, that something else was done."""
         if self._action is not None or not action.mark or not self.known:
             return True
-        raw = bytes(self._talk.raw(self._message))
+        raw = bytes(self._reading.talk.raw(self._message))
         return not raw or action.mark in raw or b"\\u" in raw or b"\\/" in raw
 
     def names(self) -> tuple[str, ...]:
@@ -107,7 +128,9 @@ class Turn:
     def normal(self) -> str:
         """The same without what changes by itself."""
         if self._normal is None:
-            self._normal = normalize(self.result())
+            text = self.result()
+            self._reading.left -= min(len(text), MAX_NORMALIZED)
+            self._normal = normalize(text) if self._reading.left >= 0 else text
         return self._normal
 
     def returned(self) -> bool:
@@ -141,7 +164,7 @@ class Turn:
                 results.append(self._read_one(part, len(results)))
         for message in reversed(self._behind):
             walk(1)
-            for part in self._talk.read(message):
+            for part in self._reading.talk.read(message):
                 if part.kind == RESULT:
                     results.append(self._read_one(part, len(results)))
                 else:
@@ -264,22 +287,19 @@ def wrapper(text: str) -> str:
     """The name of the first of the elements that a text is nothing but, such as `system-reminder`; empty where it is more."""
     name = ""
     place = 0
-    while place < len(text):
-        if not text.startswith("<", place):
-            return ""
-        end = text.find(">", place, place + MAX_NAME)
+    for _ in range(_MAX_WRAPPED):
+        end = text.find(">", place, place + MAX_NAME) if text.startswith("<", place) else -1
         tag = text[place + 1 : end].partition(" ")[0] if end >= 0 else ""
-        if not tag or not tag.replace("-", "_").isidentifier():
-            return ""
-        closing = f"</{tag}>"
-        place = text.find(closing, end)
-        if place < 0:
+        closing = text.find(f"</{tag}>", end) if tag.replace("-", "_").isidentifier() else -1
+        if closing < 0:
             return ""
         name = name or tag
-        place += len(closing)
+        place = closing + len(tag) + 3
         while place < len(text) and text[place].isspace():
             place += 1
-    return name
+        if place == len(text):
+            return name
+    return ""
 
 
 def read_turns(talk: Conversation, ignored: Collection[str]) -> Iterator[Turn]:
@@ -287,6 +307,7 @@ def read_turns(talk: Conversation, ignored: Collection[str]) -> Iterator[Turn]:
 
     A message of the assistant's that only says something, directly before one that acts, is a thought of that one.
     """
+    reading = Reading(talk, ignored)
     behind: list[Any] = []
     newer: Turn | None = None  # the turn whose message comes next, where nothing stands between
     for message in talk.messages:
@@ -294,13 +315,13 @@ def read_turns(talk: Conversation, ignored: Collection[str]) -> Iterator[Turn]:
             behind.append(message)
             newer = None
             continue
-        turn = Turn(talk, message, behind, ignored)
+        turn = Turn(reading, message, behind)
         if newer is not None and _acts(newer) and not _acts(turn):
             continue
         yield turn
         behind, newer = [], turn
     if talk.elsewhere and behind:
-        yield Turn(talk, None, behind, ignored)
+        yield Turn(reading, None, behind)
 
 
 def _acts(turn: Turn) -> bool:
