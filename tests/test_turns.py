@@ -12,10 +12,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from extproc.decision import Repeat
+from extproc.guards.loop import Detector
+from extproc.policy.bundle import LoopDetection
 from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.loops import CYCLE, ERROR, REPEAT, RESULT, TurnRule
 from extproc.similarity.tools import Limit, Limits
 from extproc.similarity.turn import MAX_ENTRY, decode_turn, encode_turn
-from extproc.similarity.turns import CYCLE, ERROR, REPEAT, TurnRule, Verdict, explain
+from extproc.similarity.turns import Turns
+from extproc.windows import UNCOUNTED
 from tests.test_conversation import _REQUESTS
 from tests.test_hostile_bodies import HOSTILE
 from tests.turn_writers import SHAPES, STYLES, Did, as_anthropic, as_chat, as_observed, as_responses, as_text
@@ -33,7 +38,7 @@ Meaning = tuple[str, str]
 """An action and a result, each in a word."""
 
 
-def verdict(value: object, threshold: int = 3, tools: dict[str, Limit] | None = None, **more: Any) -> Verdict | None:  # noqa: ANN401
+def verdict(value: object, threshold: int = 3, tools: dict[str, Limit] | None = None, **more: Any) -> Repeat | None:  # noqa: ANN401
     """What the rule says about a body."""
     rule = TurnRule(Limits(threshold, tools), **more)
     data = value if isinstance(value, bytes) else json.dumps(value).encode()
@@ -284,14 +289,14 @@ def test_a_tool_for_thinking_is_called_for_its_thoughts() -> None:
         ({"run": Limit(14)}, None),
     ],
 )
-@pytest.mark.parametrize("write", [as_chat, *[WRITERS[f"text, {style}"] for style in ("fence", "commands", "react", "invoke")]])
-def test_tools_have_thresholds_of_their_own(tools: dict[str, Limit], expected: int | None, write: Write) -> None:
+@pytest.mark.parametrize("writer", ["chat", *[f"text, {style}" for style in ("fence", "commands", "react", "invoke")]])
+def test_tools_have_thresholds_of_their_own(tools: dict[str, Limit], expected: int | None, writer: str) -> None:
     """By the tool's name, or by the first word of a text action; one that is allowed is part of no loop."""
-    found = verdict(write([Did((("run", {"a": 1}),), ("x",))] * 4), tools=tools)
+    found = verdict(WRITERS[writer]([Did((("run", {"a": 1}),), ("x",))] * 4), tools=tools)
 
     assert (found.count if found is not None else None) == expected
     if found is not None:
-        assert found.names == ("run",)
+        assert found.tools == ("run",)
         assert found.reason == next((limit.reason for limit in tools.values()), "")
 
 
@@ -313,7 +318,7 @@ def test_a_text_before_a_call_is_its_thought() -> None:
     found = verdict({"messages": messages})
 
     assert found is not None
-    assert (found.count, found.turns) == (3, 3)
+    assert (found.count, found.calls) == (3, 3)
 
 
 def test_calls_without_any_results_are_turns() -> None:
@@ -375,16 +380,16 @@ def _requests(turns: Sequence[Did], shown: int, write: Write) -> list[bytes]:
     return [json.dumps(write(turns[max(0, end - shown) : end])).encode() for end in range(1, len(turns) + 1)]
 
 
-def _with_ring(requests: Sequence[bytes], rule: TurnRule) -> list[Verdict | None]:
+def _with_ring(requests: Sequence[bytes], rule: TurnRule) -> list[Repeat | None]:
     """What is said about each request, given a ring of the newest turns of those before."""
     ring: list[bytes] = []
     found = []
     for data in requests:
         history, _ = rule.read(Document(data))
-        found.append(rule.recall(history, ring))
         newest = history.at(0)
         if newest is not None:
             ring.append(encode_turn(newest))
+        found.append(rule.recall(history, ring))
     assert all(len(entry) <= MAX_ENTRY for entry in ring)
     return found
 
@@ -404,8 +409,9 @@ def test_a_ring_supplies_what_a_condensed_history_does_not_show(
 def test_another_conversation_in_the_same_session_is_not_taken_for_the_past() -> None:
     """Where a request shows another turn before its newest than the ring has, the ring is not its own."""
     rule = TurnRule(Limits(3))
-    ring = [encode_turn(turn) for turn in rule.read(Document(json.dumps(as_chat(means([_A] * 2))).encode()))[0].newest(2)]
+    others, _ = rule.read(Document(json.dumps(as_chat(means([_A] * 2))).encode()))
     history, _ = rule.read(Document(json.dumps(as_chat(means([_B, _A]))).encode()))
+    ring = [encode_turn(turn) for turn in (*others.newest(2), *history.newest(1))]
 
     assert rule.recall(history, ring) is None
 
@@ -434,7 +440,7 @@ def test_results_whose_calls_the_server_keeps_are_compared_alone(write: Write, p
         requests = [_thread(write, Did((("f", {}),), (result,)), pointer) for result in results]
         return [one.rule if one is not None else None for one in _with_ring(requests, TurnRule(Limits(3)))]
 
-    assert said("x", "x", "x") == [None, None, REPEAT]
+    assert said("x", "x", "x") == [None, None, RESULT]
     assert said("", "", "") == [None] * 3
     assert said(*["ok", "3 failed"] * 4) == [None] * 8
     assert TurnRule(Limits(3)).read(Document(_thread(write, Did((("f", {}),), ("x",)), pointer)))[1]
@@ -520,17 +526,69 @@ def test_a_key_of_another_api_does_not_matter() -> None:
     assert verdict({"input": 7, "contents": "x", **as_chat([Did((("run", {}),), ("x",))] * 3)}) is not None
 
 
+def told(repeat: Repeat | None) -> str:
+    """The sentence that the refused party reads."""
+    loop = LoopDetection(enabled=True, similarity="turns")
+    outcome = Detector("p", "turns", loop, shadow=False).judge("0" * 8, "0" * 16, UNCOUNTED, repeat)
+    return Turns(loop).tell(outcome, "POST", "/v1/messages")
+
+
 def test_each_sentence_says_what_repeated_and_what_would_be_progress() -> None:
     """Tool or command, how often, and what to do instead, for each rule; the operator's words come with it."""
-    repeat = verdict(as_chat(means([_A] * 3)), tools={"view": Limit(3, "Ask a human.")})
-    cycle = verdict(as_chat(means([("a", "1"), ("b", "2"), ("c", "3"), ("d", "4")] * 3)))
-    error = verdict(as_chat(means([(f"try{n}", "error: no such table") for n in range(6)])))
-    assert repeat is not None
-    assert cycle is not None
-    assert error is not None
+    repeat = told(verdict(as_chat(means([_A] * 3)), tools={"view": Limit(3, "Ask a human.")}))
+    cycle = told(verdict(as_chat(means([("a", "1"), ("b", "2"), ("c", "3"), ("d", "4")] * 3))))
+    error = told(verdict(as_chat(means([(f"try{n}", "error: no such table") for n in range(6)]))))
+    result = told(Repeat((), 3, 10, 3, results=True, rule=RESULT))
+    message = told(verdict({"messages": [{"role": role, "content": "Go on?"} for role in ("assistant", "user")] * 3}))
+    cooling = told(Repeat(("view",), 1, 10, 3, results=True, rule=REPEAT))
 
-    assert "3 of the last 3 turns were view with the same input and the same result" in explain(repeat)
-    assert "Ask a human." in explain(repeat)
-    assert "12 turns were 3 rounds of the same 4 steps (a, b, c, d)" in explain(cycle)
-    assert "the last 6 results were the same error" in explain(error)
-    assert all("Progress would be" in explain(one) for one in (repeat, cycle, error))
+    assert "3 of the last 3 turns were view with the same input and the same result" in repeat
+    assert "Ask a human." in repeat
+    assert "the last 12 turns were 3 rounds of the same 4 steps (a, b, c, d)" in cycle
+    assert "the last 6 results were the same error, whatever was tried (try0, try1" in error
+    assert "3 of the last 10 turns brought back the same result" in result
+    assert "3 of the last 3 turns were the same message" in message
+    assert "view was part of a loop, and this same turn stays refused for a while" in cooling
+    for sentence in (repeat, cycle, error, result, message, cooling):
+        assert "Progress would be" in sentence
+
+
+def compare(value: object, **keys: Any) -> tuple[bytes, Repeat | None]:  # noqa: ANN401  # of LoopDetection
+    """What a detector makes of a body."""
+    looks = Turns(LoopDetection(enabled=True, similarity="turns", **keys))
+    return looks.compare(Document(json.dumps(value).encode()))
+
+
+def test_a_cooldown_goes_by_the_newest_turn() -> None:
+    """Whatever is thought and however long the history is, the same turn has the same name; another has another."""
+    looping, again, other = [means(turns) for turns in ([_A] * 3, [_B, *[_A] * 4], [_B] * 3)]
+
+    assert compare(as_chat(looping))[0] == compare(as_chat(again))[0] != compare(as_chat(other))[0]
+    assert compare(as_chat(looping))[0] == compare(as_responses(means([_B, _A])), cooldown_seconds=9)[0]
+    assert compare(as_chat(means([_B, _A]))) == (b"", None)
+    _, found = compare(as_chat(means([_B, _A, new(1), _A, new(2), new(3), _A])), cooldown_seconds=9)
+    assert found is not None
+    assert (found.count, found.threshold, found.looping) == (2, 3, False)
+
+
+@pytest.mark.parametrize("pointer", [{"previous_response_id": "r"}, {"conversation": "c"}, {"prompt": "x"}])
+def test_a_request_without_its_history_is_not_counted(pointer: dict[str, Any]) -> None:
+    """What the server keeps cannot be looked at, and the reason says so."""
+    body = pointer if "prompt" in pointer else {**as_responses(means([_A] * 3)), **pointer}
+
+    with pytest.raises(NotCounted) as raised:
+        compare(body)
+
+    assert raised.value.reason == "no_history"
+
+
+def test_turns_are_shown_to_people() -> None:
+    """The oldest first, each with its action and its result, cut where they are long."""
+    looks = Turns(LoopDetection(enabled=True, similarity="turns"))
+    turns = [Did((("run", {"a": 1}),), ("3 failed",)), Did((("run", {"a": "x" * 999}),), ("y" * 999,))]
+
+    first, second = looks.show(Document(json.dumps(as_chat(turns)).encode()))
+
+    assert first == 'run | {"a":1} | 3 failed'
+    assert len(second) < 999
+    assert looks.show(Document(json.dumps(as_chat([])).encode())) == ["no turns: the assistant has not done anything yet"]

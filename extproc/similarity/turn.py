@@ -143,6 +143,11 @@ class Turn:
         text = self.result()
         return self._failed or (bool(text) and is_error(text))
 
+    def show(self, most: int) -> str:
+        """What was done and what came back, in a line for people, each cut to so many characters."""
+        action = self.action().spelled.replace(b"\xff", b" | ").decode() if self.known else "unknown"
+        return f"{_cut(action, most)} | {_cut(self.result(), most)}"
+
     def reduced(self) -> Reduced:
         """This turn as hashes."""
         return Reduced(
@@ -223,6 +228,10 @@ class Reduced(NamedTuple):
         """As of a Turn."""
         return self.has_failed
 
+    def show(self, most: int) -> str:
+        """As of a Turn, as far as it was kept."""
+        return f"{self.action.hex()} | {self.raw.hex()}"[:most]
+
     def reduced(self) -> Reduced:
         """Itself."""
         return self
@@ -248,6 +257,10 @@ def decode_turn(entry: bytes) -> Reduced:
     name = entry[1 + 3 * _DIGEST :].decode("utf-8", "ignore")
     known, returned, failed = [flags & flag != 0 for flag in (_KNOWN, _RETURNED, _ERROR)]
     return Reduced(known, returned, failed, action, raw, normalized, (name,) if name else ())
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "\u2026"
 
 
 def _digest(data: bytes) -> bytes:

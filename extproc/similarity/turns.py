@@ -1,280 +1,144 @@
 """Similarity `turns`: an agent that does the same again and again and gets the same back, whatever it thinks about it.
 
-A turn is what the assistant does in one message (without its thoughts), and everything behind that up to its next message:
-results of tools, observations, what the user says. Two turns are equal when both are. With a threshold t, the newest turn is
-part of a loop when
-
-- REPEAT: it stands t times among the last 2t + 4 turns, and at most t - 2 turns between the first and the last of these t are
-  new (not seen before among the last 32 turns): who edits and runs the same tests again has new turns in between;
-- CYCLE: the last turns are a cycle of 2 to `max_cycle` different turns that came round t times, from length 5 on max(2, t - 1);
-- ERROR: the last 2t results are the same error, whatever was done.
-
-What the request shows is enough; nothing is counted. Where it shows less than there was, because its history was condensed or
-is kept by the server, a ring of the newest turn of each request before it supplies the rest. Of a turn whose action is not
-known, nobody can say that it was seen before, and it is part of no cycle.
-
-Turns are read from the newest to the oldest, and no further than a loop could still be found.
+What a turn is, and when turns are a loop, stands in `turn.py` and `loops.py`. An agent's request carries its own history, so
+one request is enough to see the loop that it is in; nothing has to be counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from itertools import islice
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
-from extproc.similarity.actions import THOUGHTS
-from extproc.similarity.document import Document
-from extproc.similarity.shapes import open_conversation
+from extproc.decision import Outcome, Repeat
+from extproc.policy.objects import JsonObject, Place
+from extproc.similarity.base import Similarity
+from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.keys import SimilarityKeys, TurnsKeys
+from extproc.similarity.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, TurnRule
 from extproc.similarity.tools import Limit, Limits
-from extproc.similarity.turn import AnyTurn, Turn, decode_turn, read_turns, same_action, same_result
 
-MAX_TURNS = 32
-"""So many turns are looked at, and so many does a ring hold."""
+MAX_THRESHOLD = 8
 
-MIN_THRESHOLD, MAX_THRESHOLD, DEFAULT_THRESHOLD = 2, 8, 3
 MAX_TOOL_THRESHOLD = 14
-"""Of one tool; more do not fit into 32 turns, since 2t + 4 are looked at."""
+"""2t + 4 turns are looked at, and more than 32 nobody keeps."""
 
-DEFAULT_MAX_CYCLE = 10
-MIN_CYCLE = 2
-_LONG_CYCLE = 5
-"""A cycle of so many turns needs one round less."""
-
-REPEAT, CYCLE, ERROR = "repeat", "cycle", "error"
+NO_TURNS = "no turns: the assistant has not done anything yet"
+_SHOWN = 400
+"""So much of an action and of a result is shown, in characters."""
 
 
-class History:
-    """Turns, the newest first, taken as far as somebody asks for them."""
+class Turns(Similarity):
+    """A detector's settings, ready to look into conversations."""
 
-    def __init__(self, source: Iterator[AnyTurn]) -> None:
-        """Take nothing yet."""
-        self._source = islice(source, MAX_TURNS)
-        self._taken: list[AnyTurn] = []
+    keys: ClassVar[type[JsonObject]] = TurnsKeys
+    looks: ClassVar[bool] = True
+    stateless: ClassVar[bool] = True
+    default_threshold: ClassVar[int | None] = 3
 
-    def at(self, place: int) -> AnyTurn | None:
-        """The turn at a place, 0 being the newest; None where there are fewer."""
-        while len(self._taken) <= place:
-            turn = next(self._source, None)
-            if turn is None:
-                return None
-            self._taken.append(turn)
-        return self._taken[place]
+    def __init__(self, keys: SimilarityKeys) -> None:
+        """See `Similarity`."""
+        threshold = keys.threshold_identical_requests or self.default_threshold or 0
+        tools = {name: Limit(tool.threshold or threshold, tool.reason, tool.allow) for name, tool in keys.tools.items()}
+        self.rule = TurnRule(
+            Limits(threshold, tools),
+            max_cycle=keys.max_cycle,
+            normalize_results=keys.normalize_results,
+            ignored=frozenset(keys.ignore_arguments),
+        )
+        self._cooldown = keys.cooldown_seconds > 0  # then a turn may be refused that does not loop
 
-    def newest(self, count: int) -> list[AnyTurn]:
-        """So many turns, or as many as there are."""
-        self.at(count - 1)
-        return self._taken[:count]
-
-
-class Verdict(NamedTuple):
-    """What a history says about its newest turn.
-
-    Attributes:
-        rule: REPEAT, CYCLE or ERROR.
-        names: the tools of the turn, or of those of a cycle in the order in which they were used; first words of text actions;
-            empty where nothing has a name.
-        count: how often the turn stands there, how often the cycle came round, or how many results are the same error.
-        turns: among how many turns.
-        threshold: how often is too often.
-        known: what was done is known, not only what came back.
-        reason: the operator's words about it, empty when there are none.
-    """
-
-    rule: str
-    names: tuple[str, ...]
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls
-    turns: int
-    threshold: int
-    known: bool = True
-    reason: str = ""
-
-    @property
-    def looping(self) -> bool:
-        """It is too often."""
-        return self.count >= self.threshold
-
-
-class TurnRule:
-    """The rule, with a detector's settings."""
-
-    def __init__(
-        self,
-        limits: Limits,
-        *,
-        max_cycle: int = DEFAULT_MAX_CYCLE,
-        normalize_results: bool = True,
-        ignored: Collection[str] = THOUGHTS,
-    ) -> None:
-        """Take the settings; see `LoopDetection`."""
-        self._limits = limits
-        self._fewest = limits.lowest
-        self._max_cycle = max_cycle
-        self._normalized = normalize_results
-        self._ignored = ignored
-
-    def read(self, document: Document) -> tuple[History, bool]:
-        """The turns that a request shows, and whether the server keeps what was before them.
-
-        Raises:
-            NotCounted: there is no conversation, or it cannot be read.
-        """
-        conversation = open_conversation(document)
-        return History(read_turns(conversation, self._ignored)), conversation.elsewhere
-
-    def judge(self, history: History) -> Verdict | None:
-        """Whether the newest turn is part of a loop; None where it is not.
-
-        Raises:
-            NotCounted: some turn cannot be read.
-        """
+    def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
+        """The newest turn, empty when nothing is repeated that matters, and how often; see `Similarity`."""
+        history = self._read(document)
+        found = self.rule.judge(history)
         newest = history.at(0)
-        if newest is None or history.at(self._fewest - 1) is None:
-            return None
-        found = self._judge(history)
-        if found is None and _is_prefill(newest):
-            return self._judge(History(iter(history.newest(MAX_TURNS)[1:])))
-        return found
+        if newest is None or (found is None and not self._cooldown):
+            return b"", None
+        return self.rule.spell(newest), found or self.rule.count(history, newest)
 
-    def recall(self, history: History, entries: Sequence[bytes]) -> Verdict | None:
-        """The same where a ring supplies what the request does not show.
+    def show(self, document: Document) -> list[str]:
+        """The turns that are looked at, the oldest first; see `Similarity`."""
+        turns = self._read(document).newest(MAX_TURNS)
+        return [turn.show(_SHOWN) for turn in reversed(turns)] or [NO_TURNS]
 
-        Args:
-            history: that the request shows.
-            entries: of the newest turns of the requests before it, the oldest first.
-        """
-        found = self.judge(history)
-        newest, shown = history.at(0), history.at(1)
-        if found is not None or newest is None:
-            return found
-        past = [decode_turn(entry) for entry in reversed(entries[-MAX_TURNS:])]
-        if shown is not None:  # what it shows besides must be among what was before, else that was another conversation
-            kept = shown.reduced()
-            place = next((place for place, turn in enumerate(past) if same_action(turn, kept)), len(past))
-            past = past[place:]
-        return self._judge(History(iter([newest, *past])))
+    def describe(self, repeat: Repeat | None) -> str:
+        """See `Similarity`."""
+        if repeat is None:
+            return "the newest turn is part of no loop"
+        return f"{_name(repeat)}: {repeat.count} of {repeat.calls} turns ({repeat.rule})"
 
-    def _judge(self, history: History) -> Verdict | None:
-        newest = history.at(0)
-        if newest is None or not (newest.known or newest.returned()):
-            return None
-        limit = self._limits.of(newest.names())
-        if limit.allow:
-            return None
-        looked_at = history.newest(max(2 * limit.threshold + 4, self._max_cycle + 1))
-        again = [place for place in range(1, len(looked_at)) if self._same(newest, looked_at[place])]
-        if again:
-            found = self._cycle(history, again) or self._repeat(history, newest, limit, again)
-            if found is not None:
-                return found
-        return self._error(history, newest, limit)
-
-    def _same(self, one: AnyTurn, other: AnyTurn) -> bool:
-        """Whether two turns are equal; where what was done is not known, something must have come back."""
+    def tell(self, outcome: Outcome, method: str, path: str) -> str:
+        """See `Similarity`; what the tools were called with and what they said stays out of it."""
+        repeat = outcome.repeat
+        if repeat is None:
+            return super().tell(outcome, method, path)
+        reason = f" {repeat.reason.strip()}" if repeat.reason.strip() else ""
+        what, progress = _explain(repeat)
         return (
-            same_action(one, other)
-            and (one.known or (one.returned() and other.returned()))
-            and same_result(one, other, normalized=self._normalized)
+            f"Loop detected: {what}, so this request was refused.{reason} Doing it once more will not bring anything new, and "
+            f"waiting changes nothing. Progress would be {progress}. Otherwise finish with the result you have so far."
         )
 
-    def _repeat(self, history: History, newest: AnyTurn, limit: Limit, again: Sequence[int]) -> Verdict | None:
-        """The newest turn stands too often among the last ones, with hardly anything new in between."""
-        window = 2 * limit.threshold + 4
-        places = [place for place in again if place < window]
-        if len(places) + 1 < limit.threshold:
-            return None
-        first = places[limit.threshold - 2]
-        new = [place for place in range(1, first) if place not in places and not self._is_seen(history, place)]
-        if len(new) > limit.threshold - 2:
-            return None
-        turns = len(history.newest(window))
-        return Verdict(REPEAT, newest.names(), len(places) + 1, turns, limit.threshold, newest.known, limit.reason)
-
-    def _is_seen(self, history: History, place: int) -> bool:
-        """Whether the turn at a place stands further back as well."""
-        turns = history.newest(MAX_TURNS)
-        turn = turns[place]
-        return turn.known and any(self._same(turn, older) for older in turns[place + 1 :])
-
-    def _cycle(self, history: History, again: Sequence[int]) -> Verdict | None:
-        """The shortest cycle of different turns that has come round often enough."""
-        for length in again:
-            if length < MIN_CYCLE or length > self._max_cycle:
+    @staticmethod
+    def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
+        """Thresholds that do not fit into the turns that are looked at; see `Similarity`."""
+        threshold, tools = loop.get("threshold_identical_requests"), loop.get("tools")
+        if isinstance(threshold, int) and threshold > MAX_THRESHOLD:
+            where = (*place, "threshold_identical_requests")
+            yield where, f"threshold_identical_requests must be <= {MAX_THRESHOLD} with similarity turns"
+        for name, tool in tools.items() if isinstance(tools, dict) else ():
+            if not isinstance(tool, dict):
                 continue
-            members = history.newest(length)
-            limits = [self._limits.of(turn.names()) for turn in members]
-            threshold = max([limit.threshold for limit in limits])
-            rounds = threshold if length < _LONG_CYCLE else max(2, threshold - 1)
-            if (
-                length * rounds <= MAX_TURNS
-                and not any(limit.allow or not turn.known for limit, turn in zip(limits, members, strict=True))
-                and all(self._comes_back(history, place, length) for place in range(1, length * (rounds - 1)))
-                and self._all_differ(members)
-            ):
-                names = tuple([name for turn in reversed(members) for name in turn.names()])
-                reason = next((limit.reason for limit in limits if limit.reason), "")
-                return Verdict(CYCLE, names, rounds, length * rounds, rounds, known=True, reason=reason)
-        return None
+            own = tool.get("threshold")
+            if isinstance(own, int) and own > MAX_TOOL_THRESHOLD:
+                fits = f"threshold must be <= {MAX_TOOL_THRESHOLD} with similarity turns, which looks at {MAX_TURNS} turns"
+                yield (*place, "tools", name, "threshold"), f"{fits}; to let a tool go on for longer, allow it"
+            if tool.get("window_calls") is not None:
+                yield (*place, "tools", name, "window_calls"), "window_calls belongs to similarity tool_calls"
 
-    def _comes_back(self, history: History, place: int, length: int) -> bool:
-        """Whether the turn at a place equals the one so many turns before it."""
-        turn, before = history.at(place), history.at(place + length)
-        return turn is not None and before is not None and self._same(turn, before)
+    def _read(self, document: Document) -> History:
+        """The turns of a request that shows them.
 
-    def _all_differ(self, members: Sequence[AnyTurn]) -> bool:
-        return not any(self._same(one, other) for place, one in enumerate(members) for other in members[:place])
-
-    def _error(self, history: History, newest: AnyTurn, limit: Limit) -> Verdict | None:
-        """The last results are the same error, whatever was done."""
-        count = 2 * limit.threshold
-        turns = history.newest(count)
-        if len(turns) < count:
-            return None
-        for turn in turns[1:]:
-            if not same_result(newest, turn, normalized=self._normalized) or self._limits.of(turn.names()).allow:
-                return None
-        if not newest.failed():
-            return None
-        names = tuple(dict.fromkeys([name for turn in reversed(turns) for name in turn.names()]))
-        return Verdict(ERROR, names, count, count, count, newest.known, limit.reason)
-
-    def fingerprint(self, turn: AnyTurn) -> bytes:
-        """What a cooldown goes by: all of a turn that is compared."""
-        kept = turn.reduced()
-        return kept.action + (kept.normalized if self._normalized else kept.raw)
+        Raises:
+            NotCounted: it does not, or cannot be read.
+        """
+        history, elsewhere = self.rule.read(document)
+        if elsewhere:
+            raise NotCounted("no_history")
+        return history
 
 
-def _is_prefill(turn: AnyTurn) -> bool:
-    """Nothing stands behind what the assistant says: the model is to go on with it, so that it may be no turn yet."""
-    return isinstance(turn, Turn) and not turn.answered and not turn.action().places
+def _name(repeat: Repeat) -> str:
+    return ", ".join(repeat.tools) if repeat.tools else "the same message"
 
 
-def explain(verdict: Verdict) -> str:
-    """What repeated, how often, and what would count as progress, in words that a model can act on."""
-    if not verdict.looping:
-        what = f"{_tools(verdict)} was part of a loop, and this same turn stays refused for a while"
-        progress = "another action, or the same one once its result has changed"
-    elif verdict.rule == CYCLE:
-        what = f"the last {verdict.turns} turns were {verdict.count} rounds of the same {verdict.turns // verdict.count} steps"
-        what += f" ({', '.join(verdict.names)}) with the same results" if verdict.names else " with the same results"
-        progress = "a step that has not been in this round yet, or a result that differs from last round's"
-    elif verdict.rule == ERROR:
-        what = f"the last {verdict.count} results were the same error"
-        what += f" (of {', '.join(verdict.names)}), whatever was tried" if verdict.names else ", whatever was tried"
-        progress = "a result without that error: fix its cause, work without what fails, or ask for help"
-    elif not verdict.known:
-        what = f"{verdict.count} of the last {verdict.turns} turns brought back the same result"
-        progress = "a result that differs from these"
-    else:
-        what = (
-            f"{verdict.count} of the last {verdict.turns} turns were {_tools(verdict)} with the same input and the same result"
-        )
-        progress = "another action or input, or a result that differs"
-    reason = f" {verdict.reason.strip()}" if verdict.reason.strip() else ""
-    return (
-        f"Loop detected: {what}, so this request was refused.{reason} Doing it once more will not bring anything new, and "
-        f"waiting changes nothing. Progress would be {progress}. Otherwise finish with the result you have so far."
-    )
+def _explain(repeat: Repeat) -> tuple[str, str]:
+    """What repeated and how often, and what would be progress."""
+    if not repeat.looping:
+        what = f"{_name(repeat)} was part of a loop, and this same turn stays refused for a while"
+        return what, "another action, or another result"
+    return _EXPLAIN[repeat.rule](repeat)
 
 
-def _tools(verdict: Verdict) -> str:
-    return ", ".join(verdict.names) if verdict.names else "the same message"
+def _explain_repeat(repeat: Repeat) -> tuple[str, str]:
+    what = f"{repeat.count} of the last {repeat.calls} turns were {_name(repeat)} with the same input and the same result"
+    return what, "another action or input, or a result that differs"
+
+
+def _explain_result(repeat: Repeat) -> tuple[str, str]:
+    return f"{repeat.count} of the last {repeat.calls} turns brought back the same result", "a result that differs from these"
+
+
+def _explain_cycle(repeat: Repeat) -> tuple[str, str]:
+    steps = f"{repeat.calls // repeat.count} steps{f' ({_name(repeat)})' if repeat.tools else ''}"
+    what = f"the last {repeat.calls} turns were {repeat.count} rounds of the same {steps} with the same results"
+    return what, "a step that is not part of this round, or a result that differs from last round's"
+
+
+def _explain_error(repeat: Repeat) -> tuple[str, str]:
+    tried = f"whatever was tried{f' ({_name(repeat)})' if repeat.tools else ''}"
+    what = f"the last {repeat.count} results were the same error, {tried}"
+    return what, "a result without this error: remove its cause, do without what fails, or ask for help"
+
+
+_EXPLAIN = {REPEAT: _explain_repeat, RESULT: _explain_result, CYCLE: _explain_cycle, ERROR: _explain_error}
