@@ -167,7 +167,7 @@ class Turn:
         for part in self.parts():  # what the server itself brought back stands in the assistant's own message
             if part.kind == RESULT:
                 results.append(self._read_one(part, len(results)))
-        for message in reversed(self._behind):
+        for message in self._behind[::-1]:
             walk(1)
             for part in self._reading.talk.read(message):
                 if part.kind == RESULT:
