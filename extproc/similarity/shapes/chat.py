@@ -95,5 +95,5 @@ BLOCKS: dict[str, Reader] = {
     "text": read_text,
     "input_text": read_text,
     "output_text": read_text,
-    "refusal": lambda block: Part(TEXT, block.get("refusal", "")),
+    "refusal": lambda block: Part(TEXT, text_of(block.get("refusal"))),
 }

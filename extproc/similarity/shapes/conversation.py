@@ -44,7 +44,7 @@ class Shape(NamedTuple):
     open: Callable[[Any], Conversation]
 
 
-Block = dict[str, Raw]
+Block = dict[str, Json]
 Reader = Callable[[Block], Part | None]
 
 READERS: dict[str, Reader] = {}
@@ -99,27 +99,27 @@ def read_text(block: Block) -> Part | None:
     """A block of text, unless it is a thought, which some APIs mark on the text."""
     if "thought" in block and opened(block["thought"]) is True:
         return None
-    text = block.get("text")
-    if text is None:
-        return Part(TEXT, "")
-    return Part(TEXT, text) if is_text(text) else Part(OTHER, block)
+    text = opened(block.get("text"))
+    if text is None or isinstance(text, str):
+        return Part(TEXT, text or "")
+    return Part(OTHER, block)
 
 
 def skip_thought(_: Block) -> None:
     """A thought."""
 
 
-def is_text(value: Raw) -> bool:
-    """Whether a value is a string."""
+def is_text(value: Json) -> bool:
+    """Whether a value, decoded or not, is a string."""
+    if not isinstance(value, Raw):
+        return isinstance(value, str)
     view = memoryview(value)
     return bool(view) and view[0] == ord('"')
 
 
-def text_of(value: Raw | None) -> str:
+def text_of(value: Json) -> str:
     """A string, or a number as one; empty for anything else."""
-    if value is None or value is ABSENT:
-        return ""
-    found = decoded(value)
+    found = opened(value)
     if isinstance(found, str):
         return found
     return str(found) if isinstance(found, int) and not isinstance(found, bool) else ""
