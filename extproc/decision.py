@@ -55,6 +55,7 @@ class Repeat(NamedTuple):
         threshold: how often is too often.
         results: that they brought back the same was compared as well.
         reason: the operator's words about it, empty when there are none.
+        rule: which of the similarity's rules holds, where it has several.
     """
 
     tools: tuple[str, ...]
@@ -63,6 +64,7 @@ class Repeat(NamedTuple):
     threshold: int
     results: bool
     reason: str = ""
+    rule: str = ""
 
     @property
     def looping(self) -> bool:

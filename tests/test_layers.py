@@ -15,8 +15,16 @@ ROOT = Path(__file__).parent.parent / "extproc"
 FLOORS: list[list[str]] = [
     ["errors", "encodings", "logs", "options", "settings", "metrics", "decision", "fingerprint", "request", "windows"],
     ["policy", "policy/objects", "policy/strict_json", "policy/files"],
-    ["similarity/document", "similarity/conversation", "similarity/keys", "similarity/base"],
-    ["similarity/canonical", "similarity/tail", "similarity/tool_calls", "similarity"],
+    ["similarity/document"],
+    [
+        "similarity/shapes/structs",
+        "similarity/shapes/conversation",
+        *(f"similarity/shapes/{api}" for api in ("chat", "responses", "anthropic", "gemini", "bedrock", "prompt")),
+        "similarity/shapes",
+    ],
+    ["similarity/conversation", "similarity/actions", "similarity/results", "similarity/tools", "similarity/turn"],
+    ["similarity/keys", "similarity/base", "similarity/loops"],
+    ["similarity/canonical", "similarity/tail", "similarity/tool_calls", "similarity/turns", "similarity"],
     ["policy/bundle", "policy/routes", "policy/rules", "policy/messages", "policy/loader"],
     ["guards", "guards/loop"],
     ["plan", "evaluation", "engine", "handover"],

@@ -109,7 +109,7 @@ LOOP_FIELDS: list[tuple[str, object, str]] = [
     ("threshold_identical_requests", 10**10, "must be <= 1000000000"),
     ("action", "explode", "must be one of reject, throttle, warn"),
     ("action", ["reject"], "must be one of reject, throttle, warn"),
-    ("similarity", "nearly", "must be one of exact, canonical, tail, tool_calls"),
+    ("similarity", "nearly", "must be one of exact, canonical, tail, tool_calls, turns"),
     ("window_type", "tumbling", "must be one of sliding_ttl, sliding_log, fixed"),
     ("cooldown_seconds", -1, "must be >= 0"),
     ("cooldown_seconds", "1", "must be an integer"),
@@ -124,6 +124,8 @@ LOOP_FIELDS: list[tuple[str, object, str]] = [
 CANONICAL: dict[str, object] = {"similarity": "canonical"}
 TAIL: dict[str, object] = {"similarity": "tail"}
 CALLS: dict[str, object] = {"similarity": "tool_calls"}
+TURNS: dict[str, object] = {"similarity": "turns"}
+FITS = "threshold must be <= 14 with similarity turns"
 NAME = "name must be 1 to 128 of the characters A-Z a-z 0-9 _ . -"
 POINTER = "it must be a JSON Pointer, such as '/metadata/request_id' or '/messages/*/id'"
 BODY_KEY = "it must be 'body:' and a JSON Pointer, such as 'body:/model' or 'body:/metadata/session_id'"
@@ -209,19 +211,22 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     (
         TAIL | {"window_calls": 5, "tools": {}, "max_cycle": 2, "compare_results": True, "reset_on_user_message": True},
         [
-            belongs(key, "tool_calls", "tail")
-            for key in ("window_calls", "reset_on_user_message", "compare_results", "max_cycle", "tools")
+            *(belongs(key, "tool_calls or turns", "tail") for key in ("max_cycle", "tools")),
+            *(belongs(key, "tool_calls", "tail") for key in ("window_calls", "reset_on_user_message", "compare_results")),
         ],
     ),
     (
         CALLS | {"tail_messages": 3, "ignore_fields": ["/x"]},
         [belongs("ignore_fields", "canonical", "tool_calls"), belongs("tail_messages", "tail", "tool_calls")],
     ),
-    (CANONICAL | {"enabled": False, "max_cycle": 1}, [belongs("max_cycle", "tool_calls", "canonical")]),
-    ({"similarity": "nearly", "tools": {}}, [("/similarity", "similarity must be one of exact, canonical, tail, tool_calls")]),
+    (CANONICAL | {"enabled": False, "max_cycle": 1}, [belongs("max_cycle", "tool_calls or turns", "canonical")]),
+    (
+        {"similarity": "nearly", "tools": {}},
+        [("/similarity", "similarity must be one of exact, canonical, tail, tool_calls, turns")],
+    ),
     *(
         entry
-        for similarity in ("canonical", "tail", "tool_calls")
+        for similarity in ("canonical", "tail", "tool_calls", "turns")
         for entry in one_of(
             "body",
             ["ignore"],
@@ -255,6 +260,22 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
             }
         },
         [never("/tools/above", 11, 10), never("/tools/short", 3, 2)],
+    ),
+    # What does not fit into the turns that are looked at.
+    (TURNS | {"normalize_results": 1}, [("/normalize_results", "normalize_results must be a boolean")]),
+    (TURNS | {"ignore_arguments": "thought"}, [("/ignore_arguments", "ignore_arguments must be an array")]),
+    (CALLS | {"ignore_arguments": []}, [belongs("ignore_arguments", "turns", "tool_calls")]),
+    (TURNS | {"window_calls": 9}, [belongs("window_calls", "tool_calls", "turns")]),
+    (
+        TURNS | {"threshold_identical_requests": 9},
+        [("/threshold_identical_requests", "threshold_identical_requests must be <= 8 with similarity turns")],
+    ),
+    (
+        TURNS | {"tools": {"f": {"threshold": 15, "window_calls": 9}, "g": {"threshold": 14}}},
+        [
+            ("/tools/f/threshold", f"{FITS}, which looks at 32 turns; to let a tool go on for longer, allow it"),
+            ("/tools/f/window_calls", "window_calls belongs to similarity tool_calls"),
+        ],
     ),
     # Unknown keys: what was meant, or where it belongs.
     ({"ignore_field": []}, [("/ignore_field", "unknown key; did you mean ignore_fields?")]),
@@ -577,7 +598,7 @@ def test_every_error_of_every_entry_is_reported_at_once() -> None:
         ("0/action", "action must be one of reject, throttle, warn, not 'explode'"),
         ("1/tail_messages", "tail_messages must be >= 1, not 0"),
         ("2/tools/f/alow", "unknown key; did you mean allow?"),
-        ("1/tools", "tools belongs to similarity tool_calls, and this one is tail"),
+        ("1/tools", "tools belongs to similarity tool_calls or turns, and this one is tail"),
         ("1", "when enabled is true, window_seconds is required"),
         never("2/threshold_identical_requests", 20, 10),
         never("2/tools/f", 50, 10),
@@ -634,6 +655,15 @@ FULL = entries(
     {"max_inspect_bytes": 2**24},
     CANONICAL | {"ignore_fields": ["/", "/a/*/b~0~1"], "max_inspect_bytes": 1},
     TAIL | {"tail_messages": 200, "window_type": "sliding_log"},
+    TURNS
+    | {
+        "window_seconds": ...,
+        "threshold_identical_requests": ...,
+        "max_cycle": 16,
+        "normalize_results": False,
+        "ignore_arguments": ["note"],
+        "tools": {"f*": {"threshold": 14, "reason": "x" * 256}, "g": {"allow": True}},
+    },
     CALLS
     | {
         "window_seconds": ...,
@@ -655,7 +685,7 @@ def test_every_new_key_is_read() -> None:
     loaded = check(FULL)
 
     made = loaded.sources[0].policies[0].spec
-    bypass, calls = made.bypass, made.detectors()[3][1]
+    bypass, turns, calls = made.bypass, made.detectors()[3][1], made.detectors()[4][1]
     assert plain(loaded.warnings) == []
     assert [(entry.header, entry.methods, entry.pathPrefix, entry.pathExact) for entry in bypass] == [
         ("x-health", ["GET"], None, None),
@@ -663,6 +693,7 @@ def test_every_new_key_is_read() -> None:
     ]
     assert made.limit_keys == ["body:/a~1b/0/C", "body:/", "header:x-a"]
     assert (calls.tools["f*"].threshold, calls.tools["description"].allow, calls.window_seconds) == (2, True, None)
+    assert (turns.normalize_results, turns.ignore_arguments, turns.threshold_identical_requests) == (False, ["note"], None)
 
 
 def test_the_defaults_of_new_keys() -> None:
@@ -671,7 +702,7 @@ def test_the_defaults_of_new_keys() -> None:
 
     assert (made.max_inspect_bytes, made.ignore_fields, made.tail_messages) == (2**20, [], 3)
     assert (made.window_calls, made.reset_on_user_message, made.compare_results) == (10, True, True)
-    assert (made.max_cycle, made.tools, made.name) == (4, {}, None)
+    assert (made.max_cycle, made.tools, made.name) == (10, {}, None)
 
 
 def test_an_empty_tool_name_is_named_in_its_error() -> None:
@@ -1140,7 +1171,7 @@ def test_the_schema_takes_what_loads(document: object) -> None:
     assert in_schema(document)
 
 
-_BETWEEN_FIELDS = re.compile(r"belongs to similarity|is required$|never reached|must not be ignore with")
+_BETWEEN_FIELDS = re.compile(r"belongs to similarity|is required$|never reached|must not be ignore with|with similarity turns")
 REFUSED_FIELDS = [
     changes
     for changes, expected in ENTRIES

@@ -34,7 +34,7 @@ class Detector:
         self.needs_body = loop.body == "include"
         self.max_inspect_bytes = loop.max_inspect_bytes
         self.action = Action(loop.action)
-        self.threshold = loop.threshold_identical_requests or 0
+        self.threshold = loop.threshold_identical_requests or self.similarity.default_threshold or 0
         self.window_seconds = loop.window_seconds or 0
         # A stateless one keeps its cooldown alone, which has a beginning and an end.
         self.window_type = "fixed" if self.stateless else loop.window_type

@@ -99,8 +99,11 @@ def _loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  # noq
     if loop.get("enabled") is not True:
         return
     stateless = kind is not None and kind.stateless
+    optional = {"window_seconds"} if stateless else set()
+    if kind is not None and kind.default_threshold is not None:
+        optional.add("threshold_identical_requests")
     for field in ("window_seconds", "threshold_identical_requests"):
-        if loop.get(field) is None and not (field == "window_seconds" and stateless):
+        if loop.get(field) is None and field not in optional:
             yield place, f"when enabled is true, {field} is required"
     threshold = loop.get("threshold_identical_requests")
     if (

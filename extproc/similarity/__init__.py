@@ -7,6 +7,7 @@ from extproc.similarity.canonical import Canonical
 from extproc.similarity.keys import SimilarityKeys
 from extproc.similarity.tail import Tail
 from extproc.similarity.tool_calls import ToolCalls
+from extproc.similarity.turns import Turns
 
 __all__ = ["KINDS", "Similarity", "make_similarity"]
 
@@ -15,6 +16,7 @@ KINDS: dict[str, type[Similarity]] = {
     "canonical": Canonical,
     "tail": Tail,
     "tool_calls": ToolCalls,
+    "turns": Turns,
 }
 
 

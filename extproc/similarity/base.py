@@ -24,12 +24,14 @@ class Similarity:
         looks: into the body, whose bytes are kept for it; else the body's checksums are enough.
         whole: it asks for the whole body's value, not for parts of it.
         stateless: a request says itself whether it is part of a loop. Nothing is counted, the store keeps the cooldown alone.
+        default_threshold: of an entry that has none; None where each has to say it.
     """
 
     keys: ClassVar[type[JsonObject]] = LoopKeys
     looks: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     stateless: ClassVar[bool] = False
+    default_threshold: ClassVar[int | None] = None
 
     def __init__(self, keys: SimilarityKeys) -> None:
         """Compile the keys of an entry that is enabled."""

@@ -1,8 +1,8 @@
 """What stands in an LLM request: messages, their text, the tools that were called and what came back.
 
-OpenAI chat completions, OpenAI Responses, Anthropic messages and plain prompts are read alike. One pass over the body tells its
-messages apart and leaves their contents as they are; those are decoded when somebody looks at them, which for most of a long
-history nobody does.
+OpenAI chat completions, OpenAI Responses, Anthropic messages, Gemini, Bedrock's Converse and plain prompts are read alike.
+One pass over the body tells its messages apart and leaves their contents as they are; those are decoded when somebody looks at
+them, which for most of a long history nobody does.
 
 Left out wherever requests are compared: ids, which are new each time; `cache_control`, which clients move from message to
 message; and what a model thought (`reasoning`, `thinking`), which is never the same twice.
@@ -29,19 +29,18 @@ from extproc.similarity.document import (
     spelled,
     walk,
 )
+from extproc.similarity.shapes.conversation import read_block
+from extproc.similarity.shapes.structs import CALL, OTHER, RESULT, TEXT, Part
 
 _THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
-_TEXTS = frozenset({"text", "input_text", "output_text", "refusal"})
-_CALLS = frozenset({"tool_use", "function_call", "custom_tool_call"})
-_RESULTS = frozenset({"tool_result", "function_call_output", "custom_tool_call_output"})
+_CALLS = frozenset({"function_call", "custom_tool_call"})
+_RESULTS = frozenset({"function_call_output", "custom_tool_call_output"})
 _KNOWN_ITEMS = frozenset({"function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output"})
 RESULT_ROLES = frozenset({"tool", "function"})
 _NEVER_COMPARED: tuple[tuple[str, ...], ...] = (("id",), ("call_id",), ("tool_use_id",), ("cache_control",), ("status",))
 _NEVER_COMPARED_IN_RESULTS = (("*", "cache_control"),)  # whose ids and states are what the tool found out
 
 _NOTHING_SAID = frozenset({"role", "type", "id", "name", "status", "content", "tool_calls", "refusal", "function_call"})
-
-TEXT, CALL, RESULT, OTHER = "text", "call", "result", "other"
 
 
 class Tool(Struct, gc=False):
@@ -75,6 +74,7 @@ class Message(Struct, gc=False):
     arguments: Json = None
     input: Json = None
     output: Raw = ABSENT
+    parts: Raw = ABSENT  # of a message of Gemini's, in place of `content`
 
 
 class _Body(Struct, gc=False):
@@ -83,7 +83,9 @@ class _Body(Struct, gc=False):
     model: str | None = None
     messages: list[Message] | None = None
     input: list[Message] | str | None = None
+    contents: list[Message] | None = None
     prompt: Raw = ABSENT
+    thread: Raw = ABSENT
     previous_response_id: Raw = ABSENT
     conversation: Raw = ABSENT
 
@@ -100,9 +102,10 @@ class Conversation(NamedTuple):
         key: of the body, under which the messages stand.
         model: empty when the request names none.
         messages: the newest last; as values where the whole body was decoded.
-        elsewhere: what went before is not in the request: the server keeps it (`previous_response_id`, `conversation`), or a
-            plain prompt holds it in words.
-        after: the `previous_response_id` in one spelling; empty where there is none.
+        elsewhere: what went before is not in the request: the server keeps it (`previous_response_id`, `conversation`,
+            `thread`), or a plain prompt holds it in words.
+        after: what it goes on from there (`previous_response_id`, `previous_message_id`) in one spelling; empty where there is
+            nothing.
         open_ended: the server appends to a `conversation`, whose end nobody but it knows.
     """
 
@@ -128,6 +131,8 @@ class Conversation(NamedTuple):
             message = messages[place]
             if type(message) is not Message:
                 message = messages[place] = _message(message)
+            if self.key == "contents":
+                _as_others_write(message)
             if message.role:
                 if message.content is ABSENT and not (message.tool_calls or message.function_call or message.refusal):
                     message = self._in_its_own_keys(document, place, message)
@@ -169,7 +174,8 @@ def _conversation(body: Json) -> Conversation:
         raise NotCounted("no_messages")
     model = body.model or ""
     if body.messages:
-        return Conversation("messages", model, body.messages)
+        after = _previous_message(body.thread)
+        return Conversation("messages", model, body.messages, bool(after), after)
     if isinstance(body.input, list) and body.input and not any(isinstance(item, Message | dict) for item in body.input):
         raise NotCounted("no_messages")  # texts or tokens to be embedded
     if body.input:
@@ -177,6 +183,8 @@ def _conversation(body: Json) -> Conversation:
         after = canonical(opened(body.previous_response_id)) if _given(body.previous_response_id) else b""
         open_ended = _given(body.conversation)
         return Conversation("input", model, messages, bool(after) or open_ended, after, open_ended)
+    if body.contents:
+        return Conversation("contents", model, body.contents)
     if _given(body.prompt):
         return Conversation("prompt", model, [_user(body.prompt)], elsewhere=True)
     raise NotCounted("no_messages")
@@ -188,15 +196,30 @@ def _body(value: dict[str, Json]) -> _Body:
     def raw(name: str) -> Raw:
         return Raw(canonical(value[name])) if name in value else ABSENT
 
-    model, messages, given = (value.get(name) for name in ("model", "messages", "input"))
+    model, messages, given, contents = (value.get(name) for name in ("model", "messages", "input", "contents"))
     return _Body(
         model if model is None or isinstance(model, str) else canonical(model).decode(),
         list(messages) if isinstance(messages, list) else None,
         list(given) if isinstance(given, list) else given if isinstance(given, str) else None,
+        list(contents) if isinstance(contents, list) else None,
         raw("prompt"),
+        raw("thread"),
         raw("previous_response_id"),
         raw("conversation"),
     )
+
+
+def _previous_message(thread: Raw) -> bytes:
+    """The message of an Anthropic thread that a request goes on from; empty where it carries its history."""
+    value = opened(thread)
+    given = value.get("previous_message_id") if isinstance(value, dict) else None
+    return b"" if given is None else canonical(given)
+
+
+def _as_others_write(message: Message) -> None:
+    """A message of Gemini's under the names that a chat has for them."""
+    message.content = message.parts
+    message.role = "assistant" if message.role == "model" else message.role or "user"
 
 
 def _message(value: Json) -> Message:
@@ -233,24 +256,6 @@ def content(message: Message) -> Json:
 def only_text(message: Message, said: Json) -> bool:
     """Whether a message is nothing but the text that it says, as most are."""
     return type(said) is str and not (message.tool_calls or message.function_call or message.refusal)
-
-
-class Part(NamedTuple):
-    """One thing in a message.
-
-    Attributes:
-        kind: TEXT, CALL, RESULT or OTHER.
-        value: the text; the arguments; the result; or all of what is none of these; but for a text it may have to be `opened`.
-        name: of the tool, where this is a CALL.
-        id: what connects a RESULT with its CALL.
-        failed: the RESULT is marked as an error.
-    """
-
-    kind: str
-    value: Json
-    name: str = ""
-    id: str = ""
-    failed: bool = False
 
 
 def parts(message: Message, said: Json) -> Sequence[Part]:
@@ -301,31 +306,17 @@ def _content(said: Json) -> list[Part]:
 
 
 def _block(block: Json) -> Part:
-    """One element of a content, or of a tool's result."""
+    """One element of a content, or of a tool's result; a thought is a text without a word."""
     if isinstance(block, str):
         return Part(TEXT, block)
     if not isinstance(block, dict):
         return Part(OTHER, block)
-    kind = _text(block.get("type"))
-    if kind in _TEXTS:
-        text = opened(block.get("text", block.get("refusal")))
-        return Part(TEXT, text or "") if text is None or isinstance(text, str) else Part(OTHER, block)
-    if kind in _CALLS:
-        return Part(CALL, block.get("input"), _text(block.get("name")), _text(block.get("id")))
-    if kind in _RESULTS:
-        failed = "is_error" in block and opened(block["is_error"]) is True
-        return Part(RESULT, block.get("content"), id=_text(block.get("tool_use_id")), failed=failed)
-    return Part(TEXT, "") if kind in _THOUGHTS else Part(OTHER, block)
+    return read_block(block) or Part(TEXT, "")
 
 
 def identity(value: str | int | None) -> str:
     """What connects a result with its call; empty where a client names nothing."""
     return value if isinstance(value, str) else "" if value is None else str(value)
-
-
-def _text(value: Json) -> str:
-    value = opened(value)
-    return value if isinstance(value, str) else ""
 
 
 def arguments(value: Json) -> bytes:

@@ -23,7 +23,7 @@ from extproc.request import write_claim
 MAX_CONTAINERS = 100_000
 """Most `[` and `{` in a body that is looked into: decoding as many takes 10 to 20 ms, and so does copying them."""
 
-_WORTH_COUNTING = 256 * 2**10
+WORTH_COUNTING = 256 * 2**10
 """In a body of fewer bytes there is hardly room for more, and counting takes half as long as decoding."""
 
 MAX_STEPS = 5_000
@@ -180,6 +180,18 @@ class Document:
             raise self._part.again()
         return self._part
 
+    def data(self) -> bytes:
+        """The body as it came, for who leaves its arrays raw where they stand; each starts with all of the bounds.
+
+        Raises:
+            NotCounted: there are too many objects in it.
+        """
+        _Left.in_parts, _Left.steps = MAX_FRACTIONS, MAX_STEPS
+        data = bytes(self._data)
+        if len(data) > WORTH_COUNTING and data.count(b"{") > MAX_CONTAINERS:
+            raise NotCounted("inspect_limit")
+        return data
+
     def _typed(self, decode: Any) -> Json:  # noqa: ANN401  # msgspec's own
         try:
             return self._decoded(decode)
@@ -190,16 +202,22 @@ class Document:
         """What a decoder makes of the body, which may be the NotCounted that it raises."""
         _Left.in_body = MAX_FRACTIONS
         try:
-            self._check_containers()
+            check_containers(self._data)
             return decoded(self._data, decode)
         except NotCounted as failure:
             return failure.again()
 
-    def _check_containers(self) -> None:
-        if len(self._data) > _WORTH_COUNTING:
-            data = bytes(self._data)
-            if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
-                raise NotCounted("inspect_limit")
+
+def check_containers(data: bytes | memoryview | str) -> None:
+    """See that JSON does not hold too many objects and arrays to be decoded.
+
+    Raises:
+        NotCounted: it does.
+    """
+    if len(data) > WORTH_COUNTING:
+        data = data.encode() if isinstance(data, str) else bytes(data)
+        if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
+            raise NotCounted("inspect_limit")
 
 
 def decoded(data: bytes | memoryview | msgspec.Raw | str, decode: Any = _decode_part) -> Json:  # noqa: ANN401  # msgspec's own

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from extproc.policy.objects import MAX_SECONDS, MAX_THRESHOLD, JsonObject, Pointer
+from extproc.similarity.actions import THOUGHTS
 
 MAX_CALLS = 200
 """Most calls, and most messages, that a detector compares with each other."""
@@ -62,29 +63,49 @@ class Tool(JsonObject):
     allow: bool = False
 
 
-class ToolCallsKeys(LoopKeys):
+class ToolsKeys(LoopKeys):
+    """Of those that look at what tools do.
+
+    Attributes:
+        max_cycle: of `tool_calls` and `turns`: longest cycle of different calls or turns that is looked for; 1 for none.
+        tools: of `tool_calls` and `turns`: by tool name, in which `*` stands for anything.
+    """
+
+    max_cycle: Annotated[int, Field(ge=1, le=MAX_CYCLE)] = 10
+    tools: dict[Annotated[str, Field(min_length=1)], Tool] = {}
+
+
+class ToolCallsKeys(ToolsKeys):
     """Of `tool_calls`.
 
     Attributes:
         window_calls: of `tool_calls`: among so many of the newest calls.
         reset_on_user_message: of `tool_calls`: calls before the user's last message are not looked at.
         compare_results: of `tool_calls`: False: calls are equal whatever they brought back.
-        max_cycle: of `tool_calls`: longest cycle of different calls that is looked for; 1 for none.
-        tools: of `tool_calls`: by tool name, in which `*` stands for anything.
     """
 
     window_calls: Annotated[int, Field(ge=2, le=MAX_CALLS)] = 10
     reset_on_user_message: bool = True
     compare_results: bool = True
-    max_cycle: Annotated[int, Field(ge=1, le=MAX_CYCLE)] = 4
-    tools: dict[Annotated[str, Field(min_length=1)], Tool] = {}
 
 
-class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys):
+class TurnsKeys(ToolsKeys):
+    """Of `turns`.
+
+    Attributes:
+        normalize_results: of `turns`: False: results are compared byte for byte, with all timestamps, durations and ids.
+        ignore_arguments: of `turns`: arguments of these names are thoughts, which are never the same twice.
+    """
+
+    normalize_results: bool = True
+    ignore_arguments: list[str] = sorted(THOUGHTS)
+
+
+class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys):
     """All of them.
 
     Attributes:
         similarity: what makes requests identical.
     """
 
-    similarity: Literal["exact", "canonical", "tail", "tool_calls"] = "exact"
+    similarity: Literal["exact", "canonical", "tail", "tool_calls", "turns"] = "exact"

@@ -15,12 +15,8 @@ from typing import ClassVar
 from extproc.policy.objects import JsonObject
 from extproc.similarity.base import Similarity
 from extproc.similarity.conversation import (
-    CALL,
-    RESULT,
     RESULT_ROLES,
-    TEXT,
     Message,
-    Part,
     arguments,
     chat_calls,
     content,
@@ -33,6 +29,7 @@ from extproc.similarity.conversation import (
 )
 from extproc.similarity.document import Document, Json, NotCounted, opened
 from extproc.similarity.keys import SimilarityKeys, TailKeys
+from extproc.similarity.shapes.structs import CALL, RESULT, TEXT, Part
 
 # What UTF-8 never contains separates what is joined, so that different things never look alike.
 _NEXT_PART = b"\xff"

@@ -17,9 +17,6 @@ from extproc.decision import Outcome, Repeat
 from extproc.policy.objects import JsonObject, Place
 from extproc.similarity.base import Similarity
 from extproc.similarity.conversation import (
-    CALL,
-    RESULT,
-    Part,
     arguments,
     chat_calls,
     content,
@@ -30,6 +27,7 @@ from extproc.similarity.conversation import (
 )
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.keys import SimilarityKeys, ToolCallsKeys
+from extproc.similarity.shapes.structs import CALL, RESULT, Part
 
 MAX_NAME = 256
 """So much of a tool's name is matched with the patterns of `tools` and shown, in characters."""

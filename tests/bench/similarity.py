@@ -17,7 +17,7 @@ from tests.bench.timing import cpu_us, interleaved, ratio
 
 TITLE = "similarity: looking into an agent's request, against msgspec decoding the same bytes"
 
-_LIMITS = {"canonical": 8, "tail": 1.5, "tool_calls": 1.5}
+_LIMITS = {"canonical": 8, "tail": 1.5, "tool_calls": 1.5, "turns": 1.5}
 _SIZES = (1_000, 10_000, 70_000, 500_000)
 _PROSE = "The pool was closed before the last request came back, so the test saw an error in place of the answer. "
 _CODE = 'def put(self, key):\n    if key is None:\n        raise KeyError("no key")\n    return self.rows[key]\n'

@@ -1,0 +1,231 @@
+"""When turns are a loop.
+
+A turn is what the assistant does in one message (without its thoughts), and everything behind that up to its next message:
+results of tools, observations, what the user says. Two turns are equal when both are. With a threshold t, the newest turn is
+part of a loop when
+
+- REPEAT: it stands t times among the last 2t + 4 turns, and at most t - 2 turns between the first and the last of these t are
+  new (not seen before among the last 32 turns): who edits and runs the same tests again has new turns in between;
+- CYCLE: the last turns are a cycle of 2 to `max_cycle` different turns that came round t times, from length 5 on max(2, t - 1);
+- ERROR: the last 2t results are the same error, whatever was done.
+
+What the request shows is enough; nothing is counted. Where it shows less than there was, because its history was condensed or
+is kept by the server, a ring of the newest turn of each request before it supplies the rest. Of a turn whose action is not
+known, nobody can say that it was seen before, and it is part of no cycle.
+
+Turns are read from the newest to the oldest, and no further than a loop could still be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+
+from extproc.decision import Repeat
+from extproc.similarity.actions import THOUGHTS
+from extproc.similarity.document import Document
+from extproc.similarity.shapes import open_conversation
+from extproc.similarity.tools import Limit, Limits
+from extproc.similarity.turn import AnyTurn, Turn, decode_turn, read_turns, same_action, same_result
+
+MAX_TURNS = 32
+"""So many turns are looked at, and so many does a ring hold."""
+
+DEFAULT_MAX_CYCLE = 10
+MIN_CYCLE = 2
+_LONG_CYCLE = 5
+"""A cycle of so many turns needs one round less."""
+
+REPEAT, RESULT, CYCLE, ERROR = "repeat", "result", "cycle", "error"
+"""The rules; RESULT is REPEAT where what was done is not known."""
+
+
+class History:
+    """Turns, the newest first, taken as far as somebody asks for them."""
+
+    def __init__(self, source: Iterator[AnyTurn]) -> None:
+        """Take nothing yet."""
+        self._source = islice(source, MAX_TURNS)
+        self._taken: list[AnyTurn] = []
+
+    def at(self, place: int) -> AnyTurn | None:
+        """The turn at a place, 0 being the newest; None where there are fewer."""
+        while len(self._taken) <= place:
+            turn = next(self._source, None)
+            if turn is None:
+                return None
+            self._taken.append(turn)
+        return self._taken[place]
+
+    def newest(self, count: int) -> list[AnyTurn]:
+        """So many turns, or as many as there are."""
+        self.at(count - 1)
+        return self._taken[:count]
+
+
+class TurnRule:
+    """The rule, with a detector's settings."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        max_cycle: int = DEFAULT_MAX_CYCLE,
+        normalize_results: bool = True,
+        ignored: Collection[str] = THOUGHTS,
+    ) -> None:
+        """Take the settings; see `LoopDetection`."""
+        self._limits = limits
+        self._fewest = limits.lowest
+        self._max_cycle = max_cycle
+        self._normalized = normalize_results
+        self._ignored = ignored
+
+    def read(self, document: Document) -> tuple[History, bool]:
+        """The turns that a request shows, and whether the server keeps what was before them.
+
+        Raises:
+            NotCounted: there is no conversation, or it cannot be read.
+        """
+        conversation = open_conversation(document)
+        return History(read_turns(conversation, self._ignored)), conversation.elsewhere
+
+    def judge(self, history: History) -> Repeat | None:
+        """Whether the newest turn is part of a loop; None where it is not.
+
+        Raises:
+            NotCounted: some turn cannot be read.
+        """
+        newest = history.at(0)
+        if newest is None or history.at(self._fewest - 1) is None:
+            return None
+        found = self._judge(history)
+        if found is None and _is_prefill(newest):
+            return self._judge(History(iter(history.newest(MAX_TURNS)[1:])))
+        return found
+
+    def recall(self, history: History, entries: Sequence[bytes]) -> Repeat | None:
+        """The same where a ring supplies what the request does not show.
+
+        Args:
+            history: that the request shows.
+            entries: of the newest turns of the requests up to this one, its own among them, the oldest first.
+        """
+        found = self.judge(history)
+        newest, shown = history.at(0), history.at(1)
+        if found is not None or newest is None:
+            return found
+        past = [decode_turn(entry) for entry in reversed(entries[-MAX_TURNS:])]
+        own = newest.reduced()
+        with suppress(ValueError):  # it was pushed out by those after it
+            past.remove(own)
+        if shown is not None:  # what it shows besides must be among what was before, else that was another conversation
+            kept = shown.reduced()
+            place = next((place for place, turn in enumerate(past) if same_action(turn, kept)), len(past))
+            past = past[place:]
+        return self._judge(History(iter([newest, *past])))
+
+    def _judge(self, history: History) -> Repeat | None:
+        newest = history.at(0)
+        if newest is None or not (newest.known or newest.returned()):
+            return None
+        limit = self._limits.of(newest.names())
+        if limit.allow:
+            return None
+        looked_at = history.newest(max(2 * limit.threshold + 4, self._max_cycle + 1))
+        again = [place for place in range(1, len(looked_at)) if self._same(newest, looked_at[place])]
+        if again:
+            found = self._cycle(history, again) or self._repeat(history, newest, limit, again)
+            if found is not None:
+                return found
+        return self._error(history, newest, limit)
+
+    def _same(self, one: AnyTurn, other: AnyTurn) -> bool:
+        """Whether two turns are equal; where what was done is not known, something must have come back."""
+        return (
+            same_action(one, other)
+            and (one.known or (one.returned() and other.returned()))
+            and same_result(one, other, normalized=self._normalized)
+        )
+
+    def _repeat(self, history: History, newest: AnyTurn, limit: Limit, again: Sequence[int]) -> Repeat | None:
+        """The newest turn stands too often among the last ones, with hardly anything new in between."""
+        window = 2 * limit.threshold + 4
+        places = [place for place in again if place < window]
+        if len(places) + 1 < limit.threshold:
+            return None
+        first = places[limit.threshold - 2]
+        new = [place for place in range(1, first) if place not in places and not self._is_seen(history, place)]
+        if len(new) > limit.threshold - 2:
+            return None
+        turns = len(history.newest(window))
+        return Repeat(
+            newest.names(), len(places) + 1, turns, limit.threshold, True, limit.reason, REPEAT if newest.known else RESULT
+        )
+
+    def _is_seen(self, history: History, place: int) -> bool:
+        """Whether the turn at a place stands further back as well."""
+        turns = history.newest(MAX_TURNS)
+        turn = turns[place]
+        return turn.known and any(self._same(turn, older) for older in turns[place + 1 :])
+
+    def _cycle(self, history: History, again: Sequence[int]) -> Repeat | None:
+        """The shortest cycle of different turns that has come round often enough."""
+        for length in again:
+            if length < MIN_CYCLE or length > self._max_cycle:
+                continue
+            members = history.newest(length)
+            limits = [self._limits.of(turn.names()) for turn in members]
+            threshold = max([limit.threshold for limit in limits])
+            rounds = threshold if length < _LONG_CYCLE else max(2, threshold - 1)
+            if (
+                length * rounds <= MAX_TURNS
+                and not any(limit.allow or not turn.known for limit, turn in zip(limits, members, strict=True))
+                and all(self._comes_back(history, place, length) for place in range(1, length * (rounds - 1)))
+                and self._all_differ(members)
+            ):
+                names = tuple([name for turn in reversed(members) for name in turn.names()])
+                reason = next((limit.reason for limit in limits if limit.reason), "")
+                return Repeat(names, rounds, length * rounds, rounds, results=True, reason=reason, rule=CYCLE)
+        return None
+
+    def _comes_back(self, history: History, place: int, length: int) -> bool:
+        """Whether the turn at a place equals the one so many turns before it."""
+        turn, before = history.at(place), history.at(place + length)
+        return turn is not None and before is not None and self._same(turn, before)
+
+    def _all_differ(self, members: Sequence[AnyTurn]) -> bool:
+        return not any(self._same(one, other) for place, one in enumerate(members) for other in members[:place])
+
+    def _error(self, history: History, newest: AnyTurn, limit: Limit) -> Repeat | None:
+        """The last results are the same error, whatever was done."""
+        count = 2 * limit.threshold
+        turns = history.newest(count)
+        if len(turns) < count:
+            return None
+        for turn in turns[1:]:
+            if not same_result(newest, turn, normalized=self._normalized) or self._limits.of(turn.names()).allow:
+                return None
+        if not newest.failed():
+            return None
+        names = tuple(dict.fromkeys([name for turn in reversed(turns) for name in turn.names()]))
+        return Repeat(names, count, count, count, True, limit.reason, ERROR)
+
+    def spell(self, turn: AnyTurn) -> bytes:
+        """All of a turn that is compared, for a fingerprint."""
+        kept = turn.reduced()
+        return kept.action + (kept.normalized if self._normalized else kept.raw)
+
+    def count(self, history: History, newest: AnyTurn) -> Repeat:
+        """How often the newest turn stands there, where that is no loop."""
+        limit = self._limits.of(newest.names())
+        turns = history.newest(2 * limit.threshold + 4)
+        again = sum([turn is newest or self._same(newest, turn) for turn in turns])
+        below = min(again, limit.threshold - 1)  # it may stand there often, with much that is new in between
+        return Repeat(newest.names(), below, len(turns), limit.threshold, True, limit.reason, REPEAT)
+
+
+def _is_prefill(turn: AnyTurn) -> bool:
+    """Nothing stands behind what the assistant says: the model is to go on with it, so that it may be no turn yet."""
+    return isinstance(turn, Turn) and not turn.answered and not turn.action().places

@@ -1,0 +1,131 @@
+"""What an action brought back, compared without what changes by itself; and whether it is an error.
+
+Left out are timestamps, durations with a unit, UUIDs, hex of 8 digits or more, numbers after `line`, `step`, `pid`, `port`
+and `id`, `:123` positions behind a name, and paths below /tmp. Anything else in a result is news: not all digits are left out,
+since `3 failed` is not `4 failed`.
+"""
+
+from __future__ import annotations
+
+import re
+
+MAX_NORMALIZED = 16_384
+"""So much of a result is normalised, in characters; what is behind that is compared as it is."""
+
+_SPARE = 1_024
+"""So many of these may be left as they are, so that the cut is at the end of a line, however long what is left out."""
+
+_HEAD = 128
+_LONGEST = 64
+"""No token that is left out is longer, as far as it depends on what is behind it."""
+
+_SAID_WITHIN = 3_000
+"""An error is said to be one early, in characters."""
+
+_GONE = "#"
+_UNIT = r"(?:[mun\u00b5]?s|[mhd]|(?:milli|micro)?sec(?:ond)?s?|min(?:ute)?s?|h(?:ou)?rs?|days?)"
+_SEPARATOR = r"[ \t\"':=\#(\[]"
+_MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*+"
+_CLOCK = r"[0-9]{2}(?::[0-9]{2})?+(?:[.,][0-9]++)?+"
+
+
+def _after(words: str) -> str:
+    """The digit at hand is the first behind one of the words, all of one length, and one to three separators."""
+    return "|".join(
+        [
+            rf"(?<=(?:{words}){_SEPARATOR}{{{number}}}[0-9])(?<![A-Za-z](?:{words}){_SEPARATOR}{{{number}}}[0-9])"
+            for number in (1, 2, 3)
+        ]
+    )
+
+
+# One pass, in linear time: what has been matched is never given back (possessive quantifiers), and every match starts with a
+# character of one small set, which the engine finds fast. What must stand before it is looked back at.
+_VOLATILE = re.compile(
+    rf"""
+    [0-9a-fA-F/JMNOSTW](?<![0-9A-Za-z].)(?:
+      (?<=/)(?<![0-9A-Za-z_.-]/)(?:private/|var/)?+tmp/[^\s"'`<>:;,()\[\]{{}}|*?]++             # a path below /tmp
+    | (?<=[A-Z])(?:
+        (?:un|on|ue|ed|hu|ri|at)[a-z]*+,?\ (?:{_MONTH}\ {{1,2}}[0-9]{{1,2}}|[0-9]{{1,2}}\ {_MONTH})
+      | (?:an|eb|ar|pr|ay|un|ul|ug|ep|ct|ov|ec)[a-z]*+\ {{1,2}}[0-9]{{1,2}}
+      )(?![0-9])(?:,?\ [0-9]{{4}}(?![0-9:]))?+                                                 # a date in words
+        (?:,?\ [0-9]{{2}}:{_CLOCK}(?:\ [A-Z]{{3,4}}\b)?+(?:\ [0-9]{{4}}\b)?+)?+
+    | (?<![/JMNOSTW])(?:
+        [0-9a-fA-F]{{7,}}+(?:(?:-[0-9a-fA-F]{{4}}){{3}}-[0-9a-fA-F]{{12}})?+(?![0-9A-Za-z])     # hex, a UUID
+      | (?<=[0-9])(?:
+          (?<=[A-Za-z \t"':=\#(\[]{_SEPARATOR}.)(?:{_after("[lL][iI][nN][eE]|[sS][tT][eE][pP]|[pP][oO][rR][tT]")}
+            |{_after("[pP][iI][dD]")}|{_after("[iI][dD]")})[0-9]*+(?![.][0-9])                  # a line, step, port, pid, id
+        | (?<=[A-Za-z_]:.)[0-9]*+(?::[0-9]++)*+(?![0-9A-Za-z%]|[.][0-9])                        # a position behind a name
+        | [0-9]*+(?=\ ?[a-zA-Z\u00b5:./-])(?:
+            (?:\.[0-9]++)?+\ ?{_UNIT}(?:\ ?[0-9]++(?:\.[0-9]++)?+\ ?{_UNIT})*+(?![0-9A-Za-z])   # a duration
+          | :{_CLOCK}(?:\ ?[AaPp][Mm]\b)?+                                                      # a time of day
+          | [-/][0-9]{{2}}[-/][0-9]{{2}}(?![0-9])
+            (?:[T\ _][0-9]{{2}}:{_CLOCK}(?:Z|\ ?[+-][0-9]{{2}}:?[0-9]{{2}})?+)?+                # a date, and its time
+          | /(?:[0-9]{{1,2}}|[A-Z][a-z]{{2}})/[0-9]{{4}}(?::[0-9]{{2}}:{_CLOCK})?+              # the same in other orders
+          | \ {_MONTH}\ [0-9]{{4}}(?:,?\ [0-9]{{2}}:{_CLOCK})?+
+          | T[0-9]{{6}}Z?+
+          | x[0-9a-fA-F]{{8,}}+(?![0-9A-Za-z])
+          )
+        )
+      )
+    )
+    """,
+    re.VERBOSE | re.ASCII,
+)
+
+_ERRORS = (
+    "error",
+    "exception",
+    "traceback",
+    "not found",
+    "no such",
+    "failed",
+    "failure",
+    "invalid",
+    "cannot",
+    "can't",
+    "denied",
+    "usage:",
+)
+_NO_ERRORS = re.compile(r"\b(?:no|0|zero|without(?: any)?)\s+(?:\w+\s+)?(?:errors?|exceptions?|failed|failures?)\b")
+_RETURN_CODE = re.compile(
+    r"(?:exit|return|status)[ _-]?(?:code|status|value)?(?:ed)?\W{1,4}(?:with )?(?:code )?-?[1-9]|non-?zero"
+)
+
+
+def normalize(text: str) -> str:
+    """A result without what changes by itself; two that differ in nothing else come out equal.
+
+    >>> normalize("line 7: /tmp/x1: not found after 0.3s (3 failed)")
+    'line #: #: not found after # (3 failed)'
+    """
+    if len(text) <= MAX_NORMALIZED:
+        return _normalize(text)
+    cut = text.rfind("\n", MAX_NORMALIZED - _SPARE, MAX_NORMALIZED)
+    if cut < 0:
+        cut = MAX_NORMALIZED
+    return _normalize(text[:cut]) + text[cut:]
+
+
+def _normalize(text: str) -> str:
+    if "\\" in text:  # JSON in a string: what it escapes must not stand before a word
+        text = text.replace("\\n", "\n").replace("\\t", "\t").replace('\\"', '"')
+    return _VOLATILE.sub(_GONE, text)
+
+
+def may_be_equal(one: str, other: str) -> bool:
+    """False where the beginnings alone show that two results differ, however they are normalised; costs a few microseconds."""
+    if len(one) <= _HEAD or len(other) <= _HEAD:
+        return True
+    one, other = _normalize(one[:_HEAD]), _normalize(other[:_HEAD])
+    certain = min(len(one), len(other)) - _LONGEST
+    return certain <= 0 or one[:certain] == other[:certain]
+
+
+def is_error(text: str) -> bool:
+    """Whether a result says early that something went wrong."""
+    said = text[:_SAID_WITHIN].lower()
+    if _RETURN_CODE.search(said):
+        return True
+    said = _NO_ERRORS.sub("", said)
+    return any(word in said for word in _ERRORS)

@@ -1,0 +1,32 @@
+"""Anthropic messages: a chat whose calls, results and thoughts are blocks of a content."""
+
+from __future__ import annotations
+
+from extproc.similarity.document import ABSENT, opened
+from extproc.similarity.shapes.conversation import Block, Reader, skip_thought, text_of
+from extproc.similarity.shapes.structs import CALL, RESULT, Part
+
+
+def _read_call(block: Block) -> Part:
+    return Part(CALL, block.get("input", ABSENT), text_of(block.get("name")), text_of(block.get("id")))
+
+
+def _read_result(block: Block) -> Part:
+    failed = "is_error" in block and opened(block["is_error"]) is True
+    return Part(RESULT, block.get("content", ABSENT), id=text_of(block.get("tool_use_id")), failed=failed)
+
+
+BLOCKS: dict[str, Reader] = {
+    "tool_use": _read_call,
+    "server_tool_use": _read_call,
+    "mcp_tool_use": _read_call,
+    "tool_result": _read_result,
+    "mcp_tool_result": _read_result,
+    "web_search_tool_result": _read_result,
+    "web_fetch_tool_result": _read_result,
+    "code_execution_tool_result": _read_result,
+    "bash_code_execution_tool_result": _read_result,
+    "text_editor_code_execution_tool_result": _read_result,
+    "thinking": skip_thought,
+    "redacted_thinking": skip_thought,
+}

@@ -1,0 +1,59 @@
+"""What holds for some tools in place of a detector's own threshold, by the tool's name, in which `*` stands for anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Limit(NamedTuple):
+    """What holds for what a turn does; see `LoopDetection`."""
+
+    threshold: int
+    reason: str = ""
+    allow: bool = False
+
+
+class Limits:
+    """A detector's threshold, and what its `tools` say in its place.
+
+    Attributes:
+        lowest: of the thresholds.
+    """
+
+    def __init__(self, threshold: int, tools: dict[str, Limit] | None = None) -> None:
+        """Names of `tools` may hold `*` for anything; an exact name goes first, then the first pattern."""
+        self.lowest = min([threshold, *[limit.threshold for limit in (tools or {}).values()]])
+        self._default = Limit(threshold)
+        self._tools = tools or {}
+        self._patterns = [(name.split("*"), limit) for name, limit in self._tools.items() if "*" in name]
+
+    def of(self, names: Sequence[str]) -> Limit:
+        """What holds where several tools are used at once: the highest threshold, and one that is allowed allows all."""
+        if not self._tools or not names:
+            return self._default
+        if len(names) == 1:
+            return self._of_one(names[0])
+        limits = [self._of_one(name) for name in names]
+        reason = next((limit.reason for limit in limits if limit.reason), "")
+        return Limit(max([limit.threshold for limit in limits]), reason, any(limit.allow for limit in limits))
+
+    def _of_one(self, name: str) -> Limit:
+        limit = self._tools.get(name)
+        if limit is None:
+            limit = next((limit for pattern, limit in self._patterns if _matches(name, pattern)), self._default)
+        return limit
+
+
+def _matches(name: str, pattern: Sequence[str]) -> bool:
+    """Whether a name is the pattern's parts with anything between them; in linear time, because clients choose names."""
+    first, *between, last = pattern
+    if len(name) < len(first) + len(last) or not name.startswith(first) or not name.endswith(last):
+        return False
+    place, end = len(first), len(name) - len(last)
+    for part in between:
+        place = name.find(part, place, end)
+        if place < 0:
+            return False
+        place += len(part)
+    return True

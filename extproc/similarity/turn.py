@@ -1,0 +1,341 @@
+"""One turn of an agent: what the assistant does, and everything behind that up to its next message.
+
+Of a request nothing is read before somebody asks for it. A turn of an earlier request is reduced to hashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from extproc.similarity.actions import MAX_NAME, Action, number_id, read_action
+from extproc.similarity.document import canonical, walk
+from extproc.similarity.results import MAX_NORMALIZED, is_error, may_be_equal, normalize
+from extproc.similarity.shapes.conversation import result_text, unpack
+from extproc.similarity.shapes.structs import CALL, RESULT, TEXT, Conversation, Part
+
+_NEXT = "\x1e"  # a record separator (ASCII), which texts hardly hold
+_FAILED = "\x15"  # a negative acknowledgement
+_DIGEST = 8
+
+_INJECTED = frozenset({"system-reminder", "system_reminder", "environment_details", "environment_context"})
+"""What agents' harnesses are known to inject, also where results are texts."""
+
+_MAX_NORMALIZED_IN_ALL = 6 * MAX_NORMALIZED
+"""So much of all the results of a request, in characters; the others are compared as they are."""
+
+_MAX_WRAPPED = 32
+"""A text of more elements is something that somebody says."""
+
+MAX_ENTRY = 64
+"""Longest entry of a ring, in bytes."""
+
+_KNOWN, _RETURNED, _ERROR = 1, 2, 4
+_ENTRY_NAME = MAX_ENTRY - 1 - 3 * _DIGEST
+
+
+class Reading:
+    """How the turns of one conversation are read.
+
+    Attributes:
+        talk: knows how its messages are read.
+        ignored: names of arguments that are thoughts.
+        left: so many characters of results may still be normalised.
+    """
+
+    __slots__ = ("ignored", "left", "talk")
+
+    def __init__(self, talk: Conversation, ignored: Collection[str]) -> None:
+        """Start with the whole bound."""
+        self.talk = talk
+        self.ignored = ignored
+        self.left = _MAX_NORMALIZED_IN_ALL
+
+
+class Turn:
+    """One turn of a request; nothing of it is read before somebody asks.
+
+    Attributes:
+        known: what the assistant did stands in the request.
+        answered: something stands behind that.
+    """
+
+    __slots__ = (
+        "_action",
+        "_behind",
+        "_failed",
+        "_message",
+        "_normal",
+        "_parts",
+        "_reading",
+        "_result",
+        "_returned",
+        "answered",
+        "known",
+    )
+
+    def __init__(self, reading: Reading, message: Any, behind: list[Any]) -> None:  # noqa: ANN401  # of some shape
+        """Take the messages.
+
+        Args:
+            reading: how they are read.
+            message: the assistant's; None where the server keeps it.
+            behind: what follows, the newest first.
+        """
+        self.known = message is not None
+        self.answered = bool(behind)
+        self._reading = reading
+        self._message = message
+        self._behind = behind
+        self._parts: list[Part] | None = None
+        self._action: Action | None = None
+        self._result: str | None = None
+        self._normal: str | None = None
+        self._failed = False
+        self._returned = False
+
+    def parts(self) -> list[Part]:
+        """What stands in the assistant's message."""
+        if self._parts is None:
+            walk(1)
+            self._parts = self._reading.talk.read(self._message) if self.known else []
+        return self._parts
+
+    def action(self) -> Action:
+        """What the assistant did; nothing where that is not known."""
+        if self._action is None:
+            self._action = read_action(self.parts(), self._reading.ignored) if self.known else _UNKNOWN
+        return self._action
+
+    def may_do(self, action: Action) -> bool:
+        """False where it is certain, without reading it, that something else was done."""
+        if self._action is not None or not action.mark or not self.known:
+            return True
+        raw = bytes(self._reading.talk.raw(self._message))
+        return not raw or action.mark in raw or b"\\u" in raw or b"\\/" in raw
+
+    def names(self) -> tuple[str, ...]:
+        """The tools, or the first word of the command."""
+        return self.action().names
+
+    def result(self) -> str:
+        """Everything behind the action, as one text."""
+        if self._result is None:
+            self._result = self._read_result()
+        return self._result
+
+    def normal(self) -> str:
+        """The same without what changes by itself."""
+        if self._normal is None:
+            text = self.result()
+            self._reading.left -= min(len(text), MAX_NORMALIZED)
+            self._normal = normalize(text) if self._reading.left >= 0 else text
+        return self._normal
+
+    def returned(self) -> bool:
+        """Tools brought back more than nothing."""
+        self.result()
+        return self._returned
+
+    def failed(self) -> bool:
+        """What came back is an error."""
+        text = self.result()
+        return self._failed or (bool(text) and is_error(text))
+
+    def show(self, most: int) -> str:
+        """What was done and what came back, in a line for people, each cut to so many characters."""
+        action = self.action().spelled.replace(b"\xff", b" | ").decode() if self.known else "unknown"
+        return f"{_cut(action, most)} | {_cut(self.result(), most)}"
+
+    def reduced(self) -> Reduced:
+        """This turn as hashes."""
+        return Reduced(
+            self.known,
+            self.returned(),
+            self.failed(),
+            _digest(self.action().spelled) if self.known else bytes(_DIGEST),
+            _digest(self.result().encode()),
+            _digest(self.normal().encode()),
+            self.names()[:1],
+        )
+
+    def _read_result(self) -> str:
+        """Results in the order of their calls, each once, and then whatever else is said; the harness's own words left out."""
+        results: list[tuple[str, str]] = []
+        others: list[str] = []
+        for part in self.parts():  # what the server itself brought back stands in the assistant's own message
+            if part.kind == RESULT:
+                results.append(self._read_one(part, len(results)))
+        for message in self._behind[::-1]:
+            walk(1)
+            for part in self._reading.talk.read(message):
+                if part.kind == RESULT:
+                    results.append(self._read_one(part, len(results)))
+                else:
+                    others.append(_said(part))
+        if results:
+            others = [text for text in others if not wrapper(text)]
+        elif len(others) > 1:
+            others = [text for text in others if wrapper(text) not in _INJECTED] or others
+        self._returned = any(text for _, text in results)
+        return _NEXT.join([*self._in_order(results), *[text for text in others if text]])
+
+    def _read_one(self, part: Part, number: int) -> tuple[str, str]:
+        """A result, and the id of its call."""
+        self._failed = self._failed or part.failed
+        text = result_text(part.value)
+        return part.id or number_id(number), _FAILED + text if part.failed else text
+
+    def _in_order(self, results: list[tuple[str, str]]) -> list[str]:
+        if len(results) <= 1:
+            return [text for _, text in results]
+        places = self.action().places
+        ranked = sorted([(places.get(identity, len(places)), text) for identity, text in results])
+        return [text for _, text in dict.fromkeys(ranked)]
+
+
+class Reduced(NamedTuple):
+    """A turn as hashes: one of an earlier request, as a ring keeps it.
+
+    Attributes:
+        known: as of a Turn.
+        has_returned: tools brought back more than nothing.
+        has_failed: what came back is an error.
+        action: hash of the action, 8 bytes; zeros where it is not known.
+        raw: hash of the result.
+        normalized: hash of the result without what changes by itself.
+        first_name: the first of the names, if it has one.
+    """
+
+    known: bool
+    has_returned: bool
+    has_failed: bool
+    action: bytes
+    raw: bytes
+    normalized: bytes
+    first_name: tuple[str, ...]
+
+    def names(self) -> tuple[str, ...]:
+        """As of a Turn, as far as it was kept."""
+        return self.first_name
+
+    def returned(self) -> bool:
+        """As of a Turn."""
+        return self.has_returned
+
+    def failed(self) -> bool:
+        """As of a Turn."""
+        return self.has_failed
+
+    def show(self, most: int) -> str:
+        """As of a Turn, as far as it was kept."""
+        return f"{self.action.hex()} | {self.raw.hex()}"[:most]
+
+    def reduced(self) -> Reduced:
+        """Itself."""
+        return self
+
+
+AnyTurn = Turn | Reduced
+
+_UNKNOWN = Action((), b"", {}, b"")
+
+
+def encode_turn(turn: AnyTurn) -> bytes:
+    """A turn as an entry of a ring: flags, three hashes, and as much of its first name as there is room for."""
+    kept = turn.reduced()
+    flags = _KNOWN * kept.known | _RETURNED * kept.has_returned | _ERROR * kept.has_failed
+    name = kept.first_name[0].encode()[:_ENTRY_NAME] if kept.first_name else b""
+    return bytes((flags,)) + kept.action + kept.raw + kept.normalized + name
+
+
+def decode_turn(entry: bytes) -> Reduced:
+    """The turn of an entry that `encode_turn` has made."""
+    flags = entry[0]
+    action, raw, normalized = [entry[1 + number * _DIGEST : 1 + (number + 1) * _DIGEST] for number in range(3)]
+    name = entry[1 + 3 * _DIGEST :].decode("utf-8", "ignore")
+    known, returned, failed = [flags & flag != 0 for flag in (_KNOWN, _RETURNED, _ERROR)]
+    return Reduced(known, returned, failed, action, raw, normalized, (name,) if name else ())
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "\u2026"
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=_DIGEST).digest()
+
+
+def same_action(one: AnyTurn, other: AnyTurn) -> bool:
+    """Whether the same was done, as far as that is known."""
+    if isinstance(one, Turn) and isinstance(other, Turn):
+        if one.known != other.known or not other.may_do(one.action()):
+            return False
+        return one.action().spelled == other.action().spelled
+    one, other = one.reduced(), other.reduced()
+    return one.known == other.known and one.action == other.action
+
+
+def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
+    """Whether the same came back; `normalized`: but for what changes by itself."""
+    if isinstance(one, Turn) and isinstance(other, Turn):
+        text, another = one.result(), other.result()
+        if text == another:
+            return True
+        return normalized and may_be_equal(text, another) and one.normal() == other.normal()
+    one, other = one.reduced(), other.reduced()
+    return one.raw == other.raw or (normalized and one.normalized == other.normalized)
+
+
+def _said(part: Part) -> str:
+    """What somebody says beside results, or what is no text, in one spelling."""
+    value = unpack(part.value)
+    if part.kind == TEXT:
+        return value.strip() if isinstance(value, str) else ""
+    return canonical(value).decode()
+
+
+def wrapper(text: str) -> str:
+    """The name of the first of the elements that a text is nothing but, such as `system-reminder`; empty where it is more."""
+    name = ""
+    place = 0
+    for _ in range(_MAX_WRAPPED):
+        end = text.find(">", place, place + MAX_NAME) if text.startswith("<", place) else -1
+        tag = text[place + 1 : end].partition(" ")[0] if end >= 0 else ""
+        closing = text.find(f"</{tag}>", end) if tag.replace("-", "_").isidentifier() else -1
+        if closing < 0:
+            return ""
+        name = name or tag
+        place = closing + len(tag) + 3
+        while place < len(text) and text[place].isspace():
+            place += 1
+        if place == len(text):
+            return name
+    return ""
+
+
+def read_turns(talk: Conversation, ignored: Collection[str]) -> Iterator[Turn]:
+    """The turns of a conversation, the newest first.
+
+    A message of the assistant's that only says something, directly before one that acts, is a thought of that one.
+    """
+    reading = Reading(talk, ignored)
+    behind: list[Any] = []
+    newer: Turn | None = None  # the turn whose message comes next, where nothing stands between
+    for message in talk.messages:
+        if not talk.is_assistant(message):
+            behind.append(message)
+            newer = None
+            continue
+        turn = Turn(reading, message, behind)
+        if newer is not None and _acts(newer) and not _acts(turn):
+            continue
+        yield turn
+        behind, newer = [], turn
+    if talk.elsewhere and behind:
+        yield Turn(reading, None, behind)
+
+
+def _acts(turn: Turn) -> bool:
+    return any(part.kind == CALL for part in turn.parts())

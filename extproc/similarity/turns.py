@@ -1,0 +1,144 @@
+"""Similarity `turns`: an agent that does the same again and again and gets the same back, whatever it thinks about it.
+
+What a turn is, and when turns are a loop, stands in `turn.py` and `loops.py`. An agent's request carries its own history, so
+one request is enough to see the loop that it is in; nothing has to be counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from extproc.decision import Outcome, Repeat
+from extproc.policy.objects import JsonObject, Place
+from extproc.similarity.base import Similarity
+from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.keys import SimilarityKeys, TurnsKeys
+from extproc.similarity.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, TurnRule
+from extproc.similarity.tools import Limit, Limits
+
+MAX_THRESHOLD = 8
+
+MAX_TOOL_THRESHOLD = 14
+"""2t + 4 turns are looked at, and more than 32 nobody keeps."""
+
+NO_TURNS = "no turns: the assistant has not done anything yet"
+_SHOWN = 400
+"""So much of an action and of a result is shown, in characters."""
+
+
+class Turns(Similarity):
+    """A detector's settings, ready to look into conversations."""
+
+    keys: ClassVar[type[JsonObject]] = TurnsKeys
+    looks: ClassVar[bool] = True
+    stateless: ClassVar[bool] = True
+    default_threshold: ClassVar[int | None] = 3
+
+    def __init__(self, keys: SimilarityKeys) -> None:
+        """See `Similarity`."""
+        threshold = keys.threshold_identical_requests or self.default_threshold or 0
+        tools = {name: Limit(tool.threshold or threshold, tool.reason, tool.allow) for name, tool in keys.tools.items()}
+        self.rule = TurnRule(
+            Limits(threshold, tools),
+            max_cycle=keys.max_cycle,
+            normalize_results=keys.normalize_results,
+            ignored=frozenset(keys.ignore_arguments),
+        )
+        self._cooldown = keys.cooldown_seconds > 0  # then a turn may be refused that does not loop
+
+    def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
+        """The newest turn, empty when nothing is repeated that matters, and how often; see `Similarity`."""
+        history = self._read(document)
+        found = self.rule.judge(history)
+        newest = history.at(0)
+        if newest is None or (found is None and not self._cooldown):
+            return b"", None
+        return self.rule.spell(newest), found or self.rule.count(history, newest)
+
+    def show(self, document: Document) -> list[str]:
+        """The turns that are looked at, the oldest first; see `Similarity`."""
+        turns = self._read(document).newest(MAX_TURNS)
+        return [turn.show(_SHOWN) for turn in reversed(turns)] or [NO_TURNS]
+
+    def describe(self, repeat: Repeat | None) -> str:
+        """See `Similarity`."""
+        if repeat is None:
+            return "the newest turn is part of no loop"
+        return f"{_name(repeat)}: {repeat.count} of {repeat.calls} turns ({repeat.rule})"
+
+    def tell(self, outcome: Outcome, method: str, path: str) -> str:
+        """See `Similarity`; what the tools were called with and what they said stays out of it."""
+        repeat = outcome.repeat
+        if repeat is None:
+            return super().tell(outcome, method, path)
+        reason = f" {repeat.reason.strip()}" if repeat.reason.strip() else ""
+        what, progress = _explain(repeat)
+        return (
+            f"Loop detected: {what}, so this request was refused.{reason} Doing it once more will not bring anything new, and "
+            f"waiting changes nothing. Progress would be {progress}. Otherwise finish with the result you have so far."
+        )
+
+    @staticmethod
+    def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
+        """Thresholds that do not fit into the turns that are looked at; see `Similarity`."""
+        threshold, tools = loop.get("threshold_identical_requests"), loop.get("tools")
+        if isinstance(threshold, int) and threshold > MAX_THRESHOLD:
+            where = (*place, "threshold_identical_requests")
+            yield where, f"threshold_identical_requests must be <= {MAX_THRESHOLD} with similarity turns"
+        for name, tool in tools.items() if isinstance(tools, dict) else ():
+            if not isinstance(tool, dict):
+                continue
+            own = tool.get("threshold")
+            if isinstance(own, int) and own > MAX_TOOL_THRESHOLD:
+                fits = f"threshold must be <= {MAX_TOOL_THRESHOLD} with similarity turns, which looks at {MAX_TURNS} turns"
+                yield (*place, "tools", name, "threshold"), f"{fits}; to let a tool go on for longer, allow it"
+            if tool.get("window_calls") is not None:
+                yield (*place, "tools", name, "window_calls"), "window_calls belongs to similarity tool_calls"
+
+    def _read(self, document: Document) -> History:
+        """The turns of a request that shows them.
+
+        Raises:
+            NotCounted: it does not, or cannot be read.
+        """
+        history, elsewhere = self.rule.read(document)
+        if elsewhere:
+            raise NotCounted("no_history")
+        return history
+
+
+def _name(repeat: Repeat) -> str:
+    return ", ".join(repeat.tools) if repeat.tools else "the same message"
+
+
+def _explain(repeat: Repeat) -> tuple[str, str]:
+    """What repeated and how often, and what would be progress."""
+    if not repeat.looping:
+        what = f"{_name(repeat)} was part of a loop, and this same turn stays refused for a while"
+        return what, "another action, or another result"
+    return _EXPLAIN[repeat.rule](repeat)
+
+
+def _explain_repeat(repeat: Repeat) -> tuple[str, str]:
+    what = f"{repeat.count} of the last {repeat.calls} turns were {_name(repeat)} with the same input and the same result"
+    return what, "another action or input, or a result that differs"
+
+
+def _explain_result(repeat: Repeat) -> tuple[str, str]:
+    return f"{repeat.count} of the last {repeat.calls} turns brought back the same result", "a result that differs from these"
+
+
+def _explain_cycle(repeat: Repeat) -> tuple[str, str]:
+    steps = f"{repeat.calls // repeat.count} steps{f' ({_name(repeat)})' if repeat.tools else ''}"
+    what = f"the last {repeat.calls} turns were {repeat.count} rounds of the same {steps} with the same results"
+    return what, "a step that is not part of this round, or a result that differs from last round's"
+
+
+def _explain_error(repeat: Repeat) -> tuple[str, str]:
+    tried = f"whatever was tried{f' ({_name(repeat)})' if repeat.tools else ''}"
+    what = f"the last {repeat.count} results were the same error, {tried}"
+    return what, "a result without this error: remove its cause, do without what fails, or ask for help"
+
+
+_EXPLAIN = {REPEAT: _explain_repeat, RESULT: _explain_result, CYCLE: _explain_cycle, ERROR: _explain_error}

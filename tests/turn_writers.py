@@ -1,0 +1,288 @@
+"""Conversations of agents, written as each API has them on the wire, from what they mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+
+class Did(NamedTuple):
+    """A turn by what it means: two are equal when `calls`, `results` and `user` are.
+
+    Attributes:
+        calls: tools and their arguments, made at once.
+        results: what each brought back; fewer where some never came.
+        user: said by anybody behind the results; empty for nothing.
+        thought: never the same twice.
+    """
+
+    calls: tuple[tuple[str, dict[str, Any]], ...]
+    results: tuple[str, ...] = ()
+    user: str = ""
+    thought: str = ""
+
+
+Writer = Callable[[Sequence[Did]], dict[str, Any]]
+
+
+def _spelled(arguments: dict[str, Any], number: int) -> str:
+    """Arguments in a spelling that changes from turn to turn."""
+    items = list(arguments.items())
+    return json.dumps(dict(items[::-1] if number % 2 else items), indent=number % 3 or None)
+
+
+def _numbered(turns: Sequence[Did]) -> list[tuple[int, Did]]:
+    return list(enumerate(turns, 1))
+
+
+def as_chat(turns: Sequence[Did]) -> dict[str, Any]:
+    """OpenAI's chat completions."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Fix it."}]
+    for number, turn in _numbered(turns):
+        calls = [
+            {"id": f"c{number}-{place}", "type": "function", "function": {"name": name, "arguments": _spelled(given, number)}}
+            for place, (name, given) in enumerate(turn.calls)
+        ]
+        messages.append({"role": "assistant", "content": turn.thought or None, "tool_calls": calls})
+        for place, result in enumerate(turn.results):
+            text: Any = [{"type": "text", "text": result}] if number % 2 else result
+            messages.append({"role": "tool", "tool_call_id": f"c{number}-{place}", "content": text})
+        if turn.user:
+            messages.append({"role": "user", "content": turn.user})
+    return {"model": "m", "messages": messages}
+
+
+def as_ollama(turns: Sequence[Did]) -> dict[str, Any]:
+    """Ollama's chat: arguments are objects, and nothing has an id."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Fix it."}]
+    for _, turn in _numbered(turns):
+        calls = [{"function": {"name": name, "arguments": given}} for name, given in turn.calls]
+        messages.append({"role": "assistant", "content": "", "thinking": turn.thought, "tool_calls": calls})
+        messages += [{"role": "tool", "tool_name": "t", "content": result} for result in turn.results]
+        if turn.user:
+            messages.append({"role": "user", "content": turn.user})
+    return {"model": "m", "stream": False, "messages": messages}
+
+
+def as_responses(turns: Sequence[Did]) -> dict[str, Any]:
+    """OpenAI's Responses."""
+    items: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "input_text", "text": "Fix it."}]}]
+    for number, turn in _numbered(turns):
+        items.append({"type": "reasoning", "id": f"rs_{number}", "summary": [], "encrypted_content": turn.thought})
+        if turn.thought:
+            said = [{"type": "output_text", "text": turn.thought}]
+            items.append({"type": "message", "id": f"m{number}", "role": "assistant", "content": said})
+        items += [
+            {
+                "type": "function_call",
+                "id": f"fc{number}-{place}",
+                "call_id": f"c{number}-{place}",
+                "name": name,
+                "arguments": _spelled(given, number),
+            }
+            for place, (name, given) in enumerate(turn.calls)
+        ]
+        items += [
+            {"type": "function_call_output", "call_id": f"c{number}-{place}", "output": result}
+            for place, result in enumerate(turn.results)
+        ]
+        if turn.user:
+            items.append({"type": "message", "role": "user", "content": turn.user})
+    return {"model": "m", "input": items}
+
+
+def as_anthropic(turns: Sequence[Did]) -> dict[str, Any]:
+    """Anthropic's messages, with what Claude Code injects beside results."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Fix it."}]
+    for number, turn in _numbered(turns):
+        blocks: list[dict[str, Any]] = [{"type": "thinking", "thinking": turn.thought, "signature": f"s{number}"}]
+        blocks += [{"type": "text", "text": turn.thought}] if turn.thought else []
+        blocks += [
+            {"type": "tool_use", "id": f"toolu_{number}_{place}", "name": name, "input": given}
+            for place, (name, given) in enumerate(turn.calls)
+        ]
+        messages.append({"role": "assistant", "content": blocks})
+        said: list[dict[str, Any]] = [
+            {"type": "tool_result", "tool_use_id": f"toolu_{number}_{place}", "content": result}
+            for place, result in enumerate(turn.results)
+        ]
+        if said and number % 2:
+            said.append({"type": "text", "text": f"<system-reminder>\nThis is turn {number}.\n</system-reminder>"})
+        said += [{"type": "text", "text": turn.user}] if turn.user else []
+        if said:
+            messages.append({"role": "user", "content": said})
+    return {"model": "m", "max_tokens": 9, "messages": messages}
+
+
+def as_gemini(turns: Sequence[Did]) -> dict[str, Any]:
+    """Gemini's generateContent, which connects results with calls by their order."""
+    contents: list[dict[str, Any]] = [{"role": "user", "parts": [{"text": "Fix it."}]}]
+    for number, turn in _numbered(turns):
+        parts: list[dict[str, Any]] = [{"text": turn.thought, "thought": True, "thoughtSignature": f"s{number}"}]
+        parts += [{"functionCall": {"name": name, "args": given}} for name, given in turn.calls]
+        contents.append({"role": "model", "parts": parts})
+        said: list[dict[str, Any]] = [
+            {"functionResponse": {"name": turn.calls[place][0], "response": {"output": result}}}
+            for place, result in enumerate(turn.results)
+        ]
+        said += [{"text": turn.user}] if turn.user else []
+        if said:
+            contents.append({"role": "user", "parts": said})
+    return {"contents": contents, "generationConfig": {"temperature": 0.5}}
+
+
+def as_bedrock(turns: Sequence[Did]) -> dict[str, Any]:
+    """Bedrock's Converse."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [{"text": "Fix it."}]}]
+    for number, turn in _numbered(turns):
+        blocks: list[dict[str, Any]] = [{"reasoningContent": {"reasoningText": {"text": turn.thought}}}]
+        blocks += [{"text": turn.thought}] if turn.thought else []
+        blocks += [
+            {"toolUse": {"toolUseId": f"t{number}-{place}", "name": name, "input": given}}
+            for place, (name, given) in enumerate(turn.calls)
+        ]
+        messages.append({"role": "assistant", "content": blocks})
+        said: list[dict[str, Any]] = [
+            {"toolResult": {"toolUseId": f"t{number}-{place}", "content": [{"text": result}], "status": "success"}}
+            for place, result in enumerate(turn.results)
+        ]
+        said += [{"text": turn.user}] if turn.user else []
+        if said:
+            messages.append({"role": "user", "content": said})
+    return {"system": [{"text": "Be brief."}], "messages": messages, "inferenceConfig": {"maxTokens": 9}}
+
+
+SHAPES: dict[str, Writer] = {
+    "chat": as_chat,
+    "ollama": as_ollama,
+    "responses": as_responses,
+    "anthropic": as_anthropic,
+    "gemini": as_gemini,
+    "bedrock": as_bedrock,
+}
+
+
+def _command(turn: Did) -> str:
+    """The one command of a text action."""
+    name, given = turn.calls[0]
+    return " ".join([name, *[f"--{key}={json.dumps(value)}" for key, value in given.items()]])
+
+
+def _in_fence(turn: Did) -> str:
+    return f"DISCUSSION\n{turn.thought}\n\n```bash\n{_command(turn)}\n```"
+
+
+def _in_fences(turn: Did) -> str:
+    return f"{turn.thought}. It looks like\n```\n{turn.thought}\n```\nso I run:\n\n```sh\n{_command(turn)}\n```\n"
+
+
+def _inline(turn: Did) -> str:
+    return f"{turn.thought} In summary, the next action I will perform is ```{_command(turn)}```"
+
+
+def _as_json(turn: Did) -> str:
+    name, given = turn.calls[0]
+    return json.dumps({"thought": turn.thought, "action": name, "action_input": given})
+
+
+def _as_json_in_prose(turn: Did) -> str:
+    name, given = turn.calls[0]
+    return f"Thought: {turn.thought}\nAction:\n" + json.dumps({"name": name, "arguments": given}, indent=2)
+
+
+def _as_json_in_fence(turn: Did) -> str:
+    name, given = turn.calls[0]
+    return "```json\n" + json.dumps({"tool": name, "args": given, "reasoning": turn.thought}) + "\n```"
+
+
+def _as_commands(turn: Did) -> str:
+    keys = {"keystrokes": _command(turn) + "\n", "is_blocking": True, "timeout_sec": 5}
+    done = {"state_analysis": turn.thought, "explanation": turn.thought, "commands": [keys], "is_task_complete": False}
+    return json.dumps(done, indent=1)
+
+
+def _in_tags(turn: Did) -> str:
+    return f"{turn.thought}\n<execute_bash>\n{_command(turn)}\n</execute_bash>"
+
+
+def _in_parameters(turn: Did) -> str:
+    name, given = turn.calls[0]
+    inner = "\n".join([f"<parameter={key}>{json.dumps(value)}</parameter>" for key, value in given.items()])
+    return f"<think>{turn.thought}</think>{turn.thought}\n<function={name}>\n{inner}\n</function>"
+
+
+def _in_invoke(turn: Did) -> str:
+    name, given = turn.calls[0]
+    inner = "".join([f'<parameter name="{key}">{json.dumps(value)}</parameter>' for key, value in given.items()])
+    return f'{turn.thought}\n<function_calls>\n<invoke name="{name}">{inner}</invoke>\n</function_calls>'
+
+
+def _in_nested_tags(turn: Did) -> str:
+    name, given = turn.calls[0]
+    inner = "\n".join([f"<{key}>{json.dumps(value)}</{key}>" for key, value in given.items()])
+    return f"<thinking>\n{turn.thought}\n</thinking>\n\n<{name}>\n{inner}\n</{name}>"
+
+
+def _as_react(turn: Did) -> str:
+    name, given = turn.calls[0]
+    return f"Thought: {turn.thought}\nAction: {name}\nAction Input: {json.dumps(given)}\n"
+
+
+def _as_numbered_react(turn: Did) -> str:
+    return f"Thought {len(turn.thought)}: {turn.thought}\nAction {len(turn.thought)}: {turn.calls[0][0]}[{turn.calls[0][1]}]"
+
+
+def _as_code_tag(turn: Did) -> str:
+    return f"Thought: {turn.thought}\n<code>\n```py\nprint({_command(turn)!r})\n```\n</code>"
+
+
+STYLES: dict[str, Callable[[Did], str]] = {
+    "fence": _in_fence,
+    "fences": _in_fences,
+    "inline fence": _inline,
+    "json": _as_json,
+    "json in prose": _as_json_in_prose,
+    "json in a fence": _as_json_in_fence,
+    "commands": _as_commands,
+    "tags": _in_tags,
+    "parameters": _in_parameters,
+    "invoke": _in_invoke,
+    "nested tags": _in_nested_tags,
+    "react": _as_react,
+    "numbered react": _as_numbered_react,
+    "code tag": _as_code_tag,
+}
+
+
+def as_text(turns: Sequence[Did], style: Callable[[Did], str]) -> dict[str, Any]:
+    """A chat in which actions are texts, and what comes back is said by the user."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Fix it."}]
+    for turn in turns:
+        messages.append({"role": "assistant", "content": style(turn)})
+        said = "\n".join([*turn.results, turn.user]) if turn.user else "\n".join(turn.results)
+        messages.append({"role": "user", "content": said})
+    return {"model": "m", "messages": messages}
+
+
+def as_observed(turns: Sequence[Did]) -> dict[str, Any]:
+    """Tools are called with thoughts among their arguments, and what comes back is said by the user, as browser agents do."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Browse."}, {"role": "user", "content": "Find it."}]
+    for number, turn in _numbered(turns):
+        state = {"evaluation_previous_goal": turn.thought, "memory": turn.thought, "next_goal": turn.thought}
+        calls = [
+            {
+                "id": f"c{number}-{place}",
+                "type": "function",
+                "function": {
+                    "name": "AgentOutput",
+                    "arguments": json.dumps({"current_state": state, "action": [{name: given}]}),
+                },
+            }
+            for place, (name, given) in enumerate(turn.calls)
+        ]
+        messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+        messages += [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
+        said = "\n".join([*turn.results, turn.user])
+        messages.append({"role": "user", "content": f"[Current state]\n{said}\nCurrent step: {number}/20"})
+    return {"model": "m", "messages": messages}
