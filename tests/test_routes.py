@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.fingerprint import normalize_path
 from extproc.policy.bundle import Selector
 from extproc.policy.routes import Index
 
@@ -25,8 +26,9 @@ PATHS: list[tuple[dict[str, str], list[str], list[str]]] = [
     ({"pathExact": "/v1/"}, ["/v1/"], ["/v1", "/v1//"]),
     ({"pathPrefix": "/v1/"}, ["/v1/", "/v1/x", "/v1//", "/v1/x/y/z"], ["/v1", "/v1x/", "/v2/x", "/x/v1/"]),
     ({"pathPrefix": "/v1"}, ["/v1", "/v1/", "/v1/x", "/v1//x"], ["/v1x", "/v", "/", "/V1/x", "/x/v1"]),
-    ({"pathPrefix": "/a//b"}, ["/a//b", "/a//b/c"], ["/a/b", "/a//bc", "/a//"]),
-    ({"pathPrefix": "/a//"}, ["/a//", "/a//b"], ["/a/", "/a/b"]),
+    ({"pathPrefix": "/a//b"}, ["/a/b", "/a/b/c"], ["/a//b", "/a/bc", "/a/"]),  # as requests' paths are by then
+    ({"pathPrefix": "/a//"}, ["/a/", "/a/b"], ["/a", "/b"]),
+    ({"pathExact": "/%61/./b"}, ["/a/b"], ["/%61/./b"]),
     ({"pathPrefix": "/"}, ["/", "//", "/x", "/x/y/"], ["*", ""]),
     ({"pathExact": "/x", "pathPrefix": "/v1/"}, ["/x", "/v1/y"], ["/x/", "/v1"]),
     ({"pathExact": "/v1/x", "pathPrefix": "/v1"}, ["/v1/x", "/v1/y"], ["/w"]),
@@ -102,6 +104,7 @@ SELECTORS = st.fixed_dictionaries(
         "routes": st.lists(st.sampled_from(["r", "s"]), min_size=1, max_size=2),
     },
 ).filter(lambda selector: bool(selector.keys() & {"pathExact", "pathPrefix", "routes"}))
+ANCHORS = ("pathExact", "pathPrefix")
 REQUESTS = st.tuples(
     st.sampled_from(["GET", "POST", "get"]),
     st.sampled_from(["a", "a.:81", "B", "[::1]:9", "c", ""]),
@@ -113,7 +116,7 @@ REQUESTS = st.tuples(
 def takes(selector: Mapping[str, Any], request: Request) -> bool:
     """What a selector means, said as directly as possible."""
     method, authority, path, route = request
-    exact, prefix = selector.get("pathExact"), selector.get("pathPrefix")
+    exact, prefix = (None if anchor is None else normalize_path(anchor) for anchor in map(selector.get, ANCHORS))
     by_path = (
         (exact is None and prefix is None)
         or path == exact
