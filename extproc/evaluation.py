@@ -54,6 +54,7 @@ class Candidate:
         plan: the policy.
         detector: of it.
         values: the descriptors that the request has, by name.
+        caller: the same as the composite has them.
         composite: the whole composite.
         fingerprint: its CRC32, 8 hex digits.
         tenant: hash of the descriptors, 16 hex digits.
@@ -66,8 +67,8 @@ class Candidate:
     """
 
     __slots__ = (
-        "_descriptors",
         "body_crc32",
+        "caller",
         "compared",
         "compared_exactly",
         "composite",
@@ -86,7 +87,7 @@ class Candidate:
         self.plan = plan
         self.detector = detector
         self.values = values
-        self._descriptors = descriptors
+        self.caller = descriptors
         self.composite = self.fingerprint = self.tenant = ""
         self.body_crc32 = 0
         self.repeat: Repeat | None = None
@@ -109,7 +110,7 @@ class Candidate:
         detector = self.detector
         if self.plan.reads_body:
             self.values = self.plan.read_body_descriptors(self._inspect(sealing), self.values, missing)
-            self._descriptors = join_descriptors(self.values)
+            self.caller = join_descriptors(self.values)
         if not detector.needs_body:
             body = NO_BODY
         elif detector.looks:
@@ -119,9 +120,9 @@ class Candidate:
             elif body.length:
                 self.compared_exactly = True
         self.body_crc32 = body.crc32
-        self.composite = compose(sealing.head, body, self._descriptors)
+        self.composite = compose(sealing.head, body, self.caller)
         self.fingerprint, check = digest(self.composite, body)
-        self.tenant = hash_tenant(self._descriptors)
+        self.tenant = hash_tenant(self.caller)
         self.hit = detector.make_hit(sealing.scope, self.tenant, self.fingerprint + check, self.repeat)
 
     def judge(self, count: Count) -> Outcome:
@@ -297,18 +298,25 @@ class Evaluation:
         watching.inspects, watching._whole = self.inspects, self._whole  # its own kind
         return watching
 
-    def seal(self, body: Body | None, reason: str = "", content: bytes | memoryview | None = None) -> None:
+    def seal(
+        self,
+        body: Body | None,
+        reason: str = "",
+        content: bytes | memoryview | None = None,
+        withheld: str = "inspect_limit",
+    ) -> None:
         """Work out the fingerprints, now that the body is known or known to stay unknown.
 
         Args:
             body: None when it is not known: detectors that need it do not count the request.
             reason: why the body is not known, for `uncounted`.
-            content: the body's bytes, None where there are more than `inspects`.
+            content: the body's bytes, None where nobody may look into them.
+            withheld: why not.
         """
         if body is None:
             for lane in self.lanes:
                 lane.drop_body_readers(reason)
-        text, unreadable = self._read_text(content)
+        text, unreadable = self._read_text(content, withheld)
         known = body if body is not None else NO_BODY
         if text is None:
             self._seal(known, None, unreadable)
@@ -321,10 +329,10 @@ class Evaluation:
             finally:
                 gc.enable()
 
-    def _read_text(self, content: bytes | memoryview | None) -> tuple[bytes | memoryview | None, str]:
+    def _read_text(self, content: bytes | memoryview | None, withheld: str) -> tuple[bytes | memoryview | None, str]:
         """The body's text, or None and why there is none to look into."""
         if not self.inspects or content is None:
-            return None, "inspect_limit"
+            return None, withheld
         try:
             return read_text(content, self.request.headers.get("content-encoding", b""), self.inspects), ""
         except UnreadableError as error:
@@ -338,6 +346,13 @@ class Evaluation:
         self.enforcing.seal(sealing)
         if self.shadow.candidates:
             self.shadow.seal(sealing)
+
+    def find_tenant(self) -> str:
+        """The caller as the first policy sees it, by its headers alone; empty where none of them tells callers apart."""
+        for lane in self.lanes:
+            for candidate in lane.candidates:
+                return candidate.caller
+        return ""
 
     def decide(self, counts: Sequence[Count] | None, shadow_counts: Sequence[Count] | None = ()) -> Decision:
         """The answer to a request that has been counted; the counts are those for `Lane.judge`."""

@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 
 from extproc.answers.go_on import let_go_on, make_metadata, make_wait
 from extproc.answers.refuse import refuse_loop, refuse_uncountable, refuse_without_store
+from extproc.budget import InspectionBudget
 from extproc.counting import HERE, Counting, Counts, MaybeCounts, settle
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine import Engine
@@ -100,6 +101,7 @@ class Service:
         holds: of throttled requests.
         released: set once `release` was called.
         kept: bytes of bodies under way.
+        budget: time for looking into them.
         streams: open now.
         waiting: of these, the ones that wait for a body, the oldest first.
         given_up: of these, the ones that decide nothing any more and only have to close.
@@ -123,6 +125,7 @@ class Service:
         self.holds = Holds(settings.max_throttled)
         self.released = self.holds.released
         self.kept = Kept()
+        self.budget = InspectionBudget(perf_counter())
         self.streams = 0
         self.waiting: OrderedDict[Stream, None] = OrderedDict()
         self.given_up = 0
@@ -380,13 +383,25 @@ class Stream:
         content: bytes | memoryview | None = None,
     ) -> MaybeLater:
         """Count the request and answer, now or when the store has answered."""
-        evaluation.seal(body, reason, content)
+        self._seal(evaluation, body, reason, content)
         counting = self._service.counting
         counts = counting.count(evaluation.enforcing)
         shadow_counts = counting.count(evaluation.shadow)
         if isinstance(counts, HERE) and isinstance(shadow_counts, HERE):
             return self._answer(kind, evaluation, counts, shadow_counts)
         return self._judge_later(kind, evaluation, counts, shadow_counts)
+
+    def _seal(self, evaluation: Evaluation, body: Body | None, reason: str, content: bytes | memoryview | None) -> None:
+        """Work out the fingerprints, and look into the body while its tenant's time for that lasts."""
+        if not content or not evaluation.inspects:
+            evaluation.seal(body, reason, content)
+            return
+        budget, tenant, began = self._service.budget, evaluation.find_tenant(), perf_counter()
+        if not budget.allows(tenant, began):
+            evaluation.seal(body, reason, None, "inspect_budget")
+            return
+        evaluation.seal(body, reason, content)
+        budget.spend(tenant, perf_counter() - began)
 
     async def _judge_later(self, kind: str, evaluation: Evaluation, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:
         try:

@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 from collections.abc import Callable, Mapping
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -932,6 +933,20 @@ def test_a_body_is_compared_by_its_text(spell: Any) -> None:  # noqa: ANN401  # 
     answers = [status(sent(service, data)), status(sent(service, packed, **more)), status(sent(service, data))]
 
     assert answers == [0, 0, 429]
+
+
+def test_laborious_bodies_of_one_caller_cost_the_others_nothing() -> None:
+    """Past its time a caller's bodies are not looked into, and that is counted; loops of others are refused all the same."""
+    service = make_service(policy("p", ANY, limit_keys=["header:x-team"], **TAIL))
+    service.budget.allows("x-team=greedy", perf_counter())
+    service.budget.spend("x-team=greedy", 5)
+
+    greedy = [status(sent(service, chat("hi"), x_team="greedy")) for _ in range(4)]
+
+    assert greedy == [0] * 4
+    assert uncounted(service) == {("p", "inspect_budget"): 4}
+    service.budget.allows("x-team=greedy", perf_counter() + 1_000)  # time passes
+    assert [status(sent(service, chat("hi"), x_team="other")) for _ in range(3)] == [0, 0, 429]
 
 
 # --- streamed bodies

@@ -30,7 +30,7 @@ FLOORS: list[list[str]] = [
     ["plan", "evaluation", "engine", "handover"],
     ["store", "store/certain", "store/scripts", "store/client", "store/credentials", "store/topology"],
     ["store/remote", "store/redis", "store/memory"],
-    ["wire", "counting", "throttle", "upload", "reporting"],
+    ["wire", "counting", "throttle", "budget", "upload", "reporting"],
     ["answers", "answers/go_on", "answers/refuse"],
     ["service"],
     ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],

@@ -1,0 +1,68 @@
+"""Time for looking into bodies, shared fairly: whoever sends laborious bodies uses up his own, and not that of the others.
+
+A bucket for each tenant and one for all fill with time as it passes, and what is looked into takes out the time that it took.
+While a bucket is empty, nothing is looked into at its expense. What a bucket holds at most is what a tenant may use at once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+SHARE = 0.5
+"""Of the processor's time, for looking into all bodies."""
+
+TENANT_SHARE = 0.2
+"""Of the processor's time, for the bodies of one tenant."""
+
+BURST_SECONDS = 1.0
+"""Time that a bucket holds at most: some twenty bodies as laborious as a body can be."""
+
+MAX_TENANTS = 10_000
+"""Buckets that are kept; the one that was used longest ago makes room, and is full when it comes back."""
+
+
+class _Bucket:
+    """What is left of somebody's time."""
+
+    __slots__ = ("_filled", "_left", "_share")
+
+    def __init__(self, share: float, now: float) -> None:
+        self._share = share
+        self._left = BURST_SECONDS
+        self._filled = now
+
+    def fill(self, now: float) -> float:
+        """What is left now, in seconds; not above 0 when it is used up."""
+        self._left = min(BURST_SECONDS, self._left + max(0.0, now - self._filled) * self._share)
+        self._filled = now
+        return self._left
+
+    def take(self, seconds: float) -> None:
+        self._left -= seconds
+
+
+class InspectionBudget:
+    """The buckets of this process."""
+
+    def __init__(self, now: float) -> None:
+        """All are full; `now` is in seconds of any monotonic clock, here and below."""
+        self._all = _Bucket(SHARE, now)
+        self._tenants: OrderedDict[str, _Bucket] = OrderedDict()
+
+    def allows(self, tenant: str, now: float) -> bool:
+        """Whether there is time left to look into a body of this tenant's."""
+        bucket = self._tenants.get(tenant)
+        if bucket is None:
+            bucket = self._tenants[tenant] = _Bucket(TENANT_SHARE, now)
+            if len(self._tenants) > MAX_TENANTS:
+                self._tenants.popitem(last=False)
+        else:
+            self._tenants.move_to_end(tenant)
+        return bucket.fill(now) > 0 and self._all.fill(now) > 0
+
+    def spend(self, tenant: str, seconds: float) -> None:
+        """A body of this tenant's took that long."""
+        self._all.take(seconds)
+        bucket = self._tenants.get(tenant)
+        if bucket is not None:
+            bucket.take(seconds)
