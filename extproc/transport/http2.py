@@ -633,6 +633,8 @@ class Connection:
 
     def goaway(self) -> None:
         """Ask the peer to open no more streams here; those that it has opened meanwhile are served."""
+        if self.ended:
+            return
         self._write(GOAWAY, 0, _CONNECTION, _MAX_WINDOW.to_bytes(4, "big") + NO_ERROR.to_bytes(4, "big"))
 
     def close(self) -> None:
