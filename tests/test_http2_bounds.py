@@ -431,3 +431,25 @@ class HostilePeers(RuleBasedStateMachine):
 
 
 TestHostilePeers = HostilePeers.TestCase
+
+
+def test_fields_that_were_never_seen_are_work() -> None:
+    """Of blocks full of new fields a turn looks at a few, of blocks that are known at many."""
+    limits = Limits(work=100)
+    new = [
+        headers(number, pairs=(*REQUEST, *((b"x-%d" % (number * 50 + each), b"") for each in range(50))))
+        for number in range(1, 60, 2)
+    ]
+    known = [headers(number) for number in range(1, 60, 2)]
+    turns = []
+    for blocks in (new, known):
+        connection = Connection(limits)
+        connection.receive(HELLO + b"".join(blocks))
+        turns.append(1)
+        while connection.next_event() is not None or connection.unfinished:
+            if connection.tired:
+                connection.receive(b"")
+                turns[-1] += 1
+
+    assert turns[0] > 25
+    assert turns[1] < 3

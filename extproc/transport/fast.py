@@ -40,6 +40,8 @@ _MAX_WATCHES: Final = 100
 
 _LINES_PER_SECOND: Final = 5
 _GOODBYE_SECONDS: Final = 0.5
+"""How long a peer has to read our last words."""
+
 _POLL_SECONDS: Final = 0.02
 
 _PROCESS: Final = f"/{EXT_PROC}/Process".encode()
@@ -72,6 +74,7 @@ class _Peer(asyncio.Protocol):
         self._scheduled = False  # a turn will begin once the event loop has been around
         self._resting = False  # and nothing is read until then
         self._stalled = False  # the peer reads slower than it asks
+        self._leaving = False  # whatever the peer still says is dropped
 
     @property
     def calls(self) -> int:
@@ -91,8 +94,7 @@ class _Peer(asyncio.Protocol):
         self._server.peers.discard(self)
         self._hello.cancel()
         self._grpc.close()
-        for number in list(self._serving):
-            self._drop(number)
+        self._drop_all()
 
     def pause_writing(self) -> None:
         """The peer reads slower than it asks: let it wait."""
@@ -168,9 +170,18 @@ class _Peer(asyncio.Protocol):
         data = self._grpc.take()
         if data and not self._transport.is_closing():
             self._transport.write(data)
-        if self._grpc.ended and not self._transport.is_closing():
-            self._server.log_error(self._grpc.error)
-            self._transport.close()
+        if self._grpc.error is not None and not self._leaving:
+            self._leave(self._grpc.error)
+
+    def _leave(self, error: ProtocolError) -> None:
+        """Hang up on a peer that broke the protocol, once it can have read why: closing now would drop our last words."""
+        self._leaving = True
+        self._server.log_error(error)
+        self._grpc.close()
+        self._drop_all()
+        if self._transport.can_write_eof() and not self._transport.is_closing():
+            self._transport.write_eof()
+        self._loop.call_later(_GOODBYE_SECONDS, self._transport.close)
 
     def _on_message(self, call: Call, message: bytes) -> None:
         try:
@@ -242,6 +253,10 @@ class _Peer(asyncio.Protocol):
             self._watches -= 1
         else:
             serving.stream.close()
+
+    def _drop_all(self) -> None:
+        for number in list(self._serving):
+            self._drop(number)
 
     def _check_health(self, call: Call, message: bytes) -> None:
         """grpc.health.v1.Health/Check."""
@@ -338,10 +353,8 @@ class FastServer:
         for peer in list(self.peers):
             peer.close()
 
-    def log_error(self, error: ProtocolError | None) -> None:
+    def log_error(self, error: ProtocolError) -> None:
         """One line for a connection that broke the protocol, unless there are too many of them."""
-        if error is None:
-            return
         suppressed = self._errors.take(asyncio.get_running_loop().time())
         if suppressed is not None:
             extra = fields(error=str(error), code=error.code, suppressed=suppressed or None)

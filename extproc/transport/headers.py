@@ -203,7 +203,11 @@ class Cache:
 
 
 class Decoder:
-    """The receiving end of one connection's header compression."""
+    """The receiving end of one connection's header compression.
+
+    Attributes:
+        news: fields of the last block that were never seen, and tables that it enlarged; without any it may well come again.
+    """
 
     def __init__(self, cache: Cache) -> None:
         """The table starts with the protocol's default size."""
@@ -212,7 +216,7 @@ class Decoder:
         self._used = 0
         self._limit = _TABLE_SIZE
         self._allowed = _TABLE_SIZE
-        self._familiar = False  # nothing in the block at hand is new, so that it may well come again
+        self.news = 0
 
     def forbid_table(self) -> None:
         """The peer has acknowledged that our table has size 0."""
@@ -224,8 +228,9 @@ class Decoder:
         Raises:
             ProtocolError: it is none, or it is too large; the code is HTTP/2's.
         """
-        self._familiar = not self._limit
-        if self._familiar:
+        self.news = 0
+        stateless = not self._limit
+        if stateless:
             known = self._cache.blocks.found.get(encoded)
             if known is not None:
                 return known
@@ -233,7 +238,7 @@ class Decoder:
             block = self._walk(encoded)
         except IndexError:
             raise ProtocolError("header block: it ends too early", code=COMPRESSION_ERROR) from None
-        if self._familiar:
+        if stateless and not self.news:
             self._cache.keep_block(encoded, block)
         return block
 
@@ -273,13 +278,13 @@ class Decoder:
             if size > self._allowed or updates > _MAX_UPDATES:
                 raise ProtocolError("header block: a table larger than allowed", code=COMPRESSION_ERROR)
             self._limit = size
-            self._familiar = self._familiar and not size
+            self.news += size > 0
             self._evict()
         return position
 
     def _read_literal(self, encoded: bytes, index: int, middle: int) -> Field:
         """A literal field that is new. Its name is what `index` stands for, or spelled out; its value begins at `middle`."""
-        self._familiar = False
+        self.news += 1
         name = self._find(index).name if index else self._read_name(encoded[1:middle])
         field = Field(name, read_string(encoded[middle:]))
         if index < len(_STATIC):

@@ -77,6 +77,8 @@ _CONNECTION: Final = bytes(4)
 """The stream number of frames that concern the whole connection."""
 
 _STREAM_ERROR_COST: Final = 20
+_NEWS_WORK: Final = 2
+"""What a header field that was never seen costs of a turn, in frames."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -467,8 +469,8 @@ class Connection:
 
     def _on_block(self, number: int, flags: int, encoded: bytes) -> Event | None:
         """A whole header block: a request, or the trailers of one."""
-        self.work += len(encoded) >> 7
         block = self._decoder.decode(encoded)
+        self.work += (len(encoded) >> 7) + _NEWS_WORK * self._decoder.news
         ended = flags & END_STREAM != 0
         stream = self._streams.get(number)
         if stream is not None:
@@ -631,6 +633,8 @@ class Connection:
 
     def goaway(self) -> None:
         """Ask the peer to open no more streams here; those that it has opened meanwhile are served."""
+        if self.ended:
+            return
         self._write(GOAWAY, 0, _CONNECTION, _MAX_WINDOW.to_bytes(4, "big") + NO_ERROR.to_bytes(4, "big"))
 
     def close(self) -> None:
