@@ -55,7 +55,7 @@ class RedisBackend:
         """Make every call; each server gets one write."""
         positions: dict[tuple[Script, str], list[int]] = {}
         for position, call in enumerate(calls):
-            positions.setdefault((call.script, self._tag(call.key)), []).append(position)
+            positions.setdefault((call.script, self._tag(call.subject.key)), []).append(position)
         groups = [_Group(script, tag, [calls[at] for at in places], places) for (script, tag), places in positions.items()]
         answers: list[Any] = [None] * len(calls)
         odd = []
@@ -130,7 +130,7 @@ class RedisBackend:
         start = f"{self._prefix}{{{group.tag}}}:" if group.tag else self._prefix
         command: list[str | int | bytes] = ["EVAL", group.script.text] if whole else ["EVALSHA", group.script.sha]
         command.append(len(group.calls))
-        command += [start + call.key for call in group.calls]
+        command += [start + call.subject.key for call in group.calls]
         for call in group.calls:
             command += call.arguments
         return tuple(command)

@@ -17,8 +17,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from extproc.errors import StoreError
 from extproc.logs import fields
@@ -60,18 +59,21 @@ class Backend(Protocol):
         ...
 
 
+_Finish: TypeAlias = Callable[[Sequence[Call], Sequence[Any]], Any]
+
+
 class _Waiting(NamedTuple):
     """The calls of one caller.
 
     Attributes:
         calls: what is asked.
-        finish: makes the caller's answer of theirs.
+        finish: makes the caller's answer of the calls and theirs.
         answer: what the caller waits for.
         deadline: in seconds of the event loop's clock.
     """
 
     calls: Sequence[Call]
-    finish: Callable[[Sequence[Any]], Any]
+    finish: _Finish
     answer: asyncio.Future[Any]
     deadline: float
 
@@ -122,12 +124,10 @@ class RemoteStore:
             StoreError: the breaker is open.
         """
         known = [self._certain.answer(hit) for hit in hits] if now is None else [None] * len(hits)
-        asked = [hit for hit, answer in zip(hits, known, strict=True) if answer is None]
+        asked = [count_call(hit, now=now) for hit, answer in zip(hits, known, strict=True) if answer is None]
         if not asked:
             return [answer for answer in known if answer is not None]
-        counts = self._ask(
-            [count_call(hit, now=now) for hit in asked], partial(self._learn, asked) if now is None else _take_counts
-        )
+        counts = self._ask(asked, self._learn if now is None else _take_counts)
         return counts if len(asked) == len(hits) else _merge(known, counts)
 
     def push(
@@ -138,7 +138,7 @@ class RemoteStore:
         Raises:
             StoreError: the breaker is open.
         """
-        return self._ask([push_call(pushed, now) for pushed in pushes], list) if pushes else []
+        return self._ask([push_call(pushed, now) for pushed in pushes], _take_all) if pushes else []
 
     def health(self) -> str:
         """`ok`, or what is wrong."""
@@ -160,7 +160,7 @@ class RemoteStore:
             self._clock.cancel()
         await self._backend.drop()
 
-    def _ask(self, calls: Sequence[Call], finish: Callable[[Sequence[Any]], Any]) -> asyncio.Future[Any]:
+    def _ask(self, calls: Sequence[Call], finish: _Finish) -> asyncio.Future[Any]:
         """Have calls made with the next round trip.
 
         Raises:
@@ -179,12 +179,12 @@ class RemoteStore:
     def _settle(self, hit: Hit, times: int) -> None:
         """Send what was answered from memory."""
         if self._trouble is None:
-            self._ask([count_call(hit, times)], partial(self._learn, [hit]))
+            self._ask([count_call(hit, times)], self._learn)
 
-    def _learn(self, hits: Sequence[Hit], verdicts: Sequence[Verdict]) -> Sequence[Count]:
-        for hit, verdict in zip(hits, verdicts, strict=True):
-            self._certain.learn(hit, verdict.answer, verdict.stands_ms)
-        return _take_counts(verdicts)
+    def _learn(self, calls: Sequence[Call], verdicts: Sequence[Verdict]) -> Sequence[Count]:
+        for call, verdict in zip(calls, verdicts, strict=True):
+            self._certain.learn(cast("Hit", call.subject), verdict.answer, verdict.stands_ms)
+        return _take_counts(calls, verdicts)
 
     def _depart(self) -> None:
         """Send those who wait, unless a round trip is under way."""
@@ -225,7 +225,7 @@ class RemoteStore:
             return
         answers, taken = task.result(), 0
         for waiting in flight.batch:
-            answer = waiting.finish(answers[taken : taken + len(waiting.calls)])
+            answer = waiting.finish(waiting.calls, answers[taken : taken + len(waiting.calls)])
             taken += len(waiting.calls)
             if not waiting.answer.done():  # its client may have left
                 waiting.answer.set_result(answer)
@@ -330,8 +330,12 @@ def _tell(waiting: _Waiting, error: StoreError) -> None:
         waiting.answer.exception()  # nobody may be there to hear it, which is no reason for asyncio to complain
 
 
-def _take_counts(verdicts: Sequence[Verdict]) -> Sequence[Count]:
+def _take_counts(_: Sequence[Call], verdicts: Sequence[Verdict]) -> Sequence[Count]:
     return [verdict.answer for verdict in verdicts]
+
+
+def _take_all(_: Sequence[Call], answers: Sequence[Any]) -> Sequence[Any]:
+    return answers
 
 
 async def _merge(known: Sequence[Count | None], asked: Awaitable[Sequence[Count]]) -> Sequence[Count]:

@@ -55,12 +55,12 @@ class Call(NamedTuple):
 
     Attributes:
         script: what to run.
-        key: without the prefix that the store puts before every key.
+        subject: what the store was asked to do; has the key, without the prefix that the store puts before every key.
         arguments: what the script takes for each key.
     """
 
     script: Script
-    key: str
+    subject: Hit | Push
     arguments: tuple[int | bytes, ...]
 
 
@@ -99,13 +99,13 @@ _RING = Script("ring", 1, bytes, _read_ring)
 def count_call(hit: Hit, times: int = 1, now: int | None = None) -> Call:
     """Count a hit so many times at once; `now` in milliseconds is for tests, None takes the server's clock."""
     moment = -1 if now is None else now
-    key, window_type, window, threshold, cooldown, count_refused, count_to = hit
+    _, window_type, window, threshold, cooldown, count_refused, count_to = hit
     if window_type == "sliding_log":
-        return Call(_LOG, key, (window, threshold, cooldown, int(count_refused), count_to, times, moment))
-    return Call(_TALLY, key, (window, threshold, cooldown, int(count_refused), int(window_type == "fixed"), times, moment))
+        return Call(_LOG, hit, (window, threshold, cooldown, int(count_refused), count_to, times, moment))
+    return Call(_TALLY, hit, (window, threshold, cooldown, int(count_refused), int(window_type == "fixed"), times, moment))
 
 
 def push_call(pushed: Push, now: int | None = None) -> Call:
     """Push an entry to a ring; `now` as for counts."""
-    key, entry, request, size, ttl = pushed
-    return Call(_RING, key, (entry, request, size, ttl, -1 if now is None else now))
+    _, entry, request, size, ttl = pushed
+    return Call(_RING, pushed, (entry, request, size, ttl, -1 if now is None else now))
