@@ -46,7 +46,7 @@ demo-agent: $(COMPILED)/agent-demo.stamp ## looping agents on the real SDKs, sto
 test: .venv/wheel.stamp ## all tests: units on the sources, what goes through a door on the compiled wheel, with the real Envoy 1.40
 	@case $$(echo .venv/wheel/*.whl) in \
 	*-none-any.whl) \
-		echo "!!! NOTHING IS COMPILED: no C compiler works here ('pip wheel -v .' says more). All tests run on the sources alone."; \
+		echo "!!! NOTHING IS COMPILED: no C compiler works here, or LOOPGUARD_PURE is set ('pip wheel -v .' says more). All tests run on the sources."; \
 		$(MAKE) --no-print-directory test-pure ;; \
 	*) $(MAKE) --no-print-directory test-sources test-compiled ;; \
 	esac

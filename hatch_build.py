@@ -4,6 +4,16 @@
 - Only wheels are compiled. An editable install stays plain Python, and nothing but extproc/pb/ is written beside the sources.
 - Compiled or not, the sources are the same. Without a C compiler, or with LOOPGUARD_PURE=1, the wheel is plain Python.
 - mypyc runs in a process of its own: it ends the one that it runs in, and compilers write to its output as they like.
+
+Compiled code takes types at their word and looks up nothing that it knows. So a module that is compiled minds these rules,
+which no type checker knows; the tests that run on the compiled wheel find what breaks them:
+
+- Annotations of classes are real: what they name is imported at run time, and a class variable is a ClassVar.
+- A variable has one type in its function: two exceptions caught in one place have two names.
+- A value is of its type: asyncio.gather gives a list, whatever its stub says, and a test double is a Protocol's, not a class's.
+- Methods of its classes cannot be replaced, nor can interpreted classes inherit from them.
+- Classes that a library makes of their annotations (pydantic's, msgspec's) stand in a module that is not compiled.
+- Nothing recurses over what a client sends: the stack is not checked.
 """
 
 from __future__ import annotations
