@@ -1,7 +1,7 @@
-"""A model that does as it is told: an HTTP upstream which answers as OpenAI's and Anthropic's APIs do, from a script.
+"""A model that does as it is told: an HTTP upstream which answers as the APIs of the field do, from a script.
 
-Three shapes of one answer: a chat completion, a response and a message. As with real models, ids are new each time, arguments
-are spaced as they come, and what is said around a call is never the same twice.
+Five shapes of one answer: a chat completion, a response, a message, Gemini's content and Bedrock's. As with real models, ids
+are new each time, arguments are spaced as they come, and what is said around a call is never the same twice.
 """  # noqa: INP001  # a part of the demo beside it, not of a package
 
 from __future__ import annotations
@@ -185,8 +185,37 @@ def _message(answer: Answer, number: int) -> dict[str, Any]:
     }
 
 
+def _content(answer: Answer, number: int) -> dict[str, Any]:
+    text = answer if isinstance(answer, str) else _remark(number)
+    parts: list[dict[str, Any]] = [{"text": f"{text} {number}", "thought": True}, {"text": text}]
+    if not isinstance(answer, str):
+        parts += [{"functionCall": {"name": call.tool, "args": dict(call.arguments)}} for call in answer]
+    return {
+        "responseId": _id("gen"),
+        "modelVersion": NAME,
+        "candidates": [{"index": 0, "content": {"role": "model", "parts": parts}, "finishReason": "STOP"}],
+        "usageMetadata": {"promptTokenCount": 9, "candidatesTokenCount": 9, "totalTokenCount": 18},
+    }
+
+
+def _converse(answer: Answer, number: int) -> dict[str, Any]:
+    content: list[dict[str, Any]] = [{"text": answer if isinstance(answer, str) else _remark(number)}]
+    if not isinstance(answer, str):
+        content += [
+            {"toolUse": {"toolUseId": _id("tooluse"), "name": call.tool, "input": dict(call.arguments)}} for call in answer
+        ]
+    return {
+        "output": {"message": {"role": "assistant", "content": content}},
+        "stopReason": "end_turn" if isinstance(answer, str) else "tool_use",
+        "usage": {"inputTokens": 9, "outputTokens": 9, "totalTokens": 18},
+        "metrics": {"latencyMs": 9},
+    }
+
+
 _SHAPES: dict[str, Callable[[Answer, int], dict[str, Any]]] = {
     "/v1/chat/completions": _chat,
     "/v1/responses": _response,
     "/v1/messages": _message,
+    ":generateContent": _content,
+    "/converse": _converse,
 }

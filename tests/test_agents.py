@@ -168,7 +168,7 @@ LOOPS: dict[str, tuple[str, Script, int, str]] = {  # where, what the model asks
         "3 of the last 7 tool calls were check",
     ),
     "two tools in one turn": ("", again([Call("first"), CHECK]), 3, "3 of the last 6 tool calls were check"),
-    "three times in one turn": ("", again([CHECK, CHECK, CHECK]), 1, ONE_LOOP),
+    "three times in one turn": ("", again([CHECK, CHECK, CHECK]), 3, ONE_LOOP),
     "with allowed calls between": ("", again([CHECK], [WAIT]), 5, ONE_LOOP),
     "allowed beside in one turn": ("", again([CHECK, WAIT]), 3, ONE_LOOP),
     "threshold of the tool": (
@@ -177,7 +177,7 @@ LOOPS: dict[str, tuple[str, Script, int, str]] = {  # where, what the model asks
         2,
         "search with the same arguments and the same result, so this request was refused. The index is built once a day.",
     ),
-    "cycle within the window": ("", again(*CYCLE), 7, "3 of the last 7 tool calls were first"),
+    "cycle within the window": ("", again(*CYCLE), 8, "3 of the last 8 tool calls were second"),
     "cycle beyond the window": (
         "/narrow",
         again(*CYCLE),

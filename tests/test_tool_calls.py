@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from extproc.decision import Repeat
 from extproc.policy.bundle import LoopDetection
+from extproc.similarity.actions import MAX_NAME
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.keys import Tool
-from extproc.similarity.tool_calls import MAX_NAME, NO_CALLS, ToolCalls, _matches
+from extproc.similarity.tool_calls import NO_CALLS, ToolCalls
+from extproc.similarity.tools import matches
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_conversation import BODIES
@@ -131,7 +133,57 @@ def as_anthropic(events: Sequence[Event]) -> dict[str, Any]:
     return {"model": "m", "max_tokens": 9, "messages": messages}
 
 
-SHAPES: dict[str, Shape] = {"chat": as_chat, "responses": as_responses, "anthropic": as_anthropic}
+def as_gemini(events: Sequence[Event]) -> dict[str, Any]:
+    """A history as Gemini's generateContent has it: ids are rare; without them results go with calls by their order."""
+    contents: list[dict[str, Any]] = []
+    for number, event in enumerate(events):
+        if isinstance(event, User | Says):
+            contents.append({"role": "user" if isinstance(event, User) else "model", "parts": [{"text": event.text}]})
+            continue
+        parts: list[dict[str, Any]] = [{"text": f"thought {number}", "thought": True}]
+        said = []
+        named = any(call.result is None for call in event)
+        for identity, _, call in _calls(event, number):
+            same = {"name": call.name, **({"id": identity} if named else {})}
+            parts.append({"functionCall": {**same, "args": call.arguments}})
+            if call.result is not None:
+                said.append({"functionResponse": {**same, "response": {"result": call.result}}})
+        contents.append({"role": "model", "parts": parts})
+        if said:
+            contents.append({"role": "user", "parts": said})
+    return {"contents": contents}
+
+
+def as_bedrock(events: Sequence[Event]) -> dict[str, Any]:
+    """A history as Bedrock's Converse has it."""
+    messages: list[dict[str, Any]] = []
+    for number, event in enumerate(events):
+        if isinstance(event, User | Says):
+            messages.append({"role": "user" if isinstance(event, User) else "assistant", "content": [{"text": event.text}]})
+            continue
+        blocks: list[dict[str, Any]] = [{"reasoningContent": {"reasoningText": {"text": f"thought {number}"}}}]
+        blocks += [
+            {"toolUse": {"toolUseId": identity, "name": call.name, "input": call.arguments}}
+            for identity, _, call in _calls(event, number)
+        ]
+        messages.append({"role": "assistant", "content": blocks})
+        results = [
+            {"toolResult": {"toolUseId": identity, "content": [{"text": call.result}]}}
+            for identity, _, call in _calls(event, number)
+            if call.result is not None
+        ]
+        if results:
+            messages.append({"role": "user", "content": results})
+    return {"messages": messages}
+
+
+SHAPES: dict[str, Shape] = {
+    "chat": as_chat,
+    "responses": as_responses,
+    "anthropic": as_anthropic,
+    "gemini": as_gemini,
+    "bedrock": as_bedrock,
+}
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
@@ -152,16 +204,25 @@ def seen(events: Sequence[Event], **more: Any) -> list[Repeat | None]:  # noqa: 
     return [verdict(shape(events), loop(**more)) for shape in SHAPES.values()]
 
 
-def _rule(settings: LoopDetection, name: str) -> tuple[bool, int, int]:
-    """The oracle's reading of `tools`: allowed, threshold, window."""
+def _rule(settings: LoopDetection, name: str) -> tuple[bool, int, int, bool]:
+    """The oracle's reading of `tools`: allowed, threshold, window, and whether that is one of the tool's own calls."""
     tool = settings.tools.get(name)
     if tool is None:
         patterns = [pattern for pattern in settings.tools if "*" in pattern]
         fitting = [pattern for pattern in patterns if re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), name, re.DOTALL)]
-        tool = settings.tools[fitting[0]] if fitting else Tool()
-    threshold = tool.threshold or settings.threshold_identical_requests
+        tool = settings.tools[fitting[0]] if fitting else None
+    made = tool or Tool()
+    threshold = made.threshold or settings.threshold_identical_requests
     assert threshold is not None
-    return tool.allow, threshold, tool.window_calls or settings.window_calls
+    return made.allow, threshold, made.window_calls or settings.window_calls, tool is not None
+
+
+Key = tuple[str, str, str | None]
+
+
+def _key(call: Called, settings: LoopDetection) -> Key:
+    """What a call is equal to."""
+    return call.name, json.dumps(call.arguments, sort_keys=True), call.result if settings.compare_results else "any"
 
 
 def oracle(events: Sequence[Event], settings: LoopDetection) -> set[tuple[tuple[str, ...], int]]:
@@ -172,29 +233,35 @@ def oracle(events: Sequence[Event], settings: LoopDetection) -> set[tuple[tuple[
     if not assistants or isinstance(assistants[-1], Says):
         return set()
     turns = [event for event in assistants if not isinstance(event, Says)]
-    named = [(call, turn is turns[-1]) for turn in turns for call in turn if not _rule(settings, call.name)[0]]
-    # Each as what it is equal to; a call without a result equals none but itself.
-    calls = [
-        (call.name, json.dumps(call.arguments, sort_keys=True), (call.result if call.result is not None else place))
-        if settings.compare_results
-        else (call.name, json.dumps(call.arguments, sort_keys=True), None)
-        for place, (call, _) in enumerate(named)
-    ]
+    # Each round as what counts of it, each call once, where it was made last.
+    counted = [[_key(call, settings) for call in turn if not _rule(settings, call.name)[0]] for turn in turns]
+    rounds = [list(dict.fromkeys(reversed(keys)))[::-1] for keys in counted]
+    made = [(number, key) for number, keys in enumerate(rounds) for key in keys]
     found = set()
-    for place, (call, last) in enumerate(named):
-        _, threshold, window = _rule(settings, call.name)
-        count = calls[-window:].count(calls[place])
-        if last and place >= len(calls) - window and count >= threshold:
-            found.add(((call.name,), count))
+    for number, key in made:
+        _, threshold, window, own = _rule(settings, key[0])
+        among = [entry for entry in made if entry[1][0] == key[0]] if own else made
+        among = among[-window:]
+        if number != len(turns) - 1 or (number, key) not in among or key[2] is None:
+            continue
+        equal = [other for other, same in among if same == key]
+        last = equal[-threshold:]
+        between = [other for other in range(last[0], last[-1]) if other not in last and rounds[other]]
+        new = [other for other in between if set(rounds[other]) not in map(set, rounds[:other])]
+        if len(equal) >= threshold and len(new) <= threshold - 2:
+            found.add(((key[0],), len(equal)))
     if found:
         return {item for item in found if item[1] == max(count for _, count in found)}
-    if not named or not named[-1][1]:
+    if not made or made[-1][0] != len(turns) - 1:
         return set()
+    keys = [key for _, key in made]
     for length in range(2, settings.max_cycle + 1):
-        members = calls[-length:]
-        rounds = max(_rule(settings, name)[1] for name, _, _ in members)
-        if len(set(members)) == length and calls[-length * rounds :] == members * rounds:
-            return {(tuple(name for name, _, _ in members), rounds)}
+        members = keys[-length:]
+        times = max(_rule(settings, name)[1] for name, _, _ in members)
+        times = times if length < 5 else max(2, times - 1)
+        known = all(result is not None for _, _, result in members)
+        if known and len(set(members)) == length and keys[-length * times :] == members * times:
+            return {(tuple(name for name, _, _ in members), times)}
     return set()
 
 
@@ -232,6 +299,7 @@ _SETTINGS = st.builds(
     tools=_TOOLS,
 )
 _A, _B = Called("f", {"a": 1}), Called("g", {})
+_NEW = [Called("edit", {"line": number}) for number in range(3)]
 
 
 @given(_HISTORIES, _SETTINGS, st.booleans())
@@ -306,7 +374,16 @@ def test_a_request_without_its_history_is_not_counted(data: bytes) -> None:
         pytest.param([(_A,)] * 2, {}, None, id="below it"),
         pytest.param([(_A,)] * 7, {}, 7, id="past it"),
         pytest.param([(_A,)] * 20, {}, 10, id="past the window"),
-        pytest.param([(_A, _A, _A)], {}, 3, id="at once"),
+        pytest.param([(_A, _A, _A)], {}, None, id="at once"),
+        pytest.param([(_A, _A), (_A,), (_A, _A, _A)], {}, 3, id="at once is one round"),
+        pytest.param([(_A,), (_NEW[0],), (_A,), (_NEW[1],), (_A,)], {}, None, id="edit, run, edit, run"),
+        pytest.param([(_A,), (_NEW[0],), (_A,), (_A,)], {}, 3, id="one new round between"),
+        pytest.param([(_NEW[0],), (_NEW[1],), (_A,), (_NEW[0],), (_A,), (_NEW[1],), (_A,)], {}, 3, id="nothing new between"),
+        pytest.param([(_A, new) for new in _NEW], {}, 3, id="beside what is new"),
+        pytest.param([(Called(name, {}),) for name in "abcde" * 2], {}, 2, id="a cycle of five comes round twice"),
+        pytest.param([(Called(name, {}),) for name in "abcd" * 2], {}, None, id="a cycle of four does not"),
+        pytest.param([(Called(name, {}),) for name in "abcdefghij" * 2], {}, 2, id="a cycle of ten"),
+        pytest.param([(Called(name, {}),) for name in "abcdefghijk" * 2], {}, None, id="a cycle of eleven"),
         pytest.param([(_A,), (_B,), (_A,), (_B,), (_B,), (_A,)], {}, 3, id="others between"),
         pytest.param([(_A,), (_A,), (_B,), (_A,)], {"window_calls": 3}, None, id="out of the window"),
         pytest.param([(_A,), (_A,), (_A,), (_B,)], {}, None, id="not in the last turn"),
@@ -327,8 +404,14 @@ def test_a_request_without_its_history_is_not_counted(data: bytes) -> None:
         pytest.param(
             [(_B, _B, *(Called(f"h{number}", {}) for number in range(11)))],
             {"tools": {"g": Tool(threshold=2, window_calls=20)}},
-            2,
+            None,
             id="a tool's own window in one turn",
+        ),
+        pytest.param(
+            [turn for number in range(3) for turn in ((_B,), *[(Called("h", {"n": n % 2}),) for n in range(6)])] + [(_B,)],
+            {"tools": {"g": Tool(threshold=4, window_calls=4)}},
+            4,
+            id="a tool's own window is of its own calls",
         ),
         pytest.param([*[(_A,), (_B,)] * 3], {"window_calls": 3}, 3, id="a cycle longer than the window"),
         pytest.param([*[(_A,), (_B,)] * 2, (_A,)], {"window_calls": 3}, None, id="half a round less"),
@@ -348,7 +431,7 @@ def test_what_is_a_loop(events: list[Event], more: dict[str, Any], count: int | 
     """Each case gives its count in every API, or no loop in any."""
     found = [repeat.count if repeat is not None else None for repeat in seen(events, **more)]
 
-    assert found == [count] * 3
+    assert found == [count] * len(SHAPES)
 
 
 def test_a_cycle_is_named_in_the_order_of_its_calls() -> None:
@@ -358,7 +441,7 @@ def test_a_cycle_is_named_in_the_order_of_its_calls() -> None:
     for repeat in seen(events, window_calls=3):
         assert repeat is not None
         assert (repeat.tools, repeat.count, repeat.calls) == (("a", "b", "c", "d"), 3, 12)
-    assert seen(events, window_calls=3, max_cycle=3) == [None] * 3
+    assert seen(events, window_calls=3, max_cycle=3) == [None] * len(SHAPES)
 
 
 @every_shape
@@ -431,7 +514,7 @@ def test_a_tools_own_entry_comes_before_patterns(tools: dict[str, int], name: st
 @given(st.text("ab*", max_size=6).filter(lambda pattern: "*" in pattern), st.text("ab\n", max_size=8))
 def test_patterns_match_as_they_read(pattern: str, name: str) -> None:
     """`*` stands for any characters, none among them, and all others for themselves."""
-    assert _matches(name, pattern.split("*")) == (re.fullmatch(pattern.replace("*", ".*"), name, re.DOTALL) is not None)
+    assert matches(name, pattern.split("*")) == (re.fullmatch(pattern.replace("*", ".*"), name, re.DOTALL) is not None)
 
 
 def _anthropic_user(*blocks: dict[str, Any]) -> bytes:
@@ -463,13 +546,44 @@ def test_only_results_are_no_word_of_the_users(blocks: list[dict[str, Any]], loo
     assert (found is not None) is looping
 
 
-@pytest.mark.parametrize("role", ["system", "developer", "assistant", "tool"])
-def test_words_of_others_are_no_word_of_the_users(role: str) -> None:
-    """Only the user's message starts anew."""
+@pytest.mark.parametrize(
+    ("role", "looping"), [("system", False), ("developer", False), ("user", False), ("assistant", True), ("tool", True)]
+)
+def test_text_of_any_role_behind_results_is_new(role: str, looping: bool) -> None:
+    """Whoever says something starts anew, but for the model and its tools."""
     value = as_chat([User(), (_A,), (_A,), (_A,)])
     value["messages"].insert(-2, {"role": role, "content": "note"})
 
-    assert verdict(value, loop()) is not None
+    assert (verdict(value, loop()) is not None) is looping
+
+
+@pytest.mark.parametrize(
+    ("text", "looping"),
+    [
+        ("<system-reminder>Be brief.</system-reminder>", True),
+        ("<a>1</a>\n<b x='y'>2</b>\n", True),
+        ("<a>1</a> and you?", False),
+        ("<a>1</b>", False),
+        ("< a>1</ a>", False),
+        ("", False),
+    ],
+)
+def test_what_a_harness_wraps_beside_a_result_is_not_said(text: str, looping: bool) -> None:
+    """Text that is wholly wrapped in tags, in a result's message or in one behind it, leaves the history together."""
+    chat = as_chat([User(), (_A,), (_A,), (_A,)])
+    chat["messages"].append({"role": "user", "content": text})
+    anthropic = as_anthropic([User(), (_A,), (_A,), (_A,)])
+    anthropic["messages"][2]["content"].append({"type": "text", "text": text})
+
+    assert (verdict(chat, loop()) is not None) is looping
+    assert (verdict(anthropic, loop()) is not None) is looping
+
+
+def test_a_user_who_speaks_in_tags_is_one() -> None:
+    """Beside no result there is nobody but the user."""
+    value = as_chat([User(), (_A,), (_A,), Says("What now?"), User("<task>Go on.</task>"), (_A,)])
+
+    assert verdict(value, loop()) is None
 
 
 def test_a_failure_is_not_the_same_as_its_text() -> None:

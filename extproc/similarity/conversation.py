@@ -341,6 +341,10 @@ def result(value: Json) -> bytes:
         if all(part.kind == TEXT for part in found):
             return "\n".join([part.value for part in found]).strip().encode()
         return canonical(value, _NEVER_COMPARED_IN_RESULTS)
+    if isinstance(value, dict) and len(value) == 1:  # as Gemini has a text
+        (only,) = value.values()
+        if isinstance(only, str):
+            return only.strip().encode()
     return canonical(value)
 
 

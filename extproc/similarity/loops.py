@@ -26,7 +26,7 @@ from extproc.decision import Repeat
 from extproc.similarity.actions import THOUGHTS
 from extproc.similarity.document import Document
 from extproc.similarity.shapes import open_conversation
-from extproc.similarity.tools import Limit, Limits
+from extproc.similarity.tools import Limit, Limits, count_rounds
 from extproc.similarity.turn import AnyTurn, Turn, decode_turn, read_turns, same_action, same_result
 
 MAX_TURNS = 32
@@ -34,9 +34,6 @@ MAX_TURNS = 32
 
 DEFAULT_MAX_CYCLE = 10
 MIN_CYCLE = 2
-_LONG_CYCLE = 5
-"""A cycle of so many turns needs one round less."""
-
 REPEAT, RESULT, CYCLE, ERROR = "repeat", "result", "cycle", "error"
 """The rules; RESULT is REPEAT where what was done is not known."""
 
@@ -178,7 +175,7 @@ class TurnRule:
             members = history.newest(length)
             limits = [self._limits.of(turn.names()) for turn in members]
             threshold = max([limit.threshold for limit in limits])
-            rounds = threshold if length < _LONG_CYCLE else max(2, threshold - 1)
+            rounds = count_rounds(length, threshold)
             if (
                 length * rounds <= MAX_TURNS
                 and not any(limit.allow or not turn.known for limit, turn in zip(limits, members, strict=True))

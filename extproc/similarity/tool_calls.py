@@ -15,22 +15,26 @@ from typing import Any, ClassVar, NamedTuple
 
 from extproc.decision import Outcome, Repeat
 from extproc.policy.objects import JsonObject, Place
+from extproc.similarity.actions import MAX_NAME
 from extproc.similarity.base import Similarity
 from extproc.similarity.conversation import (
+    RESULT_ROLES,
+    Message,
     arguments,
     chat_calls,
     content,
     conversation,
-    only_text,
     parts,
     result,
 )
 from extproc.similarity.document import Document, NotCounted
-from extproc.similarity.keys import SimilarityKeys, ToolCallsKeys
-from extproc.similarity.shapes.structs import CALL, RESULT, Part
+from extproc.similarity.keys import MAX_CALLS, SimilarityKeys, ToolCallsKeys
+from extproc.similarity.shapes.conversation import find_wrapper
+from extproc.similarity.shapes.structs import CALL, RESULT, TEXT, Part
+from extproc.similarity.tools import count_rounds, matches
 
-MAX_NAME = 256
-"""So much of a tool's name is matched with the patterns of `tools` and shown, in characters."""
+_MOST_CALLS = MAX_CALLS
+"""So many calls are looked at in all."""
 
 NO_CALLS = "no calls that count: none since the user's last message, or only of tools that are allowed"
 _SEPARATOR = b"\xff"  # never in UTF-8
@@ -87,7 +91,7 @@ class Call:
             return False
         return not results or (self.outcome() != b"" and self.outcome() == other.outcome())
 
-    def named(self, *, results: bool) -> bytes:
+    def spell(self, *, results: bool) -> bytes:
         """All that is compared, for a fingerprint."""
         spelled = self.name.encode() + _SEPARATOR + self.arguments()
         return spelled + _SEPARATOR + self.outcome() if results else spelled
@@ -119,7 +123,7 @@ class ToolCalls(Similarity):
 
     def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
         """What is repeated, empty when nothing is that matters, and how often; see `Similarity`."""
-        history = _History(self._counted(document))
+        history = _History(self._counted(document), results=self._results)
         if history.at(self._fewest - 1) is None and not self._cooldown:
             return b"", None  # too few calls for any loop
         best = self._most_repeated(history)
@@ -129,8 +133,8 @@ class ToolCalls(Similarity):
 
     def show(self, document: Document) -> list[str]:
         """The calls that are looked at, the oldest first; see `Similarity`."""
-        found = list(islice(self._counted(document), self._longest))
-        named = [call.named(results=self._results).replace(_SEPARATOR, b" | ").decode() for call in reversed(found)]
+        found = _History(self._counted(document), results=self._results).newest(self._longest)
+        named = [call.spell(results=self._results).replace(_SEPARATOR, b" | ").decode() for call in reversed(found)]
         return named or [NO_CALLS]
 
     def describe(self, repeat: Repeat | None) -> str:
@@ -179,7 +183,7 @@ class ToolCalls(Similarity):
         name = name[:MAX_NAME]
         rule = self._named.get(name)
         if rule is None:
-            rule = next((rule for pattern, rule in self._patterns if _matches(name, pattern)), self._rule)
+            rule = next((rule for pattern, rule in self._patterns if matches(name, pattern)), self._rule)
         return rule
 
     def _most_repeated(self, history: _History) -> tuple[bytes, Repeat] | None:
@@ -190,16 +194,30 @@ class ToolCalls(Similarity):
             if call is None or call.turn:
                 break
             rule = self.rule(call.name)
-            if place >= rule.window_calls or any(call.same(other, results=self._results) for other, _ in candidates):
+            if rule is self._rule and place >= rule.window_calls:
                 continue
-            among = history.newest(rule.window_calls)
-            count = sum([call.same(other, results=self._results) for other in among])
+            # A tool with an entry of its own has a window of its own calls: what else is called does not push them out.
+            among = history.newest(rule.window_calls) if rule is self._rule else history.newest_of(call.name, rule.window_calls)
+            equal = [other for other in among if call.same(other, results=self._results)]
+            count = len(equal)
+            if count >= rule.threshold and self._is_work(history, equal[: rule.threshold]):
+                count = rule.threshold - 1
             repeat = Repeat((call.name[:MAX_NAME],), count, len(among), rule.threshold, self._results, rule.reason)
             candidates.append((call, repeat))
         if not candidates:
             return None
         call, repeat = max(candidates, key=lambda candidate: (candidate[1].looping, candidate[1].count))
-        return call.named(results=self._results), repeat
+        return call.spell(results=self._results), repeat
+
+    def _is_work(self, history: _History, equal: Sequence[Call]) -> bool:
+        """Whether too much that is new was done between equal calls, the newest first: edit, run, edit, run."""
+        kept = {call.turn for call in equal}
+        between = [turn for turn in range(equal[0].turn + 1, equal[-1].turn) if turn not in kept]
+        allowed = len(equal) - 2
+        if len(between) <= allowed:
+            return False
+        rounds = history.read_rounds(results=self._results)
+        return sum([rounds[turn] not in rounds[turn + 1 :] for turn in between if rounds[turn]]) > allowed
 
     def _cycle(self, history: _History) -> tuple[bytes, Repeat] | None:
         """The shortest cycle of different calls that has come round often enough, in the name of its newest call."""
@@ -210,12 +228,12 @@ class ToolCalls(Similarity):
             if not self._all_different(members):
                 continue
             rules = [self.rule(call.name) for call in members]
-            rounds = max(rule.threshold for rule in rules)
+            rounds = count_rounds(length, max(rule.threshold for rule in rules))
             if all(self._same(history, place, place + length) for place in range(1, length * (rounds - 1))):
                 names = tuple(call.name[:MAX_NAME] for call in reversed(members))
                 reason = next((rule.reason for rule in rules if rule.reason), "")
                 repeat = Repeat(names, rounds, length * rounds, rounds, self._results, reason)
-                return members[0].named(results=self._results), repeat
+                return members[0].spell(results=self._results), repeat
         return None
 
     def _same(self, history: _History, newer: int, older: int) -> bool:
@@ -238,11 +256,13 @@ def _name_calls(repeat: Repeat) -> str:
 
 
 class _History:
-    """Calls, the newest first, taken from the conversation as far as somebody asks for them."""
+    """Calls, the newest first, taken from the conversation as far as somebody asks; one made several times at once is one."""
 
-    def __init__(self, source: Iterator[Call]) -> None:
+    def __init__(self, source: Iterator[Call], *, results: bool) -> None:
         self._source = source
+        self._results = results
         self._taken: list[Call] = []
+        self._at_once: set[bytes] = set()  # of the last turn that was taken, where it has several
 
     def at(self, place: int) -> Call | None:
         """The call at a place, 0 being the newest."""
@@ -250,13 +270,34 @@ class _History:
             call = next(self._source, None)
             if call is None:
                 return None
-            self._taken.append(call)
+            if self._is_first(call):
+                self._taken.append(call)
         return self._taken[place]
+
+    def _is_first(self, call: Call) -> bool:
+        """Whether it has not been taken in the same turn."""
+        if not self._taken or self._taken[-1].turn != call.turn:
+            self._at_once = set()
+            return True
+        self._at_once.add(self._taken[-1].spell(results=self._results))
+        return call.spell(results=self._results) not in self._at_once
 
     def newest(self, count: int) -> list[Call]:
         """So many calls, or as many as there are."""
         self.at(count - 1)
         return self._taken[:count]
+
+    def newest_of(self, name: str, count: int) -> list[Call]:
+        """So many calls of one tool, or as many as there are among those that are looked at."""
+        return list(islice((call for call in self.newest(_MOST_CALLS) if call.name == name), count))
+
+    def read_rounds(self, *, results: bool) -> list[frozenset[bytes]]:
+        """What was called in each turn, the newest first, as far as calls are looked at."""
+        calls = self.newest(_MOST_CALLS)
+        rounds: list[set[bytes]] = [set() for _ in range(calls[-1].turn + 1)] if calls else []
+        for call in calls:
+            rounds[call.turn].add(call.spell(results=results))
+        return [frozenset(made) for made in rounds]
 
 
 def calls(document: Document, *, reset: bool) -> Iterator[Call]:
@@ -264,17 +305,12 @@ def calls(document: Document, *, reset: bool) -> Iterator[Call]:
 
     Args:
         document: in which the conversation stands.
-        reset: stop at the last message of the user's own; one that only carries results is not.
+        reset: stop where anybody but the model last said something.
     """
     answers: defaultdict[str, deque[Part]] = defaultdict(deque)  # ids need not be unique: then the order decides
     turn, calling, silent = 0, False, True
-    for message in conversation(document).backwards(document):
-        said = None if message.tool_calls else content(message)  # whose calls stand beside what it says
-        if reset and message.role == "user" and only_text(message, said):
-            return
-        found = chat_calls(message) if message.tool_calls else parts(message, said)
-        if reset and message.role == "user" and not (found and all(part.kind == RESULT for part in found)):
-            return
+    read = _read_messages(document)
+    for message, found in _since_somebody_spoke(read) if reset else read:
         for part in reversed(found):
             if part.kind == RESULT:
                 if calling:
@@ -288,15 +324,31 @@ def calls(document: Document, *, reset: bool) -> Iterator[Call]:
             turn, silent = 1, False  # it has said something since, and calls nothing
 
 
-def _matches(name: str, pattern: Sequence[str]) -> bool:
-    """Whether a name is the pattern's parts with anything between them; in linear time, because clients choose names."""
-    first, *between, last = pattern
-    if len(name) < len(first) + len(last) or not name.startswith(first) or not name.endswith(last):
-        return False
-    place, end = len(first), len(name) - len(last)
-    for part in between:
-        place = name.find(part, place, end)
-        if place < 0:
-            return False
-        place += len(part)
-    return True
+def _read_messages(document: Document) -> Iterator[tuple[Message, Sequence[Part]]]:
+    """Messages and what stands in them, the newest first; of those that call nothing but what stands beside their content."""
+    for message in conversation(document).backwards(document):
+        yield message, chat_calls(message) if message.tool_calls else parts(message, content(message))
+
+
+def _since_somebody_spoke(read: Iterator[tuple[Message, Sequence[Part]]]) -> Iterator[tuple[Message, Sequence[Part]]]:
+    """The same up to where anybody but the model says something.
+
+    Results are not said, nor is text beside them that is wholly wrapped in a tag: that is the agent's own program.
+    """
+    answered = wrapped = False  # since the message of the model's that comes next
+    for message, found in read:
+        if message.role == "assistant":
+            if wrapped and not answered:
+                return
+            answered = wrapped = False
+        elif message.role and message.role not in RESULT_ROLES:
+            if not found or any(_is_said(part) for part in found):
+                return
+            wrapped = True
+        answered = answered or any(part.kind == RESULT for part in found)
+        yield message, found
+
+
+def _is_said(part: Part) -> bool:
+    """Whether a part of somebody's message is what he says; text that is wholly wrapped in a tag is his program's."""
+    return part.kind != RESULT and not (part.kind == TEXT and find_wrapper(part.value.strip()))

@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+_LONG_CYCLE = 5
+"""A cycle of so many calls or turns needs one round less."""
+
+
+def count_rounds(length: int, threshold: int) -> int:
+    """How often a cycle has to come round to be a loop."""
+    return threshold if length < _LONG_CYCLE else max(2, threshold - 1)
+
 
 class Limit(NamedTuple):
     """What holds for what a turn does; see `LoopDetection`."""
@@ -41,11 +49,11 @@ class Limits:
     def _of_one(self, name: str) -> Limit:
         limit = self._tools.get(name)
         if limit is None:
-            limit = next((limit for pattern, limit in self._patterns if _matches(name, pattern)), self._default)
+            limit = next((limit for pattern, limit in self._patterns if matches(name, pattern)), self._default)
         return limit
 
 
-def _matches(name: str, pattern: Sequence[str]) -> bool:
+def matches(name: str, pattern: Sequence[str]) -> bool:
     """Whether a name is the pattern's parts with anything between them; in linear time, because clients choose names."""
     first, *between, last = pattern
     if len(name) < len(first) + len(last) or not name.startswith(first) or not name.endswith(last):

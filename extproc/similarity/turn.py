@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterator
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from extproc.similarity.actions import MAX_NAME, Action, number_id, read_action
+from extproc.similarity.actions import Action, number_id, read_action
 from extproc.similarity.document import canonical, walk
 from extproc.similarity.results import MAX_NORMALIZED, is_error, may_be_equal, normalize
-from extproc.similarity.shapes.conversation import result_text, unpack
+from extproc.similarity.shapes.conversation import find_wrapper, result_text, unpack
 from extproc.similarity.shapes.structs import CALL, RESULT, TEXT, Conversation, Part
 
 _NEXT = "\x1e"  # a record separator (ASCII), which texts hardly hold
@@ -24,9 +24,6 @@ _INJECTED = frozenset({"system-reminder", "system_reminder", "environment_detail
 
 _MAX_NORMALIZED_IN_ALL = 6 * MAX_NORMALIZED
 """So much of all the results of a request, in characters; the others are compared as they are."""
-
-_MAX_WRAPPED = 32
-"""A text of more elements is something that somebody says."""
 
 MAX_ENTRY = 64
 """Longest entry of a ring, in bytes."""
@@ -175,9 +172,9 @@ class Turn:
                 else:
                     others.append(_said(part))
         if results:
-            others = [text for text in others if not wrapper(text)]
+            others = [text for text in others if not find_wrapper(text)]
         elif len(others) > 1:
-            others = [text for text in others if wrapper(text) not in _INJECTED] or others
+            others = [text for text in others if find_wrapper(text) not in _INJECTED] or others
         self._returned = any(text for _, text in results)
         return _NEXT.join([*self._in_order(results), *[text for text in others if text]])
 
@@ -294,25 +291,6 @@ def _said(part: Part) -> str:
     if part.kind == TEXT:
         return value.strip() if isinstance(value, str) else ""
     return canonical(value).decode()
-
-
-def wrapper(text: str) -> str:
-    """The name of the first of the elements that a text is nothing but, such as `system-reminder`; empty where it is more."""
-    name = ""
-    place = 0
-    for _ in range(_MAX_WRAPPED):
-        end = text.find(">", place, place + MAX_NAME) if text.startswith("<", place) else -1
-        tag = text[place + 1 : end].partition(" ")[0] if end >= 0 else ""
-        closing = text.find(f"</{tag}>", end) if tag.replace("-", "_").isidentifier() else -1
-        if closing < 0:
-            return ""
-        name = name or tag
-        place = closing + len(tag) + 3
-        while place < len(text) and text[place].isspace():
-            place += 1
-        if place == len(text):
-            return name
-    return ""
 
 
 def read_turns(talk: Conversation, ignored: Collection[str]) -> Iterator[Turn]:

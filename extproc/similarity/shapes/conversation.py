@@ -29,6 +29,11 @@ ASSISTANTS = frozenset({"assistant", "model", "ai"})
 
 _CACHE_CONTROL = ("*", "cache_control")  # which clients move from message to message
 
+_MAX_WRAPPED = 32
+"""A text of more elements is something that somebody says."""
+
+_LONGEST_TAG = 256
+
 _decode_content = json.Decoder(list[dict[str, Raw]] | str | None).decode
 
 
@@ -186,3 +191,22 @@ def unpack(value: Json) -> Json:
     if len(value) > WORTH_COUNTING:
         check_containers(bytes(value))
     return opened(value)
+
+
+def find_wrapper(text: str) -> str:
+    """The tag of the first of the elements that a text is nothing but, such as `system-reminder`; empty where it is more."""
+    name = ""
+    place = 0
+    for _ in range(_MAX_WRAPPED):
+        end = text.find(">", place, place + _LONGEST_TAG) if text.startswith("<", place) else -1
+        tag = text[place + 1 : end].partition(" ")[0] if end >= 0 else ""
+        closing = text.find(f"</{tag}>", end) if tag.replace("-", "_").isidentifier() else -1
+        if closing < 0:
+            return ""
+        name = name or tag
+        place = closing + len(tag) + 3
+        while place < len(text) and text[place].isspace():
+            place += 1
+        if place == len(text):
+            return name
+    return ""
