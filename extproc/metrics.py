@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from extproc.decision import Action
+from extproc.tallies import Buckets, Decisions
 
 _PREFIX = "loopguard"
 _LATENCY_BUCKETS = (0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
@@ -23,12 +32,18 @@ class Metrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(name, text, labels, namespace=_PREFIX, registry=registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, namespace=_PREFIX, registry=registry, buckets=buckets)
+        def histogram(name: str, text: str, bounds: tuple[float, ...]) -> Buckets:
+            buckets = Buckets(bounds)
+            registry.register(_Shown(lambda: _show_buckets(f"{_PREFIX}_{name}", text, buckets)))
+            return buckets
 
-        decided = ("policy", "mode", "action")
-        self.requests = counter("requests_total", "Requests that a policy counted, by what it made of them", *decided)
-        self.loops_detected = counter("loops_detected_total", "Requests that a policy saw as part of a loop", *decided)
+        def decided(name: str, text: str, *actions: Action) -> None:
+            registry.register(_Shown(lambda: _show_decisions(f"{_PREFIX}_{name}", text, self.decisions, actions)))
+
+        self.decisions = Decisions()
+        decided("requests_total", "Requests that a policy counted, by what it made of them", *Action)
+        loops = [action for action in Action if action is not Action.ALLOW]
+        decided("loops_detected_total", "Requests that a policy saw as part of a loop", *loops)
         by_detector = ("policy", "detector", "mode", "action")
         self.detections = counter("detections_total", "Requests that a detector saw as part of a loop", *by_detector)
         self.compared_exactly = counter("compared_exactly_total", "Bodies that are not JSON, compared byte for byte", "policy")
@@ -60,14 +75,29 @@ class Metrics:
             self.handover_errors.labels(reason)
         for result in ("ok", "error"):
             self.policy_reloads.labels(result)
-        self._decided: dict[tuple[str, str, str], Counter] = {}
 
-    def count_decision(self, policy: str, mode: str, action: str, *, loop: bool) -> None:
-        """One policy's outcome for one request; its label lookups are remembered, because they cost more than counting."""
-        labels = (policy, mode, action)
-        child = self._decided.get(labels)
-        if child is None:
-            child = self._decided[labels] = self.requests.labels(*labels)
-        child.inc()
-        if loop:
-            self.loops_detected.labels(*labels).inc()
+
+class _Shown(Collector):
+    """Reads numbers that are kept elsewhere, at a scrape."""
+
+    def __init__(self, show: Callable[[], Metric]) -> None:
+        self._show = show
+
+    def collect(self) -> Iterable[Metric]:
+        return [self._show()]
+
+    describe = collect  # the registry asks for the names
+
+
+def _show_decisions(name: str, text: str, decisions: Decisions, actions: Sequence[Action]) -> Metric:
+    shown = CounterMetricFamily(name, text, labels=("policy", "mode", "action"))
+    for (policy, mode, action), count in decisions.counts.copy().items():
+        if Action(action) in actions:
+            shown.add_metric((policy, mode, action), count)
+    return shown
+
+
+def _show_buckets(name: str, text: str, buckets: Buckets) -> Metric:
+    bounds = [*map(floatToGoString, buckets.bounds), "+Inf"]
+    counts = [float(count) for count in accumulate(buckets.counts)]
+    return HistogramMetricFamily(name, text, list(zip(bounds, counts, strict=True)), buckets.sum)

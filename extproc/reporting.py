@@ -47,8 +47,7 @@ class Reporter:
                 metrics.detections.labels(outcome.policy, outcome.detector, outcome.mode, outcome.action.value).inc()
                 self._log_detection(evaluation, outcome)
         for outcome in group_by_policy(decision.trace):
-            loop = outcome.action is not Action.ALLOW
-            metrics.count_decision(outcome.policy, outcome.mode, outcome.action.value, loop=loop)
+            metrics.decisions.add(outcome.policy, outcome.mode, outcome.action.value)
         for policy in evaluation.list_compared_exactly():
             metrics.compared_exactly.labels(policy).inc()
         self.report_uncounted(evaluation)

@@ -31,7 +31,6 @@ from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY, Body
 from extproc.handover import POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicyError, parse_names
 from extproc.metrics import Metrics
-from extproc.pb.external_processor_pb2 import ProcessingRequest
 from extproc.reporting import Reporter
 from extproc.request import explain_unknowable_body, is_grpc
 from extproc.settings import Settings, is_scope
@@ -42,10 +41,10 @@ from extproc.upload import CUT_OFF, MORE, Kept, Upload
 from extproc.wire import (
     BODY_NONE,
     BODY_STREAMED,
-    LARGE,
+    BODY_UNTOLD,
     UNSUPPORTED_BODY_MODES,
-    parse_large,
-    read_attributes,
+    Message,
+    parse_message,
     read_request,
 )
 
@@ -185,7 +184,6 @@ class Stream:
 
     __slots__ = (
         "_body_mode",
-        "_chunk",
         "_ended",
         "_engine",
         "_evaluation",
@@ -210,8 +208,7 @@ class Stream:
         self._overloaded = overloaded
         self._evaluation: Evaluation | None = None  # what waits for the body
         self._upload: Upload | None = None
-        self._chunk: bytes | memoryview | None = None  # of the body, where the message at hand is large
-        self._body_mode = -1
+        self._body_mode = BODY_UNTOLD
         self.given_up = False
         self._holding: str | None = None
         self._observed = False
@@ -228,22 +225,29 @@ class Stream:
         """
         self._started = perf_counter()
         try:
-            if len(data) < LARGE:
-                message, self._chunk = ProcessingRequest.FromString(data), None
-            else:
-                message, self._chunk = parse_large(data)
+            message = parse_message(data)
         except DecodeError as error:
             raise ProtocolError("not a ProcessingRequest", code=_INVALID_ARGUMENT) from error
-        kind = message.WhichOneof("request")
-        if kind is None:
+        kind = message.kind
+        if not kind:
             return _NO_ANSWER  # a phase that does not exist yet; Envoy goes on when the stream ends with OK
         if self._overloaded:
             self._service.metrics.overload.inc()
             return _DONE[kind]
         try:
-            return _HANDLERS[kind](self, message)
+            return self._handle(message)
         except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
             return self._fail(kind, error)
+
+    def _handle(self, message: Message) -> MaybeLater:
+        # Not by a table: a method out of a dict is called as interpreted code calls it.
+        if message.kind == "request_headers":
+            return self._on_request_headers(message)
+        if message.kind == "request_body":
+            return self._on_request_body(message)
+        if message.kind == "request_trailers":
+            return self._on_request_trailers()
+        return self._on_response(message.kind)
 
     def close(self) -> None:
         """The stream has ended, in whatever way: free what it held."""
@@ -263,20 +267,19 @@ class Stream:
         if self.on_given_up is not None:
             self.on_given_up()
 
-    def _on_request_headers(self, message: ProcessingRequest) -> MaybeLater:
+    def _on_request_headers(self, message: Message) -> MaybeLater:
         if self._evaluation is not None or self.given_up:
             return _DONE["request_headers"]
-        self._observed = message.observability_mode
+        self._observed = message.observed
         evaluation = self._prepare(message)
         if evaluation is None:
             self._service.metrics.unmatched.inc()
             return _DONE["request_headers"]
-        if message.request_headers.end_of_stream:
+        if message.ended:
             return self._judge("request_headers", evaluation, NO_BODY, content=b"")
         if not evaluation.needs_body:
             return self._judge("request_headers", evaluation, None)
-        if message.HasField("protocol_config"):
-            self._body_mode = message.protocol_config.request_body_mode
+        self._body_mode = message.body_mode
         reason = explain_unknowable_body(evaluation.request) or _explain_no_body(self._body_mode)
         if not reason and self._service.released.is_set():
             reason = "shutdown"
@@ -308,26 +311,24 @@ class Stream:
         self._service.waiting[self] = None
         return reply._replace(done=False) if reply.done else reply
 
-    def _prepare(self, message: ProcessingRequest) -> Evaluation | None:
+    def _prepare(self, message: Message) -> Evaluation | None:
         """What the policies of the request, and of its route, want to count."""
         service, engine, handed_over = self._service, self._engine, None
-        if POLICY_ATTRIBUTE in (known := read_attributes(message)):
-            handed_over = service.compile_handed_over(known[POLICY_ATTRIBUTE].string_value)
+        request = read_request(message, allow_unverified_jwt=service.settings.allow_unverified_jwt)
+        policy_json = message.read_attribute(POLICY_ATTRIBUTE)
+        if policy_json is not None:
+            handed_over = service.compile_handed_over(policy_json)
         if self._pinned and (unknown := engine.list_unknown(self._pinned)):
             service.reporter.report_unknown_policies(unknown)
-        request = read_request(message, allow_unverified_jwt=service.settings.allow_unverified_jwt)
         return engine.prepare(request, self._scope, self._pinned, handed_over)
 
-    def _on_request_body(self, message: ProcessingRequest) -> MaybeLater:
+    def _on_request_body(self, message: Message) -> MaybeLater:
         evaluation = self._evaluation
         if evaluation is None:
             return _DONE["request_body"]
-        chunk, self._chunk = self._chunk, None
-        if chunk is None:
-            chunk = message.request_body.body
-        return self._take_chunk("request_body", evaluation, chunk, ended=message.request_body.end_of_stream)
+        return self._take_chunk("request_body", evaluation, message.body, ended=message.ended)
 
-    def _on_request_trailers(self, message: ProcessingRequest) -> MaybeLater:  # noqa: ARG002  # a handler's signature
+    def _on_request_trailers(self) -> MaybeLater:
         evaluation = self._evaluation
         if evaluation is None:
             return _DONE["request_trailers"]
@@ -354,9 +355,9 @@ class Stream:
         length = evaluation.request.headers.get("content-length", b"")
         return Upload(self._service.kept, self._body_mode, length, evaluation.inspects)
 
-    def _on_response(self, message: ProcessingRequest) -> MaybeLater:
+    def _on_response(self, kind: str) -> MaybeLater:
         self._leave_uncounted("no_body_phase")
-        return _DONE[message.WhichOneof("request") or ""]
+        return _DONE[kind]
 
     def _stop_waiting(self) -> Evaluation | None:
         """What waited for the body until now, if anything did."""
@@ -472,16 +473,6 @@ class Stream:
         self._service.metrics.fail_open.labels("internal_error").inc()
         self._service.reporter.report_failure("internal error, request let through", error, phase=kind)
         return _DONE[kind]
-
-
-_HANDLERS: dict[str, Callable[[Stream, ProcessingRequest], MaybeLater]] = {
-    "request_headers": Stream._on_request_headers,  # noqa: SLF001  # the table of its own methods
-    "request_body": Stream._on_request_body,  # noqa: SLF001
-    "request_trailers": Stream._on_request_trailers,  # noqa: SLF001
-    "response_headers": Stream._on_response,  # noqa: SLF001
-    "response_body": Stream._on_response,  # noqa: SLF001
-    "response_trailers": Stream._on_response,  # noqa: SLF001
-}
 
 
 def _explain_no_body(body_mode: int) -> str:

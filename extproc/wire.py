@@ -1,112 +1,299 @@
-"""What Envoy's messages say: the request that they tell of, and large bodies without copying them.
+"""What Envoy's messages say: of which phase they are, the request that they tell of, and bodies without copying them.
 
-protobuf copies a body twice, into the message and out of it again, which for 1 MB is dearer than everything else that is done
-with it. So the body is found by hand, in the one shape that Envoy sends, and protobuf parses only what surrounds it. Every
-other shape is left to protobuf altogether: the answer is always the one that protobuf would give.
+protobuf makes an object of every header, and copies a body twice; that is dearer than everything else that is done with a
+message. So those of requests are read by hand, in the one shape that Envoy sends. Every other shape is left to protobuf: the
+answer is always the one that protobuf would give. What stands beside headers is parsed when a policy asks for it, and not
+looked into before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from typing import Final
 
-from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Value
 
-from extproc.pb.base_pb2 import HeaderValue
 from extproc.pb.external_processor_pb2 import ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
 from extproc.request import Facts, HttpRequest, decode_claims, write_claim
 
-MAX_HEADERS = 10_000
+MAX_HEADERS: Final = 10_000
 """So many headers of a request are read (Envoy itself takes 100 by default); those behind them count as missing.
 
 Reading 100,000 takes 40 ms; nothing a client sends may hold up the others for longer than 50 ms.
 """
 
 # Body modes by name: looking an enum's value up on its message class costs microseconds.
-BODY_NONE = int(ProcessingMode.NONE)
-BODY_STREAMED = int(ProcessingMode.STREAMED)
-BODY_BUFFERED = int(ProcessingMode.BUFFERED)
-UNSUPPORTED_BODY_MODES = (int(ProcessingMode.FULL_DUPLEX_STREAMED), int(ProcessingMode.GRPC))
+BODY_NONE: Final = int(ProcessingMode.NONE)
+BODY_STREAMED: Final = int(ProcessingMode.STREAMED)
+BODY_BUFFERED: Final = int(ProcessingMode.BUFFERED)
+UNSUPPORTED_BODY_MODES: Final = (int(ProcessingMode.FULL_DUPLEX_STREAMED), int(ProcessingMode.GRPC))
+BODY_UNTOLD: Final = -1
 
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
 _JWT_NAMESPACE = "envoy.filters.http.jwt_authn"
 
-LARGE = 4_096
-"""From this many bytes on a message is worth it."""
+# A key on the wire is a field's number and its kind: 0 for a number, 2 for what has a length.
+_REQUEST_HEADERS: Final = 2 << 3 | 2
+_REQUEST_BODY: Final = 4 << 3 | 2
+_METADATA_CONTEXT: Final = 8 << 3 | 2
+_OBSERVABILITY_MODE: Final = 10 << 3
+_PROTOCOL_CONFIG: Final = 11 << 3 | 2
+_HEADER_MAP: Final = 1 << 3 | 2
+_HEADERS_END: Final = 3 << 3
+_HEADER: Final = 1 << 3 | 2
+_NAME: Final = 1 << 3 | 2
+_RAW_VALUE: Final = 3 << 3 | 2
+_BODY: Final = 1 << 3 | 2
+_BODY_END: Final = 2 << 3
+_BODY_MODE: Final = 1 << 3
 
-# A key on the wire is a field's number and its kind: here fields 4 and 1, both with a length (kind 2).
-_REQUEST_BODY = 4 << 3 | 2
-_BODY = 1 << 3 | 2
-_MAX_LENGTH_BYTES = 4
-_MAX_BEHIND = 127
-"""So many bytes may follow the body in its own message, a length that one byte spells; Envoy sends two."""
+LARGE: Final = 4_096
+"""From this many bytes on, not copying them is worth a view of them."""
+
+_KIND: Final = 7
+_LENGTH: Final = 2
+_MORE: Final = 0x80
+"""Set in every byte of a number but the last; the others are its bits."""
+
+_BITS: Final = 0x7F
+
+_MAX_LENGTH_BITS: Final = 28
+"""Longer lengths are nobody's."""
+
+_KNOWN: Final[dict[bytes, tuple[str, bytes]]] = {}
+"""Headers by their bytes on the wire: most of a request's are those of the request before."""
+
+_MAX_KNOWN: Final = 1_024
+_MAX_KNOWN_SIZE: Final = 256
 
 
-def parse_large(data: bytes) -> tuple[ProcessingRequest, bytes | memoryview]:
+class _UnusualError(Exception):
+    """A message has another shape than Envoy's."""
+
+
+class Message:
+    """One ProcessingRequest.
+
+    Attributes:
+        kind: the name of its phase, empty for one that does not exist yet.
+        headers: of request_headers: raw values by lower-case name; the first of repeated headers wins.
+        body: of request_body; a large one is a view of the message.
+        ended: nothing of the request follows.
+        observed: nobody waits for the answer.
+        body_mode: how bodies are sent; BODY_UNTOLD in all messages but a stream's first, and where Envoy does not say.
+    """
+
+    __slots__ = ("_beside", "_parsed", "body", "body_mode", "ended", "headers", "kind", "observed")
+
+    def __init__(self, kind: str, beside: bytes, parsed: ProcessingRequest | None = None) -> None:
+        """A message that says nothing yet.
+
+        Args:
+            kind: its phase.
+            beside: holds what stands beside headers and body, and may hold more.
+            parsed: the same, None where it has to be parsed first.
+        """
+        self.kind = kind
+        self._beside = beside
+        self._parsed = parsed
+        self.headers: dict[str, bytes] = {}
+        self.body: bytes | memoryview = b""
+        self.ended = False
+        self.observed = False
+        self.body_mode = BODY_UNTOLD
+
+    def read_attribute(self, name: str) -> str | None:
+        """An attribute that Envoy was asked for, None where it does not have it; raises as `parse_beside` does."""
+        if name.encode() not in self._beside:  # soon seen, and true of most
+            return None
+        attributes = self.parse_beside().attributes
+        if _ATTRIBUTES not in attributes:
+            return None
+        found = attributes[_ATTRIBUTES].fields
+        return found[name].string_value if name in found else None
+
+    def parse_beside(self) -> ProcessingRequest:
+        """Attributes and metadata; headers and body may be missing.
+
+        Raises:
+            DecodeError: they are malformed, which nothing is that comes from Envoy.
+        """
+        if self._parsed is None:
+            self._parsed = ProcessingRequest.FromString(self._beside)
+        return self._parsed
+
+
+def parse_message(data: bytes) -> Message:
     """Parse one serialized ProcessingRequest.
-
-    Returns:
-        the message, in which `request_body.body` means nothing;
-        what belongs there.
 
     Raises:
         DecodeError: the bytes are not a ProcessingRequest.
     """
     try:
-        return _parse_around_body(data)
-    except (DecodeError, IndexError):
-        message = ProcessingRequest.FromString(data)
-        return message, message.request_body.body
+        if data[0] == _REQUEST_HEADERS:
+            return _walk_headers(data)
+        if data[0] == _REQUEST_BODY:
+            return _walk_body(data)
+    except (_UnusualError, IndexError, UnicodeDecodeError):
+        pass
+    return _parse_any(data)
 
 
-def _parse_around_body(data: bytes) -> tuple[ProcessingRequest, memoryview]:
-    inside, end = _extent(data, 0, _REQUEST_BODY)
-    start, stop = _extent(data, inside, _BODY)
-    if not end - _MAX_BEHIND <= stop <= end <= len(data) <= end + LARGE:
-        raise DecodeError("not the usual shape")
-    behind, after = data[stop:end], data[end:]
-    stand_in = bytes(len(data) - stop + 1)  # longer than any body that the bytes behind the first could hold
-    message = ProcessingRequest()
-    message.request_body.body = stand_in
-    # On the wire a message may come in parts, which are merged.
-    message.MergeFromString(b"%c%c%b%b" % (_REQUEST_BODY, len(behind), behind, after))
-    if message.request_body.body != stand_in:
-        raise DecodeError("another body, or something else, takes the place of the first")
-    return message, memoryview(data)[start:stop]
+def _parse_any(data: bytes) -> Message:
+    """A message of any shape."""
+    parsed = ProcessingRequest.FromString(data)
+    message = Message(parsed.WhichOneof("request") or "", data, parsed)
+    message.observed = parsed.observability_mode
+    if parsed.HasField("protocol_config"):
+        message.body_mode = parsed.protocol_config.request_body_mode
+    if message.kind == "request_headers":
+        # Of headers with one name the first is to win, so it comes last.
+        listed = reversed(parsed.request_headers.headers.headers[:MAX_HEADERS])
+        message.headers = {header.key: header.raw_value for header in listed}
+        message.ended = parsed.request_headers.end_of_stream
+    elif message.kind == "request_body":
+        message.body = parsed.request_body.body
+        message.ended = parsed.request_body.end_of_stream
+    return message
 
 
-def _extent(data: bytes, position: int, key: int) -> tuple[int, int]:
-    """Where the contents of the field at `position` start and stop."""
-    if data[position] != key:
-        raise DecodeError("another field")
-    length = 0
-    for place in range(_MAX_LENGTH_BYTES):
+def _walk_headers(data: bytes) -> Message:
+    """A request_headers message.
+
+    Raises:
+        _UnusualError: in another shape than Envoy's.
+        IndexError: or cut off.
+        UnicodeDecodeError: or malformed.
+    """
+    size, position = _read_length(data, 1)
+    end = position + size
+    message = Message("request_headers", data[end:])
+    if data[position] != _HEADER_MAP:
+        raise _UnusualError
+    size, position = _read_length(data, position + 1)
+    message.headers, position = _walk_header_map(data, position, position + size)
+    if position != end:
+        message.ended, position = _read_flag(data, position, _HEADERS_END)
+    _walk_rest(data, position, end, message)
+    return message
+
+
+def _walk_header_map(data: bytes, position: int, end: int) -> tuple[dict[str, bytes], int]:
+    headers: dict[str, bytes] = {}
+    count = 0
+    while position < end:
+        if data[position] != _HEADER:
+            raise _UnusualError
+        size, position = _read_length(data, position + 1)
+        header = data[position : position + size]
+        known = _KNOWN.get(header)
+        if known is None:
+            known = _read_header(header)
+        headers[known[0]] = known[1]
+        position += size
+        count += 1
+    if position != end or len(headers) < count or count > MAX_HEADERS:  # the second: a name repeats
+        raise _UnusualError
+    return headers, position
+
+
+def _read_header(header: bytes) -> tuple[str, bytes]:
+    """Name and value, to be remembered."""
+    if header[0] != _NAME:
+        raise _UnusualError
+    size, position = _read_length(header, 1)
+    end = position + size
+    name, value = header[position:end].decode(), b""
+    if end != len(header):
+        if header[end] != _RAW_VALUE:
+            raise _UnusualError
+        size, position = _read_length(header, end + 1)
+        if position + size != len(header):
+            raise _UnusualError
+        value = header[position:]
+    if len(header) <= _MAX_KNOWN_SIZE:
+        if len(_KNOWN) >= _MAX_KNOWN:
+            _KNOWN.clear()
+        _KNOWN[header] = name, value
+    return name, value
+
+
+def _walk_body(data: bytes) -> Message:
+    """A request_body message; raises as `_walk_headers` does."""
+    size, position = _read_length(data, 1)
+    end = position + size
+    message = Message("request_body", data[end:])
+    if position != end:
+        if data[position] != _BODY:
+            raise _UnusualError
+        size, position = _read_length(data, position + 1)
+        stop = position + size
+        message.body = data[position:stop] if size < LARGE else memoryview(data)[position:stop]
+        position = stop
+    if position != end:
+        message.ended, position = _read_flag(data, position, _BODY_END)
+    _walk_rest(data, position, end, message)
+    return message
+
+
+def _walk_rest(data: bytes, position: int, end: int, message: Message) -> None:
+    """What follows the request's own part, which should be over at `position` and is at `end`."""
+    if position != end:
+        raise _UnusualError
+    while position < len(data):
+        key = data[position]
+        if key == _OBSERVABILITY_MODE:
+            message.observed, position = _read_flag(data, position, key)
+        elif key == _PROTOCOL_CONFIG:
+            message.body_mode, position = _read_body_mode(data, position)
+        elif _METADATA_CONTEXT <= key < _MORE and key & _KIND == _LENGTH:
+            size, position = _read_length(data, position + 1)
+            position += size
+        else:
+            raise _UnusualError
+    if position != len(data):
+        raise _UnusualError
+
+
+def _read_length(data: bytes, position: int) -> tuple[int, int]:
+    """The length at `position`, and where its contents start."""
+    byte = data[position]
+    length = byte & _BITS
+    bits = 7
+    while byte >= _MORE:
+        if bits >= _MAX_LENGTH_BITS:
+            raise _UnusualError
         position += 1
-        length |= (data[position] & 0x7F) << 7 * place
-        if data[position] < 0x80:  # noqa: PLR2004  # the last byte of a varint
-            return position + 1, position + 1 + length
-    raise DecodeError("a length beyond all that is sent")
+        byte = data[position]
+        length |= (byte & _BITS) << bits
+        bits += 7
+    return length, position + 1
 
 
-def read_attributes(message: ProcessingRequest) -> Mapping[str, Value]:
-    """The attributes that Envoy was asked for and has; they come with a stream's first message."""
-    return message.attributes[_ATTRIBUTES].fields if _ATTRIBUTES in message.attributes else {}
+def _read_flag(data: bytes, position: int, key: int) -> tuple[bool, int]:
+    """The flag that should stand at `position` with its key, and where it stops."""
+    value = data[position + 1]
+    if data[position] != key or value >= _MORE:
+        raise _UnusualError
+    return value != 0, position + 2
 
 
-def read_request(message: ProcessingRequest, *, allow_unverified_jwt: bool = False) -> HttpRequest:
+def _read_body_mode(data: bytes, position: int) -> tuple[int, int]:
+    """The body mode in the protocol_config at `position`, alone in there, and where that stops."""
+    value = data[position + 3]
+    if data[position + 1] != 2 or data[position + 2] != _BODY_MODE or value >= _MORE:  # noqa: PLR2004  # bytes in it
+        raise _UnusualError
+    return value, position + 4
+
+
+def read_request(message: Message, *, allow_unverified_jwt: bool = False) -> HttpRequest:
     """The request that a request_headers message tells of.
 
     Args:
-        message: the first of its stream; it is kept until the request lets go of its facts.
+        message: the first of its stream.
         allow_unverified_jwt: where Envoy verified no claim, take it from the bearer token as it is.
     """
-    listed: Sequence[HeaderValue] = message.request_headers.headers.headers
-    if len(listed) > MAX_HEADERS:
-        listed = listed[:MAX_HEADERS]
-    headers = {header.key: header.raw_value for header in listed}
-    if len(headers) < len(listed):  # a name repeats, and the first wins
-        headers = {header.key: header.raw_value for header in reversed(listed)}
+    headers = message.headers
     token = headers.get("authorization", b"") if allow_unverified_jwt else b""
     return HttpRequest(
         _decode(headers.get(":method", b"")),
@@ -120,7 +307,7 @@ def read_request(message: ProcessingRequest, *, allow_unverified_jwt: bool = Fal
 class _EnvoyFacts(Facts):
     """What Envoy's message says beside the headers."""
 
-    def __init__(self, message: ProcessingRequest, token: bytes) -> None:
+    def __init__(self, message: Message, token: bytes) -> None:
         """Read nothing yet; `token` is the authorization to believe, empty for none."""
         self._message = message
         self._token = token
@@ -128,15 +315,15 @@ class _EnvoyFacts(Facts):
 
     def route(self) -> str:
         """See `Facts`."""
-        return self._attribute("xds.route_name")
+        return self._message.read_attribute("xds.route_name") or ""
 
     def address(self) -> str:
         """See `Facts`."""
-        return _strip_port(self._attribute("source.address"))
+        return _strip_port(self._message.read_attribute("source.address") or "")
 
     def claim(self, name: str) -> str:
         """The claim as Envoy verified it; an unverified one fills the gap where that is allowed."""
-        metadata = self._message.metadata_context.filter_metadata
+        metadata = self._message.parse_beside().metadata_context.filter_metadata
         found: Value | None = None
         if _JWT_NAMESPACE in metadata:
             # jwt_authn files each payload under a name of the operator's choice (payload_in_metadata).
@@ -150,10 +337,6 @@ class _EnvoyFacts(Facts):
         if self._unverified is None:
             self._unverified = decode_claims(_decode(self._token)) if self._token else {}
         return self._unverified.get(name, "")
-
-    def _attribute(self, name: str) -> str:
-        found = read_attributes(self._message)
-        return found[name].string_value if name in found else ""
 
 
 def _decode(value: bytes) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import promql_parser as promql
+from prometheus_client import CollectorRegistry
 
 from extproc.metrics import Metrics
 
@@ -20,15 +21,24 @@ _SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_su
 Series = dict[str, frozenset[str]]
 
 
+def list_labels(registry: CollectorRegistry) -> dict[str, tuple[str, ...]]:
+    """Name of every metric, without its suffix -> its labels, also of one that has not counted yet."""
+    found: dict[str, tuple[str, ...]] = {}
+    collectors: Any = registry._collector_to_names  # no public way leads to the labels of a metric without samples
+    for collector in collectors:
+        (family,) = collector.describe()
+        found[family.name] = collector._labelnames if hasattr(collector, "_labelnames") else family._labelnames
+    return found
+
+
 def series() -> Series:
     """Name of every series that Loopguard exposes -> its own labels."""
     found = {}
     registry = Metrics().registry
-    collectors: Any = registry._collector_to_names  # no public way leads to the labels of a metric that has not counted yet
-    labels = {metric._name: frozenset(metric._labelnames) for metric in collectors}
+    labels = list_labels(registry)
     for family in registry.collect():
         for suffix in _SUFFIXES[family.type]:
-            found[family.name + suffix] = labels[family.name] | ({"le"} if suffix == "_bucket" else set())
+            found[family.name + suffix] = frozenset(labels[family.name]) | ({"le"} if suffix == "_bucket" else set())
     return found
 
 

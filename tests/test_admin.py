@@ -13,6 +13,9 @@ from http import HTTPStatus
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from extproc.admin import Admin, Page
 from extproc.errors import LoopguardError, UsageError
@@ -20,6 +23,7 @@ from extproc.metrics import Metrics
 from extproc.server import Server
 from extproc.settings import Settings, address
 from tests.documents import bundle, policy
+from tests.promql import list_labels
 
 Answer = tuple[int, dict[str, str], str]
 
@@ -85,26 +89,44 @@ def test_metrics_have_the_promised_names_and_labels() -> None:
     """Every documented metric is there, with exactly its labels."""
     metrics = Metrics()
     families = {family.name: family for family in metrics.registry.collect()}
+    label_names = list_labels(metrics.registry)
 
     for promised in NAMES.split():
         name, _, labels = promised.rstrip("}").partition("{")
         family = families[f"loopguard_{name.removesuffix('_total')}"]
-        collector = metrics.registry._names_to_collectors[f"loopguard_{name}"]
         assert (family.type == "counter") == name.endswith("_total"), promised
-        assert collector._labelnames == tuple(labels.split(",") if labels else ()), promised  # type: ignore[attr-defined]
+        assert label_names[family.name] == tuple(labels.split(",") if labels else ()), promised
 
 
 def test_metrics_are_served() -> None:
     """`/metrics` is Prometheus' text format with the current values; a query is ignored."""
     metrics = Metrics()
-    metrics.count_decision("p", "enforce", "reject", loop=True)
+    metrics.decisions.add("p", "enforce", "reject")
+    metrics.decisions.add("p", "enforce", "allow")
     with serving(Admin(metrics, {})) as port:
         status, headers, body = ask(port, "/metrics?x=1")
 
     assert status == HTTPStatus.OK
     assert headers["content-type"].startswith("text/plain; version=")
     assert 'loopguard_requests_total{action="reject",mode="enforce",policy="p"} 1.0\n' in body
+    assert 'loopguard_requests_total{action="allow",mode="enforce",policy="p"} 1.0\n' in body
     assert 'loopguard_loops_detected_total{action="reject",mode="enforce",policy="p"} 1.0\n' in body
+    assert 'loopguard_loops_detected_total{action="allow"' not in body
+
+
+@given(st.lists(st.floats(0, 2) | st.sampled_from([0.000025, 0.001, 1.0]), max_size=20))
+def test_histograms_are_what_prometheus_own_would_be(values: list[float]) -> None:
+    """What is kept in plain numbers is exposed letter by letter as the client library exposes its own histogram."""
+    metrics, registry = Metrics(), CollectorRegistry()
+    bounds, text = metrics.decision_seconds.bounds, "From message to answer, holds excluded"
+    theirs = Histogram("loopguard_decision_seconds", text, buckets=bounds, registry=registry)
+    for value in values:
+        metrics.decision_seconds.observe(value)
+        theirs.observe(value)
+
+    shown = generate_latest(metrics.registry).decode()
+
+    assert generate_latest(registry).decode() in shown
 
 
 def test_unknown_paths_name_the_known_ones() -> None:

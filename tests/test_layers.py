@@ -13,7 +13,19 @@ ROOT = Path(__file__).parent.parent / "extproc"
 # From the ground up, every file by name; a folder's own name is its __init__.py. A file imports from lower floors and, on its
 # own floor, from files of its own folder that stand before it: so no circle can hide.
 FLOORS: list[list[str]] = [
-    ["errors", "encodings", "logs", "options", "settings", "metrics", "decision", "fingerprint", "request", "windows"],
+    [
+        "errors",
+        "encodings",
+        "logs",
+        "options",
+        "settings",
+        "tallies",
+        "decision",
+        "metrics",
+        "fingerprint",
+        "request",
+        "windows",
+    ],
     ["policy", "policy/objects", "policy/strict_json", "policy/files"],
     ["similarity/document"],
     [

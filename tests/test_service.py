@@ -26,7 +26,7 @@ from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.throttle import Holds
 from extproc.windows import Count, Hit, Push
-from extproc.wire import LARGE, MAX_HEADERS, read_request
+from extproc.wire import LARGE, MAX_HEADERS, parse_message, read_request
 from tests.documents import policy
 from tests.messages import MODES, body, headers
 from tests.test_engine import ANY, make_engine
@@ -378,7 +378,7 @@ def test_descriptors_come_from_where_envoy_puts_them() -> None:
     message = headers(end=True, attributes={"source.address": "[2001:db8::1]:443", "xds.route_name": "llm"})
     metadata = message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"]
     metadata.update({"my_payload": {"org_id": "org-abc", "level": 7}})
-    facts = read_request(message).facts
+    facts = read_request(parse_message(message.SerializeToString())).facts
 
     exchange(service, message)
 
@@ -395,7 +395,8 @@ def test_unverified_tokens_are_read_only_by_opt_in() -> None:
         message = headers(end=True, authorization=token)
         if verified:
             message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update({"x": {"org_id": "real"}})
-        return read_request(message, allow_unverified_jwt=allowed).facts.claim("org_id")
+        said = parse_message(message.SerializeToString())
+        return read_request(said, allow_unverified_jwt=allowed).facts.claim("org_id")
 
     assert not claim(allowed=False, verified=False)
     assert claim(allowed=True, verified=False) == "org-abc"
@@ -407,7 +408,7 @@ def test_the_first_of_repeated_headers_wins() -> None:
     message = headers(end=True, x_a="first")
     message.request_headers.headers.headers.add(key="x-a", raw_value=b"second")
 
-    assert read_request(message).read_header("x-a") == "first"
+    assert read_request(parse_message(message.SerializeToString())).read_header("x-a") == "first"
 
 
 def test_headers_beyond_the_cap_count_as_missing() -> None:

@@ -1,16 +1,18 @@
-"""Large messages read without copying the body: always what the ordinary parser says."""
+"""Messages read by hand: always what protobuf says."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from extproc import wire
-from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
-from extproc.wire import parse_large
-from tests.messages import body, headers
+from extproc.pb.external_processor_pb2 import HttpHeaders, ProcessingRequest
+from extproc.wire import BODY_UNTOLD, LARGE, parse_message
+from tests.messages import ATTRIBUTES, body, headers
 
 
 def field(number: int, contents: bytes, padding: int = 0) -> bytes:
@@ -31,85 +33,187 @@ def lengthy(numbers: st.SearchStrategy[int], contents: st.SearchStrategy[bytes])
 
 JUNK = st.one_of(
     st.binary(max_size=3),
-    st.sampled_from([b"\x10\x00", b"\x10\x01", b"\x50\x01", b"\x78\x07", b"\x0b\x0c", b"\x0b", b"\x0c", b"\xa2\x00"]),
+    st.sampled_from([b"\x10\x00", b"\x10\x01", b"\x18\x02", b"\x78\x07", b"\x0b\x0c", b"\x0b", b"\x0c", b"\xa2\x00"]),
     lengthy(st.integers(1, 15), st.binary(max_size=4)),
 )
-BODY = lengthy(st.just(1), st.one_of(st.binary(max_size=300), st.integers(0, 9).map(bytes)))
-HTTP_BODY = st.lists(st.one_of(BODY, JUNK), max_size=3).map(b"".join)
-KINDS = st.sampled_from([headers(), headers(attributes={"a": "b"}), body(b"abc"), ProcessingRequest(response_body=HttpBody())])
-FIELD = st.one_of(lengthy(st.sampled_from([4, 4, 4, 3, 6]), HTTP_BODY), KINDS.map(ProcessingRequest.SerializeToString), JUNK)
-FIELDS = st.lists(FIELD, max_size=3).map(b"".join)
-STARTS_WITH_BODY = st.builds(lambda first, behind, after: field(4, first + behind) + after, BODY, HTTP_BODY, FIELDS)
 
 
-def both(data: bytes) -> tuple[ProcessingRequest | None, ProcessingRequest | None]:
-    """What the ordinary parser and ours make of the bytes; None for a refusal."""
+def fields(*kinds: st.SearchStrategy[bytes], size: int = 3) -> st.SearchStrategy[bytes]:
+    """Some of these, one behind the other."""
+    return st.lists(st.one_of(*kinds), max_size=size).map(b"".join)
+
+
+def usual(*parts: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    """Each of these once, in order."""
+    return st.tuples(*parts).map(b"".join)
+
+
+NAME = lengthy(st.just(1), st.sampled_from([b"a", b":path", b"x-b", "\xe4".encode(), b"\xe4", b"\xed\xa0\x80", b"n" * 300]))
+VALUE = lengthy(st.just(3), st.sampled_from([b"", b"1", b"\xff", b"v" * 300]) | st.binary(max_size=3))
+HEADER = lengthy(st.just(1), st.one_of(usual(NAME, VALUE), usual(NAME, VALUE), NAME, fields(NAME, VALUE, JUNK)))
+HEADER_MAP = lengthy(st.just(1), st.one_of(fields(HEADER, size=5), fields(HEADER, JUNK)))
+END = st.sampled_from([b"", b"\x18\x01", b"\x18\x00", b"\x18\x02", b"\x18\x80\x01", b"\x18"])
+HTTP_HEADERS = st.one_of(usual(HEADER_MAP, END), usual(HEADER_MAP, END), fields(HEADER_MAP, END, JUNK))
+BODY = lengthy(st.just(1), st.one_of(st.binary(max_size=300), st.integers(0, 9).map(bytes), st.just(b"b" * LARGE)))
+BODY_END = st.sampled_from([b"", b"\x10\x01", b"\x10\x00", b"\x10\x81\x00"])
+HTTP_BODY = st.one_of(usual(BODY, BODY_END), usual(BODY, BODY_END), fields(BODY, BODY_END, JUNK))
+
+FACTS = headers(attributes={"xds.route_name": "r"}, mode=None)
+FACTS.metadata_context.filter_metadata["m"].update({"claim": 7})
+FACTS.ClearField("request_headers")
+BESIDE = st.one_of(
+    st.sampled_from(
+        [
+            b"\x42\x00",
+            b"\x50\x01",
+            b"\x50\x00",
+            b"\x5a\x00",
+            b"\x5a\x02\x08\x05",
+            b"\x5a\x02\x08\x00",
+            b"\x5a\x04\x08\x02\x10\x01",
+        ]
+    ),
+    st.just(FACTS.SerializeToString()),
+    lengthy(st.sampled_from([8, 9, 11, 12]), st.binary(max_size=3)),
+)
+FIELD = st.one_of(
+    lengthy(st.sampled_from([2, 2, 3]), HTTP_HEADERS), lengthy(st.sampled_from([4, 4, 5, 6]), HTTP_BODY), BESIDE, JUNK
+)
+USUAL = usual(
+    st.one_of(lengthy(st.just(2), HTTP_HEADERS), lengthy(st.just(4), HTTP_BODY)), st.one_of(fields(BESIDE), fields(FIELD))
+)
+
+
+class Reading(NamedTuple):
+    """What a message says."""
+
+    kind: str
+    headers: dict[str, bytes]
+    body: bytes
+    ended: bool
+    observed: bool
+    body_mode: int
+    route: str | None
+    beside: list[Message]
+
+
+def read_by_protobuf(data: bytes) -> Reading | None:
+    """What protobuf makes of the bytes, None for a refusal."""
     try:
-        ordinary = ProcessingRequest.FromString(data)
+        message = ProcessingRequest.FromString(data)
     except DecodeError:
-        ordinary = None
+        return None
+    said = message.request_headers if message.HasField("request_headers") else message.request_body
+    found: dict[str, bytes] = {}
+    for header in message.request_headers.headers.headers:
+        found.setdefault(header.key, header.raw_value)
+    attributes = message.attributes[ATTRIBUTES].fields if ATTRIBUTES in message.attributes else {}
+    return Reading(
+        message.WhichOneof("request") or "",
+        found,
+        message.request_body.body,
+        said.end_of_stream,
+        message.observability_mode,
+        message.protocol_config.request_body_mode if message.HasField("protocol_config") else BODY_UNTOLD,
+        attributes["xds.route_name"].string_value if "xds.route_name" in attributes else None,
+        list_beside(message),
+    )
+
+
+def read_by_hand(data: bytes) -> Reading | None:
+    """What ours makes of them; what stands beside headers and body may be refused when it is asked for."""
     try:
-        ours, chunk = parse_large(data)
+        message = parse_message(data)
+        route, beside = message.read_attribute("xds.route_name"), list_beside(message.parse_beside())
     except DecodeError:
-        return ordinary, None
-    if ours.WhichOneof("request") == "request_body":
-        ours.request_body.body = bytes(chunk)
-    else:
-        assert not chunk
-    return ordinary, ours
+        return None
+    said = message.kind, message.headers, bytes(message.body), message.ended, message.observed, message.body_mode
+    return Reading(*said, route, beside)
 
 
-@given(st.one_of(STARTS_WITH_BODY, FIELDS))
+def list_beside(message: ProcessingRequest) -> list[Message]:
+    """Metadata and attributes."""
+    facts = ProcessingRequest(attributes=dict(message.attributes))
+    return [message.metadata_context, facts]
+
+
+@given(st.one_of(USUAL, USUAL, fields(FIELD)))
 @example(field(4, field(1, b"xyz") + b"\x10\x01") + field(4, field(1, b"")))
-@example(field(4, field(1, b"xyz") + field(1, b"")))
 @example(field(4, field(1, b"xyz") + field(1, b"\0")))
-@example(field(4, field(1, b"xyz") + field(7, bytes(300))))
-@example(field(4, field(1, b"xyz")) + field(2, b""))
 @example(field(4, field(1, b"xyz")) + field(2, b"") + field(4, b""))
+@example(field(2, field(1, field(1, field(1, b"a") + field(3, b"1")) * 2)))
 @example(field(4, b""))
-def test_the_answer_is_the_ordinary_parsers(data: bytes) -> None:
+@example(b"")
+def test_the_answer_is_protobufs(data: bytes) -> None:
     """Fields in any order, repeated, merged, unknown or malformed: nothing is read differently, nothing taken or refused."""
-    ordinary, ours = both(data)
-
-    assert ours == ordinary
+    assert read_by_hand(data) == read_by_protobuf(data)
 
 
-@given(st.binary(max_size=300), st.binary(max_size=9))
-def test_a_body_cut_anywhere_or_followed_by_anything_is_the_same(contents: bytes, more: bytes) -> None:
-    """Truncated at any byte, and with any bytes behind, a body message is what the ordinary parser says."""
-    whole = body(contents).SerializeToString()
+def make_whole() -> list[bytes]:
+    """A message of each kind, with all that Envoy sends beside it."""
+    messages = [headers("/a", x_a="b" * 200, attributes={"xds.route_name": "r"}), body(b"abc" * 100)]
+    for message in messages:
+        message.metadata_context.MergeFrom(FACTS.metadata_context)
+        message.observability_mode = True
+    return [message.SerializeToString() for message in messages]
 
-    found = [both(data) for data in [*(whole[:end] for end in range(len(whole) + 1)), whole + more]]
 
-    assert all(ours == ordinary for ordinary, ours in found)
+WHOLE = make_whole()
+
+
+@pytest.mark.parametrize("whole", WHOLE, ids=["headers", "body"])
+def test_a_message_cut_anywhere_is_protobufs(whole: bytes) -> None:
+    """Truncated behind any byte, a message is what protobuf says."""
+    cut = [whole[:end] for end in range(len(whole) + 1)]
+
+    assert [read_by_hand(data) for data in cut] == [read_by_protobuf(data) for data in cut]
+
+
+@given(st.sampled_from(WHOLE), st.data())
+def test_a_message_with_a_byte_changed_is_protobufs(whole: bytes, data: st.DataObject) -> None:
+    """Whatever single byte is another, and whatever follows, a message is what protobuf says."""
+    place = data.draw(st.integers(0, len(whole) - 1))
+    changed = whole[:place] + bytes([data.draw(st.integers(0, 255))]) + whole[place + 1 :] + data.draw(st.binary(max_size=4))
+
+    assert read_by_hand(changed) == read_by_protobuf(changed)
+
+
+@pytest.mark.parametrize("whole", WHOLE, ids=["headers", "body"])
+def test_what_envoy_sends_is_read_by_hand(whole: bytes) -> None:
+    """Protobuf parses nothing of the usual shapes until somebody asks for what stands beside them."""
+    message = parse_message(whole)
+
+    assert message._parsed is None
+    assert message.read_attribute("never.asked.for") is None
+    assert message._parsed is None
 
 
 @pytest.mark.parametrize("around", ["body", "metadata", "attributes"])
-def test_what_envoy_sends_is_not_copied(around: str) -> None:
+def test_large_bodies_are_not_copied(around: str) -> None:
     """A buffered body, alone or with what may come with it, is a view of the message's own bytes."""
-    message = body(b"x" * 1_000_000)
+    whole = body(b"x" * 1_000_000)
     if around == "metadata":
-        message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update({"claims": {"org": "o" * 1000}})
+        whole.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update({"claims": {"org": "o" * 1000}})
     if around == "attributes":
-        message.attributes["envoy.filters.http.ext_proc"].update({"source.address": "192.0.2.1:1"})
-    data = message.SerializeToString()
+        whole.attributes[ATTRIBUTES].update({"source.address": "192.0.2.1:1"})
+    data = whole.SerializeToString()
 
-    parsed, chunk = parse_large(data)
+    message = parse_message(data)
 
-    assert isinstance(chunk, memoryview)
-    assert chunk.obj is data
-    assert chunk == message.request_body.body
-    assert parsed.request_body.end_of_stream
-    assert (parsed.metadata_context, parsed.attributes) == (message.metadata_context, message.attributes)
+    assert isinstance(message.body, memoryview)
+    assert message.body.obj is data
+    assert message.body == whole.request_body.body
+    assert message.ended
 
 
-def test_other_large_messages_are_left_to_protobuf() -> None:
-    """Large headers, and a small body in large company, are parsed as ever."""
+def test_remembered_headers_are_bounded() -> None:
+    """Headers that never come again make room, and long ones are not kept at all."""
     large = ProcessingRequest(request_headers=HttpHeaders())
-    large.request_headers.headers.headers.add(key="x", raw_value=b"v" * wire.LARGE)
-    company = body(b"abc")
-    company.attributes["a"].update({"b": "c" * wire.LARGE})
+    for number in range(3 * wire._MAX_KNOWN):
+        large.request_headers.headers.headers.add(key=f"x-{number}", raw_value=b"v" * (number % 500))
 
-    found = [parse_large(message.SerializeToString()) for message in (large, company)]
+    message = parse_message(large.SerializeToString())
 
-    assert found == [(large, b""), (company, b"abc")]
+    assert message.headers == {f"x-{number}": b"v" * (number % 500) for number in range(3 * wire._MAX_KNOWN)}
+    assert 0 < len(wire._KNOWN) <= wire._MAX_KNOWN
+    assert max(map(len, wire._KNOWN)) <= wire._MAX_KNOWN_SIZE

@@ -1,0 +1,52 @@
+"""Plain numbers about every request, because a library's counters cost more than what they count; `metrics` names them.
+
+The event loop alone counts. The thread that answers a scrape only reads, and may see a request in one number and not yet in
+another.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+
+class Buckets:
+    """A histogram.
+
+    Attributes:
+        bounds: the most that each bucket takes, in order; what exceeds the last falls into one without a bound.
+        counts: what each bucket alone has taken.
+        sum: of all that was observed.
+    """
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """Nothing has been observed."""
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Take one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class Decisions:
+    """What policies made of the requests that they counted.
+
+    Attributes:
+        counts: requests by policy, mode and action.
+    """
+
+    __slots__ = ("counts",)
+
+    def __init__(self) -> None:
+        """Nothing has been decided."""
+        self.counts: dict[tuple[str, str, str], int] = {}
+
+    def add(self, policy: str, mode: str, action: str) -> None:
+        """Take one policy's outcome for one request."""
+        labels = (policy, mode, action)
+        self.counts[labels] = self.counts.get(labels, 0) + 1
