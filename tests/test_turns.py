@@ -346,6 +346,24 @@ def test_what_a_harness_injects_is_no_part_of_a_result() -> None:
     assert verdict(as_anthropic([turn._replace(user="", results=(turn.user,)) for turn in beside])) is None
 
 
+@pytest.mark.parametrize("tag", ["browser_state", "observation", "function_results", "feedback", "user_query"])
+def test_what_came_back_in_tags_is_a_result(tag: str) -> None:
+    """Text beside a result whose tag says that something came back, or that somebody speaks, is news."""
+    turns = [Did((("scroll", {}),), ("Scrolled.",), user=f"<{tag}>page {n}</{tag}>") for n in range(3)]
+
+    assert verdict(as_anthropic(turns)) is None
+    assert verdict(as_chat(turns)) is None
+    assert verdict(as_chat(turns[:1] * 3)) is not None
+
+
+def test_beside_empty_results_any_text_is_what_came_back() -> None:
+    """Where tools bring back nothing, the text in tags is all that there is to see."""
+    turns = [Did((("scroll", {}),), ("",), user=f"<view>{word}</view>") for word in ("one", "two", "three")]
+
+    assert verdict(as_chat(turns)) is None
+    assert verdict(as_chat(turns[:1] * 3)) is not None
+
+
 def test_environment_details_are_no_part_of_a_text_result() -> None:
     """Where results are texts, what is known to be injected is left out if something else is said."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Fix it."}]

@@ -29,7 +29,7 @@ from extproc.similarity.conversation import (
 )
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.keys import MAX_CALLS, SimilarityKeys, ToolCallsKeys
-from extproc.similarity.shapes.conversation import find_wrapper
+from extproc.similarity.shapes.conversation import is_injected
 from extproc.similarity.shapes.structs import CALL, RESULT, TEXT, Part
 from extproc.similarity.tools import count_rounds, matches
 
@@ -351,4 +351,4 @@ def _since_somebody_spoke(read: Iterator[tuple[Message, Sequence[Part]]]) -> Ite
 
 def _is_said(part: Part) -> bool:
     """Whether a part of somebody's message is what he says; text that is wholly wrapped in a tag is his program's."""
-    return part.kind != RESULT and not (part.kind == TEXT and find_wrapper(part.value.strip()))
+    return part.kind != RESULT and not (part.kind == TEXT and is_injected(part.value.strip()))

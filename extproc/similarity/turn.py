@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from extproc.similarity.actions import Action, number_id, read_action
 from extproc.similarity.document import canonical, walk
 from extproc.similarity.results import MAX_NORMALIZED, is_error, may_be_equal, normalize
-from extproc.similarity.shapes.conversation import find_wrapper, result_text, unpack
+from extproc.similarity.shapes.conversation import find_wrappers, is_injected, result_text, unpack
 from extproc.similarity.shapes.structs import CALL, RESULT, TEXT, Conversation, Part
 
 _NEXT = "\x1e"  # a record separator (ASCII), which texts hardly hold
@@ -20,7 +20,7 @@ _FAILED = "\x15"  # a negative acknowledgement
 _DIGEST = 8
 
 _INJECTED = frozenset({"system-reminder", "system_reminder", "environment_details", "environment_context"})
-"""What agents' harnesses are known to inject, also where results are texts."""
+"""What agents' harnesses are known to inject, also where no tool brings anything back and texts are all that comes."""
 
 _MAX_NORMALIZED_IN_ALL = 6 * MAX_NORMALIZED
 """So much of all the results of a request, in characters; the others are compared as they are."""
@@ -171,11 +171,12 @@ class Turn:
                     results.append(self._read_one(part, len(results)))
                 else:
                     others.append(_said(part))
-        if results:
-            others = [text for text in others if not find_wrapper(text)]
-        elif len(others) > 1:
-            others = [text for text in others if find_wrapper(text) not in _INJECTED] or others
         self._returned = any(text for _, text in results)
+        if self._returned:
+            others = [text for text in others if not is_injected(text)]
+        known = [text for text in others if not _INJECTED.issuperset(find_wrappers(text) or [""])]
+        if results or known:
+            others = known
         return _NEXT.join([*self._in_order(results), *[text for text in others if text]])
 
     def _read_one(self, part: Part, number: int) -> tuple[str, str]:

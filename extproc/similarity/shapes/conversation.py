@@ -34,6 +34,9 @@ _MAX_WRAPPED = 32
 
 _LONGEST_TAG = 256
 
+_NEWS = ("result", "output", "response", "return", "state", "observ", "page", "screen", "browser", "history", "file", "error",
+         "user", "human", "feedback", "query", "question", "answer", "task", "request", "message")  # fmt: skip  # one list
+
 _decode_content = json.Decoder(list[dict[str, Raw]] | str | None).decode
 
 
@@ -193,20 +196,29 @@ def unpack(value: Json) -> Json:
     return opened(value)
 
 
-def find_wrapper(text: str) -> str:
-    """The tag of the first of the elements that a text is nothing but, such as `system-reminder`; empty where it is more."""
-    name = ""
+def is_injected(text: str) -> bool:
+    """Whether a text beside a result is nothing but elements that the agent's own program puts there, as `<system-reminder>`.
+
+    What is named after something that comes back, or somebody who speaks, is no such thing: `<browser_state>`, `<feedback>`.
+    """
+    tags = find_wrappers(text)
+    return bool(tags) and not any(word in tag.lower() for tag in tags for word in _NEWS)
+
+
+def find_wrappers(text: str) -> list[str]:
+    """The tags of the elements that a text is nothing but; none where it is something else."""
+    tags: list[str] = []
     place = 0
-    for _ in range(_MAX_WRAPPED):
+    while len(tags) < _MAX_WRAPPED:
         end = text.find(">", place, place + _LONGEST_TAG) if text.startswith("<", place) else -1
         tag = text[place + 1 : end].partition(" ")[0] if end >= 0 else ""
         closing = text.find(f"</{tag}>", end) if tag.replace("-", "_").isidentifier() else -1
         if closing < 0:
-            return ""
-        name = name or tag
+            return []
+        tags.append(tag)
         place = closing + len(tag) + 3
         while place < len(text) and text[place].isspace():
             place += 1
         if place == len(text):
-            return name
-    return ""
+            return tags
+    return []
