@@ -22,6 +22,7 @@ from extproc.settings import Address, Settings
 from extproc.store import open_store, redact_url
 from extproc.store.memory import MemoryStore
 from extproc.transport.health import Health
+from extproc.transport.tls import Certificates
 
 _LOG = logging.getLogger("loopguard")
 
@@ -41,8 +42,8 @@ _TRANSPORTS = {
 class Transport(Protocol):
     """A door into the service: speaks gRPC on one address."""
 
-    async def start(self, address: Address) -> str:
-        """Listen; returns the address with its real port, raises LoopguardError where that is impossible."""
+    async def start(self, address: Address, certificates: Certificates | None = None) -> str:
+        """Listen, with mutual TLS where there are certificates; returns the address with its real port, raises LoopguardError where that is impossible."""
         ...
 
     async def stop(self, grace: float) -> None:
@@ -67,6 +68,7 @@ class Server:
         local = store if isinstance(store, MemoryStore) else MemoryStore(metrics)
         self.service = Service(self._reloader.engine, store, local, metrics, settings)
         self._health = Health()
+        self._certificates = Certificates(settings, metrics) if settings.tls_cert else None
         self._grpc = _transport(settings.transport)(self.service, self._health)
         self._admin = Admin(metrics, {"/healthz": self._healthz, "/readyz": self._readyz, "/policies": self._policies})
         self._stop = asyncio.Event()
@@ -83,7 +85,8 @@ class Server:
         loop = asyncio.get_running_loop()
         await self._store.start()
         admin = self._admin.start(self._settings.admin)
-        listening = await self._grpc.start(self._settings.listen)
+        listening = await self._grpc.start(self._settings.listen, self._certificates)
+        self._guard_the_port()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
@@ -104,7 +107,21 @@ class Server:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._store.close()
             self._admin.stop()
+            if self._certificates is not None:
+                self._certificates.stop()
         _LOG.info("stopped")
+
+    def _guard_the_port(self) -> None:
+        """Follow the certificates, or tell that there are none where strangers may connect."""
+        listen = self._settings.listen
+        if self._certificates is not None:
+            self._certificates.watch()
+        elif not (listen.is_local or self._settings.allow_plaintext):
+            _LOG.warning(
+                "whoever reaches the port may ask, and count in another's name: give --tls-cert, --tls-key and --tls-client-ca,"
+                " listen on a Unix socket, or say --allow-plaintext where a mesh or a network policy keeps strangers out",
+                extra=fields(listen=listen.text),
+            )
 
     def _on_stop(self, number: int) -> None:
         """First signal: drain. Ctrl-C skips the delay, a second signal skips all waiting."""

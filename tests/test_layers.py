@@ -45,7 +45,7 @@ FLOORS: list[list[str]] = [
     ["wire", "counting", "throttle", "budget", "upload", "reporting"],
     ["answers", "answers/go_on", "answers/refuse"],
     ["service"],
-    ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],
+    ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets", "transport/tls"],
     ["transport/fast", "transport/grpcio"],
     ["reload", "admin", "server"],
     ["envoy_config", "envoy_config/options", "envoy_config/routes", "envoy_config/template"],
