@@ -22,7 +22,7 @@ from extproc.settings import Address, Settings
 from extproc.store import open_store, redact_url
 from extproc.store.memory import MemoryStore
 from extproc.transport.health import Health
-from extproc.transport.tls import Certificates
+from extproc.transport.tls import Certificates, open_certificates
 
 _LOG = logging.getLogger("loopguard")
 
@@ -43,7 +43,10 @@ class Transport(Protocol):
     """A door into the service: speaks gRPC on one address."""
 
     async def start(self, address: Address, certificates: Certificates | None = None) -> str:
-        """Listen, with mutual TLS where there are certificates; returns the address with its real port, raises LoopguardError where that is impossible."""
+        """Listen, with mutual TLS where there are certificates.
+
+        Returns the address with its real port, raises LoopguardError where that is impossible.
+        """
         ...
 
     async def stop(self, grace: float) -> None:
@@ -62,13 +65,13 @@ class Server:
         """
         self._settings = settings
         self._metrics = metrics = Metrics()
+        self._certificates = open_certificates(settings, metrics)
         self._store = store = open_store(settings.store, metrics, settings)
         self._reloader = Reloader(settings, metrics)
         # While a shared store is away a window local to this replica decides; in memory the store is that already.
         local = store if isinstance(store, MemoryStore) else MemoryStore(metrics)
         self.service = Service(self._reloader.engine, store, local, metrics, settings)
         self._health = Health()
-        self._certificates = Certificates(settings, metrics) if settings.tls_cert else None
         self._grpc = _transport(settings.transport)(self.service, self._health)
         self._admin = Admin(metrics, {"/healthz": self._healthz, "/readyz": self._readyz, "/policies": self._policies})
         self._stop = asyncio.Event()

@@ -199,14 +199,6 @@ class Settings:
     )
     log_descriptors: bool = option(False, parse_switch, "detections log descriptor values instead of a hash of them")
 
-    def __post_init__(self) -> None:
-        """Refuse half of what TLS needs.
-
-        Raises:
-            UsageError: naming what is missing.
-        """
-        options.require_together(self, ("tls_cert", "tls_key", "tls_client_ca"), ("tls_client_san",))
-
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for each setting; what is not given stays out of the namespace."""

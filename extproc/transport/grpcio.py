@@ -86,12 +86,12 @@ class GrpcServer:
 
     def _add_port(self, address: str, certificates: Certificates | None) -> int:
         if certificates is None:
-            return self._server.add_insecure_port(address)
+            return int(self._server.add_insecure_port(address))
         self._certificates = certificates
-        return self._server.add_secure_port(address, _make_credentials(certificates))
+        return int(self._server.add_secure_port(address, _make_credentials(certificates)))
 
     async def _check_peer(self, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
-        """End a call of a client whose certificate is none of those that may ask; grpc has no place for this in the handshake."""
+        """End the call of a client that may not ask by its names; grpc has no place for this in the handshake."""
         if self._certificates is not None and not self._certificates.admits(read_names(context.auth_context())):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, "no --tls-client-san is among your certificate's names")
 

@@ -1,7 +1,7 @@
 """Who may ask: mutual TLS on the port, with certificates that are read again when their files are rotated.
 
-- The files are looked at a few times a second, by a thread. Comparing what they hold works on any file system, however a rotation
-  is done: by writing, by renaming, or by the swap of a link as the kubelet does it.
+- The files are looked at a few times a second, by a thread. Comparing what they hold works on any file system, however a
+  rotation is done: by writing, by renaming, or by the swap of a link as the kubelet does it.
 - A change is taken once it has stood for two looks, so that a certificate is not tried with the key that it is about to lose.
 - What cannot be used is logged and counted, and changes nothing. What can be is for new connections; old ones go on.
 - Each rotation makes a context of its own: no session of the authorities before it can be resumed after it.
@@ -18,11 +18,12 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self, cast
 
 from extproc.errors import UsageError
 from extproc.logs import RateLimit, fields
 from extproc.metrics import Metrics
+from extproc.options import require_together
 from extproc.settings import Settings, SubjectName
 
 _LOG = logging.getLogger("loopguard")
@@ -33,8 +34,6 @@ _GOODBYE_SECONDS: Final = 5.0
 
 _LINES_PER_SECOND: Final = 5
 _AGAIN: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
-_TRIES: Final = 3
-"""How often files are read that change under the eyes of the reader."""
 
 
 class Pem(NamedTuple):
@@ -49,6 +48,16 @@ class Pem(NamedTuple):
     chain: bytes
     key: bytes
     authorities: bytes
+
+
+def open_certificates(settings: Settings, metrics: Metrics) -> Certificates | None:
+    """The certificates of a port with mutual TLS, None where it is plain text.
+
+    Raises:
+        UsageError: half of what TLS needs is missing, or a file cannot be used; the message says which.
+    """
+    require_together(settings, ("tls_cert", "tls_key", "tls_client_ca"), ("tls_client_san",))
+    return Certificates(settings, metrics) if settings.tls_cert else None
 
 
 class Certificates:
@@ -145,28 +154,36 @@ class Certificates:
         Raises:
             UsageError: a file cannot be used.
         """
-        chosen = self._settings
-        for _ in range(_TRIES):  # Python reads a key from its file alone: the bytes and the context have to be of one state
-            pem = _read(chosen)
-            context = _Guarded(ssl.PROTOCOL_TLS_SERVER)
-            not_after = _check_certificate(chosen, pem)
-            _load_pair(context, chosen)
-            _trust_clients(context, chosen, pem)
-            if _read(chosen) == pem:
-                break
-        context.certificates = self
+        pem = _read(self._settings)
+        not_after = _check_certificate(self._settings, pem)
+        context = _Guarded(self)
+        _load_pair(context, self._settings)
+        _trust_clients(context, self._settings, pem)
+        if _read(self._settings) != pem:  # Python reads a key from its file alone: bytes and context have to be of one state
+            raise UsageError(f"--tls-cert {self._settings.tls_cert}: is being changed")
         self.pem, self._context = pem, context
         self._metrics.tls_not_after.set(not_after)
 
 
-class _Guarded(ssl.SSLContext):
+class _ServerContext(ssl.SSLContext):
+    """A server's context that knows the certificates."""
+
+    def __new__(cls, certificates: Certificates) -> Self:
+        """Made by a protocol, of which there is one."""
+        del certificates
+        return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
+
+    def __init__(self, certificates: Certificates) -> None:
+        """Nothing is loaded."""
+        self.certificates = certificates
+
+
+class _Guarded(_ServerContext):
     """The context of one state of the files; what it makes of a connection lets nobody in who may not ask."""
 
-    certificates: Certificates
-
-    def __init__(self, protocol: int) -> None:
+    def __init__(self, certificates: Certificates) -> None:
         """Ask for a client's certificate, HTTP/2 and TLS 1.2 or newer."""
-        del protocol  # is __new__'s
+        super().__init__(certificates)
         self.sslobject_class = _GuardedObject
         self.minimum_version = ssl.TLSVersion.TLSv1_2
         self.verify_mode = ssl.CERT_REQUIRED
@@ -194,26 +211,15 @@ class _GuardedObject(ssl.SSLObject):
         names = read_names(self.getpeercert())
         if not certificates.admits(names):
             shown = ", ".join(name.value for name in names) or "nobody"
-            raise ssl.SSLCertVerificationError(
-                f"no --tls-client-san is among what the client's certificate is made out to: {shown}"
-            )
+            raise ssl.SSLCertVerificationError(f"no --tls-client-san is among the client's names: {shown}")
 
 
-class _Current(ssl.SSLContext):
+class _Current(_ServerContext):
     """What a listening socket is given once: has every new connection made by the newest context."""
-
-    def __new__(cls, certificates: Certificates) -> _Current:  # noqa: PYI034  # Self is what typeshed has, and ruff then misses the argument
-        """As a server's context."""
-        del certificates
-        return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
-
-    def __init__(self, certificates: Certificates) -> None:
-        """They know the newest context."""
-        self._certificates = certificates
 
     def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *_: object, **__: object) -> ssl.SSLObject:
         """See `ssl`; this side is always the server's."""
-        return self._certificates.context.wrap_bio(incoming, outgoing, server_side=True)
+        return self.certificates.context.wrap_bio(incoming, outgoing, server_side=True)
 
 
 def read_names(certificate: Mapping[str, Any] | None) -> list[SubjectName]:
@@ -273,9 +279,8 @@ def _check_certificate(settings: Settings, pem: Pem) -> float:
                 side.do_handshake()
     except ssl.SSLError as error:
         raise UsageError(f"{flag}: {_explain(error)}") from None
-    found = asking.getpeercert()
-    assert found is not None
-    return ssl.cert_time_to_seconds(str(found["notAfter"]))
+    found = cast("dict[str, str]", asking.getpeercert())  # verified, so it is there
+    return ssl.cert_time_to_seconds(found["notAfter"])
 
 
 def _load_pair(context: ssl.SSLContext, settings: Settings) -> None:
@@ -312,12 +317,13 @@ def _trust_clients(context: ssl.SSLContext, settings: Settings, pem: Pem) -> Non
 
 def _trust(context: ssl.SSLContext, pem: bytes, flag: str) -> None:
     try:
-        context.load_verify_locations(cadata=pem.decode("ascii"))
-    except (ssl.SSLError, ValueError):  # and where it is not text
+        context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))  # comments may be in any language
+    except (ssl.SSLError, ValueError):  # the latter where there is nothing
         raise UsageError(f"{flag}: holds no certificate in PEM") from None
 
 
 def _explain(error: ssl.SSLError) -> str:
     """OpenSSL's reason in words."""
-    told = getattr(error, "verify_message", "")
-    return told or (error.reason or str(error)).replace("_", " ").lower()
+    told: str = getattr(error, "verify_message", "")
+    reason: str = getattr(error, "reason", "") or ""  # an error that OpenSSL did not raise has neither
+    return told or reason.replace("_", " ").lower() or str(error.args[-1])
