@@ -33,6 +33,7 @@ from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.options import read_options
 from extproc.settings import SubjectName, address, read, subject_name, subject_names
+from extproc.transport.fast import FastServer
 from extproc.transport.health import EXT_PROC, Health
 from extproc.transport.tls import Certificates
 from tests.documents import bundle, policy
@@ -429,16 +430,15 @@ def test_a_handshake_that_stalls_is_ended(folder: Path, new_loop: Callable[[], a
     """A peer that connects and says nothing, or half of its first message, is closed when its time is over."""
 
     async def run() -> None:
-        loop = asyncio.get_running_loop()
-        options = load(issue(folder / "server", SERVER)).listen_options(0.05)
-        server = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0, **options)
+        server = FastServer(make_service(policy("all", ANY)), Health(), hello_seconds=0.05)
+        where = await server.start(address("127.0.0.1:0"), load(issue(folder / "server", SERVER)))
         for said in (b"", b"\x16\x03\x01\x02\x00"):
-            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(where.rpartition(":")[2]))
             writer.write(said)
             async with asyncio.timeout(PATIENCE):
                 assert await reader.read() == b""
             writer.close()
-        server.close()
+        await server.stop(0)
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(run())

@@ -335,7 +335,7 @@ class FastServer:
         """
         listening = listening_socket(address)
         loop = asyncio.get_running_loop()
-        tls = certificates.listen_options(_HELLO_SECONDS) if certificates else {}
+        tls = certificates.listen_options(self.hello_seconds) if certificates else {}
         if address.is_unix:
             self._server = await loop.create_unix_server(lambda: _Peer(self), sock=listening, backlog=BACKLOG, **tls)
             return address.text
