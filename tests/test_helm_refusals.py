@@ -193,8 +193,8 @@ PROBLEMS: list[tuple[Values, str]] = [
     row(
         {"networkPolicy": {"gateways": []}},
         "networkPolicy.enabled keeps every Envoy out: say in networkPolicy.gateways where they run, such as",
-        "[{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: istio-ingress}}}], or let every pod of the cluster ask",
-        "with networkPolicy.enabled=false.",
+        "[{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: istio-ingress}}}], or let every pod of the cluster",
+        "ask with networkPolicy.enabled=false.",
     ),
     row(
         merged(ISTIO, {"tls": {"existingSecret": "s"}}),
