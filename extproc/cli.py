@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import NoReturn
@@ -17,6 +18,8 @@ from typing import NoReturn
 from extproc import engine, explain, settings
 from extproc.errors import BundleErrors, LoopguardError, UsageError
 from extproc.logs import one_line, setup
+from extproc.options import add_flags as add_options
+from extproc.options import option, read_options, require_together
 from extproc.policy.bundle import make_schema
 from extproc.policy.loader import load
 from extproc.similarity.document import limit_integers
@@ -45,6 +48,7 @@ with --strict, parts of a bundle that serve would refuse without --allow-unenfor
     "healthcheck": """examples:
   loopguard healthcheck
   loopguard healthcheck --address unix:/run/loopguard.sock
+  loopguard healthcheck --tls-ca ca.pem --tls-cert probe.pem --tls-key probe.key --tls-server-name loopguard.example
 
 exit code: 0 serving, 1 anything else""",
 }
@@ -143,6 +147,24 @@ def _envoy_config(options: argparse.Namespace) -> int:
     return run(options, load(_check_paths(options.policy), _now()))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthcheckTls:
+    """The flags of `loopguard healthcheck` for a port with mutual TLS."""
+
+    tls_ca: str = option("", str, "authorities of the server's certificate, where the port is mutual TLS", "PATH")
+    tls_cert: str = option("", str, "certificate to ask with", "PATH")
+    tls_key: str = option("", str, "its private key", "PATH")
+    tls_server_name: str = option("", str, "name in the server's certificate, where that is not the host", "NAME")
+
+    def __post_init__(self) -> None:
+        """Refuse half of what TLS needs.
+
+        Raises:
+            UsageError: naming what is missing.
+        """
+        require_together(self, ("tls_ca", "tls_cert", "tls_key"), ("tls_server_name",))
+
+
 def _hush_grpc() -> None:
     """Before grpc is imported: its core would write lines of its own form to stderr, about what we report ourselves."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -150,9 +172,11 @@ def _hush_grpc() -> None:
 
 def _healthcheck(options: argparse.Namespace) -> int:
     _hush_grpc()
-    from extproc.transport.grpcio import check_health  # noqa: PLC0415  # grpc takes 0.2 s to import
+    from extproc.transport.grpcio import ClientTls, check_health  # noqa: PLC0415  # grpc takes 0.2 s to import
 
-    status = check_health(options.address, options.timeout)
+    chosen = read_options(HealthcheckTls, vars(options))
+    tls = ClientTls(chosen.tls_ca, chosen.tls_cert, chosen.tls_key, chosen.tls_server_name) if chosen.tls_ca else None
+    status = check_health(options.address, options.timeout, tls)
     print(status.lower() if status == "SERVING" else status, file=sys.stdout if status == "SERVING" else sys.stderr)
     return 0 if status == "SERVING" else 1
 
@@ -223,6 +247,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help="default: LOOPGUARD_LISTEN, else 127.0.0.1:50051",
     )
     healthcheck.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="default 3")
+    add_options(healthcheck, HealthcheckTls)
     return parser
 
 

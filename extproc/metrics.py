@@ -68,6 +68,9 @@ class Metrics:
         self.policy_info = gauge("policy_info", "1 for each policy file in force", "bundle_version", "sha256")
         self.fail_open = counter("fail_open_total", "Requests let through because Loopguard could not decide", "reason")
         self.handover_errors = counter("handover_errors_total", "Requests whose route named or held no usable policy", "reason")
+        self.tls_reloads = counter("tls_reloads_total", "Rotations of the certificates by result", "result")
+        self.tls_not_after = gauge("tls_not_after_seconds", "When the certificate in use expires, in seconds since 1970")
+        self.tls_refused = counter("tls_refused_total", "Connections that ended in their TLS handshake (transport fast)")
         # What is alerted on is there from the start: a counter's first event goes unseen where the series begins with it.
         for reason in ("internal_error", "store_error", "shadow_error"):
             self.fail_open.labels(reason)
@@ -75,6 +78,7 @@ class Metrics:
             self.handover_errors.labels(reason)
         for result in ("ok", "error"):
             self.policy_reloads.labels(result)
+            self.tls_reloads.labels(result)
 
 
 class _Shown(Collector):

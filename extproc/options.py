@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,6 +73,23 @@ def parse_one_of(*choices: str) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def require_together(chosen: DataclassInstance, needed: Sequence[str], wanting: Sequence[str] = ()) -> None:
+    """Options that mean something only together.
+
+    Args:
+        chosen: the options.
+        needed: names of those of which all or none are given.
+        wanting: names of more that take all of these.
+
+    Raises:
+        UsageError: some are given and others are not; it names both.
+    """
+    missing = [f"--{name.replace('_', '-')}" for name in needed if not getattr(chosen, name)]
+    given = [f"--{name.replace('_', '-')}" for name in (*needed, *wanting) if getattr(chosen, name)]
+    if missing and given:
+        raise UsageError(f"{given[0]} needs {' and '.join(missing)} as well")
 
 
 def add_flags(parser: argparse.ArgumentParser, declared: type[Options], prefix: str = "") -> None:

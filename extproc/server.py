@@ -22,6 +22,7 @@ from extproc.settings import Address, Settings
 from extproc.store import open_store, redact_url
 from extproc.store.memory import MemoryStore
 from extproc.transport.health import Health
+from extproc.transport.tls import Certificates, open_certificates
 
 _LOG = logging.getLogger("loopguard")
 
@@ -41,8 +42,11 @@ _TRANSPORTS = {
 class Transport(Protocol):
     """A door into the service: speaks gRPC on one address."""
 
-    async def start(self, address: Address) -> str:
-        """Listen; returns the address with its real port, raises LoopguardError where that is impossible."""
+    async def start(self, address: Address, certificates: Certificates | None = None) -> str:
+        """Listen, with mutual TLS where there are certificates.
+
+        Returns the address with its real port, raises LoopguardError where that is impossible.
+        """
         ...
 
     async def stop(self, grace: float) -> None:
@@ -61,6 +65,7 @@ class Server:
         """
         self._settings = settings
         self._metrics = metrics = Metrics()
+        self._certificates = open_certificates(settings, metrics)
         self._store = store = open_store(settings.store, metrics, settings)
         self._reloader = Reloader(settings, metrics)
         # While a shared store is away a window local to this replica decides; in memory the store is that already.
@@ -83,7 +88,8 @@ class Server:
         loop = asyncio.get_running_loop()
         await self._store.start()
         admin = self._admin.start(self._settings.admin)
-        listening = await self._grpc.start(self._settings.listen)
+        listening = await self._grpc.start(self._settings.listen, self._certificates)
+        self._guard_the_port()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
@@ -104,7 +110,21 @@ class Server:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._store.close()
             self._admin.stop()
+            if self._certificates is not None:
+                self._certificates.stop()
         _LOG.info("stopped")
+
+    def _guard_the_port(self) -> None:
+        """Follow the certificates, or tell that there are none where strangers may connect."""
+        listen = self._settings.listen
+        if self._certificates is not None:
+            self._certificates.watch()
+        elif not (listen.is_local or self._settings.allow_plaintext):
+            _LOG.warning(
+                "whoever reaches the port may ask, and count in another's name: give --tls-cert, --tls-key and --tls-client-ca,"
+                " listen on a Unix socket, or say --allow-plaintext where a mesh or a network policy keeps strangers out",
+                extra=fields(listen=listen.text),
+            )
 
     def _on_stop(self, number: int) -> None:
         """First signal: drain. Ctrl-C skips the delay, a second signal skips all waiting."""

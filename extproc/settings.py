@@ -8,7 +8,8 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from ipaddress import ip_address
+from typing import Any, Literal, NamedTuple
 
 from extproc import options
 from extproc.logs import LogFormat
@@ -19,6 +20,7 @@ _NOT_OURS = ("SERVICE_", "PORT", "TEST_")
 """What Kubernetes sets for a Service called `loopguard`, and what only tests read."""
 
 _HOST_PORT = re.compile(r"(?P<host>[^\s:\[\]/]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):(?P<port>[0-9]{1,5})")
+_DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,16 @@ class Address:
         """A Unix socket rather than TCP."""
         return self.text.startswith("unix:")
 
+    @property
+    def is_local(self) -> bool:
+        """Nobody on another machine can connect to it."""
+        if self.is_unix or self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
 
 def address(text: str) -> Address:
     """Parse `host:port`, `[::1]:port`, `:port` (all interfaces) or `unix:/path`; port 0 takes a free one.
@@ -48,6 +60,18 @@ def address(text: str) -> Address:
         raise ValueError("must be HOST:PORT or unix:/PATH")
     host, port = found["host"], found["port"]
     return Address(text if host else f"[::]:{port}", host.strip("[]") or "::", int(port))
+
+
+class SubjectName(NamedTuple):
+    """A name that a certificate is made out to: a subjectAltName (RFC 5280 section 4.2.1.6).
+
+    Attributes:
+        kind: `DNS`, `URI` or `IP Address`, as Python's `ssl` has it.
+        value: in small letters where it is a DNS name, in its shortest form where it is an IP address.
+    """
+
+    kind: str
+    value: str
 
 
 def _positive(text: str) -> int:
@@ -84,6 +108,32 @@ def _scope(text: str) -> str:
     return text
 
 
+def subject_name(text: str) -> SubjectName:
+    """Parse a URI such as a SPIFFE id, an IP address, or else a DNS name.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if "://" in text:
+        return SubjectName("URI", text)
+    try:
+        return SubjectName("IP Address", str(ip_address(text)))
+    except ValueError:
+        pass
+    if not _DNS_NAME.fullmatch(text):
+        raise ValueError("must be a DNS name, an IP address or a URI such as spiffe://cluster.local/ns/gateways/sa/envoy")
+    return SubjectName("DNS", text.lower())
+
+
+def subject_names(text: str) -> tuple[SubjectName, ...]:
+    """Parse subject names separated by commas.
+
+    Raises:
+        ValueError: one of them is none.
+    """
+    return tuple(subject_name(item.strip()) for item in text.split(",") if item.strip())
+
+
 def _paths(text: str) -> tuple[str, ...]:
     return tuple(path for path in text.split(os.pathsep) if path)
 
@@ -96,6 +146,19 @@ class Settings:
         (), _paths, "policy file or directory; repeatable (in the environment separated by ':')", "PATH", gather=tuple
     )
     listen: Address = option("127.0.0.1:50051", address, "where Envoy connects (gRPC)", "HOST:PORT|unix:/PATH")
+    tls_cert: str = option("", str, "certificate of this server, with its chain; makes the port mutual TLS", "PATH")
+    tls_key: str = option("", str, "its private key", "PATH")
+    tls_client_ca: str = option("", str, "authorities whose client certificates may ask", "PATH")
+    tls_client_san: tuple[SubjectName, ...] = option(
+        (),
+        subject_names,
+        "of their clients only those with one of these subjectAltNames may ask; repeatable or separated by commas",
+        "DNS|IP|URI,...",
+        gather=",".join,
+    )
+    allow_plaintext: bool = option(
+        False, parse_switch, "a mesh or a network policy says who may ask: do not warn about a port without TLS"
+    )
     transport: Literal["fast", "grpcio"] = option(
         "fast", parse_one_of("fast", "grpcio"), "fast: our own lean gRPC server; grpcio: the reference", "fast|grpcio"
     )

@@ -83,7 +83,7 @@ def wrong_with(item: Object, kubernetes: str = KUBERNETES[-1]) -> str:
 def test_there_is_a_case_for_every_store_and_shape() -> None:
     """The table below is not kept by looking at nothing."""
     assert {"defaults", "memory", "redis", "sentinel", "cluster", "canary", "everything"} <= CASES.keys()
-    assert {"istio-gateway", "istio-sidecar", "istio-shadow", "envoy-gateway"} <= CASES.keys()
+    assert {"istio-gateway", "istio-sidecar", "istio-shadow", "envoy-gateway", "mutual-tls"} <= CASES.keys()
 
 
 @each_case
@@ -285,7 +285,10 @@ def test_a_stopping_pod_has_time_for_all_of_it(values: Values) -> None:
         assert spec["terminationGracePeriodSeconds"] > given.drain_delay + given.drain_timeout + 1
         assert given.drain_delay > 0
         assert "lifecycle" not in container
-        assert {container[probe]["grpc"]["port"] for probe in ("startupProbe", "readinessProbe")} == {given.listen.port}
+        for probe in ("startupProbe", "readinessProbe"):  # the kubelet's gRPC probes speak no TLS
+            over_http = {"path": "/readyz", "port": "http-admin"} if given.tls_cert else None
+            assert container[probe].get("httpGet") == over_http
+            assert container[probe].get("grpc") == (None if given.tls_cert else {"port": given.listen.port})
         assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http-admin"}
 
 
@@ -294,7 +297,12 @@ def test_the_helm_test_asks_every_service(values: Values) -> None:
     """`helm test` runs one healthcheck against each Service, as a pod that no Service selects."""
     made = objects(values)
     (pod,) = of_kind(made, "Pod")
-    asked = [container["args"][container["args"].index("--address") + 1] for container in pod["spec"]["containers"]]
+    asked = [
+        argument.removeprefix("--address=")
+        for container in pod["spec"]["containers"]
+        for argument in container["args"]
+        if argument.startswith("--address=")
+    ]
 
     assert sorted(asked) == sorted(f"{item['metadata']['name']}:50051" for item in of_kind(made, "Service"))
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
@@ -332,11 +340,9 @@ def test_the_defaults_make_what_runs_and_nothing_that_needs_more() -> None:
         ("ConfigMap", f"{NAME}-policies"),
         ("ServiceAccount", NAME),
         ("PodDisruptionBudget", NAME),
+        ("NetworkPolicy", NAME),
         ("Pod", f"{NAME}-test"),
     }
-
-
-GATEWAYS: list[Object] = [{"podSelector": {}}]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +352,9 @@ GATEWAYS: list[Object] = [{"podSelector": {}}]
         ({"podDisruptionBudget": {"enabled": False}}, set(), {("PodDisruptionBudget", NAME)}),
         ({"serviceAccount": {"create": False}}, set(), {("ServiceAccount", NAME)}),
         ({"policies": {"existingConfigMap": "mine"}}, set(), {("ConfigMap", f"{NAME}-policies")}),
-        ({"networkPolicy": {"enabled": True, "gateways": GATEWAYS}}, {("NetworkPolicy", NAME)}, set()),
+        ({"networkPolicy": {"enabled": False}}, set(), {("NetworkPolicy", NAME)}),
+        ({"tls": {"existingSecret": "s"}}, set(), {("Pod", f"{NAME}-test")}),
+        ({"tls": {"existingSecret": "s", "testSecret": "t"}}, set(), set()),
         ({"monitoring": {"serviceMonitor": {"enabled": True}}}, {("ServiceMonitor", NAME)}, set()),
         ({"monitoring": {"podMonitor": {"enabled": True}}}, {("PodMonitor", NAME)}, set()),
         ({"monitoring": {"prometheusRule": {"enabled": True}}}, {("PrometheusRule", NAME)}, set()),
@@ -520,7 +528,7 @@ def test_a_network_policy_lets_in_who_is_named() -> None:
 def test_a_network_policy_lets_ambient_mode_in(tls: str, ports: list[int]) -> None:
     """There the gateway's requests come to the port of the mesh, and the kubelet's probes from an address of its own."""
     istio = {"enabled": True, "namespace": "istio-ingress", "routes": [{"name": "chat"}], "tls": tls}
-    spec = one(objects({"istio": istio, "networkPolicy": {"enabled": True, "gateways": GATEWAYS}}), "NetworkPolicy")["spec"]
+    spec = one(objects({"istio": istio, "networkPolicy": {"monitoring": []}}), "NetworkPolicy")["spec"]
 
     assert [port["port"] for port in spec["ingress"][0]["ports"]] == ports
     assert [rule["from"] for rule in spec["ingress"][1:]] == [[{"ipBlock": {"cidr": "169.254.7.127/32"}}]] * (tls == "AUTO")
@@ -528,10 +536,71 @@ def test_a_network_policy_lets_ambient_mode_in(tls: str, ports: list[int]) -> No
 
 def test_a_network_policy_without_egress_rules_limits_no_egress() -> None:
     """An empty list leaves connections to the store alone rather than forbidding them."""
-    spec = one(objects({"networkPolicy": {"enabled": True, "gateways": GATEWAYS}}), "NetworkPolicy")["spec"]
+    spec = one(objects({}), "NetworkPolicy")["spec"]
 
     assert spec["policyTypes"] == ["Ingress"]
     assert "egress" not in spec
+
+
+# ---- Mutual TLS
+
+
+def test_mutual_tls_comes_from_a_secret() -> None:
+    """The files of the mounted Secret are what the process reads, and only clients with the names that are set may ask."""
+    deployment = one(objects(CASES["mutual-tls"]), "Deployment")
+    spec = deployment["spec"]["template"]["spec"]
+    given = settings.read({}, environment(deployment))
+
+    mounted = {mount["name"]: mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+    secrets = {volume["name"]: volume["secret"]["secretName"] for volume in spec["volumes"] if "secret" in volume}
+    assert secrets["tls"] == "loopguard-tls"
+    assert (given.tls_cert, given.tls_key, given.tls_client_ca) == tuple(
+        f"{mounted['tls']}/{key}" for key in ("tls.crt", "tls.key", "ca.crt")
+    )
+    assert [name.value for name in given.tls_client_san] == CASES["mutual-tls"]["tls"]["clientSans"]
+
+
+def test_a_gateway_is_told_whom_to_trust() -> None:
+    """Envoy Gateway verifies Loopguard by the authority in the Secret and the name that is set, else that of the Service."""
+    made = one(objects(CASES["mutual-tls"]), "BackendTLSPolicy")["spec"]
+    by_service = merged(CASES["mutual-tls"], {"tls": {"serverName": ""}})
+
+    assert made["targetRefs"] == [{"group": "", "kind": "Service", "name": NAME}]
+    assert made["validation"]["caCertificateRefs"] == [{"group": "", "kind": "Secret", "name": "loopguard-tls"}]
+    assert made["validation"]["hostname"] == "loopguard.example"
+    assert one(objects(by_service), "BackendTLSPolicy")["spec"]["validation"]["hostname"] == f"{NAME}.{NAMESPACE}.svc"
+
+
+def test_the_helm_test_shows_a_certificate() -> None:
+    """With mutual TLS its arguments are those of a health check with a certificate, from a Secret of its own."""
+    (pod,) = of_kind(objects(CASES["mutual-tls"]), "Pod")
+    (container,) = pod["spec"]["containers"]
+
+    assert pod["spec"]["volumes"][0]["secret"]["secretName"] == "probe-tls"
+    assert container["volumeMounts"][0]["mountPath"] == "/etc/loopguard/tls"
+    assert container["args"][-4:] == [
+        "--tls-ca=/etc/loopguard/tls/ca.crt",
+        "--tls-cert=/etc/loopguard/tls/tls.crt",
+        "--tls-key=/etc/loopguard/tls/tls.key",
+        "--tls-server-name=loopguard.example",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "allowed"),
+    [
+        ({}, True),
+        ({"networkPolicy": {"enabled": False}}, False),
+        (merged(CASES["istio-gateway"], {"networkPolicy": {"enabled": False}}), True),
+        (merged(CASES["istio-gateway"], {"networkPolicy": {"enabled": False}, "istio": {"tls": "DISABLE"}}), False),
+        (CASES["mutual-tls"], False),
+    ],
+)
+def test_the_process_warns_of_strangers_where_nothing_keeps_them_out(values: Values, allowed: bool) -> None:
+    """A network policy or the mesh silences the warning about plain text, and nothing else does."""
+    given = settings.read({}, environment(of_kind(objects(values), "Deployment")[0]))
+
+    assert given.allow_plaintext is allowed
 
 
 # ---- Monitoring
@@ -553,11 +622,10 @@ def test_alerts_and_dashboards_are_the_files() -> None:
 
 
 def test_the_values_of_the_readme_are_good() -> None:
-    """What its README recommends for production renders to objects that Kubernetes takes."""
-    shown = re.search(r"```yaml\n(.*?)```", (CHART / "README.md").read_text(), re.DOTALL)
-    assert shown is not None
+    """What its README needs at least, and what it recommends for production, renders to objects that Kubernetes takes."""
+    shown = re.findall(r"```yaml\n(.*?)```", (CHART / "README.md").read_text(), re.DOTALL)
 
-    made = objects(helm_python.values_from_yaml(shown[1]))
+    made = objects(merged(*map(helm_python.values_from_yaml, shown)))
 
     assert [wrong for item in made if (wrong := wrong_with(item))] == []
     assert {"NetworkPolicy", "ServiceMonitor", "PrometheusRule"} <= {item["kind"] for item in made}

@@ -30,7 +30,7 @@ REDIS: Values = {"store": {"url": "redis://redis"}}
 SCALED: Values = {"autoscaling": {"enabled": True}}
 CANARY: Values = {"canary": {"enabled": True}}
 ACTING: Values = {"canary": {"enabled": True, "shadow": {"enabled": False}}}
-GUARDED: Values = {"networkPolicy": {"enabled": True, "gateways": [{"podSelector": {}}]}}
+GUARDED: Values = {"networkPolicy": {"gateways": [{"podSelector": {}}], "monitoring": []}}
 
 
 def store(url: str, **more: object) -> Values:
@@ -191,9 +191,23 @@ PROBLEMS: list[tuple[Values, str]] = [
         "enable one of them.",
     ),
     row(
-        {"networkPolicy": {"enabled": True}},
+        {"networkPolicy": {"gateways": []}},
         "networkPolicy.enabled keeps every Envoy out: say in networkPolicy.gateways where they run, such as",
-        "[{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: istio-ingress}}}].",
+        "[{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: istio-ingress}}}], or let every pod of the cluster",
+        "ask with networkPolicy.enabled=false.",
+    ),
+    row(
+        merged(ISTIO, {"tls": {"existingSecret": "s"}}),
+        "tls.existingSecret and istio.enabled would have Istio's Envoys, which have certificates of the mesh, refused: take",
+        "tls.existingSecret out, and leave it to istio.tls=ISTIO_MUTUAL to say who may ask.",
+    ),
+    *(
+        row(
+            {"tls": {name: value}},
+            "tls.clientSans, tls.serverName and tls.testSecret mean nothing without mutual TLS: name a Secret in",
+            "tls.existingSecret, or leave them out.",
+        )
+        for name, value in {"clientSans": ["a"], "serverName": "a", "testSecret": "a"}.items()
     ),
     row(
         {**GUARDED, "monitoring": {"podMonitor": {"enabled": True}}},
@@ -318,7 +332,7 @@ def test_a_release_that_no_service_can_be_named_after_is_refused() -> None:
 
 def test_every_problem_is_told_at_once() -> None:
     """Values with several mistakes are mended in one round."""
-    found = problems({"replicaCount": 2, "networkPolicy": {"enabled": True}, **MONITORS})
+    found = problems({"replicaCount": 2, "networkPolicy": {"gateways": [], "monitoring": []}, **MONITORS})
 
     assert [sentence.partition(" ")[0] for sentence in found] == [
         "replicaCount=2,",
@@ -548,7 +562,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         f"{DETECTION}/similarity': value must be 'canonical'",
     ),
     (bundle(changed(similarity="canonical", tail_messages=2)), f"{DETECTION}/similarity': value must be 'tail'"),
-    (bundle(changed(similarity="canonical", tools={})), f"{DETECTION}/similarity': value must be 'tool_calls'"),
+    (bundle(changed(similarity="canonical", tools={})), f"{DETECTION}/similarity': value must be one of 'tool_calls', 'turns'"),
     (bundle(changed(similarity="tail", window_seconds=...)), f"{DETECTION}': missing property 'window_seconds'"),
     (bundle(changed(similarity="tail", tail_messages=0)), f"{DETECTION}/tail_messages': "),
     (bundle(changed(similarity="tool_calls", max_cycle=99)), f"{DETECTION}/max_cycle': maximum: got 99, want 16"),

@@ -46,7 +46,7 @@ FLOORS: list[list[str]] = [
     ["answers", "answers/go_on", "answers/refuse"],
     ["service"],
     ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],
-    ["transport/fast", "transport/grpcio"],
+    ["transport/tls", "transport/fast", "transport/grpcio"],
     ["reload", "admin", "server"],
     ["envoy_config", "envoy_config/options", "envoy_config/routes", "envoy_config/template"],
     ["envoy_config/render", "envoy_config/command"],

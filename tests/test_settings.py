@@ -9,7 +9,7 @@ import pytest
 
 from extproc.errors import UsageError
 from extproc.options import ENVIRONMENT_ONLY
-from extproc.settings import Address, Settings, add_flags, address, read, unknown
+from extproc.settings import Address, Settings, SubjectName, add_flags, address, read, unknown
 
 
 def given(*flags: str, **environment: str) -> Settings:
@@ -26,10 +26,19 @@ def help_text() -> str:
     return parser.format_help()
 
 
+def _dns(name: str) -> SubjectName:
+    return SubjectName("DNS", name)
+
+
 # field, a value other than the default as flag and as variable, what becomes of them
 EVERY: list[tuple[str, list[str], str, object, object]] = [
     ("policy", ["a:b", "c"], "d:e:", ("a:b", "c"), ("d", "e")),
     ("listen", ["unix:/x"], "h:1", Address("unix:/x"), Address("h:1", "h", 1)),
+    ("tls_cert", ["/a"], "/b", "/a", "/b"),
+    ("tls_key", ["/a"], "/b", "/a", "/b"),
+    ("tls_client_ca", ["/a"], "/b", "/a", "/b"),
+    ("tls_client_san", ["a", "b"], "10.0.0.1", (_dns("a"), _dns("b")), (SubjectName("IP Address", "10.0.0.1"),)),
+    ("allow_plaintext", [], "yes", True, True),
     ("transport", ["grpcio"], "grpcio", "grpcio", "grpcio"),
     ("admin", ["h:2"], "h:1", Address("h:2", "h", 2), Address("h:1", "h", 1)),
     ("store", ["x://"], "y://", "x://", "y://"),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from ipaddress import ip_address
 
 from extproc.errors import UsageError
-from extproc.options import REQUIRED, option, parse_one_of, parse_switch
-from extproc.settings import Address, address
+from extproc.options import REQUIRED, option, parse_one_of, parse_switch, require_together
+from extproc.settings import Address, SubjectName, address, subject_names
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?\Z")
 _WINDOW = range(65_535, 2**31)
@@ -105,6 +105,17 @@ class EnvoyOptions:
         "HOST:PORT|unix:/PATH,...",
         gather=",".join,
     )
+    endpoint_cert: str = option("", str, "certificate that Envoy shows Loopguard, with its chain; makes it mutual TLS", "PATH")
+    endpoint_key: str = option("", str, "its private key", "PATH")
+    endpoint_ca: str = option("", str, "authorities of Loopguard's own certificate", "PATH")
+    endpoint_san: tuple[SubjectName, ...] = option(
+        (),
+        subject_names,
+        "what Loopguard's certificate is made out to, one of these; repeatable or separated by commas; "
+        "default: the endpoints' hosts",
+        "DNS|IP|URI,...",
+        gather=",".join,
+    )
     body_mode: str = option(
         "strict",
         parse_one_of("strict", "tolerant"),
@@ -127,11 +138,14 @@ class EnvoyOptions:
     )
 
     def __post_init__(self) -> None:
-        """Refuse a choice that a shadow mode has made already.
+        """Refuse half of what TLS needs, and a choice that a shadow mode has made already.
 
         Raises:
-            UsageError: naming the flag that has to go.
+            UsageError: naming the flag that is missing or has to go.
         """
+        require_together(self, ("endpoint_cert", "endpoint_key", "endpoint_ca"), ("endpoint_san",))
+        if self.endpoint_cert and not self.endpoint_san and any(endpoint.is_unix for endpoint in self.endpoints):
+            raise UsageError("--endpoint-cert needs --endpoint-san as well, because a Unix socket has no name")
         if self.shadow_mode == "off":
             return
         for item in fields(self):

@@ -11,7 +11,7 @@ from extproc.envoy_config.options import EnvoyOptions, is_ip
 from extproc.envoy_config.routes import GuardedRoute, plan_routes
 from extproc.envoy_config.template import fill
 from extproc.policy.loader import PolicySet
-from extproc.settings import Address
+from extproc.settings import Address, subject_name
 
 _BODY_MODES = {"strict": "BUFFERED", "tolerant": "BUFFERED_PARTIAL"}
 _UPSTREAM_PROTOCOLS = {
@@ -19,6 +19,7 @@ _UPSTREAM_PROTOCOLS = {
     "http2": "explicit_http_config: {http2_protocol_options: {}}",
     "as-client": "use_downstream_protocol_config: {http_protocol_options: {}, http2_protocol_options: {}}",
 }
+_SAN_TYPES = {"DNS": "DNS", "URI": "URI", "IP Address": "IP_ADDRESS"}
 _FAILURE_MODES = {"allow": "true", "deny": "false"}
 _ESCAPE = re.compile("%[0-9A-F]{2}")
 
@@ -40,6 +41,7 @@ def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
             **upstream,
             **_describe_mode(options),
             **_describe_loopguard(options.endpoints),
+            **_describe_loopguard_tls(options),
             "listen": _write_address(options.listen),
             "admin": _write_address(options.admin),
             "buffer_limit": str(options.buffer_limit),
@@ -71,6 +73,22 @@ def _describe_loopguard(endpoints: Sequence[Address]) -> Mapping[str, str]:
     return {
         "loopguard_type": "STRICT_DNS" if by_name else "STATIC",
         "loopguard_endpoints": "\n".join(f"- endpoint: {{address: {_write_address(endpoint)}}}" for endpoint in endpoints),
+    }
+
+
+def _describe_loopguard_tls(options: EnvoyOptions) -> Mapping[str, str | bool]:
+    """How Envoy shows Loopguard who it is, and whom it takes for Loopguard."""
+    names = options.endpoint_san or dict.fromkeys(
+        subject_name(endpoint.host) for endpoint in options.endpoints if endpoint.host
+    )
+    return {
+        "endpoint_tls": bool(options.endpoint_cert),
+        "endpoint_cert": _quote(options.endpoint_cert),
+        "endpoint_key": _quote(options.endpoint_key),
+        "endpoint_ca": _quote(options.endpoint_ca),
+        "endpoint_sans": "\n".join(
+            f"- {{san_type: {_SAN_TYPES[name.kind]}, matcher: {{exact: {_quote(name.value)}}}}}" for name in names
+        ),
     }
 
 

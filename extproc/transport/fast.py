@@ -29,6 +29,7 @@ from extproc.transport.headers import Cache
 from extproc.transport.health import EXT_PROC, HEALTH, Health
 from extproc.transport.http2 import Limits, Pool
 from extproc.transport.sockets import BACKLOG, keep_alive, listening_socket
+from extproc.transport.tls import Certificates
 
 _LOG = logging.getLogger("loopguard")
 
@@ -323,8 +324,8 @@ class FastServer:
         self._errors = RateLimit(_LINES_PER_SECOND)
         self._server: asyncio.Server
 
-    async def start(self, address: Address) -> str:
-        """Listen.
+    async def start(self, address: Address, certificates: Certificates | None = None) -> str:
+        """Listen, with mutual TLS where there are certificates.
 
         Returns:
             the address, with the real port where 0 was asked for.
@@ -334,10 +335,11 @@ class FastServer:
         """
         listening = listening_socket(address)
         loop = asyncio.get_running_loop()
+        tls = certificates.listen_options(self.hello_seconds) if certificates else {}
         if address.is_unix:
-            self._server = await loop.create_unix_server(lambda: _Peer(self), sock=listening, backlog=BACKLOG)
+            self._server = await loop.create_unix_server(lambda: _Peer(self), sock=listening, backlog=BACKLOG, **tls)
             return address.text
-        self._server = await loop.create_server(lambda: _Peer(self), sock=listening, backlog=BACKLOG)
+        self._server = await loop.create_server(lambda: _Peer(self), sock=listening, backlog=BACKLOG, **tls)
         return f"{address.text.rpartition(':')[0]}:{listening.getsockname()[1]}"
 
     async def stop(self, grace: float) -> None:

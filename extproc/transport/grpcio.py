@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from typing import Any, cast
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any, NamedTuple, cast
 
 import grpc
 import grpc.aio
@@ -13,10 +13,11 @@ import grpc.aio
 from extproc.errors import LoopguardError, ProtocolError
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.service import Service
-from extproc.settings import Address
+from extproc.settings import Address, SubjectName
 from extproc.transport.grpc import MAX_MESSAGE
 from extproc.transport.health import EXT_PROC, HEALTH, Health
 from extproc.transport.sockets import listening_socket
+from extproc.transport.tls import Certificates, Pem, make_name, read_file
 
 _LOG = logging.getLogger("loopguard")
 
@@ -32,6 +33,8 @@ _OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # A connection that says nothing ends as it does on the other transport; gRPC's default is two minutes.
+    ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 
 
@@ -44,6 +47,7 @@ class GrpcServer:
         self._server = grpc.aio.server(options=_OPTIONS)
         process = grpc.stream_stream_rpc_method_handler(self._process)  # bytes in, bytes out: the service parses
         self._health = health
+        self._certificates: Certificates | None = None
         check = grpc.unary_unary_rpc_method_handler(
             self._check, HealthCheckRequest.FromString, HealthCheckResponse.SerializeToString
         )
@@ -57,8 +61,8 @@ class GrpcServer:
             )
         )
 
-    async def start(self, address: Address) -> str:
-        """Listen.
+    async def start(self, address: Address, certificates: Certificates | None = None) -> str:
+        """Listen, with mutual TLS where there are certificates.
 
         Returns:
             the address, with the real port where 0 was asked for.
@@ -70,7 +74,7 @@ class GrpcServer:
         probe = listening_socket(address)
         probe.close()
         try:
-            port = self._server.add_insecure_port(address.text)
+            port = self._add_port(address.text, certificates)
         except RuntimeError as error:
             raise LoopguardError(f"cannot listen on {address.text}: {error}; choose another with --listen") from None
         await self._server.start()
@@ -80,7 +84,19 @@ class GrpcServer:
         """Take no more streams, give those in flight `grace` seconds, then end them."""
         await self._server.stop(grace)
 
+    def _add_port(self, address: str, certificates: Certificates | None) -> int:
+        if certificates is None:
+            return int(self._server.add_insecure_port(address))
+        self._certificates = certificates
+        return int(self._server.add_secure_port(address, _make_credentials(certificates)))
+
+    async def _check_peer(self, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
+        """End the call of a client that may not ask by its names; grpc has no place for this in the handshake."""
+        if self._certificates is not None and not self._certificates.admits(read_names(context.auth_context())):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "no --tls-client-san is among your certificate's names")
+
     async def _process(self, _: Any, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
+        await self._check_peer(context)
         stream = self._service.open(context.invocation_metadata() or ())
         call = cast("asyncio.Task[None]", asyncio.current_task())
         # grpc cannot end a call cleanly while it reads: only a stop is worth that. Otherwise the next message ends the call.
@@ -110,12 +126,14 @@ class GrpcServer:
             stream.close()
 
     async def _check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:  # noqa: ANN401  # grpc is untyped
+        await self._check_peer(context)
         answer = self._health.status(request.service)
         if answer.status == HealthCheckResponse.SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
         return answer
 
-    async def _watch(self, request: HealthCheckRequest, _: Any) -> AsyncIterator[HealthCheckResponse]:  # noqa: ANN401  # grpc is untyped
+    async def _watch(self, request: HealthCheckRequest, context: Any) -> AsyncIterator[HealthCheckResponse]:  # noqa: ANN401  # grpc is untyped
+        await self._check_peer(context)
         async for answer in self._health.watch(request.service):
             yield answer
 
@@ -123,20 +141,77 @@ class GrpcServer:
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
-def check_health(target: str, timeout: float) -> str:
+_SAN_KINDS = {"peer_dns": "DNS", "peer_uri": "URI", "peer_ip": "IP Address"}
+
+
+def read_names(properties: Mapping[str, Iterable[bytes]]) -> list[SubjectName]:
+    """The subjectAltNames in gRPC's authentication context."""
+    return [make_name(kind, value.decode("latin-1")) for name, kind in _SAN_KINDS.items() for value in properties.get(name, ())]
+
+
+def _make_credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    """Server credentials that follow the files: gRPC asks at every handshake, from threads of its own."""
+    given = certificates.pem
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal given
+        newest = certificates.pem
+        if newest is given:
+            return None  # as before
+        given = newest
+        return _configure(newest)
+
+    return grpc.dynamic_ssl_server_credentials(_configure(given), fetch, require_client_authentication=True)
+
+
+def _configure(pem: Pem) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pem.key, pem.chain)], pem.authorities)
+
+
+class ClientTls(NamedTuple):
+    """How a client of a port with mutual TLS shows who it is.
+
+    Attributes:
+        authorities: PEM file of those that the server's certificate is from.
+        chain: PEM file of the client's certificate.
+        key: PEM file of its private key.
+        server_name: that the server's certificate is made out to; empty where that is the host.
+    """
+
+    authorities: str
+    chain: str
+    key: str
+    server_name: str
+
+
+def check_health(target: str, timeout: float, tls: ClientTls | None = None) -> str:
     """Ask a running server's grpc.health.v1.
 
     Args:
         target: `host:port` or `unix:/path`.
         timeout: in seconds.
+        tls: where the port speaks it.
 
     Returns:
         `SERVING`, another status, or why there was no answer.
+
+    Raises:
+        UsageError: a file cannot be read.
     """
-    with grpc.insecure_channel(target) as channel:
+    with _open_channel(target, tls) as channel:
         check = channel.unary_unary(f"/{HEALTH}/Check", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString)
         try:
             answer = check(HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
     return HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+def _open_channel(target: str, tls: ClientTls | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(target)
+    credentials = grpc.ssl_channel_credentials(
+        read_file("--tls-ca", tls.authorities), read_file("--tls-key", tls.key), read_file("--tls-cert", tls.chain)
+    )
+    options = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
+    return grpc.secure_channel(target, credentials, options)

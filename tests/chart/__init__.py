@@ -19,7 +19,10 @@ NAME = "lg-loopguard"
 Values = dict[str, Any]
 Object = dict[str, Any]
 
-CASES: dict[str, Values] = {"defaults": {}} | {
+LEAST: Values = {"networkPolicy": {"gateways": [{"podSelector": {}}], "monitoring": [{"podSelector": {}}]}}
+"""What no default can know: where the gateways are. Every rendering has it, below its own values."""
+
+CASES: dict[str, Values] = {"defaults": LEAST} | {
     file.name.removesuffix("-values.yaml"): helm_python.values_from_yaml(file.read_text())
     for file in sorted((CHART / "ci").glob("*-values.yaml"))
 }
@@ -34,7 +37,7 @@ def chart() -> helm_python.Chart:
 
 def rendered(values: Values, *, release: str = RELEASE, namespace: str = NAMESPACE) -> dict[str, str]:
     """What each template becomes, as text."""
-    return chart().render(values, name=release, namespace=namespace)
+    return chart().render(merged(LEAST, values), name=release, namespace=namespace)
 
 
 def objects(values: Values, *, release: str = RELEASE, namespace: str = NAMESPACE) -> list[Object]:

@@ -88,6 +88,19 @@ ENVOY_GATEWAY: dict[str, Schema] = {
             headers=a_map(earlyRequestHeaders=a_map(remove=a_list(TEXT, maxItems=64))),
         ),
     ),
+    "BackendTLSPolicy": an_object(
+        "gateway.networking.k8s.io/v1",
+        "BackendTLSPolicy",
+        a_map(
+            "targetRefs validation",
+            targetRefs=a_list(a_map("group kind name", group={"const": ""}, kind={"const": "Service"}, name=TEXT)),
+            validation=a_map(
+                "caCertificateRefs hostname",
+                caCertificateRefs=a_list(a_map("group kind name", group={"const": ""}, kind={"const": "Secret"}, name=TEXT)),
+                hostname=TEXT,
+            ),
+        ),
+    ),
     "ReferenceGrant": an_object(
         "gateway.networking.k8s.io/v1beta1",
         "ReferenceGrant",

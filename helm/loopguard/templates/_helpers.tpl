@@ -112,3 +112,20 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- toJson $longest -}}
 {{- end }}
+
+{{/* How the kubelet asks whether a pod serves. Its gRPC probes speak no TLS; /readyz says the same. */}}
+{{- define "loopguard.readiness" -}}
+{{- if .Values.tls.existingSecret -}}
+httpGet:
+  path: /readyz
+  port: http-admin
+{{- else -}}
+grpc:
+  port: 50051
+{{- end -}}
+{{- end }}
+
+{{/* What Loopguard's certificate is made out to. */}}
+{{- define "loopguard.serverName" -}}
+{{- default (printf "%s.%s.svc" (include "loopguard.fullname" .) .Release.Namespace) .Values.tls.serverName -}}
+{{- end }}

@@ -1,0 +1,329 @@
+"""Who may ask: mutual TLS on the port, with certificates that are read again when their files are rotated.
+
+- The files are looked at a few times a second, by a thread. Comparing what they hold works on any file system, however a
+  rotation is done: by writing, by renaming, or by the swap of a link as the kubelet does it.
+- A change is taken once it has stood for two looks, so that a certificate is not tried with the key that it is about to lose.
+- What cannot be used is logged and counted, and changes nothing. What can be is for new connections; old ones go on.
+- Each rotation makes a context of its own: no session of the authorities before it can be resumed after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self, cast
+
+from extproc.errors import UsageError
+from extproc.logs import RateLimit, fields
+from extproc.metrics import Metrics
+from extproc.options import require_together
+from extproc.settings import Settings, SubjectName
+
+_LOG = logging.getLogger("loopguard")
+
+_LOOK_SECONDS: Final = 0.25
+_GOODBYE_SECONDS: Final = 5.0
+"""How long a peer may take to answer that a connection is closed."""
+
+_LINES_PER_SECOND: Final = 5
+_AGAIN: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Pem(NamedTuple):
+    """What the files hold.
+
+    Attributes:
+        chain: the certificate, and those between it and an authority.
+        key: of the certificate.
+        authorities: that clients' certificates are from.
+    """
+
+    chain: bytes
+    key: bytes
+    authorities: bytes
+
+
+def open_certificates(settings: Settings, metrics: Metrics) -> Certificates | None:
+    """The certificates of a port with mutual TLS, None where it is plain text.
+
+    Raises:
+        UsageError: half of what TLS needs is missing, or a file cannot be used; the message says which.
+    """
+    require_together(settings, ("tls_cert", "tls_key", "tls_client_ca"), ("tls_client_san",))
+    return Certificates(settings, metrics) if settings.tls_cert else None
+
+
+class Certificates:
+    """The certificates in use, and who may ask with them.
+
+    Attributes:
+        pem: in use.
+    """
+
+    pem: Pem
+
+    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+        """Load them for the first time.
+
+        Raises:
+            UsageError: a file cannot be used; the message names it and says why.
+        """
+        self._settings = settings
+        self._metrics = metrics
+        self._names = frozenset(settings.tls_client_san)
+        self._refusals = RateLimit(_LINES_PER_SECOND)
+        self._stopped = threading.Event()
+        self._load()
+        self._taken = self._looked_at = self._peek()
+
+    def listen_options(self, handshake_seconds: float) -> Mapping[str, Any]:
+        """What `create_server` has to be told to speak TLS.
+
+        Args:
+            handshake_seconds: in which a peer has to be done with its handshake.
+        """
+        return {
+            "ssl": _Current(self),
+            "ssl_handshake_timeout": handshake_seconds,
+            "ssl_shutdown_timeout": _GOODBYE_SECONDS,
+        }
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """For a new connection."""
+        return self._context
+
+    def admits(self, names: Iterable[SubjectName]) -> bool:
+        """Whether a client whose certificate has these names may ask."""
+        return not self._names or not self._names.isdisjoint(names)
+
+    def watch(self) -> None:
+        """Follow rotations from now on, in a thread: a file system that hangs holds up no request."""
+        threading.Thread(target=self._follow, name="certificates", daemon=True).start()
+
+    def stop(self) -> None:
+        """Follow no more."""
+        self._stopped.set()
+
+    def look(self) -> None:
+        """Take what the files hold, if that is new and has not changed since the last look."""
+        seen = self._peek()
+        if seen == self._looked_at and seen != self._taken:
+            self._taken = seen
+            self._rotate()
+        self._looked_at = seen
+
+    def log_refusal(self, reason: str) -> None:
+        """Count a peer that was not let in, and write a line about it, unless there are too many of them."""
+        self._metrics.tls_refused.inc()
+        suppressed = self._refusals.take(time.monotonic())
+        if suppressed is not None:
+            _LOG.info("connection refused in its TLS handshake", extra=fields(error=reason, suppressed=suppressed or None))
+
+    def _follow(self) -> None:
+        while not self._stopped.wait(_LOOK_SECONDS):
+            self.look()
+
+    def _rotate(self) -> None:
+        try:
+            self._load()
+        except UsageError as error:
+            self._metrics.tls_reloads.labels("error").inc()
+            _LOG.error("certificates not rotated, the last good ones stay in use", extra=fields(error=str(error)))
+        else:
+            self._metrics.tls_reloads.labels("ok").inc()
+            _LOG.info("certificates rotated")
+
+    def _peek(self) -> Pem | str:
+        """What the files hold now, or why that cannot be told."""
+        try:
+            return _read(self._settings)
+        except UsageError as error:
+            return str(error)
+
+    def _load(self) -> None:
+        """Read and check everything, then take it.
+
+        Raises:
+            UsageError: a file cannot be used.
+        """
+        pem = _read(self._settings)
+        not_after = _check_certificate(self._settings, pem)
+        context = _Guarded(self)
+        _load_pair(context, self._settings)
+        _trust_clients(context, self._settings, pem)
+        if _read(self._settings) != pem:  # Python reads a key from its file alone: bytes and context have to be of one state
+            raise UsageError(f"--tls-cert {self._settings.tls_cert}: is being changed")
+        self.pem, self._context = pem, context
+        self._metrics.tls_not_after.set(not_after)
+
+
+class _ServerContext(ssl.SSLContext):
+    """A server's context that knows the certificates."""
+
+    def __new__(cls, certificates: Certificates) -> Self:
+        """Made by a protocol, of which there is one."""
+        del certificates
+        return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
+
+    def __init__(self, certificates: Certificates) -> None:
+        """Nothing is loaded."""
+        self.certificates = certificates
+
+
+class _Guarded(_ServerContext):
+    """The context of one state of the files; what it makes of a connection lets nobody in who may not ask."""
+
+    def __init__(self, certificates: Certificates) -> None:
+        """Ask for a client's certificate, HTTP/2 and TLS 1.2 or newer."""
+        super().__init__(certificates)
+        self.sslobject_class = _GuardedObject
+        self.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.verify_mode = ssl.CERT_REQUIRED
+        self.set_alpn_protocols(["h2"])
+
+
+class _GuardedObject(ssl.SSLObject):
+    """One connection's TLS."""
+
+    def do_handshake(self) -> None:
+        """Fail for a peer that may not ask, before it can say a word."""
+        certificates = cast("_Guarded", self.context).certificates
+        try:
+            super().do_handshake()
+            self._check_peer(certificates)
+        except _AGAIN:
+            raise
+        except ssl.SSLError as error:
+            certificates.log_refusal(_explain(error))
+            raise
+
+    def _check_peer(self, certificates: Certificates) -> None:
+        if self.selected_alpn_protocol() != "h2":
+            raise ssl.SSLError("the client did not offer h2 by ALPN")
+        names = read_names(self.getpeercert())
+        if not certificates.admits(names):
+            shown = ", ".join(name.value for name in names) or "nobody"
+            raise ssl.SSLCertVerificationError(f"no --tls-client-san is among the client's names: {shown}")
+
+
+class _Current(_ServerContext):
+    """What a listening socket is given once: has every new connection made by the newest context."""
+
+    def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *_: object, **__: object) -> ssl.SSLObject:
+        """See `ssl`; this side is always the server's."""
+        return self.certificates.context.wrap_bio(incoming, outgoing, server_side=True)
+
+
+def read_names(certificate: Mapping[str, Any] | None) -> list[SubjectName]:
+    """The subjectAltNames of a certificate, as `SSLObject.getpeercert` has it."""
+    return [make_name(kind, value) for kind, value in (certificate or {}).get("subjectAltName", ())]
+
+
+def make_name(kind: str, value: str) -> SubjectName:
+    """A subjectAltName in the form that names are compared in."""
+    if kind == "IP Address":
+        with contextlib.suppress(ValueError):
+            value = str(ip_address(value.strip()))
+    return SubjectName(kind, value.lower() if kind == "DNS" else value)
+
+
+def _read(settings: Settings) -> Pem:
+    return Pem(
+        read_file("--tls-cert", settings.tls_cert),
+        read_file("--tls-key", settings.tls_key),
+        read_file("--tls-client-ca", settings.tls_client_ca),
+    )
+
+
+def read_file(flag: str, path: str) -> bytes:
+    """What a file holds that a flag names.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}") from None
+
+
+def _check_certificate(settings: Settings, pem: Pem) -> float:
+    """See that the pair is one that clients can trust today: a client that trusts this certificate alone tries it, in memory.
+
+    Returns:
+        when the certificate expires, in seconds since 1970.
+
+    Raises:
+        UsageError: it is none.
+    """
+    flag = f"--tls-cert {settings.tls_cert}"
+    client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    _trust(client, pem.chain, flag)
+    _load_pair(server, settings)
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    asking = client.wrap_bio(to_client, to_server)
+    answering = server.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for side in (asking, answering, asking):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    except ssl.SSLError as error:
+        raise UsageError(f"{flag}: {_explain(error)}") from None
+    found = cast("dict[str, str]", asking.getpeercert())  # verified, so it is there
+    return ssl.cert_time_to_seconds(found["notAfter"])
+
+
+def _load_pair(context: ssl.SSLContext, settings: Settings) -> None:
+    key = f"--tls-key {settings.tls_key}"
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, _refuse_passphrase)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise UsageError(f"{key}: is not the key of --tls-cert {settings.tls_cert}") from None
+        raise UsageError(f"{key}: holds no private key in PEM") from None
+    except OSError as error:
+        raise UsageError(f"{key}: {error.strerror}") from None
+    except _PassphraseError:
+        raise UsageError(f"{key}: is encrypted; give a key without a passphrase") from None
+
+
+class _PassphraseError(Exception):
+    """Somebody would have to type it."""
+
+
+def _refuse_passphrase() -> str:
+    raise _PassphraseError
+
+
+def _trust_clients(context: ssl.SSLContext, settings: Settings, pem: Pem) -> None:
+    flag = f"--tls-client-ca {settings.tls_client_ca}"
+    _trust(context, pem.authorities, flag)
+    ends = [ssl.cert_time_to_seconds(str(found["notAfter"])) for found in context.get_ca_certs()]
+    if not ends:
+        raise UsageError(f"{flag}: holds no certificate of an authority")
+    if max(ends) <= time.time():
+        raise UsageError(f"{flag}: has expired at {datetime.fromtimestamp(max(ends), UTC):%Y-%m-%d %H:%M} UTC")
+
+
+def _trust(context: ssl.SSLContext, pem: bytes, flag: str) -> None:
+    try:
+        context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))  # comments may be in any language
+    except (ssl.SSLError, ValueError):  # the latter where there is nothing
+        raise UsageError(f"{flag}: holds no certificate in PEM") from None
+
+
+def _explain(error: ssl.SSLError) -> str:
+    """OpenSSL's reason in words."""
+    told: str = getattr(error, "verify_message", "")
+    reason: str = getattr(error, "reason", "") or ""  # an error that OpenSSL did not raise has neither
+    return told or reason.replace("_", " ").lower() or str(error.args[-1])
