@@ -321,7 +321,7 @@ def test_megabytes_of_headers_reach_the_service_whole() -> None:
     """Where Envoy allows 8 MB of headers, its largest message is read, counted and answered."""
 
     def generous(config: str) -> str:
-        config = config.replace("message_timeout: 0.2s", "message_timeout: 5s", 1)  # such a message takes a busy machine a while
+        config = config.replace("message_timeout: 0.2s", "message_timeout: 5s", 1)  # such a message takes a while
         return config.replace("stat_prefix: ", "max_request_headers_kb: 8192\n          stat_prefix: ", 1)
 
     with stack(bundle(policy("p", {"pathPrefix": "/"}, mode="shadow")), edit=generous, failure_mode="deny") as made:
