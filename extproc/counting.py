@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 from time import perf_counter
 from types import NoneType
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from extproc.errors import StoreError
 from extproc.evaluation import Lane
@@ -19,7 +19,7 @@ Counts: TypeAlias = Sequence[Count] | None
 
 MaybeCounts: TypeAlias = Counts | Awaitable[Counts]
 
-HERE = (list, tuple, NoneType)
+HERE: Final = (list, tuple, NoneType)
 """Counts that are there already; whether something is an Awaitable, an abstract type, is ten times as dear to find out."""
 
 

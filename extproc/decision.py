@@ -120,7 +120,7 @@ class Outcome(NamedTuple):
         return SEVERITY[self.action], self.delay_ms or self.retry_after or 0
 
 
-class Decision(NamedTuple):
+class Decision:
     """What all policies together make of one request.
 
     Attributes:
@@ -130,10 +130,14 @@ class Decision(NamedTuple):
         trace: every policy's outcome, in bundle order, enforcing ones first.
     """
 
-    lead: Outcome | None = None
-    warning: bool = False
-    shadow: Outcome | None = None
-    trace: Sequence[Outcome] = ()
+    __slots__ = ("lead", "shadow", "trace", "warning")
+
+    def __init__(self, lead: Outcome | None, shadow: Outcome | None, trace: Sequence[Outcome], *, warning: bool) -> None:
+        """Keep them as given."""
+        self.lead = lead
+        self.shadow = shadow
+        self.trace = trace
+        self.warning = warning
 
     @property
     def action(self) -> Action:

@@ -361,10 +361,11 @@ class Evaluation:
         lead = find_strictest(loops) if loops else None
         warning = bool(loops) and any(outcome.action is Action.WARN for outcome in loops)
         if not self.shadow.candidates:
-            return Decision(lead, warning, None, trace)
+            return Decision(lead, None, trace, warning=warning)
         watching = self.shadow.judge(shadow_counts)
         shadow_loops = [outcome for outcome in watching if outcome.action is not Action.ALLOW]
-        return Decision(lead, warning, find_strictest(shadow_loops) if shadow_loops else None, [*trace, *watching])
+        shadow = find_strictest(shadow_loops) if shadow_loops else None
+        return Decision(lead, shadow, [*trace, *watching], warning=warning)
 
     def give_up(self, reason: str) -> None:
         """Nobody counts this request."""

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from time import perf_counter
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from google.protobuf.message import DecodeError
 
@@ -28,7 +28,7 @@ from extproc.decision import Action, Decision, Outcome
 from extproc.engine import Engine
 from extproc.errors import ProtocolError
 from extproc.evaluation import Evaluation
-from extproc.fingerprint import NO_BODY, Body
+from extproc.fingerprint import NO_BODY, Body, write_crc32
 from extproc.handover import POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicyError, parse_names
 from extproc.metrics import Metrics
 from extproc.reporting import Reporter
@@ -83,9 +83,9 @@ _PHASES = (
     "response_body",
     "response_trailers",
 )
-_GO_ON = {kind: Reply(let_go_on(kind), done=False) for kind in _PHASES}
-_DONE = {kind: Reply(reply.answer, done=True) for kind, reply in _GO_ON.items()}
-_NO_ANSWER = Reply(None, done=True)
+_GO_ON: Final = {kind: Reply(let_go_on(kind), done=False) for kind in _PHASES}
+_DONE: Final = {kind: Reply(reply.answer, done=True) for kind, reply in _GO_ON.items()}
+_NO_ANSWER: Final = Reply(None, done=True)
 
 
 class Service:
@@ -443,7 +443,7 @@ class Stream:
             return decision
         refused = lead._replace(action=Action.REJECT, delay_ms=0)
         trace = [refused if outcome is lead else outcome for outcome in decision.trace]
-        return decision._replace(lead=refused, trace=trace)
+        return Decision(refused, decision.shadow, trace, warning=decision.warning)
 
     def _encode(self, kind: str, evaluation: Evaluation, decision: Decision) -> Reply:
         lead = decision.lead
@@ -456,7 +456,7 @@ class Stream:
             metadata |= {
                 "fingerprint": first.fingerprint,
                 "tenant": first.tenant,
-                "body_crc32": f"{first.body_crc32:08x}",
+                "body_crc32": write_crc32(first.body_crc32),
                 **metadata,
             }
         if lead is not None and lead.action is Action.REJECT:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from extproc.fingerprint import NO_BODY
 from extproc.wire import BODY_BUFFERED, BODY_STREAMED
 
@@ -9,10 +11,12 @@ MAX_KEPT = 64 * 2**20
 """Most bytes of streamed bodies that are kept at once; buffered ones come in one message and are not kept at all."""
 
 # What has come of a body.
-MORE, WHOLE, CUT_OFF = range(3)
+MORE: Final = 0
+WHOLE: Final = 1
+CUT_OFF: Final = 2
 
-_LENGTH_DIGITS = 18
-_PREFIX = 5
+_LENGTH_DIGITS: Final = 18
+_PREFIX: Final = 5
 """Bytes before a message of gRPC: a compression flag and a length of 4 bytes."""
 
 

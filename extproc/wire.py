@@ -104,7 +104,7 @@ class Message:
 
     def read_attribute(self, name: str) -> str | None:
         """An attribute that Envoy was asked for, None where it does not have it; raises as `parse_beside` does."""
-        if name.encode() not in self._beside:  # soon seen, and true of most
+        if self._beside.find(name.encode()) < 0:  # soon seen, and true of most; `in` first tries whether it is a number
             return None
         attributes = self.parse_beside().attributes
         if _ATTRIBUTES not in attributes:

@@ -98,7 +98,7 @@ def test_a_body_in_chunks_is_the_same_body(head: bytes, body: bytes, cut: int) -
 
     made = NO_BODY.plus(whole[:cut]).plus(whole[cut:])
 
-    assert made == Body(len(whole), crc32(whole), adler32(whole))
+    assert (made.length, made.crc32, made.adler32) == (len(whole), crc32(whole), adler32(whole))
 
 
 @given(METHODS, PATHS, PAIRS, BODIES, DESCRIPTORS, st.randoms())

@@ -356,5 +356,5 @@ def other(value: Json) -> bytes:
         value = {name: opened(item) for name, item in value.items()}
         if value.get("type") == "item_reference":  # is nothing but its id
             ignored = ()
-    length, crc32, adler32 = NO_BODY.plus(canonical(value, ignored))
-    return b"%d-%08x%08x" % (length, crc32, adler32)
+    sums = NO_BODY.plus(canonical(value, ignored))
+    return b"%d-%08x%08x" % (sums.length, sums.crc32, sums.adler32)
