@@ -278,6 +278,48 @@ def test_a_bad_flag_is_told_in_one_line(flag: str, value: str, capsys: pytest.Ca
     assert printed.err.startswith(f"loopguard: {flag} must ")
 
 
+TLS_FILES = ["--endpoint-cert", "c", "--endpoint-key", "k", "--endpoint-ca", "a"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (TLS_FILES[:2], "--endpoint-cert needs --endpoint-key and --endpoint-ca as well"),
+        (
+            ["--endpoint-san", "guard.example"],
+            "--endpoint-san needs --endpoint-cert and --endpoint-key and --endpoint-ca as well",
+        ),
+        (
+            [*TLS_FILES, "--endpoints", "unix:/run/loopguard.sock"],
+            "--endpoint-cert needs --endpoint-san as well, because a Unix socket has no name",
+        ),
+    ],
+)
+def test_half_of_tls_is_told(flags: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Envoy would trust anybody, or nobody it, without the others: what is missing is named."""
+    code = main(["envoy-config", "--policy", str(SAMPLE), "--upstream", UPSTREAM, *flags])
+
+    assert (code, capsys.readouterr().err) == (2, f"loopguard: {line}\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (["--endpoints", "guard.example:1,guard.example:2,[::1]:1"], [("DNS", "guard.example"), ("IP_ADDRESS", "::1")]),
+        (["--endpoint-san", "spiffe://a/b", "--endpoint-san", "c"], [("URI", "spiffe://a/b"), ("DNS", "c")]),
+    ],
+)
+def test_envoy_knows_loopguard_by_name(
+    flags: list[str], names: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its certificate has to be made out to one of the endpoints' hosts, or to one of the names that are given."""
+    main(["envoy-config", "--policy", str(SAMPLE), "--upstream", UPSTREAM, *TLS_FILES, *flags])
+
+    cluster = yaml.safe_load(capsys.readouterr().out)["static_resources"]["clusters"][0]
+    context = cluster["transport_socket"]["typed_config"]["common_tls_context"]["validation_context"]
+    assert [(name["san_type"], name["matcher"]["exact"]) for name in context["match_typed_subject_alt_names"]] == names
+
+
 @pytest.mark.parametrize("mode", ["observability", "partial"])
 @pytest.mark.parametrize(("flag", "value"), [("--failure-mode", "deny"), ("--body-mode", "tolerant")])
 def test_looking_on_leaves_no_choice(mode: str, flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
