@@ -63,6 +63,9 @@ _MAX_LENGTH_BITS: Final = 28
 _KNOWN: Final[dict[bytes, tuple[str, bytes]]] = {}
 """Headers by their bytes on the wire: most of a request's are those of the request before."""
 
+_SECRETS: Final = frozenset({"authorization", "proxy-authorization", "cookie", "api-key", "x-api-key", "x-goog-api-key"})
+"""Headers that are never remembered: nobody's credentials outlive his request here."""
+
 _MAX_KNOWN: Final = 1_024
 _MAX_KNOWN_SIZE: Final = 256
 
@@ -211,7 +214,7 @@ def _read_header(header: bytes) -> tuple[str, bytes]:
         if position + size != len(header):
             raise _UnusualError
         value = header[position:]
-    if len(header) <= _MAX_KNOWN_SIZE:
+    if len(header) <= _MAX_KNOWN_SIZE and name not in _SECRETS:
         if len(_KNOWN) >= _MAX_KNOWN:
             _KNOWN.clear()
         _KNOWN[header] = name, value
