@@ -36,7 +36,7 @@ FLOORS: list[list[str]] = [
     ],
     ["similarity/conversation", "similarity/actions", "similarity/results", "similarity/tools", "similarity/turn"],
     ["similarity/keys", "similarity/base", "similarity/loops"],
-    ["similarity/canonical", "similarity/tail", "similarity/tool_calls", "similarity/turns", "similarity"],
+    ["similarity/canonical", "similarity/tail", "similarity/tool_calls", "similarity/turns", "similarity/mcp", "similarity"],
     ["policy/bundle", "policy/routes", "policy/rules", "policy/messages", "policy/loader"],
     ["guards", "guards/loop"],
     ["plan", "evaluation", "engine", "handover"],
