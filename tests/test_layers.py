@@ -50,6 +50,7 @@ FLOORS: list[list[str]] = [
     ["reload", "admin", "server"],
     ["envoy_config", "envoy_config/options", "envoy_config/routes", "envoy_config/template"],
     ["envoy_config/render", "envoy_config/command"],
+    ["presets"],
     ["explain", "cli"],
 ]
 PLACE = {name: (floor, number) for floor, names in enumerate(FLOORS) for number, name in enumerate(names)}

@@ -38,6 +38,9 @@ MAX_ID = 512
 _TOOL_CALL = "tools/call"  # MCP, since its first revision
 _MESSAGES = frozenset({"message/send", "message/stream", "SendMessage", "SendStreamingMessage"})  # A2A 0.2 and later, A2A 1.0
 
+_ANSWERS = ("inputResponses", "requestState")
+"""Of a call that is sent again because the server asked the user something (MCP 2026-07-28): what was answered is new."""
+
 _ERROR_CODE = -32000
 """Of the range that JSON-RPC leaves to servers (section 5.1); A2A's own start at -32001."""
 
@@ -93,7 +96,8 @@ class Call:
     def _write_answer(self, message: str) -> bytes:
         field: tuple[str, Json] = ("error", {"code": _ERROR_CODE, "message": message})
         if self.tool:
-            field = ("result", {"content": [{"type": "text", "text": message}], "isError": True})
+            content = [{"type": "text", "text": message}]
+            field = ("result", {"resultType": "complete", "content": content, "isError": True})
         name, value = field
         return b'{"jsonrpc": "2.0", "id": %s, "%s": %s}' % (self._id, name.encode(), json.dumps(value).encode())
 
@@ -128,8 +132,8 @@ class Mcp(Similarity):
 
     def show(self, document: Document) -> list[str]:
         """See `Similarity`."""
-        tool, _, compared = self.compare(document)[0].partition(_SEPARATOR)
-        return [f"{tool.decode() or 'message'} | {compared.decode()}"]
+        compared, _ = self.compare(document)
+        return [f"{'message' if compared.startswith(_SEPARATOR) else ''}{compared.replace(_SEPARATOR, b' | ').decode()}"]
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
@@ -200,9 +204,11 @@ def _read_call(request: dict[str, msgspec.Raw]) -> tuple[str, dict[str, msgspec.
 
 
 def _spell_arguments(params: dict[str, msgspec.Raw]) -> bytes:
-    """In one spelling; none at all are no arguments, too."""
+    """In one spelling, with what the server has been answered; null and nothing are no arguments, too."""
     arguments = _open_bounded(params.get("arguments", ABSENT))
-    return canonical({} if arguments is None else arguments)
+    spelled = canonical({} if arguments is None else arguments)
+    answers = {name: _open_bounded(params[name]) for name in _ANSWERS if name in params}
+    return spelled + _SEPARATOR + canonical(answers) if answers else spelled
 
 
 def _spell_message(params: dict[str, msgspec.Raw]) -> bytes:
