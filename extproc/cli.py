@@ -37,7 +37,7 @@ signals: SIGHUP reloads the policies (so does any change of the files), SIGTERM 
 {presets.describe_presets()}
 
 examples:
-  mkdir -p policies && loopguard init > policies/agents.json
+  loopguard init > policies/agents.json
   loopguard init --preset canary > policies/canary.json && loopguard validate policies/
 
 Change the paths, and the limit keys that tell callers apart, to yours.""",
