@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import NoReturn
 
-from extproc import engine, explain, settings
+from extproc import engine, explain, presets, settings
 from extproc.errors import BundleErrors, LoopguardError, UsageError
 from extproc.logs import one_line, setup
 from extproc.options import add_flags as add_options
@@ -33,6 +33,14 @@ _EXAMPLES = {
   LOOPGUARD_POLICY=/etc/loopguard loopguard serve --shadow
 
 signals: SIGHUP reloads the policies (so does any change of the files), SIGTERM drains, Ctrl-C drains without the delay""",
+    "init": f"""presets:
+{presets.describe_presets()}
+
+examples:
+  loopguard init > policies/agents.json
+  loopguard init --preset canary > policies/canary.json && loopguard validate policies/
+
+Change the paths, and the limit keys that tell callers apart, to yours.""",
     "validate": """examples:
   loopguard validate policies/ && git push
 
@@ -225,6 +233,8 @@ def _make_parser() -> argparse.ArgumentParser:
 
     serve = command("serve", _serve, "run the external processor")
     settings.add_flags(serve)
+
+    presets.add_flags(command("init", presets.run, "print a policy to start from"))
 
     validate = command("validate", _validate, "check policy files and report every error at once")
     validate.add_argument("--strict", action="store_true", help="parts that serve would refuse are errors as well")

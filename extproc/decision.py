@@ -38,6 +38,7 @@ CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
     "not_json": (400, "its body is not JSON"),
     "no_messages": (400, "there is no conversation in its body"),
     "no_history": (400, "the history of its conversation is not in its body"),
+    "batch": (400, "it is one of several requests in a body"),
     "missing_descriptor": (400, "it does not say who sends it"),
     "descriptor_too_long": (400, "what says who sends it is too long"),
     "target_too_long": (400, "its path and query are too long"),
@@ -72,11 +73,39 @@ class Repeat(NamedTuple):
         return self.count >= self.threshold
 
 
-class Teller(Protocol):
-    """Knows the sentence about a loop that it saw."""
+class Framed(NamedTuple):
+    """A refusal in the shape of the protocol that its request speaks.
+
+    Attributes:
+        status: of HTTP.
+        content_type: of the body.
+        body: all of it.
+    """
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+class Subject(Protocol):
+    """What a request is about: its detector's similarity, or what that found in this very request."""
+
+    @property
+    def threshold(self) -> int | None:
+        """In place of the detector's own; None for that."""
+        ...
 
     def tell(self, outcome: Outcome, method: str, path: str) -> str:
         """What repeated, how often, and what to do instead, in words that a model can act on."""
+        ...
+
+    def frame(self, message: str, accept: str) -> Framed | None:
+        """The refusal in the shape of the request's own protocol; None for the one that all others have.
+
+        Args:
+            message: what `tell` says.
+            accept: the request's `accept` header.
+        """
         ...
 
 
@@ -96,7 +125,7 @@ class Outcome(NamedTuple):
         retry_after: seconds until a repeat makes sense; None when unknown.
         reject_status: HTTP status of a refusal.
         detector: the name of its loop_detection entry.
-        similarity: what was compared, and how a model is told.
+        subject: what was compared, and how a model is told.
         repeat: what the request's own history says, None where requests are counted.
     """
 
@@ -112,7 +141,7 @@ class Outcome(NamedTuple):
     retry_after: int | None
     reject_status: int
     detector: str
-    similarity: Teller
+    subject: Subject
     repeat: Repeat | None = None
 
     def strictness(self) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import gc
 from collections.abc import Sequence
 from itertools import groupby
 
-from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, Repeat, find_strictest
+from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, Repeat, Subject, find_strictest
 from extproc.encodings import UnreadableError, read_text
 from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, join_descriptors, write_head, write_query
 from extproc.guards.loop import Detector
@@ -60,6 +60,7 @@ class Candidate:
         tenant: hash of the descriptors, 16 hex digits.
         body_crc32: of the body as this detector compares it.
         repeat: what the request itself says about a loop, None where requests are counted.
+        subject: what the request is about.
         compared: what was compared in place of the body, None where the body was.
         compared_exactly: the body was compared because it is not what the similarity is for.
         hit: what the store is asked to count, None for nothing.
@@ -78,6 +79,7 @@ class Candidate:
         "needs_body",
         "plan",
         "repeat",
+        "subject",
         "tenant",
         "values",
     )
@@ -91,6 +93,7 @@ class Candidate:
         self.composite = self.fingerprint = self.tenant = ""
         self.body_crc32 = 0
         self.repeat: Repeat | None = None
+        self.subject: Subject = detector.similarity
         self.compared: bytes | None = None
         self.compared_exactly = False
         self.hit: Hit | None = None
@@ -114,7 +117,9 @@ class Candidate:
         if not detector.needs_body:
             body = NO_BODY
         elif detector.looks:
-            self.compared, self.repeat = detector.similarity.compare(self._inspect(sealing))
+            document = self._inspect(sealing)
+            self.compared, self.repeat = detector.similarity.compare(document)
+            self.subject = detector.similarity.find_subject(document)
             if self.compared is not None:
                 body = NO_BODY.plus(self.compared)
             elif body.length:
@@ -123,11 +128,11 @@ class Candidate:
         self.composite = compose(sealing.head, body, self.caller)
         self.fingerprint, check = digest(self.composite, body)
         self.tenant = hash_tenant(self.caller)
-        self.hit = detector.make_hit(sealing.scope, self.tenant, self.fingerprint + check, self.repeat)
+        self.hit = detector.make_hit(sealing.scope, self.tenant, self.fingerprint + check, self.subject, self.repeat)
 
     def judge(self, count: Count) -> Outcome:
         """What this detector makes of the request."""
-        return self.detector.judge(self.fingerprint, self.tenant, count, self.repeat)
+        return self.detector.judge(self.fingerprint, self.tenant, count, self.subject, self.repeat)
 
     def _inspect(self, sealing: Sealing) -> Document:
         """The document, where it is small enough for this detector.

@@ -112,7 +112,7 @@ def _describe_decision(candidate: Candidate) -> str:
     detector, found = candidate.detector, candidate.repeat
     if not detector.stateless:
         return (
-            f"allow {detector.threshold - 1} identical requests, then {_describe_action(candidate)}; "
+            f"allow {detector.find_threshold(candidate.subject) - 1} identical requests, then {_describe_action(candidate)}; "
             f"window {detector.window_type}, {detector.window_seconds} s"
         )
     state = detector.similarity.describe(found)
@@ -129,11 +129,14 @@ def _describe_action(candidate: Candidate) -> str:
     cooldown_ms = candidate.hit.cooldown_ms if candidate.hit is not None else 0
     if found is not None and not found.looping:
         found = found._replace(count=found.threshold)
-    count = Count(detector.threshold, looping=True, cooldown_ms=cooldown_ms, span_ms=0)
-    outcome = detector.judge(candidate.fingerprint, candidate.tenant, count, found)
+    subject = candidate.subject
+    count = Count(detector.find_threshold(subject), looping=True, cooldown_ms=cooldown_ms, span_ms=0)
+    outcome = detector.judge(candidate.fingerprint, candidate.tenant, count, subject, found)
+    framed = subject.frame("", "")
+    status = outcome.reject_status if framed is None else framed.status
     again = f" (Retry-After: {outcome.retry_after})" if outcome.retry_after is not None else ""
     told = {
-        "reject": f"reject with {outcome.reject_status}{again}",
+        "reject": f"reject with {status}{again}",
         "throttle": f"throttle (hold {outcome.delay_ms} ms at first)",
         "warn": "warn",
     }[outcome.action.value]

@@ -18,7 +18,7 @@ from zlib import crc32
 import pytest
 
 from extproc.cli import main
-from extproc.policy.bundle import make_schema
+from extproc.policy.bundle import Policy, make_schema
 from extproc.similarity.tool_calls import NO_CALLS
 from tests.documents import bundle, policy
 from tests.harness import PATIENCE, Loopguard, write_policies
@@ -27,7 +27,7 @@ GOOD = policy("p", {"pathExact": "/v1/chat/completions"}, limit_keys=["jwt:org_i
 WITH_RULES = policy("p", {"pathExact": "/a"}, limit_keys=["jwt:org_id"])
 WITH_RULES["spec"]["rules"] = [{"name": "per-org"}]
 
-COMMANDS = ["serve", "validate", "explain", "schema", "envoy-config", "healthcheck"]
+COMMANDS = ["serve", "init", "validate", "explain", "schema", "envoy-config", "healthcheck"]
 
 
 @pytest.fixture(autouse=True)
@@ -502,7 +502,45 @@ def test_validate_knows_every_field_of_a_list(capsys: pytest.CaptureFixture[str]
     ]
 
 
-# schema, healthcheck, help
+# init, schema, healthcheck, help
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("agents", ("turns", 3, None, "reject", "enforce")),
+        ("interactive", ("exact", 3, 5, "throttle", "enforce")),
+        ("agentic", ("exact", 2, 60, "reject", "enforce")),
+        ("webhook", ("exact", 5, 10, "warn", "enforce")),
+        ("canary", ("exact", 3, 60, "warn", "shadow")),
+    ],
+)
+def test_init_prints_a_policy_to_start_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, preset: str, expected: tuple[object, ...]
+) -> None:
+    """Each preset is good as it stands, serve would start with it, and it says in words what it does."""
+    made = Run(capsys, "init", "--preset", preset)
+    file = tmp_path / "policy.json"
+    file.write_text(made.out)
+
+    checked = Run(capsys, "validate", "--strict", str(file))
+
+    assert (made.code, made.err, checked.code, checked.err) == (0, "", 0, "")
+    document = json.loads(made.out)
+    ((name, loop),) = Policy.model_validate(document).spec.detectors()
+    assert (document["id"], name) == (preset, "default")
+    shown = (loop.similarity, loop.threshold_identical_requests, loop.window_seconds, loop.action, document["spec"]["mode"])
+    assert shown == expected
+    helped = re.sub(r"\s+", " ", Run(capsys, "init", "--help").out)
+    assert f" {preset} {document['description']} " in helped
+
+
+def test_init_prints_the_policy_for_agents(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless another one is asked for; a name that does not exist is told with those that do."""
+    assert Run(capsys, "init").out == Run(capsys, "init", "--preset", "agents").out
+    refused = Run(capsys, "init", "--preset", "agent")
+    assert refused.code == 2
+    assert "'agents', 'interactive', 'agentic', 'webhook', 'canary'" in refused.err
 
 
 def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

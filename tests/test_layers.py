@@ -36,7 +36,7 @@ FLOORS: list[list[str]] = [
     ],
     ["similarity/conversation", "similarity/actions", "similarity/results", "similarity/tools", "similarity/turn"],
     ["similarity/keys", "similarity/base", "similarity/loops"],
-    ["similarity/canonical", "similarity/tail", "similarity/tool_calls", "similarity/turns", "similarity"],
+    ["similarity/canonical", "similarity/tail", "similarity/tool_calls", "similarity/turns", "similarity/mcp", "similarity"],
     ["policy/bundle", "policy/routes", "policy/rules", "policy/messages", "policy/loader"],
     ["guards", "guards/loop"],
     ["plan", "evaluation", "engine", "handover"],
@@ -50,6 +50,7 @@ FLOORS: list[list[str]] = [
     ["reload", "admin", "server"],
     ["envoy_config", "envoy_config/options", "envoy_config/routes", "envoy_config/template"],
     ["envoy_config/render", "envoy_config/command"],
+    ["presets"],
     ["explain", "cli"],
 ]
 PLACE = {name: (floor, number) for floor, names in enumerate(FLOORS) for number, name in enumerate(names)}

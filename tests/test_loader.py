@@ -125,6 +125,7 @@ CANONICAL: dict[str, object] = {"similarity": "canonical"}
 TAIL: dict[str, object] = {"similarity": "tail"}
 CALLS: dict[str, object] = {"similarity": "tool_calls"}
 TURNS: dict[str, object] = {"similarity": "turns"}
+MCP: dict[str, object] = {"similarity": "mcp"}
 FITS = "threshold must be <= 14 with similarity turns"
 NAME = "name must be 1 to 128 of the characters A-Z a-z 0-9 _ . -"
 POINTER = "it must be a JSON Pointer, such as '/metadata/request_id' or '/messages/*/id'"
@@ -211,7 +212,10 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     (
         TAIL | {"window_calls": 5, "tools": {}, "max_cycle": 2, "compare_results": True, "reset_on_user_message": True},
         [
-            *(belongs(key, "tool_calls or turns", "tail") for key in ("max_cycle", "tools")),
+            *(
+                belongs(key, owners, "tail")
+                for key, owners in (("max_cycle", "tool_calls or turns"), ("tools", "tool_calls or turns or mcp"))
+            ),
             *(belongs(key, "tool_calls", "tail") for key in ("window_calls", "reset_on_user_message", "compare_results")),
         ],
     ),
@@ -277,6 +281,10 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
             ("/tools/f/window_calls", "window_calls belongs to similarity tool_calls"),
         ],
     ),
+    # Calls are counted one by one.
+    (MCP | {"tools": {"f": {"threshold": 2, "reason": "x"}, "g": {"allow": True}}}, []),
+    (MCP | {"max_cycle": 3}, [belongs("max_cycle", "tool_calls or turns", "mcp")]),
+    (MCP | {"tools": {"f": {"window_calls": 9}}}, [("/tools/f/window_calls", "window_calls belongs to similarity tool_calls")]),
     # Unknown keys: what was meant, or where it belongs.
     ({"ignore_field": []}, [("/ignore_field", "unknown key; did you mean ignore_fields?")]),
     ({"tail_mesages": 3}, [("/tail_mesages", "unknown key; did you mean tail_messages?")]),
@@ -598,7 +606,7 @@ def test_every_error_of_every_entry_is_reported_at_once() -> None:
         ("0/action", "action must be one of reject, throttle, warn, not 'explode'"),
         ("1/tail_messages", "tail_messages must be >= 1, not 0"),
         ("2/tools/f/alow", "unknown key; did you mean allow?"),
-        ("1/tools", "tools belongs to similarity tool_calls or turns, and this one is tail"),
+        ("1/tools", "tools belongs to similarity tool_calls or turns or mcp, and this one is tail"),
         ("1", "when enabled is true, window_seconds is required"),
         never("2/threshold_identical_requests", 20, 10),
         never("2/tools/f", 50, 10),

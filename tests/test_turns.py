@@ -547,8 +547,9 @@ def test_a_key_of_another_api_does_not_matter() -> None:
 def told(repeat: Repeat | None) -> str:
     """The sentence that the refused party reads."""
     loop = LoopDetection(enabled=True, similarity="turns")
-    outcome = Detector("p", "turns", loop, shadow=False).judge("0" * 8, "0" * 16, UNCOUNTED, repeat)
-    return Turns(loop).tell(outcome, "POST", "/v1/messages")
+    detector = Detector("p", "turns", loop, shadow=False)
+    outcome = detector.judge("0" * 8, "0" * 16, UNCOUNTED, detector.similarity, repeat)
+    return outcome.subject.tell(outcome, "POST", "/v1/messages")
 
 
 def test_each_sentence_says_what_repeated_and_what_would_be_progress() -> None:

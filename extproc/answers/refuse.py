@@ -1,4 +1,4 @@
-"""Refusals: one body for every kind of client, in bytes that are ready to be sent."""
+"""Refusals: one body for every kind of client but those of a protocol of its own, in bytes that are ready to be sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from extproc.answers.go_on import NAMESPACE, set_headers
-from extproc.decision import CHOSEN_BY_CLIENTS, Action, Outcome, Reason
+from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request import HttpRequest
 
@@ -17,8 +17,8 @@ _UNAVAILABLE = 14
 
 
 def refuse_loop(lead: Outcome, metadata: dict[str, str | int], request: HttpRequest) -> bytes:
-    """The immediate response of a loop: one body for every kind of client."""
-    message = lead.similarity.tell(lead, request.method, request.path)
+    """The immediate response of a loop: in the shape of the request's own protocol, else one body for every kind of client."""
+    message = lead.subject.tell(lead, request.method, request.path)
     body: dict[str, Any] = {
         "error": {
             "message": message,
@@ -38,7 +38,8 @@ def refuse_loop(lead: Outcome, metadata: dict[str, str | int], request: HttpRequ
     ]
     if lead.retry_after is not None:
         headers.insert(0, ("Retry-After", str(lead.retry_after)))
-    return _make_immediate(lead.reject_status, _RESOURCE_EXHAUSTED, Reason.LOOP_DETECTED, headers, body, metadata, request)
+    framed = lead.subject.frame(message, request.read_header("accept")) or _frame(lead.reject_status, body, request)
+    return _make_immediate(framed, _RESOURCE_EXHAUSTED, Reason.LOOP_DETECTED, headers, metadata)
 
 
 def refuse_uncountable(policy: str, why: str, request: HttpRequest) -> bytes:
@@ -49,7 +50,7 @@ def refuse_uncountable(policy: str, why: str, request: HttpRequest) -> bytes:
     body = {"error": {"message": message, "type": reason.value, "param": None, "code": why}}
     headers = [("x-should-retry", "false"), ("X-Fairvisor-Reason", reason.value), ("x-loopguard-policy", policy)]
     metadata: dict[str, str | int] = {"action": Action.REJECT.value, "reason": reason.value, "policy": policy}
-    return _make_immediate(status, _INVALID_ARGUMENT, reason, headers, body, metadata, request)
+    return _make_immediate(_frame(status, body, request), _INVALID_ARGUMENT, reason, headers, metadata)
 
 
 def refuse_without_store(metadata: dict[str, str | int], request: HttpRequest) -> bytes:
@@ -59,26 +60,29 @@ def refuse_without_store(metadata: dict[str, str | int], request: HttpRequest) -
     body = {"error": {"message": message, "type": reason.value, "param": None, "code": reason.value}}
     headers = [("Retry-After", "1"), ("X-Fairvisor-Reason", reason.value)]
     metadata = {"action": Action.REJECT.value, "reason": reason.value, **metadata}
-    return _make_immediate(503, _UNAVAILABLE, reason, headers, body, metadata, request)
+    return _make_immediate(_frame(503, body, request), _UNAVAILABLE, reason, headers, metadata)
 
 
-def _make_immediate(  # noqa: PLR0913  # the fields of the message
-    status: int,
+def _frame(status: int, body: dict[str, Any], request: HttpRequest) -> Framed:
+    """The one body for every kind of client."""
+    if request.path.endswith("/v1/messages") or "/v1/messages/" in request.path:
+        body = {"type": "error", **body}  # what Anthropic's clients look for
+    return Framed(status, "application/json", json.dumps(body).encode())
+
+
+def _make_immediate(
+    framed: Framed,
     grpc_status: int,
     reason: Reason,
     headers: Sequence[tuple[str, str]],
-    body: dict[str, Any],
     metadata: dict[str, str | int],
-    request: HttpRequest,
 ) -> bytes:
-    if request.path.endswith("/v1/messages") or "/v1/messages/" in request.path:
-        body = {"type": "error", **body}  # what Anthropic's clients look for
     response = ProcessingResponse()
     immediate = response.immediate_response
-    immediate.status.code = status  # type: ignore[assignment]  # proto3 enums are open
+    immediate.status.code = framed.status  # type: ignore[assignment]  # proto3 enums are open
     immediate.grpc_status.status = grpc_status
     immediate.details = reason.value
-    immediate.body = json.dumps(body).encode()
-    set_headers(immediate.headers, [("content-type", "application/json"), *headers])
+    immediate.body = framed.body
+    set_headers(immediate.headers, [("content-type", framed.content_type), *headers])
     response.dynamic_metadata.update({NAMESPACE: metadata})
     return response.SerializeToString()

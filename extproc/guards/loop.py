@@ -5,7 +5,7 @@ What is compared (similarity), over what span (window) and what is done (action)
 
 from __future__ import annotations
 
-from extproc.decision import Action, Outcome, Repeat
+from extproc.decision import Action, Outcome, Repeat, Subject
 from extproc.policy.bundle import LoopDetection
 from extproc.policy.objects import MAX_THRESHOLD
 from extproc.similarity import make_similarity
@@ -45,28 +45,33 @@ class Detector:
         self._cooldown_ms = loop.cooldown_seconds * 1000
         # Only a refusal can be left out: a throttled or warned request goes on, so it counts.
         self._count_refused = loop.count_refused or self.action is not Action.REJECT
-        self._count_to = max(self.threshold, DISPLAY_COUNT)
 
-    def make_hit(self, scope: str, tenant: str, digest: str, repeat: Repeat | None = None) -> Hit | None:
+    def find_threshold(self, subject: Subject) -> int:
+        """What holds for this subject."""
+        return subject.threshold or self.threshold
+
+    def make_hit(self, scope: str, tenant: str, digest: str, subject: Subject, repeat: Repeat | None = None) -> Hit | None:
         """What the store is asked to count, None for nothing.
 
         Args:
             scope: attachment name.
             tenant: hash of the descriptors.
             digest: fingerprint and check.
+            subject: of the request.
             repeat: what the request itself says about a loop.
         """
         key = f"{self._key}{scope}:{tenant}:{digest}"
         if not self.stateless:
-            count_refused, count_to = self._count_refused, self._count_to
-            return Hit(key, self.window_type, self._window_ms, self.threshold, self._cooldown_ms, count_refused, count_to)
+            threshold = self.find_threshold(subject)
+            count_refused, count_to = self._count_refused, max(threshold, DISPLAY_COUNT)
+            return Hit(key, self.window_type, self._window_ms, threshold, self._cooldown_ms, count_refused, count_to)
         if not self._cooldown_ms or repeat is None:
             return None
         # The request says itself whether it is a loop. The store keeps the cooldown: a loop trips it, others only ask for it.
         threshold = 1 if repeat.looping else MAX_THRESHOLD
         return Hit(key, self.window_type, 0, threshold, self._cooldown_ms, False, threshold)
 
-    def _find_retry_after(self, count: Count, repeat: Repeat | None) -> int | None:
+    def _find_retry_after(self, count: Count, threshold: int, repeat: Repeat | None) -> int | None:
         """Seconds until the same request passes if it is not sent before; None where waiting changes nothing."""
         if repeat is not None and repeat.looping:
             return None  # its history will say the same then
@@ -74,12 +79,12 @@ class Detector:
         if self.stateless:
             return max(1, -(-waits // 1000))
         counted = count.count if self._count_refused else count.count - 1
-        if counted + 1 >= self.threshold:
+        if counted + 1 >= threshold:
             over = self._window_ms - count.span_ms if self.window_type == "fixed" else self._window_ms
             waits = max(waits, over)
         return max(1, -(-waits // 1000))
 
-    def judge(self, fingerprint: str, tenant: str, count: Count, repeat: Repeat | None = None) -> Outcome:
+    def judge(self, fingerprint: str, tenant: str, count: Count, subject: Subject, repeat: Repeat | None = None) -> Outcome:
         """What this detector makes of a request that has been counted."""
         number, looping = count.count, count.looping
         if self.stateless:
@@ -96,9 +101,9 @@ class Detector:
             count.span_ms,
             self.window_seconds,
             min(number * DELAY_PER_REQUEST_MS, self.max_delay_ms) if action is Action.THROTTLE else 0,
-            self._find_retry_after(count, repeat),
+            self._find_retry_after(count, self.find_threshold(subject), repeat),
             self.reject_status,
             self.name,
-            self.similarity,
+            subject,
             repeat,
         )

@@ -1,10 +1,11 @@
-"""What makes two requests the same: every byte of them, bodies by their meaning, or conversations by their end."""
+"""What makes two requests the same: every byte, the meaning of a body, the end of a conversation, or what is called."""
 
 from __future__ import annotations
 
 from extproc.similarity.base import Similarity
 from extproc.similarity.canonical import Canonical
 from extproc.similarity.keys import SimilarityKeys
+from extproc.similarity.mcp import Mcp
 from extproc.similarity.tail import Tail
 from extproc.similarity.tool_calls import ToolCalls
 from extproc.similarity.turns import Turns
@@ -17,6 +18,7 @@ KINDS: dict[str, type[Similarity]] = {
     "tail": Tail,
     "tool_calls": ToolCalls,
     "turns": Turns,
+    "mcp": Mcp,
 }
 
 

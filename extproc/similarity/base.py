@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from extproc.decision import Outcome, Repeat
+from extproc.decision import Framed, Outcome, Repeat, Subject
 from extproc.policy.objects import JsonObject, Place
 from extproc.similarity.document import Document
 from extproc.similarity.keys import LoopKeys, SimilarityKeys
@@ -47,6 +47,23 @@ class Similarity:
             NotCounted: there is nothing to compare.
         """
         return None, None
+
+    def find_subject(self, document: Document) -> Subject:  # noqa: ARG002  # others look into it
+        """What a body is about, which tells the model; the similarity itself where it is told the same of every body.
+
+        Raises:
+            NotCounted: as `compare`.
+        """
+        return self
+
+    @property
+    def threshold(self) -> int | None:
+        """See `Subject`."""
+        return None
+
+    def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002  # others have shapes
+        """See `Subject`."""
+        return None
 
     def show(self, document: Document) -> list[str]:  # noqa: ARG002  # others look into it
         """What is compared, as lines for people.

@@ -64,18 +64,26 @@ class Tool(JsonObject):
 
 
 class ToolsKeys(LoopKeys):
-    """Of those that look at what tools do.
+    """Of those that look at what tools do; `mcp` has no others.
 
     Attributes:
-        max_cycle: of `tool_calls` and `turns`: longest cycle of different calls or turns that is looked for; 1 for none.
-        tools: of `tool_calls` and `turns`: by tool name, in which `*` stands for anything.
+        tools: of `tool_calls`, `turns` and `mcp`: by tool name, in which `*` stands for anything.
     """
 
-    max_cycle: Annotated[int, Field(ge=1, le=MAX_CYCLE)] = 10
     tools: dict[Annotated[str, Field(min_length=1)], Tool] = {}
 
 
-class ToolCallsKeys(ToolsKeys):
+class HistoryKeys(ToolsKeys):
+    """Of those that look at what tools did before.
+
+    Attributes:
+        max_cycle: of `tool_calls` and `turns`: longest cycle of different calls or turns that is looked for; 1 for none.
+    """
+
+    max_cycle: Annotated[int, Field(ge=1, le=MAX_CYCLE)] = 10
+
+
+class ToolCallsKeys(HistoryKeys):
     """Of `tool_calls`.
 
     Attributes:
@@ -89,7 +97,7 @@ class ToolCallsKeys(ToolsKeys):
     compare_results: bool = True
 
 
-class TurnsKeys(ToolsKeys):
+class TurnsKeys(HistoryKeys):
     """Of `turns`.
 
     Attributes:
@@ -108,4 +116,4 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys):
         similarity: what makes requests identical.
     """
 
-    similarity: Literal["exact", "canonical", "tail", "tool_calls", "turns"] = "exact"
+    similarity: Literal["exact", "canonical", "tail", "tool_calls", "turns", "mcp"] = "exact"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from extproc.policy.objects import Place
 
 _LONG_CYCLE = 5
 """A cycle of so many calls or turns needs one round less."""
@@ -51,6 +53,14 @@ class Limits:
         if limit is None:
             limit = next((limit for pattern, limit in self._patterns if matches(name, pattern)), self._default)
         return limit
+
+
+def find_window_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
+    """A window of their own that `tools` of one raw loop_detection entry ask for: the place of each, and whose key it is."""
+    tools = loop.get("tools")
+    for name, tool in tools.items() if isinstance(tools, dict) else ():
+        if isinstance(tool, dict) and tool.get("window_calls") is not None:
+            yield (*place, "tools", name, "window_calls"), "window_calls belongs to similarity tool_calls"
 
 
 def matches(name: str, pattern: Sequence[str]) -> bool:

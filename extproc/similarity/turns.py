@@ -15,7 +15,7 @@ from extproc.similarity.base import Similarity
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.keys import SimilarityKeys, TurnsKeys
 from extproc.similarity.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, TurnRule
-from extproc.similarity.tools import Limit, Limits
+from extproc.similarity.tools import Limit, Limits, find_window_errors
 
 MAX_THRESHOLD = 8
 
@@ -93,8 +93,7 @@ class Turns(Similarity):
             if isinstance(own, int) and own > MAX_TOOL_THRESHOLD:
                 fits = f"threshold must be <= {MAX_TOOL_THRESHOLD} with similarity turns, which looks at {MAX_TURNS} turns"
                 yield (*place, "tools", name, "threshold"), f"{fits}; to let a tool go on for longer, allow it"
-            if tool.get("window_calls") is not None:
-                yield (*place, "tools", name, "window_calls"), "window_calls belongs to similarity tool_calls"
+        yield from find_window_errors(loop, place)
 
     def _read(self, document: Document) -> History:
         """The turns of a request that shows them.

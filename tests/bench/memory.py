@@ -79,7 +79,7 @@ def _hits(detector: Detector, start: int) -> list[Hit]:
     for number in range(start, start + _CHUNK):
         tenant = blake2b(b"user_id=user-%d" % (number % 1000), digest_size=8).hexdigest()
         names = blake2b(b"%d" % number, digest_size=12).hexdigest()
-        hit = detector.make_hit("", tenant, names)
+        hit = detector.make_hit("", tenant, names, detector.similarity)
         if hit is not None:
             hits.append(hit)
     return hits

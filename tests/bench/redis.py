@@ -139,7 +139,8 @@ def _trips(metrics: Metrics) -> tuple[float, float]:
 def _hit(number: int) -> Hit:
     """What the sample policy asks the store for."""
     detector: Detector = samples.engine([samples.policy(window_seconds=3600)]).plans[0].detectors[0]
-    hit = detector.make_hit("", f"{number % 1000:016x}", f"{number & 0xFFFFFFFF:08x}{number:016x}")
+    digest = f"{number & 0xFFFFFFFF:08x}{number:016x}"
+    hit = detector.make_hit("", f"{number % 1000:016x}", digest, detector.similarity)
     assert hit is not None
     return hit
 

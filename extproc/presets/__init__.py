@@ -1,0 +1,40 @@
+"""Policies to start from, one file each: `loopguard init` prints one, its user keeps it and makes it their own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from textwrap import fill
+
+PRESETS = ("agents", "interactive", "agentic", "webhook", "canary")
+DEFAULT_PRESET = "agents"
+
+
+def read_preset(name: str) -> str:
+    """A policy file, as text."""
+    return (files("extproc.presets") / f"{name}.json").read_text(encoding="utf-8")
+
+
+def describe_presets() -> str:
+    """What each one does, in lines for `--help`."""
+    return "\n".join(_describe())
+
+
+def _describe() -> Iterator[str]:
+    indent = " " * 15
+    for name in PRESETS:
+        description = json.loads(read_preset(name))["description"]
+        yield fill(description, width=100, initial_indent=f"  {name:<13}", subsequent_indent=indent)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `loopguard init`."""
+    parser.add_argument("--preset", choices=PRESETS, default=DEFAULT_PRESET, help=f"default {DEFAULT_PRESET}")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print it; returns the exit code."""
+    print(read_preset(options.preset), end="")
+    return 0
