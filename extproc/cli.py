@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from extproc import engine, explain, presets, settings
 from extproc.errors import BundleErrors, LoopguardError, UsageError
-from extproc.logs import one_line, setup
+from extproc.logs import escape_controls, setup
 from extproc.options import add_flags as add_options
 from extproc.options import option, read_options, require_together
 from extproc.policy.bundle import make_schema
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(str(error), 2)
     except BundleErrors as error:
         for problem in error.errors:
-            print(one_line(str(problem)), file=sys.stderr)
+            print(escape_controls(str(problem)), file=sys.stderr)
         return 1
     except LoopguardError as error:
         return _complain(str(error), 1)
@@ -111,7 +111,7 @@ def _serve(options: argparse.Namespace) -> int:
         raise UsageError("serve needs --policy PATH (a policy file or a directory of them)")
     _check_paths(chosen.policy)
     setup(chosen.log_format, chosen.log_level)
-    for warning in settings.unknown(os.environ):
+    for warning in settings.find_unknown(os.environ):
         _LOG.warning(warning)
 
     async def run() -> None:
@@ -128,9 +128,9 @@ def _validate(options: argparse.Namespace) -> int:
     if policies.unenforced and options.strict:
         raise BundleErrors(policies.list_refusals())
     for warning in policies.warnings:
-        print(one_line(f"warning: {warning}"), file=sys.stderr)
+        print(escape_controls(f"warning: {warning}"), file=sys.stderr)
     for part in policies.unenforced:
-        print(one_line(f"warning: {part}; serve would refuse this"), file=sys.stderr)
+        print(escape_controls(f"warning: {part}; serve would refuse this"), file=sys.stderr)
     count = sum(len(source.policies) for source in policies.sources)
     print(f"good: {_pluralize(count, 'policy', 'policies')} in {_pluralize(len(policies.sources), 'file', 'files')}")
     return 0

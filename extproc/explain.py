@@ -15,7 +15,7 @@ from extproc.engine import Engine
 from extproc.errors import UsageError
 from extproc.evaluation import Candidate, Lane
 from extproc.fingerprint import NO_BODY
-from extproc.logs import one_line
+from extproc.logs import escape_controls
 from extproc.policy.bundle import DEFAULT_DETECTOR, METHOD
 from extproc.policy.loader import PolicySet
 from extproc.request import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, policies: PolicySet, now: datetime) -> int:
     request = _make_request(options, body)
     evaluation = Engine(policies, now, shadow=options.shadow).prepare(request)
     if evaluation is None:
-        print(one_line(f"no policy matches {request.method} {request.path}: the request goes on uncounted"))
+        print(escape_controls(f"no policy matches {request.method} {request.path}: the request goes on uncounted"))
         return 0
     reason = explain_unknowable_body(request) if evaluation.needs_body else ""
     evaluation.seal(None if reason else NO_BODY.plus(body), reason, body)
@@ -103,7 +103,7 @@ def _print_candidate(candidate: Candidate, body: bytes, missing: list[tuple[str,
 
 def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
     for name, value in rows:
-        print(f"{name:<12} {one_line(value)}")
+        print(f"{name:<12} {escape_controls(value)}")
     print()
 
 

@@ -81,7 +81,7 @@ def _stamp(record: logging.LogRecord) -> str:
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         pairs = "".join(f" {name}={_plain(value)}" for name, value in getattr(record, "fields", {}).items())
-        line = f"{_stamp(record)} {record.levelname.lower():7} {one_line(record.getMessage())}{pairs}"
+        line = f"{_stamp(record)} {record.levelname.lower():7} {escape_controls(record.getMessage())}{pairs}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -93,7 +93,7 @@ class _Json(logging.Formatter):
         return json.dumps({**line, **getattr(record, "fields", {})}, default=str)
 
 
-def one_line(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Control characters and bytes that are not UTF-8 made visible, so that nothing can pass for a line of its own."""
     if text.isprintable():
         return text

@@ -7,7 +7,7 @@ from extproc.guards.loop import Detector
 from extproc.policy.bundle import BODY, UNSUPPORTED_KEYS, Bypass, Policy
 from extproc.policy.routes import is_below
 from extproc.request import MAX_DESCRIPTOR, HttpRequest, compile_descriptors
-from extproc.similarity.document import Document, NotCounted, NotJson, find, steps
+from extproc.similarity.document import Document, NotCounted, NotJson, find, split_pointer
 
 
 class Plan:
@@ -26,7 +26,7 @@ class Plan:
         self.refuses_uncountable = spec.uncountable == "reject"
         read = compile_descriptors([key for key in spec.all_limit_keys() if key not in UNSUPPORTED_KEYS])
         self._descriptors = [descriptor for descriptor in read if descriptor.source != BODY]
-        self._body_descriptors = [(item, steps(item.argument)) for item in read if item.source == BODY]
+        self._body_descriptors = [(item, split_pointer(item.argument)) for item in read if item.source == BODY]
         self.reads_body = bool(self._body_descriptors)
         self.needs_body = self.reads_body or any(detector.needs_body for detector in self.detectors)
         self.needs_whole = self.reads_body or any(detector.similarity.whole for detector in self.detectors)

@@ -74,13 +74,13 @@ class SubjectName(NamedTuple):
     value: str
 
 
-def _positive(text: str) -> int:
+def _parse_positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError("must be a positive integer")
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
@@ -90,8 +90,8 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _timeout(text: str) -> float:
-    seconds = _seconds(text)
+def _parse_timeout(text: str) -> float:
+    seconds = _parse_seconds(text)
     if not 0.001 <= seconds <= 60:  # noqa: PLR2004  # a minute is more than any client waits
         raise ValueError("must be a number of seconds from 0.001 to 60")
     return seconds
@@ -102,7 +102,7 @@ def is_scope(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9_.-]{0,64}", text) is not None
 
 
-def _scope(text: str) -> str:
+def _parse_scope(text: str) -> str:
     if not is_scope(text):
         raise ValueError("must be at most 64 of the characters A-Z a-z 0-9 _ . -")
     return text
@@ -134,7 +134,7 @@ def subject_names(text: str) -> tuple[SubjectName, ...]:
     return tuple(subject_name(item.strip()) for item in text.split(",") if item.strip())
 
 
-def _paths(text: str) -> tuple[str, ...]:
+def _parse_paths(text: str) -> tuple[str, ...]:
     return tuple(path for path in text.split(os.pathsep) if path)
 
 
@@ -143,7 +143,7 @@ class Settings:
     """Everything that `loopguard serve` can be told; each attribute is a flag and an environment variable."""
 
     policy: tuple[str, ...] = option(
-        (), _paths, "policy file or directory; repeatable (in the environment separated by ':')", "PATH", gather=tuple
+        (), _parse_paths, "policy file or directory; repeatable (in the environment separated by ':')", "PATH", gather=tuple
     )
     listen: Address = option("127.0.0.1:50051", address, "where Envoy connects (gRPC)", "HOST:PORT|unix:/PATH")
     tls_cert: str = option("", str, "certificate of this server, with its chain; makes the port mutual TLS", "PATH")
@@ -164,10 +164,10 @@ class Settings:
     )
     admin: Address = option("127.0.0.1:9900", address, "/metrics, /healthz, /readyz and /policies", "HOST:PORT")
     store: str = option("memory://", str, "where counts are kept", "URL")
-    store_timeout: float = option(0.05, _timeout, "what a request waits for the store at most", "SECONDS")
+    store_timeout: float = option(0.05, _parse_timeout, "what a request waits for the store at most", "SECONDS")
     store_password: str = option("", str, "password of the store, where it does not stand in the URL", ENVIRONMENT_ONLY)
     store_password_file: str = option("", str, "file with the password of the store, read at every connect", "PATH")
-    scope: str = option("", _scope, "attachment name: processes of different scopes count apart in one store", "NAME")
+    scope: str = option("", _parse_scope, "attachment name: processes of different scopes count apart in one store", "NAME")
     on_store_error: Literal["allow", "reject"] = option(
         "allow",
         parse_one_of("allow", "reject"),
@@ -184,15 +184,15 @@ class Settings:
     allow_unenforced: bool = option(
         False, parse_switch, "start although parts of a bundle (rules, kill_switches, ...) are not enforced"
     )
-    max_streams: int = option(20_000, _positive, "open streams; past it requests are let through at once", "N")
-    max_throttled: int = option(10_000, _positive, "requests held at once, a tenth of them per tenant", "N")
+    max_streams: int = option(20_000, _parse_positive, "open streams; past it requests are let through at once", "N")
+    max_throttled: int = option(10_000, _parse_positive, "requests held at once, a tenth of them per tenant", "N")
     drain_delay: float = option(
         5.0,
-        _seconds,
+        _parse_seconds,
         "after SIGTERM: seconds of full service with health NOT_SERVING, so that Envoy turns away first",
         "SECONDS",
     )
-    drain_timeout: float = option(35.0, _seconds, "after that: seconds that streams in flight may take", "SECONDS")
+    drain_timeout: float = option(35.0, _parse_seconds, "after that: seconds that streams in flight may take", "SECONDS")
     log_format: LogFormat = option("text", parse_one_of("text", "json"), "log lines for people or machines", "text|json")
     log_level: str = option(
         "info", parse_one_of("debug", "info", "warning", "error"), "least severe lines written", "debug|info|warning|error"
@@ -205,7 +205,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     options.add_flags(parser, Settings, ENV_PREFIX)
 
 
-def unknown(environ: Mapping[str, str]) -> list[str]:
+def find_unknown(environ: Mapping[str, str]) -> list[str]:
     """One warning for each variable that looks like a setting and is none; a misspelt one would go unnoticed."""
     known = [item.name.upper() for item in fields(Settings)]
     found = []

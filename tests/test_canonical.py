@@ -21,10 +21,10 @@ from extproc.similarity.document import (
     Document,
     NotCounted,
     NotJson,
-    canonical,
     find,
-    steps,
-    without,
+    remove_at,
+    split_pointer,
+    write_canonical,
 )
 from tests.documents import policy
 from tests.messages import body, headers
@@ -413,12 +413,12 @@ def test_a_pointer_takes_out_exactly_its_place(value: Any, leaf: Any, data: st.D
 def test_what_is_ignored_for_one_detector_is_there_for_the_next() -> None:
     """Detectors share one decoded body, and none of them changes it."""
     document = Document(b'{"m":[{"id":1,"x":{"id":2}}],"id":3}')
-    everything = canonical(document.value())
+    everything = write_canonical(document.value())
 
     for ignored in ("/m/*/id", "/m/*/x/id", "/m/0", "/*", "/m/*/*", "/id"):
-        canonical(document.value(), [steps(ignored)])
+        write_canonical(document.value(), [split_pointer(ignored)])
 
-    assert canonical(document.value()) == everything
+    assert write_canonical(document.value()) == everything
 
 
 @pytest.mark.parametrize(
@@ -498,16 +498,16 @@ def test_a_pointer_finds_scalars_as_text(place: str, expected: str) -> None:
     """A descriptor from the body is a scalar's text, a number in its one spelling, and empty where there is none."""
     text = f'{{"model":"m","n":1.50,"whole":1.0,"big":{"9" * 600},"yes":true,"null":null,"list":["a",{{"x/y":"b"}}]}}'
 
-    assert find(Document(text.encode()).value(), steps(place)) == expected
+    assert find(Document(text.encode()).value(), split_pointer(place)) == expected
 
 
 @given(VALUES, st.lists(TEXTS | st.just("*") | st.sampled_from(["0", "1"]), min_size=1, max_size=3))
 @example([{"a": 1}], ["*", "*"])
 def test_taking_out_what_is_not_there_changes_nothing(value: Any, place: list[str]) -> None:  # noqa: ANN401  # any JSON value
     """What is taken out once is not there to be taken out again."""
-    once = without(value, place)
+    once = remove_at(value, place)
 
-    assert without(once, place) == once
+    assert remove_at(once, place) == once
 
 
 @pytest.mark.parametrize("data", [b"{}", b"[1.5]", b'"x"', b"nope"])

@@ -1124,13 +1124,13 @@ def test_what_is_kept_is_let_go_of_however_a_stream_ends(end: str) -> None:
 def decodings(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The bodies that are decoded, each as often as it is."""
     made: list[bytes] = []
-    real = document.decoded
+    real = document.decode_json
 
     def spy(data: Any, *decode: Any) -> Any:  # noqa: ANN401  # passed on
         made.append(bytes(data) if not isinstance(data, str) else data.encode())
         return real(data, *decode)
 
-    monkeypatch.setattr(document, "decoded", spy)
+    monkeypatch.setattr(document, "decode_json", spy)
     monkeypatch.setattr(conversation, "decoded", spy)
     return made
 

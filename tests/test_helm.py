@@ -154,7 +154,7 @@ def test_a_pod_starts_from_what_it_is_given(values: Values, tmp_path: Path) -> N
         chosen = settings.read({}, given)
         asyncio.run(assemble(chosen))
 
-        assert settings.unknown(given) == []
+        assert settings.find_unknown(given) == []
         assert (chosen.listen.host, chosen.listen.port, chosen.admin.port) == ("0.0.0.0", 50051, 9900)  # noqa: S104  # a pod's
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from extproc.errors import UsageError
 from extproc.options import ENVIRONMENT_ONLY
-from extproc.settings import Address, Settings, SubjectName, add_flags, address, read, unknown
+from extproc.settings import Address, Settings, SubjectName, add_flags, address, find_unknown, read
 
 
 def given(*flags: str, **environment: str) -> Settings:
@@ -200,7 +200,7 @@ def test_unknown_variables_are_named() -> None:
     )
     environ |= dict.fromkeys(["LOOPGUARD_SERVICE_HOST", "LOOPGUARD_SERVICE_PORT_GRPC", "LOOPGUARD_TEST_ENVOY", "PATH"], "1")
 
-    assert unknown(environ) == [
+    assert find_unknown(environ) == [
         "LOOPGUARD_MAX_STREAM is not a setting; did you mean LOOPGUARD_MAX_STREAMS?",
         "LOOPGUARD_QQQQ is not a setting",
     ]

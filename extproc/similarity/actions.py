@@ -13,7 +13,7 @@ from collections.abc import Collection
 from itertools import islice
 from typing import NamedTuple
 
-from extproc.similarity.document import Json, NotJson, canonical, decoded
+from extproc.similarity.document import Json, NotJson, decode_json, write_canonical
 from extproc.similarity.shapes.conversation import arguments, unpack
 from extproc.similarity.shapes.structs import CALL, TEXT, Part
 
@@ -113,7 +113,7 @@ def read_action(parts: list[Part], ignored: Collection[str]) -> Action:
     if calls:
         return _read_calls(calls, ignored)
     texts = [unpack(part.value) for part in parts if part.kind == TEXT]
-    others = [canonical(unpack(part.value)) for part in parts if part.kind not in {TEXT, CALL}]
+    others = [write_canonical(unpack(part.value)) for part in parts if part.kind not in {TEXT, CALL}]
     name, spelled = read_text_action("\n".join([text for text in texts if isinstance(text, str)]), ignored)
     spelled = _SEPARATOR.join([spelled, *others])
     return Action((name,) if name else (), spelled, {}, _mark_in_text(spelled))
@@ -155,7 +155,7 @@ def spell_call(call: Part, ignored: Collection[str]) -> bytes:
     value = arguments(call.value)
     if isinstance(value, dict) and not value.keys().isdisjoint(ignored):
         value = _without_thoughts(value, call.name, ignored)
-    return call.name.encode() + _SEPARATOR + canonical(value)
+    return call.name.encode() + _SEPARATOR + write_canonical(value)
 
 
 def _without_thoughts(value: dict[str, Json], name: str, ignored: Collection[str]) -> dict[str, Json]:
@@ -175,7 +175,7 @@ def read_text_action(text: str, ignored: Collection[str]) -> tuple[str, bytes]:
     if text.startswith("{") and text.endswith("}"):
         value = _whole_json(text)
         if value is not None:
-            return _name_of(value, ignored), _JSON + _SEPARATOR + canonical(_action_in(value, ignored))
+            return _name_of(value, ignored), _JSON + _SEPARATOR + write_canonical(_action_in(value, ignored))
     return _read_marked(text, ignored) or ("", _TEXT + _SEPARATOR + _fold(text))
 
 
@@ -201,7 +201,7 @@ def _read_code(code: str, ignored: Collection[str]) -> tuple[str, bytes]:
     if code.startswith("{") and code.endswith("}"):
         value = _whole_json(code)
         if value is not None:
-            return _name_of(value, ignored), _JSON + _SEPARATOR + canonical(_action_in(value, ignored))
+            return _name_of(value, ignored), _JSON + _SEPARATOR + write_canonical(_action_in(value, ignored))
     return _first_word(code), _CODE + _SEPARATOR + code.encode()
 
 
@@ -248,7 +248,7 @@ def _behind_info(text: str, start: int, end: int) -> int:
 def _whole_json(text: str) -> dict[str, Json] | None:
     """The object that a text is as a whole."""
     try:
-        value = decoded(text)
+        value = decode_json(text)
     except NotJson:
         return None
     return value if isinstance(value, dict) else None
@@ -274,7 +274,7 @@ def _read_objects(text: str, ignored: Collection[str]) -> tuple[str, bytes] | No
                 name = name or _name_of(value, ignored)
                 actions.append(_action_in(value, ignored))
         place = text.find("{", end)
-    return (name, _JSON + _SEPARATOR + canonical(actions)) if actions else None
+    return (name, _JSON + _SEPARATOR + write_canonical(actions)) if actions else None
 
 
 def _acts(value: dict[str, Json]) -> bool:

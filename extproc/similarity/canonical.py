@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from extproc.policy.objects import JsonObject
 from extproc.similarity.base import Similarity
-from extproc.similarity.document import Document, NotJson, canonical, steps
+from extproc.similarity.document import Document, NotJson, split_pointer, write_canonical
 from extproc.similarity.keys import CanonicalKeys, SimilarityKeys
 
 
@@ -19,12 +19,12 @@ class Canonical(Similarity):
 
     def __init__(self, keys: SimilarityKeys) -> None:
         """See `Similarity`."""
-        self._ignored = [steps(pointer) for pointer in keys.ignore_fields]
+        self._ignored = [split_pointer(pointer) for pointer in keys.ignore_fields]
 
     def compare(self, document: Document) -> tuple[bytes | None, None]:
         """See `Similarity`."""
         try:
-            return canonical(document.value(), self._ignored), None
+            return write_canonical(document.value(), self._ignored), None
         except NotJson:
             return None, None
 

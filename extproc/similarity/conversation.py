@@ -22,12 +22,12 @@ from extproc.similarity.document import (
     Json,
     NotCounted,
     NotJson,
-    canonical,
-    decoded,
-    one_spelling,
-    opened,
-    spelled,
+    decode_json,
+    hook_number,
+    open_value,
     walk,
+    write_canonical,
+    write_number,
 )
 from extproc.similarity.shapes.conversation import read_block
 from extproc.similarity.shapes.structs import CALL, OTHER, RESULT, TEXT, Part
@@ -90,9 +90,9 @@ class _Body(Struct, gc=False):
     conversation: Raw = ABSENT
 
 
-_decode_body = json.Decoder(_Body, float_hook=one_spelling).decode
+_decode_body = json.Decoder(_Body, float_hook=hook_number).decode
 _decode_content = json.Decoder(list[dict[str, Raw]] | str | None).decode
-_decode_message = json.Decoder(Message, float_hook=spelled).decode
+_decode_message = json.Decoder(Message, float_hook=write_number).decode
 
 
 class Conversation(NamedTuple):
@@ -149,7 +149,7 @@ class Conversation(NamedTuple):
         return Message(role=message.role, content=self._whole(document, place))
 
     def _whole(self, document: Document, place: int) -> Raw:
-        return Raw(canonical(document.value()[self.key][place]))
+        return Raw(write_canonical(document.value()[self.key][place]))
 
 
 def conversation(document: Document) -> Conversation:
@@ -179,8 +179,8 @@ def _conversation(body: Json) -> Conversation:
     if isinstance(body.input, list) and body.input and not any(isinstance(item, Message | dict) for item in body.input):
         raise NotCounted("no_messages")  # texts or tokens to be embedded
     if body.input:
-        messages = [_user(canonical(body.input))] if isinstance(body.input, str) else body.input
-        after = canonical(opened(body.previous_response_id)) if _given(body.previous_response_id) else b""
+        messages = [_user(write_canonical(body.input))] if isinstance(body.input, str) else body.input
+        after = write_canonical(open_value(body.previous_response_id)) if _given(body.previous_response_id) else b""
         open_ended = _given(body.conversation)
         return Conversation("input", model, messages, bool(after) or open_ended, after, open_ended)
     if body.contents:
@@ -194,11 +194,11 @@ def _body(value: dict[str, Json]) -> _Body:
     """A body that was decoded as a whole, as far as it is of the types that a conversation has."""
 
     def raw(name: str) -> Raw:
-        return Raw(canonical(value[name])) if name in value else ABSENT
+        return Raw(write_canonical(value[name])) if name in value else ABSENT
 
     model, messages, given, contents = (value.get(name) for name in ("model", "messages", "input", "contents"))
     return _Body(
-        model if model is None or isinstance(model, str) else canonical(model).decode(),
+        model if model is None or isinstance(model, str) else write_canonical(model).decode(),
         list(messages) if isinstance(messages, list) else None,
         list(given) if isinstance(given, list) else given if isinstance(given, str) else None,
         list(contents) if isinstance(contents, list) else None,
@@ -211,9 +211,9 @@ def _body(value: dict[str, Json]) -> _Body:
 
 def _previous_message(thread: Raw) -> bytes:
     """The message of an Anthropic thread that a request goes on from; empty where it carries its history."""
-    value = opened(thread)
+    value = open_value(thread)
     given = value.get("previous_message_id") if isinstance(value, dict) else None
-    return b"" if given is None else canonical(given)
+    return b"" if given is None else write_canonical(given)
 
 
 def _as_others_write(message: Message) -> None:
@@ -225,7 +225,7 @@ def _as_others_write(message: Message) -> None:
 def _message(value: Json) -> Message:
     """A message that was decoded with the whole body; one of other types than a message's is of no known kind."""
     try:
-        return _decode_message(canonical(value))
+        return _decode_message(write_canonical(value))
     except ValidationError:
         return Message()
 
@@ -247,13 +247,13 @@ def content(message: Message) -> Json:
     try:
         message.content = _decode_content(message.content)  # no number in it is decoded and charged
     except ValidationError:
-        return decoded(message.content)
+        return decode_json(message.content)
     except (ValueError, RecursionError):
         raise NotJson from None
     return message.content
 
 
-def only_text(message: Message, said: Json) -> bool:
+def is_only_text(message: Message, said: Json) -> bool:
     """Whether a message is nothing but the text that it says, as most are."""
     return type(said) is str and not (message.tool_calls or message.function_call or message.refusal)
 
@@ -261,17 +261,17 @@ def only_text(message: Message, said: Json) -> bool:
 def parts(message: Message, said: Json) -> Sequence[Part]:
     """What stands in a message, in order; `said` is its `content`."""
     if message.role in RESULT_ROLES:
-        return (Part(RESULT, message.content, id=identity(message.tool_call_id)),)
+        return (Part(RESULT, message.content, id=write_id(message.tool_call_id)),)
     if not message.role:
         return (_item(message),)
     found = _content(said)
     if message.refusal:
         found.append(Part(TEXT, message.refusal))
-    found += chat_calls(message)
+    found += list_chat_calls(message)
     return found
 
 
-def chat_calls(message: Message) -> list[Part]:
+def list_chat_calls(message: Message) -> list[Part]:
     """The calls that stand beside a message's content, as those of a chat completion do."""
     found = []
     if message.tool_calls:
@@ -279,7 +279,7 @@ def chat_calls(message: Message) -> list[Part]:
         for call in message.tool_calls:
             tool = call.function or call.custom
             if tool is not None:
-                found.append(Part(CALL, tool.arguments if call.function else tool.input, tool.name, identity(call.id)))
+                found.append(Part(CALL, tool.arguments if call.function else tool.input, tool.name, write_id(call.id)))
     if message.function_call is not None:
         found.append(Part(CALL, message.function_call.arguments, message.function_call.name))
     return found
@@ -289,9 +289,9 @@ def _item(item: Message) -> Part:
     """An item of a Responses request that nobody says."""
     if item.type in _CALLS:
         value = item.arguments if item.type == "function_call" else item.input
-        return Part(CALL, value, item.name or "", identity(item.call_id))
+        return Part(CALL, value, item.name or "", write_id(item.call_id))
     if item.type in _RESULTS:
-        return Part(RESULT, item.output, id=identity(item.call_id))
+        return Part(RESULT, item.output, id=write_id(item.call_id))
     return Part(OTHER, item.content)
 
 
@@ -314,25 +314,25 @@ def _block(block: Json) -> Part:
     return read_block(block) or Part(TEXT, "")
 
 
-def identity(value: str | int | None) -> str:
+def write_id(value: str | int | None) -> str:
     """What connects a result with its call; empty where a client names nothing."""
     return value if isinstance(value, str) else "" if value is None else str(value)
 
 
 def arguments(value: Json) -> bytes:
     """A call's arguments in one spelling; OpenAI sends them as a string that holds JSON, Anthropic as JSON itself."""
-    value = opened(value)
+    value = open_value(value)
     if type(value) is not str:
-        return canonical(value)
+        return write_canonical(value)
     try:
-        return canonical(decoded(value))
+        return write_canonical(decode_json(value))
     except NotJson:
         return value.strip().encode() or b"{}"  # some clients send nothing for no arguments
 
 
 def result(value: Json) -> bytes:
     """What a tool brought back: texts as one, without the space around it; anything else in one spelling."""
-    value = opened(value)
+    value = open_value(value)
     if isinstance(value, str):
         return value.strip().encode()
     if isinstance(value, list):
@@ -340,21 +340,21 @@ def result(value: Json) -> bytes:
         found = _content(value)
         if all(part.kind == TEXT for part in found):
             return "\n".join([part.value for part in found]).strip().encode()
-        return canonical(value, _NEVER_COMPARED_IN_RESULTS)
+        return write_canonical(value, _NEVER_COMPARED_IN_RESULTS)
     if isinstance(value, dict) and len(value) == 1:  # as Gemini has a text
         (only,) = value.values()
         if isinstance(only, str):
             return only.strip().encode()
-    return canonical(value)
+    return write_canonical(value)
 
 
 def other(value: Json) -> bytes:
     """A short name for what is no text, such as an image: equal names mean equal things but for their ids."""
-    value = opened(value)
+    value = open_value(value)
     ignored = _NEVER_COMPARED
     if isinstance(value, dict):
-        value = {name: opened(item) for name, item in value.items()}
+        value = {name: open_value(item) for name, item in value.items()}
         if value.get("type") == "item_reference":  # is nothing but its id
             ignored = ()
-    sums = NO_BODY.plus(canonical(value, ignored))
+    sums = NO_BODY.plus(write_canonical(value, ignored))
     return b"%d-%08x%08x" % (sums.length, sums.crc32, sums.adler32)

@@ -67,7 +67,7 @@ class NotCounted(Exception):  # says what becomes of the request
         super().__init__(reason)
         self.reason = reason
 
-    def again(self) -> NotCounted:
+    def renew(self) -> NotCounted:
         """The same to be kept or raised anew: one that was raised holds on to all that it passed, the body among it."""
         return NotJson() if isinstance(self, NotJson) else NotCounted(self.reason)
 
@@ -99,7 +99,7 @@ def walk(count: int) -> None:
         raise NotCounted("inspect_limit")
 
 
-def one_spelling(text: str) -> msgspec.Raw:
+def hook_number(text: str) -> msgspec.Raw:
     """The one spelling of a number that has a fraction or an exponent, for the `float_hook` of decoders of whole bodies.
 
     Raises:
@@ -108,24 +108,24 @@ def one_spelling(text: str) -> msgspec.Raw:
     _Left.in_body -= 1
     if _Left.in_body < 0:
         raise NotCounted("inspect_limit")
-    return spelled(text)
+    return write_number(text)
 
 
-def _one_spelling_in_part(text: str) -> msgspec.Raw:
+def _hook_number_in_part(text: str) -> msgspec.Raw:
     """The same where a part of a body is decoded, which is bounded for itself."""
     _Left.in_parts -= 1
     if _Left.in_parts < 0:
         raise NotCounted("inspect_limit")
-    return spelled(text)
+    return write_number(text)
 
 
-def spelled(text: str) -> msgspec.Raw:
+def write_number(text: str) -> msgspec.Raw:
     """The one spelling of a number; short ones, which repeat, are remembered."""
-    return _remembered(text) if len(text) <= _WORTH_REMEMBERING else _spelled(text)
+    return _remembered(text) if len(text) <= _WORTH_REMEMBERING else _write_number(text)
 
 
-_decode_whole = msgspec.json.Decoder(float_hook=one_spelling).decode
-_decode_part = msgspec.json.Decoder(float_hook=_one_spelling_in_part).decode
+_decode_whole = msgspec.json.Decoder(float_hook=hook_number).decode
+_decode_part = msgspec.json.Decoder(float_hook=_hook_number_in_part).decode
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 
@@ -157,15 +157,15 @@ class Document:
             NotCounted: it is not JSON, or too much of it.
         """
         if self._value is _MISSING:
-            self._value = self._decoded(_decode_whole)
+            self._value = self._decode(_decode_whole)
         if isinstance(self._value, NotCounted):
-            raise self._value.again()
+            raise self._value.renew()
         return self._value
 
     def part(self, decode: Any) -> Json:  # noqa: ANN401  # msgspec's own
         """The body as `decode` makes it, or as `value` does: where that is at hand, or the body's types are other ones.
 
-        Every caller uses the same decoder, whose hook for floats is `one_spelling`.
+        Every caller uses the same decoder, whose hook for floats is `hook_number`.
 
         Raises:
             NotCounted: as `value`.
@@ -177,7 +177,7 @@ class Document:
             except NotCounted:
                 self._part = self._typed(decode)
         if isinstance(self._part, NotCounted):
-            raise self._part.again()
+            raise self._part.renew()
         return self._part
 
     def data(self) -> bytes:
@@ -194,18 +194,18 @@ class Document:
 
     def _typed(self, decode: Any) -> Json:  # noqa: ANN401  # msgspec's own
         try:
-            return self._decoded(decode)
+            return self._decode(decode)
         except msgspec.ValidationError:
-            return self._decoded(_decode_whole) if self._value is _MISSING else self._value
+            return self._decode(_decode_whole) if self._value is _MISSING else self._value
 
-    def _decoded(self, decode: Any) -> Json:  # noqa: ANN401  # msgspec's own
+    def _decode(self, decode: Any) -> Json:  # noqa: ANN401  # msgspec's own
         """What a decoder makes of the body, which may be the NotCounted that it raises."""
         _Left.in_body = MAX_FRACTIONS
         try:
             check_containers(self._data)
-            return decoded(self._data, decode)
+            return decode_json(self._data, decode)
         except NotCounted as failure:
-            return failure.again()
+            return failure.renew()
 
 
 def check_containers(data: bytes | memoryview | str) -> None:
@@ -220,7 +220,7 @@ def check_containers(data: bytes | memoryview | str) -> None:
             raise NotCounted("inspect_limit")
 
 
-def decoded(data: bytes | memoryview | msgspec.Raw | str, decode: Any = _decode_part) -> Json:  # noqa: ANN401  # msgspec's own
+def decode_json(data: bytes | memoryview | msgspec.Raw | str, decode: Any = _decode_part) -> Json:  # noqa: ANN401  # msgspec's own
     """JSON, decoded; a part of a body that has been decoded as a whole shares its bounds.
 
     Raises:
@@ -237,33 +237,33 @@ def decoded(data: bytes | memoryview | msgspec.Raw | str, decode: Any = _decode_
         raise NotJson from None
 
 
-def opened(value: Json) -> Json:
+def open_value(value: Json) -> Json:
     """A value that was left as it stands in the body, decoded; any other as it is."""
     if type(value) is not msgspec.Raw:
         return value
-    return None if value is ABSENT else decoded(value)
+    return None if value is ABSENT else decode_json(value)
 
 
-def canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
-    """The one spelling of a value, without what the pointers of `ignore` (each as `steps`) name: equal bytes, equal values.
+def write_canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
+    """The one spelling of a value, without what the pointers of `ignore`, once split, name: equal bytes, equal values.
 
     Raises:
         NotJson: it is nested too deeply.
     """
     for pointer in ignore:
-        value = without(value, pointer)
+        value = remove_at(value, pointer)
     try:
         return _encode(value)
     except RecursionError:  # it could be decoded further up the stack
         raise NotJson from None
 
 
-def steps(pointer: str) -> list[str]:
+def split_pointer(pointer: str) -> list[str]:
     """The steps of a JSON Pointer (RFC 6901), unescaped."""
     return [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
 
 
-def without(value: Json, pointer: Sequence[str]) -> Json:
+def remove_at(value: Json, pointer: Sequence[str]) -> Json:
     """A copy, as far as it has to be one, without what the pointer names; its step `*` stands for any one.
 
     Array elements are replaced by null, so that the others keep their places.
@@ -271,13 +271,13 @@ def without(value: Json, pointer: Sequence[str]) -> Json:
     step, rest = pointer[0], pointer[1:]
     if isinstance(value, dict) and (step == "*" or step in value):
         if rest:
-            return value | {name: without(value[name], rest) for name in (value if step == "*" else (step,))}
+            return value | {name: remove_at(value[name], rest) for name in (value if step == "*" else (step,))}
         return {} if step == "*" else {name: item for name, item in value.items() if name != step}
     if isinstance(value, list) and step == "*":
-        return [without(item, rest) if type(item) in _NESTING else item for item in value] if rest else [None] * len(value)
+        return [remove_at(item, rest) if type(item) in _NESTING else item for item in value] if rest else [None] * len(value)
     if isinstance(value, list) and _PLACE.match(step) and int(step) < len(value):
         place = int(step)
-        return [*value[:place], without(value[place], rest) if rest else None, *value[place + 1 :]]
+        return [*value[:place], remove_at(value[place], rest) if rest else None, *value[place + 1 :]]
     return value
 
 
@@ -293,10 +293,10 @@ def find(value: Json, pointer: Sequence[str]) -> str:
     return bytes(value).decode() if isinstance(value, msgspec.Raw) else write_claim(value)
 
 
-def _spelled(text: str) -> msgspec.Raw:
+def _write_number(text: str) -> msgspec.Raw:
     """The one spelling of a number that has a fraction or an exponent: an integer's, or digits and an exponent.
 
-    >>> [bytes(_spelled(text)) for text in ("1.50", "15e-1", "1.0", "-0.0", "1e3", "1e999")]
+    >>> [bytes(_write_number(text)) for text in ("1.50", "15e-1", "1.0", "-0.0", "1e3", "1e999")]
     [b'15e-1', b'15e-1', b'1', b'0', b'1000', b'1e999']
     """
     sign, whole, fraction, exponent = _NUMBER.match(text).groups(default="")  # type: ignore[union-attr]  # msgspec has checked
@@ -313,4 +313,4 @@ def _spelled(text: str) -> msgspec.Raw:
     return msgspec.Raw(f"{sign}{kept}e{power}".encode())
 
 
-_remembered = lru_cache(maxsize=4096)(_spelled)
+_remembered = lru_cache(maxsize=4096)(_write_number)

@@ -23,11 +23,11 @@ from extproc.similarity.document import (
     Document,
     Json,
     NotCounted,
-    canonical,
     check_containers,
-    decoded,
-    opened,
+    decode_json,
+    open_value,
     walk,
+    write_canonical,
 )
 from extproc.similarity.keys import SimilarityKeys, ToolsKeys
 from extproc.similarity.tools import Limit, Limits, find_window_errors
@@ -164,7 +164,7 @@ def _read_fields(value: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     if value is ABSENT:
         raise NotCounted("not_a_call")
     try:
-        fields: dict[str, msgspec.Raw] = decoded(value, _decode_fields)
+        fields: dict[str, msgspec.Raw] = decode_json(value, _decode_fields)
     except msgspec.ValidationError:
         raise NotCounted("not_a_call") from None
     return fields
@@ -172,7 +172,7 @@ def _read_fields(value: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
 
 def _holds_call(data: bytes) -> bool:
     """Whether some request of a batch is a call."""
-    batch = decoded(data, _decode_batch)
+    batch = decode_json(data, _decode_batch)
     walk(len(batch))
     return any(_is_call(entry) for entry in batch)
 
@@ -191,13 +191,13 @@ def _read_call(request: dict[str, msgspec.Raw]) -> tuple[str, dict[str, msgspec.
     Raises:
         NotCounted: it is neither, or nothing that a server would take for one.
     """
-    method = opened(request.get("method", ABSENT))
+    method = open_value(request.get("method", ABSENT))
     if method != _TOOL_CALL and not (isinstance(method, str) and method in _MESSAGES):
         raise NotCounted("not_a_call")
     params = _read_fields(request.get("params", ABSENT))
     if method != _TOOL_CALL:
         return "", params
-    tool = opened(params.get("name", ABSENT))
+    tool = open_value(params.get("name", ABSENT))
     if not isinstance(tool, str) or not tool:
         raise NotCounted("not_a_call")
     return tool, params
@@ -206,9 +206,9 @@ def _read_call(request: dict[str, msgspec.Raw]) -> tuple[str, dict[str, msgspec.
 def _spell_arguments(params: dict[str, msgspec.Raw]) -> bytes:
     """In one spelling, with what the server has been answered; null and nothing are no arguments, too."""
     arguments = _open_bounded(params.get("arguments", ABSENT))
-    spelled = canonical({} if arguments is None else arguments)
+    spelled = write_canonical({} if arguments is None else arguments)
     answers = {name: _open_bounded(params[name]) for name in _ANSWERS if name in params}
-    return spelled + _SEPARATOR + canonical(answers) if answers else spelled
+    return spelled + _SEPARATOR + write_canonical(answers) if answers else spelled
 
 
 def _spell_message(params: dict[str, msgspec.Raw]) -> bytes:
@@ -217,7 +217,7 @@ def _spell_message(params: dict[str, msgspec.Raw]) -> bytes:
     if not isinstance(parts, list):
         raise NotCounted("not_a_call")
     walk(len(parts))
-    return _SEPARATOR + canonical([_without_metadata(part) for part in parts])
+    return _SEPARATOR + write_canonical([_without_metadata(part) for part in parts])
 
 
 def _without_metadata(part: Json) -> Json:
@@ -228,7 +228,7 @@ def _without_metadata(part: Json) -> Json:
 
 def _open_bounded(value: msgspec.Raw) -> Json:
     check_containers(bytes(value))
-    return opened(value)
+    return open_value(value)
 
 
 def _read_id(request: dict[str, msgspec.Raw]) -> bytes | None:
@@ -236,4 +236,4 @@ def _read_id(request: dict[str, msgspec.Raw]) -> bytes | None:
     raw = bytes(request.get("id", ABSENT))
     if not raw or len(raw) > MAX_ID:
         return None
-    return None if isinstance(decoded(raw), bool | dict | list) else raw
+    return None if isinstance(decode_json(raw), bool | dict | list) else raw

@@ -18,16 +18,16 @@ from extproc.similarity.conversation import (
     RESULT_ROLES,
     Message,
     arguments,
-    chat_calls,
     content,
     conversation,
-    identity,
-    only_text,
+    is_only_text,
+    list_chat_calls,
     other,
     parts,
     result,
+    write_id,
 )
-from extproc.similarity.document import Document, Json, NotCounted, opened
+from extproc.similarity.document import Document, Json, NotCounted, open_value
 from extproc.similarity.keys import SimilarityKeys, TailKeys
 from extproc.similarity.shapes.structs import CALL, RESULT, TEXT, Part
 
@@ -64,9 +64,9 @@ class Tail(Similarity):
         unasked: dict[str, int] = {}
         said = [
             talk.model.encode() + _NEXT_PART + talk.after,
-            *(_spelled(message, unasked) for message in islice(messages, self._messages)),
+            *(_write_message(message, unasked) for message in islice(messages, self._messages)),
         ]
-        if unasked and (asked := _asked(messages, unasked)):
+        if unasked and (asked := _find_calls(messages, unasked)):
             said.append(asked)
         return _NEXT_MESSAGE.join(said), None
 
@@ -83,55 +83,55 @@ class Tail(Similarity):
         return f"a conversation that ends with these same messages {place}"
 
 
-def _spelled(message: Message, unasked: dict[str, int]) -> bytes:
+def _write_message(message: Message, unasked: dict[str, int]) -> bytes:
     """A message's role and parts; results whose calls have not been met yet leave their ids in `unasked`."""
     said = content(message)
-    if only_text(message, said):
+    if is_only_text(message, said):
         text = fold(said)
         speaker = message.role.encode() if message.role else b""
         return speaker + _TEXT + text if text else speaker
     if message.role in RESULT_ROLES:
-        _wants(identity(message.tool_call_id), unasked)
-        return (b"tool" if message.role == "tool" else b"function") + _RESULT + _folded_result(message.content)
+        _want_call(write_id(message.tool_call_id), unasked)
+        return (b"tool" if message.role == "tool" else b"function") + _RESULT + _fold_result(message.content)
     fields = [(message.role or message.type or "").encode()]
     for part in parts(message, said):
-        fields += _compared(part)
+        fields += _list_fields(part)
         if part.kind == RESULT:
-            _wants(part.id, unasked)
+            _want_call(part.id, unasked)
         elif part.kind == CALL:
-            _answered(part, unasked)
+            _settle_call(part, unasked)
     return _NEXT_PART.join(fields)
 
 
-def _asked(messages: Iterator[Message], unasked: dict[str, int]) -> bytes:
+def _find_calls(messages: Iterator[Message], unasked: dict[str, int]) -> bytes:
     """The calls, in older messages, that results in the tail answer: `ok` is not `ok` where something else was done."""
     fields: list[bytes] = []
     calling = False
     for message in messages:
         if message.tool_calls:
-            found: Sequence[Part] = [part for part in chat_calls(message) if part.id in unasked]
+            found: Sequence[Part] = [part for part in list_chat_calls(message) if part.id in unasked]
         else:
             said = content(message)
-            if message.role == "user" and only_text(message, said):
+            if message.role == "user" and is_only_text(message, said):
                 break
             found = parts(message, said)
             if calling and any(part.kind == RESULT for part in found):
                 break  # of the turn before
         for part in reversed(found):
-            if part.kind == CALL and _answered(part, unasked):
+            if part.kind == CALL and _settle_call(part, unasked):
                 calling = True
-                fields += _compared(part)
+                fields += _list_fields(part)
         if not unasked:
             break
     return _NEXT_PART.join([b"asked", *fields]) if fields else b""
 
 
-def _wants(identity: str, unasked: dict[str, int]) -> None:
+def _want_call(identity: str, unasked: dict[str, int]) -> None:
     """A result wants the call of this id; ids need not be unique."""
     unasked[identity] = unasked.get(identity, 0) + 1
 
 
-def _answered(call: Part, unasked: dict[str, int]) -> bool:
+def _settle_call(call: Part, unasked: dict[str, int]) -> bool:
     """Whether a result still wants this call; it is then wanted once less."""
     if call.id not in unasked:
         return False
@@ -141,7 +141,7 @@ def _answered(call: Part, unasked: dict[str, int]) -> bool:
     return True
 
 
-def _compared(part: Part) -> tuple[bytes, ...]:
+def _list_fields(part: Part) -> tuple[bytes, ...]:
     kind, value = part.kind, part.value
     if kind == TEXT:
         text = fold(value)
@@ -149,12 +149,12 @@ def _compared(part: Part) -> tuple[bytes, ...]:
     if kind == CALL:
         return b"call", part.name.encode(), arguments(value)
     if kind == RESULT:
-        return b"error" if part.failed else b"result", _folded_result(value)
+        return b"error" if part.failed else b"result", _fold_result(value)
     return b"other", other(value)
 
 
-def _folded_result(value: Json) -> bytes:
-    value = opened(value)
+def _fold_result(value: Json) -> bytes:
+    value = open_value(value)
     return fold(value if type(value) is str else result(value).decode())
 
 

@@ -21,9 +21,9 @@ from extproc.similarity.conversation import (
     RESULT_ROLES,
     Message,
     arguments,
-    chat_calls,
     content,
     conversation,
+    list_chat_calls,
     parts,
     result,
 )
@@ -123,17 +123,17 @@ class ToolCalls(Similarity):
 
     def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
         """What is repeated, empty when nothing is that matters, and how often; see `Similarity`."""
-        history = _History(self._counted(document), results=self._results)
+        history = _History(self._list_counted(document), results=self._results)
         if history.at(self._fewest - 1) is None and not self._cooldown:
             return b"", None  # too few calls for any loop
-        best = self._most_repeated(history)
+        best = self._find_most_repeated(history)
         if best is not None and not best[1].looping:
             return self._cycle(history) or best
         return best or (b"", None)
 
     def show(self, document: Document) -> list[str]:
         """The calls that are looked at, the oldest first; see `Similarity`."""
-        found = _History(self._counted(document), results=self._results).newest(self._longest)
+        found = _History(self._list_counted(document), results=self._results).newest(self._longest)
         named = [call.spell(results=self._results).replace(_SEPARATOR, b" | ").decode() for call in reversed(found)]
         return named or [NO_CALLS]
 
@@ -169,7 +169,7 @@ class ToolCalls(Similarity):
                 never = f"a threshold of {least} is never reached among the last {most} calls"
                 yield where, f"{never}; raise window_calls or lower it"
 
-    def _counted(self, document: Document) -> Iterator[Call]:
+    def _list_counted(self, document: Document) -> Iterator[Call]:
         """The calls of a conversation that may be part of a loop, the newest first."""
         if conversation(document).elsewhere:
             raise NotCounted("no_history")
@@ -186,7 +186,7 @@ class ToolCalls(Similarity):
             rule = next((rule for pattern, rule in self._patterns if matches(name, pattern)), self._rule)
         return rule
 
-    def _most_repeated(self, history: _History) -> tuple[bytes, Repeat] | None:
+    def _find_most_repeated(self, history: _History) -> tuple[bytes, Repeat] | None:
         """Of the last turn's calls the one that loops, or else stands most often among the calls of its window."""
         candidates: list[tuple[Call, Repeat]] = []
         for place in range(self._longest):
@@ -327,7 +327,7 @@ def calls(document: Document, *, reset: bool) -> Iterator[Call]:
 def _read_messages(document: Document) -> Iterator[tuple[Message, Sequence[Part]]]:
     """Messages and what stands in them, the newest first; of those that call nothing but what stands beside their content."""
     for message in conversation(document).backwards(document):
-        yield message, chat_calls(message) if message.tool_calls else parts(message, content(message))
+        yield message, list_chat_calls(message) if message.tool_calls else parts(message, content(message))
 
 
 def _since_somebody_spoke(read: Iterator[tuple[Message, Sequence[Part]]]) -> Iterator[tuple[Message, Sequence[Part]]]:

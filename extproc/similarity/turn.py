@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from extproc.similarity.actions import Action, number_id, read_action
-from extproc.similarity.document import canonical, walk
+from extproc.similarity.document import walk, write_canonical
 from extproc.similarity.results import MAX_NORMALIZED, is_error, may_be_equal, normalize
 from extproc.similarity.shapes.conversation import find_wrappers, is_injected, result_text, unpack
 from extproc.similarity.shapes.structs import CALL, RESULT, TEXT, Conversation, Part
@@ -291,7 +291,7 @@ def _said(part: Part) -> str:
     value = unpack(part.value)
     if part.kind == TEXT:
         return value.strip() if isinstance(value, str) else ""
-    return canonical(value).decode()
+    return write_canonical(value).decode()
 
 
 def read_turns(talk: Conversation, ignored: Collection[str]) -> Iterator[Turn]:

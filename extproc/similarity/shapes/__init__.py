@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Raw, Struct, ValidationError, defstruct, json
 from msgspec.structs import fields
 
-from extproc.similarity.document import ABSENT, Document, NotCounted, decoded
+from extproc.similarity.document import ABSENT, Document, NotCounted, decode_json
 from extproc.similarity.shapes import anthropic, bedrock, chat, gemini, prompt, responses
 from extproc.similarity.shapes.conversation import READERS, Shape
 from extproc.similarity.shapes.structs import Conversation
@@ -49,7 +49,7 @@ def open_conversation(document: Document) -> Conversation:
         raise NotCounted("no_messages")
     data = document.data()
     try:
-        body = decoded(data, _decode_any)
+        body = decode_json(data, _decode_any)
     except ValidationError:
         return _open_first(data)
     for shape, key, _ in _KEYS:
@@ -63,7 +63,7 @@ def _open_first(data: bytes) -> Conversation:
     """The same where the key of one shape holds something else than its conversation."""
     for shape, _, decode in _KEYS:
         try:
-            return shape.open(decoded(data, decode))
+            return shape.open(decode_json(data, decode))
         except ValidationError:
             continue
     raise NotCounted("no_messages")

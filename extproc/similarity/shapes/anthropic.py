@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from extproc.similarity.document import ABSENT, opened
+from extproc.similarity.document import ABSENT, open_value
 from extproc.similarity.shapes.conversation import Block, Reader, skip_thought, text_of
 from extproc.similarity.shapes.structs import CALL, RESULT, Part
 
@@ -12,7 +12,7 @@ def _read_call(block: Block) -> Part:
 
 
 def _read_result(block: Block) -> Part:
-    failed = "is_error" in block and opened(block["is_error"]) is True
+    failed = "is_error" in block and open_value(block["is_error"]) is True
     return Part(RESULT, block.get("content", ABSENT), id=text_of(block.get("tool_use_id")), failed=failed)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Raw
 
-from extproc.similarity.document import ABSENT, opened
+from extproc.similarity.document import ABSENT, open_value
 from extproc.similarity.shapes.conversation import Block, Reader, skip_thought
 from extproc.similarity.shapes.structs import CALL, RESULT, Part
 
@@ -21,7 +21,7 @@ def _read_result(block: Block) -> Part:
 
 
 def _read_object(value: Raw) -> dict[str, object]:
-    found = opened(value)
+    found = open_value(value)
     return found if isinstance(found, dict) else {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Raw, ValidationError
 
-from extproc.similarity.document import ABSENT, decoded
+from extproc.similarity.document import ABSENT, decode_json
 from extproc.similarity.shapes.conversation import (
     ASSISTANTS,
     Reader,
@@ -39,7 +39,7 @@ def _continues_thread(body: ChatBody) -> bool:
     """Anthropic keeps the older messages."""
     if body.thread is ABSENT:
         return False
-    thread = decoded(body.thread)
+    thread = decode_json(body.thread)
     return isinstance(thread, dict) and "previous_message_id" in thread
 
 
@@ -69,7 +69,7 @@ def _read(message: ChatMessage) -> list[Part]:
 
 def _read_calls(message: ChatMessage) -> list[Part]:
     try:
-        calls = decoded(message.tool_calls, decode_calls)
+        calls = decode_json(message.tool_calls, decode_calls)
     except ValidationError:
         return [Part(CALL, message.tool_calls)]  # of no kind that is known
     parts = []
@@ -83,7 +83,7 @@ def _read_calls(message: ChatMessage) -> list[Part]:
 def _read_function(message: ChatMessage) -> Part:
     """The one call of a message from before there were `tool_calls`."""
     try:
-        tool = decoded(message.function_call, decode_tool)
+        tool = decode_json(message.function_call, decode_tool)
     except ValidationError:
         return Part(CALL, message.function_call)
     return Part(CALL, tool.arguments, tool.name or "")

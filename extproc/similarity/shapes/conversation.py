@@ -16,12 +16,12 @@ from extproc.similarity.document import (
     WORTH_COUNTING,
     Json,
     NotJson,
-    canonical,
     check_containers,
-    decoded,
-    opened,
+    decode_json,
+    open_value,
+    remove_at,
     walk,
-    without,
+    write_canonical,
 )
 from extproc.similarity.shapes.structs import OTHER, TEXT, Conversation, Part
 
@@ -72,7 +72,7 @@ def read_content(content: Raw) -> list[Part]:
     try:
         blocks = _decode_content(content)
     except ValidationError:
-        return _read_values(decoded(content))
+        return _read_values(decode_json(content))
     except (ValueError, RecursionError):
         raise NotJson from None
     if not isinstance(blocks, list):
@@ -105,9 +105,9 @@ def read_block(block: Block) -> Part | None:
 
 def read_text(block: Block) -> Part | None:
     """A block of text, unless it is a thought, which some APIs mark on the text."""
-    if "thought" in block and opened(block["thought"]) is True:
+    if "thought" in block and open_value(block["thought"]) is True:
         return None
-    text = opened(block.get("text"))
+    text = open_value(block.get("text"))
     if text is None or isinstance(text, str):
         return Part(TEXT, text or "")
     return Part(OTHER, block)
@@ -127,7 +127,7 @@ def is_text(value: Json) -> bool:
 
 def text_of(value: Json) -> str:
     """A string, or a number as one; empty for anything else."""
-    found = opened(value)
+    found = open_value(value)
     if isinstance(found, str):
         return found
     return str(found) if isinstance(found, int) and not isinstance(found, bool) else ""
@@ -150,7 +150,7 @@ def arguments(value: Json) -> Json:
     if len(value) > WORTH_COUNTING:
         check_containers(value)
     try:
-        return decoded(value)
+        return decode_json(value)
     except NotJson:
         return value.strip() or {}  # some clients send nothing for no arguments
 
@@ -165,12 +165,12 @@ def result_text(value: Json) -> str:
         texts = [_text_in(item) for item in value]
         if None not in texts:
             return "\n".join([text for text in texts if text]).strip()
-        value = without(value, _CACHE_CONTROL)
+        value = remove_at(value, _CACHE_CONTROL)
     if isinstance(value, dict) and len(value) == 1:
         (only,) = value.values()
         if isinstance(only, str):
             return only.strip()
-    return canonical(value).decode() if value is not None else ""
+    return write_canonical(value).decode() if value is not None else ""
 
 
 def _text_in(item: Json) -> str | None:
@@ -193,7 +193,7 @@ def unpack(value: Json) -> Json:
         return value
     if len(value) > WORTH_COUNTING:
         check_containers(bytes(value))
-    return opened(value)
+    return open_value(value)
 
 
 def is_injected(text: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Raw
 
-from extproc.similarity.document import ABSENT, Json, opened
+from extproc.similarity.document import ABSENT, Json, open_value
 from extproc.similarity.shapes.conversation import ASSISTANTS, Block, Reader, Shape, read_content
 from extproc.similarity.shapes.structs import CALL, RESULT, Content, Conversation, GeminiBody, Part, WrappedGeminiBody
 
@@ -51,7 +51,7 @@ def _read_code_result(block: Block) -> Part:
 
 
 def _read_object(value: Raw | None) -> dict[str, Json]:
-    found = opened(value)
+    found = open_value(value)
     return found if isinstance(found, dict) else {}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Raw, Struct, json
 
-from extproc.similarity.document import ABSENT, Json, spelled
+from extproc.similarity.document import ABSENT, Json, write_number
 
 TEXT, CALL, RESULT, OTHER = "text", "call", "result", "other"
 
@@ -140,5 +140,5 @@ class PromptBody(Struct, gc=False):
     prompt: Raw
 
 
-decode_calls = json.Decoder(list[ToolCall], float_hook=spelled).decode
-decode_tool = json.Decoder(Tool, float_hook=spelled).decode
+decode_calls = json.Decoder(list[ToolCall], float_hook=write_number).decode
+decode_tool = json.Decoder(Tool, float_hook=write_number).decode
