@@ -1131,7 +1131,7 @@ def decodings(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         return real(data, *decode)
 
     monkeypatch.setattr(document, "decode_json", spy)
-    monkeypatch.setattr(conversation, "decoded", spy)
+    monkeypatch.setattr(conversation, "decode_json", spy)
     return made
 
 
