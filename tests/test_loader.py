@@ -109,7 +109,7 @@ LOOP_FIELDS: list[tuple[str, object, str]] = [
     ("threshold_identical_requests", 10**10, "must be <= 1000000000"),
     ("action", "explode", "must be one of reject, throttle, warn"),
     ("action", ["reject"], "must be one of reject, throttle, warn"),
-    ("similarity", "nearly", "must be one of exact, canonical, tail, tool_calls, turns"),
+    ("similarity", "nearly", "must be one of exact, canonical, tail, tool_calls, turns, mcp"),
     ("window_type", "tumbling", "must be one of sliding_ttl, sliding_log, fixed"),
     ("cooldown_seconds", -1, "must be >= 0"),
     ("cooldown_seconds", "1", "must be an integer"),
@@ -214,7 +214,7 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
         [
             *(
                 belongs(key, owners, "tail")
-                for key, owners in (("max_cycle", "tool_calls or turns"), ("tools", "tool_calls or turns or mcp"))
+                for key, owners in (("tools", "tool_calls or turns or mcp"), ("max_cycle", "tool_calls or turns"))
             ),
             *(belongs(key, "tool_calls", "tail") for key in ("window_calls", "reset_on_user_message", "compare_results")),
         ],
@@ -226,7 +226,7 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     (CANONICAL | {"enabled": False, "max_cycle": 1}, [belongs("max_cycle", "tool_calls or turns", "canonical")]),
     (
         {"similarity": "nearly", "tools": {}},
-        [("/similarity", "similarity must be one of exact, canonical, tail, tool_calls, turns")],
+        [("/similarity", "similarity must be one of exact, canonical, tail, tool_calls, turns, mcp")],
     ),
     *(
         entry
@@ -282,7 +282,6 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
         ],
     ),
     # Calls are counted one by one.
-    (MCP | {"tools": {"f": {"threshold": 2, "reason": "x"}, "g": {"allow": True}}}, []),
     (MCP | {"max_cycle": 3}, [belongs("max_cycle", "tool_calls or turns", "mcp")]),
     (MCP | {"tools": {"f": {"window_calls": 9}}}, [("/tools/f/window_calls", "window_calls belongs to similarity tool_calls")]),
     # Unknown keys: what was meant, or where it belongs.
