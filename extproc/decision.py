@@ -109,8 +109,8 @@ class Subject(Protocol):
         ...
 
 
-class Outcome(NamedTuple):
-    """What one detector of a policy made of the request.
+class Outcome:
+    """What one detector of a policy made of the request; never changed.
 
     Attributes:
         policy: its id.
@@ -129,24 +129,78 @@ class Outcome(NamedTuple):
         repeat: what the request's own history says, None where requests are counted.
     """
 
-    policy: str
-    mode: str
-    action: Action
-    fingerprint: str
-    tenant: str
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls
-    span_ms: int
-    window_seconds: int
-    delay_ms: int
-    retry_after: int | None
-    reject_status: int
-    detector: str
-    subject: Subject
-    repeat: Repeat | None = None
+    __slots__ = (
+        "action",
+        "count",
+        "delay_ms",
+        "detector",
+        "fingerprint",
+        "mode",
+        "policy",
+        "reject_status",
+        "repeat",
+        "retry_after",
+        "span_ms",
+        "subject",
+        "tenant",
+        "window_seconds",
+    )
+
+    def __init__(  # noqa: PLR0913  # a record
+        self,
+        policy: str,
+        mode: str,
+        action: Action,
+        fingerprint: str,
+        tenant: str,
+        count: int,
+        span_ms: int,
+        window_seconds: int,
+        delay_ms: int,
+        retry_after: int | None,
+        reject_status: int,
+        detector: str,
+        subject: Subject,
+        repeat: Repeat | None = None,
+    ) -> None:
+        """Keep them as given."""
+        self.policy = policy
+        self.mode = mode
+        self.action = action
+        self.fingerprint = fingerprint
+        self.tenant = tenant
+        self.count = count
+        self.span_ms = span_ms
+        self.window_seconds = window_seconds
+        self.delay_ms = delay_ms
+        self.retry_after = retry_after
+        self.reject_status = reject_status
+        self.detector = detector
+        self.subject = subject
+        self.repeat = repeat
 
     def strictness(self) -> tuple[int, int]:
         """Orders outcomes: reject > throttle > warn > allow, then the longest delay or Retry-After."""
         return SEVERITY[self.action], self.delay_ms or self.retry_after or 0
+
+    def change_action(self, action: Action) -> Outcome:
+        """The same with another action, one that holds nothing up."""
+        return Outcome(
+            self.policy,
+            self.mode,
+            action,
+            self.fingerprint,
+            self.tenant,
+            self.count,
+            self.span_ms,
+            self.window_seconds,
+            0,
+            self.retry_after,
+            self.reject_status,
+            self.detector,
+            self.subject,
+            self.repeat,
+        )
 
 
 class Decision:

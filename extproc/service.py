@@ -441,7 +441,7 @@ class Stream:
         if self._service.holds.take(lead.tenant):
             self._holding = lead.tenant
             return decision
-        refused = lead._replace(action=Action.REJECT, delay_ms=0)
+        refused = lead.change_action(Action.REJECT)
         trace = [refused if outcome is lead else outcome for outcome in decision.trace]
         return Decision(refused, decision.shadow, trace, warning=decision.warning)
 

@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 
-class Hit(NamedTuple):
-    """One request to be counted under one key.
+class Hit:
+    """One request to be counted under one key; never changed.
 
     Attributes:
         key: the whole counter key; it ends in two hex digits that spread keys evenly.
@@ -39,17 +39,42 @@ class Hit(NamedTuple):
         count_to: how many requests a `sliding_log` remembers at most; at least `threshold`.
     """
 
-    key: str
-    window_type: str
-    window_ms: int
-    threshold: int
-    cooldown_ms: int
-    count_refused: bool
-    count_to: int
+    __slots__ = ("cooldown_ms", "count_refused", "count_to", "key", "threshold", "window_ms", "window_type")
+
+    def __init__(  # noqa: PLR0913  # a record
+        self,
+        key: str,
+        window_type: str,
+        window_ms: int,
+        threshold: int,
+        cooldown_ms: int,
+        count_refused: bool,  # noqa: FBT001  # a field
+        count_to: int,
+    ) -> None:
+        """Keep them as given."""
+        self.key = key
+        self.window_type = window_type
+        self.window_ms = window_ms
+        self.threshold = threshold
+        self.cooldown_ms = cooldown_ms
+        self.count_refused = count_refused
+        self.count_to = count_to
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the same is counted in the same way."""
+        return isinstance(other, Hit) and self._list() == other._list()
+
+    def __hash__(self) -> int:
+        """As equality asks."""
+        return hash(self._list())
+
+    def _list(self) -> tuple[str, str, int, int, int, bool, int]:
+        window, cooldown = self.window_ms, self.cooldown_ms
+        return self.key, self.window_type, window, self.threshold, cooldown, self.count_refused, self.count_to
 
 
-class Count(NamedTuple):
-    """What counting a hit found.
+class Count:
+    """What counting a hit found; never changed.
 
     Attributes:
         count: identical requests in the window, this one included.
@@ -58,10 +83,29 @@ class Count(NamedTuple):
         span_ms: time since the first request of the window, in milliseconds.
     """
 
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls
-    looping: bool
-    cooldown_ms: int
-    span_ms: int
+    __slots__ = ("cooldown_ms", "count", "looping", "span_ms")
+
+    def __init__(self, count: int, looping: bool, cooldown_ms: int, span_ms: int) -> None:  # noqa: FBT001  # a field
+        """Keep them as given."""
+        self.count = count
+        self.looping = looping
+        self.cooldown_ms = cooldown_ms
+        self.span_ms = span_ms
+
+    def __eq__(self, other: object) -> bool:
+        """Stores are compared by what they answer."""
+        return isinstance(other, Count) and self._list() == other._list()
+
+    def __hash__(self) -> int:
+        """As equality asks."""
+        return hash(self._list())
+
+    def __repr__(self) -> str:
+        """As it is written in a test."""
+        return f"Count{self._list()}"
+
+    def _list(self) -> tuple[int, bool, int, int]:
+        return self.count, self.looping, self.cooldown_ms, self.span_ms
 
 
 UNCOUNTED = Count(0, False, 0, 0)

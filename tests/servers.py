@@ -32,6 +32,7 @@ from extproc.settings import Settings
 from extproc.store import open_store
 from extproc.windows import Count, Hit, Push
 from tests.harness import PATIENCE
+from tests.records import replace
 
 T = TypeVar("T")
 _PATIENCE = 30.0
@@ -328,14 +329,14 @@ class Driver:
 
     async def ask(self, hits: Sequence[Hit], now: int | None) -> Sequence[Count]:
         """The same on the loop."""
-        answer = self.store.hit([hit._replace(key=self.key(hit)) for hit in hits], now)
+        answer = self.store.hit([replace(hit, key=self.key(hit)) for hit in hits], now)
         return await answer if inspect.isawaitable(answer) else answer
 
     def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:
         """Push, whether the store answers at once or later."""
 
         async def settled() -> Sequence[Sequence[bytes]]:
-            answer = self.store.push([pushed._replace(key=self.key(pushed)) for pushed in pushes], now)
+            answer = self.store.push([replace(pushed, key=self.key(pushed)) for pushed in pushes], now)
             return await answer if inspect.isawaitable(answer) else answer
 
         return [list(entries) for entries in self._runner.run(settled())]

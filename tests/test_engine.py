@@ -24,6 +24,7 @@ from extproc.similarity.base import format_duration
 from extproc.store.memory import MemoryStore
 from extproc.windows import Count
 from tests.documents import bundle, policy
+from tests.records import replace
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 ANY = {"pathPrefix": "/"}
@@ -202,12 +203,12 @@ def test_ties_go_to_the_longest_wait_then_to_the_first() -> None:
     ("more", "count", "seconds"),
     [
         ({}, LOOP, 60),
-        ({"cooldown_seconds": 90}, LOOP._replace(cooldown_ms=88_001), 89),
-        ({"cooldown_seconds": 90}, LOOP._replace(cooldown_ms=1_001), 60),  # the window outlasts the cooldown
-        ({"cooldown_seconds": 90}, LOOP._replace(cooldown_ms=1_001, count=1), 2),  # the window has emptied
-        ({"window_type": "fixed"}, LOOP._replace(span_ms=50_001), 10),
+        ({"cooldown_seconds": 90}, replace(LOOP, cooldown_ms=88_001), 89),
+        ({"cooldown_seconds": 90}, replace(LOOP, cooldown_ms=1_001), 60),  # the window outlasts the cooldown
+        ({"cooldown_seconds": 90}, replace(LOOP, cooldown_ms=1_001, count=1), 2),  # the window has emptied
+        ({"window_type": "fixed"}, replace(LOOP, span_ms=50_001), 10),
         ({"count_refused": False}, LOOP, 60),
-        ({"count_refused": False, "cooldown_seconds": 90}, LOOP._replace(cooldown_ms=5_000, count=2), 5),
+        ({"count_refused": False, "cooldown_seconds": 90}, replace(LOOP, cooldown_ms=5_000, count=2), 5),
     ],
 )
 def test_retry_after_is_when_the_same_request_passes(more: dict[str, Any], count: Count, seconds: int) -> None:
@@ -255,7 +256,7 @@ def test_a_throttle_waits_for_its_count_up_to_the_cap() -> None:
     engine = make_engine(policy("a", ANY, action="throttle"))
 
     assert verdict(engine, LOOP).lead.delay_ms == 300
-    assert verdict(engine, LOOP._replace(count=100_000)).lead.delay_ms == 30_000
+    assert verdict(engine, replace(LOOP, count=100_000)).lead.delay_ms == 30_000
 
 
 def test_shadow_policies_never_lead() -> None:
@@ -384,11 +385,11 @@ def test_the_strictest_outcome_of_each_policy_counts() -> None:
     base = Outcome("a", "enforce", Action.ALLOW, "f", "t", 1, 0, 60, 0, 60, 429, "one", EXACT)
     trace = [
         base,
-        base._replace(action=Action.WARN, detector="two"),
-        base._replace(action=Action.WARN, detector="three"),
-        base._replace(policy="b"),
-        base._replace(policy="b", detector="two"),
-        base._replace(policy="b", mode="shadow", action=Action.REJECT),
+        replace(base, action=Action.WARN, detector="two"),
+        replace(base, action=Action.WARN, detector="three"),
+        replace(base, policy="b"),
+        replace(base, policy="b", detector="two"),
+        replace(base, policy="b", mode="shadow", action=Action.REJECT),
     ]
 
     found = [(outcome.policy, outcome.mode, outcome.action.value, outcome.detector) for outcome in group_by_policy(trace)]

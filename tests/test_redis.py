@@ -32,6 +32,7 @@ from extproc.store.scripts import count_call
 from extproc.store.topology import SLOTS, Cluster, find_slot, spread_tags
 from extproc.windows import Count, Hit
 from tests.harness import PATIENCE, eventually
+from tests.records import replace
 from tests.servers import Driver, Server, cluster, impostor, listening, relay, replicated, sentinels, server
 from tests.test_windows import WINDOW_TYPES, cooldown_hits, make_hit, make_push, oracle
 
@@ -637,7 +638,7 @@ def test_nothing_is_ever_scanned() -> None:
 def test_a_key_of_somebody_else_is_replaced(driver: Driver, one: Server, poison: str) -> None:
     """Where a counter's key holds something else, that hit counts from 1, and the others of its batch are not disturbed."""
     hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
-    good = [hit._replace(key=f"good-{hit.key}") for hit in hits]
+    good = [replace(hit, key=f"good-{hit.key}") for hit in hits]
     driver.count(good, 1_000_000)
     command, _, *values = poison.split()
     for hit in hits:
@@ -686,7 +687,7 @@ def test_a_verdict_stands_as_long_as_it_says(
     """Several requests sent as one count as if sent alone; a hit before the verdict's end is refused and starts no cooldown."""
     driver = driver_of_module.fresh()
     hit = Hit("key", window_type, 20, threshold, cooldown, count_refused, 100)
-    hit = hit._replace(key=driver.key(hit))
+    hit = replace(hit, key=driver.key(hit))
     moments = [1_000 + sum(gaps[: position + 1]) for position in range(len(gaps))]
     history = [*moments[:-1], *[moments[-1]] * times]
 
@@ -1089,7 +1090,7 @@ def test_slots_that_move_are_followed(six: list[Server]) -> None:
     with Driver("redis+cluster://" + six[2].address) as driver:
         tag = next(tag for tag in spread_tags(TAGS) if find_slot(tag) < SLOTS // 3)
         numbers = [number for number in range(256) if spread_tags(TAGS)[number % TAGS] == tag]
-        hits = [make_hit(window_ms=600_000, threshold=100)._replace(key=f"moving:{number:02x}") for number in numbers]
+        hits = [make_hit(window_ms=600_000, threshold=100, key=f"moving:{number:02x}") for number in numbers]
 
         def count() -> list[int]:
             async def counted() -> list[int]:

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.windows import Count, Hit, Push, Ring, log, push, tally
+from tests.records import replace
 
 WINDOW_TYPES = ("sliding_ttl", "sliding_log", "fixed")
 
 
 def make_hit(window_type: str = "sliding_ttl", **changes: Any) -> Hit:  # noqa: ANN401  # Hit's own fields
     """A hit with a window of 10 s and a threshold of 3, changed as asked."""
-    made = Hit("key", window_type, 10_000, 3, 0, count_refused=True, count_to=100)
-    return made._replace(**changes)
+    return replace(Hit("key", window_type, 10_000, 3, 0, count_refused=True, count_to=100), **changes)
 
 
 def run(hit: Hit, times: list[int]) -> list[Count]:
@@ -119,7 +119,7 @@ COOLDOWN_STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 60)), min_size
 def cooldown_hits(steps: Sequence[tuple[bool, int]], cooldown_ms: int = 50) -> list[tuple[Hit, int]]:
     """Hits that keep a cooldown and no count, as detectors of tool calls ask for them, each with its time."""
     hit = Hit("key", "fixed", 0, 1, cooldown_ms, False, 1)
-    loop = {True: hit, False: hit._replace(threshold=10**9, count_to=10**9)}
+    loop = {True: hit, False: replace(hit, threshold=10**9, count_to=10**9)}
     return [(loop[looping], 1_000 + sum(gap for _, gap in steps[: place + 1])) for place, (looping, _) in enumerate(steps)]
 
 

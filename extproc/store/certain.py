@@ -79,11 +79,12 @@ class Certain:
             known.owed += 1
             if known.owed == 1:
                 asyncio.get_running_loop().call_later(SETTLE_MS / 1000, self._pay, known)
-        count, _, cooldown, span = known.answer
         age = now - known.learned
+        count, span = known.answer.count + known.owed, known.answer.span_ms + age
+        cooldown = max(0, known.answer.cooldown_ms - age)
         if hit.window_type == "sliding_log":
-            return Count(min(count + known.owed, hit.count_to), True, max(0, cooldown - age), min(span + age, hit.window_ms))
-        return Count(count + known.owed, True, max(0, cooldown - age), span + age)
+            return Count(min(count, hit.count_to), True, cooldown, min(span, hit.window_ms))
+        return Count(count, True, cooldown, span)
 
     def close(self) -> None:
         """Settle everything now."""
@@ -94,7 +95,8 @@ class Certain:
     def _pay(self, known: _Refusal) -> None:
         owed, known.owed = known.owed, 0
         if owed:
-            known.answer = known.answer._replace(count=known.answer.count + owed)
+            told = known.answer
+            known.answer = Count(told.count + owed, told.looping, told.cooldown_ms, told.span_ms)
             self._settle(known.hit, owed)
 
 

@@ -70,10 +70,9 @@ class RedisBackend:
 
     async def probe(self) -> None:
         """Count once for every hash tag: a server that answers but cannot write is not well."""
-        hit = Hit("", "sliding_ttl", 1_000, 2, 0, count_refused=True, count_to=2)
-        await self.call(
-            [count_call(hit._replace(key=f"probe:{number:02x}")) for number in range(len(self._topology.tags) or 1)]
-        )
+        keys = [f"probe:{number:02x}" for number in range(len(self._topology.tags) or 1)]
+        hits = [Hit(key, "sliding_ttl", 1_000, 2, 0, count_refused=True, count_to=2) for key in keys]
+        await self.call([count_call(hit) for hit in hits])
 
     async def drop(self) -> None:
         """End the connections."""

@@ -99,10 +99,10 @@ _RING = Script("ring", 1, bytes, _read_ring)
 def count_call(hit: Hit, times: int = 1, now: int | None = None) -> Call:
     """Count a hit so many times at once; `now` in milliseconds is for tests, None takes the server's clock."""
     moment = -1 if now is None else now
-    _, window_type, window, threshold, cooldown, count_refused, count_to = hit
-    if window_type == "sliding_log":
-        return Call(_LOG, hit, (window, threshold, cooldown, int(count_refused), count_to, times, moment))
-    return Call(_TALLY, hit, (window, threshold, cooldown, int(count_refused), int(window_type == "fixed"), times, moment))
+    is_log = hit.window_type == "sliding_log"
+    last = hit.count_to if is_log else int(hit.window_type == "fixed")
+    arguments = (hit.window_ms, hit.threshold, hit.cooldown_ms, int(hit.count_refused), last, times, moment)
+    return Call(_LOG if is_log else _TALLY, hit, arguments)
 
 
 def push_call(pushed: Push, now: int | None = None) -> Call:

@@ -32,6 +32,7 @@ from tests.bench.load import load
 from tests.bench.processes import apart, free_port, running
 from tests.bench.report import Row, progress
 from tests.bench.timing import interleaved, process_cpu, ratio, spread
+from tests.records import replace
 from tests.servers import Server, server
 
 TITLE = "redis: counts in Valkey on loopback, beside counts in memory (POST 1 KB, one policy)"
@@ -147,7 +148,7 @@ def _hit(number: int) -> Hit:
 
 async def _hammer(store: Store, valkey: Server, count: int) -> tuple[int, int]:
     """Requests of one loop, 64 in flight, all refused; and how many script calls reached the server for them."""
-    hit = _hit(0)._replace(key=f"{_hit(0).key[:-2]}aa")
+    hit = replace(_hit(0), key=f"{_hit(0).key[:-2]}aa")
     for _ in range(hit.threshold):
         await cast("Awaitable[object]", store.hit([hit]))
     before = valkey.commands()["evalsha"]
@@ -171,7 +172,7 @@ async def _bytes(valkey: Server, count: int) -> float:
     client.flushall()
     store = open_store(f"redis://{valkey.address}", Metrics(), Settings(store_timeout=10.0))
     template = _hit(0)
-    hits = [template._replace(key=f"{template.key[:-41]}{number:016x}:{number:08x}{number:016x}") for number in range(count)]
+    hits = [replace(template, key=f"{template.key[:-41]}{number:016x}:{number:08x}{number:016x}") for number in range(count)]
     before = client.info("memory")["used_memory"]
     for start in range(0, count, 200):
         await cast("Awaitable[object]", store.hit(hits[start : start + 200]))
