@@ -5,6 +5,8 @@ BIN := .venv/bin
 # files would be imported in their stead.
 COMPILED := .venv/compiled
 SOURCES := pyproject.toml hatch_build.py $(wildcard protos/*.proto) $(shell find extproc -type f -not -path '*/pb/*' -not -name '*.pyc')
+# Tests wait for servers more than they compute. A module stays with one worker, because its tests share servers.
+WORKERS := -n auto --maxprocesses 4 --dist loadscope
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help run demo-agent test test-pure test-sources test-compiled test-envoys check bench chart clean
@@ -52,15 +54,15 @@ test: .venv/wheel.stamp ## all tests: units on the sources, what goes through a 
 	esac
 
 test-pure: .venv/test.stamp ## all tests on the sources
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(WORKERS)
 
 test-sources: .venv/test.stamp
 	@echo "on the sources: unit tests, and a look through both doors ..."
-	@$(BIN)/python -m pytest -m sources
+	@$(BIN)/python -m pytest $(WORKERS) -m sources
 
 test-compiled: $(COMPILED)/test.stamp
 	@echo "on the compiled wheel: everything that goes through a door, and unit tests of what is compiled ..."
-	@$(COMPILED)/bin/python -P -m pytest -m compiled
+	@$(COMPILED)/bin/python -P -m pytest $(WORKERS) -m compiled
 
 ENVOYS := 1.36.4 1.38.3 1.40.0
 END_TO_END := tests/test_actions.py tests/test_agents.py tests/test_descriptors.py tests/test_envoy_config.py tests/test_failures.py \

@@ -15,7 +15,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Final, NamedTuple, TypeAlias
 
 from google.protobuf.message import DecodeError
@@ -397,12 +397,13 @@ class Stream:
         if not content or not evaluation.inspects:
             evaluation.seal(body, reason, content)
             return
-        budget, tenant, began = self._service.budget, evaluation.find_tenant(), perf_counter()
-        if not budget.allows(tenant, began):
+        budget, tenant = self._service.budget, evaluation.find_tenant()
+        if not budget.allows(tenant, self._started):
             evaluation.seal(body, reason, None, "inspect_budget")
             return
+        began = thread_time()  # what other processes take of the processor is no tenant's fault
         evaluation.seal(body, reason, content)
-        budget.spend(tenant, perf_counter() - began)
+        budget.spend(tenant, thread_time() - began)
 
     async def _judge_later(self, kind: str, evaluation: Evaluation, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:
         try:

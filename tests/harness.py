@@ -27,7 +27,7 @@ from extproc.policy.loader import load
 
 T = TypeVar("T")
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds that anything may take to happen; only a failing test ever waits that long."""
 
 ENVOY = os.environ.get("LOOPGUARD_TEST_ENVOY", str(Path(sys.executable).parent / "envoy"))

@@ -17,6 +17,7 @@ import pytest
 from hatch_build import find_modules, select_modules
 from tests.conftest import DOORS, UNITS
 from tests.harness import Process
+from tests.image import compile_only
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -99,6 +100,7 @@ def test_a_module_that_cannot_be_compiled_fails_the_build(tmp_path: Path) -> Non
         shutil.copytree(ROOT / name, project / name)
     for name in ("pyproject.toml", "hatch_build.py", "README.md"):
         shutil.copy(ROOT / name, project)
+    compile_only(project, "extproc/windows.py")
     with (project / "extproc" / "windows.py").open("a") as module:
         module.write("\nCount(1, 2, 3)\n")
 
