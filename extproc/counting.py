@@ -1,7 +1,12 @@
-"""Asks the store to count a lane of a request, and counts in a window local to this process while the store cannot."""
+"""Asks the store to count a lane of a request, and counts in a window local to this process while the store cannot.
+
+What sessions keep of a request goes to the store first, in one step for the whole lane. The answer waits for that where some
+verdict depends on what earlier requests have left; else nobody does.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Sequence
 from time import perf_counter
 from types import NoneType
@@ -12,12 +17,15 @@ from extproc.evaluation import Lane
 from extproc.metrics import Metrics
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
-from extproc.windows import Count
+from extproc.windows import Count, Push
 
 Counts: TypeAlias = Sequence[Count] | None
 """Of a lane's hits; None when they could not be had and `--on-store-error reject` wants that refused."""
 
 MaybeCounts: TypeAlias = Counts | Awaitable[Counts]
+
+Rings: TypeAlias = Sequence[Sequence[bytes]]
+"""What sessions have kept, an answer to each of a lane's pushes."""
 
 HERE: Final = (list, tuple, NoneType)
 """Counts that are there already; whether something is an Awaitable, an abstract type, is ten times as dear to find out."""
@@ -42,6 +50,60 @@ class Counting:
 
     def count(self, lane: Lane) -> MaybeCounts:
         """Count a sealed lane; an error of ours fails the lane and is not raised."""
+        if not lane.remembers:
+            return self._count(lane)
+        pushes = lane.list_pushes()
+        try:
+            rings = self.store.push(pushes)
+        except Exception as error:  # noqa: BLE001  # sorted out by the callee
+            return self._remember_without_store(lane, pushes, error)
+        if isinstance(rings, HERE) or not isinstance(rings, Awaitable):
+            lane.recall(rings)
+            return self._count(lane)
+        if lane.waits:
+            return self._recall_later(lane, pushes, rings)
+        self._watch(pushes, rings)
+        return self._count(lane)
+
+    async def _recall_later(self, lane: Lane, pushes: Sequence[Push], rings: Awaitable[Rings]) -> Counts:
+        started = perf_counter()
+        try:
+            lane.recall(await rings)
+        except Exception as error:  # noqa: BLE001  # sorted out by the callee
+            counts = self._remember_without_store(lane, pushes, error)
+        else:
+            counts = self._count(lane)
+        finally:
+            self._metrics.store_seconds.observe(perf_counter() - started)
+        return await settle(counts)
+
+    def _remember_without_store(self, lane: Lane, pushes: Sequence[Push], error: Exception) -> MaybeCounts:
+        if isinstance(error, StoreError):
+            self._metrics.store_errors.labels(error.kind).inc()
+            if lane.waits:
+                if self._reject:
+                    return None
+                self._metrics.fail_open.labels("store_error").inc()
+            try:
+                lane.recall(self._local.push(pushes))
+            except Exception as bug:  # noqa: BLE001  # as any other bug, below
+                error = bug
+            else:
+                return self._count(lane)
+        lane.fail(error)
+        return ()
+
+    def _watch(self, pushes: Sequence[Push], rings: Awaitable[Rings]) -> None:
+        """Nobody waits for these, but a failure is one all the same. The store's own deadline bounds how many there are."""
+        asyncio.ensure_future(rings).add_done_callback(lambda done: self._finish(pushes, done))
+
+    def _finish(self, pushes: Sequence[Push], done: asyncio.Future[Rings]) -> None:
+        error = done.exception() if not done.cancelled() else None
+        if error is not None:
+            self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
+            self._local.push(pushes)
+
+    def _count(self, lane: Lane) -> MaybeCounts:
         hits = lane.list_hits()
         if not hits:
             return ()

@@ -18,8 +18,9 @@ from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, joi
 from extproc.guards.loop import Detector
 from extproc.plan import Plan
 from extproc.request import HttpRequest
+from extproc.similarity.base import Memory
 from extproc.similarity.document import Document, NotCounted
-from extproc.windows import UNCOUNTED, Count, Hit
+from extproc.windows import UNCOUNTED, Count, Hit, Push
 
 _MANY_OBJECTS = 32_768
 """A body of so many bytes may hold enough objects for the garbage collector to become a nuisance."""
@@ -64,10 +65,15 @@ class Candidate:
         compared: what was compared in place of the body, None where the body was.
         compared_exactly: the body was compared because it is not what the similarity is for.
         hit: what the store is asked to count, None for nothing.
+        session: the name of the request's session, empty where the request alone is compared.
+        memory: what the request's session keeps of it, None for nothing.
+        push: the same as the store is asked to keep it.
         needs_body: without the body this detector cannot count the request.
     """
 
     __slots__ = (
+        "_in_head",
+        "_name",
         "body_crc32",
         "caller",
         "compared",
@@ -76,16 +82,21 @@ class Candidate:
         "detector",
         "fingerprint",
         "hit",
+        "memory",
         "needs_body",
         "plan",
+        "push",
         "repeat",
+        "session",
         "subject",
         "tenant",
         "values",
     )
 
-    def __init__(self, plan: Plan, detector: Detector, values: list[tuple[str, str]], descriptors: str) -> None:
-        """Not sealed yet."""
+    def __init__(
+        self, plan: Plan, detector: Detector, values: list[tuple[str, str]], descriptors: str, session: Sequence[str] = ()
+    ) -> None:
+        """Not sealed yet; `session` is what the request's head says about it."""
         self.plan = plan
         self.detector = detector
         self.values = values
@@ -97,6 +108,11 @@ class Candidate:
         self.compared: bytes | None = None
         self.compared_exactly = False
         self.hit: Hit | None = None
+        self.memory: Memory | None = None
+        self.push: Push | None = None
+        self.session = ""
+        self._in_head = session
+        self._name = ("", "")
         self.needs_body = detector.needs_body or plan.reads_body
 
     def seal(self, sealing: Sealing, missing: list[tuple[str, str]]) -> None:
@@ -118,7 +134,7 @@ class Candidate:
             body = NO_BODY
         elif detector.looks:
             document = self._inspect(sealing)
-            self.compared, self.repeat = detector.similarity.compare(document)
+            self._compare(document)
             self.subject = detector.similarity.find_subject(document)
             if self.compared is not None:
                 body = NO_BODY.plus(self.compared)
@@ -128,11 +144,34 @@ class Candidate:
         self.composite = compose(sealing.head, body, self.caller)
         self.fingerprint, check = digest(self.composite, body)
         self.tenant = hash_tenant(self.caller)
-        self.hit = detector.make_hit(sealing.scope, self.tenant, self.fingerprint + check, self.subject, self.repeat)
+        self._name = sealing.scope, self.fingerprint + check
+        self.hit = self._make_hit()
+        if self.memory is not None and self.plan.sessions is not None:
+            self.push = self.plan.sessions.make_push(detector.name, sealing.scope, self.tenant, self.session, self.memory)
+
+    def recall(self, entries: Sequence[bytes]) -> None:
+        """Take what the session's ring has to say, which may be another verdict."""
+        if self.memory is not None and self.memory.waits:
+            self.repeat = self.memory.recall(entries)
+            self.hit = self._make_hit()
 
     def judge(self, count: Count) -> Outcome:
         """What this detector makes of the request."""
         return self.detector.judge(self.fingerprint, self.tenant, count, self.subject, self.repeat)
+
+    def _compare(self, document: Document) -> None:
+        similarity, sessions = self.detector.similarity, self.plan.sessions
+        anonymous = not self.caller and self.plan.tells_callers_apart  # a session, whose name is anybody's choice, is no caller
+        if similarity.remembers and sessions is not None and not anonymous:
+            self.session = sessions.find(self._in_head, document)
+        if self.session:
+            self.compared, self.repeat, self.memory = similarity.compare_in_session(document)
+        else:
+            self.compared, self.repeat = similarity.compare(document)
+
+    def _make_hit(self) -> Hit | None:
+        scope, digest = self._name
+        return self.detector.make_hit(scope, self.tenant, digest, self.subject, self.repeat)
 
     def _inspect(self, sealing: Sealing) -> Document:
         """The document, where it is small enough for this detector.
@@ -158,9 +197,10 @@ class Lane:
         forbidden: (policy, reason) of the first of these whose policy lets nothing pass uncounted; None for none.
         missing: (policy, limit key) of descriptors that the request does not have.
         failures: (policy, error) of candidates that raised, or could not be counted for an error of ours.
+        remembers: the session of some candidate keeps something of the request.
     """
 
-    __slots__ = ("candidates", "failures", "forbidden", "left_out", "missing", "shadow")
+    __slots__ = ("candidates", "failures", "forbidden", "left_out", "missing", "remembers", "shadow")
 
     def __init__(self, *, shadow: bool) -> None:
         """Start empty."""
@@ -170,6 +210,7 @@ class Lane:
         self.failures: list[tuple[str, Exception]] = []
         self.missing: list[tuple[str, str]] = []
         self.forbidden: tuple[str, str] | None = None
+        self.remembers = False
 
     @property
     def needs_body(self) -> bool:
@@ -180,8 +221,8 @@ class Lane:
         """Make the plan's detectors candidates, or note why they are none; returns whether they are."""
         try:
             values = plan.read_descriptors(request, self.missing)
-            joined = join_descriptors(values)
-            self.candidates += [Candidate(plan, detector, values, joined) for detector in plan.detectors]
+            joined, session = join_descriptors(values), plan.read_session(request)
+            self.candidates += [Candidate(plan, detector, values, joined, session) for detector in plan.detectors]
         except NotCounted as why:
             self._leave_out(plan, "", why.reason)
             return False
@@ -202,7 +243,35 @@ class Lane:
                 self.failures.append((candidate.plan.id, error))
             else:
                 sealed.append(candidate)
+                self.remembers = self.remembers or candidate.push is not None
         self.candidates = sealed
+
+    def list_pushes(self) -> list[Push]:
+        """What the store is asked to keep, before anything is counted."""
+        return [candidate.push for candidate in self.candidates if candidate.push is not None]
+
+    @property
+    def waits(self) -> bool:
+        """The verdict about some candidate waits for what the store has kept."""
+        return any(candidate.memory is not None and candidate.memory.waits for candidate in self.candidates)
+
+    def recall(self, rings: Sequence[Sequence[bytes]]) -> None:
+        """Take what the store has kept; one that cannot is no candidate any more.
+
+        Args:
+            rings: the answers to the pushes, in their order.
+        """
+        left = iter(rings)
+        recalled = []
+        for candidate in self.candidates:
+            try:
+                if candidate.push is not None:
+                    candidate.recall(next(left))
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
+                self.failures.append((candidate.plan.id, error))
+            else:
+                recalled.append(candidate)
+        self.candidates = recalled
 
     def list_hits(self) -> list[Hit]:
         """What the store is asked to count."""

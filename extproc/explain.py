@@ -95,6 +95,8 @@ def _print_candidate(candidate: Candidate, body: bytes, missing: list[tuple[str,
         rows += zip(chain(["compared"], repeat("")), detector.similarity.show(Document(body)), strict=False)
     rows += missing
     rows += [("composite", candidate.composite), ("fingerprint", candidate.fingerprint), ("tenant", candidate.tenant)]
+    if candidate.push is not None:
+        rows.append(("ring", f"{candidate.push.key}: earlier turns, which are not asked for here"))
     if hit is not None:
         rows.append(("key", hit.key))
     rows.append(("decision", _describe_decision(candidate)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from extproc.fingerprint import is_too_long
 from extproc.guards.loop import Detector
+from extproc.guards.session import Sessions
 from extproc.policy.bundle import BODY, UNSUPPORTED_KEYS, Bypass, Policy
 from extproc.policy.routes import is_below
 from extproc.request import MAX_DESCRIPTOR, HttpRequest, compile_descriptors
@@ -25,11 +28,16 @@ class Plan:
         self._missing = spec.missing_descriptor
         self.refuses_uncountable = spec.uncountable == "reject"
         read = compile_descriptors([key for key in spec.all_limit_keys() if key not in UNSUPPORTED_KEYS])
+        self.tells_callers_apart = bool(read)
         self._descriptors = [descriptor for descriptor in read if descriptor.source != BODY]
         self._body_descriptors = [(item, split_pointer(item.argument)) for item in read if item.source == BODY]
         self.reads_body = bool(self._body_descriptors)
         self.needs_body = self.reads_body or any(detector.needs_body for detector in self.detectors)
-        self.needs_whole = self.reads_body or any(detector.similarity.whole for detector in self.detectors)
+        self.sessions: Sessions | None = None
+        if spec.session is not None and any(detector.similarity.remembers for detector in self.detectors):
+            self.sessions = Sessions(policy.id, spec.session, shadow=shadow)
+        in_body = self.reads_body or (self.sessions is not None and self.sessions.reads_body)
+        self.needs_whole = in_body or any(detector.similarity.whole for detector in self.detectors)
         looking = [detector.max_inspect_bytes for detector in self.detectors if self.reads_body or detector.looks]
         self.inspects = max(looking, default=0)
 
@@ -59,6 +67,10 @@ class Plan:
         if len(values) < len(self._descriptors):
             self._check_missing(values, may_follow=self.reads_body)
         return values
+
+    def read_session(self, request: HttpRequest) -> Sequence[str]:
+        """What a request's head says about its session, for `Sessions.find`."""
+        return self.sessions.read(request) if self.sessions is not None else ()
 
     def read_body_descriptors(
         self, document: Document, values: list[tuple[str, str]], missing: list[tuple[str, str]]

@@ -36,8 +36,8 @@ DOORS = {
 
 UNITS = {
     "test_canonical", "test_conversation", "test_detectors", "test_engine", "test_fingerprint", "test_mcp",
-    "test_request", "test_routes", "test_service", "test_tail", "test_tool_calls", "test_turns", "test_windows",
-    "test_wire",
+    "test_request", "test_routes", "test_service", "test_sessions", "test_tail", "test_tool_calls", "test_turns",
+    "test_windows", "test_wire",
 }  # fmt: skip
 """They call what is compiled, and run on both. All that stand in neither list run on the sources."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_SPEC = ("limit_keys", "missing_descriptor", "session")
+
 
 def policy(identity: str, selector: Mapping[str, object], *, mode: str = "enforce", **more: object) -> dict[str, Any]:
-    """A policy document; `limit_keys` and `missing_descriptor` go to the spec, everything else to loop_detection."""
+    """A policy document; what `_SPEC` names goes to the spec, everything else to loop_detection."""
     spec: dict[str, Any] = {"selector": dict(selector), "mode": mode}
-    for key in ("limit_keys", "missing_descriptor"):
+    for key in _SPEC:
         if key in more:
             spec[key] = more.pop(key)
     loop = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 3, **more}

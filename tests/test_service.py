@@ -6,8 +6,8 @@ import asyncio
 import inspect
 import json
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import pytest
 from google.protobuf.json_format import MessageToDict
@@ -31,6 +31,8 @@ from tests.documents import policy
 from tests.messages import MODES, body, headers
 from tests.test_engine import ANY, make_engine
 
+T = TypeVar("T")
+
 
 class FailingStore:
     """A store that fails for keys that hold `failing`, at once or later."""
@@ -43,23 +45,26 @@ class FailingStore:
 
     def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count] | Awaitable[list[Count]]:
         """Count or fail."""
-        failing = any(self._failing in hit.key for hit in hits)
+        return self._answer([hit.key for hit in hits], lambda: self._memory.hit(hits, now))
 
-        async def answer() -> list[Count]:
+    def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]] | Awaitable[list[list[bytes]]]:
+        """Push or fail."""
+        return self._answer([pushed.key for pushed in pushes], lambda: self._memory.push(pushes, now))
+
+    def _answer(self, keys: Sequence[str], ask: Callable[[], list[T]]) -> list[T] | Awaitable[list[T]]:
+        failing = any(self._failing in key for key in keys)
+
+        async def answer() -> list[T]:
             await asyncio.sleep(0)
             if failing:
                 raise self._error
-            return self._memory.hit(hits, now)
+            return ask()
 
         if self._later:
             return answer()
         if failing:
             raise self._error
-        return self._memory.hit(hits, now)
-
-    def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:
-        """Push, which never fails here."""
-        return self._memory.push(pushes, now)
+        return ask()
 
     def health(self) -> str:
         """Never well."""

@@ -16,11 +16,12 @@ from extproc.decision import Repeat
 from extproc.guards.loop import Detector
 from extproc.policy.bundle import LoopDetection
 from extproc.similarity.document import Document, NotCounted
-from extproc.similarity.loops import CYCLE, ERROR, REPEAT, RESULT, TurnRule
+from extproc.similarity.keys import Tool
+from extproc.similarity.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, TurnRule, keep_newest
 from extproc.similarity.tools import Limit, Limits
 from extproc.similarity.turn import MAX_ENTRY, decode_turn, encode_turn
 from extproc.similarity.turns import Turns
-from extproc.windows import UNCOUNTED
+from extproc.windows import UNCOUNTED, Push, Ring, push
 from tests.test_conversation import _REQUESTS
 from tests.test_hostile_bodies import HOSTILE
 from tests.turn_writers import SHAPES, STYLES, Did, as_anthropic, as_chat, as_observed, as_responses, as_text
@@ -42,8 +43,7 @@ def verdict(value: object, threshold: int = 3, tools: dict[str, Limit] | None = 
     """What the rule says about a body."""
     rule = TurnRule(Limits(threshold, tools), **more)
     data = value if isinstance(value, bytes) else json.dumps(value).encode()
-    history, _ = rule.read(Document(data))
-    return rule.judge(history)
+    return rule.judge(rule.read(Document(data)))
 
 
 def oracle(turns: Sequence[Meaning], threshold: int = 3, max_cycle: int = 10) -> set[str]:
@@ -393,45 +393,128 @@ def test_what_the_api_marks_as_an_error_is_one(shape: str) -> None:
     assert found.rule == ERROR
 
 
-def _requests(turns: Sequence[Did], shown: int, write: Write) -> list[bytes]:
-    """The requests of an agent whose history is condensed to its last turns."""
-    return [json.dumps(write(turns[max(0, end - shown) : end])).encode() for end in range(1, len(turns) + 1)]
+def _requests(turns: Sequence[Did], shown: Sequence[int], write: Write) -> list[bytes]:
+    """The requests of an agent whose history is condensed to so many of its last turns, a number for each request."""
+    turns = [turn._replace(number=number) for number, turn in enumerate(turns, 1)]
+    ends = enumerate(shown, 1)
+    return [json.dumps(write(turns[max(0, end - most) : end])).encode() for end, most in ends]
 
 
-def _with_ring(requests: Sequence[bytes], rule: TurnRule) -> list[Repeat | None]:
-    """What is said about each request, given a ring of the newest turns of those before."""
-    ring: list[bytes] = []
+def _in_session(requests: Sequence[bytes], **keys: Any) -> list[Repeat | None]:  # noqa: ANN401  # of LoopDetection
+    """What a detector says about each request of a session, whose ring is that of every store."""
+    turns = Turns(LoopDetection(enabled=True, similarity="turns", **keys))
+    ring: Ring | None = None
     found = []
     for data in requests:
-        history, _ = rule.read(Document(data))
-        newest = history.at(0)
-        if newest is not None:
-            ring.append(encode_turn(newest))
-        found.append(rule.recall(history, ring))
-    assert all(len(entry) <= MAX_ENTRY for entry in ring)
+        _, repeat, memory = turns.compare_in_session(Document(data))
+        if memory is not None:
+            ring, entries = push(ring, Push("ring", memory.entry, memory.identity, MAX_TURNS, 1_000), 0)
+            assert all(len(entry) <= MAX_ENTRY for entry in entries)
+            repeat = memory.recall(entries) if memory.waits else repeat
+        found.append(repeat)
     return found
 
 
-@given(_HISTORIES, st.integers(1, 4), st.integers(2, 8), st.sampled_from(sorted(SHAPES)))
+@given(_HISTORIES, st.data(), st.integers(2, 8), st.sampled_from(sorted(SHAPES)))
 def test_a_ring_supplies_what_a_condensed_history_does_not_show(
-    turns: list[Meaning], shown: int, threshold: int, shape: str
+    turns: list[Meaning], data: st.DataObject, threshold: int, shape: str
 ) -> None:
-    """However few turns each request shows, the verdict about each is that about the whole history."""
-    rule = TurnRule(Limits(threshold))
+    """Wherever each request's history is cut, and whichever are sent again, the verdict is that about the whole history."""
+    shown = data.draw(st.lists(st.integers(1, 40), min_size=len(turns), max_size=len(turns)))
+    again = data.draw(st.lists(st.integers(1, 3), min_size=len(turns), max_size=len(turns)))
+    requests = _requests(means(turns), shown, SHAPES[shape])
 
-    found = _with_ring(_requests(means(turns), shown, SHAPES[shape]), rule)
+    found = _in_session([body for body, times in zip(requests, again, strict=True) for _ in range(times)], **_set(threshold))
 
-    assert [one is not None for one in found] == [bool(oracle(turns[: end + 1], threshold)) for end in range(len(turns))]
+    expected = [bool(oracle(turns[: end + 1], threshold)) for end, times in enumerate(again) for _ in range(times)]
+    assert [one is not None for one in found] == expected
+
+
+def _set(threshold: int) -> dict[str, Any]:
+    return {"threshold_identical_requests": threshold}
+
+
+def test_a_long_day_of_condensed_histories_gets_the_verdict_of_the_oracle() -> None:
+    """Over a hundred made-up days in each API, each request showing one to six turns of it."""
+    dice = random.Random(12)
+
+    for write in SHAPES.values():
+        for _ in range(25):
+            turns = _made_up(dice)
+            shown = [dice.randrange(1, 7) for _ in turns]
+
+            found = _in_session(_requests(means(turns), shown, write))
+
+            assert [one is not None for one in found] == [bool(oracle(turns[: end + 1])) for end in range(len(turns))], turns
+
+
+def test_a_request_that_is_sent_again_is_no_turn() -> None:
+    """A retry, a count of its tokens and a try of another model show the turn that was shown before."""
+    turn = means([_A])
+    bodies = [as_anthropic(turn) | more for more in ({}, {}, {"max_tokens": 9}, {"model": "other"}, {"stream": True})]
+
+    assert _in_session([json.dumps(body).encode() for body in bodies]) == [None] * 5
+    assert _in_session(_requests(means([_A] * 3), [1, 1, 1], as_anthropic))[2] is not None
+
+
+def test_a_text_that_is_sent_again_is_no_turn() -> None:
+    """Where no call has an id, a request that shows the very same messages is the same request."""
+    requests = _requests(means([_A] * 3), [1, 1, 1], lambda turns: as_text(turns, STYLES["react"]))
+
+    assert _in_session([requests[0]] * 5) == [None] * 5
+    assert _in_session(requests)[2] is not None
+
+
+def test_what_the_assistant_is_to_go_on_with_is_kept_from_the_ring() -> None:
+    """The same beginning of an answer at the end of each request is no turn that comes again."""
+    prefilled = []
+    for turns in (means([new(n) for n in range(end)]) for end in range(1, 8)):
+        body = as_anthropic(turns[-2:])
+        body["messages"].append({"role": "assistant", "content": "{"})
+        prefilled.append(json.dumps(body).encode())
+
+    assert _in_session(prefilled) == [None] * 7
+
+
+def test_a_long_name_stands_for_itself_alone() -> None:
+    """A name that does not fit into an entry as a whole does not make a turn two."""
+    turns = [Did((("very_long_name_" * 9, {"n": 1}),), ("same",)) for _ in range(3)]
+
+    found = _in_session(_requests(turns, [1, 1, 1], as_chat))
+
+    assert [one is not None for one in found] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("body", "waits"),
+    [
+        (as_chat(means([_A])), True),
+        (as_chat(means([_A] * 3)), False),
+        (as_chat(means([new(n) for n in range(32)])), False),
+        (as_chat(means([new(n) for n in range(31)])), True),
+        (as_chat([Did((("wait", {}),), ("x",))]), False),
+        ({"previous_response_id": "r", "input": "yes"}, False),
+    ],
+    ids=["few turns", "a loop", "as many turns as are looked at", "one less", "a tool that is allowed", "only a user speaks"],
+)
+def test_only_what_the_request_leaves_open_waits_for_the_ring(body: dict[str, Any], waits: bool) -> None:
+    """A verdict that stands whatever was before is given at once."""
+    turns = Turns(LoopDetection(enabled=True, similarity="turns", tools={"wait": Tool(allow=True)}))
+
+    _, _, memory = turns.compare_in_session(Document(json.dumps(body).encode()))
+
+    assert memory is not None
+    assert memory.waits is waits
 
 
 def test_another_conversation_in_the_same_session_is_not_taken_for_the_past() -> None:
     """Where a request shows another turn before its newest than the ring has, the ring is not its own."""
-    rule = TurnRule(Limits(3))
-    others, _ = rule.read(Document(json.dumps(as_chat(means([_A] * 2))).encode()))
-    history, _ = rule.read(Document(json.dumps(as_chat(means([_B, _A]))).encode()))
-    ring = [encode_turn(turn) for turn in (*others.newest(2), *history.newest(1))]
+    others = _requests(means([_A] * 2), [1, 2], as_chat)
+    own = json.dumps(as_chat(means([_B, _A]))).encode()
+    alone = _requests(means([_A] * 3), [1, 1, 1], as_chat)[2]
 
-    assert rule.recall(history, ring) is None
+    assert _in_session([*others, own]) == [None] * 3
+    assert _in_session([*others, alone])[2] is not None
 
 
 def _thread(write: Write, turn: Did, pointer: dict[str, Any]) -> bytes:
@@ -455,13 +538,13 @@ def test_results_whose_calls_the_server_keeps_are_compared_alone(write: Write, p
 
     def said(*results: str) -> list[str | None]:
         """The rules that the requests with these results break."""
-        requests = [_thread(write, Did((("f", {}),), (result,)), pointer) for result in results]
-        return [one.rule if one is not None else None for one in _with_ring(requests, TurnRule(Limits(3)))]
+        turns = [Did((("f", {}),), (result,), number=number) for number, result in enumerate(results, 1)]
+        requests = [_thread(write, turn, pointer) for turn in turns]
+        return [one.rule if one is not None else None for one in _in_session(requests)]
 
     assert said("x", "x", "x") == [None, None, RESULT]
     assert said("", "", "") == [None] * 3
     assert said(*["ok", "3 failed"] * 4) == [None] * 8
-    assert TurnRule(Limits(3)).read(Document(_thread(write, Did((("f", {}),), ("x",)), pointer)))[1]
 
 
 def test_a_user_who_repeats_himself_in_a_thread_is_no_loop() -> None:
@@ -471,14 +554,14 @@ def test_a_user_who_repeats_himself_in_a_thread_is_no_loop() -> None:
         json.dumps({"previous_response_id": f"r{n}", "input": [{"role": "user", "content": "yes"}]}).encode() for n in range(5)
     ]
 
-    assert _with_ring(requests, TurnRule(Limits(3))) == [None] * 5
-    assert _with_ring(asked, TurnRule(Limits(3))) == [None] * 5
+    assert _in_session(requests) == [None] * 5
+    assert _in_session(asked) == [None] * 5
 
 
 @given(_HISTORIES)
 def test_an_entry_of_a_ring_is_read_as_it_was_written(turns: list[Meaning]) -> None:
     """Nothing that is compared is lost."""
-    history, _ = TurnRule(Limits(3)).read(Document(json.dumps(as_chat(means(turns))).encode()))
+    history = TurnRule(Limits(3)).read(Document(json.dumps(as_chat(means(turns))).encode()))
 
     for turn in history.newest(5):
         kept = turn.reduced()
@@ -514,10 +597,12 @@ def test_a_hostile_body_has_a_verdict_or_a_reason(name: str, threshold: int) -> 
     """Whatever a client sends, nothing but NotCounted is raised, and what is recalled of it fits into a ring."""
     rule = TurnRule(Limits(threshold))
     try:
-        history, _ = rule.read(Document(HOSTILE[name][0]()))
+        history = rule.read(Document(HOSTILE[name][0]()))
         rule.judge(history)
+        kept = keep_newest(history)
         entries = [encode_turn(turn) for turn in history.newest(32)]
-        rule.recall(history, entries)
+        if kept is not None:
+            rule.judge(kept.extend(entries))
     except NotCounted as why:
         assert why.reason in {"not_json", "inspect_limit", "no_messages"}  # noqa: PT017  # either is right
     else:

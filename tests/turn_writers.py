@@ -15,12 +15,14 @@ class Did(NamedTuple):
         results: what each brought back; fewer where some never came.
         user: said by anybody behind the results; empty for nothing.
         thought: never the same twice.
+        number: of the turn in ids and the like; 0: as it stands in the request.
     """
 
     calls: tuple[tuple[str, dict[str, Any]], ...]
     results: tuple[str, ...] = ()
     user: str = ""
     thought: str = ""
+    number: int = 0
 
 
 Writer = Callable[[Sequence[Did]], dict[str, Any]]
@@ -33,7 +35,7 @@ def _spelled(arguments: dict[str, Any], number: int) -> str:
 
 
 def _numbered(turns: Sequence[Did]) -> list[tuple[int, Did]]:
-    return list(enumerate(turns, 1))
+    return [(turn.number or place, turn) for place, turn in enumerate(turns, 1)]
 
 
 def as_chat(turns: Sequence[Did]) -> dict[str, Any]:

@@ -206,6 +206,34 @@ class FallbackLimit(JsonObject):
     limit_keys: list[LimitKey] = []
 
 
+SESSION_HEADERS = (
+    "x-claude-code-agent-id",  # goes first: an agent that another one starts has a history of its own
+    "x-claude-code-session-id",
+    "thread-id",  # Codex, for the same reason before
+    "session-id",
+    "x-session-id",
+    "x-session-affinity",
+    "x-litellm-session-id",
+    "helicone-session-id",
+    "agent-session-id",  # Envoy AI Gateway
+    "mcp-session-id",
+    "x-bf-session-id",
+)
+"""Headers by which clients and gateways name a conversation of their own accord, in the order in which they are looked for."""
+
+
+class Session(JsonObject):
+    """Which conversation a request belongs to, below the caller that the limit keys name.
+
+    Attributes:
+        keys: the first of these that a request has names its session; default: the headers that agents send anyway.
+        idle_seconds: a session that has been silent for so long is forgotten, in seconds.
+    """
+
+    keys: Annotated[list[LimitKey], Field(min_length=1)] = [f"{HEADER}:{name}" for name in SESSION_HEADERS]
+    idle_seconds: Annotated[int, Field(gt=0, le=MAX_SECONDS)] = 3600
+
+
 class Spec(JsonObject):
     """One policy: where it applies, whom it tells apart, what it does."""
 
@@ -215,6 +243,7 @@ class Spec(JsonObject):
     missing_descriptor: Literal["require_one", "skip", "share"] = "require_one"
     uncountable: Literal["allow", "reject"] = "allow"
     bypass: list[Bypass] = []
+    session: Session | None = None
     loop_detection: Detections | None = None
     rules: list[Rule] = []
     fallback_limit: FallbackLimit | None = None

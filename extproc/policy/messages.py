@@ -80,7 +80,7 @@ def _say(text: str) -> _Phrase:
     return lambda name, _: f"{name} {text}"
 
 
-_NOTHING_LEFT_OUT = {"loop_detection": ""}
+_NOTHING_LEFT_OUT = {"loop_detection": "", "keys": " for the headers that agents send anyway"}
 """What leaving out a field means, where that is not that any value matches."""
 
 _NOTHING_FOUND: dict[str, _Phrase] = {
@@ -117,6 +117,7 @@ _KEYS: dict[str, Sequence[str]] = {
     "spec": list(bundle.Spec.model_fields),
     "spec/selector": list(bundle.Selector.model_fields),
     "spec/loop_detection": list(bundle.LoopDetection.model_fields),
+    "spec/session": list(bundle.Session.model_fields),
     "an entry of tools": list(Tool.model_fields),
     "an entry of bypass": list(bundle.Bypass.model_fields),
     "a rule": list(bundle.Rule.model_fields),
@@ -128,6 +129,7 @@ _OBJECTS = {
     "selector": "spec/selector",
     "loop_detection": "spec/loop_detection",
     "bypass": "an entry of bypass",
+    "session": "spec/session",
     "spec": "spec",
 }
 """What the object below a key is called."""

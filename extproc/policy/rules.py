@@ -132,11 +132,14 @@ def _similarity_errors(
 
 
 def suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Paths that are good as they stand, but that hardly any request has.
+    """What is good as it stands, but has no effect, or hardly any.
 
     Yields:
         the place below the policy, and what may have been meant.
     """
+    remembering = [name for name, kind in KINDS.items() if kind.remembers]
+    if policy.spec.session is not None and not any(loop.similarity in remembering for _, loop in policy.spec.detectors()):
+        yield ("spec", "session"), f"no detector of this policy looks at sessions; similarity {' or '.join(remembering)} does"
     selector = policy.spec.selector
     for name, path in (("pathExact", selector.pathExact), ("pathPrefix", selector.pathPrefix)):
         if path is not None and "*" in path:
@@ -162,6 +165,7 @@ def unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
         (("spec", "limit_keys"), spec.limit_keys),
         *((("spec", "rules", number, "limit_keys"), rule.limit_keys) for number, rule in enumerate(spec.rules)),
         (("spec", "fallback_limit", "limit_keys"), spec.fallback_limit.limit_keys if spec.fallback_limit else []),
+        (("spec", "session", "keys"), spec.session.keys if spec.session else []),
     ]
     for place, keys in places:
         for number, key in enumerate(keys):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Protocol
 
 from extproc.decision import Framed, Outcome, Repeat, Subject
 from extproc.policy.objects import JsonObject, Place
@@ -16,6 +16,24 @@ _SHOWN = 200
 _UNITS = (("days", 86_400), ("hours", 3_600), ("minutes", 60))
 
 
+class Memory(Protocol):
+    """What a request leaves to the later ones of its session, and what it makes of what earlier ones have left.
+
+    Attributes:
+        entry: for the session's ring.
+        identity: digest of 8 bytes; a request that is sent again has the same.
+        waits: its verdict waits for the ring.
+    """
+
+    entry: bytes
+    identity: bytes
+    waits: bool
+
+    def recall(self, entries: Sequence[bytes]) -> Repeat | None:
+        """What `compare` says about a loop, given the ring's entries, the oldest first and this request's own among them."""
+        ...
+
+
 class Similarity:
     """What a detector compares; `exact` as it stands here, others by what they override.
 
@@ -24,6 +42,7 @@ class Similarity:
         looks: into the body, whose bytes are kept for it; else the body's checksums are enough.
         whole: it asks for the whole body's value, not for parts of it.
         stateless: a request says itself whether it is part of a loop. Nothing is counted, the store keeps the cooldown alone.
+        remembers: what a request does not show, earlier ones of its session may have shown.
         default_threshold: of an entry that has none; None where each has to say it.
     """
 
@@ -31,6 +50,7 @@ class Similarity:
     looks: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     stateless: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
     default_threshold: ClassVar[int | None] = None
 
     def __init__(self, keys: SimilarityKeys) -> None:
@@ -47,6 +67,14 @@ class Similarity:
             NotCounted: there is nothing to compare.
         """
         return None, None
+
+    def compare_in_session(self, document: Document) -> tuple[bytes | None, Repeat | None, Memory | None]:
+        """The same for a request of a session, and what the session keeps of it; None where that is nothing.
+
+        Raises:
+            NotCounted: as `compare`.
+        """
+        return *self.compare(document), None
 
     def find_subject(self, document: Document) -> Subject:  # noqa: ARG002  # others look into it
         """What a body is about, which tells the model; the similarity itself where it is told the same of every body.

@@ -19,7 +19,6 @@ Turns are read from the newest to the oldest, and no further than a loop could s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
 from itertools import islice
 
 from extproc.decision import Repeat
@@ -27,7 +26,7 @@ from extproc.similarity.actions import THOUGHTS
 from extproc.similarity.document import Document
 from extproc.similarity.shapes import open_conversation
 from extproc.similarity.tools import Limit, Limits, count_rounds
-from extproc.similarity.turn import AnyTurn, Turn, decode_turn, read_turns, same_action, same_result
+from extproc.similarity.turn import AnyTurn, Turn, decode_turn, digest, encode_turn, read_turns, same_action, same_result
 
 MAX_TURNS = 32
 """So many turns are looked at, and so many does a ring hold."""
@@ -39,12 +38,19 @@ REPEAT, RESULT, CYCLE, ERROR = "repeat", "result", "cycle", "error"
 
 
 class History:
-    """Turns, the newest first, taken as far as somebody asks for them."""
+    """Turns, the newest first, taken as far as somebody asks for them.
 
-    def __init__(self, source: Iterator[AnyTurn]) -> None:
+    Attributes:
+        elsewhere: the server keeps what was before them.
+        after: what the request goes on from there; empty where nothing says so.
+    """
+
+    def __init__(self, source: Iterator[AnyTurn], *, elsewhere: bool = False, after: bytes = b"") -> None:
         """Take nothing yet."""
         self._source = islice(source, MAX_TURNS)
         self._taken: list[AnyTurn] = []
+        self.elsewhere = elsewhere
+        self.after = after
 
     def at(self, place: int) -> AnyTurn | None:
         """The turn at a place, 0 being the newest; None where there are fewer."""
@@ -59,6 +65,50 @@ class History:
         """So many turns, or as many as there are."""
         self.at(count - 1)
         return self._taken[:count]
+
+
+class Kept:
+    """What is kept of a request for its session: the turn that it brings, and where in the ring that belongs.
+
+    Attributes:
+        newest: that turn.
+        entry: the same for the ring.
+        identity: digest of 8 bytes; a request that is sent again, or to another model, brings the same.
+        complete: the request shows all the turns that are looked at.
+    """
+
+    __slots__ = ("_before", "complete", "entry", "identity", "newest")
+
+    def __init__(self, history: History, place: int, newest: Turn) -> None:
+        """Take what is needed, and let go of the request.
+
+        Args:
+            history: that it shows.
+            place: of the newest turn in it.
+            newest: that turn.
+        """
+        shown = len(history.newest(MAX_TURNS)) - place
+        before = history.at(place + 1)
+        self.newest = newest.reduced()
+        self.entry = encode_turn(self.newest)
+        self.identity = digest(b"%b %d %b %b" % (history.after, shown, newest.identify(), self.entry))
+        self.complete = place + shown == MAX_TURNS
+        self._before = before.hash_action() if before is not None else None
+
+    def extend(self, entries: Sequence[bytes]) -> History:
+        """The turns up to this one, as far as a ring has them.
+
+        Args:
+            entries: of the newest turns of the session's requests, the oldest first, this one's own among them.
+        """
+        past = list(entries[-MAX_TURNS:][::-1])
+        if self.entry in past:
+            del past[: past.index(self.entry) + 1]
+        turns = [decode_turn(entry) for entry in past]
+        if self._before is not None:  # what it shows besides must be among what was before, else that was another conversation
+            place = next((place for place, turn in enumerate(turns) if turn.action == self._before), len(turns))
+            del turns[:place]
+        return History(iter([self.newest, *turns]))
 
 
 class TurnRule:
@@ -79,14 +129,15 @@ class TurnRule:
         self._normalized = normalize_results
         self._ignored = ignored
 
-    def read(self, document: Document) -> tuple[History, bool]:
-        """The turns that a request shows, and whether the server keeps what was before them.
+    def read(self, document: Document) -> History:
+        """The turns that a request shows.
 
         Raises:
             NotCounted: there is no conversation, or it cannot be read.
         """
         conversation = open_conversation(document)
-        return History(read_turns(conversation, self._ignored)), conversation.elsewhere
+        turns = read_turns(conversation, self._ignored)
+        return History(turns, elsewhere=conversation.elsewhere, after=conversation.after)
 
     def judge(self, history: History) -> Repeat | None:
         """Whether the newest turn is part of a loop; None where it is not.
@@ -102,34 +153,15 @@ class TurnRule:
             return self._judge(History(iter(history.newest(MAX_TURNS)[1:])))
         return found
 
-    def recall(self, history: History, entries: Sequence[bytes]) -> Repeat | None:
-        """The same where a ring supplies what the request does not show.
-
-        Args:
-            history: that the request shows.
-            entries: of the newest turns of the requests up to this one, its own among them, the oldest first.
-        """
-        found = self.judge(history)
-        newest, shown = history.at(0), history.at(1)
-        if found is not None or newest is None:
-            return found
-        past = [decode_turn(entry) for entry in reversed(entries[-MAX_TURNS:])]
-        own = newest.reduced()
-        with suppress(ValueError):  # it was pushed out by those after it
-            past.remove(own)
-        if shown is not None:  # what it shows besides must be among what was before, else that was another conversation
-            kept = shown.reduced()
-            place = next((place for place, turn in enumerate(past) if same_action(turn, kept)), len(past))
-            past = past[place:]
-        return self._judge(History(iter([newest, *past])))
+    def may_loop(self, newest: AnyTurn) -> bool:
+        """Whether a turn may be part of a loop, whatever was before it."""
+        return (newest.known or newest.returned()) and not self._limits.of(newest.names()).allow
 
     def _judge(self, history: History) -> Repeat | None:
         newest = history.at(0)
-        if newest is None or not (newest.known or newest.returned()):
+        if newest is None or not self.may_loop(newest):
             return None
         limit = self._limits.of(newest.names())
-        if limit.allow:
-            return None
         looked_at = history.newest(max(2 * limit.threshold + 4, self._max_cycle + 1))
         again = [place for place in range(1, len(looked_at)) if self._same(newest, looked_at[place])]
         if again:
@@ -221,6 +253,15 @@ class TurnRule:
         again = sum([turn is newest or self._same(newest, turn) for turn in turns])
         below = min(again, limit.threshold - 1)  # it may stand there often, with much that is new in between
         return Repeat(newest.names(), below, len(turns), limit.threshold, True, limit.reason, REPEAT)
+
+
+def keep_newest(history: History) -> Kept | None:
+    """What is kept of a request for its session; None where it brings no turn."""
+    for place in range(2):  # what the model is to go on with stands before it may be a turn
+        turn = history.at(place)
+        if isinstance(turn, Turn) and not _is_prefill(turn):
+            return Kept(history, place, turn)
+    return None
 
 
 def _is_prefill(turn: AnyTurn) -> bool:

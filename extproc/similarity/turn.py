@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterator
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+from msgspec import json
+
 from extproc.similarity.actions import Action, number_id, read_action
 from extproc.similarity.document import walk, write_canonical
 from extproc.similarity.results import MAX_NORMALIZED, is_error, may_be_equal, normalize
@@ -62,6 +64,7 @@ class Turn:
         "_action",
         "_behind",
         "_failed",
+        "_ids",
         "_message",
         "_normal",
         "_parts",
@@ -91,6 +94,7 @@ class Turn:
         self._normal: str | None = None
         self._failed = False
         self._returned = False
+        self._ids: set[str] = set()
 
     def parts(self) -> list[Part]:
         """What stands in the assistant's message."""
@@ -145,16 +149,25 @@ class Turn:
         action = self.action().spelled.replace(b"\xff", b" | ").decode() if self.known else "unknown"
         return f"{_cut(action, most)} | {_cut(self.result(), most)}"
 
+    def identify(self) -> bytes:
+        """What this turn has to itself among equal ones: what the assistant wrote, thoughts and ids included."""
+        self.result()
+        return _encode([self._message, sorted(self._ids)])
+
+    def hash_action(self) -> bytes:
+        """What was done, in 8 bytes; zeros where that is not known."""
+        return digest(self.action().spelled) if self.known else bytes(_DIGEST)
+
     def reduced(self) -> Reduced:
         """This turn as hashes."""
         return Reduced(
             self.known,
             self.returned(),
             self.failed(),
-            _digest(self.action().spelled) if self.known else bytes(_DIGEST),
-            _digest(self.result().encode()),
-            _digest(self.normal().encode()),
-            self.names()[:1],
+            self.hash_action(),
+            digest(self.result().encode()),
+            digest(self.normal().encode()),
+            self.names(),
         )
 
     def _read_result(self) -> str:
@@ -182,6 +195,8 @@ class Turn:
     def _read_one(self, part: Part, number: int) -> tuple[str, str]:
         """A result, and the id of its call."""
         self._failed = self._failed or part.failed
+        if part.id:
+            self._ids.add(part.id)
         text = result_text(part.value)
         return part.id or number_id(number), _FAILED + text if part.failed else text
 
@@ -203,7 +218,7 @@ class Reduced(NamedTuple):
         action: hash of the action, 8 bytes; zeros where it is not known.
         raw: hash of the result.
         normalized: hash of the result without what changes by itself.
-        first_name: the first of the names, if it has one.
+        tools: its names; of an earlier request's the first alone.
     """
 
     known: bool
@@ -212,11 +227,11 @@ class Reduced(NamedTuple):
     action: bytes
     raw: bytes
     normalized: bytes
-    first_name: tuple[str, ...]
+    tools: tuple[str, ...]
 
     def names(self) -> tuple[str, ...]:
         """As of a Turn, as far as it was kept."""
-        return self.first_name
+        return self.tools
 
     def returned(self) -> bool:
         """As of a Turn."""
@@ -230,6 +245,10 @@ class Reduced(NamedTuple):
         """As of a Turn, as far as it was kept."""
         return f"{self.action.hex()} | {self.raw.hex()}"[:most]
 
+    def hash_action(self) -> bytes:
+        """As of a Turn."""
+        return self.action
+
     def reduced(self) -> Reduced:
         """Itself."""
         return self
@@ -239,12 +258,14 @@ AnyTurn = Turn | Reduced
 
 _UNKNOWN = Action((), b"", {}, b"")
 
+_encode = json.Encoder().encode
+
 
 def encode_turn(turn: AnyTurn) -> bytes:
     """A turn as an entry of a ring: flags, three hashes, and as much of its first name as there is room for."""
     kept = turn.reduced()
     flags = _KNOWN * kept.known | _RETURNED * kept.has_returned | _ERROR * kept.has_failed
-    name = kept.first_name[0].encode()[:_ENTRY_NAME] if kept.first_name else b""
+    name = kept.tools[0].encode()[:_ENTRY_NAME] if kept.tools else b""
     return bytes((flags,)) + kept.action + kept.raw + kept.normalized + name
 
 
@@ -261,7 +282,8 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "\u2026"
 
 
-def _digest(data: bytes) -> bytes:
+def digest(data: bytes) -> bytes:
+    """8 bytes that tell data from other data."""
     return blake2b(data, digest_size=_DIGEST).digest()
 
 

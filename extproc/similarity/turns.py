@@ -1,20 +1,21 @@
 """Similarity `turns`: an agent that does the same again and again and gets the same back, whatever it thinks about it.
 
 What a turn is, and when turns are a loop, stands in `turn.py` and `loops.py`. An agent's request carries its own history, so
-one request is enough to see the loop that it is in; nothing has to be counted.
+one request is enough to see the loop that it is in; nothing has to be counted. Where a history is condensed or kept by the
+server, what a request does not show is had from the ring of its session.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from extproc.decision import Outcome, Repeat
 from extproc.policy.objects import JsonObject, Place
-from extproc.similarity.base import Similarity
+from extproc.similarity.base import Memory, Similarity
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.keys import SimilarityKeys, TurnsKeys
-from extproc.similarity.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, TurnRule
+from extproc.similarity.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, Kept, TurnRule, keep_newest
 from extproc.similarity.tools import Limit, Limits, find_window_errors
 
 MAX_THRESHOLD = 8
@@ -33,6 +34,7 @@ class Turns(Similarity):
     keys: ClassVar[type[JsonObject]] = TurnsKeys
     looks: ClassVar[bool] = True
     stateless: ClassVar[bool] = True
+    remembers: ClassVar[bool] = True
     default_threshold: ClassVar[int | None] = 3
 
     def __init__(self, keys: SimilarityKeys) -> None:
@@ -49,16 +51,34 @@ class Turns(Similarity):
 
     def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
         """The newest turn, empty when nothing is repeated that matters, and how often; see `Similarity`."""
-        history = self._read(document)
-        found = self.rule.judge(history)
+        history = self.rule.read(document)
+        if history.elsewhere:
+            raise NotCounted("no_history")
+        found = self.judge(history)
         newest = history.at(0)
         if newest is None or (found is None and not self._cooldown):
             return b"", None
         return self.rule.spell(newest), found or self.rule.count(history, newest)
 
+    def compare_in_session(self, document: Document) -> tuple[bytes, Repeat | None, Memory | None]:
+        """The newest turn, whether there is a loop or not: who asks the ring may find one; see `Similarity`."""
+        history = self.rule.read(document)
+        found = self.judge(history)
+        kept = keep_newest(history)
+        if kept is None or (history.elsewhere and not history.after):  # a plain prompt has all in words
+            return *self.compare(document), None
+        if found is None and self._cooldown:
+            counted = self.rule.count(history, kept.newest)
+            return self.rule.spell(kept.newest), counted, TurnMemory(self, kept, counted)
+        return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found)
+
+    def judge(self, history: History) -> Repeat | None:
+        """The loop that the newest of these turns is part of; None where it is in none."""
+        return self.rule.judge(history)
+
     def show(self, document: Document) -> list[str]:
         """The turns that are looked at, the oldest first; see `Similarity`."""
-        turns = self._read(document).newest(MAX_TURNS)
+        turns = self.rule.read(document).newest(MAX_TURNS)
         return [turn.show(_SHOWN) for turn in reversed(turns)] or [NO_TURNS]
 
     def describe(self, repeat: Repeat | None) -> str:
@@ -95,16 +115,29 @@ class Turns(Similarity):
                 yield (*place, "tools", name, "threshold"), f"{fits}; to let a tool go on for longer, allow it"
         yield from find_window_errors(loop, place)
 
-    def _read(self, document: Document) -> History:
-        """The turns of a request that shows them.
 
-        Raises:
-            NotCounted: it does not, or cannot be read.
+class TurnMemory:
+    """See `Memory`."""
+
+    def __init__(self, turns: Turns, kept: Kept, found: Repeat | None) -> None:
+        """Take what is kept.
+
+        Args:
+            turns: judge.
+            kept: of the request.
+            found: what the request itself says.
         """
-        history, elsewhere = self.rule.read(document)
-        if elsewhere:
-            raise NotCounted("no_history")
-        return history
+        self.entry = kept.entry
+        self.identity = kept.identity
+        looping = found is not None and found.looping
+        self.waits = not looping and not kept.complete and turns.rule.may_loop(kept.newest)
+        self._turns = turns
+        self._kept = kept
+        self._found = found
+
+    def recall(self, entries: Sequence[bytes]) -> Repeat | None:
+        """See `Memory`."""
+        return self._turns.judge(self._kept.extend(entries)) or self._found
 
 
 def _name(repeat: Repeat) -> str:

@@ -32,7 +32,8 @@ _RESULT_ROLES = frozenset({"tool", "function"})
 
 
 def _open(body: ChatBody) -> Conversation:
-    return Conversation(reversed(body.messages), _is_assistant, _read, _raw, _continues_thread(body))
+    after = bytes(body.thread) if _continues_thread(body) else b""
+    return Conversation(reversed(body.messages), _is_assistant, _read, _raw, bool(after), after)
 
 
 def _continues_thread(body: ChatBody) -> bool:

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 
 from msgspec import Raw
 
-from extproc.similarity.document import ABSENT
+from extproc.similarity.document import ABSENT, write_canonical
 from extproc.similarity.shapes.conversation import ASSISTANTS, Shape, is_given, read_content, text_of
 from extproc.similarity.shapes.structs import CALL, OTHER, RESULT, Conversation, Item, Part, ResponsesBody
 
 
 def _open(body: ResponsesBody) -> Conversation:
-    items = body.input if isinstance(body.input, list) else []
-    elsewhere = is_given(body.previous_response_id) or is_given(body.previous_interaction_id) or is_given(body.conversation)
-    return Conversation(_backwards(items), _is_assistant, _read, _raw, elsewhere)
+    items = body.input if isinstance(body.input, list) else [Item(role="user", content=Raw(write_canonical(body.input)))]
+    pointers = [body.previous_response_id, body.previous_interaction_id, body.conversation]
+    after = b" ".join([bytes(pointer) for pointer in pointers if is_given(pointer)])
+    return Conversation(_backwards(items), _is_assistant, _read, _raw, bool(after), after)
 
 
 def _backwards(items: list[Item]) -> Iterator[list[Item]]:

@@ -43,6 +43,7 @@ class Conversation(Struct, gc=False):
         read: what stands in a message, in order; raises NotCounted where that cannot be read, or is too much.
         raw: where in a message its text and its calls stand; ABSENT where that is in several places.
         elsewhere: what went before the messages is kept by the server.
+        after: what it goes on from there, as it stands in the body; empty where nothing says so.
     """
 
     messages: Iterable[Any]
@@ -50,6 +51,7 @@ class Conversation(Struct, gc=False):
     read: Callable[[Any], list[Part]]
     raw: Callable[[Any], Raw]
     elsewhere: bool = False
+    after: bytes = b""
 
 
 class Tool(Struct, gc=False):
@@ -69,10 +71,11 @@ class ToolCall(Struct, gc=False):
 
 
 class ChatMessage(Struct, gc=False):
-    """A message of a chat, of Anthropic's or of Bedrock's."""
+    """A message of a chat, of Anthropic's or of Bedrock's; `thinking` is Ollama's, and never compared."""
 
     role: str | None = None
     content: Raw = ABSENT
+    thinking: Raw = ABSENT
     tool_calls: Raw = ABSENT
     tool_call_id: Raw = ABSENT
     function_call: Raw = ABSENT
