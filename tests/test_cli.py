@@ -376,6 +376,19 @@ def test_explain_says_whether_calls_loop(capsys: pytest.CaptureFixture[str], tmp
     assert loop["cool"]["fingerprint"] == before["cool"]["fingerprint"]
 
 
+def test_explain_shows_where_a_session_is_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The key of its ring, of which explain knows nothing; no session, no ring."""
+    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, similarity="turns", session={}))
+    flags = ["explain", "--policy", file, "-d", called(1), "h/v1"]
+
+    inside, outside = shown(Run(capsys, *flags, "-H", "session-id: s")), shown(Run(capsys, *flags))
+
+    ring = inside["default"]["ring"]
+    assert re.match(r"ring:p:default::[0-9a-f]{16}:[0-9a-f]{16}: earlier turns, which are not asked for here$", ring)
+    assert inside["default"]["decision"] == outside["default"]["decision"] == "allow: the newest turn is part of no loop"
+    assert "ring" not in outside["default"]
+
+
 def test_explain_tells_the_hold_at_the_threshold(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """What a throttled loop of calls will wait at first is 100 ms for each call of the threshold."""
     loop: dict[str, Any] = {"similarity": "tool_calls", "action": "throttle", "threshold_identical_requests": 4}

@@ -342,6 +342,25 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
         ["jwt:", "ip:peer", 5],
         [("/spec/limit_keys/0", LIMIT_KEY), ("/spec/limit_keys/1", LIMIT_KEY), ("/spec/limit_keys/2", "it must be a string")],
     ),
+    ("session", [], in_spec("session", "must be an object")),
+    (
+        "session",
+        {"keys": ["x-session-id", "body:session"], "idle_seconds": 0, "idle": 5},
+        [
+            ("/spec/session/keys/0", LIMIT_KEY),
+            (
+                "/spec/session/keys/1",
+                "it must be 'body:' and a JSON Pointer, such as 'body:/model' or 'body:/metadata/session_id'",
+            ),
+            ("/spec/session/idle_seconds", "idle_seconds must be a positive integer"),
+            ("/spec/session/idle", "unknown key; did you mean idle_seconds?"),
+        ],
+    ),
+    (
+        "session",
+        {"keys": []},
+        in_spec("session/keys", "must not be an empty array; leave it out for the headers that agents send anyway"),
+    ),
     ("loop_detection", [], in_spec("loop_detection", "must not be an empty array; leave it out")),
     ("loop_detection", "on", in_spec("loop_detection", "must be an object or an array of objects")),
     (
@@ -863,6 +882,8 @@ def test_a_drop_in_fairvisor_bundle_loads_and_names_what_is_not_enforced() -> No
         rules=[rule, {"name": "cost", "limit_keys": ["jwt:org_id"], "algorithm": "cost_based"}],
         fallback_limit=rule,
         circuit_breaker={"enabled": True, "spend_rate_threshold_per_minute": 5},
+        session={"keys": ["jwt:sid", "ip:asn"]},
+        loop_detection={"enabled": True, "similarity": "turns"},
     )
     override = {"enabled": True, "reason": "planned", "expires_at": FUTURE}
     kill = {"scope_key": "jwt:org_id", "scope_value": "bad", "reason": "abuse"}
@@ -890,6 +911,7 @@ def test_a_drop_in_fairvisor_bundle_loads_and_names_what_is_not_enforced() -> No
         (f"{here}/limit_keys/0", f"the descriptor ip:country {left_out}"),
         (f"{here}/rules/0/limit_keys/1", f"the descriptor ua:bot {left_out}"),
         (f"{here}/fallback_limit/limit_keys/1", f"the descriptor ua:bot {left_out}"),
+        (f"{here}/session/keys/1", f"the descriptor ip:asn {left_out}"),
     ]
     assert loaded.warnings == ()
     assert loaded.sources[0].policies[0].spec.all_limit_keys() == ["ip:country", "header:x-key", "jwt:org_id", "ua:bot"]
@@ -925,6 +947,7 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
             ],
         ),
         (spec(selector={"pathExact": "/v1/%7Bid%7D/a:b@c;d=e"}), []),
+        (spec(session={}), [("/spec/session", "no detector of this policy looks at sessions; similarity turns does")]),
         (bundle(), [("/policies", "holds no policy: nothing is guarded")]),
         ([], [("", "holds no policy: nothing is guarded")]),
     ],
