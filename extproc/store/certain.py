@@ -1,9 +1,14 @@
-"""Loops whose next verdict is certain, answered in this process while that lasts.
+"""Loops whose next verdict is certain, answered in this process while they are hammered.
 
 A loop that is being refused stays refused as long as its window or cooldown lasts, whatever anybody else does. While that is
-certain a hammering client costs the server nothing: its requests are added up and sent as one, ten times a second, so that the
-window is extended and the count rises all the same. What is believed here is checked at least once a second, so that keys which
-an operator deletes are soon gone from here as well. Bounded: the loop that was learned first makes room.
+certain a hammering client costs the server next to nothing: its requests are added up and sent as one, ten times a second, so
+that the window is extended and the count rises all the same.
+
+The verdict is certain, the count is not: other processes count as well. So a loop is answered here only once it has been
+refused ten times within a second, and only within a tenth of a second of the server's last word. Up to there each count is the
+server's own, and rises by one from request to request, whichever process answers. Past it a count is what the server said last
+and what this process has answered since; the server hears of these before it is asked anew, so that what one process says never
+goes back. Keys which an operator deletes are soon gone from here as well. Bounded: the loop that was learned first makes room.
 """
 
 from __future__ import annotations
@@ -16,21 +21,34 @@ from extproc.windows import Count, Hit
 
 MAX_LOOPS = 10_000
 SETTLE_MS = 100
-"""How long requests are added up."""
+"""How long requests are added up, and how old the server's word may be."""
 
-_BELIEVED_MS = 1_000
+HAMMERED = 10
+"""From so many refusals on, within `_HAMMERED_MS`, the server is spared."""
+
+_HAMMERED_MS = 1_000
 
 
 class _Refusal:
-    """What is known about one loop; times in milliseconds of this process's clock."""
+    """What is known about one loop; times in milliseconds of this process's clock.
 
-    __slots__ = ("answer", "hit", "learned", "owed", "until")
+    Attributes:
+        hit: what is counted.
+        answer: what the server said last.
+        learned: when it did.
+        until: when that is not good any more.
+        asked: how often it said so since `began`.
+        began: when it started to be hammered, or to be looked at for that.
+        owed: refusals that the server has not been told of.
+    """
+
+    __slots__ = ("answer", "asked", "began", "hit", "learned", "owed", "until")
 
     def __init__(self, hit: Hit, answer: Count) -> None:
         self.hit = hit
         self.answer = answer
-        self.learned = self.until = 0
-        self.owed = 0
+        self.learned = self.until = self.began = 0
+        self.asked = self.owed = 0
 
 
 class Certain:
@@ -54,7 +72,7 @@ class Certain:
             stands_ms: how long a looping verdict would stand if nothing more were counted.
         """
         known = self._known.get(hit.key)
-        lasts = min(stands_ms - SETTLE_MS, _BELIEVED_MS)  # leaves time to send what is owed
+        lasts = min(stands_ms - SETTLE_MS, SETTLE_MS)  # leaves time to send what is owed
         if not answer.looping or lasts <= 0:
             if known is not None:
                 del self._known[hit.key]
@@ -65,15 +83,17 @@ class Certain:
             known = self._known[hit.key] = _Refusal(hit, answer)
         known.answer, known.learned = answer, _read_clock()
         known.until = known.learned + lasts
+        if known.learned >= known.began + _HAMMERED_MS:
+            known.began, known.asked = known.learned, 0
+        known.asked += 1
 
     def answer(self, hit: Hit) -> Count | None:
         """The verdict, if it is certain; the hit is then counted here and settled soon."""
         known = self._known.get(hit.key)
-        if known is None:
+        if known is None or known.asked < HAMMERED or known.hit != hit:  # or the policy has changed
             return None
         now = _read_clock()
-        if now >= known.until or known.hit != hit:  # over, or the policy has changed
-            del self._known[hit.key]
+        if now >= known.until:
             return None
         if hit.count_refused:
             known.owed += 1
@@ -85,6 +105,14 @@ class Certain:
         if hit.window_type == "sliding_log":
             return Count(min(count, hit.count_to), True, cooldown, min(span, hit.window_ms))
         return Count(count, True, cooldown, span)
+
+    def take_owed(self, hit: Hit) -> int:
+        """How often a loop was answered here that the server has not been told of; whoever asks now has to tell it."""
+        known = self._known.get(hit.key)
+        if known is None or known.hit != hit:
+            return 0
+        owed, known.owed = known.owed, 0
+        return owed
 
     def close(self) -> None:
         """Settle everything now."""

@@ -124,7 +124,11 @@ class RemoteStore:
             StoreError: the breaker is open.
         """
         known = [self._certain.answer(hit) for hit in hits] if now is None else [None] * len(hits)
-        asked = [count_call(hit, now=now) for hit, answer in zip(hits, known, strict=True) if answer is None]
+        asked = [
+            count_call(hit, 1 + self._certain.take_owed(hit), now)
+            for hit, answer in zip(hits, known, strict=True)
+            if answer is None
+        ]
         if not asked:
             return [answer for answer in known if answer is not None]
         counts = self._ask(asked, self._learn if now is None else _take_counts)
