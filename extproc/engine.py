@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from extproc.evaluation import Evaluation
-from extproc.plan import Plan
+from extproc.plan import Parts, Plan
 from extproc.policy.loader import PolicySet
 from extproc.policy.routes import Index
 from extproc.request import NO_FACTS, HttpRequest
@@ -17,7 +17,6 @@ class Engine:
 
     Attributes:
         plans: enabled policies in bundle order.
-        ids: of all policies, also of those that are not enabled.
     """
 
     def __init__(self, policies: PolicySet, now: datetime, *, shadow: bool = False) -> None:
@@ -28,20 +27,30 @@ class Engine:
             now: decides whether a `global_shadow` still holds.
             shadow: force every policy into shadow mode.
         """
-        self.plans = [
-            Plan(policy, shadow=shadow or source.forces_shadow(now) or policy.spec.mode == "shadow")
-            for source in policies.sources
-            for policy in source.policies
+        parts = Parts()
+        every = [(source.forces_shadow(now), policy) for source in policies.sources for policy in source.policies]
+        entries = [
+            (policy.spec.selector, Plan(policy, parts, shadow=shadow or forced or policy.spec.mode == "shadow"))
+            for forced, policy in every
             if policy.spec.detectors()
         ]
-        self.ids = frozenset(policy.id for source in policies.sources for policy in source.policies)
+        self.plans = [plan for _, plan in entries]
         self._places = {plan.id: place for place, plan in enumerate(self.plans)}
-        self._index = Index((plan.selector, plan) for plan in self.plans)
+        self._idle = frozenset(policy.id for _, policy in every if not policy.spec.detectors())
+        self._index = Index(entries)
+
+    def list_parts(self) -> list[object]:
+        """What it is made of, so that one that is not needed any more can be freed bit by bit."""
+        return [*self.plans, *self._index.list_parts()]
 
     def match(self, request: HttpRequest) -> Sequence[Plan]:
         """The policies whose selectors take the request, in bundle order."""
         route = request.facts.route() if self._index.uses_routes else ""
         return self._index.match(request.method, request.authority, request.path, route)
+
+    def holds(self, policy: str) -> bool:
+        """Whether a policy has that id, also one that is not enabled."""
+        return policy in self._places or policy in self._idle
 
     def list_unknown(self, names: Sequence[str]) -> list[str]:
         """The ids that no enabled policy has."""
@@ -61,7 +70,7 @@ class Engine:
         plans = self._find_named(pinned) if pinned else self.match(request)
         if handed_over is not None:
             own = {plan.id: plan for plan in handed_over.match(request)}
-            plans = [own.pop(plan.id, plan) for plan in plans if plan.id in own or plan.id not in handed_over.ids]
+            plans = [own.pop(plan.id, plan) for plan in plans if plan.id in own or not handed_over.holds(plan.id)]
             plans += own.values()
         if not plans:
             return None

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from extproc.engine import Engine
 from extproc.errors import BundleErrors
-from extproc.policy.loader import PolicySet, parse
+from extproc.policy.loader import PolicySet, Source, parse
 
 POLICY_METADATA = "x-loopguard-policy"
 """Names the policies of a route in a stream's gRPC initial metadata, separated by commas."""
@@ -56,7 +56,8 @@ class RefusedPolicyError(Exception):
 
 
 class _HandedOver(NamedTuple):
-    policies: PolicySet
+    sources: tuple[Source, ...]
+    checked: datetime
     shadowed: bool
     engine: Engine
 
@@ -83,8 +84,8 @@ class HandedOver:
         self._kept.move_to_end(text)
         if isinstance(found, RefusedPolicyError):
             return found
-        if found.shadowed != _is_shadowed(found.policies, now):
-            found = self._kept[text] = self._make_engine(found.policies, now)
+        if found.shadowed != _is_shadowed(found.sources, now):
+            found = self._kept[text] = self._make_engine(text, now, found.checked)
         return found.engine
 
     def compile(self, text: str, now: datetime) -> Engine | RefusedPolicyError:
@@ -95,7 +96,7 @@ class HandedOver:
             now: compared with each `expires_at`.
         """
         try:
-            made: _HandedOver | RefusedPolicyError = self._make_engine(self._parse(text, now), now)
+            made: _HandedOver | RefusedPolicyError = self._make_engine(text, now, now)
         except RefusedPolicyError as refused:
             made = refused
         self._kept[text] = made
@@ -103,8 +104,13 @@ class HandedOver:
             self._kept.popitem(last=False)
         return made if isinstance(made, RefusedPolicyError) else made.engine
 
-    def _make_engine(self, policies: PolicySet, now: datetime) -> _HandedOver:
-        return _HandedOver(policies, _is_shadowed(policies, now), Engine(policies, now, shadow=self._shadow))
+    def _make_engine(self, text: str, now: datetime, checked: datetime) -> _HandedOver:
+        """Compile for `now` what was good when it was `checked`; the policies themselves are not kept, they are large."""
+        policies = self._parse(text, checked)
+        engine = Engine(policies, now, shadow=self._shadow)
+        for source in policies.sources:
+            source.policies.clear()
+        return _HandedOver(policies.sources, checked, _is_shadowed(policies.sources, now), engine)
 
     def _parse(self, text: str, now: datetime) -> PolicySet:
         if len(text) > MAX_POLICY_JSON:
@@ -118,5 +124,5 @@ class HandedOver:
         return policies
 
 
-def _is_shadowed(policies: PolicySet, now: datetime) -> bool:
-    return any(source.forces_shadow(now) for source in policies.sources)
+def _is_shadowed(sources: Iterable[Source], now: datetime) -> bool:
+    return any(source.forces_shadow(now) for source in sources)

@@ -3,39 +3,112 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from extproc.fingerprint import is_too_long
 from extproc.guards.loop import Detector
 from extproc.guards.session import Sessions
-from extproc.policy.bundle import BODY, UNSUPPORTED_KEYS, Bypass, Policy
+from extproc.policy.bundle import BODY, UNSUPPORTED_KEYS, Bypass, LoopDetection, Policy
 from extproc.policy.routes import is_below
-from extproc.request import MAX_DESCRIPTOR, HttpRequest, compile_descriptors
+from extproc.request import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors
+from extproc.similarity import Similarity, make_similarity
 from extproc.similarity.document import Document, NotCounted, NotJson, find, split_pointer
+from extproc.similarity.keys import SimilarityKeys
+
+_SIMILARITY_KEYS = set(SimilarityKeys.model_fields)
+
+
+_Descriptors = tuple[tuple[Descriptor, ...], tuple[tuple[Descriptor, list[str]], ...]]
+"""Those that a request's head has, and those in the body with their pointers."""
+
+
+class _BypassRule(NamedTuple):
+    """Requests that are never counted; see `Bypass`."""
+
+    header: str | None
+    exact: str | None
+    prefix: str | None
+    methods: frozenset[str] | None
+
+
+class Parts:
+    """What policies of one load have in common: of thousands most are alike, and each part is kept once."""
+
+    def __init__(self) -> None:
+        """Nothing is shared yet."""
+        self._similarities: dict[str, Similarity] = {}
+        self._descriptors: dict[tuple[str, ...], _Descriptors] = {}
+
+    def find_similarity(self, loop: LoopDetection) -> Similarity:
+        """The similarity of an entry, one object for all entries whose keys are equal."""
+        keys = loop.model_dump_json(include=_SIMILARITY_KEYS)
+        made = self._similarities.get(keys)
+        if made is None:
+            made = self._similarities[keys] = make_similarity(loop)
+        return made
+
+    def find_descriptors(self, limit_keys: Sequence[str]) -> _Descriptors:
+        """The descriptors of these limit keys, and beside them those that stand in the body."""
+        keys = tuple(limit_keys)
+        made = self._descriptors.get(keys)
+        if made is None:
+            made = self._descriptors[keys] = _compile_descriptors(keys)
+        return made
+
+
+def _compile_descriptors(limit_keys: Sequence[str]) -> _Descriptors:
+    read = compile_descriptors([key for key in limit_keys if key not in UNSUPPORTED_KEYS])
+    return (
+        tuple(item for item in read if item.source != BODY),
+        tuple((item, split_pointer(item.argument)) for item in read if item.source == BODY),
+    )
+
+
+def _compile_bypass(entry: Bypass) -> _BypassRule:
+    methods = None if entry.methods is None else frozenset(entry.methods)
+    return _BypassRule(entry.header, entry.pathExact, entry.pathPrefix, methods)
 
 
 class Plan:
     """A policy with its guards."""
 
-    def __init__(self, policy: Policy, *, shadow: bool) -> None:
-        """Compile."""
+    __slots__ = (
+        "_body_descriptors",
+        "_bypass",
+        "_descriptors",
+        "_missing",
+        "detectors",
+        "id",
+        "inspects",
+        "mode",
+        "needs_body",
+        "needs_whole",
+        "reads_body",
+        "refuses_uncountable",
+        "sessions",
+        "shadow",
+        "tells_callers_apart",
+    )
+
+    def __init__(self, policy: Policy, parts: Parts, *, shadow: bool) -> None:
+        """Compile; of the policy's own objects nothing is kept, they take several times as much room."""
         spec = policy.spec
-        self.id = policy.id
-        self.selector = spec.selector
+        self.id = policy.id.encode().decode()
         self.shadow = shadow
         self.mode = "shadow" if shadow else "enforce"
-        self.detectors = [Detector(policy.id, name, loop, shadow=shadow) for name, loop in spec.detectors()]
-        self._bypass = spec.bypass
+        self.detectors = tuple(
+            Detector(self.id, name, loop, parts.find_similarity(loop), shadow=shadow) for name, loop in spec.detectors()
+        )
+        self._bypass = tuple(_compile_bypass(entry) for entry in spec.bypass)
         self._missing = spec.missing_descriptor
         self.refuses_uncountable = spec.uncountable == "reject"
-        read = compile_descriptors([key for key in spec.all_limit_keys() if key not in UNSUPPORTED_KEYS])
-        self.tells_callers_apart = bool(read)
-        self._descriptors = [descriptor for descriptor in read if descriptor.source != BODY]
-        self._body_descriptors = [(item, split_pointer(item.argument)) for item in read if item.source == BODY]
+        self._descriptors, self._body_descriptors = parts.find_descriptors(spec.all_limit_keys())
+        self.tells_callers_apart = bool(self._descriptors or self._body_descriptors)
         self.reads_body = bool(self._body_descriptors)
         self.needs_body = self.reads_body or any(detector.needs_body for detector in self.detectors)
         self.sessions: Sessions | None = None
         if spec.session is not None and any(detector.similarity.remembers for detector in self.detectors):
-            self.sessions = Sessions(policy.id, spec.session, shadow=shadow)
+            self.sessions = Sessions(self.id, spec.session, shadow=shadow)
         in_body = self.reads_body or (self.sessions is not None and self.sessions.reads_body)
         self.needs_whole = in_body or any(detector.similarity.whole for detector in self.detectors)
         looking = [detector.max_inspect_bytes for detector in self.detectors if self.reads_body or detector.looks]
@@ -113,12 +186,12 @@ class Plan:
             raise NotCounted("missing_descriptor")
 
 
-def _bypasses(entry: Bypass, request: HttpRequest) -> bool:
+def _bypasses(entry: _BypassRule, request: HttpRequest) -> bool:
     """Whether a request has all that an entry of `bypass` names; of two paths either."""
     if entry.header is not None and entry.header not in request.headers:
         return False
     if entry.methods is not None and request.method not in entry.methods:
         return False
-    if entry.pathExact is None and entry.pathPrefix is None:
+    if entry.exact is None and entry.prefix is None:
         return True
-    return request.path == entry.pathExact or (entry.pathPrefix is not None and is_below(request.path, entry.pathPrefix))
+    return request.path == entry.exact or (entry.prefix is not None and is_below(request.path, entry.prefix))

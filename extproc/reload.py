@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
+import hashlib
 import itertools
 import logging
 import os
 import threading
+import zlib
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
@@ -20,11 +23,11 @@ from watchfiles import awatch
 from watchfiles.main import FileChange
 
 from extproc.engine import Engine
-from extproc.errors import BundleErrors
+from extproc.errors import BundleError, BundleErrors
 from extproc.logs import fields
 from extproc.metrics import Metrics
 from extproc.policy.files import find_directories, read_files
-from extproc.policy.loader import PolicySet, load, parse
+from extproc.policy.loader import Source, list_raw, load, parse
 from extproc.settings import Settings
 
 _LOG = logging.getLogger("loopguard")
@@ -42,6 +45,11 @@ _RECHECK_TICKS = 10
 The first tick counts as well: it finds what changed while the watch was being set up.
 """
 
+_LEVEL = 1
+"""Of compression: policies that are alike become a tenth, at 100 MB/s."""
+
+_FREED_AT_ONCE = 1_000
+
 _READ_SECONDS = 10.0
 """How long a file system may take to answer; one on a network that is gone may never."""
 
@@ -53,12 +61,13 @@ class Reloader:
     """The policies in force, and how they change.
 
     Attributes:
-        engine: compiled from `policies`.
-        policies: what was loaded last without an error.
+        engine: compiled from what was loaded last without an error.
+        sources: the files of which that was made, without their policies: those take a hundred times as much room.
     """
 
     engine: Engine
-    policies: PolicySet
+    sources: tuple[Source, ...]
+    _archive: _Archive
     _shadowed: list[bool]
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
@@ -72,7 +81,7 @@ class Reloader:
         self._expired: Collection[str] = frozenset()
         self._lock = asyncio.Lock()
         try:
-            self._seen = read_files(settings.policy)
+            files, self._seen = _read(settings.policy)
         except BundleErrors:
             load(settings.policy, _now())  # raises the same, with the errors of the files that can be read
             raise
@@ -80,9 +89,15 @@ class Reloader:
         self._unreadable = ""
         self._refused = False
         metrics.policy_reload_refused.set_function(lambda: bool(self._refused or self._unreadable))
-        self._take(_compile(self._seen, settings, _now()))
-        for warning in (*self.policies.warnings, *self.policies.unenforced):
+        loaded = _compile(files, settings, _now())
+        self._take(loaded)
+        for warning in loaded.warnings:
             _LOG.warning(str(warning))
+
+    def list_policies(self) -> list[tuple[Source, list[Any]]]:
+        """Every source that is in force, and its policies as they are written."""
+        sources, archive = self.sources, self._archive
+        return [(source, list_raw(data)) for source, data in zip(sources, archive.open().values(), strict=True)]
 
     async def reload(self, swap: Callable[[Engine], None], *, force: bool = False) -> None:
         """Read the files again; when they changed, or `force` says so, load them and swap.
@@ -121,42 +136,47 @@ class Reloader:
         """Notice what expires while it is in force."""
         now = _now()
         self._report_expiry(now)
-        if _shadowed(self.policies, now) != self._shadowed:
-            self.engine = await asyncio.to_thread(_engine, self.policies, self._settings, now)
-            self._shadowed = _shadowed(self.policies, now)
-            swap(self.engine)
+        if _shadowed(self.sources, now) != self._shadowed:
+            loaded = await asyncio.to_thread(self._archive.compile, self._settings, now)
+            await self._swap(loaded, swap)
             _LOG.warning("global_shadow expired, its policies act again")
 
     async def _follow_files(self, swap: Callable[[Engine], None], *, force: bool) -> None:
         try:
-            files = await self._files.ask(read_files, self._settings.policy)
+            files, seen = await self._files.ask(_read, self._settings.policy)
         except (BundleErrors, OSError) as error:
             if str(error) != self._unreadable or force:  # a file that stays missing is one failure, not one every recheck
                 await self._refuse(error)
             self._unreadable = str(error)
             return
         self._unreadable = ""
-        if files == self._seen and not force:
+        if seen == self._seen and not force:
             return
-        self._seen = files
+        self._seen = seen
         self._refused = True  # until it is taken
         loaded = await asyncio.to_thread(_compile, files, self._settings, _now())
-        self._warn_about_versions(loaded.policies)
-        self._take(loaded)
+        self._warn_about_versions(loaded.sources)
         self._refused = False
-        swap(self.engine)
-        await _log_all(logging.WARNING, [*loaded.policies.warnings, *loaded.policies.unenforced])
+        await self._swap(loaded, swap)
+        await _log_all(logging.WARNING, loaded.warnings)
         self._metrics.policy_reloads.labels("ok").inc()
         _LOG.info("policies reloaded", extra=fields(policies=len(self.engine.plans), files=len(files)))
 
+    async def _swap(self, loaded: _Loaded, swap: Callable[[Engine], None]) -> None:
+        """Put new policies into force, and free the old ones."""
+        old = [self.engine]
+        self._take(loaded)
+        swap(self.engine)
+        await asyncio.to_thread(_dismantle, old)
+
     def _take(self, loaded: _Loaded) -> None:
-        self.policies, self.engine = loaded.policies, loaded.engine
+        self.sources, self.engine, self._archive = loaded.sources, loaded.engine, loaded.archive
         info = self._metrics.policy_info
         info.clear()
-        for source in self.policies.sources:
+        for source in self.sources:
             version = "" if source.bundle_version is None else f"{source.bundle_version:.15g}"
             info.labels(version, source.sha256).set(1)
-        self._shadowed = _shadowed(loaded.policies, loaded.now)
+        self._shadowed = _shadowed(loaded.sources, loaded.now)
         self._report_expiry(loaded.now)
 
     async def _refuse(self, error: Exception) -> None:
@@ -165,15 +185,15 @@ class Reloader:
         await _log_all(logging.ERROR, problems)
         _LOG.error("policies not reloaded, the last good ones stay in force", extra=fields(errors=len(problems)))
 
-    def _warn_about_versions(self, policies: PolicySet) -> None:
-        before = {source.file: source.bundle_version for source in self.policies.sources}
-        for source in policies.sources:
+    def _warn_about_versions(self, sources: Iterable[Source]) -> None:
+        before = {source.file: source.bundle_version for source in self.sources}
+        for source in sources:
             old, new = before.get(source.file), source.bundle_version
             if old is not None and new is not None and new < old:
                 _LOG.warning("bundle_version went down", extra=fields(file=source.file, before=old, now=new))
 
     def _report_expiry(self, now: datetime) -> None:
-        expired = {source.file: at for source in self.policies.sources if (at := source.expires_at) is not None and at <= now}
+        expired = {source.file: at for source in self.sources if (at := source.expires_at) is not None and at <= now}
         for file in expired.keys() - set(self._expired):
             _LOG.error("bundle expired, its policies keep acting", extra=fields(file=file, at=expired[file]))
         self._expired = frozenset(expired)
@@ -219,6 +239,9 @@ class _FileSystem:
                 found: T = await asyncio.shield(asyncio.wrap_future(answer))
         except TimeoutError:
             raise TimeoutError(f"the policy files could not be read within {_READ_SECONDS:g} s") from None
+        finally:
+            if answer.done():  # not to be kept: it may be all of the files
+                self._asked.pop(question, None)
         return found
 
 
@@ -229,27 +252,77 @@ def _settle(answer: Future[T], work: Callable[[], T]) -> None:
         answer.set_exception(error)
 
 
+class _Archive(NamedTuple):
+    """The bytes of the policy files that are in force, small, and the moment for which they were good."""
+
+    files: dict[str, bytes]
+    now: datetime
+
+    def open(self) -> dict[str, bytes]:
+        """The files as they were read."""
+        return {file: zlib.decompress(data) for file, data in self.files.items()}
+
+    def compile(self, settings: Settings, now: datetime) -> _Loaded:
+        """The same policies for another moment: what has expired since keeps acting. Runs in a worker thread."""
+        return _compile(self.open(), settings, now, checked=self.now)
+
+
 class _Loaded(NamedTuple):
     """Policies, compiled, and the moment for which that holds."""
 
-    policies: PolicySet
+    sources: tuple[Source, ...]
+    warnings: tuple[BundleError, ...]
     engine: Engine
+    archive: _Archive
     now: datetime
 
 
-def _compile(files: dict[str, bytes], settings: Settings, now: datetime) -> _Loaded:
-    """Runs in a worker thread during a reload."""
-    with _uncollected():
-        policies = parse(files, now)
-    if policies.unenforced and not settings.allow_unenforced:
-        raise BundleErrors(policies.list_refusals())
-    return _Loaded(policies, _engine(policies, settings, now), now)
+def _read(paths: Iterable[str]) -> tuple[dict[str, bytes], dict[str, str]]:
+    """The files below `paths`, and a hash of each."""
+    files = read_files(paths)
+    return files, {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
 
 
-def _engine(policies: PolicySet, settings: Settings, now: datetime) -> Engine:
-    """Runs in a worker thread during a reload."""
+def _compile(files: dict[str, bytes], settings: Settings, now: datetime, checked: datetime | None = None) -> _Loaded:
+    """Compile policy files, and free all that is not needed any more; runs in a worker thread during a reload.
+
+    Args:
+        files: contents by name.
+        settings: of the server.
+        now: decides what has expired.
+        checked: when that was decided, unless it is now.
+    """
+    archive = _Archive({file: zlib.compress(data, _LEVEL) for file, data in files.items()}, checked or now)
     with _uncollected():
-        return Engine(policies, now, shadow=settings.shadow)
+        policies = parse(files, archive.now)
+        if policies.unenforced and not settings.allow_unenforced:
+            raise BundleErrors(policies.list_refusals())
+        engine = Engine(policies, now, shadow=settings.shadow)
+        for source in policies.sources:
+            _free(source.policies)
+        _free(policies.scrap)
+    _trim()
+    return _Loaded(policies.sources, (*policies.warnings, *policies.unenforced), engine, archive, now)
+
+
+def _free(items: list[Any]) -> None:
+    """Let go of many objects bit by bit: all at once would keep the interpreter lock from the event loop until it is done."""
+    while items:
+        del items[-_FREED_AT_ONCE:]
+
+
+def _dismantle(engines: list[Engine]) -> None:
+    """Free engines that nobody uses any more; whoever calls keeps no other name for them."""
+    parts = [part for engine in engines for part in engine.list_parts()]
+    engines.clear()
+    _free(parts)
+
+
+def _trim() -> None:
+    """Have the C library give back what is free, where it can: by itself glibc keeps what lies below the last thing in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @contextmanager
@@ -266,8 +339,8 @@ def _uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def _shadowed(policies: PolicySet, now: datetime) -> list[bool]:
-    return [source.forces_shadow(now) for source in policies.sources]
+def _shadowed(sources: Iterable[Source], now: datetime) -> list[bool]:
+    return [source.forces_shadow(now) for source in sources]
 
 
 def _changes(watched: Collection[str]) -> AsyncGenerator[set[FileChange], None]:

@@ -176,9 +176,9 @@ class Server:
                 "sha256": source.sha256,
                 "bundle_version": _plain(source.bundle_version),
                 "expires_at": source.expires_at.isoformat() if source.expires_at else None,
-                "policies": [policy.model_dump(mode="json", exclude_unset=True) for policy in source.policies],
+                "policies": policies,
             }
-            for source in self._reloader.policies.sources
+            for source, policies in self._reloader.list_policies()
         ]
         modes = {plan.id: plan.mode for plan in self.service.engine.plans}
         return Page(HTTPStatus.OK, {"modes": modes, "files": sources})

@@ -22,7 +22,9 @@ from extproc import reload
 from extproc.engine import Engine
 from extproc.errors import BundleErrors
 from extproc.metrics import Metrics
+from extproc.plan import Plan
 from extproc.policy.files import read_files
+from extproc.policy.objects import JsonObject
 from extproc.reload import Reloader
 from extproc.settings import Settings
 from tests.documents import bundle, policy
@@ -34,6 +36,10 @@ NOW = datetime(2026, 6, 1, tzinfo=UTC)
 def guard(identity: str = "p", **more: Any) -> dict[str, Any]:  # noqa: ANN401  # any field of loop_detection
     """A policy without warnings."""
     return policy(identity, {"pathPrefix": "/"}, limit_keys=["jwt:org"], **more)
+
+
+NOTED = {**guard("p"), "x-owner": "team a"}
+FILES: list[object] = [bundle(NOTED, global_shadow={"enabled": True}), NOTED, [NOTED]]
 
 
 class Place:
@@ -119,6 +125,63 @@ def test_a_load_leaves_nothing_to_the_garbage_collector(place: Place) -> None:
     assert not {id(plan) for plan in place.reloader.engine.plans} & left
     assert place.reloads("error") == 1
     assert on == [True, True]
+
+
+def count_models() -> int:
+    """The objects of policy files, as they are validated, that are still there."""
+    gc.unfreeze()
+    return sum(isinstance(thing, JsonObject) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("file", FILES, ids=["bundle", "policy", "list"])
+def test_of_policy_files_only_what_runs_is_kept(place: Place, file: object) -> None:
+    """Once they are compiled nothing holds the policies as they were read, and once they are replaced nothing the old ones."""
+    before = count_models()
+    place.write(file)
+    place.start()
+    started = count_models()
+    old = {id(plan) for plan in place.reloader.engine.plans}
+    place.write([guard("q")])
+    asyncio.run(place.reloader.reload(lambda _: None))
+
+    assert (started, count_models()) == (before, before)
+    assert place.ids == ["q"]
+    assert not [thing for thing in gc.get_objects() if isinstance(thing, Plan) and id(thing) in old]
+
+
+def test_what_is_kept_of_a_refused_file_is_nothing(place: Place) -> None:
+    """A file with one error among a hundred good policies leaves none of them behind."""
+    place.write(guard("p"))
+    place.start()
+    before = count_models()
+    place.write([*(guard(f"q-{number}") for number in range(100)), guard("r", action="explode")])
+    place.reload()
+
+    assert (count_models(), place.reloads("error")) == (before, 1)
+
+
+@pytest.mark.parametrize("file", FILES, ids=["bundle", "policy", "list"])
+def test_policies_in_force_are_listed_as_they_are_written(place: Place, file: object) -> None:
+    """What is shown is what the files hold, notes and all, also when they have changed on disk into something bad."""
+    place.write(file)
+    place.start()
+    place.write(b"{")
+    place.reload()
+
+    (listed,) = place.reloader.list_policies()
+
+    assert listed == (place.reloader.sources[0], [NOTED])
+
+
+def test_policies_that_are_alike_share_their_parts(place: Place) -> None:
+    """Ten thousand policies of one kind have one similarity and one list of descriptors; another threshold is another kind."""
+    alike = [guard(f"p-{number}", similarity="turns") for number in range(3)]
+    place.write([*alike, guard("other", similarity="turns", threshold_identical_requests=7)])
+    place.start()
+    plans = place.reloader.engine.plans
+
+    assert [len({id(plan.detectors[0].similarity) for plan in chosen}) for chosen in (plans[:3], plans)] == [1, 2]
+    assert len({id(plan._descriptors) for plan in plans}) == 1
 
 
 def test_what_is_no_change_does_nothing(place: Place) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -153,13 +153,8 @@ class Counting(dict[Any, Any]):
 
 def lookups(made: Index[int], *request: str) -> int:
     """How many dictionary look-ups a match takes."""
-
-    def anchors() -> Iterator[Any]:
-        yield from (*made._exact.values(), *made._prefix.values(), made._anywhere)
-
-    for anchor in anchors():
-        anchor.shapes = {shape: Counting(table) for shape, table in anchor.shapes.items()}
-    made._exact, made._prefix = Counting(made._exact), Counting(made._prefix)
+    for table in (made._exact, made._prefix, made._anywhere):
+        table.shapes, table.places = Counting(table.shapes), Counting(table.places)
     Counting.asked = 0
     assert len(made.match(*request)) == 1
     return Counting.asked

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from extproc.decision import Repeat
 from extproc.guards.loop import Detector
 from extproc.policy.bundle import LoopDetection
+from extproc.similarity import make_similarity
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.keys import Tool
 from extproc.similarity.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, TurnRule, keep_newest
@@ -632,7 +633,7 @@ def test_a_key_of_another_api_does_not_matter() -> None:
 def told(repeat: Repeat | None) -> str:
     """The sentence that the refused party reads."""
     loop = LoopDetection(enabled=True, similarity="turns")
-    detector = Detector("p", "turns", loop, shadow=False)
+    detector = Detector("p", "turns", loop, make_similarity(loop), shadow=False)
     outcome = detector.judge("0" * 8, "0" * 16, UNCOUNTED, detector.similarity, repeat)
     return outcome.subject.tell(outcome, "POST", "/v1/messages")
 

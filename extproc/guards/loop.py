@@ -8,7 +8,7 @@ from __future__ import annotations
 from extproc.decision import Action, Outcome, Repeat, Subject
 from extproc.policy.bundle import LoopDetection
 from extproc.policy.objects import MAX_THRESHOLD
-from extproc.similarity import make_similarity
+from extproc.similarity import Similarity
 from extproc.windows import Count, Hit
 
 DELAY_PER_REQUEST_MS = 100
@@ -21,13 +21,36 @@ DISPLAY_COUNT = 1_000
 class Detector:
     """What does not depend on the request is worked out once, at the load."""
 
-    def __init__(self, policy: str, name: str, loop: LoopDetection, *, shadow: bool) -> None:
-        """Compile; `loop` is enabled."""
+    __slots__ = (
+        "_cooldown_ms",
+        "_count_refused",
+        "_key",
+        "_window_ms",
+        "action",
+        "looks",
+        "max_delay_ms",
+        "max_inspect_bytes",
+        "mode",
+        "name",
+        "needs_body",
+        "policy",
+        "reject_status",
+        "shadow",
+        "similarity",
+        "similarity_name",
+        "stateless",
+        "threshold",
+        "window_seconds",
+        "window_type",
+    )
+
+    def __init__(self, policy: str, name: str, loop: LoopDetection, similarity: Similarity, *, shadow: bool) -> None:
+        """Compile; `loop` is enabled, and `similarity` made of it."""
         self.policy = policy
         self.name = name
         self.shadow = shadow
         self.mode = "shadow" if shadow else "enforce"
-        self.similarity = make_similarity(loop)
+        self.similarity = similarity
         self.similarity_name = loop.similarity
         self.looks = self.similarity.looks
         self.stateless = self.similarity.stateless

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
-from typing import Any, TypeVar
+from datetime import UTC, datetime
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
@@ -32,23 +32,22 @@ class Source:
     Attributes:
         file: its path.
         sha256: of its bytes, in hex.
-        policies: in the file's order.
+        policies: in the file's order; none once they are freed.
         bundle_version: None for a single policy or a list.
         expires_at: when the bundle says that it is out of date.
-        global_shadow: forces the file's policies into shadow mode while it is enabled and has not expired.
+        shadow_until: when the `global_shadow` ends that forces the file's policies into shadow mode; None for none.
     """
 
     file: str
     sha256: str
-    policies: tuple[Policy, ...]
+    policies: list[Policy]
     bundle_version: float | None = None
     expires_at: datetime | None = None
-    global_shadow: Override | None = None
+    shadow_until: datetime | None = None
 
     def forces_shadow(self, now: datetime) -> bool:
         """True while `global_shadow` holds at `now`."""
-        shadow = self.global_shadow
-        return shadow is not None and shadow.enabled and (shadow.expires_at is None or now < shadow.expires_at)
+        return self.shadow_until is not None and now < self.shadow_until
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +58,14 @@ class PolicySet:
         sources: one for each file.
         warnings: works as written, but perhaps not as meant.
         unenforced: parts of a drop-in bundle that this version does not enforce.
+        scrap: what reading left behind, policy by policy; to be freed together with the policies, and not before. Whatever is
+            made of them would take the gaps between them, and hold on to all of the memory around.
     """
 
     sources: tuple[Source, ...]
     warnings: tuple[BundleError, ...]
     unenforced: tuple[BundleError, ...]
+    scrap: list[object]
 
     def list_refusals(self) -> list[BundleError]:
         """What `serve` says to the parts that it does not enforce, unless it is told to start all the same."""
@@ -108,7 +110,15 @@ def parse(files: Mapping[str, bytes], now: datetime, *, on_route: bool = False) 
     _report_duplicate_ids(report)
     if report.errors:
         raise BundleErrors(report.errors)
-    return PolicySet(tuple(sources), tuple(report.warnings), tuple(report.unenforced))
+    return PolicySet(tuple(sources), tuple(report.warnings), tuple(report.unenforced), [*report.entries, *report.ids])
+
+
+def list_raw(data: bytes) -> list[Any]:
+    """The policies of a good policy file, as they are written."""
+    document = decode(data).document
+    if isinstance(document, dict):
+        return cast("list[Any]", document["policies"]) if _is_bundle(document) else [document]
+    return cast("list[Any]", document)
 
 
 class _Report:
@@ -121,6 +131,7 @@ class _Report:
         self.warnings: list[BundleError] = []
         self.unenforced: list[BundleError] = []
         self.ids: list[tuple[str, str, str]] = []  # (id, file, pointer), of broken policies too
+        self.entries: list[object] = []  # raw policies
 
     def refuse(self, place: Place, message: str) -> None:
         self.errors.append(BundleError(self.file, write_pointer(place), message))
@@ -145,7 +156,7 @@ def _parse_file(data: bytes, sha256: str, now: datetime, report: _Report) -> Sou
             return _parse_bundle(document, sha256, now, report)
         if "id" in document or "spec" in document:
             policy = _parse_policy(document, (), report)
-            return Source(report.file, sha256, (policy,) if policy else ())
+            return Source(report.file, sha256, [policy] if policy else [])
     if document is not None:
         shapes = 'a bundle {"bundle_version", "policies"}, a policy {"id", "spec"} or a list of policies'
         report.refuse((), f"must be {shapes}, not {describe(document)}")
@@ -182,16 +193,26 @@ def _parse_bundle(document: Mapping[str, Any], sha256: str, now: datetime, repor
     policies = _parse_policies(listed if isinstance(listed, list) else [], ("policies",), report)
     if envelope is None:
         return Source(report.file, sha256, policies)
-    return Source(report.file, sha256, policies, envelope.bundle_version, envelope.expires_at, envelope.global_shadow)
+    return Source(
+        report.file, sha256, policies, envelope.bundle_version, envelope.expires_at, _find_end(envelope.global_shadow)
+    )
 
 
-def _parse_policies(entries: list[Any], place: Place, report: _Report) -> tuple[Policy, ...]:
+def _find_end(override: Override | None) -> datetime | None:
+    """When a switch stops to hold; None when it is off."""
+    if override is None or not override.enabled:
+        return None
+    return override.expires_at or datetime.max.replace(tzinfo=UTC)
+
+
+def _parse_policies(entries: list[Any], place: Place, report: _Report) -> list[Policy]:
     if not entries:
         report.warn(place, "holds no policy: nothing is guarded")
-    return tuple(policy for number, entry in enumerate(entries) if (policy := _parse_policy(entry, (*place, number), report)))
+    return [policy for number, entry in enumerate(entries) if (policy := _parse_policy(entry, (*place, number), report))]
 
 
 def _parse_policy(entry: Any, place: Place, report: _Report) -> Policy | None:  # noqa: ANN401  # raw JSON
+    report.entries.append(entry)
     if report.on_route:
         entry = rules.on_route(entry)
     policy = _validate(Policy, entry, place, report)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
-from operator import itemgetter
 from typing import Generic, TypeVar
 
 from extproc.policy.bundle import Selector, normalize_host
 
 Item = TypeVar("Item")
-_Key = tuple[str | None, str | None, str | None]  # host, method, route; None: any
+_Key = tuple[str, str | None, str | None, str | None]  # anchor, host, method, route; None: any
+_Shape = tuple[bool, bool, bool]  # names a host, names a method, names a route
 
 
 def is_below(path: str, prefix: str) -> bool:
@@ -23,25 +23,59 @@ def is_below(path: str, prefix: str) -> bool:
     return path.startswith(prefix) and (prefix.endswith("/") or path[len(prefix) : len(prefix) + 1] in ("", "/"))
 
 
-class _Anchor(Generic[Item]):
-    """The selectors that share a path, by the fields they name besides it."""
+class Texts:
+    """Texts that outlive the documents they stand in.
 
-    __slots__ = ("shapes",)
+    A copy of each, and one for all that are equal: a text keeps all of the memory around it from being given back.
+    """
 
     def __init__(self) -> None:
-        # (names a host, names a method, names a route) -> key -> (order, item) pairs
-        self.shapes: dict[tuple[bool, bool, bool], dict[_Key, list[tuple[int, Item]]]] = {}
+        """Nothing is kept yet."""
+        self._kept: dict[str, str] = {}
 
-    def add(self, selector: Selector, order: int, item: Item) -> None:
-        fields = (selector.hosts, selector.methods, selector.routes)
-        table = self.shapes.setdefault((fields[0] is not None, fields[1] is not None, fields[2] is not None), {})
+    def keep(self, text: str) -> str:
+        """An equal text that may be kept."""
+        kept = self._kept.get(text)
+        if kept is None:
+            kept = text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
+            self._kept[kept] = kept
+        return kept
+
+
+class _Table:
+    """The selectors whose anchors are of one kind, by the anchor and the fields they name besides it.
+
+    One dictionary for all anchors rather than one in each: of a hundred thousand policies most have an anchor of their own.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[_Shape, ...]] = {}  # by anchor
+        self.places: dict[_Key, list[int]] = {}
+        self._known: dict[tuple[_Shape, ...], tuple[_Shape, ...]] = {}  # so that equal ones are kept once
+
+    def add(self, anchor: str, selector: Selector, place: int, texts: Texts) -> None:
+        anchor = texts.keep(anchor)
+        fields = [None if values is None else [texts.keep(value) for value in values] for values in _list_fields(selector)]
+        shape = (fields[0] is not None, fields[1] is not None, fields[2] is not None)
+        shapes = self.shapes.get(anchor, ())
+        if shape not in shapes:
+            shapes = (*shapes, shape)
+            self.shapes[anchor] = self._known.setdefault(shapes, shapes)
         for key in product(*(dict.fromkeys(values) if values is not None else (None,) for values in fields)):
-            table.setdefault((key[0], key[1], key[2]), []).append((order, item))
+            filed = (anchor, key[0], key[1], key[2])
+            if filed in self.places:
+                self.places[filed].append(place)
+            else:
+                self.places[filed] = [place]
 
-    def find(self, host: str, method: str, route: str, found: list[tuple[int, Item]]) -> None:
-        """Add the items that take this request to `found`."""
-        for (by_host, by_method, by_route), table in self.shapes.items():
-            filed = table.get((host if by_host else None, method if by_method else None, route if by_route else None))
+    def find(self, anchor: str, host: str, method: str, route: str, found: list[int]) -> None:
+        """Add the places of the items that take this request to `found`."""
+        shapes = self.shapes.get(anchor)
+        if shapes is None:
+            return
+        for by_host, by_method, by_route in shapes:
+            key = (anchor, host if by_host else None, method if by_method else None, route if by_route else None)
+            filed = self.places.get(key)
             if filed is not None:
                 found += filed
 
@@ -51,21 +85,28 @@ class Index(Generic[Item]):
 
     def __init__(self, entries: Iterable[tuple[Selector, Item]]) -> None:
         """File every item; the order of `entries` is the order of answers."""
-        self._exact: dict[str, _Anchor[Item]] = {}
-        self._prefix: dict[str, _Anchor[Item]] = {}
-        self._anywhere: _Anchor[Item] = _Anchor()
+        self._items: list[Item] = []
+        self._exact, self._prefix, self._anywhere = _Table(), _Table(), _Table()
         self._depth = 0
         self.uses_hosts = self.uses_routes = False
-        for order, (selector, item) in enumerate(entries):
+        texts = Texts()
+        for place, (selector, item) in enumerate(entries):
+            self._items.append(item)
             self.uses_hosts = self.uses_hosts or selector.hosts is not None
             self.uses_routes = self.uses_routes or selector.routes is not None
             if selector.pathExact is not None:
-                self._exact.setdefault(selector.pathExact, _Anchor()).add(selector, order, item)
+                self._exact.add(selector.pathExact, selector, place, texts)
             if selector.pathPrefix is not None:
-                self._prefix.setdefault(selector.pathPrefix, _Anchor()).add(selector, order, item)
+                self._prefix.add(selector.pathPrefix, selector, place, texts)
                 self._depth = max(self._depth, selector.pathPrefix.count("/"))
             if selector.pathExact is None and selector.pathPrefix is None:
-                self._anywhere.add(selector, order, item)
+                self._anywhere.add("", selector, place, texts)
+
+    def list_parts(self) -> list[object]:
+        """See `Engine`."""
+        return [
+            part for table in (self._exact, self._prefix, self._anywhere) for entry in table.places.items() for part in entry
+        ]
 
     def match(self, method: str, authority: str, path: str, route: str = "") -> Sequence[Item]:
         """Every item whose selector takes this request, each once, in filing order.
@@ -77,20 +118,16 @@ class Index(Generic[Item]):
             route: Envoy's name of the route, empty when unknown.
         """
         host = normalize_host(authority) if self.uses_hosts else ""
-        found: list[tuple[int, Item]] = []
-        exact = self._exact.get(path)
-        if exact is not None:
-            exact.find(host, method, route, found)
+        found: list[int] = []
+        self._exact.find(path, host, method, route, found)
         if self._depth:
             for prefix in self._prefixes(path):
-                anchor = self._prefix.get(prefix)
-                if anchor is not None:
-                    anchor.find(host, method, route, found)
+                self._prefix.find(prefix, host, method, route, found)
         if self._anywhere.shapes:
-            self._anywhere.find(host, method, route, found)
+            self._anywhere.find("", host, method, route, found)
         if len(found) > 1:  # one with both anchors may stand twice
-            return [item for _, item in sorted(dict(found).items(), key=itemgetter(0))]
-        return [item for _, item in found]
+            found = sorted(set(found))
+        return [self._items[place] for place in found]
 
     def _prefixes(self, path: str) -> Iterator[str]:
         """The prefixes that would match `path`: itself, and its start up to each slash, with and without the slash.
@@ -107,3 +144,7 @@ class Index(Generic[Item]):
                 yield path[:position]
         if position < 0:
             yield path
+
+
+def _list_fields(selector: Selector) -> tuple[list[str] | None, list[str] | None, list[str] | None]:
+    return selector.hosts, selector.methods, selector.routes
