@@ -80,11 +80,13 @@ class Framed(NamedTuple):
         status: of HTTP.
         content_type: of the body.
         body: all of it.
+        headers: that the protocol has beside these.
     """
 
     status: int
     content_type: str
     body: bytes
+    headers: Sequence[tuple[str, str]] = ()
 
 
 class Subject(Protocol):

@@ -327,16 +327,18 @@ class Evaluation:
 
     Attributes:
         request: the request.
+        content: its body, where somebody may look into it.
         enforcing: the lane whose answer counts.
         shadow: the lane whose answer never does.
         inspects: a body of so many bytes at most has to be kept to be looked into, 0 for none.
     """
 
-    __slots__ = ("_scope", "_whole", "enforcing", "inspects", "request", "shadow")
+    __slots__ = ("_scope", "_whole", "content", "enforcing", "inspects", "request", "shadow")
 
     def __init__(self, request: HttpRequest, scope: str = "") -> None:
         """Start with nothing matched; `scope` is the attachment name in every key."""
         self.request = request
+        self.content: bytes | memoryview | None = None
         self.enforcing = Lane(shadow=False)
         self.shadow = Lane(shadow=True)
         self.inspects = 0
@@ -391,6 +393,7 @@ class Evaluation:
             for lane in self.lanes:
                 lane.drop_body_readers(reason)
         text, unreadable = self._read_text(content, withheld)
+        self.content = text
         known = body if body is not None else NO_BODY
         if text is None:
             self._seal(known, None, unreadable)

@@ -430,12 +430,12 @@ class Stream:
         request, forbidden = evaluation.request, evaluation.enforcing.forbidden
         if counts is None:
             self._ended = True
-            return Reply(refuse_without_store(make_metadata(decision), request), done=True)
+            return Reply(refuse_without_store(make_metadata(decision), request, evaluation.content), done=True)
         if forbidden is None or decision.action is Action.REJECT:
             return None
         self._ended = True
         self._service.reporter.report_forbidden(*forbidden)
-        return Reply(refuse_uncountable(*forbidden, request), done=True)
+        return Reply(refuse_uncountable(*forbidden, request, evaluation.content), done=True)
 
     def _hold(self, decision: Decision, lead: Outcome) -> Decision:
         """Claim a place among the held requests; past the bound a throttled request is rejected."""
@@ -462,7 +462,7 @@ class Stream:
             }
         if lead is not None and lead.action is Action.REJECT:
             self._ended = True
-            return Reply(refuse_loop(lead, metadata, evaluation.request), done=True)
+            return Reply(refuse_loop(lead, metadata, evaluation.request, evaluation.content), done=True)
         answer = let_go_on(kind, metadata, warning=decision.warning)
         if lead is None or self._holding is None:
             return Reply(answer, done=True)

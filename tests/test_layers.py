@@ -43,6 +43,11 @@ FLOORS: list[list[str]] = [
     ["store", "store/certain", "store/scripts", "store/client", "store/credentials", "store/topology"],
     ["store/remote", "store/redis", "store/memory"],
     ["wire", "counting", "throttle", "budget", "upload", "reporting"],
+    [
+        "answers/apis/api",
+        *(f"answers/apis/{api}" for api in ("openai", "anthropic", "gemini", "bedrock", "rpc")),
+        "answers/apis",
+    ],
     ["answers", "answers/go_on", "answers/refuse"],
     ["service"],
     ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],

@@ -1,73 +1,71 @@
-"""Refusals: one body for every kind of client but those of a protocol of its own, in bytes that are ready to be sent."""
+"""Refusals, in the shape of the API that is called, in bytes that are ready to be sent."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
+from extproc.answers.apis import find_api
+from extproc.answers.apis.api import Refusal, read_question
 from extproc.answers.go_on import NAMESPACE, set_headers
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request import HttpRequest
 
+_LOOP = "recursive_loop_detected"
+
 _INVALID_ARGUMENT = 3
 _RESOURCE_EXHAUSTED = 8
 _UNAVAILABLE = 14
 
+Content = bytes | memoryview | None
+"""A request's body, None where nobody could look into it."""
 
-def refuse_loop(lead: Outcome, metadata: dict[str, str | int], request: HttpRequest) -> bytes:
-    """The immediate response of a loop: in the shape of the request's own protocol, else one body for every kind of client."""
-    message = lead.subject.tell(lead, request.method, request.path)
-    body: dict[str, Any] = {
-        "error": {
-            "message": message,
-            "type": Reason.LOOP_DETECTED.value,
-            "param": None,
-            "code": "recursive_loop_detected",
-        },
-        "detail": {"error": "recursive_loop_detected", "message": message, "cooldown_seconds": lead.retry_after},
-    }
+
+def refuse_loop(lead: Outcome, metadata: dict[str, str | int], request: HttpRequest, content: Content) -> bytes:
+    """The immediate response of a loop."""
+    message = f"{lead.subject.tell(lead, request.method, request.path)} ({_LOOP})"
+    reason = Reason.LOOP_DETECTED
+    detail = {"error": _LOOP, "message": message, "cooldown_seconds": lead.retry_after}
+    refusal = Refusal(lead.reject_status, message, reason.value, _LOOP, detail)
+    framed = lead.subject.frame(message, request.read_header("accept")) or _frame(refusal, request, content)
     headers = [
         # Together these stop SDKs that would sleep and retry, and still tell everybody else when to come back.
         ("x-should-retry", "false"),
-        ("X-Fairvisor-Reason", Reason.LOOP_DETECTED.value),
+        ("X-Fairvisor-Reason", reason.value),
         ("x-loopguard-policy", lead.policy),
         ("x-loopguard-fingerprint", lead.fingerprint),
         ("x-loopguard-count", str(lead.count)),
     ]
     if lead.retry_after is not None:
         headers.insert(0, ("Retry-After", str(lead.retry_after)))
-    framed = lead.subject.frame(message, request.read_header("accept")) or _frame(lead.reject_status, body, request)
-    return _make_immediate(framed, _RESOURCE_EXHAUSTED, Reason.LOOP_DETECTED, headers, metadata)
+    return _make_immediate(framed, _RESOURCE_EXHAUSTED, reason, headers, metadata)
 
 
-def refuse_uncountable(policy: str, why: str, request: HttpRequest) -> bytes:
+def refuse_uncountable(policy: str, why: str, request: HttpRequest, content: Content) -> bytes:
     """The immediate response to a request that a policy cannot count and does not let pass uncounted."""
     status, words = CHOSEN_BY_CLIENTS[why]
     message = f"The request was refused because {words}, and policy {policy} lets nothing pass that it cannot count ({why})."
     reason = Reason.UNCOUNTABLE
-    body = {"error": {"message": message, "type": reason.value, "param": None, "code": why}}
+    framed = _frame(Refusal(status, message, reason.value, why, {}), request, content)
     headers = [("x-should-retry", "false"), ("X-Fairvisor-Reason", reason.value), ("x-loopguard-policy", policy)]
     metadata: dict[str, str | int] = {"action": Action.REJECT.value, "reason": reason.value, "policy": policy}
-    return _make_immediate(_frame(status, body, request), _INVALID_ARGUMENT, reason, headers, metadata)
+    return _make_immediate(framed, _INVALID_ARGUMENT, reason, headers, metadata)
 
 
-def refuse_without_store(metadata: dict[str, str | int], request: HttpRequest) -> bytes:
+def refuse_without_store(metadata: dict[str, str | int], request: HttpRequest, content: Content) -> bytes:
     """The immediate response when nothing can be counted and the operator wants that refused."""
-    message = "The request could not be checked because the state store is unavailable. Try again shortly."
     reason = Reason.STORE_UNAVAILABLE
-    body = {"error": {"message": message, "type": reason.value, "param": None, "code": reason.value}}
+    words = "The request could not be checked because the state store is unavailable. Try again shortly."
+    framed = _frame(Refusal(503, f"{words} ({reason.value})", reason.value, reason.value, {}), request, content)
     headers = [("Retry-After", "1"), ("X-Fairvisor-Reason", reason.value)]
     metadata = {"action": Action.REJECT.value, "reason": reason.value, **metadata}
-    return _make_immediate(_frame(503, body, request), _UNAVAILABLE, reason, headers, metadata)
+    return _make_immediate(framed, _UNAVAILABLE, reason, headers, metadata)
 
 
-def _frame(status: int, body: dict[str, Any], request: HttpRequest) -> Framed:
-    """The one body for every kind of client."""
-    if request.path.endswith("/v1/messages") or "/v1/messages/" in request.path:
-        body = {"type": "error", **body}  # what Anthropic's clients look for
-    return Framed(status, "application/json", json.dumps(body).encode())
+def _frame(refusal: Refusal, request: HttpRequest, content: Content) -> Framed:
+    """A refusal as an error of the API that is called."""
+    question = read_question(content)
+    return find_api(request, question).write_error(refusal, question)
 
 
 def _make_immediate(
@@ -83,6 +81,6 @@ def _make_immediate(
     immediate.grpc_status.status = grpc_status
     immediate.details = reason.value
     immediate.body = framed.body
-    set_headers(immediate.headers, [("content-type", framed.content_type), *headers])
+    set_headers(immediate.headers, [("content-type", framed.content_type), *framed.headers, *headers])
     response.dynamic_metadata.update({NAMESPACE: metadata})
     return response.SerializeToString()

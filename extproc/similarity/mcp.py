@@ -41,7 +41,7 @@ _MESSAGES = frozenset({"message/send", "message/stream", "SendMessage", "SendStr
 _ANSWERS = ("inputResponses", "requestState")
 """Of a call that is sent again because the server asked the user something (MCP 2026-07-28): what was answered is new."""
 
-_ERROR_CODE = -32000
+ERROR_CODE = -32000
 """Of the range that JSON-RPC leaves to servers (section 5.1); A2A's own start at -32001."""
 
 _EVENT_STREAM = "text/event-stream"
@@ -94,7 +94,7 @@ class Call:
         return Framed(200, _JSON, answer)
 
     def _write_answer(self, message: str) -> bytes:
-        field: tuple[str, Json] = ("error", {"code": _ERROR_CODE, "message": message})
+        field: tuple[str, Json] = ("error", {"code": ERROR_CODE, "message": message})
         if self.tool:
             content = [{"type": "text", "text": message}]
             field = ("result", {"resultType": "complete", "content": content, "isError": True})
@@ -128,7 +128,7 @@ class Mcp(Similarity):
         request = _read_request(document)
         tool, _ = _read_call(request)
         shown = tool[:MAX_NAME]
-        return Call(shown, self._limits.of([shown]) if shown else self._limits.of([]), _read_id(request))
+        return Call(shown, self._limits.of([shown]) if shown else self._limits.of([]), read_id(request.get("id", ABSENT)))
 
     def show(self, document: Document) -> list[str]:
         """See `Similarity`."""
@@ -231,9 +231,13 @@ def _open_bounded(value: msgspec.Raw) -> Json:
     return open_value(value)
 
 
-def _read_id(request: dict[str, msgspec.Raw]) -> bytes | None:
-    """The id as it was sent; None where there is none (a notification), or none that JSON-RPC knows and an answer can bear."""
-    raw = bytes(request.get("id", ABSENT))
-    if not raw or len(raw) > MAX_ID:
+def read_id(request_id: msgspec.Raw) -> bytes | None:
+    """The id of a request as it was sent; None where there is none (a notification), or none that an answer can bear.
+
+    Raises:
+        NotCounted: it is not JSON.
+    """
+    sent = bytes(request_id)
+    if not sent or len(sent) > MAX_ID:
         return None
-    return None if isinstance(decode_json(raw), bool | dict | list) else raw
+    return None if isinstance(decode_json(sent), bool | dict | list) else sent

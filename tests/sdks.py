@@ -1,0 +1,199 @@
+"""The SDKs of the field, each asked one question, whole or streamed: those of Python here, those of JavaScript in `node/`."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import anthropic
+import boto3
+import botocore.config
+import botocore.exceptions
+import openai
+import pytest
+from google import genai
+from google.genai import errors, types
+
+USER = "x-user-id"
+
+Messages: TypeAlias = Sequence[dict[str, str]]
+
+STUCK: Messages = [
+    {"role": "user", "content": "Tell me when build 17 is done."},
+    *[
+        {"role": "assistant", "content": "Action: check[build 17]"},
+        {"role": "user", "content": "Observation: pending"},
+    ]
+    * 3,
+]
+"""A conversation that `turns` refuses at once, in every API."""
+
+
+class Reply(NamedTuple):
+    """What a program gets from its SDK.
+
+    Attributes:
+        text: the model's, or the error's as `str` has it.
+        status: of HTTP, where the SDK raised; 0 where it answered.
+    """
+
+    text: str
+    status: int = 0
+
+
+class Job(NamedTuple):
+    """One question.
+
+    Attributes:
+        url: where the API is, without its `/v1`.
+        user: who asks.
+        stream: in pieces.
+        messages: the conversation.
+    """
+
+    url: str
+    user: str
+    stream: bool = False
+    messages: Messages = STUCK
+
+
+def ask_chat(job: Job) -> str:
+    """OpenAI's SDK, chat completions."""
+    client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
+    messages: Any = job.messages
+    if not job.stream:
+        return client.chat.completions.create(model="m", messages=messages).choices[0].message.content or ""
+    pieces = client.chat.completions.create(model="m", messages=messages, stream=True, stream_options={"include_usage": True})
+    return "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+
+
+def ask_responses(job: Job) -> str:
+    """OpenAI's SDK, Responses."""
+    client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
+    messages: Any = job.messages
+    if not job.stream:
+        return client.responses.create(model="m", input=messages).output_text
+    with client.responses.stream(model="m", input=messages) as events:
+        return events.get_final_response().output_text
+
+
+def ask_completions(job: Job) -> str:
+    """OpenAI's SDK, completions."""
+    client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
+    if not job.stream:
+        return client.completions.create(model="m", prompt="again").choices[0].text
+    return "".join(piece.choices[0].text for piece in client.completions.create(model="m", prompt="again", stream=True))
+
+
+def ask_anthropic(job: Job) -> str:
+    """Anthropic's SDK."""
+    client = anthropic.Anthropic(api_key="none", base_url=job.url, default_headers={USER: job.user})
+    messages: Any = job.messages
+    question: Any = {"model": "m", "max_tokens": 1024, "messages": messages}
+    if not job.stream:
+        return str(client.messages.create(**question).content[0].text)
+    with client.messages.stream(**question) as stream:
+        return stream.get_final_text()
+
+
+def ask_gemini(job: Job, *, retries: bool = False) -> str:
+    """Google's SDK, which retries where it is told to."""
+    retry = types.HttpRetryOptions(attempts=3, initial_delay=0.01, max_delay=0.01) if retries else None
+    options = types.HttpOptions(base_url=job.url, headers={USER: job.user}, retry_options=retry)
+    client = genai.Client(api_key="none", http_options=options)
+    roles = {"assistant": "model", "user": "user"}
+    contents: Any = [{"role": roles[said["role"]], "parts": [{"text": said["content"]}]} for said in job.messages]
+    if not job.stream:
+        return client.models.generate_content(model="m", contents=contents).text or ""
+    return "".join(piece.text or "" for piece in client.models.generate_content_stream(model="m", contents=contents))
+
+
+def ask_bedrock(job: Job, *, mode: str = "") -> str:
+    """AWS's SDK, Converse, with its own mode of retries or another one."""
+    config = botocore.config.Config(retries={"mode": mode} if mode else None)
+    keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
+    client: Any = boto3.client("bedrock-runtime", endpoint_url=job.url, region_name="us-east-1", config=config, **keys)
+    client.meta.events.register("before-call", lambda params, **_: params["headers"].update({USER: job.user}))
+    messages = [{"role": said["role"], "content": [{"text": said["content"]}]} for said in job.messages]
+    if not job.stream:
+        return str(client.converse(modelId="m", messages=messages)["output"]["message"]["content"][0]["text"])
+    events = client.converse_stream(modelId="m", messages=messages)["stream"]
+    return "".join(event["contentBlockDelta"]["delta"]["text"] for event in events if "contentBlockDelta" in event)
+
+
+def ask_node(sdk: str, job: Job) -> Reply:
+    """An SDK of JavaScript; skips the test, loudly, where there is no node."""
+    script = _install_node() / "ask.mjs"
+    mode = "stream" if job.stream else "whole"
+    command = ["node", "--no-warnings", str(script), sdk, job.url, job.user, mode]
+    printed = subprocess.run(command, input=json.dumps(job.messages), capture_output=True, text=True, timeout=60, check=False)
+    assert printed.returncode == 0, printed.stderr
+    answer = json.loads(printed.stdout)
+    return Reply(answer["text"]) if "text" in answer else Reply(answer["error"], answer["status"] or -1)
+
+
+@functools.cache
+def _install_node() -> Path:
+    """The folder of the script, beside its SDKs; installed once for each list of them."""
+    source = Path(__file__).parent / "node"
+    if not shutil.which("node") or not shutil.which("npm"):
+        pytest.skip("NODE IS MISSING: the SDKs of JavaScript are not tested")
+    content = b"".join(file.read_bytes() for file in sorted(source.iterdir()))
+    folder = Path(sys.prefix) / f"node-{hashlib.sha256(content).hexdigest()[:16]}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "installed").exists():
+            shutil.copytree(source, folder, dirs_exist_ok=True)
+            command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(folder)]
+            made = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+            if made.returncode:
+                pytest.skip(f"THE SDKS OF JAVASCRIPT CANNOT BE INSTALLED, and are not tested: {made.stderr[-500:]}")
+            (folder / "installed").touch()
+    return folder
+
+
+def _ask_python(ask: Callable[[Job], str], job: Job) -> Reply:
+    try:
+        return Reply(ask(job))
+    except openai.APIStatusError as error:
+        return Reply(str(error), error.status_code)
+    except anthropic.APIStatusError as error:
+        return Reply(str(error), error.status_code)
+    except errors.APIError as error:
+        return Reply(str(error), error.code)
+    except botocore.exceptions.ClientError as error:
+        return Reply(str(error), error.response["ResponseMetadata"]["HTTPStatusCode"])
+
+
+Ask: TypeAlias = Callable[[Job], Reply]
+
+PYTHON: dict[str, Ask] = {
+    "chat": partial(_ask_python, ask_chat),
+    "responses": partial(_ask_python, ask_responses),
+    "anthropic": partial(_ask_python, ask_anthropic),
+    "gemini": partial(_ask_python, ask_gemini),
+    "bedrock": partial(_ask_python, ask_bedrock),
+}
+NODE: dict[str, Ask] = {
+    f"node-{sdk}": partial(ask_node, sdk)
+    for sdk in (
+        "openai-chat",
+        "openai-responses",
+        "anthropic",
+        "vercel-openai",
+        "vercel-anthropic",
+        "vercel-google",
+        "aws",
+    )
+}
+SDKS: dict[str, Ask] = PYTHON | NODE
