@@ -111,6 +111,16 @@ class Subject(Protocol):
         ...
 
 
+class RefusalForm(NamedTuple):
+    """How a detector refuses.
+
+    Attributes:
+        status: of HTTP; None where it depends on the client.
+    """
+
+    status: int | None
+
+
 class Outcome:
     """What one detector of a policy made of the request; never changed.
 
@@ -125,7 +135,7 @@ class Outcome:
         window_seconds: the policy's window.
         delay_ms: how long to hold the request; 0 unless throttled.
         retry_after: seconds until a repeat makes sense; None when unknown.
-        reject_status: HTTP status of a refusal.
+        refusal: how it is refused, if it is.
         detector: the name of its loop_detection entry.
         subject: what was compared, and how a model is told.
         repeat: what the request's own history says, None where requests are counted.
@@ -139,7 +149,7 @@ class Outcome:
         "fingerprint",
         "mode",
         "policy",
-        "reject_status",
+        "refusal",
         "repeat",
         "retry_after",
         "span_ms",
@@ -160,7 +170,7 @@ class Outcome:
         window_seconds: int,
         delay_ms: int,
         retry_after: int | None,
-        reject_status: int,
+        refusal: RefusalForm,
         detector: str,
         subject: Subject,
         repeat: Repeat | None = None,
@@ -176,7 +186,7 @@ class Outcome:
         self.window_seconds = window_seconds
         self.delay_ms = delay_ms
         self.retry_after = retry_after
-        self.reject_status = reject_status
+        self.refusal = refusal
         self.detector = detector
         self.subject = subject
         self.repeat = repeat
@@ -198,7 +208,7 @@ class Outcome:
             self.window_seconds,
             0,
             self.retry_after,
-            self.reject_status,
+            self.refusal,
             self.detector,
             self.subject,
             self.repeat,

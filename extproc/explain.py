@@ -11,6 +11,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
+from extproc.answers.clients import AUTO_STATUS
 from extproc.engine import Engine
 from extproc.errors import UsageError
 from extproc.evaluation import Candidate, Lane
@@ -135,7 +136,7 @@ def _describe_action(candidate: Candidate) -> str:
     count = Count(detector.find_threshold(subject), looping=True, cooldown_ms=cooldown_ms, span_ms=0)
     outcome = detector.judge(candidate.fingerprint, candidate.tenant, count, subject, found)
     framed = subject.frame("", "")
-    status = outcome.reject_status if framed is None else framed.status
+    status = (outcome.refusal.status or AUTO_STATUS) if framed is None else framed.status
     again = f" (Retry-After: {outcome.retry_after})" if outcome.retry_after is not None else ""
     told = {
         "reject": f"reject with {status}{again}",

@@ -162,7 +162,8 @@ def _install_node() -> Path:
     return folder
 
 
-def _ask_python(ask: Callable[[Job], str], job: Job) -> Reply:
+def ask_python(ask: Callable[[Job], str], job: Job) -> Reply:
+    """An SDK of Python."""
     try:
         return Reply(ask(job))
     except openai.APIStatusError as error:
@@ -178,11 +179,11 @@ def _ask_python(ask: Callable[[Job], str], job: Job) -> Reply:
 Ask: TypeAlias = Callable[[Job], Reply]
 
 PYTHON: dict[str, Ask] = {
-    "chat": partial(_ask_python, ask_chat),
-    "responses": partial(_ask_python, ask_responses),
-    "anthropic": partial(_ask_python, ask_anthropic),
-    "gemini": partial(_ask_python, ask_gemini),
-    "bedrock": partial(_ask_python, ask_bedrock),
+    "chat": partial(ask_python, ask_chat),
+    "responses": partial(ask_python, ask_responses),
+    "anthropic": partial(ask_python, ask_anthropic),
+    "gemini": partial(ask_python, ask_gemini),
+    "bedrock": partial(ask_python, ask_bedrock),
 }
 NODE: dict[str, Ask] = {
     f"node-{sdk}": partial(ask_node, sdk)

@@ -172,6 +172,28 @@ def test_a_header_of_the_api_goes_with_the_refusal() -> None:
     assert headers_of(answer)["x-amzn-errortype"] == "ThrottlingException"
 
 
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        ({}, 429),
+        ({"user_agent": "OpenAI/Python 3.54.0"}, 429),
+        ({"user_agent": "ai/6.0.326 ai-sdk/provider-utils/4.0.66 runtime/node.js/v20.20.2"}, 400),
+        ({"user_agent": "ai/5.0.0 ai-sdk/openai/2.0.0 ai-sdk/provider-utils/3.0.0 runtime/browser"}, 400),
+        ({"user_agent": "Boto3/1.44.5 md/Botocore#1.44.5", "amz_sdk_request": "attempt=1; max=3"}, 400),
+        ({"x_goog_api_client": "google-genai-sdk/2.32.0 gl-node/v20.20.2"}, 400),
+        ({"x_goog_api_client": "gl-java/17 gapic/1.0"}, 429),
+        ({"user_agent": "cohere/7.3.1", "x_fern_sdk_name": "cohere"}, 400),
+    ],
+)
+def test_the_status_is_one_that_the_client_does_not_retry(sent: dict[str, Any], status: int) -> None:
+    """`auto` is 429, and 400 for clients that are known to retry that; a status of the operator's choice holds for all."""
+    chosen, fixed = (make_service(policy("p", ANY, reject_status=choice)) for choice in ("auto", 418))
+
+    answers = [repeat(service, headers(end=True, **sent), times=3).immediate_response for service in (chosen, fixed)]
+
+    assert [answer.status.code for answer in answers] == [status, 418]
+
+
 _PIECES = st.sampled_from(
     ["/model/", "/v1/messages", ":generateContent", "/converse", "/invoke", "%2F", "m", "\n", "/publishers"]
 )

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import grpc
 import pytest
 
 from tests.documents import bundle, policy
 from tests.harness import Stack, stack
-from tests.sdks import SDKS, USER, Job, Reply
+from tests.sdks import SDKS, USER, Ask, Job, Reply, ask_bedrock, ask_gemini, ask_python
 
+RETRYING: dict[str, Ask] = {
+    "gemini-retrying": partial(ask_python, partial(ask_gemini, retries=True)),
+    **{f"bedrock-{mode}": partial(ask_python, partial(ask_bedrock, mode=mode)) for mode in ("legacy", "standard", "adaptive")},
+}
+"""SDKs that somebody has told to retry."""
+
+ASK = SDKS | RETRYING
 KEYS = [f"header:{USER}"]
 POLICIES = bundle(
-    policy("turns", {"pathPrefix": "/"}, similarity="turns", reject_status=400, limit_keys=KEYS),
+    *(
+        policy(str(status), {"pathPrefix": f"/{status}/"}, similarity="turns", reject_status=status, limit_keys=KEYS)
+        for status in (429, 400, "auto")
+    ),
     policy("rpc", {"pathExact": "/rpc.Echo/Call"}, body="ignore", limit_keys=KEYS),
 )
 
@@ -28,7 +39,7 @@ def gate() -> Iterator[Stack]:
 def ask(gate: Stack, sdk: str, user: dict[str, str], path: str = "", *, stream: bool = False) -> tuple[Reply, int]:
     """What the SDK makes of the refusal of a stuck agent, and how many requests it sends for that."""
     before = count_requests(gate)
-    reply = SDKS[sdk](Job(f"http://127.0.0.1:{gate.envoy.port}{path}", user[USER], stream))
+    reply = ASK[sdk](Job(f"http://127.0.0.1:{gate.envoy.port}{path}", user[USER], stream))
     return reply, count_requests(gate) - before
 
 
@@ -41,11 +52,30 @@ def count_requests(gate: Stack) -> int:
 @pytest.mark.parametrize("sdk", SDKS)
 def test_each_sdk_shows_the_reason(gate: Stack, sdk: str, user: dict[str, str], stream: bool) -> None:
     """The text of its exception says what repeats, with the code."""
-    reply, _ = ask(gate, sdk, user, stream=stream)
+    reply, _ = ask(gate, sdk, user, "/400", stream=stream)
 
     assert reply.status == 400
     assert "Loop detected: 3 of the last 3 turns were check with the same input and the same result" in reply.text
     assert "(recursive_loop_detected)" in reply.text
+
+
+RETRY_429 = ["bedrock", *RETRYING, "node-vercel-openai", "node-vercel-anthropic", "node-vercel-google", "node-aws"]
+
+
+@pytest.mark.parametrize("sdk", ASK)
+def test_one_request_is_sent_for_a_refusal(gate: Stack, sdk: str, user: dict[str, str]) -> None:
+    """With the status `auto`: it is 400 for the SDKs that would send another one after 429, and 429 for the others."""
+    reply, requests = ask(gate, sdk, user, "/auto")
+
+    assert (requests, reply.status) == (1, 400 if sdk in RETRY_429 or sdk == "gemini" else 429)
+
+
+@pytest.mark.parametrize("sdk", ["bedrock", "gemini-retrying", "node-vercel-openai"])
+def test_some_sdks_retry_429_whatever_it_says(gate: Stack, sdk: str, user: dict[str, str]) -> None:
+    """Which is what `auto` is for: once none of them does any more, it can go."""
+    _, requests = ask(gate, sdk, user, "/429")
+
+    assert requests == 3
 
 
 def test_grpc_clients_read_words(gate: Stack, user: dict[str, str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.decision import Action, Outcome, Repeat
+from extproc.decision import Action, Outcome, RefusalForm, Repeat
 from extproc.engine import Engine
 from extproc.evaluation import Candidate, group_by_policy
 from extproc.fingerprint import NO_BODY, Body
@@ -337,7 +337,9 @@ def test_a_million_distinct_requests_share_no_count() -> None:
 
 def test_the_message_says_what_to_do() -> None:
     """What repeated, how often, over what span; a long path is cut, odd bytes cannot break the JSON."""
-    outcome = Outcome("p", "enforce", Action.REJECT, "f" * 8, "t" * 16, 7, 150_000, 60, 0, 60, 429, "default", EXACT)
+    outcome = Outcome(
+        "p", "enforce", Action.REJECT, "f" * 8, "t" * 16, 7, 150_000, 60, 0, 60, RefusalForm(429), "default", EXACT
+    )
 
     message = EXACT.tell(outcome, "POST", "/v1/" + "x" * 1_000 + "\udcff")
 
@@ -372,7 +374,9 @@ def test_the_message_says_what_to_do() -> None:
 def test_the_message_says_what_was_compared(similarity: str, repeat: Repeat | None, said: str) -> None:
     """Each similarity says what repeated in its own words; calls are told by tool and number, with the operator's reason."""
     teller = make_similarity(LoopDetection.model_validate({"similarity": similarity}))
-    outcome = Outcome("p", "enforce", Action.REJECT, "f" * 8, "t" * 16, 7, 150_000, 60, 0, 60, 429, "name", teller, repeat)
+    outcome = Outcome(
+        "p", "enforce", Action.REJECT, "f" * 8, "t" * 16, 7, 150_000, 60, 0, 60, RefusalForm(429), "name", teller, repeat
+    )
 
     message = teller.tell(outcome, "POST", "/v1")
 
@@ -382,7 +386,7 @@ def test_the_message_says_what_was_compared(similarity: str, repeat: Repeat | No
 
 def test_the_strictest_outcome_of_each_policy_counts() -> None:
     """A policy is told by one outcome, the first among equals; the same policy's place in the other lane is its own."""
-    base = Outcome("a", "enforce", Action.ALLOW, "f", "t", 1, 0, 60, 0, 60, 429, "one", EXACT)
+    base = Outcome("a", "enforce", Action.ALLOW, "f", "t", 1, 0, 60, 0, 60, RefusalForm(429), "one", EXACT)
     trace = [
         base,
         replace(base, action=Action.WARN, detector="two"),

@@ -48,7 +48,7 @@ FLOORS: list[list[str]] = [
         *(f"answers/apis/{api}" for api in ("openai", "anthropic", "gemini", "bedrock", "rpc")),
         "answers/apis",
     ],
-    ["answers", "answers/go_on", "answers/refuse"],
+    ["answers", "answers/clients", "answers/go_on", "answers/refuse"],
     ["service"],
     ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],
     ["transport/tls", "transport/fast", "transport/grpcio"],

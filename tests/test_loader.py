@@ -116,6 +116,9 @@ LOOP_FIELDS: list[tuple[str, object, str]] = [
     ("count_refused", 1, "must be a boolean"),
     ("reject_status", 399, "must be >= 400"),
     ("reject_status", 600, "must be <= 599"),
+    ("reject_status", "429", "must be an integer or 'auto'"),
+    ("reject_status", True, "must be an integer or 'auto'"),
+    ("reject_status", 429.0, "must be an integer or 'auto'"),
     ("max_delay_ms", 0, "must be >= 1"),
     ("max_delay_ms", 30_001, "must be <= 30000"),
     ("body", "maybe", "must be one of include, ignore"),
@@ -1130,7 +1133,9 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 def fits(value: Any, rule: Mapping[str, Any], kinds: Mapping[str, Any]) -> bool:  # noqa: ANN401  # JSON
     """Whether a value is what a JSON Schema says, as far as ours says anything; an unknown keyword raises."""
 
-    def of_type(name: str) -> bool:
+    def of_type(name: str | list[str]) -> bool:
+        if isinstance(name, list):
+            return any(map(of_type, name))
         return isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
 
     def properties(known: Mapping[str, Any]) -> bool:

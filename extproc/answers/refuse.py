@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from extproc.answers.apis import find_api
 from extproc.answers.apis.api import Refusal, read_question
+from extproc.answers.clients import choose_status
 from extproc.answers.go_on import NAMESPACE, set_headers
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason
 from extproc.pb.external_processor_pb2 import ProcessingResponse
@@ -26,7 +27,8 @@ def refuse_loop(lead: Outcome, metadata: dict[str, str | int], request: HttpRequ
     message = f"{lead.subject.tell(lead, request.method, request.path)} ({_LOOP})"
     reason = Reason.LOOP_DETECTED
     detail = {"error": _LOOP, "message": message, "cooldown_seconds": lead.retry_after}
-    refusal = Refusal(lead.reject_status, message, reason.value, _LOOP, detail)
+    status = lead.refusal.status or choose_status(request)
+    refusal = Refusal(status, message, reason.value, _LOOP, detail)
     framed = lead.subject.frame(message, request.read_header("accept")) or _frame(refusal, request, content)
     headers = [
         # Together these stop SDKs that would sleep and retry, and still tell everybody else when to come back.

@@ -5,8 +5,8 @@ What is compared (similarity), over what span (window) and what is done (action)
 
 from __future__ import annotations
 
-from extproc.decision import Action, Outcome, Repeat, Subject
-from extproc.policy.bundle import LoopDetection
+from extproc.decision import Action, Outcome, RefusalForm, Repeat, Subject
+from extproc.policy.bundle import AUTO, LoopDetection
 from extproc.policy.objects import MAX_THRESHOLD
 from extproc.similarity import Similarity
 from extproc.windows import Count, Hit
@@ -62,7 +62,7 @@ class Detector:
         # A stateless one keeps its cooldown alone, which has a beginning and an end.
         self.window_type = "fixed" if self.stateless else loop.window_type
         self.max_delay_ms = loop.max_delay_ms
-        self.reject_status = loop.reject_status
+        self.refusal = RefusalForm(None if loop.reject_status == AUTO else loop.reject_status)
         self._key = f"{'shadow:' if shadow else ''}loop:{policy}:{name}:{self.window_type}:"
         self._window_ms = self.window_seconds * 1000
         self._cooldown_ms = loop.cooldown_seconds * 1000
@@ -125,7 +125,7 @@ class Detector:
             self.window_seconds,
             min(number * DELAY_PER_REQUEST_MS, self.max_delay_ms) if action is Action.THROTTLE else 0,
             self._find_retry_after(count, self.find_threshold(subject), repeat),
-            self.reject_status,
+            self.refusal,
             self.name,
             subject,
             repeat,

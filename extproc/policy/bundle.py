@@ -9,10 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import quote
 
-from pydantic import AfterValidator, AwareDatetime, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    WithJsonSchema,
+)
 
 from extproc.fingerprint import normalize_path
 from extproc.policy.objects import MAX_SECONDS, JsonObject, is_pointer, make_error
@@ -23,6 +33,10 @@ MAX_INSPECT_BYTES = 16 * 2**20
 
 MAX_DELAY_MS = 30_000
 """Default and top of `max_delay_ms` (Fairvisor's cap on a throttled request)."""
+
+AUTO: Final = "auto"
+_STATUSES = (400, 599)
+"""Lowest and highest status of a refusal: those of errors."""
 
 HEADER = "header"
 IP_ADDRESS = "ip:address"
@@ -114,8 +128,26 @@ def _check_timestamp(value: object) -> object:
     return moment
 
 
+def _check_status(value: object) -> object:
+    if value == AUTO:
+        return value
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise make_error(f"must be an integer or '{AUTO}'")
+    if value < _STATUSES[0]:
+        raise make_error(f"must be >= {_STATUSES[0]}")
+    if value > _STATUSES[1]:
+        raise make_error(f"must be <= {_STATUSES[1]}")
+    return value
+
+
 _TOKEN: dict[str, Any] = {"pattern": r"^[A-Za-z0-9!#\x24%&'*+.^_`|~-]+$"}
 _HOST_PATTERN: dict[str, Any] = {"pattern": r"^([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$"}
+_STATUS: dict[str, Any] = {
+    "type": ["integer", "string"],
+    "minimum": _STATUSES[0],
+    "maximum": _STATUSES[1],
+    "pattern": f"^{AUTO}$",
+}
 _KEY_PATTERN: dict[str, Any] = {
     "pattern": "^((jwt|query|[Hh][Ee][Aa][Dd][Ee][Rr]):[A-Za-z0-9_-]+|body:(/([^~/]|~[01])*)+"
     "|ip:(address|country|asn|type|tor)|ua:(bot|bot_category))$"
@@ -127,6 +159,7 @@ Host = Annotated[str, AfterValidator(_check_host), Field(json_schema_extra=_HOST
 LimitKey = Annotated[str, AfterValidator(_check_limit_key), Field(json_schema_extra=_KEY_PATTERN)]
 Header = Annotated[str, AfterValidator(_check_header), Field(json_schema_extra=_TOKEN)]
 Id = Annotated[str, AfterValidator(_check_id), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,128}$"})]
+Status = Annotated[int | Literal["auto"], BeforeValidator(_check_status), WithJsonSchema(_STATUS)]
 Timestamp = Annotated[AwareDatetime, BeforeValidator(_check_timestamp)]
 
 
@@ -159,7 +192,7 @@ class LoopDetection(SimilarityKeys):
         action: what is done about a loop: refuse the request, hold it for a while, or let it through with a warning.
         window_type: whether every request restarts the window, exactly its last requests count, or it ends after its first.
         count_refused: False: a refused request leaves the count alone.
-        reject_status: HTTP status of a refusal.
+        reject_status: HTTP status of a refusal; `auto`: 429, but 400 for clients that are known to retry that whatever it says.
         max_delay_ms: longest hold of a throttled request, in milliseconds.
         body: `ignore` leaves the body out of the fingerprint.
         max_inspect_bytes: largest body that is looked into, in bytes.
@@ -171,7 +204,7 @@ class LoopDetection(SimilarityKeys):
     action: Literal["reject", "throttle", "warn"] = "reject"
     window_type: Literal["sliding_ttl", "sliding_log", "fixed"] = "sliding_ttl"
     count_refused: bool = True
-    reject_status: Annotated[int, Field(ge=400, le=599)] = 429
+    reject_status: Status = 429
     max_delay_ms: Annotated[int, Field(ge=1, le=MAX_DELAY_MS)] = MAX_DELAY_MS
     body: Literal["include", "ignore"] = "include"
     max_inspect_bytes: Annotated[int, Field(ge=1, le=MAX_INSPECT_BYTES)] = 2**20
