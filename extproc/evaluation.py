@@ -333,7 +333,7 @@ class Evaluation:
         inspects: a body of so many bytes at most has to be kept to be looked into, 0 for none.
     """
 
-    __slots__ = ("_scope", "_whole", "content", "enforcing", "inspects", "request", "shadow")
+    __slots__ = ("_scope", "content", "enforcing", "inspects", "request", "shadow")
 
     def __init__(self, request: HttpRequest, scope: str = "") -> None:
         """Start with nothing matched; `scope` is the attachment name in every key."""
@@ -343,7 +343,6 @@ class Evaluation:
         self.shadow = Lane(shadow=True)
         self.inspects = 0
         self._scope = scope
-        self._whole = False
 
     @property
     def lanes(self) -> tuple[Lane, Lane]:
@@ -365,13 +364,12 @@ class Evaluation:
         lane = self.shadow if plan.shadow else self.enforcing
         if lane.admit(plan, self.request) and plan.needs_body and plan.inspects:
             self.inspects = max(self.inspects, plan.inspects)
-            self._whole = self._whole or plan.needs_whole
 
     def split(self) -> Evaluation:
         """Take the shadow policies that need the body out, into an evaluation of their own."""
         watching = Evaluation(self.request, self._scope)
         watching.shadow.candidates = self.shadow.take_body_readers()
-        watching.inspects, watching._whole = self.inspects, self._whole  # its own kind
+        watching.inspects = self.inspects
         return watching
 
     def seal(
@@ -398,11 +396,11 @@ class Evaluation:
         if text is None:
             self._seal(known, None, unreadable)
         elif len(text) < _MANY_OBJECTS or not gc.isenabled():
-            self._seal(known, Document(text, whole=self._whole))
+            self._seal(known, Document(text))
         else:
             gc.disable()  # it would walk what is being decoded again and again, for longer than decoding takes
             try:
-                self._seal(known, Document(text, whole=self._whole))
+                self._seal(known, Document(text))
             finally:
                 gc.enable()
 

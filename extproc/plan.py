@@ -109,8 +109,6 @@ class Plan:
         self.sessions: Sessions | None = None
         if spec.session is not None and any(detector.similarity.remembers for detector in self.detectors):
             self.sessions = Sessions(self.id, spec.session, shadow=shadow)
-        in_body = self.reads_body or (self.sessions is not None and self.sessions.reads_body)
-        self.needs_whole = in_body or any(detector.similarity.whole for detector in self.detectors)
         looking = [detector.max_inspect_bytes for detector in self.detectors if self.reads_body or detector.looks]
         self.inspects = max(looking, default=0)
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from extproc.policy.bundle import LoopDetection
 from extproc.similarity import Similarity
-from extproc.similarity.conversation import arguments, other, result
-from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.document import Document, NotCounted, write_canonical
+from extproc.similarity.shapes.contents import name_other, read_arguments, read_result
 from extproc.similarity.tail import Tail
 from extproc.similarity.tool_calls import ToolCalls
 from tests.test_canonical import VALUES, spelled
@@ -49,7 +49,7 @@ def read(data: bytes) -> list[str]:
 
 _SYSTEM = "text | you help the on-call engineer. use the tools; say so when they bring nothing."
 _BACKUP = 'call | search_docs | {"limit":5,"query":"backup retention"}'
-_SELECT = "call | run_sql | select count(*) from orders"
+_SELECT = 'call | run_sql | "select count(*) from orders"'
 _WEATHER = " | ".join(
     f'call | {tool} | {{"city":"{city}"}}' for tool in ("get_weather", "get_time") for city in ("Oslo", "Lima")
 )
@@ -94,25 +94,24 @@ EXPECTED: dict[str, list[str]] = {
     "responses_stuck": [
         "model | gpt-5",
         "user | text | how long do we keep backups?",
-        *[f"function_call | {_BACKUP}", "function_call_output | result | []"] * 3,
+        *[f"assistant | {_BACKUP}", "tool | result | []"] * 3,
     ],
     "responses_parallel_calls": [
         "model | gpt-5-mini",
         f"developer | {_SYSTEM}",
         "user | text | weather and time in oslo?",
         "assistant | text | one moment.",
-        'function_call | call | get_weather | {"city":"Oslo"}',
-        'function_call | call | get_time | {"city":"Oslo"}',
-        "function_call_output | result | -3 °c, snow",
-        "function_call_output | result | 14:02",
+        'assistant | call | get_weather | {"city":"Oslo"} | call | get_time | {"city":"Oslo"}',
+        "tool | result | -3 °c, snow",
+        "tool | result | 14:02",
     ],
     "responses_image": ["model | gpt-5-mini", "user | text | describe. | other | other"],
-    "responses_previous": ['model | gpt-5-mini | "resp_0123456789"', "function_call_output | result | []"],
+    "responses_previous": ['model | gpt-5-mini | "resp_0123456789"', "tool | result | []"],
     "responses_text": ["model | gpt-5-mini", "user | text | say hello."],
     "responses_custom_tool": [
         "model | gpt-5",
         "user | text | how many orders are open?",
-        *[f"custom_tool_call | {_SELECT}", f"custom_tool_call_output | {_NO_TABLE}"] * 3,
+        *[f"assistant | {_SELECT}", f"tool | {_NO_TABLE}"] * 3,
     ],
     "anthropic_stuck": [
         "model | claude-sonnet-4-5",
@@ -196,10 +195,16 @@ def test_a_body_that_is_not_json_has_no_conversation(looks: Similarity, text: st
         ('{"messages":[{"role":"user"}]}', "user"),
         ('{"messages":[{"role":"user","content":7}]}', "user | other"),
         ('{"messages":[{"role":"user","content":[{"type":"text","text":null}]}]}', "user"),
-        ('{"messages":[{"role":"assistant","tool_calls":[{"id":"1"}]}]}', "assistant"),
+        ('{"messages":[{"role":"assistant","tool_calls":[{"id":"1"}]}]}', "assistant | other"),
         ('{"messages":[{"role":"assistant","tool_calls":null,"content":"a"}]}', "assistant | text | a"),
         ('{"input":[{"type":"reasoning","summary":[]},{"role":"user","content":"a"}]}', "user | text | a"),
-        ('{"input":[{"type":"computer_call","call_id":"1"}]}', "other | other"),
+        (
+            '{"input":[{"type":"computer_call","call_id":"1","action":{"type":"wait"}}]}',
+            'assistant | call | computer | {"type":"wait"}',
+        ),
+        ('{"messages":[{"role":"user","tool_calls":{}}]}', "user | call |  | {}"),
+        ('{"input":[{"role":"user","tool_calls":{}}]}', "user"),
+        ('{"messages":[{"role":"a","name":[]}]}', "a"),
         ('{"messages":[{"type":"tool_use","name":"f"}]}', "other | other"),
     ],
 )
@@ -210,7 +215,7 @@ def test_corners_of_a_conversation(text: str, said: str) -> None:
 
 @pytest.mark.parametrize(
     "message",
-    ["null", "1", "[]", '"x"', "true", '{"role":1}', '{"role":"user","tool_calls":{}}', '{"role":"a","name":[]}', "{}"],
+    ["null", "1", "[]", '"x"', "true", '{"role":1}', '{"role":1.5,"x":0.5}', '{"type":"x"}', "{}"],
 )
 @pytest.mark.parametrize("key", ["messages", "input"])
 def test_messages_of_other_types_do_not_hide_the_rest(key: str, message: str) -> None:
@@ -237,6 +242,11 @@ def test_messages_of_another_type_do_not_hide_the_input(messages: str, message: 
     assert found == outcome(looks, Document(f'{{"input":[{item}]}}'.encode()))
 
 
+def spell(arguments: object) -> bytes:
+    """A call's arguments in one spelling."""
+    return write_canonical(read_arguments(arguments))
+
+
 @pytest.mark.parametrize(
     ("one", "rest", "same"),
     [
@@ -253,7 +263,7 @@ def test_messages_of_another_type_do_not_hide_the_input(messages: str, message: 
 )
 def test_arguments_in_a_string_are_compared_by_meaning(one: str, rest: str, same: bool) -> None:
     """A string of JSON is what it means, and equals the same JSON without a string around it; any other is its text."""
-    assert (arguments(one) == arguments(rest)) is same
+    assert (spell(one) == spell(rest)) is same
 
 
 @given(VALUES, st.data())
@@ -262,7 +272,7 @@ def test_arguments_are_equal_with_and_without_a_string(value: Any, data: st.Data
     text = spelled(data.draw, value)
 
     if not isinstance(value, str):
-        assert arguments(text) == arguments(Document(text.encode()).value())
+        assert spell(text) == spell(Document(text.encode()).value())
 
 
 @pytest.mark.parametrize(
@@ -287,7 +297,7 @@ def test_arguments_are_equal_with_and_without_a_string(value: Any, data: st.Data
 )
 def test_results_in_parts_are_compared_by_what_they_say(one: object, rest: object, same: bool) -> None:
     """Texts are joined, space around them is not part of them, and what is no text is compared by meaning but for its ids."""
-    assert (result(one) == result(rest)) is same
+    assert (read_result(one) == read_result(rest)) is same
 
 
 @pytest.mark.parametrize(
@@ -303,26 +313,25 @@ def test_results_in_parts_are_compared_by_what_they_say(one: object, rest: objec
 )
 def test_other_parts_have_names_of_their_own(one: object, rest: object, same: bool) -> None:
     """What is no text goes by a hash, which tells different things apart."""
-    assert (other(one) == other(rest)) is same
+    assert (name_other(one) == name_other(rest)) is same
 
 
-def both_ways(text: str | bytes) -> tuple[dict[str, object], dict[str, object], dict[str, object]]:
-    """What every similarity says: nothing decoded before, the whole body decoded by the first, and by somebody else."""
+def both_ways(text: str | bytes) -> tuple[dict[str, object], dict[str, object]]:
+    """What every similarity says: alone, and where all of them share a body that somebody has decoded as a whole."""
     data = text if isinstance(text, bytes) else text.encode()
-    before = Document(data, whole=True)
+    shared = Document(data)
     with suppress(NotCounted):
-        before.value()
+        shared.value()
     alone = {name: outcome(looks, Document(data)) for name, looks in SIMILARITIES.items()}
-    whole = {name: outcome(looks, Document(data, whole=True)) for name, looks in SIMILARITIES.items()}
-    return alone, whole, {name: outcome(looks, before) for name, looks in SIMILARITIES.items()}
+    return alone, {name: outcome(looks, shared) for name, looks in SIMILARITIES.items()}
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_who_else_looks_does_not_matter(name: str) -> None:
     """A similarity says the same about a body whether or not somebody else had the whole of it decoded."""
-    alone, whole, before = both_ways(BODIES[name])
+    alone, shared = both_ways(BODIES[name])
 
-    assert alone == whole == before
+    assert alone == shared
 
 
 # Bodies near those of the APIs, in which nearly anything may stand in nearly any place.
@@ -384,9 +393,9 @@ _REQUESTS = st.fixed_dictionaries({"messages": _MESSAGES}) | st.fixed_dictionari
 @given(_REQUESTS, _near({"model": _WORDS, "temperature": st.just(0.5), "previous_response_id": _WORDS, "prompt": _WORDS}))
 def test_nearly_right_bodies_are_read_alike_or_not_at_all(request: dict[str, Any], more: dict[str, Any]) -> None:
     """Whatever types stand where, nothing but NotCounted is raised, and who else looks does not matter."""
-    alone, whole, before = both_ways(json.dumps({**request, **more}))
+    alone, shared = both_ways(json.dumps({**request, **more}))
 
-    assert alone == whole == before
+    assert alone == shared
 
 
 _HALVES = "[" + ",".join(["0.5"] * 6_000) + "]"
@@ -404,6 +413,6 @@ _HALVES = "[" + ",".join(["0.5"] * 6_000) + "]"
 )
 def test_the_bound_on_fractions_does_not_depend_on_others(text: str) -> None:
     """Whether a body holds too many numbers for one similarity does not depend on what another one looks at."""
-    alone, whole, before = both_ways(text)
+    alone, shared = both_ways(text)
 
-    assert alone == whole == before
+    assert alone == shared

@@ -23,7 +23,7 @@ from extproc.pb.external_processor_pb2 import HttpHeaders, HttpTrailers, Process
 from extproc.policy.bundle import LoopDetection
 from extproc.request import HttpRequest
 from extproc.service import Service, Stream
-from extproc.similarity import Similarity, conversation, document
+from extproc.similarity import Similarity, document, shapes
 from extproc.similarity.document import Document
 from extproc.store.memory import MemoryStore
 from extproc.upload import Kept
@@ -1135,7 +1135,7 @@ def decodings(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         return real(data, *decode)
 
     monkeypatch.setattr(document, "decode_json", spy)
-    monkeypatch.setattr(conversation, "decode_json", spy)
+    monkeypatch.setattr(shapes, "decode_json", spy)
     return made
 
 
@@ -1156,20 +1156,20 @@ ALL: tuple[dict[str, Any], ...] = (
     [
         ([several("p", {}, {"name": "b", "body": "ignore"}), policy("s", ANY, mode="shadow")], 0),
         ([policy("p", ANY, limit_keys=["header:x-a", "query:q"])], 0),
-        ([several("p", *ALL)], 1),
+        ([several("p", *ALL)], 2),
         ([several("p", TAIL, TAIL | {"name": "t2"}, CALLS)], 1),
-        ([several("p", *ALL, limit_keys=["body:/user", "body:/model"]), several("s", *ALL, mode="shadow")], 1),
+        ([several("p", *ALL, limit_keys=["body:/user", "body:/model"]), several("s", *ALL, mode="shadow")], 2),
         ([policy("p", ANY, limit_keys=["body:/user"], body="ignore"), policy("q", ANY, limit_keys=["body:/model"])], 1),
-        ([policy("p", ANY, **TAIL), policy("s", ANY, mode="shadow", **CANONICAL), policy("q", ANY, **CALLS)], 1),
+        ([policy("p", ANY, **TAIL), policy("s", ANY, mode="shadow", **CANONICAL), policy("q", ANY, **CALLS)], 2),
         ([with_spec(several("p", *ALL), bypass=[{"pathPrefix": "/"}]), policy("q", ANY)], 0),
     ],
 )
 @pytest.mark.parametrize("data", [chat("hi", "ho", user="ann"), looping(5, user="ann"), b'{"messages": 5, "user": "ann"}'])
 @pytest.mark.sources  # compiled code calls the function that it was compiled with, not a spy
-def test_a_body_is_decoded_at_most_once(
+def test_a_body_is_decoded_no_more_often_than_it_has_to_be(
     decodings: list[bytes], policies: list[dict[str, Any]], times: int, data: bytes
 ) -> None:
-    """However many detectors and descriptors look at a body, it is decoded once, and not at all where none needs it."""
+    """Once as a whole and once for its messages, however many detectors and descriptors look; not at all where none does."""
     service = make_service(*policies)
 
     sent(service, data)

@@ -123,7 +123,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], Reasons, bool]] = {
     "a million tiny messages": (lambda: _chat(*["{}"] * 1_000_000), LIMIT, False),
     "a million messages that are none": (lambda: _chat(*["1"] * 1_000_000), LIMIT, False),
     "many tiny messages": (lambda: _chat(*["{}"] * 20_000), LIMIT, False),
-    "many messages that are none": (lambda: _chat(*["1"] * 20_000), LIMIT, False),
+    "many messages that are none": (lambda: _chat(*["1"] * 20_000), NO_MESSAGES, False),
     "many empty texts": (lambda: _chat(_user("[" + ",".join(['""'] * 20_000) + "]")), LIMIT, False),
     "a 2 MB argument string": (lambda: _chat(_call(json.dumps(json.dumps(["x" * 2_000_000])))), LIMIT, False),
     "a long argument string": (lambda: _repeated(_call(json.dumps(json.dumps(["\n" * 50_000]))), _result()), NONE, True),

@@ -10,6 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "extproc"
 
+SHARED = [f"similarity/shapes/{name}" for name in ("messages", "contents", "conversation")]
+SHAPES = sorted(f"similarity/shapes/{file.stem}" for file in ROOT.glob("similarity/shapes/[!_]*.py"))
+"""One file for each API, which nobody else names, above what they share."""
+
 # From the ground up, every file by name; a folder's own name is its __init__.py. A file imports from lower floors and, on its
 # own floor, from files of its own folder that stand before it: so no circle can hide.
 FLOORS: list[list[str]] = [
@@ -28,13 +32,8 @@ FLOORS: list[list[str]] = [
     ],
     ["policy", "policy/objects", "policy/strict_json", "policy/files"],
     ["similarity/document"],
-    [
-        "similarity/shapes/structs",
-        "similarity/shapes/conversation",
-        *(f"similarity/shapes/{api}" for api in ("chat", "responses", "anthropic", "gemini", "bedrock", "prompt")),
-        "similarity/shapes",
-    ],
-    ["similarity/conversation", "similarity/actions", "similarity/results", "similarity/tools", "similarity/turn"],
+    [*SHARED, *(name for name in SHAPES if name not in SHARED), "similarity/shapes"],
+    ["similarity/actions", "similarity/results", "similarity/tools", "similarity/turn"],
     ["similarity/keys", "similarity/base", "similarity/loops"],
     ["similarity/canonical", "similarity/tail", "similarity/tool_calls", "similarity/turns", "similarity/mcp", "similarity"],
     ["policy/bundle", "policy/routes", "policy/rules", "policy/messages", "policy/loader"],

@@ -14,8 +14,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from extproc.similarity.document import Json, NotJson, decode_json, write_canonical
-from extproc.similarity.shapes.conversation import arguments, unpack
-from extproc.similarity.shapes.structs import CALL, TEXT, Part
+from extproc.similarity.shapes.contents import read_arguments, unpack
+from extproc.similarity.shapes.messages import CALL, TEXT, Part
 
 THOUGHTS = frozenset(
     {
@@ -152,7 +152,7 @@ def number_id(number: int) -> str:
 
 def spell_call(call: Part, ignored: Collection[str]) -> bytes:
     """A call in one spelling: its tool, and its arguments without thoughts."""
-    value = arguments(call.value)
+    value = read_arguments(call.value)
     if isinstance(value, dict) and not value.keys().isdisjoint(ignored):
         value = _without_thoughts(value, call.name, ignored)
     return call.name.encode() + _SEPARATOR + write_canonical(value)

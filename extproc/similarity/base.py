@@ -40,7 +40,6 @@ class Similarity:
     Attributes:
         keys: the keys of a loop_detection entry that are its own, beside those of `LoopKeys`.
         looks: into the body, whose bytes are kept for it; else the body's checksums are enough.
-        whole: it asks for the whole body's value, not for parts of it.
         stateless: a request says itself whether it is part of a loop. Nothing is counted, the store keeps the cooldown alone.
         remembers: what a request does not show, earlier ones of its session may have shown.
         default_threshold: of an entry that has none; None where each has to say it.
@@ -48,7 +47,6 @@ class Similarity:
 
     keys: ClassVar[type[JsonObject]] = LoopKeys
     looks: ClassVar[bool] = False
-    whole: ClassVar[bool] = False
     stateless: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
     default_threshold: ClassVar[int | None] = None

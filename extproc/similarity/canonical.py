@@ -15,7 +15,6 @@ class Canonical(Similarity):
 
     keys: ClassVar[type[JsonObject]] = CanonicalKeys
     looks: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
 
     def __init__(self, keys: SimilarityKeys) -> None:
         """See `Similarity`."""

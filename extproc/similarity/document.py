@@ -99,8 +99,8 @@ def walk(count: int) -> None:
         raise NotCounted("inspect_limit")
 
 
-def hook_number(text: str) -> msgspec.Raw:
-    """The one spelling of a number that has a fraction or an exponent, for the `float_hook` of decoders of whole bodies.
+def _hook_number(text: str) -> msgspec.Raw:
+    """The one spelling of a number that has a fraction or an exponent, where a body is decoded as a whole.
 
     Raises:
         NotCounted: there were too many.
@@ -111,8 +111,8 @@ def hook_number(text: str) -> msgspec.Raw:
     return write_number(text)
 
 
-def _hook_number_in_part(text: str) -> msgspec.Raw:
-    """The same where a part of a body is decoded, which is bounded for itself."""
+def hook_number_in_part(text: str) -> msgspec.Raw:
+    """The same for the `float_hook` of decoders of parts of a body, which are bounded for themselves."""
     _Left.in_parts -= 1
     if _Left.in_parts < 0:
         raise NotCounted("inspect_limit")
@@ -124,8 +124,8 @@ def write_number(text: str) -> msgspec.Raw:
     return _remembered(text) if len(text) <= _WORTH_REMEMBERING else _write_number(text)
 
 
-_decode_whole = msgspec.json.Decoder(float_hook=hook_number).decode
-_decode_part = msgspec.json.Decoder(float_hook=_hook_number_in_part).decode
+_decode_whole = msgspec.json.Decoder(float_hook=_hook_number).decode
+_decode_part = msgspec.json.Decoder(float_hook=hook_number_in_part).decode
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 
@@ -136,15 +136,13 @@ class Document:
     sees: where the whole body cannot be decoded, or holds too much, the part that somebody asks for is decoded all the same.
     """
 
-    __slots__ = ("_data", "_part", "_value", "_whole", "conversation")
+    __slots__ = ("_data", "_value", "conversation")
 
-    def __init__(self, data: bytes | memoryview, *, whole: bool = False) -> None:
-        """Nothing is decoded yet; `whole` says that somebody is going to ask for `value`."""
+    def __init__(self, data: bytes | memoryview) -> None:
+        """Nothing is decoded yet."""
         self._data = data
-        self._whole = whole
-        self._part: Json = _MISSING  # or the exception that it is
-        self._value: Json = _MISSING
-        self.conversation: Any = None  # what `conversation` makes of it
+        self._value: Json = _MISSING  # or the exception that it is
+        self.conversation: Any = None  # what `open_conversation` makes of it, or the exception
 
     def __len__(self) -> int:
         """The body's length in bytes."""
@@ -157,53 +155,32 @@ class Document:
             NotCounted: it is not JSON, or too much of it.
         """
         if self._value is _MISSING:
-            self._value = self._decode(_decode_whole)
+            self._value = self._decode()
         if isinstance(self._value, NotCounted):
             raise self._value.renew()
         return self._value
 
-    def part(self, decode: Any) -> Json:  # noqa: ANN401  # msgspec's own
-        """The body as `decode` makes it, or as `value` does: where that is at hand, or the body's types are other ones.
-
-        Every caller uses the same decoder, whose hook for floats is `hook_number`.
-
-        Raises:
-            NotCounted: as `value`.
-        """
-        _Left.in_parts, _Left.steps = MAX_FRACTIONS, MAX_STEPS  # for each that looks into the body
-        if self._part is _MISSING:
-            try:
-                self._part = self.value() if self._whole else self._typed(decode)
-            except NotCounted:
-                self._part = self._typed(decode)
-        if isinstance(self._part, NotCounted):
-            raise self._part.renew()
-        return self._part
+    def start(self) -> None:
+        """Let somebody look into the body, who starts with all of the bounds."""
+        _Left.in_parts, _Left.steps = MAX_FRACTIONS, MAX_STEPS
 
     def data(self) -> bytes:
         """The body as it came, for who leaves its arrays raw where they stand; each starts with all of the bounds.
 
         Raises:
-            NotCounted: there are too many objects in it.
+            NotCounted: there are too many objects and arrays in it.
         """
         _Left.in_parts, _Left.steps = MAX_FRACTIONS, MAX_STEPS
-        data = bytes(self._data)
-        if len(data) > WORTH_COUNTING and data.count(b"{") > MAX_CONTAINERS:
-            raise NotCounted("inspect_limit")
-        return data
+        if len(self._data) > WORTH_COUNTING:
+            check_containers(self._data)
+        return bytes(self._data)
 
-    def _typed(self, decode: Any) -> Json:  # noqa: ANN401  # msgspec's own
-        try:
-            return self._decode(decode)
-        except msgspec.ValidationError:
-            return self._decode(_decode_whole) if self._value is _MISSING else self._value
-
-    def _decode(self, decode: Any) -> Json:  # noqa: ANN401  # msgspec's own
-        """What a decoder makes of the body, which may be the NotCounted that it raises."""
+    def _decode(self) -> Json:
+        """The value, or the NotCounted that decoding raises."""
         _Left.in_body = MAX_FRACTIONS
         try:
             check_containers(self._data)
-            return decode_json(self._data, decode)
+            return decode_json(self._data, _decode_whole)
         except NotCounted as failure:
             return failure.renew()
 

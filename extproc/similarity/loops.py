@@ -136,8 +136,8 @@ class TurnRule:
             NotCounted: there is no conversation, or it cannot be read.
         """
         conversation = open_conversation(document)
-        turns = read_turns(conversation, self._ignored)
-        return History(turns, elsewhere=conversation.elsewhere, after=conversation.after)
+        turns = read_turns(conversation, document, self._ignored)
+        return History(turns, elsewhere=conversation.elsewhere, after=conversation.before.after)
 
     def judge(self, history: History) -> Repeat | None:
         """Whether the newest turn is part of a loop; None where it is not.

@@ -8,33 +8,20 @@ way all the same. Text is compared without the space around it, in lower case, e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import ClassVar
 
 from extproc.policy.objects import JsonObject
 from extproc.similarity.base import Similarity
-from extproc.similarity.conversation import (
-    RESULT_ROLES,
-    Message,
-    arguments,
-    content,
-    conversation,
-    is_only_text,
-    list_chat_calls,
-    other,
-    parts,
-    result,
-    write_id,
-)
-from extproc.similarity.document import Document, Json, NotCounted, open_value
+from extproc.similarity.document import ABSENT, Document, NotCounted, write_canonical
 from extproc.similarity.keys import SimilarityKeys, TailKeys
-from extproc.similarity.shapes.structs import CALL, RESULT, TEXT, Part
+from extproc.similarity.shapes import open_conversation
+from extproc.similarity.shapes.contents import name_other, read_arguments, read_result, unpack
+from extproc.similarity.shapes.messages import CALL, OTHER, RESULT, TEXT, Message, Part
 
 # What UTF-8 never contains separates what is joined, so that different things never look alike.
 _NEXT_PART = b"\xff"
-_TEXT = _NEXT_PART + b"text" + _NEXT_PART
-_RESULT = _NEXT_PART + b"result" + _NEXT_PART
 _NEXT_MESSAGE = b"\xfe"
 
 _LONG = 16_384
@@ -57,14 +44,14 @@ class Tail(Similarity):
 
     def compare(self, document: Document) -> tuple[bytes, None]:
         """The model and the last messages, the newest first, and the calls that they answer; see `Similarity`."""
-        talk = conversation(document)
-        if talk.open_ended:
+        conversation = open_conversation(document)
+        if conversation.before.open_ended:
             raise NotCounted("no_history")
-        messages = talk.backwards(document)
+        messages = conversation.read_backwards()
         unasked: dict[str, int] = {}
         said = [
-            talk.model.encode() + _NEXT_PART + talk.after,
-            *(_write_message(message, unasked) for message in islice(messages, self._messages)),
+            conversation.model.encode() + _NEXT_PART + conversation.before.after,
+            *[_write_message(message, document, unasked) for message in islice(messages, self._messages)],
         ]
         if unasked and (asked := _find_calls(messages, unasked)):
             said.append(asked)
@@ -83,22 +70,19 @@ class Tail(Similarity):
         return f"a conversation that ends with these same messages {place}"
 
 
-def _write_message(message: Message, unasked: dict[str, int]) -> bytes:
-    """A message's role and parts; results whose calls have not been met yet leave their ids in `unasked`."""
-    said = content(message)
-    if is_only_text(message, said):
-        text = fold(said)
-        speaker = message.role.encode() if message.role else b""
-        return speaker + _TEXT + text if text else speaker
-    if message.role in RESULT_ROLES:
-        _want_call(write_id(message.tool_call_id), unasked)
-        return (b"tool" if message.role == "tool" else b"function") + _RESULT + _fold_result(message.content)
-    fields = [(message.role or message.type or "").encode()]
-    for part in parts(message, said):
+def _write_message(message: Message, document: Document, unasked: dict[str, int]) -> bytes:
+    """A message's speaker and parts; results whose calls have not been met yet leave their ids in `unasked`."""
+    fields = [message.speaker.encode()]
+    for part in message.read_parts():
+        kind = part.kind
+        if kind == OTHER and part.value is ABSENT:
+            whole = message.find_whole(document)
+            fields += () if whole is ABSENT else (b"other", name_other(whole))
+            continue
         fields += _list_fields(part)
-        if part.kind == RESULT:
+        if kind == RESULT:
             _want_call(part.id, unasked)
-        elif part.kind == CALL:
+        elif kind == CALL:
             _settle_call(part, unasked)
     return _NEXT_PART.join(fields)
 
@@ -108,16 +92,12 @@ def _find_calls(messages: Iterator[Message], unasked: dict[str, int]) -> bytes:
     fields: list[bytes] = []
     calling = False
     for message in messages:
-        if message.tool_calls:
-            found: Sequence[Part] = [part for part in list_chat_calls(message) if part.id in unasked]
-        else:
-            said = content(message)
-            if message.role == "user" and is_only_text(message, said):
-                break
-            found = parts(message, said)
-            if calling and any(part.kind == RESULT for part in found):
-                break  # of the turn before
-        for part in reversed(found):
+        parts = message.read_parts()
+        if message.speaker == "user" and all(part.kind == TEXT for part in parts):
+            break
+        if calling and any(part.kind == RESULT for part in parts):
+            break  # of the turn before
+        for part in reversed(parts):
             if part.kind == CALL and _settle_call(part, unasked):
                 calling = True
                 fields += _list_fields(part)
@@ -144,18 +124,15 @@ def _settle_call(call: Part, unasked: dict[str, int]) -> bool:
 def _list_fields(part: Part) -> tuple[bytes, ...]:
     kind, value = part.kind, part.value
     if kind == TEXT:
-        text = fold(value)
-        return (b"text", text) if text else ()
+        value = value if type(value) is str else unpack(value)
+        if type(value) is str:
+            text = fold(value)
+            return (b"text", text) if text else ()
     if kind == CALL:
-        return b"call", part.name.encode(), arguments(value)
+        return b"call", part.name.encode(), write_canonical(read_arguments(value))
     if kind == RESULT:
-        return b"error" if part.failed else b"result", _fold_result(value)
-    return b"other", other(value)
-
-
-def _fold_result(value: Json) -> bytes:
-    value = open_value(value)
-    return fold(value if type(value) is str else result(value).decode())
+        return b"error" if part.failed else b"result", fold(read_result(value))
+    return b"other", name_other(value)
 
 
 def fold(text: str) -> bytes:

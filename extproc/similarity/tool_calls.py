@@ -17,20 +17,12 @@ from extproc.decision import Outcome, Repeat
 from extproc.policy.objects import JsonObject, Place
 from extproc.similarity.actions import MAX_NAME
 from extproc.similarity.base import Similarity
-from extproc.similarity.conversation import (
-    RESULT_ROLES,
-    Message,
-    arguments,
-    content,
-    conversation,
-    list_chat_calls,
-    parts,
-    result,
-)
-from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.document import Document, NotCounted, write_canonical
 from extproc.similarity.keys import MAX_CALLS, SimilarityKeys, ToolCallsKeys
-from extproc.similarity.shapes.conversation import is_injected
-from extproc.similarity.shapes.structs import CALL, RESULT, TEXT, Part
+from extproc.similarity.shapes import open_conversation
+from extproc.similarity.shapes.contents import is_injected, read_arguments, read_result, unpack
+from extproc.similarity.shapes.conversation import ASSISTANT, NOBODY, TOOL
+from extproc.similarity.shapes.messages import CALL, RESULT, TEXT, Message, Part
 from extproc.similarity.tools import count_rounds, matches
 
 _MOST_CALLS = MAX_CALLS
@@ -38,6 +30,7 @@ _MOST_CALLS = MAX_CALLS
 
 NO_CALLS = "no calls that count: none since the user's last message, or only of tools that are allowed"
 _SEPARATOR = b"\xff"  # never in UTF-8
+_NOT_SAID = frozenset({TOOL, "function", NOBODY})
 
 
 class Rule(NamedTuple):
@@ -71,7 +64,7 @@ class Call:
     def arguments(self) -> bytes:
         """The arguments in one spelling."""
         if self._arguments is None:
-            self._arguments = arguments(self._value)
+            self._arguments = write_canonical(read_arguments(self._value))
         return self._arguments
 
     def outcome(self) -> bytes:
@@ -80,7 +73,7 @@ class Call:
             self._outcome = b""
             if self._answer is not None:
                 failed = b"error" if self._answer.failed else b"result"
-                self._outcome = failed + _SEPARATOR + result(self._answer.value)
+                self._outcome = failed + _SEPARATOR + read_result(self._answer.value).encode()
         return self._outcome
 
     def same(self, other: Call, *, results: bool) -> bool:
@@ -171,9 +164,10 @@ class ToolCalls(Similarity):
 
     def _list_counted(self, document: Document) -> Iterator[Call]:
         """The calls of a conversation that may be part of a loop, the newest first."""
-        if conversation(document).elsewhere:
+        conversation = open_conversation(document)
+        if conversation.elsewhere:
             raise NotCounted("no_history")
-        found = calls(document, reset=self._reset)
+        found = read_calls(conversation.read_backwards(), reset=self._reset)
         return (call for call in found if not self.rule(call.name).allow) if self._named else found
 
     def rule(self, name: str) -> Rule:
@@ -300,18 +294,17 @@ class _History:
         return [frozenset(made) for made in rounds]
 
 
-def calls(document: Document, *, reset: bool) -> Iterator[Call]:
+def read_calls(messages: Iterator[Message], *, reset: bool) -> Iterator[Call]:
     """The calls of a conversation, the newest first.
 
     Args:
-        document: in which the conversation stands.
+        messages: the newest first.
         reset: stop where anybody but the model last said something.
     """
     answers: defaultdict[str, deque[Part]] = defaultdict(deque)  # ids need not be unique: then the order decides
     turn, calling, silent = 0, False, True
-    read = _read_messages(document)
-    for message, found in _since_somebody_spoke(read) if reset else read:
-        for part in reversed(found):
+    for message in _read_since_somebody_spoke(messages) if reset else messages:
+        for part in reversed(message.read_parts()):
             if part.kind == RESULT:
                 if calling:
                     turn, calling = turn + 1, False
@@ -320,35 +313,34 @@ def calls(document: Document, *, reset: bool) -> Iterator[Call]:
             elif part.kind == CALL:
                 calling, silent = True, False
                 yield Call(part, answers[part.id].popleft() if answers[part.id] else None, turn)
-        if silent and message.role == "assistant" and not answers:
+        if silent and message.speaker == ASSISTANT and not answers:
             turn, silent = 1, False  # it has said something since, and calls nothing
 
 
-def _read_messages(document: Document) -> Iterator[tuple[Message, Sequence[Part]]]:
-    """Messages and what stands in them, the newest first; of those that call nothing but what stands beside their content."""
-    for message in conversation(document).backwards(document):
-        yield message, list_chat_calls(message) if message.tool_calls else parts(message, content(message))
-
-
-def _since_somebody_spoke(read: Iterator[tuple[Message, Sequence[Part]]]) -> Iterator[tuple[Message, Sequence[Part]]]:
+def _read_since_somebody_spoke(messages: Iterator[Message]) -> Iterator[Message]:
     """The same up to where anybody but the model says something.
 
     Results are not said, nor is text beside them that is wholly wrapped in a tag: that is the agent's own program.
     """
     answered = wrapped = False  # since the message of the model's that comes next
-    for message, found in read:
-        if message.role == "assistant":
+    for message in messages:
+        parts = message.read_parts()
+        if message.speaker == ASSISTANT:
             if wrapped and not answered:
                 return
             answered = wrapped = False
-        elif message.role and message.role not in RESULT_ROLES:
-            if not found or any(_is_said(part) for part in found):
+        elif message.speaker not in _NOT_SAID:
+            if not parts or any(_is_said(part) for part in parts):
                 return
             wrapped = True
-        answered = answered or any(part.kind == RESULT for part in found)
-        yield message, found
+        for part in parts:
+            answered = answered or part.kind == RESULT
+        yield message
 
 
 def _is_said(part: Part) -> bool:
     """Whether a part of somebody's message is what he says; text that is wholly wrapped in a tag is his program's."""
-    return part.kind != RESULT and not (part.kind == TEXT and is_injected(part.value.strip()))
+    if part.kind != TEXT:
+        return part.kind != RESULT
+    text = unpack(part.value)
+    return not (isinstance(text, str) and is_injected(text.strip()))

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec import json
 
 from extproc.similarity.actions import Action, number_id, read_action
-from extproc.similarity.document import walk, write_canonical
+from extproc.similarity.document import ABSENT, Document, write_canonical
 from extproc.similarity.results import MAX_NORMALIZED, is_error, may_be_equal, normalize
-from extproc.similarity.shapes.conversation import find_wrappers, is_injected, result_text, unpack
-from extproc.similarity.shapes.structs import CALL, RESULT, TEXT, Conversation, Part
+from extproc.similarity.shapes.contents import find_wrappers, is_injected, read_result, unpack
+from extproc.similarity.shapes.conversation import ASSISTANT, Conversation
+from extproc.similarity.shapes.messages import CALL, OTHER, RESULT, TEXT, Message, Part
 
 _NEXT = "\x1e"  # a record separator (ASCII), which texts hardly hold
 _FAILED = "\x15"  # a negative acknowledgement
@@ -38,16 +39,16 @@ class Reading:
     """How the turns of one conversation are read.
 
     Attributes:
-        talk: knows how its messages are read.
+        document: in which it stands.
         ignored: names of arguments that are thoughts.
         left: so many characters of results may still be normalised.
     """
 
-    __slots__ = ("ignored", "left", "talk")
+    __slots__ = ("document", "ignored", "left")
 
-    def __init__(self, talk: Conversation, ignored: Collection[str]) -> None:
+    def __init__(self, document: Document, ignored: Collection[str]) -> None:
         """Start with the whole bound."""
-        self.talk = talk
+        self.document = document
         self.ignored = ignored
         self.left = _MAX_NORMALIZED_IN_ALL
 
@@ -67,7 +68,6 @@ class Turn:
         "_ids",
         "_message",
         "_normal",
-        "_parts",
         "_reading",
         "_result",
         "_returned",
@@ -75,7 +75,7 @@ class Turn:
         "known",
     )
 
-    def __init__(self, reading: Reading, message: Any, behind: list[Any]) -> None:  # noqa: ANN401  # of some shape
+    def __init__(self, reading: Reading, message: Message | None, behind: list[Message]) -> None:
         """Take the messages.
 
         Args:
@@ -88,7 +88,6 @@ class Turn:
         self._reading = reading
         self._message = message
         self._behind = behind
-        self._parts: list[Part] | None = None
         self._action: Action | None = None
         self._result: str | None = None
         self._normal: str | None = None
@@ -98,10 +97,7 @@ class Turn:
 
     def parts(self) -> list[Part]:
         """What stands in the assistant's message."""
-        if self._parts is None:
-            walk(1)
-            self._parts = self._reading.talk.read(self._message) if self.known else []
-        return self._parts
+        return self._message.read_parts() if self._message is not None else []
 
     def action(self) -> Action:
         """What the assistant did; nothing where that is not known."""
@@ -111,10 +107,9 @@ class Turn:
 
     def may_do(self, action: Action) -> bool:
         """False where it is certain, without reading it, that something else was done."""
-        if self._action is not None or not action.mark or not self.known:
+        if self._action is not None or not action.mark or self._message is None:
             return True
-        raw = bytes(self._reading.talk.raw(self._message))
-        return not raw or action.mark in raw or b"\\u" in raw or b"\\/" in raw
+        return self._message.holds(action.mark)
 
     def names(self) -> tuple[str, ...]:
         """The tools, or the first word of the command."""
@@ -152,7 +147,7 @@ class Turn:
     def identify(self) -> bytes:
         """What this turn has to itself among equal ones: what the assistant wrote, thoughts and ids included."""
         self.result()
-        return _encode([self._message, sorted(self._ids)])
+        return _encode([self._message.list_values() if self._message is not None else None, sorted(self._ids)])
 
     def hash_action(self) -> bytes:
         """What was done, in 8 bytes; zeros where that is not known."""
@@ -178,12 +173,11 @@ class Turn:
             if part.kind == RESULT:
                 results.append(self._read_one(part, len(results)))
         for message in self._behind[::-1]:
-            walk(1)
-            for part in self._reading.talk.read(message):
+            for part in message.read_parts():
                 if part.kind == RESULT:
                     results.append(self._read_one(part, len(results)))
                 else:
-                    others.append(_said(part))
+                    others.append(_write_said(message, part, self._reading.document))
         self._returned = any(text for _, text in results)
         if self._returned:
             others = [text for text in others if not is_injected(text)]
@@ -197,7 +191,7 @@ class Turn:
         self._failed = self._failed or part.failed
         if part.id:
             self._ids.add(part.id)
-        text = result_text(part.value)
+        text = read_result(part.value)
         return part.id or number_id(number), _FAILED + text if part.failed else text
 
     def _in_order(self, results: list[tuple[str, str]]) -> list[str]:
@@ -308,24 +302,27 @@ def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
     return one.raw == other.raw or (normalized and one.normalized == other.normalized)
 
 
-def _said(part: Part) -> str:
-    """What somebody says beside results, or what is no text, in one spelling."""
+def _write_said(message: Message, part: Part, document: Document) -> str:
+    """What somebody says beside results, or what is no text, in one spelling; what a client has a name for, by that name."""
+    if part.kind == OTHER and part.value is ABSENT:
+        whole = ABSENT if part.name else message.find_whole(document)
+        return part.name if whole is ABSENT else write_canonical(whole).decode()
     value = unpack(part.value)
     if part.kind == TEXT:
         return value.strip() if isinstance(value, str) else ""
     return write_canonical(value).decode()
 
 
-def read_turns(talk: Conversation, ignored: Collection[str]) -> Iterator[Turn]:
-    """The turns of a conversation, the newest first.
+def read_turns(conversation: Conversation, document: Document, ignored: Collection[str]) -> Iterator[Turn]:
+    """The turns of the conversation in a document, the newest first.
 
     A message of the assistant's that only says something, directly before one that acts, is a thought of that one.
     """
-    reading = Reading(talk, ignored)
-    behind: list[Any] = []
+    reading = Reading(document, ignored)
+    behind: list[Message] = []
     newer: Turn | None = None  # the turn whose message comes next, where nothing stands between
-    for message in talk.messages:
-        if not talk.is_assistant(message):
+    for message in conversation.read_backwards():
+        if message.speaker != ASSISTANT:
             behind.append(message)
             newer = None
             continue
@@ -334,7 +331,7 @@ def read_turns(talk: Conversation, ignored: Collection[str]) -> Iterator[Turn]:
             continue
         yield turn
         behind, newer = [], turn
-    if talk.elsewhere and behind:
+    if conversation.elsewhere and behind:
         yield Turn(reading, None, behind)
 
 

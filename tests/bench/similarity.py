@@ -93,10 +93,10 @@ def _measure(body: bytes, name: str, *, quick: bool, limited: bool) -> list[Row]
     looks = {similarity: make_similarity(_loop(similarity)) for similarity in _LIMITS}
     for similarity, look in looks.items():
         compare = look.compare
-        works[similarity] = lambda compare=compare, whole=similarity == "canonical": compare(Document(data, whole=whole))  # type: ignore[misc]  # a lambda's defaults
+        works[similarity] = lambda compare=compare: compare(Document(data))  # type: ignore[misc]  # a lambda's defaults
 
     def all_three() -> None:
-        document = Document(data, whole=True)
+        document = Document(data)
         for look in looks.values():
             look.compare(document)
 

@@ -1,69 +1,92 @@
-"""How each API writes a conversation, one file each: a new one adds its file, and its line to the lists below.
+"""How each API writes a conversation, one file each: whoever adds one adds its file, which is found here.
 
-A file gives a SHAPE (what bodies look like), or BLOCKS (what may stand in a content), or both. What stands in a content is read
-alike in all of them, because gateways mix them.
+Such a file gives SHAPES (what bodies look like), or BLOCKS (what may stand in a content, and how it is read), or both. What
+stands in a content is read alike in all of them, because gateways mix them.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 from msgspec import Raw, Struct, ValidationError, defstruct, json
 from msgspec.structs import fields
 
-from extproc.similarity.document import ABSENT, Document, NotCounted, decode_json
-from extproc.similarity.shapes import anthropic, bedrock, chat, gemini, prompt, responses
-from extproc.similarity.shapes.conversation import READERS, Shape
-from extproc.similarity.shapes.structs import Conversation
+from extproc.similarity.document import ABSENT, Document, Json, NotCounted, decode_json, write_canonical
+from extproc.similarity.shapes.contents import READERS
+from extproc.similarity.shapes.conversation import Conversation, Shape
 
-SHAPES: tuple[Shape, ...] = (chat.SHAPE, responses.SHAPE, gemini.SHAPE, gemini.WRAPPED, prompt.SHAPE)
+_FILES = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
+_FOUND: list[Shape] = [shape for file in _FILES for shape in getattr(file, "SHAPES", ())]
+_SHAPES = sorted(_FOUND, key=lambda shape: shape.fallback)
 
-for _blocks in (chat.BLOCKS, anthropic.BLOCKS, bedrock.BLOCKS, gemini.BLOCKS):
-    READERS.update(_blocks)
+for _file in _FILES:
+    READERS.update(getattr(_file, "BLOCKS", {}))
 
 
-def _body_of_any_shape() -> type[Struct]:
+def _make_body() -> type[Struct]:
     """A struct of the keys of all shapes, so that one pass over a body finds out which it has."""
-    keys: dict[str, Any] = {}
-    for shape in SHAPES:
+    keys: dict[str, Any] = {"model": (str | None, None)}
+    for shape in _SHAPES:
         for field in fields(shape.body):
             optional = (Raw, ABSENT) if field.type is Raw else (field.type | None, None)
-            keys.setdefault(field.encode_name, optional)
+            keys.setdefault(field.name, optional)
     return defstruct("AnyBody", [(name, *optional) for name, optional in keys.items()], gc=False)
 
 
-_decode_any = json.Decoder(_body_of_any_shape()).decode
-_KEYS = [(shape, fields(shape.body)[0].encode_name, json.Decoder(shape.body).decode) for shape in SHAPES]
-
-
-_EMPTY: tuple[Any, ...] = ([], "")
+_AnyBody: Any = _make_body()
+_decode_body = json.Decoder(_AnyBody).decode
+_RAW_KEYS = [field.name for field in fields(_AnyBody) if field.type is Raw]
 
 
 def open_conversation(document: Document) -> Conversation:
-    """The conversation in a body, of the first shape that it has.
+    """The conversation in a body, of the first shape that it has; everybody who asks shares it.
 
     Raises:
         NotCounted: there is none, or it cannot be read.
     """
-    if not len(document):
-        raise NotCounted("no_messages")
-    data = document.data()
-    try:
-        body = decode_json(data, _decode_any)
-    except ValidationError:
-        return _open_first(data)
-    for shape, key, _ in _KEYS:
-        found = getattr(body, key)
-        if found is not None and found is not ABSENT and found not in _EMPTY:
-            return shape.open(body)
-    raise NotCounted("no_messages")
-
-
-def _open_first(data: bytes) -> Conversation:
-    """The same where the key of one shape holds something else than its conversation."""
-    for shape, _, decode in _KEYS:
+    found: Conversation | NotCounted | None = document.conversation
+    if found is None:
         try:
-            return shape.open(decode_json(data, decode))
-        except ValidationError:
-            continue
+            found = _open(document)
+        except NotCounted as failure:
+            found = failure.renew()
+        document.conversation = found
+    else:
+        document.start()
+    if isinstance(found, NotCounted):
+        raise found.renew()
+    return found
+
+
+def _open(document: Document) -> Conversation:
+    data = document.data()
+    if not data:
+        raise NotCounted("no_messages")
+    try:
+        body = value = decode_json(data, _decode_body)
+    except ValidationError:
+        value = document.value()
+        body = _fill_body(value)
+    for shape in _SHAPES:
+        path = shape.path
+        messages = shape.take(getattr(body, path[0]) if value is body and len(path) == 1 else _follow(value, path))
+        if messages:
+            return Conversation(shape, messages, body, body.model or "")
     raise NotCounted("no_messages")
+
+
+def _fill_body(value: Json) -> Json:
+    """The other keys of a body that was decoded as a whole, because one of them, or its messages, is of another type."""
+    given = value if isinstance(value, dict) else {}
+    model = given.get("model")
+    named = model if model is None or isinstance(model, str) else write_canonical(model).decode()
+    return _AnyBody(model=named, **{key: Raw(write_canonical(given[key])) for key in _RAW_KEYS if key in given})
+
+
+def _follow(value: Json, path: tuple[str, ...]) -> Json:
+    """What stands at the end of a path of keys, or of fields; None where nothing does."""
+    for step in path:
+        value = value.get(step) if isinstance(value, dict) else getattr(value, step, None)
+    return value

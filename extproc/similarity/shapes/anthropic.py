@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from extproc.similarity.document import ABSENT, open_value
-from extproc.similarity.shapes.conversation import Block, Reader, skip_thought, text_of
-from extproc.similarity.shapes.structs import CALL, RESULT, Part
+from extproc.similarity.shapes.contents import Block, Reader, read_string, skip_thought
+from extproc.similarity.shapes.messages import CALL, RESULT, Part
 
 
 def _read_call(block: Block) -> Part:
-    return Part(CALL, block.get("input", ABSENT), text_of(block.get("name")), text_of(block.get("id")))
+    return Part(CALL, block.get("input", ABSENT), read_string(block.get("name")), read_string(block.get("id")))
 
 
 def _read_result(block: Block) -> Part:
     failed = "is_error" in block and open_value(block["is_error"]) is True
-    return Part(RESULT, block.get("content", ABSENT), id=text_of(block.get("tool_use_id")), failed=failed)
+    return Part(RESULT, block.get("content", ABSENT), id=read_string(block.get("tool_use_id")), failed=failed)
 
 
 BLOCKS: dict[str, Reader] = {

@@ -2,99 +2,132 @@
 
 from __future__ import annotations
 
-from msgspec import Raw, ValidationError
+from msgspec import Raw, Struct, ValidationError, json
 
-from extproc.similarity.document import ABSENT, decode_json
-from extproc.similarity.shapes.conversation import (
-    ASSISTANTS,
-    Reader,
-    Shape,
-    is_given,
-    is_text,
-    read_content,
-    read_text,
-    text_of,
-)
-from extproc.similarity.shapes.structs import (
-    CALL,
-    RESULT,
-    TEXT,
-    ChatBody,
-    ChatMessage,
-    Conversation,
-    Part,
-    Tool,
-    decode_calls,
-    decode_tool,
-)
+from extproc.similarity.document import ABSENT, Json, decode_json, hook_number_in_part, open_value, walk, write_canonical
+from extproc.similarity.shapes.contents import Reader, is_given, read_content, read_string, read_text
+from extproc.similarity.shapes.conversation import ASSISTANT, ASSISTANTS, NOBODY, NOTHING_BEFORE, Before, Shape
+from extproc.similarity.shapes.messages import CALL, OTHER, RESULT, TEXT, Part
 
 _RESULT_ROLES = frozenset({"tool", "function"})
 
 
-def _open(body: ChatBody) -> Conversation:
-    after = bytes(body.thread) if _continues_thread(body) else b""
-    return Conversation(reversed(body.messages), _is_assistant, _read, _raw, bool(after), after)
+class Message(Struct, gc=False):
+    """A message of a chat, of Anthropic's or of Bedrock's; `thinking` is Ollama's, and never compared."""
+
+    role: str | None = None
+    content: Raw = ABSENT
+    thinking: Raw = ABSENT
+    tool_calls: Raw = ABSENT
+    tool_call_id: str | int | None = None
+    function_call: Raw = ABSENT
+    refusal: Raw = ABSENT
 
 
-def _continues_thread(body: ChatBody) -> bool:
-    """Anthropic keeps the older messages."""
+class Body(Struct, gc=False):
+    """A body with `messages`; of an Anthropic thread the server has the older ones."""
+
+    messages: list[Message]
+    thread: Raw = ABSENT
+
+
+class Tool(Struct, gc=False):
+    """What is called: a function, or a custom tool, which takes `input`."""
+
+    name: str | None = None
+    arguments: Json = None
+    input: Json = None
+
+
+class ToolCall(Struct, gc=False):
+    """An element of `tool_calls`."""
+
+    id: str | int | None = None
+    function: Tool | None = None
+    custom: Tool | None = None
+
+
+_decode_calls = json.Decoder(list[ToolCall], float_hook=hook_number_in_part).decode
+_decode_tool = json.Decoder(Tool, float_hook=hook_number_in_part).decode
+
+
+def _look_back(body: Body) -> Before:
     if body.thread is ABSENT:
-        return False
-    thread = decode_json(body.thread)
-    return isinstance(thread, dict) and "previous_message_id" in thread
+        return NOTHING_BEFORE
+    thread = open_value(body.thread)
+    given = thread.get("previous_message_id") if isinstance(thread, dict) else None
+    return NOTHING_BEFORE if given is None else Before(after=write_canonical(given))
 
 
-def _is_assistant(message: ChatMessage) -> bool:
-    return message.role in ASSISTANTS
+def _name_speaker(message: Message) -> str:
+    return ASSISTANT if message.role in ASSISTANTS else message.role or NOBODY
 
 
-def _raw(message: ChatMessage) -> Raw:
+def _find_raw(message: Message) -> Raw:
     if message.function_call is not ABSENT or message.refusal is not ABSENT:
         return ABSENT
     return message.content if message.tool_calls is ABSENT else message.tool_calls
 
 
-def _read(message: ChatMessage) -> list[Part]:
+def _read(message: Message) -> list[Part]:
     if message.role in _RESULT_ROLES:
-        return [Part(RESULT, message.content, id=text_of(message.tool_call_id))]
-    if message.tool_calls is not ABSENT and is_given(message.tool_calls):
-        calls = _read_calls(message)
-        return calls if is_text(message.content) else read_content(message.content) + calls
+        return [Part(RESULT, message.content, id=_write_id(message.tool_call_id))]
+    if message.tool_calls is not ABSENT or message.function_call is not ABSENT or message.refusal is not ABSENT:
+        return _read_beside(message)
+    if not message.role or message.content is ABSENT:
+        return [Part(OTHER, ABSENT)]
+    return read_content(message.content)
+
+
+def _read_beside(message: Message) -> list[Part]:
+    """The same where something may stand beside the content."""
+    calls = _read_calls(message)
     parts = read_content(message.content)
     if message.refusal is not ABSENT and is_given(message.refusal):
         parts.append(Part(TEXT, message.refusal))
-    if message.function_call is not ABSENT and is_given(message.function_call):
-        parts.append(_read_function(message))
-    return parts
+    return parts + calls if parts or calls or message.content is not ABSENT else [Part(OTHER, ABSENT)]
 
 
-def _read_calls(message: ChatMessage) -> list[Part]:
-    try:
-        calls = decode_json(message.tool_calls, decode_calls)
-    except ValidationError:
-        return [Part(CALL, message.tool_calls)]  # of no kind that is known
+def _read_calls(message: Message) -> list[Part]:
+    """The calls that stand beside a message's content."""
     parts = []
-    for call in calls:
-        tool = call.function or call.custom or Tool()
-        value = tool.arguments if tool.arguments is not ABSENT else tool.input
-        parts.append(Part(CALL, value, tool.name or "", "" if call.id is None else str(call.id)))
+    if message.tool_calls is not ABSENT and is_given(message.tool_calls):
+        try:
+            calls = decode_json(message.tool_calls, _decode_calls)
+        except ValidationError:
+            return [Part(CALL, message.tool_calls)]  # of no kind that is known
+        if len(calls) > 1:
+            walk(len(calls))
+        parts = [_read_call(call) for call in calls if call.function or call.custom]
+    if message.function_call is not ABSENT and is_given(message.function_call):
+        parts.append(_read_function(message.function_call))
     return parts
 
 
-def _read_function(message: ChatMessage) -> Part:
+def _read_call(call: ToolCall) -> Part:
+    tool = call.function or call.custom or Tool()
+    return Part(CALL, tool.arguments if call.function else tool.input, tool.name or "", _write_id(call.id))
+
+
+def _write_id(value: str | int | None) -> str:
+    """What connects a result with its call; empty where a client names nothing."""
+    return value if isinstance(value, str) else "" if value is None else str(value)
+
+
+def _read_function(call: Raw) -> Part:
     """The one call of a message from before there were `tool_calls`."""
     try:
-        tool = decode_json(message.function_call, decode_tool)
+        tool = decode_json(call, _decode_tool)
     except ValidationError:
-        return Part(CALL, message.function_call)
+        return Part(CALL, call)
     return Part(CALL, tool.arguments, tool.name or "")
 
 
-SHAPE = Shape(ChatBody, _open)
+SHAPES = (Shape(("messages",), Body, Message, _name_speaker, _read, _find_raw, look_back=_look_back),)
 
 BLOCKS: dict[str, Reader] = {
     "text": read_text,
     "input_text": read_text,
     "output_text": read_text,
-    "refusal": lambda block: Part(TEXT, text_of(block.get("refusal"))),
+    "refusal": lambda block: Part(TEXT, read_string(block.get("refusal"))),
 }

@@ -1,224 +1,146 @@
-"""What stands in any API's conversation: messages, and in them texts, calls of tools, results and whatever else.
+"""A conversation of any API: who says what, and whether the server keeps what was before.
 
-Nothing of a message is decoded before somebody looks at it, which for most of a long history nobody does. What a model thought
-(`thinking`, `reasoning`) is left out wherever it stands.
+One pass over a body tells its messages apart and leaves their contents as they are. Nothing of a message is decoded before
+somebody looks at it, which for most of a long history nobody does. What a shape is, each file of this folder says for its API.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from msgspec import Raw, Struct, ValidationError, json
 
-from extproc.similarity.document import (
-    ABSENT,
-    WORTH_COUNTING,
-    Json,
-    NotJson,
-    check_containers,
-    decode_json,
-    open_value,
-    remove_at,
-    walk,
-    write_canonical,
-)
-from extproc.similarity.shapes.structs import OTHER, TEXT, Conversation, Part
+from extproc.similarity.document import MAX_STEPS, Json, NotCounted, decode_json, write_canonical
+from extproc.similarity.shapes.messages import Message, Part
 
-ASSISTANTS = frozenset({"assistant", "model", "ai"})
+ASSISTANT, TOOL, NOBODY = "assistant", "tool", "other"
+"""Who says a message; any other is who a client says it is."""
 
-_CACHE_CONTROL = ("*", "cache_control")  # which clients move from message to message
+ASSISTANTS = frozenset({ASSISTANT, "model", "ai"})
 
-_MAX_WRAPPED = 32
-"""A text of more elements is something that somebody says."""
 
-_LONGEST_TAG = 256
+class Before(NamedTuple):
+    """What a body says about what went before its messages.
 
-_NEWS = ("result", "output", "response", "return", "state", "observ", "page", "screen", "browser", "history", "file", "error",
-         "user", "human", "feedback", "query", "question", "answer", "task", "request", "message")  # fmt: skip  # one list
+    Attributes:
+        after: what it goes on from (a response, a message, a conversation), in one spelling; empty where there is nothing.
+        open_ended: the server appends to a conversation whose end nobody but it knows.
+        in_words: it stands in the messages in words, if at all.
+    """
 
-_decode_content = json.Decoder(list[dict[str, Raw]] | str | None).decode
+    after: bytes = b""
+    open_ended: bool = False
+    in_words: bool = False
+
+
+NOTHING_BEFORE = Before()
+"""Of a body that shows its whole history."""
+
+
+def know_nothing(_: Json) -> Before:
+    """Of every body of an API whose requests show their whole history."""
+    return NOTHING_BEFORE
+
+
+def take_list(value: Json) -> Sequence[Json]:
+    """The messages in what stands where they belong: those of a list, which is none where there are only texts or numbers."""
+    if not isinstance(value, list) or not value:
+        return ()
+    return value if isinstance(value[0], Struct | dict) or dict in set(map(type, value)) else ()
 
 
 class Shape(NamedTuple):
     """How one API writes a conversation.
 
     Attributes:
-        body: a struct of the body's keys in which a conversation stands, the first of them the one that has to be there.
-        open: the conversation in such a body.
+        path: of keys, to the messages.
+        body: a struct of the body's keys in which a conversation stands; all but the first on the path are raw.
+        message: a struct of what is read of one message. Each of its keys may be missing.
+        name_speaker: who says a message; empty for a thought, which nobody gets to see.
+        read: what stands in a message, in order; raises NotCounted where that cannot be read, or is too much.
+        find_raw: where in a message its text and its calls stand; ABSENT where that is in several places.
+        take: the messages in what stands at the end of the path.
+        joins: whether a message is one of several calls that were made at once, where they stand side by side; None where each
+            message is one of its own.
+        look_back: what such a body says about what went before.
+        fallback: the key means something else in other APIs, so they are asked first.
     """
 
+    path: tuple[str, ...]
     body: type[Struct]
-    open: Callable[[Any], Conversation]
+    message: type[Struct]
+    name_speaker: Callable[[Any], str]
+    read: Callable[[Any], list[Part]]
+    find_raw: Callable[[Any], Raw]
+    take: Callable[[Any], Sequence[Json]] = take_list
+    joins: Callable[[Any], bool] | None = None
+    look_back: Callable[[Any], Before] = know_nothing
+    fallback: bool = False
 
 
-Block = dict[str, Json]
-Reader = Callable[[Block], Part | None]
+class Conversation:
+    """The messages of one request.
 
-READERS: dict[str, Reader] = {}
-"""By the `type` of a block, or by the one key that names it: how it is read; None for a thought. Every shape adds its own."""
-
-
-def read_content(content: Raw) -> list[Part]:
-    """What stands in the content of a message, or of a tool's result.
-
-    Raises:
-        NotCounted: it cannot be read, or is too much.
+    Attributes:
+        shape: how they are written.
+        model: empty when the request names none.
+        before: what the request says about what went before them.
     """
-    if content is ABSENT:
-        return []
-    if len(content) > WORTH_COUNTING:
-        check_containers(bytes(content))
-    try:
-        blocks = _decode_content(content)
-    except ValidationError:
-        return _read_values(decode_json(content))
-    except (ValueError, RecursionError):
-        raise NotJson from None
-    if not isinstance(blocks, list):
-        return [] if blocks is None else [Part(TEXT, blocks)]
-    walk(len(blocks))
-    return [part for part in map(read_block, blocks) if part is not None]
 
+    __slots__ = ("_messages", "before", "model", "shape")
 
-def _read_values(content: Json) -> list[Part]:
-    """The same of what is no list of objects."""
-    if not isinstance(content, list):
-        return [Part(OTHER, content)]
-    walk(len(content))
-    return [Part(TEXT if isinstance(item, str) else OTHER, item) for item in content]
+    def __init__(self, shape: Shape, messages: Sequence[Any], body: Struct, model: str) -> None:
+        """Take messages as structs of the shape's, or as values where the whole body was decoded."""
+        self.shape = shape
+        self.model = model
+        self.before: Before = shape.look_back(body)
+        self._messages = messages
 
+    @property
+    def elsewhere(self) -> bool:
+        """What went before is not in the request: the server keeps it, or a plain prompt holds it in words."""
+        return bool(self.before.after) or self.before.in_words
 
-def read_block(block: Block) -> Part | None:
-    """One element of a content; None for a thought."""
-    kind = block.get("type")
-    if kind is not None:
-        reader = READERS.get(text_of(kind))
-        if reader is not None:
-            return reader(block)
-    for key in block:
-        reader = READERS.get(key)
-        if reader is not None:
-            return reader(block)
-    return Part(OTHER, block)
+    def read_backwards(self) -> Iterator[Message]:
+        """The messages from the newest to the oldest, without thoughts.
 
+        Raises:
+            NotCounted: there are too many.
+        """
+        return self._read_each() if self.shape.joins is None else self._read_joined(self.shape.joins)
 
-def read_text(block: Block) -> Part | None:
-    """A block of text, unless it is a thought, which some APIs mark on the text."""
-    if "thought" in block and open_value(block["thought"]) is True:
-        return None
-    text = open_value(block.get("text"))
-    if text is None or isinstance(text, str):
-        return Part(TEXT, text or "")
-    return Part(OTHER, block)
+    def _read_each(self) -> Iterator[Message]:
+        messages, kind, name_speaker = self._messages, self.shape.message, self.shape.name_speaker
+        for place in range(len(messages) - 1, max(len(messages) - 1 - MAX_STEPS, -1), -1):
+            value = messages[place]
+            if type(value) is not kind:
+                value = self._convert(value)
+            speaker = name_speaker(value)
+            if speaker:
+                yield Message(self.shape, speaker, value, place)
+        if len(messages) > MAX_STEPS:
+            raise NotCounted("inspect_limit")
 
+    def _read_joined(self, joins: Callable[[Any], bool]) -> Iterator[Message]:
+        """The same where calls that stand side by side were made at once."""
+        calls: Message | None = None
+        for message in self._read_each():
+            joined = joins(message.value)
+            if joined and calls is not None:
+                calls.join(message)
+                continue
+            if calls is not None:
+                yield calls
+            calls = message if joined else None
+            if not joined:
+                yield message
+        if calls is not None:
+            yield calls
 
-def skip_thought(_: Block) -> None:
-    """A thought."""
-
-
-def is_text(value: Json) -> bool:
-    """Whether a value, decoded or not, is a string."""
-    if not isinstance(value, Raw):
-        return isinstance(value, str)
-    view = memoryview(value)
-    return bool(view) and view[0] == ord('"')
-
-
-def text_of(value: Json) -> str:
-    """A string, or a number as one; empty for anything else."""
-    found = open_value(value)
-    if isinstance(found, str):
-        return found
-    return str(found) if isinstance(found, int) and not isinstance(found, bool) else ""
-
-
-def is_given(value: Raw) -> bool:
-    """Whether a key stands in the body and holds something."""
-    return value is not ABSENT and bytes(value) != b"null"
-
-
-def arguments(value: Json) -> Json:
-    """A call's arguments as a value; OpenAI sends them as a string that holds JSON, others as JSON itself.
-
-    Raises:
-        NotCounted: it cannot be read, or is too much.
-    """
-    value = unpack(value)
-    if not isinstance(value, str):
-        return value
-    if len(value) > WORTH_COUNTING:
-        check_containers(value)
-    try:
-        return decode_json(value)
-    except NotJson:
-        return value.strip() or {}  # some clients send nothing for no arguments
-
-
-def result_text(value: Json) -> str:
-    """What a tool brought back, as text: texts as one, anything else in one spelling."""
-    value = unpack(value)
-    if isinstance(value, str):
-        return value.strip()
-    if isinstance(value, list):
-        walk(len(value))
-        texts = [_text_in(item) for item in value]
-        if None not in texts:
-            return "\n".join([text for text in texts if text]).strip()
-        value = remove_at(value, _CACHE_CONTROL)
-    if isinstance(value, dict) and len(value) == 1:
-        (only,) = value.values()
-        if isinstance(only, str):
-            return only.strip()
-    return write_canonical(value).decode() if value is not None else ""
-
-
-def _text_in(item: Json) -> str | None:
-    """The text of an element of a result; None where it is something else."""
-    if isinstance(item, dict):
-        item = item.get("text") if item.get("type", "text") in _TEXTS else None
-    return item if isinstance(item, str) else None
-
-
-_TEXTS = frozenset({"text", "input_text", "output_text"})
-
-
-def unpack(value: Json) -> Json:
-    """A value that was left raw, decoded; any other as it is.
-
-    Raises:
-        NotCounted: it is not JSON, or too much of it.
-    """
-    if type(value) is not Raw:
-        return value
-    if len(value) > WORTH_COUNTING:
-        check_containers(bytes(value))
-    return open_value(value)
-
-
-def is_injected(text: str) -> bool:
-    """Whether a text beside a result is nothing but elements that the agent's own program puts there, as `<system-reminder>`.
-
-    What is named after something that comes back, or somebody who speaks, is no such thing: `<browser_state>`, `<feedback>`.
-    """
-    tags = find_wrappers(text)
-    return bool(tags) and not any(word in tag.lower() for tag in tags for word in _NEWS)
-
-
-def find_wrappers(text: str) -> list[str]:
-    """The tags of the elements that a text is nothing but; none where it is something else."""
-    tags: list[str] = []
-    place = 0
-    while len(tags) < _MAX_WRAPPED:
-        end = text.find(">", place, place + _LONGEST_TAG) if text.startswith("<", place) else -1
-        tag = text[place + 1 : end].partition(" ")[0] if end >= 0 else ""
-        closing = text.find(f"</{tag}>", end) if tag.replace("-", "_").isidentifier() else -1
-        if closing < 0:
-            return []
-        tags.append(tag)
-        place = closing + len(tag) + 3
-        while place < len(text) and text[place].isspace():
-            place += 1
-        if place == len(text):
-            return tags
-    return []
+    def _convert(self, value: Json) -> Any:  # noqa: ANN401  # of the shape's
+        """A message as its shape has it; one of other types than a message's is of no known kind."""
+        try:
+            return decode_json(write_canonical(value), json.Decoder(self.shape.message).decode)
+        except ValidationError:
+            return self.shape.message()

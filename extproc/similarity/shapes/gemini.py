@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
-from msgspec import Raw
+from msgspec import Raw, Struct
 
-from extproc.similarity.document import ABSENT, Json, open_value
-from extproc.similarity.shapes.conversation import ASSISTANTS, Block, Reader, Shape, read_content
-from extproc.similarity.shapes.structs import CALL, RESULT, Content, Conversation, GeminiBody, Part, WrappedGeminiBody
-
-
-def _open(body: GeminiBody) -> Conversation:
-    return Conversation(reversed(body.contents), _is_assistant, _read, _raw)
+from extproc.similarity.document import ABSENT
+from extproc.similarity.shapes.contents import Block, Reader, read_content, read_object, read_string
+from extproc.similarity.shapes.conversation import ASSISTANT, ASSISTANTS, Shape
+from extproc.similarity.shapes.messages import CALL, OTHER, RESULT, Part
 
 
-def _open_wrapped(body: WrappedGeminiBody) -> Conversation:
-    return _open(body.request)
+class Content(Struct, gc=False):
+    """A message."""
+
+    role: str | None = None
+    parts: Raw = ABSENT
 
 
-def _is_assistant(content: Content) -> bool:
-    return content.role in ASSISTANTS
+class Body(Struct, gc=False):
+    """A body with `contents`."""
+
+    contents: list[Content]
+
+
+class WrappedBody(Struct, gc=False):
+    """The same inside of a `request`, as Gemini's own command line sends it."""
+
+    request: Body
+
+
+def _name_speaker(content: Content) -> str:
+    return ASSISTANT if content.role in ASSISTANTS else content.role or "user"
 
 
 def _read(content: Content) -> list[Part]:
-    return read_content(content.parts)
+    return [Part(OTHER, ABSENT)] if content.parts is ABSENT else read_content(content.parts)
 
 
-def _raw(content: Content) -> Raw:
+def _find_raw(content: Content) -> Raw:
     return content.parts
 
 
 def _read_call(block: Block) -> Part:
-    call = _read_object(block.get("functionCall", block.get("function_call")))
-    return Part(CALL, call.get("args", ABSENT), _text(call.get("name")), _text(call.get("id")))
+    call = read_object(block.get("functionCall", block.get("function_call")))
+    return Part(CALL, call.get("args", ABSENT), read_string(call.get("name")), read_string(call.get("id")))
 
 
 def _read_result(block: Block) -> Part:
-    result = _read_object(block.get("functionResponse", block.get("function_response")))
+    result = read_object(block.get("functionResponse", block.get("function_response")))
     response = result.get("response", ABSENT)
     failed = isinstance(response, dict) and bool(response.get("error"))
-    return Part(RESULT, response, id=_text(result.get("id")), failed=failed)
+    return Part(RESULT, response, id=read_string(result.get("id")), failed=failed)
 
 
 def _read_code(block: Block) -> Part:
@@ -50,17 +62,10 @@ def _read_code_result(block: Block) -> Part:
     return Part(RESULT, block.get("codeExecutionResult", block.get("code_execution_result")))
 
 
-def _read_object(value: Raw | None) -> dict[str, Json]:
-    found = open_value(value)
-    return found if isinstance(found, dict) else {}
-
-
-def _text(value: Json) -> str:
-    return value if isinstance(value, str) else ""
-
-
-SHAPE = Shape(GeminiBody, _open)
-WRAPPED = Shape(WrappedGeminiBody, _open_wrapped)
+SHAPES = (
+    Shape(("contents",), Body, Content, _name_speaker, _read, _find_raw),
+    Shape(("request", "contents"), WrappedBody, Content, _name_speaker, _read, _find_raw),
+)
 
 BLOCKS: dict[str, Reader] = {
     "functionCall": _read_call,

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from msgspec import Raw
+from collections.abc import Sequence
 
-from extproc.similarity.shapes.conversation import Shape, read_content
-from extproc.similarity.shapes.structs import Conversation, PromptBody
+from msgspec import Raw, Struct
 
-
-def _open(body: PromptBody) -> Conversation:
-    return Conversation([body.prompt], _is_assistant, read_content, _raw, elsewhere=True)
-
-
-def _is_assistant(_: Raw) -> bool:
-    return False
+from extproc.similarity.document import ABSENT, Json, write_canonical
+from extproc.similarity.shapes.contents import is_given, read_content
+from extproc.similarity.shapes.conversation import Before, Shape
+from extproc.similarity.shapes.messages import Part
 
 
-def _raw(prompt: Raw) -> Raw:
-    return prompt
+class Message(Struct, gc=False):
+    """The one message that a prompt is."""
+
+    content: Raw = ABSENT
 
 
-SHAPE = Shape(PromptBody, _open)
+class Body(Struct, gc=False):
+    """A body with a `prompt`."""
+
+    prompt: Raw = ABSENT
+
+
+def _take(value: Json) -> Sequence[Json]:
+    prompt = value if isinstance(value, Raw) else Raw(write_canonical(value))
+    return [Message(prompt)] if is_given(prompt) else []
+
+
+def _look_back(_: Body) -> Before:
+    return Before(in_words=True)
+
+
+def _name_speaker(_: Message) -> str:
+    return "user"
+
+
+def _find_raw(message: Message) -> Raw:
+    return message.content
+
+
+def _read(message: Message) -> list[Part]:
+    return read_content(message.content)
+
+
+SHAPES = (Shape(("prompt",), Body, Message, _name_speaker, _read, _find_raw, _take, look_back=_look_back, fallback=True),)

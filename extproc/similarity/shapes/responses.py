@@ -2,75 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
-from msgspec import Raw
+from msgspec import Raw, Struct
 
-from extproc.similarity.document import ABSENT, write_canonical
-from extproc.similarity.shapes.conversation import ASSISTANTS, Shape, is_given, read_content, text_of
-from extproc.similarity.shapes.structs import CALL, OTHER, RESULT, Conversation, Item, Part, ResponsesBody
+from extproc.similarity.document import ABSENT, Json, open_value, write_canonical
+from extproc.similarity.shapes.contents import is_given, read_content, read_string
+from extproc.similarity.shapes.conversation import ASSISTANT, ASSISTANTS, NOBODY, TOOL, Before, Shape, take_list
+from extproc.similarity.shapes.messages import CALL, OTHER, RESULT, Part
 
 
-def _open(body: ResponsesBody) -> Conversation:
-    items = body.input if isinstance(body.input, list) else [Item(role="user", content=Raw(write_canonical(body.input)))]
+class Item(Struct, gc=False):
+    """An item of `input`."""
+
+    type: str | None = None
+    role: str | None = None
+    content: Raw = ABSENT
+    call_id: Raw = ABSENT
+    id: Raw = ABSENT
+    name: Raw = ABSENT
+    arguments: Raw = ABSENT
+    input: Raw = ABSENT
+    action: Raw = ABSENT
+    actions: Raw = ABSENT
+    operation: Raw = ABSENT
+    code: Raw = ABSENT
+    queries: Raw = ABSENT
+    output: Raw = ABSENT
+    error: Raw = ABSENT
+
+
+class Body(Struct, gc=False):
+    """A body with `input`."""
+
+    input: list[Item] | str
+    previous_response_id: Raw = ABSENT
+    previous_interaction_id: Raw = ABSENT
+    conversation: Raw = ABSENT
+
+
+def _take(value: Json) -> Sequence[Json]:
+    """The items, or the one that a text stands for."""
+    if isinstance(value, str):
+        return [Item(role="user", content=Raw(write_canonical(value)))] if value else []
+    return take_list(value)
+
+
+def _look_back(body: Body) -> Before:
     pointers = [body.previous_response_id, body.previous_interaction_id, body.conversation]
-    after = b" ".join([bytes(pointer) for pointer in pointers if is_given(pointer)])
-    return Conversation(_backwards(items), _is_assistant, _read, _raw, bool(after), after)
+    after = b" ".join([write_canonical(open_value(pointer)) for pointer in pointers if is_given(pointer)])
+    return Before(after, open_ended=is_given(body.conversation))
 
 
-def _backwards(items: list[Item]) -> Iterator[list[Item]]:
-    """The items without thoughts, each alone but for calls: those that stand side by side were made at once."""
-    calls: list[Item] = []
-    for item in reversed(items):
-        if item.type == "reasoning":
-            continue
-        if _is_call(item):
-            calls.append(item)
-            continue
-        if calls:
-            yield calls
-            calls = []
-        yield [item]
-    if calls:
-        yield calls
+def _name_speaker(item: Item) -> str:
+    kind = item.type or ""
+    if kind == "reasoning":
+        return ""
+    if item.role:
+        return ASSISTANT if item.role in ASSISTANTS else item.role
+    if kind.endswith("_call") or kind == "mcp_approval_request":
+        return ASSISTANT
+    return TOOL if kind.endswith("_output") else NOBODY
 
 
 def _is_call(item: Item) -> bool:
     return item.type is not None and item.type.endswith("_call")
 
 
-def _is_assistant(items: list[Item]) -> bool:
-    item = items[0]
-    return item.role in ASSISTANTS if item.role else _is_call(item) or item.type == "mcp_approval_request"
+def _find_raw(item: Item) -> Raw:
+    return _find_input(item) if _is_call(item) else item.content
 
 
-def _raw(items: list[Item]) -> Raw:
-    return ABSENT if len(items) > 1 else _called_with(items[0]) if _is_call(items[0]) else items[0].content
-
-
-def _read(items: list[Item]) -> list[Part]:
-    item = items[0]
+def _read(item: Item) -> list[Part]:
     if _is_call(item):
-        return _read_calls(items)
-    if item.role:
+        return _read_call(item)
+    if item.role and item.content is not ABSENT:
         return read_content(item.content)
-    if (item.type or "").endswith("_output"):
-        return [Part(RESULT, item.output, id=text_of(item.call_id))]
-    return [Part(OTHER, item.type)]
+    if not item.role and (item.type or "").endswith("_output"):
+        return [Part(RESULT, item.output, id=read_string(item.call_id))]
+    return [Part(OTHER, ABSENT, "" if item.role else item.type or "")]
 
 
-def _read_calls(items: list[Item]) -> list[Part]:
-    """Calls made at once, the newest first, and what the server itself brought back for them."""
-    parts = []
-    for item in reversed(items):
-        name = text_of(item.name) or (item.type or "").removesuffix("_call")
-        parts.append(Part(CALL, _called_with(item), name, text_of(item.call_id)))
-        if is_given(item.output) or is_given(item.error):
-            parts.append(Part(RESULT, item.output, id=text_of(item.call_id), failed=is_given(item.error)))
+def _read_call(item: Item) -> list[Part]:
+    """A call, and what the server itself brought back for it."""
+    name = read_string(item.name) or (item.type or "").removesuffix("_call")
+    identity = read_string(item.call_id)
+    parts = [Part(CALL, _find_input(item), name, identity)]
+    if is_given(item.output) or is_given(item.error):
+        parts.append(Part(RESULT, item.output, id=identity, failed=is_given(item.error)))
     return parts
 
 
-def _called_with(item: Item) -> Raw:
+def _find_input(item: Item) -> Raw:
     """What a call is about; each kind has a key of its own for it."""
     for value in (item.arguments, item.input, item.action, item.actions, item.operation, item.code, item.queries):
         if value is not ABSENT:
@@ -78,4 +101,4 @@ def _called_with(item: Item) -> Raw:
     return ABSENT
 
 
-SHAPE = Shape(ResponsesBody, _open)
+SHAPES = (Shape(("input",), Body, Item, _name_speaker, _read, _find_raw, _take, _is_call, _look_back),)
