@@ -82,7 +82,6 @@ class Plan:
         "inspects",
         "mode",
         "needs_body",
-        "needs_whole",
         "reads_body",
         "refuses_uncountable",
         "sessions",
