@@ -34,7 +34,7 @@ class Detector:
         "name",
         "needs_body",
         "policy",
-        "reject_status",
+        "refusal",
         "shadow",
         "similarity",
         "similarity_name",
