@@ -116,9 +116,11 @@ class RefusalForm(NamedTuple):
 
     Attributes:
         status: of HTTP; None where it depends on the client.
+        completes: with an answer of the model, where the API that is called has such answers.
     """
 
     status: int | None
+    completes: bool = False
 
 
 class Outcome:

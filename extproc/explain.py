@@ -137,9 +137,10 @@ def _describe_action(candidate: Candidate) -> str:
     outcome = detector.judge(candidate.fingerprint, candidate.tenant, count, subject, found)
     framed = subject.frame("", "")
     status = (outcome.refusal.status or AUTO_STATUS) if framed is None else framed.status
+    answer = "an answer of the API, or where that is not known with " if outcome.refusal.completes else ""
     again = f" (Retry-After: {outcome.retry_after})" if outcome.retry_after is not None else ""
     told = {
-        "reject": f"reject with {status}{again}",
+        "reject": f"reject with {answer}{status}{again}",
         "throttle": f"throttle (hold {outcome.delay_ms} ms at first)",
         "warn": "warn",
     }[outcome.action.value]

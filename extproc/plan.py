@@ -108,7 +108,11 @@ class Plan:
         self.sessions: Sessions | None = None
         if spec.session is not None and any(detector.similarity.remembers for detector in self.detectors):
             self.sessions = Sessions(self.id, spec.session, shadow=shadow)
-        looking = [detector.max_inspect_bytes for detector in self.detectors if self.reads_body or detector.looks]
+        looking = [
+            detector.max_inspect_bytes
+            for detector in self.detectors
+            if self.reads_body or detector.looks or detector.refusal.completes
+        ]
         self.inspects = max(looking, default=0)
 
     def read_descriptors(self, request: HttpRequest, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:

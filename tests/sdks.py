@@ -18,6 +18,7 @@ import anthropic
 import boto3
 import botocore.config
 import botocore.exceptions
+import ollama
 import openai
 import pytest
 from google import genai
@@ -86,14 +87,6 @@ def ask_responses(job: Job) -> str:
         return events.get_final_response().output_text
 
 
-def ask_completions(job: Job) -> str:
-    """OpenAI's SDK, completions."""
-    client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
-    if not job.stream:
-        return client.completions.create(model="m", prompt="again").choices[0].text
-    return "".join(piece.choices[0].text for piece in client.completions.create(model="m", prompt="again", stream=True))
-
-
 def ask_anthropic(job: Job) -> str:
     """Anthropic's SDK."""
     client = anthropic.Anthropic(api_key="none", base_url=job.url, default_headers={USER: job.user})
@@ -130,6 +123,26 @@ def ask_bedrock(job: Job, *, mode: str = "") -> str:
     return "".join(event["contentBlockDelta"]["delta"]["text"] for event in events if "contentBlockDelta" in event)
 
 
+def ask_anthropic_bedrock(job: Job) -> str:
+    """Anthropic's SDK for its models on Bedrock."""
+    keys: Any = {"aws_access_key": "none", "aws_secret_key": "none", "aws_region": "us-east-1"}
+    client = anthropic.AnthropicBedrock(base_url=job.url, default_headers={USER: job.user}, **keys)
+    messages: Any = job.messages
+    question: Any = {"model": "m", "max_tokens": 1024, "messages": messages}
+    if not job.stream:
+        return str(client.messages.create(**question).content[0].text)
+    events: Any = client.messages.create(**question, stream=True)
+    return "".join(event.delta.text for event in events if event.type == "content_block_delta")
+
+
+def ask_ollama(job: Job) -> str:
+    """Ollama's SDK."""
+    client = ollama.Client(host=job.url, headers={USER: job.user})
+    if not job.stream:
+        return client.chat(model="m", messages=job.messages).message.content or ""
+    return "".join(piece.message.content or "" for piece in client.chat(model="m", messages=job.messages, stream=True))
+
+
 def ask_node(sdk: str, job: Job) -> Reply:
     """An SDK of JavaScript; skips the test, loudly, where there is no node."""
     script = _install_node() / "ask.mjs"
@@ -147,13 +160,13 @@ def _install_node() -> Path:
     source = Path(__file__).parent / "node"
     if not shutil.which("node") or not shutil.which("npm"):
         pytest.skip("NODE IS MISSING: the SDKs of JavaScript are not tested")
-    content = b"".join(file.read_bytes() for file in sorted(source.iterdir()))
-    folder = Path(sys.prefix) / f"node-{hashlib.sha256(content).hexdigest()[:16]}"
+    listed = (source / "package.json").read_bytes()
+    folder = Path(sys.prefix) / f"node-{hashlib.sha256(listed).hexdigest()[:16]}"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        shutil.copytree(source, folder, dirs_exist_ok=True)
         if not (folder / "installed").exists():
-            shutil.copytree(source, folder, dirs_exist_ok=True)
             command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(folder)]
             made = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             if made.returncode:

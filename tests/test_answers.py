@@ -6,17 +6,25 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import anthropic.types
+import ollama
 import pytest
+from anthropic.types import RawMessageStreamEvent
+from google.genai.types import GenerateContentResponse
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types import Completion as OpenAICompletion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from extproc.answers.apis import find_api
-from extproc.answers.apis.api import Question, Refusal, read_question
+from extproc.answers.apis.api import Completion, Question, Refusal
 from extproc.decision import Framed
 from extproc.request import HttpRequest
 from tests.documents import policy
 from tests.messages import body, headers
-from tests.test_service import FailingStore, decoded, exchange, headers_of, make_service, repeat
+from tests.test_service import FailingStore, decoded, exchange, headers_of, make_service, metadata_of, repeat, sample
 
 ANY = {"pathPrefix": "/"}
 MESSAGE = "Loop detected: \u00fc. (recursive_loop_detected)"
@@ -32,9 +40,15 @@ RPC_ERROR = {"code": -32000, "message": MESSAGE, "data": {"type": "loop_detected
 
 def frame(path: str, sent: Mapping[str, bytes] | None = None, content: bytes | None = None, *, status: int = 429) -> Framed:
     """A refusal of a request."""
-    question = read_question(content)
+    question = Question(HttpRequest("POST", path, headers=sent), content)
     refusal = Refusal(status, MESSAGE, "loop_detected", "recursive_loop_detected", DETAIL)
-    return find_api(HttpRequest("POST", path, headers=sent), question).write_error(refusal, question)
+    return find_api(question).write_error(refusal, question)
+
+
+def complete(path: str, content: bytes | None) -> Framed | None:
+    """The same as an answer of the model."""
+    question = Question(HttpRequest("POST", path), content)
+    return find_api(question).complete(Completion(MESSAGE, question.model, "1f", 1_750_000_000), question)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +72,7 @@ def frame(path: str, sent: Mapping[str, bytes] | None = None, content: bytes | N
         ("/model/m/invoke", BEDROCK),
         ("/model/m/invoke-with-response-stream", BEDROCK),
         ("/model/converse", PLAIN),
+        ("/api/chat", PLAIN),
     ],
 )
 def test_the_path_says_which_api_is_called(path: str, expected: Mapping[str, Any]) -> None:
@@ -200,7 +215,7 @@ _PIECES = st.sampled_from(
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner, max_size=2)
 )
-_KEYS = st.sampled_from(["model", "stream", "messages", "contents", "jsonrpc", "id", "input"])
+_KEYS = st.sampled_from(["model", "stream", "stream_options", "messages", "contents", "jsonrpc", "id", "anthropic_version"])
 
 
 @given(
@@ -210,13 +225,178 @@ _KEYS = st.sampled_from(["model", "stream", "messages", "contents", "jsonrpc", "
 )
 def test_whatever_a_client_sends_is_answered(path: str, content: bytes | None, status: int) -> None:
     """No request keeps its own refusal from being written, and it is JSON with the message in it."""
-    framed = frame(f"/{path}", content=content, status=status)
+    framed, completed = frame(f"/{path}", content=content, status=status), complete(f"/{path}", content)
 
     assert framed.status == status
     found = json.loads(framed.body.decode(), parse_constant=pytest.fail)
     assert found.get("message", found["error"]["message"]) == MESSAGE
+    assert completed is None or completed.status == 200
 
 
-def test_a_question_is_read_from_any_bytes() -> None:
-    """Of a body that is no object nothing is known."""
-    assert all(read_question(content) == Question() for content in (None, b"", b"[]", b"\xff\xfe", b"[" * 10_000))
+BODY = b'{"model": "m", "messages": [], "stream": false}'
+STREAM = b'{"model": "m", "messages": [], "stream": true, "stream_options": {"include_usage": true}}'
+
+
+def read_events(framed: Framed | None, *, named: bool = False) -> list[Any]:
+    """What the events of a stream hold; a named one is called what its type says."""
+    assert framed is not None
+    assert (framed.status, framed.content_type) == (200, "text/event-stream")
+    *events, end = framed.body.decode().split("\n\n")
+    assert end == ""
+    found = []
+    for event in events:
+        *names, data = event.split("\n")
+        found.append(data.removeprefix("data: "))
+        assert names == ([f"event: {json.loads(found[-1])['type']}"] if named else [])
+    return [event if event == "[DONE]" else json.loads(event) for event in found]
+
+
+def read_answer(framed: Framed | None) -> Any:  # noqa: ANN401  # JSON
+    """What a whole answer holds."""
+    assert framed is not None
+    assert (framed.status, framed.content_type) == (200, "application/json")
+    return json.loads(framed.body)
+
+
+def test_a_chat_completion_is_one_to_the_sdk() -> None:
+    """It has the fields, and the types, that the SDK's own model of it asks for; so has each chunk, and the usage if wanted."""
+    whole = ChatCompletion.model_validate(read_answer(complete("/v1/chat/completions", BODY)), strict=True)
+    *events, end = read_events(complete("/v1/chat/completions", STREAM))
+    chunks = [ChatCompletionChunk.model_validate(event, strict=True) for event in events]
+    quiet = read_events(complete("/v1/chat/completions", b'{"model": "m", "stream": true}'))
+
+    assert (whole.model, whole.choices[0].message.content, whole.choices[0].finish_reason) == ("m", MESSAGE, "stop")
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == MESSAGE
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, None, "stop"]
+    assert (chunks[-1].choices, chunks[-1].usage is not None, end) == ([], True, "[DONE]")
+    assert len(quiet) == len(events)
+
+
+def test_a_text_completion_is_one_to_the_sdk() -> None:
+    """Whole, and as the one piece of a stream."""
+    whole = OpenAICompletion.model_validate(read_answer(complete("/v1/completions", BODY)), strict=True)
+    *pieces, end = read_events(complete("/v1/completions", STREAM))
+
+    assert whole.choices[0].text == MESSAGE
+    assert [OpenAICompletion.model_validate(piece, strict=True).usage is None for piece in pieces] == [True, False]
+    assert (pieces[0]["choices"][0]["text"], end) == (MESSAGE, "[DONE]")
+
+
+def test_a_response_is_one_to_the_sdk() -> None:
+    """Each event is one that the SDK knows, in order; the last one holds the whole response."""
+    whole = Response.model_validate(read_answer(complete("/v1/responses", BODY)), strict=True)
+    known: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
+    events = [known.validate_python(event, strict=True) for event in read_events(complete("/v1/responses", STREAM), named=True)]
+
+    assert (whole.output_text, whole.status) == (MESSAGE, "completed")
+    assert [event.sequence_number for event in events] == list(range(9))
+    assert events[-1].type == "response.completed"
+    assert events[-1].response.output_text == MESSAGE
+
+
+def test_a_message_is_one_to_the_sdk() -> None:
+    """Of Anthropic, also on Vertex AI, where the path names the model."""
+    whole = anthropic.types.Message.model_validate(read_answer(complete("/v1/messages", BODY)), strict=True)
+    known: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
+    path = "/v1/projects/p/locations/l/publishers/anthropic/models/claude%402:streamRawPredict"
+    events = [
+        known.validate_python(event, strict=True) for event in read_events(complete(path, b'{"stream":true}'), named=True)
+    ]
+
+    assert (whole.content[0].type, whole.stop_reason) == ("text", "end_turn")
+    assert events[0].type == "message_start"
+    assert events[0].message.model == "claude@2"
+    assert events[-1].type == "message_stop"
+
+
+def test_a_content_is_one_to_the_sdk() -> None:
+    """Of Gemini: whole, as the only event of a stream, or as the only element of an array."""
+    path = "/v1beta/models/gemini-3:"
+    found = [
+        read_answer(complete(f"{path}generateContent", None)),
+        *read_events(complete(f"{path}streamGenerateContent?alt=sse", None)),
+        *read_answer(complete(f"{path}streamGenerateContent", None)),
+    ]
+
+    for content in found:
+        answer = GenerateContentResponse.model_validate(content)
+        assert (answer.text, answer.model_version) == (MESSAGE, "gemini-3")
+
+
+def test_anthropic_on_bedrock_is_answered_in_its_own_language() -> None:
+    """Other models on Bedrock have languages of their own, so nobody answers in their place."""
+    path, body = "/model/m/invoke", b'{"anthropic_version": "bedrock-2023-05-31"}'
+
+    assert read_answer(complete(path, body))["content"] == [{"type": "text", "text": MESSAGE}]
+    assert complete(path, b'{"inputText": "x"}') is None
+    assert complete(f"{path}-with-response-stream", b"{}") is None
+
+
+def test_ollama_streams_unless_told_otherwise() -> None:
+    """Lines, each of which the SDK knows; a path like its own is somebody else's where no model is named."""
+    whole = ollama.ChatResponse.model_validate(read_answer(complete("/api/chat", BODY)))
+    framed = complete("/api/chat", b'{"model": "m"}')
+    assert framed is not None
+    lines = [ollama.ChatResponse.model_validate_json(line) for line in framed.body.splitlines()]
+    text = ollama.GenerateResponse.model_validate(read_answer(complete("/api/generate", BODY)))
+
+    assert (whole.message.content, whole.done, text.response) == (MESSAGE, True, MESSAGE)
+    assert framed.content_type == "application/x-ndjson"
+    assert [(line.message.content, line.done) for line in lines] == [(MESSAGE, False), ("", True)]
+    assert complete("/api/chat", b'{"messages": []}') is None
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("/v1/chat/completions", None),
+        ("/v1/chat/completions", b"[]"),
+        ("/v1/chat/completions", b'{"messages": []}'),
+        ("/v1/completions", None),
+        ("/v1/responses", None),
+        ("/v1/messages", None),
+        ("/v1/messages/count_tokens", BODY),
+        ("/v1beta/models/m:countTokens", BODY),
+        ("/v1/embeddings", b'{"model": "m", "input": "x"}'),
+        ("/anything", b'{"contents": []}'),
+        ("/anything", b'{"messages": []}'),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(path: str, content: bytes | None) -> None:
+    """The API is not known, or does not say such things, or nobody knows whether a stream is wanted."""
+    assert complete(path, content) is None
+
+
+def test_a_chat_is_one_wherever_it_is_sent() -> None:
+    """A body with messages and a model is answered, whatever the path says."""
+    assert read_answer(complete("/llm", BODY))["choices"][0]["message"]["content"] == MESSAGE
+
+
+@pytest.mark.parametrize("similarity", ["exact", "turns"])
+def test_a_refusal_as_a_completion_is_still_a_refusal(similarity: str) -> None:
+    """To the client it is an answer of the model; details, headers, metadata and metrics say what it is."""
+    service = make_service(policy("p", ANY, similarity=similarity, refuse_as="completion"))
+    turn = [{"role": "assistant", "content": "Action: a[]"}, {"role": "user", "content": "no"}]
+    sent = json.dumps({"model": "m", "messages": turn * 3}).encode()
+
+    answer = repeat(service, headers("/v1/chat/completions"), body(sent), times=3)
+
+    immediate = answer.immediate_response
+    assert (immediate.status.code, immediate.details) == (200, "loop_detected")
+    assert headers_of(answer)["x-loopguard-policy"] == "p"
+    assert json.loads(immediate.body)["choices"][0]["message"]["content"].startswith("Loop detected: ")
+    assert metadata_of(answer)["action"] == "reject"
+    assert sample(service, "requests_total", policy="p", mode="enforce", action="reject") >= 1
+
+
+@pytest.mark.parametrize(
+    ("path", "sent"), [("/v1/embeddings", b'{"model": "m", "input": "x"}'), ("/v1/chat/completions", b"?")]
+)
+def test_what_is_no_question_to_a_model_is_refused_as_ever(path: str, sent: bytes) -> None:
+    """With the policy's status and the error of its API."""
+    service = make_service(policy("p", ANY, refuse_as="completion", reject_status=422))
+
+    immediate = repeat(service, headers(path), body(sent), times=3).immediate_response
+
+    assert immediate.status.code == 422
+    assert json.loads(immediate.body)["error"]["code"] == "recursive_loop_detected"

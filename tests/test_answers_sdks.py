@@ -10,7 +10,7 @@ import pytest
 
 from tests.documents import bundle, policy
 from tests.harness import Stack, stack
-from tests.sdks import SDKS, USER, Ask, Job, Reply, ask_bedrock, ask_gemini, ask_python
+from tests.sdks import SDKS, USER, Ask, Job, Reply, ask_anthropic_bedrock, ask_bedrock, ask_gemini, ask_ollama, ask_python
 
 RETRYING: dict[str, Ask] = {
     "gemini-retrying": partial(ask_python, partial(ask_gemini, retries=True)),
@@ -18,13 +18,20 @@ RETRYING: dict[str, Ask] = {
 }
 """SDKs that somebody has told to retry."""
 
-ASK = SDKS | RETRYING
+OTHERS: dict[str, Ask] = {
+    "ollama": partial(ask_python, ask_ollama),
+    "anthropic-bedrock": partial(ask_python, ask_anthropic_bedrock),
+}
+"""SDKs of what is rarely called through a gateway."""
+
+ASK = SDKS | RETRYING | OTHERS
 KEYS = [f"header:{USER}"]
 POLICIES = bundle(
     *(
         policy(str(status), {"pathPrefix": f"/{status}/"}, similarity="turns", reject_status=status, limit_keys=KEYS)
         for status in (429, 400, "auto")
     ),
+    policy("completion", {"pathPrefix": "/completion/"}, similarity="turns", refuse_as="completion", limit_keys=KEYS),
     policy("rpc", {"pathExact": "/rpc.Echo/Call"}, body="ignore", limit_keys=KEYS),
 )
 
@@ -62,7 +69,7 @@ def test_each_sdk_shows_the_reason(gate: Stack, sdk: str, user: dict[str, str], 
 RETRY_429 = ["bedrock", *RETRYING, "node-vercel-openai", "node-vercel-anthropic", "node-vercel-google", "node-aws"]
 
 
-@pytest.mark.parametrize("sdk", ASK)
+@pytest.mark.parametrize("sdk", SDKS | RETRYING)
 def test_one_request_is_sent_for_a_refusal(gate: Stack, sdk: str, user: dict[str, str]) -> None:
     """With the status `auto`: it is 400 for the SDKs that would send another one after 429, and 429 for the others."""
     reply, requests = ask(gate, sdk, user, "/auto")
@@ -76,6 +83,20 @@ def test_some_sdks_retry_429_whatever_it_says(gate: Stack, sdk: str, user: dict[
     _, requests = ask(gate, sdk, user, "/429")
 
     assert requests == 3
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("sdk", [*SDKS, *OTHERS])
+def test_a_refusal_may_be_an_answer_of_the_model(gate: Stack, sdk: str, user: dict[str, str], stream: bool) -> None:
+    """Each SDK takes it for one, whole or streamed as it asked; it sends one request, which goes no further."""
+    seen = len(gate.upstream.seen)
+
+    reply, requests = ask(gate, sdk, user, "/completion", stream=stream)
+
+    assert reply.status == 0
+    assert reply.text.startswith("Loop detected: 3 of the last 3 turns were check with the same input and the same result")
+    assert reply.text.endswith(" (recursive_loop_detected)")
+    assert (requests, len(gate.upstream.seen)) == (1, seen)
 
 
 def test_grpc_clients_read_words(gate: Stack, user: dict[str, str]) -> None:

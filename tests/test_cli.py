@@ -211,6 +211,11 @@ def test_explain_reads_a_body_from_a_file(capsys: pytest.CaptureFixture[str], tm
         ("enforce", {"action": "warn"}, "then warn; "),
         ("enforce", {"action": "throttle"}, "then throttle (hold 300 ms at first); "),
         ("enforce", {"cooldown_seconds": 90, "reject_status": 503}, "then reject with 503 (Retry-After: 90); "),
+        (
+            "enforce",
+            {"refuse_as": "completion"},
+            "then reject with an answer of the API, or where that is not known with 429 (R",
+        ),
         ("enforce", {"reject_status": "auto"}, "then reject with 429, or 400 where the client is known to retry that (Retry-"),
         ("shadow", {"window_type": "fixed"}, "then report: would reject with 429 (Retry-After: 60); window fixed, 60 s"),
     ],

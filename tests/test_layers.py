@@ -44,7 +44,7 @@ FLOORS: list[list[str]] = [
     ["wire", "counting", "throttle", "budget", "upload", "reporting"],
     [
         "answers/apis/api",
-        *(f"answers/apis/{api}" for api in ("openai", "anthropic", "gemini", "bedrock", "rpc")),
+        *(f"answers/apis/{api}" for api in ("openai", "responses", "anthropic", "gemini", "bedrock", "ollama", "rpc")),
         "answers/apis",
     ],
     ["answers", "answers/clients", "answers/go_on", "answers/refuse"],

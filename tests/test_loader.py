@@ -119,6 +119,7 @@ LOOP_FIELDS: list[tuple[str, object, str]] = [
     ("reject_status", "429", "must be an integer or 'auto'"),
     ("reject_status", True, "must be an integer or 'auto'"),
     ("reject_status", 429.0, "must be an integer or 'auto'"),
+    ("refuse_as", "answer", "must be one of error, completion"),
     ("max_delay_ms", 0, "must be >= 1"),
     ("max_delay_ms", 30_001, "must be <= 30000"),
     ("body", "maybe", "must be one of include, ignore"),
@@ -240,6 +241,14 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
             f"body must not be ignore with similarity {similarity}, which compares what stands in the body",
             similarity=similarity,
         )
+    ),
+    (
+        {"refuse_as": "completion", "body": "ignore"},
+        [("/refuse_as", "refuse_as must not be completion with body ignore: the body says what answer is asked for")],
+    ),
+    (
+        MCP | {"refuse_as": "completion"},
+        [("/refuse_as", "refuse_as must not be completion with similarity mcp, whose refusals are answers already")],
     ),
     # What has to be given, and thresholds that no window reaches.
     *(
@@ -1206,7 +1215,7 @@ def test_the_schema_takes_what_loads(document: object) -> None:
     assert in_schema(document)
 
 
-_BETWEEN_FIELDS = re.compile(r"belongs to similarity|is required$|never reached|must not be ignore with|with similarity turns")
+_BETWEEN_FIELDS = re.compile(r"belongs to similarity|is required$|never reached|must not be \w+ with|with similarity turns")
 REFUSED_FIELDS = [
     changes
     for changes, expected in ENTRIES

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import time
+from uuid import uuid4
 
 from extproc.answers.apis import find_api
-from extproc.answers.apis.api import Refusal, read_question
+from extproc.answers.apis.api import Completion, Question, Refusal
 from extproc.answers.clients import choose_status
 from extproc.answers.go_on import NAMESPACE, set_headers
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason
@@ -29,7 +31,9 @@ def refuse_loop(lead: Outcome, metadata: dict[str, str | int], request: HttpRequ
     detail = {"error": _LOOP, "message": message, "cooldown_seconds": lead.retry_after}
     status = lead.refusal.status or choose_status(request)
     refusal = Refusal(status, message, reason.value, _LOOP, detail)
-    framed = lead.subject.frame(message, request.read_header("accept")) or _frame(refusal, request, content)
+    framed = lead.subject.frame(message, request.read_header("accept"))
+    if framed is None:
+        framed = _frame(refusal, request, content, completes=lead.refusal.completes)
     headers = [
         # Together these stop SDKs that would sleep and retry, and still tell everybody else when to come back.
         ("x-should-retry", "false"),
@@ -64,10 +68,13 @@ def refuse_without_store(metadata: dict[str, str | int], request: HttpRequest, c
     return _make_immediate(framed, _UNAVAILABLE, reason, headers, metadata)
 
 
-def _frame(refusal: Refusal, request: HttpRequest, content: Content) -> Framed:
-    """A refusal as an error of the API that is called."""
-    question = read_question(content)
-    return find_api(request, question).write_error(refusal, question)
+def _frame(refusal: Refusal, request: HttpRequest, content: Content, *, completes: bool = False) -> Framed:
+    """A refusal as the API that is called writes its errors, or where it `completes`, and the API can, its answers."""
+    question = Question(request, content)
+    api, framed = find_api(question), None
+    if completes:
+        framed = api.complete(Completion(refusal.message, question.model, uuid4().hex, int(time())), question)
+    return framed or api.write_error(refusal, question)
 
 
 def _make_immediate(

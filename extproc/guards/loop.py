@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 
 from extproc.decision import Action, Outcome, RefusalForm, Repeat, Subject
-from extproc.policy.bundle import LoopDetection
+from extproc.policy.bundle import COMPLETION, LoopDetection
 from extproc.policy.objects import MAX_THRESHOLD
 from extproc.similarity import Similarity
 from extproc.windows import Count, Hit
@@ -21,9 +21,9 @@ DISPLAY_COUNT = 1_000
 
 
 @cache
-def _make_refusal_form(status: int | str) -> RefusalForm:
+def _make_refusal_form(status: int | str, *, completes: bool) -> RefusalForm:
     """How refusals are made, once for all detectors that make them alike."""
-    return RefusalForm(status if isinstance(status, int) else None)
+    return RefusalForm(status if isinstance(status, int) else None, completes)
 
 
 class Detector:
@@ -70,7 +70,7 @@ class Detector:
         # A stateless one keeps its cooldown alone, which has a beginning and an end.
         self.window_type = "fixed" if self.stateless else loop.window_type
         self.max_delay_ms = loop.max_delay_ms
-        self.refusal = _make_refusal_form(loop.reject_status)
+        self.refusal = _make_refusal_form(loop.reject_status, completes=loop.refuse_as == COMPLETION)
         self._key = f"{'shadow:' if shadow else ''}loop:{policy}:{name}:{self.window_type}:"
         self._window_ms = self.window_seconds * 1000
         self._cooldown_ms = loop.cooldown_seconds * 1000

@@ -35,6 +35,7 @@ MAX_DELAY_MS = 30_000
 """Default and top of `max_delay_ms` (Fairvisor's cap on a throttled request)."""
 
 AUTO: Final = "auto"
+COMPLETION: Final = "completion"
 _STATUSES = (400, 599)
 """Lowest and highest status of a refusal: those of errors."""
 
@@ -193,6 +194,7 @@ class LoopDetection(SimilarityKeys):
         window_type: whether every request restarts the window, exactly its last requests count, or it ends after its first.
         count_refused: False: a refused request leaves the count alone.
         reject_status: HTTP status of a refusal; `auto`: 429, but 400 for clients that are known to retry that whatever it says.
+        refuse_as: `completion`: a refusal is an answer of the API that is called, with the reason as the model's text.
         max_delay_ms: longest hold of a throttled request, in milliseconds.
         body: `ignore` leaves the body out of the fingerprint.
         max_inspect_bytes: largest body that is looked into, in bytes.
@@ -205,6 +207,7 @@ class LoopDetection(SimilarityKeys):
     window_type: Literal["sliding_ttl", "sliding_log", "fixed"] = "sliding_ttl"
     count_refused: bool = True
     reject_status: Status = 429
+    refuse_as: Literal["error", "completion"] = "error"
     max_delay_ms: Annotated[int, Field(ge=1, le=MAX_DELAY_MS)] = MAX_DELAY_MS
     body: Literal["include", "ignore"] = "include"
     max_inspect_bytes: Annotated[int, Field(ge=1, le=MAX_INSPECT_BYTES)] = 2**20

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from extproc.policy.bundle import UNSUPPORTED_KEYS, Bypass, FallbackLimit, Policy
+from extproc.policy.bundle import COMPLETION, UNSUPPORTED_KEYS, Bypass, FallbackLimit, Policy
 from extproc.policy.objects import MAX_THRESHOLD, Place
 from extproc.similarity import KINDS, Similarity
 from extproc.similarity.keys import LoopKeys
@@ -96,6 +96,8 @@ def _loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  # noq
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is not None:
         yield from _similarity_errors(loop, place, name, kind)
+    if loop.get("refuse_as") == COMPLETION and loop.get("body") == "ignore":
+        yield (*place, "refuse_as"), "refuse_as must not be completion with body ignore: the body says what answer is asked for"
     if loop.get("enabled") is not True:
         return
     stateless = kind is not None and kind.stateless

@@ -137,8 +137,13 @@ class Mcp(Similarity):
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
-        """Keys of tools that mean nothing here; see `Similarity`."""
+        """Keys that mean nothing here; see `Similarity`."""
         yield from find_window_errors(loop, place)
+        if loop.get("refuse_as") == "completion":
+            yield (
+                (*place, "refuse_as"),
+                "refuse_as must not be completion with similarity mcp, whose refusals are answers already",
+            )
 
 
 def _read_request(document: Document) -> dict[str, msgspec.Raw]:

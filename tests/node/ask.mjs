@@ -3,6 +3,7 @@
 
 import { readFileSync } from "node:fs";
 
+globalThis.AI_SDK_LOG_WARNINGS = false;
 const [sdk, url, user, mode] = process.argv.slice(2);
 const messages = JSON.parse(readFileSync(0, "utf8"));
 const headers = { "x-user-id": user };

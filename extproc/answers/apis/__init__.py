@@ -4,38 +4,56 @@ from __future__ import annotations
 
 import re
 
-from extproc.answers.apis import anthropic, bedrock, gemini, openai, rpc
+from extproc.answers.apis import anthropic, bedrock, gemini, ollama, openai, responses, rpc
 from extproc.answers.apis.api import Api, Question
-from extproc.request import HttpRequest
 
-_PATHS: tuple[tuple[re.Pattern[str], Api], ...] = (
-    (re.compile(r"/v1/messages(?:/|\Z)|/publishers/anthropic/models/[^/]+\Z"), anthropic.MESSAGES),
-    (re.compile(r":(?:generateContent|streamGenerateContent|countTokens|(?:batchE|e)mbedContents?)\Z"), gemini.CONTENT),
-    (re.compile(r"/model/[^/]+/(?:converse|converse-stream)\Z"), bedrock.CONVERSE),
-    (re.compile(r"/model/[^/]+/(?:invoke|invoke-with-response-stream|count-tokens)\Z"), bedrock.INVOKE),
+_PATHS: tuple[tuple[str, Api], ...] = (
+    (r"/chat/completions\Z", openai.CHAT),
+    (r"/completions\Z", openai.TEXT),
+    (r"/responses\Z", responses.RESPONSES),
+    (r"/v1/messages\Z", anthropic.MESSAGES),
+    (r"/v1/messages/", anthropic.OTHERS),
+    (r"/publishers/anthropic/models/[^/:]+:(?:rawPredict|streamRawPredict)\Z", anthropic.MESSAGES),
+    (r":generateContent\Z", gemini.CONTENT),
+    (r":streamGenerateContent\Z", gemini.STREAM),
+    (r":(?:countTokens|embedContent|batchEmbedContents)\Z", gemini.OTHERS),
+    (r"/model/[^/]+/converse\Z", bedrock.CONVERSE),
+    (r"/model/[^/]+/converse-stream\Z", bedrock.CONVERSE_STREAM),
+    (r"/model/[^/]+/invoke\Z", bedrock.INVOKE),
+    (r"/model/[^/]+/invoke-with-response-stream\Z", bedrock.INVOKE_STREAM),
+    (r"/model/[^/]+/count-tokens\Z", bedrock.OTHERS),
+    (r"/api/chat\Z", ollama.CHAT),
+    (r"/api/generate\Z", ollama.TEXT),
 )
 """The first that a path matches says which API is called. Each takes time in proportion to the path, whatever that is."""
+
+_SEARCHES = [(re.compile(pattern).search, api) for pattern, api in _PATHS]
 
 _HEADERS = (("anthropic-version", anthropic.MESSAGES),)
 """Where the path says nothing: headers that clients of one API alone send."""
 
-_KEYS = (("jsonrpc", rpc.JSON_RPC), ("contents", gemini.CONTENT))
-"""Where the headers say nothing either: keys of bodies."""
+_KEYS = (
+    (("jsonrpc",), rpc.JSON_RPC),
+    (("contents",), gemini.OTHERS),  # whose path alone would say whether a stream is wanted
+    (("messages", "model"), openai.CHAT),
+)
+"""Where the headers say nothing either: what bodies have."""
 
 _GRPC = re.compile(rb"application/grpc(?:[+;]|\Z)")
 
 
-def find_api(request: HttpRequest, question: Question) -> Api:
+def find_api(question: Question) -> Api:
     """The API that a request calls; the one of OpenAI, which many understand, where that cannot be told."""
+    request = question.request
     if _GRPC.match(request.headers.get("content-type", b"")):
         return rpc.GRPC  # by the content type alone, as Envoy decides it for its own answers
-    for pattern, api in _PATHS:
-        if pattern.search(request.path):
+    for search, api in _SEARCHES:
+        if search(request.path):
             return api
     for name, api in _HEADERS:
         if name in request.headers:
             return api
-    for key, api in _KEYS:
-        if bytes(getattr(question, key)):
+    for keys, api in _KEYS:
+        if question.has(*keys):
             return api
     return openai.PLAIN

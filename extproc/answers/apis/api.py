@@ -3,52 +3,91 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import msgspec
 
 from extproc.decision import Framed
+from extproc.request import HttpRequest
 
 JSON = "application/json"
+EVENTS = "text/event-stream"
 
+_LONGEST_MODEL = 256
+"""Of a name that an answer repeats, in characters."""
+
+_MODEL_IN_PATH = re.compile(r"/(?:models?|deployments)/([^/:]+)")
 _ABSENT = msgspec.Raw()
 
 
-class Question(msgspec.Struct, gc=False):
+class Body(msgspec.Struct, gc=False):
     """What a request's body says about the answer that its client waits for; all of it raw, because clients send anything.
 
     Attributes:
         model: that is asked.
         stream: the answer is wanted in pieces.
+        stream_options: of OpenAI's APIs.
         messages: of a chat.
         contents: of a chat with Gemini.
+        anthropic_version: of a message to Anthropic's models on Bedrock.
         jsonrpc: version of that protocol.
         id: under which it is answered.
     """
 
     model: msgspec.Raw = _ABSENT
     stream: msgspec.Raw = _ABSENT
+    stream_options: msgspec.Raw = _ABSENT
     messages: msgspec.Raw = _ABSENT
     contents: msgspec.Raw = _ABSENT
+    anthropic_version: msgspec.Raw = _ABSENT
     jsonrpc: msgspec.Raw = _ABSENT
     id: msgspec.Raw = _ABSENT
 
 
-UNKNOWN = Question()
-"""Of a body that nobody could look into."""
-
-_decode = msgspec.json.Decoder(Question).decode
+_decode = msgspec.json.Decoder(Body).decode
 
 
-def read_question(content: bytes | memoryview | None) -> Question:
-    """What a body asks for; UNKNOWN where it is not known, or no JSON object."""
-    if content is None:
-        return UNKNOWN
-    try:
-        return _decode(content)
-    except (ValueError, RecursionError):  # msgspec's and Unicode's errors are ValueErrors
-        return UNKNOWN
+class Question:
+    """What a client has asked, as far as the answer depends on it.
+
+    Attributes:
+        request: without its body.
+        body: None where nobody could look into it, or where it is no JSON object.
+    """
+
+    def __init__(self, request: HttpRequest, content: bytes | memoryview | None) -> None:
+        """Look into the body, where that may be done."""
+        self.request = request
+        self.body: Body | None = None
+        if content is not None:
+            with suppress(ValueError, RecursionError):  # msgspec's and Unicode's errors are ValueErrors
+                self.body = _decode(content)
+
+    def has(self, *keys: str) -> bool:
+        """Whether the body has all these keys."""
+        return self.body is not None and all(bytes(getattr(self.body, key)) for key in keys)
+
+    def read(self, key: str) -> Any:  # noqa: ANN401  # JSON
+        """A value of the body, None where it is not there or cannot be read."""
+        if not self.has(key):
+            return None
+        try:
+            return msgspec.json.decode(getattr(self.body, key))
+        except (ValueError, RecursionError):
+            return None
+
+    @property
+    def model(self) -> str:
+        """Its name as it stands in the body, else in the path; empty where it stands in neither."""
+        named = self.read("model")
+        if isinstance(named, str) and named:
+            return named[:_LONGEST_MODEL]
+        found = _MODEL_IN_PATH.search(self.request.path)
+        return unquote(found[1])[:_LONGEST_MODEL] if found is not None else ""
 
 
 class Refusal(NamedTuple):
@@ -69,14 +108,33 @@ class Refusal(NamedTuple):
     detail: Mapping[str, object]
 
 
+class Completion(NamedTuple):
+    """An answer as if of the model.
+
+    Attributes:
+        text: that it says.
+        model: as the client calls it.
+        name: of this one answer, which no other has.
+        created: when, in seconds since 1970.
+    """
+
+    text: str
+    model: str
+    name: str
+    created: int
+
+
 class Api(NamedTuple):
     """How an API answers.
 
     Attributes:
         write_error: a refusal as the API writes its errors.
+        complete: an answer of the model, whole or in pieces as it was asked for; None where that cannot be told, or where the
+            API has no such answers.
     """
 
     write_error: Callable[[Refusal, Question], Framed]
+    complete: Callable[[Completion, Question], Framed | None] = lambda _completion, _question: None
 
 
 def make_error(refusal: Refusal) -> dict[str, Any]:
@@ -85,6 +143,21 @@ def make_error(refusal: Refusal) -> dict[str, Any]:
     return {"error": error, "detail": refusal.detail} if refusal.detail else {"error": error}
 
 
-def frame_json(status: int, body: Mapping[str, Any], *headers: tuple[str, str]) -> Framed:
+def frame_json(status: int, body: object, *headers: tuple[str, str]) -> Framed:
     """A body of JSON, and headers beside it."""
     return Framed(status, JSON, json.dumps(body).encode(), headers)
+
+
+def frame_events(events: Iterable[str | Mapping[str, Any]], *, named: bool = False) -> Framed:
+    """A stream of server-sent events, all of them at once.
+
+    Args:
+        events: what stands in each, texts as they are.
+        named: each is called what its `type` says.
+    """
+    lines = []
+    for event in events:
+        if named and not isinstance(event, str):
+            lines.append(f"event: {event['type']}\n")
+        lines.append(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n")
+    return Framed(200, EVENTS, "".join(lines).encode())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from extproc.answers.apis.api import Api, Question, Refusal, frame_json, make_error
+from typing import Any
+
+from extproc.answers.apis.api import Api, Completion, Question, Refusal, frame_events, frame_json, make_error
 from extproc.decision import Framed
 
 _STATUSES = {
@@ -30,4 +32,29 @@ def write_error(refusal: Refusal, _: Question) -> Framed:
     return frame_json(refusal.status, body)
 
 
-CONTENT = Api(write_error)
+def complete(completion: Completion, _: Question) -> Framed:
+    """One content."""
+    return frame_json(200, _make_content(completion))
+
+
+def complete_in_pieces(completion: Completion, question: Question) -> Framed:
+    """The same as the only event of a stream, or as the only element of an array, as the query asks."""
+    content = _make_content(completion)
+    if question.request.read_parameter("alt") == "sse":
+        return frame_events([content])
+    return frame_json(200, [content])
+
+
+def _make_content(completion: Completion) -> dict[str, Any]:
+    content = {"role": "model", "parts": [{"text": completion.text}]}
+    return {
+        "candidates": [{"index": 0, "content": content, "finishReason": "STOP"}],
+        "usageMetadata": {"promptTokenCount": 0, "candidatesTokenCount": 0, "totalTokenCount": 0},
+        "modelVersion": completion.model,
+        "responseId": completion.name,
+    }
+
+
+CONTENT = Api(write_error, complete)
+STREAM = Api(write_error, complete_in_pieces)
+OTHERS = Api(write_error)

@@ -20,7 +20,7 @@ def write_json_rpc_error(refusal: Refusal, question: Question) -> Framed:
 
 def _read_id(question: Question) -> bytes | None:
     try:
-        return read_id(question.id)
+        return read_id(question.body.id) if question.body is not None else None
     except NotCounted:
         return None
 
