@@ -44,7 +44,7 @@ Change the paths, and the limit keys that tell callers apart, to yours.""",
     "validate": """examples:
   loopguard validate policies/ && git push
 
-exit code: 0 good (warnings on stderr), 1 every error on stderr as file: /json/pointer: message;
+exit code: 0 good (warnings and notes on stderr), 1 every error on stderr as file: /json/pointer: message;
 with --strict, parts of a bundle that serve would refuse without --allow-unenforced are errors as well""",
     "explain": """examples:
   loopguard explain --policy policies/ -X POST -H 'x-user-id: ann' -d '{"model": "m"}' https://api.example.com/v1/chat/completions
@@ -131,6 +131,8 @@ def _validate(options: argparse.Namespace) -> int:
         print(escape_controls(f"warning: {warning}"), file=sys.stderr)
     for part in policies.unenforced:
         print(escape_controls(f"warning: {part}; serve would refuse this"), file=sys.stderr)
+    for note in policies.notes:
+        print(escape_controls(f"note: {note}"), file=sys.stderr)
     count = sum(len(source.policies) for source in policies.sources)
     print(f"good: {_pluralize(count, 'policy', 'policies')} in {_pluralize(len(policies.sources), 'file', 'files')}")
     return 0

@@ -23,8 +23,9 @@ from extproc.similarity.tool_calls import NO_CALLS
 from tests.documents import bundle, policy
 from tests.harness import PATIENCE, Loopguard, write_policies
 
-GOOD = policy("p", {"pathExact": "/v1/chat/completions"}, limit_keys=["jwt:org_id", "jwt:user_id"])
-WITH_RULES = policy("p", {"pathExact": "/a"}, limit_keys=["jwt:org_id"])
+SAID = {"missing_descriptor": "require_one"}
+GOOD = policy("p", {"pathExact": "/v1/chat/completions"}, limit_keys=["jwt:org_id", "jwt:user_id"], **SAID)
+WITH_RULES = policy("p", {"pathExact": "/a"}, limit_keys=["jwt:org_id"], **SAID)
 WITH_RULES["spec"]["rules"] = [{"name": "per-org"}]
 
 COMMANDS = ["serve", "init", "validate", "explain", "schema", "envoy-config", "healthcheck"]
@@ -101,6 +102,26 @@ def test_validate_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     ]
 
 
+def test_validate_notes_what_a_default_means(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A note says what becomes of requests without limit keys where a policy does not: one line for all such policies."""
+    silent = [policy(name, {"pathExact": "/b"}, limit_keys=["jwt:org_id"]) for name in ("q", "r", "s")]
+    told = [policy(name, {"pathExact": "/b"}, limit_keys=["jwt:a"], missing_descriptor=name) for name in ("share", "skip")]
+    always = policy("t", {"pathExact": "/b"}, limit_keys=["header:Host", "jwt:org_id", "ip:address"])
+    moot = policy("u", {"pathExact": "/b"}, limit_keys=["ip:address"])
+    file = written(tmp_path / "p.json", bundle(*silent, *told, always, moot))
+
+    run = Run(capsys, "validate", "--strict", file)
+
+    assert (run.code, run.out) == (0, "good: 7 policies in 1 file\n")
+    uncounted = "a request with none of the limit keys is not counted, by the default require_one"
+    shared = "share has all of them share one count, which was the default before"
+    alone = "by which alone those are counted that have no other limit key"
+    assert run.err.splitlines() == [
+        f"note: {file}: /policies/0/spec: missing_descriptor is not given: {uncounted}; {shared} (and 2 more)",
+        f"note: {file}: /policies/5/spec/limit_keys: every request has header:host and ip:address, {alone}",
+    ]
+
+
 def test_validate_strict_fails_where_serve_would(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """With --strict the parts that are not enforced are errors, in the words of serve, and warnings are none."""
     file = written(tmp_path / "rules.json", bundle(WITH_RULES))
@@ -127,7 +148,7 @@ def test_validate_bad(capsys: pytest.CaptureFixture[str], tmp_path: Path, good: 
     assert run.err.splitlines() == [
         f"{bad}: /spec/loop_detection/window_seconds: window_seconds must be a positive integer, not 0",
         f"{bad}: /spec/loop_detection/action: action must be one of reject, throttle, warn, not 'explode'",
-        f"{bad}: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes",
+        f"{bad}: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes, and has nothing",
         f"{broken}: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
     ]
 
@@ -498,7 +519,9 @@ def test_explain_shows_a_body_that_is_not_json(capsys: pytest.CaptureFixture[str
 
 def test_validate_knows_every_field_of_a_list(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A policy with every mode is good; one with an error in each is told of them all, with the entry's number."""
-    good = looks(tmp_path / "good.json", *LOOPS, limit_keys=["body:/user"], bypass=[{"header": "x-health"}])
+    good = looks(
+        tmp_path / "good.json", *LOOPS, limit_keys=["body:/user"], missing_descriptor="skip", bypass=[{"header": "x-health"}]
+    )
     bad = json.loads(Path(good).read_text())
     first, canonical, tail, calls, _ = bad["spec"]["loop_detection"]
     first["tail_messages"], canonical["ignore_fields"], tail["tail_messages"], calls["max_cycle"] = 3, ["user"], 0, 99
@@ -517,7 +540,10 @@ def test_validate_knows_every_field_of_a_list(capsys: pytest.CaptureFixture[str]
         "loop_detection/2/tail_messages: tail_messages must be >= 1, not 0",
         "loop_detection/3/max_cycle: max_cycle must be <= 16, not 99",
         "loop_detection/0/tail_messages: tail_messages belongs to similarity tail, and this one is exact",
-        "bypass/0: needs at least one of header, pathExact, pathPrefix, methods; as it is, it would bypass everything",
+        (
+            "bypass/0: needs at least one of header, pathExact, pathPrefix, methods, and has only headers; "
+            "it would bypass everything"
+        ),
     ]
 
 

@@ -130,11 +130,12 @@ TAIL: dict[str, object] = {"similarity": "tail"}
 CALLS: dict[str, object] = {"similarity": "tool_calls"}
 TURNS: dict[str, object] = {"similarity": "turns"}
 MCP: dict[str, object] = {"similarity": "mcp"}
-FITS = "threshold must be <= 14 with similarity turns"
+FITS = "threshold must be <= 14 with similarity turns: 32 turns are looked at"
 NAME = "name must be 1 to 128 of the characters A-Z a-z 0-9 _ . -"
 POINTER = "it must be a JSON Pointer, such as '/metadata/request_id' or '/messages/*/id'"
 BODY_KEY = "it must be 'body:' and a JSON Pointer, such as 'body:/model' or 'body:/metadata/session_id'"
-BYPASSES_ALL = "needs at least one of header, pathExact, pathPrefix, methods; as it is, it would bypass everything"
+BYPASSES_ALL = "needs at least one of header, pathExact, pathPrefix, methods, and has nothing; it would bypass everything"
+ANCHORS = "needs at least one of pathExact, pathPrefix and routes"
 
 
 def belongs(key: str, owner: str, here: str) -> tuple[str, str]:
@@ -289,7 +290,7 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     (
         TURNS | {"tools": {"f": {"threshold": 15, "window_calls": 9}, "g": {"threshold": 14}}},
         [
-            ("/tools/f/threshold", f"{FITS}, which looks at 32 turns; to let a tool go on for longer, allow it"),
+            ("/tools/f/threshold", f"{FITS}; to let a tool go on for longer, allow it"),
             ("/tools/f/window_calls", "window_calls belongs to similarity tool_calls"),
         ],
     ),
@@ -320,9 +321,9 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
 
 SPEC_FIELDS: list[tuple[str, object, Errors]] = [
     ("selector", 5, in_spec("selector", "must be an object")),
-    ("selector", {}, in_spec("selector", "needs at least one of pathExact, pathPrefix and routes")),
-    ("selector", {"hosts": ["a"]}, in_spec("selector", "needs at least one of pathExact, pathPrefix and routes")),
-    ("selector", {"pathExact": None}, in_spec("selector", "needs at least one of pathExact, pathPrefix and routes")),
+    ("selector", {}, in_spec("selector", f"{ANCHORS}, and has nothing")),
+    ("selector", {"hosts": ["a"], "methods": ["GET"]}, in_spec("selector", f"{ANCHORS}, and has only hosts and methods")),
+    ("selector", {"pathExact": None, "x-a": 1}, in_spec("selector", f"{ANCHORS}, and has nothing")),
     ("selector", {"pathExact": "v1"}, in_spec("selector/pathExact", "must start with '/'")),
     ("selector", {"pathPrefix": ""}, in_spec("selector/pathPrefix", "must start with '/'")),
     ("selector", {"pathExact": 1}, in_spec("selector/pathExact", "must be a string")),
@@ -528,7 +529,7 @@ DOCUMENTS: list[tuple[object, Errors]] = [
     (
         loop(window_type="sliding_log", threshold_identical_requests=10_001),
         in_spec(
-            "loop_detection/threshold_identical_requests", "must be <= 10000 with window_type sliding_log, which remembers each"
+            "loop_detection/threshold_identical_requests", "must be <= 10000 with window_type sliding_log: it remembers each"
         ),
     ),
     # Repeated keys, at any depth.
@@ -553,7 +554,7 @@ DOCUMENTS: list[tuple[object, Errors]] = [
         spec(selector={"methods": [1]}),
         [
             ("/spec/selector/methods/0", "it must be a string"),
-            ("/spec/selector", "selector needs at least one of pathExact, pathPrefix and routes"),
+            ("/spec/selector", "selector needs at least one of pathExact, pathPrefix and routes, and has only methods"),
         ],
     ),
     (
@@ -609,6 +610,22 @@ def test_each_field_of_an_entry_is_checked(changes: dict[str, object], expected:
             spec(bypass=[{"header": "Host"}]),
             "header must be another header, not 'Host', which every request has; name the hosts in the selector",
         ),
+        (
+            loop(similarity="turns", threshold_identical_requests=9),
+            "threshold_identical_requests must be <= 8 with similarity turns, not 9",
+        ),
+        (
+            loop(similarity="turns", tools={"f": {"threshold": 15}}),
+            (
+                "threshold must be <= 14 with similarity turns, not 15: 32 turns are looked at; "
+                "to let a tool go on for longer, allow it"
+            ),
+        ),
+        (
+            loop(window_type="sliding_log", threshold_identical_requests=10_001),
+            "threshold_identical_requests must be <= 10000 with window_type sliding_log, not 10001: it remembers each",
+        ),
+        (spec(bypass=[{"header": None, "description": "x"}]), BYPASSES_ALL),
         (bundle(expires_at="soon"), f"expires_at {TIME}, not 'soon'"),
         (b'{"bundle_version": 1e999, "policies": []}', "bundle_version must be a finite number, not Infinity"),
         ({"policy": []}, f"{SHAPES}, not an object"),
@@ -830,7 +847,7 @@ def test_every_error_of_every_file_is_reported_at_once() -> None:
         "0: /policies/1/id: id must be a string, not 1",
         "0: /policies/1/spec/mode: mode must be one of enforce, shadow, not 'y'",
         "1: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
-        "3: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes",
+        "3: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes, and has nothing",
         "3: /id: duplicate id 'p', also at 0 /policies/0/id; ids are unique across all files",
     ]
 

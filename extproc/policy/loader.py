@@ -60,12 +60,14 @@ class PolicySet:
         unenforced: parts of a drop-in bundle that this version does not enforce.
         scrap: what reading left behind, policy by policy; to be freed together with the policies, and not before. Whatever is
             made of them would take the gaps between them, and hold on to all of the memory around.
+        notes: what a default means for policies that leave it at that, each once.
     """
 
     sources: tuple[Source, ...]
     warnings: tuple[BundleError, ...]
     unenforced: tuple[BundleError, ...]
     scrap: list[object]
+    notes: tuple[BundleError, ...] = ()
 
     def list_refusals(self) -> list[BundleError]:
         """What `serve` says to the parts that it does not enforce, unless it is told to start all the same."""
@@ -110,7 +112,8 @@ def parse(files: Mapping[str, bytes], now: datetime, *, on_route: bool = False) 
     _report_duplicate_ids(report)
     if report.errors:
         raise BundleErrors(report.errors)
-    return PolicySet(tuple(sources), tuple(report.warnings), tuple(report.unenforced), [*report.entries, *report.ids])
+    scrap = [*report.entries, *report.ids]
+    return PolicySet(tuple(sources), tuple(report.warnings), tuple(report.unenforced), scrap, report.list_notes())
 
 
 def list_raw(data: bytes) -> list[Any]:
@@ -130,6 +133,7 @@ class _Report:
         self.errors: list[BundleError] = []
         self.warnings: list[BundleError] = []
         self.unenforced: list[BundleError] = []
+        self.notes: dict[str, tuple[BundleError, int]] = {}  # by message: its first place, and how many policies it is about
         self.ids: list[tuple[str, str, str]] = []  # (id, file, pointer), of broken policies too
         self.entries: list[object] = []  # raw policies
 
@@ -141,6 +145,16 @@ class _Report:
 
     def disclaim(self, place: Place, message: str) -> None:
         self.unenforced.append(BundleError(self.file, write_pointer(place), message))
+
+    def note(self, place: Place, message: str) -> None:
+        first, policies = self.notes.get(message) or (BundleError(self.file, write_pointer(place), message), 0)
+        self.notes[message] = first, policies + 1
+
+    def list_notes(self) -> tuple[BundleError, ...]:
+        return tuple(
+            replace(first, message=f"{first.message} (and {policies - 1} more)") if policies > 1 else first
+            for first, policies in self.notes.values()
+        )
 
     def note_id(self, place: Place, identity: str) -> None:
         self.ids.append((identity, self.file, write_pointer(place)))
@@ -214,11 +228,11 @@ def _parse_policies(entries: list[Any], place: Place, report: _Report) -> list[P
 def _parse_policy(entry: Any, place: Place, report: _Report) -> Policy | None:  # noqa: ANN401  # raw JSON
     report.entries.append(entry)
     if report.on_route:
-        entry = rules.on_route(entry)
+        entry = rules.anchor_on_route(entry)
     policy = _validate(Policy, entry, place, report)
     before = len(report.errors)
     if isinstance(entry, dict):
-        for where, message in rules.cross_field_errors(entry.get("spec")):
+        for where, message in rules.find_errors(entry.get("spec")):
             report.refuse((*place, "spec", *where), message)
         if isinstance(entry.get("id"), str):
             report.note_id((*place, "id"), entry["id"])
@@ -234,10 +248,12 @@ def _remark(policy: Policy, place: Place, report: _Report) -> None:
         report.warn((*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing")
     elif bundle.UNSUPPORTED_KEYS.issuperset(policy.spec.all_limit_keys()) and policy.spec.keeps_counts():
         report.warn((*place, "spec"), f"no limit_keys: all callers of policy {policy.id} share its counts")
-    for below, message in rules.suspicious(policy):
+    for below, message in rules.find_suspicious(policy):
         report.warn((*place, *below), message)
-    for below, message in rules.unenforced(policy):
+    for below, message in rules.find_unenforced(policy):
         report.disclaim((*place, *below), message)
+    for below, message in rules.explain_defaults(policy):
+        report.note((*place, *below), message)
 
 
 def _check_times(document: Mapping[str, Any], now: datetime, report: _Report) -> None:

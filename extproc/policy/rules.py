@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from extproc.policy.bundle import COMPLETION, UNSUPPORTED_KEYS, Bypass, FallbackLimit, Policy
-from extproc.policy.objects import MAX_THRESHOLD, Place
+from extproc.policy.bundle import COMPLETION, HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, Bypass, FallbackLimit, Policy
+from extproc.policy.objects import MAX_THRESHOLD, Place, is_annotation
 from extproc.similarity import KINDS, Similarity
 from extproc.similarity.keys import LoopKeys
 
@@ -21,8 +21,13 @@ MAX_LOG_THRESHOLD = 10_000
 MAX_COMBINATIONS = 10_000
 """Most combinations of a selector's hosts, methods and routes, each of which is filed for itself."""
 
+_SHOWN = 3
+
 _ANCHORS = ("pathExact", "pathPrefix", "routes")
 """Of these a selector needs at least one."""
+
+_ALWAYS_THERE = frozenset({IP_ADDRESS, f"{HEADER}:host"})
+"""Limit keys that every request has."""
 
 _OWNERS = {
     key: [name for name, kind in KINDS.items() if key in kind.keys.model_fields]
@@ -33,7 +38,7 @@ _OWNERS = {
 """The keys that mean something with some similarities only, and which those are."""
 
 
-def on_route(policy: Any) -> Any:  # noqa: ANN401  # raw JSON
+def anchor_on_route(policy: Any) -> Any:  # noqa: ANN401  # raw JSON
     """A raw policy that came with a route: without a path or a route of its own it takes all requests of that one."""
     if not isinstance(policy, dict) or not isinstance(policy.get("spec"), dict):
         return policy
@@ -43,7 +48,7 @@ def on_route(policy: Any) -> Any:  # noqa: ANN401  # raw JSON
     return policy | {"spec": policy["spec"] | {"selector": selector | {"pathPrefix": "/"}}}
 
 
-def cross_field_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
+def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
     """Rules between fields of one raw policy spec; silent about anything whose type is wrong, which the models report.
 
     Yields:
@@ -53,7 +58,7 @@ def cross_field_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN40
         return
     selector = spec.get("selector")
     if isinstance(selector, dict) and all(selector.get(key) is None for key in _ANCHORS):
-        yield ("selector",), "selector needs at least one of pathExact, pathPrefix and routes"
+        yield ("selector",), f"selector needs at least one of pathExact, pathPrefix and routes, and has {_list_keys(selector)}"
     if isinstance(selector, dict):
         lists = [selector.get(key) for key in ("hosts", "methods", "routes")]
         combinations = prod(max(1, len(listed)) for listed in lists if isinstance(listed, list))
@@ -63,20 +68,24 @@ def cross_field_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN40
     loops = spec.get("loop_detection")
     if isinstance(loops, list):
         for number, loop in enumerate(loops):
-            yield from _loop_errors(loop, ("loop_detection", number))
-        yield from _name_errors(loops)
+            yield from _find_loop_errors(loop, ("loop_detection", number))
+        yield from _find_name_errors(loops)
     else:
-        yield from _loop_errors(loops, ("loop_detection",))
+        yield from _find_loop_errors(loops, ("loop_detection",))
     bypasses = spec.get("bypass")
     for number, entry in enumerate(bypasses if isinstance(bypasses, list) else ()):
         if isinstance(entry, dict) and all(entry.get(key) is None for key in Bypass.model_fields):
-            yield (
-                ("bypass", number),
-                f"needs at least one of {', '.join(Bypass.model_fields)}; as it is, it would bypass everything",
-            )
+            needed = f"needs at least one of {', '.join(Bypass.model_fields)}, and has {_list_keys(entry)}"
+            yield ("bypass", number), f"{needed}; it would bypass everything"
 
 
-def _name_errors(loops: list[Any]) -> Iterator[tuple[Place, str]]:
+def _list_keys(value: dict[str, Any]) -> str:
+    """The keys of an object that hold something, in words; the first of many are enough."""
+    keys = [key for key in value if value[key] is not None and not is_annotation(key)][:_SHOWN]
+    return f"only {' and '.join(keys)}" if keys else "nothing"
+
+
+def _find_name_errors(loops: list[Any]) -> Iterator[tuple[Place, str]]:
     """Two detectors of one policy with one name, which would count as one."""
     first: dict[str, int] = {}
     for number, loop in enumerate(loops):
@@ -88,16 +97,17 @@ def _name_errors(loops: list[Any]) -> Iterator[tuple[Place, str]]:
             yield ("loop_detection", number), f"{taken}; give each a name of its own (default: its similarity)"
 
 
-def _loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
+def _find_loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
     """Rules between the fields of one raw loop_detection entry."""
     if not isinstance(loop, dict):
         return
     name = loop.get("similarity", "exact")
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is not None:
-        yield from _similarity_errors(loop, place, name, kind)
+        yield from _find_similarity_errors(loop, place, name, kind)
     if loop.get("refuse_as") == COMPLETION and loop.get("body") == "ignore":
-        yield (*place, "refuse_as"), "refuse_as must not be completion with body ignore: the body says what answer is asked for"
+        says = "and body is ignore; the body says what answer is asked for, so include it"
+        yield (*place, "refuse_as"), f"refuse_as is completion {says}"
     if loop.get("enabled") is not True:
         return
     stateless = kind is not None and kind.stateless
@@ -114,15 +124,16 @@ def _loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  # noq
         and isinstance(threshold, int)
         and MAX_LOG_THRESHOLD < threshold <= MAX_THRESHOLD
     ):
+        most = f"threshold_identical_requests must be <= {MAX_LOG_THRESHOLD}"
         yield (
             (*place, "threshold_identical_requests"),
-            f"threshold_identical_requests must be <= {MAX_LOG_THRESHOLD} with window_type sliding_log, which remembers each",
+            f"{most} with window_type sliding_log, not {threshold}: it remembers each",
         )
     if kind is not None:
         yield from kind.find_errors(loop, place)
 
 
-def _similarity_errors(
+def _find_similarity_errors(
     loop: dict[str, Any], place: Place, similarity: str, kind: type[Similarity]
 ) -> Iterator[tuple[Place, str]]:
     """Keys that mean nothing with the similarity of this entry."""
@@ -133,7 +144,7 @@ def _similarity_errors(
         yield (*place, "body"), f"body must not be ignore with similarity {similarity}, which compares what stands in the body"
 
 
-def suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
+def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
     """What is good as it stands, but has no effect, or hardly any.
 
     Yields:
@@ -149,7 +160,7 @@ def suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
             yield ("spec", "selector", name), f'\'*\' is matched literally; for all that is below, give "pathPrefix": "{meant}"'
 
 
-def unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
+def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
     """The parts of a drop-in policy that this version reads but does not enforce.
 
     Yields:
@@ -176,3 +187,27 @@ def unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
                     (*place, number),
                     f"the descriptor {key} cannot be derived by Loopguard and is left out of fingerprints",
                 )
+
+
+def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """What becomes of requests without limit keys under a policy that does not say so.
+
+    Yields:
+        the place below the policy, and what the default does.
+    """
+    spec = policy.spec
+    keys = [key for key in spec.all_limit_keys() if key not in UNSUPPORTED_KEYS]
+    always = _ALWAYS_THERE.intersection(keys)
+    if "missing_descriptor" in spec.model_fields_set or not spec.detectors() or len(always) == len(keys):
+        return
+    if always:
+        named = " and ".join(sorted(always))
+        yield (
+            ("spec", "limit_keys"),
+            f"every request has {named}, by which alone those are counted that have no other limit key",
+        )
+    else:
+        now = (
+            "missing_descriptor is not given: a request with none of the limit keys is not counted, by the default require_one"
+        )
+        yield ("spec",), f"{now}; share has all of them share one count, which was the default before"

@@ -105,14 +105,15 @@ class Turns(Similarity):
         threshold, tools = loop.get("threshold_identical_requests"), loop.get("tools")
         if isinstance(threshold, int) and threshold > MAX_THRESHOLD:
             where = (*place, "threshold_identical_requests")
-            yield where, f"threshold_identical_requests must be <= {MAX_THRESHOLD} with similarity turns"
+            yield where, f"threshold_identical_requests must be <= {MAX_THRESHOLD} with similarity turns, not {threshold}"
         for name, tool in tools.items() if isinstance(tools, dict) else ():
             if not isinstance(tool, dict):
                 continue
             own = tool.get("threshold")
             if isinstance(own, int) and own > MAX_TOOL_THRESHOLD:
-                fits = f"threshold must be <= {MAX_TOOL_THRESHOLD} with similarity turns, which looks at {MAX_TURNS} turns"
-                yield (*place, "tools", name, "threshold"), f"{fits}; to let a tool go on for longer, allow it"
+                fits = f"threshold must be <= {MAX_TOOL_THRESHOLD} with similarity turns, not {own}"
+                more = f"{MAX_TURNS} turns are looked at; to let a tool go on for longer, allow it"
+                yield (*place, "tools", name, "threshold"), f"{fits}: {more}"
         yield from find_window_errors(loop, place)
 
 
