@@ -34,6 +34,7 @@ from tool_agents import (
     message_of,
     messages_agent,
     responses_agent,
+    stored_agent,
 )
 
 from extproc.errors import LoopguardError
@@ -111,13 +112,17 @@ def _scenes() -> list[Scene]:
     search = Call("search_docs", {"query": "refunds"})
     read = Call("read_file", {"path": "/etc/app.yml"})
     pages = [Call("read_log", {"build": 4711, "page": page}) for page in (1, 2, 3)]
-    rounds = [Call("list_tickets"), Call("open_ticket", {"id": 7}), Call("assign_ticket", {"id": 7, "to": "ann"})]
-    progress: list[Call | str] = [check, check, check, check, "Build 4711 has passed.", *pages, "No warnings on three pages."]
-    progress += [check, check, "It has passed; I know no more.", check, check, "Still the same."]
+    ticket = {"id": 7}
+    rounds = [Call("list_tickets"), Call("open_ticket", ticket), Call("find_user", {"name": "ann"})]
+    rounds += [Call("assign_ticket", {"id": 7, "to": "ann"}), Call("add_note", ticket)]
+    progress: list[Call | str] = [check, check, check, check, "Build 4711 has failed.", *pages, "No warnings on three pages."]
+    for line in (12, 40, 51):
+        progress += [Call("edit_file", {"line": line}), Call("run_tests")]
+    progress.append("I tried three things; the same tests fail.")
     return [
         Scene(
             "chat",
-            "A chat agent that loops (openai SDK, chat completions)",
+            "A stuck agent, which words each thought anew (openai SDK, chat completions)",
             chat_agent,
             ["Tell me when build 4711 is done."],
             {"check_build": _saying("queued")},
@@ -125,8 +130,23 @@ def _scenes() -> list[Scene]:
             turns=3,
         ),
         Scene(
+            "progress",
+            "An agent that gets on: other results, other arguments, new edits between equal tests (openai SDK, chat)",
+            chat_agent,
+            ["Tell me when build 4711 is done.", "Any warnings in its log?", "Then fix the tests."],
+            {
+                "check_build": _saying("running, 25 %", "running, 50 %", "running, 75 %", "failed"),
+                "read_log": _saying("no warnings"),
+                "edit_file": _saying("ok"),
+                "run_tests": _saying("3 failed"),
+            },
+            lambda number: item if isinstance(item := progress[number], str) else [item],
+            turns=len(progress),
+            refused=False,
+        ),
+        Scene(
             "responses",
-            "A Responses agent that loops (openai SDK, responses)",
+            "An agent that searches in vain (openai SDK, responses)",
             responses_agent,
             ["What is our refund policy?"],
             {"search_docs": _saying("no results")},
@@ -135,7 +155,7 @@ def _scenes() -> list[Scene]:
         ),
         Scene(
             "anthropic",
-            "An Anthropic agent that loops (anthropic SDK, messages)",
+            "An agent that meets the same error (anthropic SDK, messages)",
             messages_agent,
             ["Why does the app not start?"],
             {"read_file": _saying("error: permission denied")},
@@ -143,30 +163,28 @@ def _scenes() -> list[Scene]:
             turns=3,
         ),
         Scene(
-            "progress",
-            "An agent that makes progress: other results, other arguments, a new message of the user (openai SDK, chat)",
-            chat_agent,
-            ["Tell me when build 4711 is done.", "Any warnings in its log?", "Has it been deployed?", "And now?"],
-            {
-                "check_build": _saying("running, 25 %", "running, 50 %", "running, 75 %", "passed"),
-                "read_log": _saying("no warnings"),
-            },
-            lambda number: item if isinstance(item := progress[number], str) else [item],
-            turns=len(progress),
-            refused=False,
+            "stored",
+            "A stuck agent whose history the server keeps: its session tells (openai SDK, responses)",
+            stored_agent,
+            ["What is our refund policy?"],
+            {"search_docs": _saying("no results")},
+            lambda _: [search],
+            turns=3,
         ),
         Scene(
             "cycle",
-            "An agent in a cycle of three tools (anthropic SDK, messages)",
+            "An agent in a cycle of five tools (anthropic SDK, messages)",
             messages_agent,
             ["Work on the open tickets."],
             {
                 "list_tickets": _saying("#7 is unassigned"),
                 "open_ticket": _saying("#7: printer on fire"),
-                "assign_ticket": _saying("error: unknown user"),
+                "find_user": _saying("ann"),
+                "assign_ticket": _saying("error: ann is away"),
+                "add_note": _saying("ok"),
             },
-            lambda number: [rounds[number % 3]],
-            turns=9,
+            lambda number: [rounds[number % 5]],
+            turns=10,
         ),
     ]
 

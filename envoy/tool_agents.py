@@ -1,4 +1,4 @@
-"""Three agents as people write them with the SDKs: ask, run the tools that the model asks for, append, ask again.
+"""Four agents as people write them with the SDKs: ask, run the tools that the model asks for, append, ask again.
 
 Nothing here knows of Loopguard: a refusal is an exception of the SDK, and whoever runs the agent gets to see it.
 """  # noqa: INP001  # a part of the demo beside it, not of a package
@@ -98,6 +98,24 @@ def responses_agent(job: Job) -> Iterator[Turn]:
             yield Turn(steps, reply.output_text)
             if not steps:
                 break
+
+
+def stored_agent(job: Job) -> Iterator[Turn]:
+    """OpenAI's SDK, Responses; the server keeps the history, so that a header has to name the session."""
+    named = {USER: job.user, "x-session-id": f"session-of-{job.user}"}
+    client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers=named)
+    tools: list[Any] = [{"type": "function", "name": name, "parameters": _ANY} for name in job.tools]
+    last: str | None = None
+    for task in job.tasks:
+        said: list[Any] = [{"role": "user", "content": task}]
+        while said:
+            reply = client.responses.create(model=NAME, input=said, tools=tools, previous_response_id=last)
+            steps, said, last = [], [], reply.id
+            for item in reply.output:
+                if item.type == "function_call":
+                    steps.append(_run(job, item.name, json.loads(item.arguments)))
+                    said.append({"type": "function_call_output", "call_id": item.call_id, "output": steps[-1].result})
+            yield Turn(steps, reply.output_text)
 
 
 def messages_agent(job: Job) -> Iterator[Turn]:

@@ -447,7 +447,7 @@ def _loop_complaints(loop: Schema) -> bool:
 
 
 def _complaints(spec: Schema) -> bool:
-    return any(True for _ in rules.cross_field_errors(spec))
+    return any(True for _ in rules.find_errors(spec))
 
 
 # ---- README.md

@@ -40,7 +40,7 @@ def write(path: Path, **loop: object) -> str:
 
 
 def test_every_scene_goes_as_told(tmp_path: Path) -> None:
-    """Three loops and a cycle are refused with the reason, progress is not; the exit code is 0 and nothing stays behind."""
+    """Four loops and a cycle are refused with the reason, progress is not; the exit code is 0 and nothing stays behind."""
     demo = run(tmp_path / "log")
 
     code = demo.wait()
@@ -48,17 +48,18 @@ def test_every_scene_goes_as_told(tmp_path: Path) -> None:
     output = demo.output()
     assert code == 0, output
     for line in (
-        "1. A chat agent that loops (openai SDK, chat completions)",
+        "1. A stuck agent, which words each thought anew (openai SDK, chat completions)",
         "     3  check_build(build=4711)               queued",
         "     4  REFUSED                               openai.RateLimitError, status 429",
         "     4  REFUSED                               anthropic.RateLimitError, status 429",
-        "        Loop detected: 3 of the last 3 tool calls were search_docs with the same arguments and the same",
-        "        Loop detected: the last 9 tool calls were 3 rounds of the same 3 calls (list_tickets,",
-        "        user: And now?",
-        "    15  (answers)                             Still the same.",
-        "  as told: not refused after 15 turns; 15 requests sent, 15 reached the model",
-        "  ok   cycle       refused after 9 turns; 10 requests sent, 9 reached the model",
-        "5 of 5 scenes went as told.",
+        "        Loop detected: 3 of the last 3 turns were search_docs with the same input and the same result,",
+        "        Loop detected: 3 of the last 3 turns brought back the same result, so this request was refused.",
+        "        user: Then fix the tests.",
+        "    16  (answers)                             I tried three things; the same tests fail.",
+        "  as told: not refused after 16 turns; 16 requests sent, 16 reached the model",
+        "        Loop detected: the last 10 turns were 2 rounds of the same 5 steps (list_tickets, open_ticket,",
+        "  ok   cycle       refused after 10 turns; 11 requests sent, 10 reached the model",
+        "6 of 6 scenes went as told.",
     ):
         assert f"\n{line}\n" in output
     assert "\x1b" not in output  # no colours where there is no terminal
@@ -125,7 +126,7 @@ def test_help_has_examples() -> None:
     shown = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, check=True).stdout
 
     assert "make demo-agent ARGS='--scene cycle'" in shown
-    assert "{chat,responses,anthropic,progress,cycle}" in shown
+    assert "{chat,progress,responses,anthropic,stored,cycle}" in shown
 
 
 def test_make_installs_the_sdks_and_passes_flags() -> None:
