@@ -245,7 +245,7 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     ),
     (
         {"refuse_as": "completion", "body": "ignore"},
-        [("/refuse_as", "refuse_as must not be completion with body ignore: the body says what answer is asked for")],
+        [("/refuse_as", "refuse_as is completion and body is ignore; the body says what answer is asked for, so include it")],
     ),
     (
         MCP | {"refuse_as": "completion"},
