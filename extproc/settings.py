@@ -185,6 +185,7 @@ class Settings:
         False, parse_switch, "start although parts of a bundle (rules, kill_switches, ...) are not enforced"
     )
     max_streams: int = option(20_000, _parse_positive, "open streams; past it requests are let through at once", "N")
+    max_connections: int = option(10_000, _parse_positive, "connections; past it the longest idle ones are closed", "N")
     max_throttled: int = option(10_000, _parse_positive, "requests held at once, a tenth of them per tenant", "N")
     drain_delay: float = option(
         5.0,

@@ -313,14 +313,82 @@ def test_protocol_errors_are_logged_at_a_rate(run: Run, caplog: pytest.LogCaptur
     assert 0 < len(lines) < 150
 
 
+def test_of_too_many_connections_the_longest_idle_are_closed(run: Run) -> None:
+    """Past the bound whoever has been silent longest gets a GOAWAY without an error; calls that are open are answered."""
+    service = make_service(policy("p", ANY), max_connections=5)
+
+    async def steps(door: Door) -> None:
+        live = door.connect(HELLO + opening(1))
+        await live.read_until(http2.SETTINGS, 0, http2.ACK)
+        idle = [door.connect() for _ in range(4)]
+        for client in idle:
+            await client.read_until(http2.SETTINGS, 0, http2.ACK)
+        before = asyncio.get_running_loop().time()
+        while asyncio.get_running_loop().time() < before + 0.002:  # noqa: ASYNC110  # uvloop counts milliseconds
+            await asyncio.sleep(0)
+        for client in (idle[0], idle[2], idle[3]):
+            await client.send(frame(http2.PING, 0, 0, bytes(8)))
+            await client.read_until(http2.PING, 0)
+
+        await door.innocent()
+
+        goodbye = await idle[1].read_until(http2.GOAWAY, 0)
+        assert struct.unpack(">I", goodbye[4:8])[0] == http2.NO_ERROR
+        while await idle[1].read() is not None:
+            pass
+        for client in (idle[0], idle[2], idle[3]):
+            await client.send(check(1))
+            assert b"grpc-status\x010" in await client.status(1)
+        await live.send(message(1, asked()))
+        assert b"grpc-status\x010" in await live.status(1)
+
+    run(steps, service)
+
+
+def test_calls_that_begin_while_their_connection_is_to_leave_are_answered(run: Run) -> None:
+    """Who is asked to leave and has a call under way keeps its connection."""
+    service = make_service(policy("p", ANY), max_connections=1)
+
+    async def steps(door: Door) -> None:
+        old = door.connect()
+        await old.read_until(http2.SETTINGS, 0, http2.ACK)
+        await door.innocent()
+        await old.read_until(http2.GOAWAY, 0)
+        await old.send(opening(1))
+        (peer,) = [peer for peer in door.server.peers if peer.calls]
+        while peer in door.server.retiring:  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(0.05)
+        await old.send(message(1, asked()))
+
+        assert b"grpc-status\x010" in await old.status(1)
+
+    run(steps, service)
+
+
+def test_where_every_connection_works_the_next_is_refused(run: Run) -> None:
+    """With the bound reached and nobody idle a new connection is closed at once, and the others go on."""
+    service = make_service(policy("p", ANY), max_connections=2)
+
+    async def steps(door: Door) -> None:
+        live = [door.connect(HELLO + opening(1)) for _ in range(3)]  # one more than the bound makes room for
+        for client in live:
+            await client.read_until(http2.SETTINGS, 0, http2.ACK)
+        with pytest.raises((AssertionError, ConnectionResetError)):
+            await door.innocent()
+        for client in live:
+            await client.send(message(1, asked()))
+            assert b"grpc-status\x010" in await client.status(1)
+
+    run(steps, service)
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_kernel_keeps_as_many_connections_as_it_was_asked_to(loop: str) -> None:
     """The listening socket's backlog is ours, whatever the event loop's default is."""
 
     async def main() -> int:
         async with _door(None) as door:
-            (listening,) = door.server._server.sockets
-            information = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+            information = door.server._acceptor.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
             return int(struct.unpack_from("I", information, 28)[0])  # tcpi_sacked, which is the backlog of who listens
 
     most = int(Path("/proc/sys/net/core/somaxconn").read_text(encoding="ascii"))

@@ -292,7 +292,7 @@ def test_count_refused_is_about_refusals_alone() -> None:
 def test_an_error_in_a_shadow_policy_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a shadow policy's evaluation raises, the enforcing policy beside it is evaluated as if it were alone."""
     engine = make_engine(policy("s", ANY, mode="shadow", limit_keys=["header:x-a"]), policy("e", ANY))
-    monkeypatch.setattr(engine.plans[0], "_descriptors", [None])
+    monkeypatch.setattr(engine.plans[0], "_descriptors", (None,))
 
     check = engine.prepare(get())
 
@@ -307,7 +307,7 @@ def test_a_detector_that_raises_leaves_the_others_verdict_standing(mode: str, mo
     """Whatever one policy's evaluation raises, and wherever, the policy beside it refuses the loop that it saw."""
     for raising in ("_descriptors", "detectors"):
         engine = make_engine(policy("bad", ANY, limit_keys=["header:x-a"], mode=mode), policy("good", ANY, action="warn"))
-        monkeypatch.setattr(engine.plans[0], raising, [None])
+        monkeypatch.setattr(engine.plans[0], raising, (None,))
         evaluation = engine.prepare(get(x_a="1"))
         assert evaluation is not None
 

@@ -40,7 +40,7 @@ def broken(*arguments, **options):
     engine = Engine(*arguments, **options)
     for plan in engine.plans:
         if plan.shadow:
-            plan._descriptors = [None]
+            plan._descriptors = (None,)
     return engine
 extproc.reload.Engine = broken
 """

@@ -14,6 +14,8 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
+from heapq import nsmallest
+from operator import attrgetter
 from typing import Final, cast
 
 from google.protobuf.message import DecodeError
@@ -24,11 +26,12 @@ from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.service import Reply, Service, Stream
 from extproc.settings import Address
 from extproc.transport import grpc
+from extproc.transport.acceptor import Acceptor
 from extproc.transport.grpc import Call, HalfClosed, MessageReceived
 from extproc.transport.headers import Cache
 from extproc.transport.health import EXT_PROC, HEALTH, Health
 from extproc.transport.http2 import Limits, Pool
-from extproc.transport.sockets import BACKLOG, keep_alive, listening_socket
+from extproc.transport.sockets import keep_alive, listening_socket
 from extproc.transport.tls import Certificates
 
 _LOG = logging.getLogger("loopguard")
@@ -44,6 +47,12 @@ _GOODBYE_SECONDS: Final = 0.5
 """How long a peer has to read our last words."""
 
 _POLL_SECONDS: Final = 0.02
+
+_RETIRED_SECONDS: Final = 1.0
+"""How long a peer that was asked to leave may take to do so by itself, and every stream that it opens meanwhile."""
+
+_RETIRED_AT_ONCE: Final = 100
+"""One part of so many of all connections: finding them costs a look at each."""
 
 _PROCESS: Final = f"/{EXT_PROC}/Process".encode()
 _CHECK: Final = f"/{HEALTH}/Check".encode()
@@ -62,7 +71,11 @@ class _Serving:
 
 
 class _Peer(asyncio.Protocol):
-    """One connection."""
+    """One connection.
+
+    Attributes:
+        heard: when the peer last said something.
+    """
 
     def __init__(self, server: FastServer) -> None:
         self._server = server
@@ -76,6 +89,7 @@ class _Peer(asyncio.Protocol):
         self._resting = False  # and nothing is read until then
         self._stalled = False  # the peer reads slower than it asks
         self._leaving = False  # whatever the peer still says is dropped
+        self.heard = self._loop.time()
 
     @property
     def calls(self) -> int:
@@ -93,6 +107,7 @@ class _Peer(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # the protocol's signature
         """The peer is gone, and so are all its calls."""
         self._server.peers.discard(self)
+        self._server.retiring.discard(self)
         self._hello.cancel()
         self._grpc.close()
         self._drop_all()
@@ -126,6 +141,17 @@ class _Peer(asyncio.Protocol):
             self._finish(call, grpc.OK)
         self._flush()
 
+    def retire(self) -> None:
+        """Ask an idle peer to leave, and hang up once it has had time to; streams that it opens meanwhile are served."""
+        self._server.retiring.add(self)
+        self.shut()
+        self._loop.call_later(_RETIRED_SECONDS, self._part)
+
+    def _part(self) -> None:
+        self._server.retiring.discard(self)
+        if not self.calls:  # else it is one of those that work again
+            self._transport.close()
+
     def close(self) -> None:
         """Hang up."""
         self._transport.close()
@@ -137,7 +163,8 @@ class _Peer(asyncio.Protocol):
     def _take_turn(self, data: bytes) -> None:
         """Look at what came and at what is left from before, as far as one turn goes."""
         connection = self._grpc
-        connection.receive(data, self._loop.time())
+        self.heard = self._loop.time()
+        connection.receive(data, self.heard)
         if not self._stalled:
             while (event := connection.next_event()) is not None:
                 if isinstance(event, MessageReceived):
@@ -303,6 +330,7 @@ class FastServer:
         pool: of bytes that connections may hold.
         hello_seconds: until when a connection must have spoken HTTP/2.
         peers: that are connected.
+        retiring: of them those that were asked to leave.
     """
 
     def __init__(
@@ -321,8 +349,9 @@ class FastServer:
         self.pool = pool or Pool()
         self.hello_seconds = hello_seconds
         self.peers: set[_Peer] = set()
+        self.retiring: set[_Peer] = set()
         self._errors = RateLimit(_LINES_PER_SECOND)
-        self._server: asyncio.Server
+        self._acceptor: Acceptor
 
     async def start(self, address: Address, certificates: Certificates | None = None) -> str:
         """Listen, with mutual TLS where there are certificates.
@@ -336,15 +365,25 @@ class FastServer:
         listening = listening_socket(address)
         loop = asyncio.get_running_loop()
         tls = certificates.listen_options(self.hello_seconds) if certificates else {}
-        if address.is_unix:
-            self._server = await loop.create_unix_server(lambda: _Peer(self), sock=listening, backlog=BACKLOG, **tls)
-            return address.text
-        self._server = await loop.create_server(lambda: _Peer(self), sock=listening, backlog=BACKLOG, **tls)
-        return f"{address.text.rpartition(':')[0]}:{listening.getsockname()[1]}"
+        connect = partial(loop.connect_accepted_socket, lambda: _Peer(self), **tls)
+        self._acceptor = Acceptor(listening, connect, self._make_room, self.hello_seconds if certificates else None)
+        return address.text if address.is_unix else f"{address.text.rpartition(':')[0]}:{listening.getsockname()[1]}"
+
+    def _make_room(self) -> bool:
+        """Whether there may be one more connection; past the bound those that have been idle longest are asked to leave."""
+        most = self.service.settings.max_connections
+        if len(self.peers) < most:
+            return True
+        share = max(1, most // _RETIRED_AT_ONCE)
+        if not self.retiring:
+            idle = (peer for peer in self.peers if not peer.calls)
+            for peer in nsmallest(share, idle, key=attrgetter("heard")):
+                peer.retire()
+        return len(self.peers) < most + share
 
     async def stop(self, grace: float) -> None:
         """Take no more calls, give those in flight `grace` seconds, then end them so that their requests go on."""
-        self._server.close()
+        self._acceptor.close()
         for peer in list(self.peers):
             peer.shut()
         await _until(lambda: not any(peer.calls for peer in self.peers), grace)

@@ -44,7 +44,8 @@ class GrpcServer:
     def __init__(self, service: Service, health: Health) -> None:
         """Register the handlers; nothing listens yet."""
         self._service = service
-        self._server = grpc.aio.server(options=_OPTIONS)
+        most = ("grpc.max_allowed_incoming_connections", service.settings.max_connections)
+        self._server = grpc.aio.server(options=[*_OPTIONS, most])
         process = grpc.stream_stream_rpc_method_handler(self._process)  # bytes in, bytes out: the service parses
         self._health = health
         self._certificates: Certificates | None = None

@@ -1,16 +1,19 @@
 """Attacks on the port: `python -m tests.bench.attack NAME PORT SECONDS CONNECTIONS`.
 
-Each sends as fast as the server reads. A connection that is ended is opened again, as an attacker would. Prints how many bytes
-were sent, and over how many connections.
+Each sends as fast as the server reads, laborious bodies at 40 MB/s excepted. A connection that is ended is opened
+again, as an attacker would. Prints how many bytes were sent, and over how many connections.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
+import ssl
 import sys
 from collections.abc import Callable
+from math import inf
 from time import monotonic
 
 from extproc.pb.external_processor_pb2 import HttpHeaders, ProcessingRequest
@@ -18,6 +21,7 @@ from extproc.transport import http2
 from extproc.transport.grpc import frame_message
 from extproc.transport.headers import encode
 from extproc.transport.health import EXT_PROC
+from tests.bench import samples
 
 _REQUEST = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", f"/{EXT_PROC}/Process".encode())]
 _CALL = [*_REQUEST, (b"content-type", b"application/grpc")]
@@ -88,6 +92,27 @@ ATTACKS: dict[str, Callable[[int], bytes]] = {
     "no HTTP/2 at all": lambda _: b"GET / HTTP/1.1\r\n\r\n",
 }
 
+HANDSHAKES = "TLS handshakes"
+"""An attack on a port with TLS, by another name because it has no frames."""
+
+LABORIOUS = "laborious JSON"
+"""Of one caller; beside it others' loops have to be found."""
+
+LABORIOUS_PATH = "/v1/laborious"
+_LABORIOUS_RATE = 40_000_000
+_CROWD = 800
+
+
+def _laborious(batch: int) -> bytes:
+    """A request whose body is a megabyte of JSON with as many values as that can hold."""
+    start = b'{"model":["%d"' % batch
+    body = start + b",[[[[1]]]]" * ((2**20 - 200) // 10) + b"]}"
+    head = samples.headers_message(LABORIOUS_PATH, user="attacker", length=len(body))
+    data = frame_message(head) + frame_message(samples.body_message(body))
+    number = 2 * batch + 1
+    pieces = (data[place : place + http2.MAX_FRAME] for place in range(0, len(data), http2.MAX_FRAME))
+    return _opening(number) + b"".join(frame(http2.DATA, 0, number, piece) for piece in pieces)
+
 
 class _Connection:
     """One connection of the attacker's."""
@@ -118,9 +143,10 @@ class _Connection:
         return sent
 
 
-def attack(name: str, port: int, seconds: float, connections: int) -> dict[str, int]:
-    """Attack for that long; returns bytes sent and connections opened."""
-    make, until = ATTACKS[name], monotonic() + seconds
+def attack(make: Callable[[int], bytes], port: int, seconds: float, connections: int, rate: float = inf) -> dict[str, int]:
+    """Attack for that long; returns bytes sent and connections opened. `rate` is in bytes a second."""
+    started = monotonic()
+    until = started + seconds
     alive: dict[int, _Connection] = {}
     sent = opened = 0
     while monotonic() < until:
@@ -128,7 +154,8 @@ def attack(name: str, port: int, seconds: float, connections: int) -> dict[str, 
             made = _Connection(port, make)
             alive[made.socket.fileno()] = made
             opened += 1
-        readable, writable, _ = select.select(list(alive), list(alive), [], 0.1)
+        behind = sent < (monotonic() - started) * rate
+        readable, writable, _ = select.select(list(alive), list(alive) if behind else [], [], 0.1 if behind else 0.005)
         for number in {*readable, *writable}:
             size = alive[number].pump(number in readable, number in writable)
             sent += max(size, 0)
@@ -137,9 +164,39 @@ def attack(name: str, port: int, seconds: float, connections: int) -> dict[str, 
     return {"bytes": sent, "connections": opened}
 
 
+def knock(port: int, seconds: float) -> dict[str, int]:
+    """Connect, then begin all handshakes at once, and leave when the server has answered: it has done its part of the work."""
+    word, until, opened = _make_hello(), monotonic() + seconds, 0
+    while monotonic() < until:
+        crowd = [socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)) for _ in range(_CROWD)]
+        opened += len(crowd)
+        for member in crowd:
+            member.sendall(word)
+        for member in crowd:
+            with member, contextlib.suppress(OSError):
+                member.settimeout(1)
+                member.recv(1)
+    return {"bytes": opened * len(word), "connections": opened}
+
+
+def _make_hello() -> bytes:
+    """The first word of a client."""
+    context, sent = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.MemoryBIO()
+    context.set_alpn_protocols(["h2"])
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), sent, server_hostname="guard.example").do_handshake()
+    return sent.read()
+
+
 def main(name: str, port: str, seconds: str, connections: str) -> None:
-    """Print what `attack` did."""
-    print(json.dumps(attack(name, int(port), float(seconds), int(connections))))
+    """Print what was sent."""
+    if name == HANDSHAKES:
+        found = knock(int(port), float(seconds))
+    elif name == LABORIOUS:
+        found = attack(_laborious, int(port), float(seconds), int(connections), _LABORIOUS_RATE)
+    else:
+        found = attack(ATTACKS[name], int(port), float(seconds), int(connections))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
