@@ -1232,7 +1232,9 @@ def test_the_schema_takes_what_loads(document: object) -> None:
     assert in_schema(document)
 
 
-_BETWEEN_FIELDS = re.compile(r"belongs to similarity|is required$|never reached|must not be \w+ with|with similarity turns|and body is ignore")
+_BETWEEN_FIELDS = re.compile(
+    r"belongs to similarity|is required$|never reached|must not be \w+ with|with similarity turns|and body is ignore"
+)
 REFUSED_FIELDS = [
     changes
     for changes, expected in ENTRIES
