@@ -229,7 +229,7 @@ class Decision:
 
     __slots__ = ("lead", "shadow", "trace", "warning")
 
-    def __init__(self, lead: Outcome | None, shadow: Outcome | None, trace: Sequence[Outcome], *, warning: bool) -> None:
+    def __init__(self, lead: Outcome | None, shadow: Outcome | None, trace: list[Outcome], *, warning: bool) -> None:
         """Keep them as given."""
         self.lead = lead
         self.shadow = shadow

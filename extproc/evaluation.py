@@ -464,7 +464,7 @@ class Evaluation:
         return list(dict.fromkeys(candidate.plan.id for candidate in candidates if candidate.compared_exactly))
 
 
-def group_by_policy(trace: Sequence[Outcome]) -> Sequence[Outcome]:
+def group_by_policy(trace: list[Outcome]) -> list[Outcome]:
     """The find_strictest outcome of each policy, whose detectors stand side by side in the trace."""
     if len(trace) < 2:  # noqa: PLR2004  # nothing to group, as for most requests
         return trace

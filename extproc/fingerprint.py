@@ -109,7 +109,8 @@ def write_query(pairs: Iterable[tuple[str, str]]) -> str:
 
 def join_descriptors(values: Sequence[tuple[str, str]]) -> str:
     """Descriptors as the composite carries them: `name=value`, sorted, joined by `|`."""
-    return "|".join(sorted([f"{_escape_pair(name)}={_escape_pair(value)}" for name, value in values]))
+    pairs = [f"{_escape_pair(name)}={_escape_pair(value)}" for name, value in values]
+    return pairs[0] if len(pairs) == 1 else "|".join(sorted(pairs))
 
 
 def write_head(method: str, path: str, query: str) -> str:
@@ -126,7 +127,7 @@ def compose(head: str, body: Body, descriptors: str) -> str:
 
 def write_crc32(number: int) -> str:
     """8 hex digits."""
-    return "%08x" % number  # noqa: UP031  # compiled, a third of what an f-string takes
+    return number.to_bytes(4, "big").hex()  # compiled, a fraction of what formatting takes
 
 
 def digest(composite: str, body: Body) -> tuple[str, str]:

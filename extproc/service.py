@@ -98,7 +98,7 @@ class Service:
         reporter: tells it, and the log.
         settings: of the process.
         holds: of throttled requests.
-        released: set once `release` was called.
+        released: `release` was called.
         kept: bytes of bodies under way.
         budget: time for looking into them.
         streams: open now.
@@ -122,7 +122,7 @@ class Service:
         self.reporter = Reporter(metrics, log_descriptors=settings.log_descriptors)
         self.settings = settings
         self.holds = Holds(settings.max_throttled)
-        self.released = self.holds.released
+        self.released = False
         self.kept = Kept()
         self.budget = InspectionBudget(perf_counter())
         self.streams = 0
@@ -151,10 +151,11 @@ class Service:
             self.metrics.overload.inc()
             next(iter(self.waiting)).give_up("overload")
             overloaded = False
-        return Stream(self, scope, list(dict.fromkeys(pinned)), overloaded=overloaded)
+        return Stream(self, scope, list(dict.fromkeys(pinned)) if pinned else pinned, overloaded=overloaded)
 
     def release(self) -> None:
         """End every hold and every wait for a body, now and from now on: the server is about to stop."""
+        self.released = True
         self.holds.release()
         for stream in list(self.waiting):
             stream.give_up("shutdown")
@@ -281,7 +282,7 @@ class Stream:
             return self._judge("request_headers", evaluation, None)
         self._body_mode = message.body_mode
         reason = explain_unknowable_body(evaluation.request) or _explain_no_body(self._body_mode)
-        if not reason and self._service.released.is_set():
+        if not reason and self._service.released:
             reason = "shutdown"
         if reason:
             return self._judge("request_headers", evaluation, None, reason)
@@ -345,7 +346,7 @@ class Stream:
         self._stop_waiting()
         if state == CUT_OFF:
             return self._judge(kind, evaluation, None, "body_truncated")
-        if upload.is_framed and is_grpc(evaluation.request):
+        if is_grpc(evaluation.request) and upload.is_framed:
             return self._judge(kind, evaluation, None, "grpc")
         return self._judge(kind, evaluation, upload.body, content=upload.take_content())
 

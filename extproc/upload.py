@@ -47,7 +47,7 @@ class Upload:
         body: what has come so far.
     """
 
-    __slots__ = ("_before", "_expected", "_inspects", "_kept", "_last", "_mode", "_start", "body")
+    __slots__ = ("_before", "_content_length", "_inspects", "_kept", "_last", "_mode", "_start", "body")
 
     def __init__(self, kept: Kept, mode: int, content_length: bytes, inspects: int) -> None:
         """Nothing has come yet.
@@ -60,24 +60,24 @@ class Upload:
         """
         self._kept = kept
         self._mode = mode
-        self._expected = int(content_length) if content_length.isdigit() and len(content_length) <= _LENGTH_DIGITS else -1
+        self._content_length = content_length
         self._inspects = inspects
         self._before = bytearray()  # of a streamed body, all but the last chunk
         self._last: bytes | memoryview = b""
-        self._start = b""
+        self._start = b""  # of all but the last chunk
         self.body = NO_BODY
 
     def add(self, chunk: bytes | memoryview, *, ended: bool) -> int:
         """Take the next chunk; returns MORE, WHOLE or CUT_OFF. With `ended` nothing follows."""
         self.body = body = self.body.plus(chunk)
-        if len(self._start) < _PREFIX:
-            self._start += bytes(chunk[: _PREFIX - len(self._start)])
         # With trailers to come, a complete buffered body does not say that it ends the stream.
-        if ended or self._mode == BODY_BUFFERED or body.length == self._expected:
+        if ended or self._mode == BODY_BUFFERED or self._is_expected(body.length):
             self._last = chunk
             return WHOLE
         if self._mode != BODY_STREAMED:
             return CUT_OFF
+        if len(self._start) < _PREFIX:
+            self._start += bytes(chunk[: _PREFIX - len(self._start)])
         if body.length <= self._inspects and self._kept.take(len(chunk)):
             self._before += chunk
         else:
@@ -86,8 +86,8 @@ class Upload:
 
     @property
     def is_framed(self) -> bool:
-        """It begins as a message of gRPC does, which nothing in JSON does."""
-        start = self._start
+        """It is whole and begins as a message of gRPC does, which nothing in JSON does."""
+        start = self._start + bytes(self._last[: _PREFIX - len(self._start)])
         whole = len(start) == _PREFIX and start[0] in (0, 1)
         return whole and _PREFIX + int.from_bytes(start[1:], "big") <= self.body.length
 
@@ -98,6 +98,11 @@ class Upload:
             last = bytes(self._before + last)
         self.drop()
         return last if len(last) == length <= self._inspects else None
+
+    def _is_expected(self, length: int) -> bool:
+        """Whether that is the content-length."""
+        expected = self._content_length
+        return expected.isdigit() and len(expected) <= _LENGTH_DIGITS and int(expected) == length
 
     def drop(self) -> None:
         """Nobody is going to look into it."""

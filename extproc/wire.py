@@ -60,18 +60,49 @@ _BITS: Final = 0x7F
 _MAX_LENGTH_BITS: Final = 28
 """Longer lengths are nobody's."""
 
-_KNOWN: Final[dict[bytes, tuple[str, bytes]]] = {}
-"""Headers by their bytes on the wire: most of a request's are those of the request before."""
-
 _SECRETS: Final = frozenset({"authorization", "proxy-authorization", "cookie", "api-key", "x-api-key", "x-goog-api-key"})
 """Headers that are never remembered: nobody's credentials outlive his request here."""
 
-_MAX_KNOWN: Final = 1_024
+_MAX_KNOWN: Final = 64
+"""Of so many headers at most the next request may have the same."""
+
 _MAX_KNOWN_SIZE: Final = 256
 
 
 class _UnusualError(Exception):
     """A message has another shape than Envoy's."""
+
+
+class _Known:
+    """The headers of an earlier request."""
+
+    __slots__ = ("_fields", "_headers", "_names")
+
+    def __init__(self, fields: list[bytes], headers: dict[str, bytes]) -> None:
+        """Remember what may be remembered, each field with its bytes on the wire."""
+        self._names = list(headers)
+        self._fields: list[bytes | None] = []
+        self._headers: dict[str, bytes] = {}
+        for field, (name, value) in zip(fields, headers.items(), strict=True):
+            kept = name not in _SECRETS and len(field) <= _MAX_KNOWN_SIZE
+            self._fields.append(field if kept else None)
+            self._headers[name] = value if kept else b""
+
+    def adapt(self, fields: list[bytes]) -> dict[str, bytes] | None:
+        """The headers of a request with as many fields, None where their names are others; raises as `_read_header` does."""
+        headers = self._headers.copy()
+        for place, field in enumerate(fields):
+            known = self._fields[place]
+            if known is None or field != known:
+                name, value = _read_header(field)
+                if name != self._names[place]:
+                    return None
+                headers[name] = value
+        return headers
+
+
+_KNOWN: Final[dict[int, _Known]] = {}
+"""By the number of headers: most of a request's are those of the one before from the same kind of client."""
 
 
 class Message:
@@ -174,51 +205,58 @@ def _walk_headers(data: bytes) -> Message:
     if data[position] != _HEADER_MAP:
         raise _UnusualError
     size, position = _read_length(data, position + 1)
-    message.headers, position = _walk_header_map(data, position, position + size)
+    map_end = position + size
+    message.headers = _read_headers(_split_header_map(data, position, map_end))
+    position = map_end
     if position != end:
         message.ended, position = _read_flag(data, position, _HEADERS_END)
     _walk_rest(data, position, end, message)
     return message
 
 
-def _walk_header_map(data: bytes, position: int, end: int) -> tuple[dict[str, bytes], int]:
-    headers: dict[str, bytes] = {}
-    count = 0
+def _split_header_map(data: bytes, position: int, end: int) -> list[bytes]:
+    """The headers between these positions, each with its bytes on the wire."""
+    fields: list[bytes] = []
     while position < end:
         if data[position] != _HEADER:
             raise _UnusualError
-        size, position = _read_length(data, position + 1)
-        header = data[position : position + size]
-        known = _KNOWN.get(header)
-        if known is None:
-            known = _read_header(header)
-        headers[known[0]] = known[1]
-        position += size
-        count += 1
-    if position != end or len(headers) < count or count > MAX_HEADERS:  # the second: a name repeats
+        size, start = _read_length(data, position + 1)
+        position = start + size
+        fields.append(data[start:position])
+    if position != end or len(fields) > MAX_HEADERS:
         raise _UnusualError
-    return headers, position
+    return fields
 
 
-def _read_header(header: bytes) -> tuple[str, bytes]:
-    """Name and value, to be remembered."""
-    if header[0] != _NAME:
+def _read_headers(fields: list[bytes]) -> dict[str, bytes]:
+    count = len(fields)
+    known = _KNOWN.get(count)
+    adapted = known.adapt(fields) if known is not None else None
+    if adapted is not None:
+        return adapted
+    headers = dict([_read_header(field) for field in fields])
+    if len(headers) < count:  # a name repeats
         raise _UnusualError
-    size, position = _read_length(header, 1)
+    if count <= _MAX_KNOWN:
+        _KNOWN[count] = _Known(fields, headers)
+    return headers
+
+
+def _read_header(field: bytes) -> tuple[str, bytes]:
+    """Name and value."""
+    if field[0] != _NAME:
+        raise _UnusualError
+    size, position = _read_length(field, 1)
     end = position + size
-    name, value = header[position:end].decode(), b""
-    if end != len(header):
-        if header[end] != _RAW_VALUE:
-            raise _UnusualError
-        size, position = _read_length(header, end + 1)
-        if position + size != len(header):
-            raise _UnusualError
-        value = header[position:]
-    if len(header) <= _MAX_KNOWN_SIZE and name not in _SECRETS:
-        if len(_KNOWN) >= _MAX_KNOWN:
-            _KNOWN.clear()
-        _KNOWN[header] = name, value
-    return name, value
+    name = field[position:end].decode()
+    if end == len(field):
+        return name, b""
+    if field[end] != _RAW_VALUE:
+        raise _UnusualError
+    size, position = _read_length(field, end + 1)
+    if position + size != len(field):
+        raise _UnusualError
+    return name, field[position:]
 
 
 def _walk_body(data: bytes) -> Message:

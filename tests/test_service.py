@@ -585,7 +585,7 @@ def test_release_ends_every_wait_for_a_body() -> None:
     for stream in (first, decided):
         stream.close()
 
-    assert service.released.is_set()
+    assert service.released
     assert ended == [first]
     assert [reply.done for reply in (*late, *whole)] == [True, True]
     assert sample(service, "uncounted_total", policy="p", reason="shutdown") == 2

@@ -201,14 +201,44 @@ def test_large_bodies_are_not_copied(around: str) -> None:
     assert message.ended
 
 
+def parse_headers(**values: bytes) -> dict[str, bytes]:
+    """What is read of a message with these headers."""
+    message = ProcessingRequest(request_headers=HttpHeaders())
+    for name, value in values.items():
+        message.request_headers.headers.headers.add(key=name, raw_value=value)
+    return parse_message(message.SerializeToString()).headers
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"a": b"1", "cookie": b"2", "c": b"3"},
+        {"a": b"1", "cookie": b"other", "c": b"other"},
+        {"a": b"1", "cookie": b"", "c": b""},
+        {"a": b"1", "c": b"3", "cookie": b"2"},
+        {"a": b"1", "cookie": b"2", "d": b"3"},
+        {"a": b"1", "cookie": b"2"},
+        {"a": b"1", "cookie": b"2", "c": b"3", "d": b"4"},
+    ],
+)
+def test_headers_are_those_of_their_own_request(second: dict[str, bytes]) -> None:
+    """Whatever the request before had, as many headers or others, a request has its own."""
+    parse_headers(a=b"1", cookie=b"2", c=b"3")
+
+    assert parse_headers(**second) == second
+    assert parse_headers(a=b"1", cookie=b"2", c=b"3") == {"a": b"1", "cookie": b"2", "c": b"3"}
+
+
 def test_remembered_headers_are_bounded() -> None:
-    """Headers that never come again make room, and long ones are not kept at all."""
-    large = ProcessingRequest(request_headers=HttpHeaders())
-    for number in range(3 * wire._MAX_KNOWN):
-        large.request_headers.headers.headers.add(key=f"x-{number}", raw_value=b"v" * (number % 500))
+    """Headers of many requests make room for each other; many, long or secret ones are not kept at all."""
+    wire._KNOWN.clear()
+    for number in range(100):
+        headers = {f"x-{place}": b"v" * (9 * place) for place in range(number)} | {"authorization": b"secret"}
+        assert parse_headers(**headers) == headers
 
-    message = parse_message(large.SerializeToString())
-
-    assert message.headers == {f"x-{number}": b"v" * (number % 500) for number in range(3 * wire._MAX_KNOWN)}
-    assert 0 < len(wire._KNOWN) <= wire._MAX_KNOWN
-    assert max(map(len, wire._KNOWN)) <= wire._MAX_KNOWN_SIZE
+    kept = list(wire._KNOWN.values())
+    assert sorted(wire._KNOWN) == list(range(1, wire._MAX_KNOWN + 1))
+    assert max(len(field) for known in kept for field in known._fields if field is not None) <= wire._MAX_KNOWN_SIZE
+    assert max(len(value) for known in kept for value in known._headers.values()) <= wire._MAX_KNOWN_SIZE
+    assert not any(b"secret" in (field or b"") for known in kept for field in known._fields)
+    assert not any(b"secret" in value for known in kept for value in known._headers.values())

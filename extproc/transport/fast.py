@@ -174,13 +174,14 @@ class _Peer(asyncio.Protocol):
                 else:
                     self._drop(event.call.number)
         self._flush()
-        if self._stalled or self._transport.is_closing():
+        more = connection.unfinished or len(data) >= _LARGE_READ
+        if not (more or self._resting) or self._stalled or self._transport.is_closing():
             return
-        if connection.unfinished or len(data) >= _LARGE_READ:
+        if more:
             self._resting = True
             self._transport.pause_reading()
             self._schedule()
-        elif self._resting:
+        else:
             self._resting = False
             self._transport.resume_reading()
 

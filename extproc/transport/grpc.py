@@ -271,7 +271,7 @@ class Connection:
             return None
         call = Call(got.stream, path, read_metadata(got.headers), single=single)
         self.calls[call.number] = self._silent[call.number] = call
-        if not self._http.share.take(call.size):
+        if call.metadata and not self._http.share.take(call.size):
             call.metadata = []
             self.finish(call, RESOURCE_EXHAUSTED, "too much metadata")
         elif got.ended:
@@ -366,7 +366,6 @@ class Connection:
         call.received = bytearray()
 
 
-@lru_cache(maxsize=64)
 def read_metadata(headers: Block) -> list[tuple[str, str]]:
     """A request's metadata that is meant for us; of what nobody looks at nothing is kept while a call lasts."""
     ours = [field for field in headers.fields if field.name.startswith(METADATA_PREFIX)][:MAX_METADATA]
@@ -402,7 +401,10 @@ def frame_message(message: bytes) -> bytes:
 
 def _is_message(data: bytes) -> bool:
     """Whether this is exactly one message, and not a compressed one."""
-    return len(data) >= _PREFIX and int.from_bytes(data[:_PREFIX], "big") == len(data) - _PREFIX
+    size = len(data) - _PREFIX
+    if size < 0 or data[0]:
+        return False
+    return data[1] << 24 | data[2] << 16 | data[3] << 8 | data[4] == size
 
 
 @lru_cache(maxsize=64)

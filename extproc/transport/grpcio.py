@@ -101,7 +101,7 @@ class GrpcServer:
         stream = self._service.open(context.invocation_metadata() or ())
         call = cast("asyncio.Task[None]", asyncio.current_task())
         # grpc cannot end a call cleanly while it reads: only a stop is worth that. Otherwise the next message ends the call.
-        stream.on_given_up = lambda: self._service.released.is_set() and call.cancel()
+        stream.on_given_up = lambda: self._service.released and call.cancel()
         try:
             while True:
                 data = await context.read()

@@ -72,22 +72,31 @@ _HUFFMAN: Final = 0x80
 
 
 class Field:
-    """One header field, what kind of field it is, and its size as RFC 7541 section 4.1 counts it."""
+    """One header field.
 
-    __slots__ = ("kind", "name", "size", "value")
+    Attributes:
+        name: lower-case where it is not malformed.
+        value: of that name.
+        size: as RFC 7541 section 4.1 counts it.
+        kind: what kind of field it is.
+        encoded: its bytes in a block, where it is a literal that refers to nothing; else empty.
+    """
+
+    __slots__ = ("encoded", "kind", "name", "size", "value")
 
     def __init__(self, name: bytes, value: bytes) -> None:
         """Find out what it is."""
         self.name = name
         self.value = value
         self.size = len(name) + len(value) + _ENTRY_OVERHEAD
+        self.encoded = b""
         self.kind = classify(name, value)
 
 
 def classify(name: bytes, value: bytes) -> int:
     """A field's kind; MALFORMED is what no request may hold (RFC 9113 sections 8.2 and 8.3)."""
     kind = classify_name(name)
-    if len(value.translate(None, b"\r\n\0")) < len(value):
+    if 13 in value or 10 in value or 0 in value:  # noqa: PLR2004  # CR, LF, NUL; compiled, numbers are found at once
         return MALFORMED
     if kind == REGULAR:
         return REGULAR
@@ -181,21 +190,29 @@ class _Known(Generic[_T]):
 
 
 class Cache:
-    """Names, fields and blocks of all connections; each of the three holds at most `limit` bytes."""
+    """Names, fields and blocks of all connections; each of the three holds at most `limit` bytes.
+
+    Attributes:
+        names: by their bytes, as the others.
+        fields: that refer to nothing.
+        blocks: of such fields.
+        before: the fields of the last block that was not among these.
+    """
 
     def __init__(self, limit: int = 2**20) -> None:
         """Nothing is known yet."""
         self.names: _Known[bytes] = _Known(limit)
         self.fields: _Known[Field] = _Known(limit)
         self.blocks: _Known[Block] = _Known(limit)
+        self.before: list[Field] = []
 
     def keep_name(self, encoded: bytes, name: bytes) -> None:
         """Remember a name."""
         self.names.keep(encoded, name, len(encoded) + len(name) + _OBJECTS)
 
-    def keep_field(self, encoded: bytes, field: Field) -> None:
+    def keep_field(self, field: Field) -> None:
         """Remember a field that refers to nothing."""
-        self.fields.keep(encoded, field, len(encoded) + field.size + _OBJECTS)
+        self.fields.keep(field.encoded, field, len(field.encoded) + field.size + _OBJECTS)
 
     def keep_block(self, encoded: bytes, block: Block) -> None:
         """Remember a block whose fields refer to nothing; they may be forgotten before it is."""
@@ -259,14 +276,14 @@ class Decoder:
                 middle = position if index else skip_string(block, position)
                 position = skip_string(block, middle)
                 encoded = block[start:position]
-                known = self._cache.fields.found.get(encoded)
-                field = self._read_literal(encoded, index, middle - start) if known is None else known
+                field = self._find_literal(encoded, len(fields)) or self._read_literal(encoded, index, middle - start)
                 if first >= _INDEXING and self._limit:
                     self._insert(field)
             fields.append(field)
             size += field.size
             if size > MAX_BLOCK or len(fields) > MAX_FIELDS:
                 raise ProtocolError("header block: too many fields", code=ENHANCE_YOUR_CALM)
+        self._cache.before = fields
         return Block(fields, size)
 
     def _read_updates(self, block: bytes) -> int:
@@ -282,13 +299,21 @@ class Decoder:
             self._evict()
         return position
 
+    def _find_literal(self, encoded: bytes, place: int) -> Field | None:
+        """A literal field that is known, most likely from the same place in the block before."""
+        before = self._cache.before
+        if place < len(before) and before[place].encoded == encoded:
+            return before[place]
+        return self._cache.fields.found.get(encoded)
+
     def _read_literal(self, encoded: bytes, index: int, middle: int) -> Field:
         """A literal field that is new. Its name is what `index` stands for, or spelled out; its value begins at `middle`."""
         self.news += 1
         name = self._find(index).name if index else self._read_name(encoded[1:middle])
         field = Field(name, read_string(encoded[middle:]))
         if index < len(_STATIC):
-            self._cache.keep_field(encoded, field)
+            field.encoded = encoded
+            self._cache.keep_field(field)
         return field
 
     def _read_name(self, encoded: bytes) -> bytes:
@@ -371,8 +396,8 @@ def decode_huffman(data: bytes) -> bytes:
     """
     out: list[bytes] = []
     window, have = 0, 0  # the last bytes, and how many of their bits are still to be decoded
-    for byte in data:
-        window = (window << 8 | byte) & _WINDOW
+    for place in range(len(data)):  # compiled, cheaper than an iterator
+        window = (window << 8 | data[place]) & _WINDOW
         have += 8
         while have >= _GLANCE:
             index = window >> have - _GLANCE & _GLANCE_MASK
@@ -386,10 +411,10 @@ def decode_huffman(data: bytes) -> bytes:
                 out.append(symbol)
             have -= length
     while have:
-        length, symbol = _find_symbol(window, have)
+        length, text = _take_last(window, have)
         if not length:
             break
-        out.append(symbol)
+        out.append(text)
         have -= length
     padding = (1 << have) - 1
     if have > 7 or window & padding != padding:  # noqa: PLR2004  # less than a byte
@@ -397,9 +422,20 @@ def decode_huffman(data: bytes) -> bytes:
     return b"".join(out)
 
 
+def _take_last(window: int, have: int) -> tuple[int, bytes]:
+    """As `_find_symbol`, and where that is quick two symbols, when nothing follows: all further bits may be ones."""
+    if have < _GLANCE:
+        index = (window + 1 << _GLANCE - have) - 1 & _GLANCE_MASK
+        length = _GLANCE_LENGTHS[index]
+        if length <= have:
+            return length, _GLANCE_TEXTS[index]
+    return _find_symbol(window, have)
+
+
 def _find_symbol(window: int, have: int) -> tuple[int, bytes]:
     """The code at the start of what is to be decoded: its length and its symbol; 0 when it needs more bits."""
-    bits = (window << _LONGEST >> have) & (1 << _LONGEST) - 1
+    more = _LONGEST - have
+    bits = (window << more if more > 0 else window >> -more) & (1 << _LONGEST) - 1
     group = bisect_right(_FIRST_CODES, bits) - 1
     length = _GROUP_LENGTHS[group]
     if length > have:

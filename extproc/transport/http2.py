@@ -701,7 +701,7 @@ class Connection:
             self._end(ProtocolError("too many streams whose windows stay shut", code=ENHANCE_YOUR_CALM))
 
     def _write(self, kind: int, flags: int, name: bytes, payload: bytes) -> None:
-        self._out.append(make_head(len(payload), kind, flags) + name + payload)
+        self._out.append(b"%b%b%b" % (make_head(len(payload), kind, flags), name, payload))  # compiled, made in one go
 
     def _write_last(self, stream: Stream, trailers: bytes) -> None:
         """The frame that ends a stream: trailers, or an empty DATA frame without any."""
