@@ -372,6 +372,24 @@ def test_a_chat_is_one_wherever_it_is_sent() -> None:
     assert read_answer(complete("/llm", BODY))["choices"][0]["message"]["content"] == MESSAGE
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"model": "m", "stream_options": [%s1]}' % (b"[]," * 2_000),
+        b'{"model": "%s"}' % (b"m" * 5_000),
+        b'{"model": "m", "x": [%s1]}' % (b"1," * 1_000_001),
+    ],
+    ids=["a large value", "a long name", "many values"],
+)
+def test_what_is_laborious_to_read_is_not_read(content: bytes) -> None:
+    """A refusal costs little, whatever stands in the request: what is longer than it need be counts as missing."""
+    question = Question(HttpRequest("POST", "/v1/chat/completions"), content)
+
+    assert question.read("stream_options") is None
+    assert question.model in ("m", "")
+    assert (question.body is None) == (len(content) > 2**20)
+
+
 @pytest.mark.parametrize("similarity", ["exact", "turns"])
 def test_a_refusal_as_a_completion_is_still_a_refusal(similarity: str) -> None:
     """To the client it is an answer of the model; details, headers, metadata and metrics say what it is."""

@@ -99,6 +99,14 @@ def test_a_refusal_may_be_an_answer_of_the_model(gate: Stack, sdk: str, user: di
     assert (requests, len(gate.upstream.seen)) == (1, seen)
 
 
+def test_an_answer_of_the_model_is_logged_as_a_refusal(gate: Stack, user: dict[str, str]) -> None:
+    """Envoy's access log shows it under status 200, with the action and the reason."""
+    ask(gate, "chat", user, "/completion")
+
+    entry = gate.envoy.logged("/completion/v1/chat/completions", status=200, details="loop_detected")
+    assert (entry["loop_action"], entry["loop_policy"]) == ("reject", "completion")
+
+
 def test_grpc_clients_read_words(gate: Stack, user: dict[str, str]) -> None:
     """The status is RESOURCE_EXHAUSTED, and its details are the message alone."""
     metadata = list(user.items())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -13,12 +12,19 @@ import msgspec
 
 from extproc.decision import Framed
 from extproc.request import HttpRequest
+from extproc.similarity.document import WORTH_COUNTING
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
 
 _LONGEST_MODEL = 256
 """Of a name that an answer repeats, in characters."""
+
+_LONGEST_VALUE = 4_096
+"""Of the body, in bytes; those that are asked for are short."""
+
+_MOST_VALUES = 1_000_000
+"""In a body that is looked into: passing over as many takes 10 ms."""
 
 _MODEL_IN_PATH = re.compile(r"/(?:models?|deployments)/([^/:]+)")
 _ABSENT = msgspec.Raw()
@@ -62,18 +68,15 @@ class Question:
     def __init__(self, request: HttpRequest, content: bytes | memoryview | None) -> None:
         """Look into the body, where that may be done."""
         self.request = request
-        self.body: Body | None = None
-        if content is not None:
-            with suppress(ValueError, RecursionError):  # msgspec's and Unicode's errors are ValueErrors
-                self.body = _decode(content)
+        self.body = _read_body(content) if content is not None else None
 
     def has(self, *keys: str) -> bool:
         """Whether the body has all these keys."""
         return self.body is not None and all(bytes(getattr(self.body, key)) for key in keys)
 
     def read(self, key: str) -> Any:  # noqa: ANN401  # JSON
-        """A value of the body, None where it is not there or cannot be read."""
-        if not self.has(key):
+        """A short value of the body, None where it is not there or cannot be read."""
+        if not self.has(key) or len(getattr(self.body, key)) > _LONGEST_VALUE:
             return None
         try:
             return msgspec.json.decode(getattr(self.body, key))
@@ -88,6 +91,15 @@ class Question:
             return named[:_LONGEST_MODEL]
         found = _MODEL_IN_PATH.search(self.request.path)
         return unquote(found[1])[:_LONGEST_MODEL] if found is not None else ""
+
+
+def _read_body(content: bytes | memoryview) -> Body | None:
+    if len(content) > WORTH_COUNTING and bytes(content).count(b",") > _MOST_VALUES:
+        return None
+    try:
+        return _decode(content)
+    except (ValueError, RecursionError):  # msgspec's and Unicode's errors are ValueErrors
+        return None
 
 
 class Refusal(NamedTuple):
