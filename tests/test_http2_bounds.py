@@ -197,6 +197,32 @@ def test_a_turn_is_bounded() -> None:
     assert connection.take().count(frame(http2.PING, http2.ACK, 0, bytes(8))) == 1_000
 
 
+def test_large_messages_have_a_turn_each() -> None:
+    """Messages of megabytes that become whole by one read are delivered in as many turns."""
+    limits = Limits(patience=10**6)
+    large = frame_message(bytes(2**21))
+    start = [large[place : place + http2.MAX_FRAME] for place in range(0, len(large) - 1, http2.MAX_FRAME)]
+    start[-1] = large[(len(start) - 1) * http2.MAX_FRAME : -1]
+    connection = Calls({b"/test.Service/Stream": False}, limits)
+    connection.receive(HELLO)
+    assert connection.next_event() is None
+    for number in (1, 3, 5):
+        for piece in (call(number), *(body(number, piece) for piece in start)):
+            connection.receive(piece)
+            assert connection.next_event() is None
+    connection.receive(b"".join(body(number, large[-1:]) for number in (1, 3, 5)))
+    delivered = []
+    while True:
+        delivered.append(0)
+        while isinstance(connection.next_event(), MessageReceived):
+            delivered[-1] += 1
+        if not connection.unfinished:
+            break
+        connection.receive(b"")
+
+    assert [count for count in delivered if count] == [1, 1, 1]
+
+
 def test_answers_that_are_let_go_take_turns() -> None:
     """A window that opens at once for megabytes is used bit by bit, turn by turn."""
     connection, _, streams = opened(SHUT, headers(), limits=Limits(work=64))

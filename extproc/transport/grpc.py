@@ -44,7 +44,8 @@ _PREFIX: Final = 5
 """Bytes before a message: a compression flag and a length of 4 bytes."""
 
 _MESSAGE_WORK: Final = 8
-"""What a message costs of a turn, in frames: whoever gets it has more to do than HTTP/2 has."""
+"""What a message costs of a turn, in frames: whoever gets it has more to do than HTTP/2 has. A large one costs as many as it
+has pages."""
 
 _RESPONSE: Final = encode([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _NOT_GRPC: Final = encode([(b":status", b"415"), (b"content-type", b"text/plain")])
@@ -303,7 +304,7 @@ class Connection:
         if call.silent:
             call.silent = False
             del self._silent[call.number]
-        self._http.work += _MESSAGE_WORK
+        self._http.work += _MESSAGE_WORK + (len(message) >> 12)
         self._http.patience += self._http.limits.message_earns
         return MessageReceived(call, message)
 
