@@ -287,6 +287,7 @@ def test_arguments_are_equal_with_and_without_a_string(value: Any, data: st.Data
         ([{"type": "image", "id": "1", "source": {}}], [{"type": "image", "id": "1", "source": {}, "cache_control": {}}], True),
         ([{"job": 1, "status": "queued"}], [{"job": 1, "status": "done"}], False),
         ([{"id": "a"}], [{"id": "b"}], False),
+        ([{"type": [], "text": "a"}], [{"type": [], "text": "b"}], False),
         ([{"type": "text", "text": {"value": "a"}}], [{"type": "text", "text": {"value": "b"}}], False),
         ([{"type": "image", "source": {"id": "1"}}], [{"type": "image", "source": {"id": "2"}}], False),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
