@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "extproc"
 
-SHARED = [f"similarity/shapes/{name}" for name in ("messages", "contents", "conversation")]
+SHARED = [f"similarity/shapes/{name}" for name in ("messages", "contents", "places", "conversation")]
 SHAPES = sorted(f"similarity/shapes/{file.stem}" for file in ROOT.glob("similarity/shapes/[!_]*.py"))
 """One file for each API, which nobody else names, above what they share."""
 

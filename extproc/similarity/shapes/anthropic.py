@@ -5,6 +5,7 @@ from __future__ import annotations
 from extproc.similarity.document import ABSENT, open_value
 from extproc.similarity.shapes.contents import Block, Reader, read_string, skip_thought
 from extproc.similarity.shapes.messages import CALL, RESULT, Part
+from extproc.similarity.shapes.places import TEXT_BLOCK, Fields, Locator, Place, Value, append_item, locate_in_content
 
 
 def _read_call(block: Block) -> Part:
@@ -15,6 +16,14 @@ def _read_result(block: Block) -> Part:
     failed = "is_error" in block and open_value(block["is_error"]) is True
     return Part(RESULT, block.get("content", ABSENT), id=read_string(block.get("tool_use_id")), failed=failed)
 
+
+def _locate_result(block: Value, fields: Fields) -> list[Place]:
+    if "content" not in fields:
+        return [append_item(block, (b'"content":"', b'"'), result=True)]
+    return locate_in_content(fields["content"], TEXT_BLOCK, result=True)
+
+
+LOCATORS: dict[str, Locator] = {"tool_result": _locate_result}
 
 BLOCKS: dict[str, Reader] = {
     "tool_use": _read_call,

@@ -8,6 +8,7 @@ from extproc.similarity.document import ABSENT, Json, decode_json, hook_number_i
 from extproc.similarity.shapes.contents import Reader, is_given, read_content, read_string, read_text
 from extproc.similarity.shapes.conversation import ASSISTANT, ASSISTANTS, NOBODY, NOTHING_BEFORE, Before, Shape
 from extproc.similarity.shapes.messages import CALL, OTHER, RESULT, TEXT, Part
+from extproc.similarity.shapes.places import TEXT_BLOCK, Fields, Place, locate_in_content
 
 _RESULT_ROLES = frozenset({"tool", "function"})
 
@@ -123,7 +124,11 @@ def _read_function(call: Raw) -> Part:
     return Part(CALL, tool.arguments, tool.name or "")
 
 
-SHAPES = (Shape(("messages",), Body, Message, _name_speaker, _read, _find_raw, look_back=_look_back),)
+def _locate(message: Message, fields: Fields) -> list[Place]:
+    return locate_in_content(fields.get("content"), TEXT_BLOCK, result=message.role in _RESULT_ROLES)
+
+
+SHAPES = (Shape(("messages",), Body, Message, _name_speaker, _read, _find_raw, look_back=_look_back, locate=_locate),)
 
 BLOCKS: dict[str, Reader] = {
     "text": read_text,

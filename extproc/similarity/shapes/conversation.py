@@ -7,15 +7,20 @@ somebody looks at it, which for most of a long history nobody does. What a shape
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from msgspec import Raw, Struct, ValidationError, json
 
 from extproc.similarity.document import MAX_STEPS, Json, NotCounted, decode_json, write_canonical
 from extproc.similarity.shapes.messages import Message, Part
+from extproc.similarity.shapes.places import Fields, Place
 
-ASSISTANT, TOOL, NOBODY = "assistant", "tool", "other"
+ASSISTANT, USER, TOOL, NOBODY = "assistant", "user", "tool", "other"
 """Who says a message; any other is who a client says it is."""
+
+_MAX_NEWEST = 100
+"""So many results, made at once, may have a place for a note."""
 
 ASSISTANTS = frozenset({ASSISTANT, "model", "ai"})
 
@@ -64,6 +69,7 @@ class Shape(NamedTuple):
         joins: whether a message is one of several calls that were made at once, where they stand side by side; None where each
             message is one of its own.
         look_back: what such a body says about what went before.
+        locate: where a note can be put into a message, the newest place last, given its fields; None where nobody can tell.
         fallback: the key means something else in other APIs, so they are asked first.
     """
 
@@ -76,6 +82,7 @@ class Shape(NamedTuple):
     take: Callable[[Any], Sequence[Json]] = take_list
     joins: Callable[[Any], bool] | None = None
     look_back: Callable[[Any], Before] = know_nothing
+    locate: Callable[[Any, Fields], list[Place]] | None = None
     fallback: bool = False
 
 
@@ -109,6 +116,19 @@ class Conversation:
             NotCounted: there are too many.
         """
         return self._read_each() if self.shape.joins is None else self._read_joined(self.shape.joins)
+
+    def __len__(self) -> int:
+        """How many messages the request has, thoughts among them."""
+        return len(self._messages)
+
+    def list_newest(self) -> list[Message]:
+        """The messages behind the assistant's last one, the newest first, as far as a note may be put there.
+
+        Raises:
+            NotCounted: there are too many.
+        """
+        behind = takewhile(lambda message: message.speaker != ASSISTANT, self.read_backwards())
+        return list(islice(behind, _MAX_NEWEST))
 
     def _read_each(self) -> Iterator[Message]:
         messages, kind, name_speaker = self._messages, self.shape.message, self.shape.name_speaker

@@ -8,6 +8,22 @@ from extproc.similarity.document import ABSENT
 from extproc.similarity.shapes.contents import Block, Reader, read_content, read_object, read_string
 from extproc.similarity.shapes.conversation import ASSISTANT, ASSISTANTS, Shape
 from extproc.similarity.shapes.messages import CALL, OTHER, RESULT, Part
+from extproc.similarity.shapes.places import (
+    TEXT_PART,
+    Fields,
+    Locator,
+    Place,
+    Value,
+    append_item,
+    end_text,
+    is_object,
+    is_text,
+    locate_in_content,
+    open_fields,
+)
+
+_RESPONSE_TEXTS = ("output", "result", "error")
+_NOTE = b'"gateway_note":"', b'"'
 
 
 class Content(Struct, gc=False):
@@ -62,10 +78,27 @@ def _read_code_result(block: Block) -> Part:
     return Part(RESULT, block.get("codeExecutionResult", block.get("code_execution_result")))
 
 
+def _locate(_: Content, fields: Fields) -> list[Place]:
+    return locate_in_content(fields.get("parts"), TEXT_PART, result=False)
+
+
+def _locate_result(_: Value, fields: Fields) -> list[Place]:
+    """In the text of a structured response, or as one more text of it."""
+    called = fields.get("functionResponse", fields.get("function_response"))
+    response = open_fields(called).get("response") if called is not None else None
+    if response is None or not is_object(response):
+        return []
+    given = open_fields(response)
+    text = next((given[key] for key in _RESPONSE_TEXTS if key in given and is_text(given[key])), None)
+    return [append_item(response, _NOTE, result=True) if text is None else end_text(text, result=True)]
+
+
 SHAPES = (
-    Shape(("contents",), Body, Content, _name_speaker, _read, _find_raw),
-    Shape(("request", "contents"), WrappedBody, Content, _name_speaker, _read, _find_raw),
+    Shape(("contents",), Body, Content, _name_speaker, _read, _find_raw, locate=_locate),
+    Shape(("request", "contents"), WrappedBody, Content, _name_speaker, _read, _find_raw, locate=_locate),
 )
+
+LOCATORS: dict[str, Locator] = {"functionResponse": _locate_result, "function_response": _locate_result}
 
 BLOCKS: dict[str, Reader] = {
     "functionCall": _read_call,

@@ -1,0 +1,214 @@
+"""Where a note can be spliced into a body, every other byte of which stays.
+
+msgspec finds out how long each value is, so offsets are walked without a parser of our own: behind a bracket, space and a key
+comes a value of known length. Nothing recurses, and objects of very many keys are left alone. In whatever does not add up, such as an
+object in which a key stands twice with two values, there is no place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from json import dumps
+from typing import NamedTuple
+
+from msgspec import Raw, ValidationError, json
+
+from extproc.similarity.document import NotJson, decode_json
+from extproc.similarity.shapes.contents import read_string
+
+_MAX_KEYS = 1_000
+_MAX_BLOCKS = 100
+_MAX_SPACE = 256
+
+_SPACE = b" \t\n\r"
+_KEY = re.compile(rb'[ \t\n\r]*+"((?:[^"\\]|\\.)*+)"[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL)
+_NEXT = re.compile(rb"[ \t\n\r]*+,")
+_END = re.compile(rb"[ \t\n\r]*+\}")
+
+_decode_fields = json.Decoder(dict[str, Raw]).decode
+_decode_items = json.Decoder(list[Raw]).decode
+
+_TEXTS = frozenset({"text", "input_text", "output_text"})
+
+TEXT_BLOCK = b'{"type":"text","text":"', b'"}'
+INPUT_TEXT_BLOCK = b'{"type":"input_text","text":"', b'"}'
+TEXT_PART = b'{"text":"', b'"}'
+"""What stands around the text of a new block."""
+
+
+class Place(NamedTuple):
+    """Where a note can be spliced in, as the content of a JSON string.
+
+    Attributes:
+        offset: in the body, in bytes.
+        opening: what has to stand in front of the note; empty inside of a string that is there.
+        closing: what has to stand behind it.
+        result: in a result of a tool; else in what somebody says.
+    """
+
+    offset: int
+    opening: bytes = b""
+    closing: bytes = b""
+    result: bool = False
+
+    @property
+    def continues(self) -> bool:
+        """The note goes on a text that is there."""
+        return not self.opening
+
+
+class Value(NamedTuple):
+    """A value of a body, left as it stands, and the offset at which it starts."""
+
+    raw: Raw
+    start: int
+
+    @property
+    def end(self) -> int:
+        """The offset behind it."""
+        return self.start + len(self.raw)
+
+
+Fields = dict[str, Value]
+
+
+def splice(body: bytes, place: Place, note: str) -> bytes:
+    r"""The body with a note in its place.
+
+    >>> splice(b'["a"]', Place(3), ' says "b"')
+    b'["a says \\"b\\""]'
+    """
+    written = dumps(note)[1:-1].encode()
+    return b"".join([body[: place.offset], place.opening, written, place.closing, body[place.offset :]])
+
+
+def open_body(body: bytes) -> Value:
+    """A whole body."""
+    start = len(body) - len(body.lstrip(_SPACE))
+    return Value(Raw(body.strip(_SPACE)), start)
+
+
+def open_fields(value: Value) -> Fields:
+    """The fields of an object; none where it is no object, or does not add up."""
+    raw = bytes(value.raw)
+    try:
+        fields: dict[str, Raw] = decode_json(raw, _decode_fields)
+    except (ValidationError, NotJson):
+        return {}
+    if len(fields) > _MAX_KEYS:
+        return {}
+    found: Fields = {}
+    place = 1
+    for _ in range(_MAX_KEYS):
+        key = _KEY.match(raw, place)
+        if key is None:
+            return {}
+        name = _read_key(key.group(1))
+        item = fields.get(name)
+        if item is None or not raw.startswith(bytes(item), key.end()):
+            return {}
+        found[name] = Value(item, value.start + key.end())
+        following = _NEXT.match(raw, key.end() + len(item))
+        if following is None:
+            end = _END.match(raw, key.end() + len(item))
+            return found if end is not None and end.end() == len(raw) else {}
+        place = following.end()
+    return {}
+
+
+def _read_key(key: bytes) -> str:
+    return decode_json(b'"%b"' % key) if b"\\" in key else key.decode()
+
+
+def open_newest(value: Value, count: int) -> list[Value]:
+    """So many of a list's last elements, the newest first; fewer where there are fewer, it is no list, or does not add up."""
+    raw = bytes(value.raw)
+    try:
+        items: Sequence[Raw] = decode_json(raw, _decode_items)
+    except (ValidationError, NotJson):
+        return []
+    found: list[Value] = []
+    place = len(raw) - 1
+    for item in items[: -count - 1 : -1]:
+        end = _skip_space_backwards(raw, place)
+        place = end - len(item)
+        found.append(Value(item, value.start + place))
+        place = _skip_space_backwards(raw, place) - 1
+        if raw[place] not in b"[,":
+            return []
+    return found
+
+
+def _skip_space_backwards(raw: bytes, place: int) -> int:
+    """Where the space in front of a place starts; what has too much of it does not add up."""
+    space = raw[max(0, place - _MAX_SPACE) : place]
+    return place - len(space) + len(space.rstrip(_SPACE))
+
+
+def is_text(value: Value | None) -> bool:
+    """Whether a value is a string."""
+    return value is not None and memoryview(value.raw)[0] == ord('"')
+
+
+def is_list(value: Value | None) -> bool:
+    """Whether a value is a list."""
+    return value is not None and memoryview(value.raw)[0] == ord("[")
+
+
+def is_object(value: Value | None) -> bool:
+    """Whether a value is an object."""
+    return value is not None and memoryview(value.raw)[0] == ord("{")
+
+
+def end_text(text: Value, *, result: bool) -> Place:
+    """The end of a string."""
+    return Place(text.end - 1, result=result)
+
+
+def append_item(items: Value, item: tuple[bytes, bytes], *, result: bool) -> Place:
+    """A new last element of a list, or, with a key in front of it, of an object."""
+    opening, closing = item
+    inner = bytes(items.raw)[1:-1]
+    return Place(items.end - 1, b"," + opening if inner.strip(_SPACE) else opening, closing, result=result)
+
+
+Locator = Callable[[Value, Fields], list[Place]]
+
+LOCATORS: dict[str, Locator] = {}
+"""By the `type` of a block, or by the one key that names it: where in a result that is one. Every shape adds its own."""
+
+
+def locate_in_content(content: Value | None, block: tuple[bytes, bytes], *, result: bool) -> list[Place]:
+    """The places in what somebody says, or in a result, the newest last: at the end of its text, and in results that stand in it.
+
+    Args:
+        content: a string, or a list of blocks; nothing else has a place.
+        block: how the API writes a block of text.
+        result: it is one of a tool.
+    """
+    if content is None or not is_list(content):
+        return [end_text(content, result=result)] if content is not None and is_text(content) else []
+    text: Place | None = None
+    results: list[Place] = []
+    for item in open_newest(content, _MAX_BLOCKS):
+        fields = open_fields(item)
+        results += _locate_result(item, fields)
+        found = fields.get("text")
+        if text is None and found is not None and is_text(found) and _name_kind(fields) in _TEXTS:
+            text = end_text(found, result=result)
+    return [text or append_item(content, block, result=result), *reversed(results)]
+
+
+def _locate_result(item: Value, fields: Fields) -> list[Place]:
+    """The places in a block that is a result, the newest first."""
+    for name in (_name_kind(fields), *fields):
+        locate = LOCATORS.get(name)
+        if locate is not None:
+            return locate(item, fields)[::-1]
+    return []
+
+
+def _name_kind(fields: Fields) -> str:
+    """What a block says that it is; a text where it does not say."""
+    return read_string(fields["type"].raw) if "type" in fields else "text"
