@@ -1,8 +1,8 @@
 """Where a note can be spliced into a body, every other byte of which stays.
 
 msgspec finds out how long each value is, so offsets are walked without a parser of our own: behind a bracket, space and a key
-comes a value of known length. Nothing recurses, and objects of very many keys are left alone. In whatever does not add up, such as an
-object in which a key stands twice with two values, there is no place.
+comes a value of known length. Nothing recurses, and objects of very many keys are left alone. In whatever does not add up, such
+as an object in which a key stands twice with two values, there is no place.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ LOCATORS: dict[str, Locator] = {}
 
 
 def locate_in_content(content: Value | None, block: tuple[bytes, bytes], *, result: bool) -> list[Place]:
-    """The places in what somebody says, or in a result, the newest last: at the end of its text, and in results that stand in it.
+    """The places in what somebody says, or in a result, the newest last: behind its text, and in results that stand in it.
 
     Args:
         content: a string, or a list of blocks; nothing else has a place.
