@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.similarity.results import MAX_NORMALIZED, is_error, may_be_equal, normalize
+from extproc.similarity.results import _VOLATILE, MAX_NORMALIZED, is_error, may_be_equal, normalize
 
 GONE = {
     "an ISO timestamp": ("at 2026-11-22T06:14:14.123Z", "at 2025-01-02 23:59:59,1+02:00"),
@@ -88,6 +88,40 @@ def test_what_is_far_back_is_compared_as_it_is() -> None:
 _PIECES = st.sampled_from(
     [*'5:-.Tx a\n"\\', "12", "line ", "ms", "deadbeef", "/tmp/", "2026-11-22", "id=", "Nov ", "0x"]  # noqa: S108  # no file
 )
+
+
+_MORE = st.sampled_from(
+    [
+        "\n",
+        "\n",
+        " ",
+        " 3",
+        "/",
+        ",",
+        "_",
+        "(",
+        "pid: ",
+        "PORT ",
+        "Step=",
+        "Line:",
+        "Tue, ",
+        "Sun ",
+        "22",
+        "06:14:14",
+        "123e4567-e89b",
+    ]
+)
+_ODD = st.sampled_from(["\u00e9", "\u00b5s", "\u65e5", "x" * 600, "fe", "1234567", "hours", "%", ".5", "Z"])
+
+
+@given(st.lists(_PIECES | _MORE | _ODD, max_size=60).map("".join), st.integers(1, 3))
+def test_a_look_at_each_line_finds_what_the_pattern_finds(text: str, times: int) -> None:
+    """Line by line, those of one shape alike, the same is left out as by one pass over the whole text."""
+    text = text.replace("\\", "/")
+    digits = str.maketrans("0123456789", "5678901234")
+    repeated = "\n".join([text, text.translate(digits)] * times)
+
+    assert normalize(repeated) == _VOLATILE.sub("#", repeated)
 
 
 @given(st.lists(_PIECES, max_size=80).map("".join), st.lists(_PIECES, max_size=80).map("".join))

@@ -9,7 +9,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from extproc.service import Stream
+from extproc.service import Service, Stream
 from extproc.settings import Settings
 from tests.bench import samples
 from tests.bench.report import Row, progress
@@ -28,6 +28,9 @@ _LOOKING: Mapping[str, Mapping[str, object]] = {
     "tail": {},
     "tool_calls": {"window_calls": 200, "max_cycle": 16},
 }
+_TURNS: Mapping[str, object] = {"similarity": "turns", "max_cycle": 16, "cooldown_seconds": 60}
+"""On a server of its own: who has it needs none of the others that look at conversations."""
+
 _KEYS = ["header:x-user-id", "query:page", "jwt:org_id", "ip:address"]
 
 
@@ -72,6 +75,8 @@ def _bodies() -> Mapping[str, bytes]:
 
     call = '{"id":"c","function":{"name":"f","arguments":"{}"}}'
     last = '],"tool_calls":[%s]},{"role":"tool","tool_call_id":"c","content":"x"}]}'
+    said = json.dumps("1 1s " * 6_000)[1:-1]
+    again = '{"role":"assistant","tool_calls":[%s]},{"role":"tool","tool_call_id":"c","content":"%s"}'
     asked = json.dumps(json.dumps([1.5 + number for number in range(20_000)]))
     return {
         "1 MB body, empty messages": filled("{}"),
@@ -91,6 +96,9 @@ def _bodies() -> Mapping[str, bytes]:
         "1 MB body, messages of a word": filled('{"role":"a","content":"b"}'),
         "1 MB body, empty texts": filled('""', '{"messages":[{"role":"user","content":[', "]}]}"),
         "1 MB body, images": filled('{"type":"image"}', '{"messages":[{"role":"user","content":[', "]}]}"),
+        "1 MB body, results that differ at their end": (
+            b'{"messages":[%b]}' % ",".join([again % (call, f"{said} {number % 7}") for number in range(32)]).encode()
+        ),
         "0.3 MB of arguments": (
             b'{"messages":[{"role":"assistant","tool_calls":[{"id":"c","function":{"arguments":%b}}]}]}' % asked.encode()
         ),
@@ -111,16 +119,23 @@ def run(*, quick: bool) -> list[Row]:
     policies[0]["spec"]["loop_detection"] = [
         {**policies[0]["spec"]["loop_detection"], "similarity": similarity, **more} for similarity, more in _LOOKING.items()
     ]
-    serving = samples.service(samples.engine(policies), Settings(allow_unverified_jwt=True))
+    alone = samples.policy(0, _SELECTORS[0])
+    alone["spec"] |= {"session": {}, "loop_detection": {**alone["spec"]["loop_detection"], **_TURNS}}
+    servings = [samples.service(samples.engine(some), Settings(allow_unverified_jwt=True)) for some in (policies, [alone])]
     for number, (name, messages) in enumerate(cases.items(), 1):
         progress(f"hostile: {name}", number, len(cases))
-        longest = []
-        for _ in range(2 if quick else 4):  # a fifth would be refused as a loop
-            stream = serving.open()
-            longest.append(max(_milliseconds(stream, message) for message in messages))
-            stream.close()
+        times = range(2 if quick else 4)  # a fifth would be refused as a loop
+        longest = [max(_send(serving, messages) for serving in servings) for _ in times]
         rows.append(Row(name, median(longest), "ms", _LIMIT_MS))
     return rows
+
+
+def _send(serving: Service, messages: Sequence[bytes]) -> float:
+    stream = serving.open()
+    try:
+        return max(_milliseconds(stream, message) for message in messages)
+    finally:
+        stream.close()
 
 
 def _milliseconds(stream: Stream, message: bytes) -> float:

@@ -12,6 +12,7 @@ import msgspec
 from extproc.policy.bundle import LoopDetection
 from extproc.similarity import make_similarity
 from extproc.similarity.document import Document
+from extproc.similarity.results import MAX_NORMALIZED, normalize
 from tests.bench.report import Row, progress
 from tests.bench.timing import cpu_us, interleaved, ratio
 
@@ -53,6 +54,25 @@ def _turn(number: int, result: str) -> list[dict[str, Any]]:
     ]
 
 
+_NUMBERS = [[(row * 7919 + column * 104_729) % 99_991 for column in range(8)] for row in range(400)]
+_RESULTS = {
+    "prose": _PROSE * 160,
+    "indented code": _CODE * 160,
+    "a table of integers": "\n".join(" ".join(map(str, row)) for row in _NUMBERS),
+    "a table of fractions": "\n".join(" | ".join(f"{number / 100:.2f}" for number in row) for row in _NUMBERS),
+    "a log": "\n".join(
+        f"2026-11-22T06:14:{row % 60:02d}.{row:03d}Z INFO request {row} took {row % 50} ms" for row in range(300)
+    ),
+    "a listing": "\n".join(
+        f"-rw-r--r-- 1 root root {row[1]:8d} Nov {row[0] % 28:2d} 06:14 file{row[2]}.py" for row in _NUMBERS
+    ),
+    "tests": "\n".join(f"tests/test_{row % 9}.py::test_{row} PASSED [{row // 4:3d}%] (0.{row:03d}s)" for row in range(300)),
+}
+"""What tools bring back, each longer than what is normalised of it."""
+
+_NORMALIZED_US_PER_KB = 25
+
+
 def request(size: int, result: str = _PROSE * 12) -> bytes:
     """A chat completion request of an agent, as long as the agent is old.
 
@@ -83,7 +103,15 @@ def run(*, quick: bool) -> list[Row]:
         rows += _measure(request(size), f"{size // 1000} KB", quick=quick, limited=True)
     progress("similarity: indented code", len(_SIZES) + 1, len(_SIZES) + 1)
     rows += _measure(request(10_000, _CODE * 12), "10 KB, results of indented code", quick=quick, limited=False)
-    return rows
+    return rows + [_measure_normalizing(name, text[:MAX_NORMALIZED], quick=quick) for name, text in _RESULTS.items()]
+
+
+def _measure_normalizing(name: str, text: str, *, quick: bool) -> Row:
+    times = 3 if quick else 10
+    found = [
+        cpu_us(lambda: [normalize(text) for _ in range(times)], times) / (len(text) / 1024) for _ in range(5 if quick else 15)
+    ]
+    return Row(f"normalising {name}", median(found), "us/KB", _NORMALIZED_US_PER_KB)
 
 
 def _measure(body: bytes, name: str, *, quick: bool, limited: bool) -> list[Row]:
