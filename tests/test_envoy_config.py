@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -604,6 +606,38 @@ def test_a_dead_replica_costs_no_request_anything() -> None:
         assert found == {200}
         assert made.envoy.stat("cluster.loopguard.upstream_rq_retry") > 0
         assert made.envoy.stat("http.ingress.ext_proc.streams_failed") == 0
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.2])
+def test_a_replica_that_hangs_costs_no_request_anything(seconds: float) -> None:
+    """Under `deny` requests that come every so often find their Loopguard silent, and are decided in time by another one."""
+    with stack(bundle(policy("all", {"pathPrefix": "/"})), replicas=3, failure_mode="deny") as made:
+        found = [made.send(f"/before/{number}").status for number in range(20)]
+        made.replicas[1].signal(signal.SIGSTOP)
+        time.sleep(0.1)  # a stream that is opened earlier takes the silence for that of a moment
+        for number in range(20):
+            found.append(made.send(f"/{number}", method="POST", body=b"x" * 1_000).status)
+            time.sleep(seconds)
+        made.replicas[1].signal(signal.SIGCONT)
+
+        assert found == [200] * 40
+        assert made.envoy.stat("cluster.loopguard.upstream_rq_retry") > 0
+        eventually(lambda: made.envoy.stat("cluster.loopguard.membership_healthy") == 3, "all are asked again")
+
+
+def test_the_only_replica_is_asked_again_after_a_stall() -> None:
+    """One Loopguard that stood still for a moment is not left out: the next request is counted."""
+    with stack(bundle(policy("all", {"pathPrefix": "/"})), failure_mode="deny") as made:
+        made.send("/")
+        made.loopguard.signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        missed = made.send("/").status
+        made.loopguard.signal(signal.SIGCONT)
+
+        assert missed in (500, 504)
+        numbers = itertools.count()
+        assert eventually(lambda: made.send(f"/{next(numbers)}").status == 200, "an answer")
+        assert made.envoy.stat("cluster.loopguard.membership_healthy") == 1
 
 
 # ---- Templates

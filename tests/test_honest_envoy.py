@@ -133,4 +133,5 @@ def test_an_honest_envoy_never_comes_near_a_limit() -> None:
     assert recorder.messages > 1_000
     assert recorder.spent < limits.patience / 20
     assert recorder.largest_block < MAX_BLOCK / 50
-    assert recorder.frames[http2.PING] + recorder.frames[http2.PRIORITY] + recorder.frames[http2.CONTINUATION] == 0
+    assert recorder.frames[http2.PRIORITY] + recorder.frames[http2.CONTINUATION] == 0
+    assert recorder.frames[http2.PING] < 100  # one where a stream begins after a moment's silence
