@@ -191,10 +191,11 @@ HOLDING = bundle(
 def _hold(made: Stack, users: list[dict[str, str]], each: int) -> list[socket.socket]:
     """So many requests of every user being held now, each on a connection of its own."""
     held = []
-    for user in users:
+    for user in users:  # all of them before the first hold, which does not wait for long
         connection = made.connect()
         _repeat_raw(connection, _request("/", user), WARM_UP)
         connection.close()
+    for user in users:
         for _ in range(each):
             held.append(made.connect())
             held[-1].sendall(_request("/", user))
@@ -220,10 +221,10 @@ def test_past_the_bounds_requests_are_rejected_instead_of_held() -> None:
     """With --max-throttled 20 one user holds two requests and everybody together twenty; the next gets a 429 at once."""
     with stack(HOLDING, "--max-throttled", "20", "--drain-timeout", "0") as made:
         users = [{"x-user-id": f"user-{number}"} for number in range(11)]
-        held = _hold(made, users[:10], each=2)
         connection = made.connect()
         _repeat_raw(connection, _request("/", users[10]), WARM_UP)
         connection.close()
+        held = _hold(made, users[:10], each=2)
 
         one_user, somebody_else = made.send("/", headers=users[0]), made.send("/", headers=users[10])
 
