@@ -1,0 +1,308 @@
+"""Notes spliced into bodies: where they go, that every other byte stays, and that providers would take the body."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.shapes import locate_results
+from extproc.similarity.shapes.places import Place, splice
+from tests.test_canonical import spelled
+from tests.test_conversation import _REQUESTS
+from tests.test_hostile_bodies import HOSTILE
+
+NOTE = 'Loop: "f" \\ again \u2014 \U0001f501\n'
+_PIXEL = "aGk="
+
+Write = Callable[[Any, str], dict[str, Any]]
+
+
+def as_chat(result: object, user: str) -> dict[str, Any]:
+    """OpenAI's chat; `user` is said behind the result, unless it is empty."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": result},
+    ]
+    return {"model": "m", "messages": [*messages, {"role": "user", "content": user}] if user else messages}
+
+
+def as_responses(result: object, user: str) -> dict[str, Any]:
+    """OpenAI's Responses."""
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": "go"},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": result},
+    ]
+    return {"input": [*items, {"role": "user", "content": [{"type": "input_text", "text": user}]}] if user else items}
+
+
+def as_anthropic(result: object, user: str) -> dict[str, Any]:
+    """Anthropic's messages; what the user says stands beside the result."""
+    returned = {"type": "tool_result", "tool_use_id": "1"} | ({} if result is None else {"content": result})
+    said = [returned, {"type": "text", "text": user}] if user else [returned]
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+        {"role": "user", "content": said},
+    ]
+    return {"max_tokens": 9, "messages": messages, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
+
+
+def as_gemini(result: object, user: str) -> dict[str, Any]:
+    """Gemini's generateContent."""
+    said = [{"functionResponse": {"name": "f", "response": result}}, *([{"text": user}] if user else [])]
+    contents = [
+        {"role": "user", "parts": [{"text": "go"}]},
+        {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {}}}]},
+        {"role": "user", "parts": said},
+    ]
+    return {"contents": contents, "tools": []}
+
+
+def as_wrapped_gemini(result: object, user: str) -> dict[str, Any]:
+    """The same as Gemini's command line sends it."""
+    return {"model": "m", "request": as_gemini(result, user)}
+
+
+def as_bedrock(result: object, user: str) -> dict[str, Any]:
+    """Bedrock's Converse."""
+    said = [{"toolResult": {"toolUseId": "1", "content": result}}, *([{"text": user}] if user else [])]
+    messages = [
+        {"role": "user", "content": [{"text": "go"}]},
+        {"role": "assistant", "content": [{"toolUse": {"toolUseId": "1", "name": "f", "input": {}}}]},
+        {"role": "user", "content": said},
+    ]
+    return {"messages": messages, "inferenceConfig": {"maxTokens": 9}}
+
+
+_TEXTS = st.text(max_size=8) | st.sampled_from(["", '"', "\\", "\U0001f501", '{"a":"b"}', "],"])
+_URL = f"data:image/png;base64,{_PIXEL}"
+
+
+def _blocks(*others: dict[str, Any], **text: str) -> st.SearchStrategy[list[dict[str, Any]]]:
+    """Contents of text blocks, whose other keys are `text`, and of other ones."""
+    texts = _TEXTS.map(lambda written: {**text, "text": written})
+    return st.lists(texts | st.sampled_from(others) if others else texts, max_size=3)
+
+
+# shape -> (how it is written, which results it may have)
+SHAPES: dict[str, tuple[Write, st.SearchStrategy[Any]]] = {
+    "chat": (as_chat, _TEXTS | _blocks(type="text")),
+    "responses": (as_responses, _TEXTS | _blocks({"type": "input_image", "image_url": _URL}, type="input_text")),
+    "anthropic": (
+        as_anthropic,
+        _TEXTS
+        | st.none()
+        | _blocks({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": _PIXEL}}, type="text"),
+    ),
+    "gemini": (
+        as_gemini,
+        st.dictionaries(st.sampled_from(["output", "result", "error", "a", ""]), _TEXTS | st.integers(-9, 9) | st.none()),
+    ),
+    "bedrock": (
+        as_bedrock,
+        _blocks({"json": {"a": 1}}, {"image": {"format": "png", "source": {"bytes": _PIXEL}}}),
+    ),
+}
+SHAPES["wrapped gemini"] = as_wrapped_gemini, SHAPES["gemini"][1]
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+def locate(body: bytes) -> list[Place]:
+    """Where a note can go."""
+    return locate_results(Document(body))
+
+
+def find_difference(old: Any, new: Any) -> list[object]:  # noqa: ANN401  # any JSON value
+    """What was put into a value, wherever it stands: texts that go on, and what a list or an object has more at its end."""
+    if isinstance(old, str) and isinstance(new, str) and old != new:
+        return [new.removeprefix(old)] if new.startswith(old) else [None]
+    if isinstance(old, list) and isinstance(new, list):
+        return [found for one, other in zip(old, new, strict=False) for found in find_difference(one, other)] + new[len(old) :]
+    if isinstance(old, dict) and isinstance(new, dict):
+        same = [found for name in old for found in find_difference(old[name], new.get(name))]
+        return same + [new[name] for name in new if name not in old]
+    return [] if old == new else [None]
+
+
+def validate_chat(body: Mapping[str, Any]) -> None:
+    """As the SDK's types have it."""
+    from openai.types.chat import ChatCompletionMessageParam  # noqa: PLC0415  # takes a second
+
+    for message in TypeAdapter(list[ChatCompletionMessageParam]).validate_python(body["messages"]):
+        if not isinstance(message.get("content"), str | None):
+            list(message["content"])  # type: ignore[arg-type]  # which is when it is validated
+
+
+def validate_responses(body: Mapping[str, Any]) -> None:
+    """The same for Responses."""
+    from openai.types.responses import ResponseInputParam  # noqa: PLC0415  # takes a second
+
+    TypeAdapter(ResponseInputParam).validate_python(body["input"])
+
+
+def validate_anthropic(body: Mapping[str, Any]) -> None:
+    """The same for Anthropic's messages."""
+    from anthropic.types import MessageParam, ToolResultBlockParam  # noqa: PLC0415  # takes a second
+
+    TypeAdapter(list[MessageParam]).validate_python(body["messages"])
+    result = TypeAdapter(ToolResultBlockParam).validate_python(body["messages"][2]["content"][0])
+    if not isinstance(result.get("content"), str | None):
+        list(result["content"])
+
+
+def validate_gemini(body: Mapping[str, Any]) -> None:
+    """The same for Gemini's contents."""
+    from google.genai.types import Content  # noqa: PLC0415  # takes a second
+
+    TypeAdapter(list[Content]).validate_python(body["contents"])
+
+
+def validate_bedrock(body: Mapping[str, Any]) -> None:
+    """By botocore's own model of the API."""
+    from botocore.session import get_session  # noqa: PLC0415  # takes a second
+    from botocore.validate import ParamValidator  # noqa: PLC0415  # same
+
+    shape = get_session().get_service_model("bedrock-runtime").operation_model("Converse").input_shape
+    report = ParamValidator().validate({"modelId": "m", **body}, shape)
+    assert not report.has_errors(), report.generate_report()
+
+
+VALIDATORS: dict[str, Callable[[Mapping[str, Any]], None]] = {
+    "chat": validate_chat,
+    "responses": validate_responses,
+    "anthropic": validate_anthropic,
+    "gemini": validate_gemini,
+    "bedrock": validate_bedrock,
+}
+
+
+@every_shape
+@given(st.data())
+def test_a_note_goes_into_the_result_and_nowhere_else(shape: str, data: st.DataObject) -> None:
+    """However a body is spelled: it decodes to the old one plus the note, and all other bytes are the same."""
+    write, results = SHAPES[shape]
+    old = write(data.draw(results), data.draw(st.sampled_from(["", "and now?"])))
+    body = spelled(data.draw, old).encode()
+
+    (place,) = locate(body)
+    new = splice(body, place, NOTE)
+
+    (added,) = find_difference(old, json.loads(new))
+    assert place.result
+    assert NOTE in (added, added.get("text") if isinstance(added, dict) else None)
+    assert new.startswith(body[: place.offset] + place.opening)
+    assert new.endswith(place.closing + body[place.offset :])
+
+
+@pytest.mark.parametrize("shape", VALIDATORS)
+@given(st.data())
+def test_a_body_with_a_note_is_valid(shape: str, data: st.DataObject) -> None:
+    """What goes to the provider is a request by the SDK's own types, as it was before."""
+    write, results = SHAPES[shape]
+    body = json.dumps(write(data.draw(results), "")).encode()
+    VALIDATORS[shape](json.loads(body))
+
+    VALIDATORS[shape](json.loads(splice(body, locate(body)[-1], NOTE)))
+
+
+def _find_texts(body: dict[str, Any]) -> list[object]:
+    """Where notes would go: what each place adds to a body."""
+    data = json.dumps(body).encode()
+    return [json.loads(splice(data, place, "#")) for place in locate(data)]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("seen", "seen#"),
+        ([{"type": "text", "text": "seen"}, {"type": "image_url"}], [{"type": "text", "text": "seen#"}, {"type": "image_url"}]),
+        ([{"type": "image_url"}], [{"type": "image_url"}, {"type": "text", "text": "#"}]),
+        ([], [{"type": "text", "text": "#"}]),
+    ],
+)
+def test_without_results_the_user_has_said_them(content: object, expected: object) -> None:
+    """An observation that comes as a user message takes the note, in its text or in a new block."""
+    said = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "```ls```"},
+        {"role": "user", "content": content},
+    ]
+
+    (found,) = _find_texts({"messages": said})
+
+    assert found == {"messages": [*said[:2], {"role": "user", "content": expected}]}
+
+
+def test_results_made_at_once_all_have_places_the_newest_last() -> None:
+    """Of parallel calls each result can take the note."""
+    results = [{"role": "tool", "tool_call_id": f"{number}", "content": f"{number}"} for number in range(3)]
+    body = json.dumps({"messages": [{"role": "assistant", "content": ""}, *results]}).encode()
+
+    assert [body[place.offset - 1 : place.offset] for place in locate(body)] == [b"0", b"1", b"2"]
+
+
+def test_a_text_in_place_of_items_takes_the_note() -> None:
+    """Where the server keeps the history, `input` may be all that the user says."""
+    assert _find_texts({"previous_response_id": "r", "input": "seen"}) == [{"previous_response_id": "r", "input": "seen#"}]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"prompt":"a"}',
+        '{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}',
+        '{"messages":[{"role":"assistant","content":"b"},{"role":"tool","content":null}]}',
+        '{"messages":[{"role":"assistant","content":"b"},{"role":"tool"}]}',
+        '{"messages":[{"role":"assistant","content":"b"},{"role":"system","content":"c"}]}',
+        '{"messages":[{"role":"user","content":7}]}',
+        '{"messages":[{"role":"user","content":"a","content":"b"}]}',
+        '{"messages":[{"role":"user","content":"a"}],"messages":[{"role":"user","content":"bb"}]}',
+        '{"messages":[{"role":"user","content":"a"}' + " " * 1_000 + "]}",
+        '{"input":[{"type":"computer_call_output","output":{"type":"computer_screenshot"}}]}',
+        '{"input":[{"type":"shell_call_output","output":[{"stdout":"a"}]}]}',
+        '{"contents":[{"role":"user","parts":[{"functionResponse":{"name":"f","response":null}}]}],"x":1,"x":2}',
+        "{" + ",".join(f'"{number}":0' for number in range(2_000)) + ',"messages":[{"role":"user","content":"a"}]}',
+    ],
+    ids=lambda body: body[:60],
+)
+def test_where_nobody_can_tell_there_is_no_place(body: str) -> None:
+    """No text, no result, or a body that does not add up: a note is not put anywhere."""
+    assert locate(body.encode()) == []
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_bodies_have_places_or_none(name: str) -> None:
+    """Whatever a body is, nothing but NotCounted is raised, and a body with a note is JSON."""
+    body = HOSTILE[name][0]()
+    try:
+        places = locate(body)
+    except NotCounted:
+        return
+
+    for place in places:
+        msgspec.json.decode(splice(body, place, NOTE), type=msgspec.Raw)
+
+
+@given(_REQUESTS)
+def test_nearly_right_bodies_take_a_note_or_none(value: dict[str, Any]) -> None:
+    """With anything in any place, a note changes nothing but one text."""
+    body = json.dumps(value).encode()
+    try:
+        places = locate(body)
+    except NotCounted:
+        return
+
+    for place in places:
+        (added,) = find_difference(value, json.loads(splice(body, place, NOTE)))
+        assert NOTE in (added, added.get("text") if isinstance(added, dict) else None)
