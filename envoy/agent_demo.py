@@ -21,7 +21,7 @@ from typing import TextIO
 import anthropic
 import openai
 from demo import HERE, PORTS, Child, DemoError, free_ports, guarded, until_told
-from fake_model import Call, FakeModel, Script, fake_model
+from fake_model import Call, FakeModel, Script, fake_model, find_note
 from tool_agents import (
     REFUSALS,
     Agent,
@@ -44,7 +44,7 @@ _MORE = 5
 """So many turns past its due an agent that nobody stops may take."""
 
 _CALL_WIDTH, _RESULT_WIDTH, _TEXT_WIDTH = 36, 48, 96
-_BOLD, _DIM, _RED, _GREEN = "1", "2", "31", "32"
+_BOLD, _DIM, _RED, _GREEN, _YELLOW = "1", "2", "31", "32", "33"
 
 _EXAMPLES = """\
 examples:
@@ -67,6 +67,8 @@ class Scene:
         script: what the model asks for.
         turns: so many answers of the model the agent gets.
         refused: the request after them is refused; otherwise the agent comes to its end.
+        path: before the `/v1` of the API.
+        detour: what the model asks for once it has read a note of the gateway's; None where it does not listen.
     """
 
     name: str
@@ -77,6 +79,8 @@ class Scene:
     script: Script
     turns: int
     refused: bool = True
+    path: str = ""
+    detour: Script | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ def _scenes() -> list[Scene]:
     read = Call("read_file", {"path": "/etc/app.yml"})
     pages = [Call("read_log", {"build": 4711, "page": page}) for page in (1, 2, 3)]
     ticket = {"id": 7}
+    restored: list[Sequence[Call] | str] = [[Call("ask_operator")], "The operator has restored the file: all is well."]
     rounds = [Call("list_tickets"), Call("open_ticket", ticket), Call("find_user", {"name": "ann"})]
     rounds += [Call("assign_ticket", {"id": 7, "to": "ann"}), Call("add_note", ticket)]
     progress: list[Call | str] = [check, check, check, check, "Build 4711 has failed.", *pages, "No warnings on three pages."]
@@ -186,6 +191,28 @@ def _scenes() -> list[Scene]:
             lambda number: [rounds[number % 5]],
             turns=10,
         ),
+        Scene(
+            "steered",
+            "A stuck agent that is told: the model reads the note and takes another way (openai SDK, chat)",
+            chat_agent,
+            ["Why does the app not start?"],
+            {"read_file": _saying("error: no such file"), "ask_operator": _saying("restored from the backup")},
+            lambda _: [read],
+            turns=5,
+            refused=False,
+            path="/steered",
+            detour=lambda number: restored[number],
+        ),
+        Scene(
+            "deaf",
+            "The same agent with a model that does not listen: told twice, then refused (openai SDK, chat)",
+            chat_agent,
+            ["Why does the app not start?"],
+            {"read_file": _saying("error: no such file")},
+            lambda _: [read],
+            turns=5,
+            path="/steered",
+        ),
     ]
 
 
@@ -215,6 +242,11 @@ class Screen:
             self.write(_row("" if place else str(number), _call(step), _short(step.result, _RESULT_WIDTH)))
         if not turn.steps:
             self.write(_row(str(number), "(answers)", _short(turn.text, _RESULT_WIDTH)))
+
+    def note(self, note: str) -> None:
+        """What the model reads behind the newest result."""
+        for line in textwrap.wrap(note, _TEXT_WIDTH):
+            self.write(_row("", line, ""), _YELLOW)
 
     def refusal(self, number: int, refusal: Refusal) -> None:
         """What the SDK raised, and what a model would read."""
@@ -289,10 +321,13 @@ async def _play(  # noqa: PLR0913  # the scene, and all that it takes place amon
     screen.write(_row("turn", "the model asks for", "the tool says"), _DIM)
     user = f"{scene.name}-agent"
     model.scripts[user] = scene.script
+    if scene.detour is not None:
+        model.detours[user] = scene.detour
     before = _requests(ports)
     tasks = iter(scene.tasks)
     turns, refusal, answered = 0, None, True
-    playing = islice(scene.agent(Job(f"http://{HERE}:{ports['port']}", user, scene.tasks, scene.tools)), scene.turns + _MORE)
+    url = f"http://{HERE}:{ports['port']}{scene.path}"
+    playing = islice(scene.agent(Job(url, user, scene.tasks, scene.tools)), scene.turns + _MORE)
     try:
         while True:
             if answered and (task := next(tasks, None)) is not None:
@@ -301,6 +336,8 @@ async def _play(  # noqa: PLR0913  # the scene, and all that it takes place amon
             if turn is None:
                 break
             turns += 1
+            if note := find_note(model.bodies[user]):
+                screen.note(note)
             screen.turn(turns, turn)
             answered = not turn.steps
     except REFUSALS as error:

@@ -1,12 +1,14 @@
 """A model that does as it is told: an HTTP upstream which answers as the APIs of the field do, from a script.
 
 Five shapes of one answer: a chat completion, a response, a message, Gemini's content and Bedrock's. As with real models, ids
-are new each time, arguments are spaced as they come, and what is said around a call is never the same twice.
+are new each time, arguments are spaced as they come, and what is said around a call is never the same twice. It reads what it
+is sent as far as a note of the gateway's is in it: then another script may go on.
 """  # noqa: INP001  # a part of the demo beside it, not of a package
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,8 @@ from typing import Any, TypeAlias
 from uuid import uuid4
 
 from demo import read_body, serving
+
+from extproc.notes import CLOSING, OPENING
 
 NAME = "fake-model-1"
 USER = "x-user-id"
@@ -31,6 +35,8 @@ class Call:
     arguments: Mapping[str, object] = field(default_factory=dict)
 
 
+_NOTE = re.compile(rf"{re.escape(OPENING)}.*?{re.escape(CLOSING)}".encode())
+
 Answer: TypeAlias = Sequence[Call] | str
 """Of one turn: tools to call, several at once if need be, or text, which ends the task."""
 
@@ -43,6 +49,8 @@ class FakeModel:
 
     Attributes:
         scripts: by user.
+        detours: by user: the script that goes on, from its own start, where a request has a note of the gateway's in it.
+        bodies: of the newest request of each user.
         asked: so many requests of each user came as far as here.
         port: where it listens.
     """
@@ -50,17 +58,29 @@ class FakeModel:
     def __init__(self) -> None:
         """Know nobody yet."""
         self.scripts: dict[str, Script] = {}
+        self.detours: dict[str, Script] = {}
+        self.bodies: dict[str, bytes] = {}
         self.asked: Counter[str] = Counter()
         self.port = 0
 
-    def answer(self, path: str, user: str) -> tuple[HTTPStatus, dict[str, Any]]:
+    def answer(self, path: str, user: str, body: bytes) -> tuple[HTTPStatus, dict[str, Any]]:
         """Status and body of the answer to a user's next request."""
-        shape = next((shape for end, shape in _SHAPES.items() if path.endswith(end)), None)
+        self.bodies[user] = body
+        if user in self.detours and find_note(body):
+            detour, left = self.detours.pop(user), self.asked[user]
+            self.scripts[user] = lambda number: detour(number - left)
+        shape = next((shape for end, shape in _SHAPES.items() if path.partition("?")[0].endswith(end)), None)
         if shape is None or user not in self.scripts:
             return HTTPStatus.NOT_FOUND, {"error": {"message": f"no {path} for {user!r}", "type": "not_found_error"}}
         number = self.asked[user]
         self.asked[user] += 1
         return HTTPStatus.OK, shape(self.scripts[user](number), number)
+
+
+def find_note(body: bytes) -> str:
+    """The gateway's note in a request, empty where there is none."""
+    found = _NOTE.search(body)
+    return str(json.loads(b'"%b"' % found[0])) if found else ""
 
 
 @contextmanager
@@ -73,11 +93,13 @@ def fake_model() -> Iterator[FakeModel]:
         disable_nagle_algorithm = True
 
         def do_POST(self) -> None:
-            read_body(self)
-            status, answer = model.answer(self.path, self.headers.get(USER, ""))
-            body = json.dumps(answer).encode()
+            asked = read_body(self)
+            status, answer = model.answer(self.path, self.headers.get(USER, ""), asked)
+            body, kind = json.dumps(answer).encode(), "application/json"
+            if answer.get("object") == "chat.completion" and json.loads(asked).get("stream"):
+                body, kind = _stream(answer), "text/event-stream"
             self.send_response(status)
-            self.send_header("content-type", "application/json")
+            self.send_header("content-type", kind)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -87,6 +109,21 @@ def fake_model() -> Iterator[FakeModel]:
 
     with serving(Handler) as model.port:
         yield model
+
+
+def _stream(answer: dict[str, Any]) -> bytes:
+    """A chat completion as a stream of events: a piece for who speaks, one for all he says, and one for the end."""
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", ()))]
+    deltas: list[tuple[dict[str, Any], str | None]] = [
+        ({"role": "assistant", "content": ""}, None),
+        ({"content": message["content"], **({"tool_calls": calls} if calls else {})}, None),
+        ({}, choice["finish_reason"]),
+    ]
+    head = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    pieces = [{**head, "choices": [{"index": 0, "delta": delta, "finish_reason": end}]} for delta, end in deltas]
+    return "".join([f"data: {piece}\n\n" for piece in (*map(json.dumps, pieces), "[DONE]")]).encode()
 
 
 def _id(kind: str) -> str:

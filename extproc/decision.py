@@ -12,6 +12,7 @@ class Action(str, Enum):
 
     ALLOW = "allow"
     WARN = "warn"
+    STEER = "steer"
     THROTTLE = "throttle"
     REJECT = "reject"
 
@@ -57,6 +58,7 @@ class Repeat(NamedTuple):
         results: that they brought back the same was compared as well.
         reason: the operator's words about it, empty when there are none.
         rule: which of the similarity's rules holds, where it has several.
+        step: at which of the detector's thresholds, the lowest being 0.
     """
 
     tools: tuple[str, ...]
@@ -66,11 +68,26 @@ class Repeat(NamedTuple):
     results: bool
     reason: str = ""
     rule: str = ""
+    step: int = 0
 
     @property
     def looping(self) -> bool:
         """It is too often."""
         return self.count >= self.threshold
+
+
+class Advice(NamedTuple):
+    """What a model is told about a loop.
+
+    Attributes:
+        what: repeated, and how often; the start of a sentence.
+        reason: the operator's words about it, empty when there are none.
+        instead: what to do, in whole sentences.
+    """
+
+    what: str
+    reason: str
+    instead: str
 
 
 class Framed(NamedTuple):
@@ -99,6 +116,10 @@ class Subject(Protocol):
 
     def tell(self, outcome: Outcome, method: str, path: str) -> str:
         """What repeated, how often, and what to do instead, in words that a model can act on."""
+        ...
+
+    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
+        """The same of a request that goes on."""
         ...
 
     def frame(self, message: str, accept: str) -> Framed | None:
@@ -194,7 +215,7 @@ class Outcome:
         self.repeat = repeat
 
     def strictness(self) -> tuple[int, int]:
-        """Orders outcomes: reject > throttle > warn > allow, then the longest delay or Retry-After."""
+        """Orders outcomes: reject > throttle > steer > warn > allow, then the longest delay or Retry-After."""
         return SEVERITY[self.action], self.delay_ms or self.retry_after or 0
 
     def change_action(self, action: Action) -> Outcome:
@@ -222,24 +243,64 @@ class Decision:
 
     Attributes:
         lead: the find_strictest outcome of the enforcing policies that saw a loop; None lets the request through untouched.
+        steer: the first outcome that puts a note into the request; None for none.
         warning: a policy with action warn fired.
         shadow: the find_strictest outcome that a shadow policy would have had; never has an effect.
         trace: every policy's outcome, in bundle order, enforcing ones first.
     """
 
-    __slots__ = ("lead", "shadow", "trace", "warning")
+    __slots__ = ("lead", "shadow", "steer", "trace", "warning")
 
-    def __init__(self, lead: Outcome | None, shadow: Outcome | None, trace: list[Outcome], *, warning: bool) -> None:
+    def __init__(
+        self,
+        lead: Outcome | None,
+        shadow: Outcome | None,
+        trace: list[Outcome],
+        *,
+        warning: bool,
+        steer: Outcome | None = None,
+    ) -> None:
         """Keep them as given."""
         self.lead = lead
         self.shadow = shadow
         self.trace = trace
         self.warning = warning
+        self.steer = steer
 
     @property
     def action(self) -> Action:
         """What is done about the request."""
         return self.lead.action if self.lead is not None else Action.ALLOW
+
+    def warn_instead(self) -> Decision:
+        """The same where no note can be put into the request: what steers warns."""
+        steers = [outcome.action is Action.STEER and outcome.mode == "enforce" for outcome in self.trace]
+        trace = [
+            outcome.change_action(Action.WARN) if steered else outcome
+            for outcome, steered in zip(self.trace, steers, strict=True)
+        ]
+        lead = find_strictest([outcome for outcome in trace if outcome.mode == "enforce"])
+        return Decision(lead, self.shadow, trace, warning=True)
+
+
+def decide(trace: list[Outcome], watching: Sequence[Outcome] = ()) -> Decision:
+    """What all outcomes together say.
+
+    Args:
+        trace: of the enforcing policies, in bundle order.
+        watching: of the shadow policies.
+    """
+    loops = [outcome for outcome in trace if outcome.action is not Action.ALLOW]
+    lead, steer, warning = None, None, False
+    if loops:
+        lead = find_strictest(loops)
+        steer = next((outcome for outcome in loops if outcome.action is Action.STEER), None)
+        warning = any(outcome.action is Action.WARN for outcome in loops)
+    if not watching:
+        return Decision(lead, None, trace, warning=warning, steer=steer)
+    shadow_loops = [outcome for outcome in watching if outcome.action is not Action.ALLOW]
+    shadow = find_strictest(shadow_loops) if shadow_loops else None
+    return Decision(lead, shadow, [*trace, *watching], warning=warning, steer=steer)
 
 
 def find_strictest(outcomes: Sequence[Outcome]) -> Outcome:

@@ -45,8 +45,7 @@ def read_text(body: bytes | memoryview, content_encoding: bytes, limit: int) -> 
     Raises:
         UnreadableError: it cannot be had.
     """
-    names = [name.strip().lower() for name in content_encoding.split(b",")] if content_encoding else []
-    encodings = [name for name in names if name not in (b"", b"identity")]
+    encodings = list_encodings(content_encoding) if content_encoding else []
     if len(encodings) > _MAX_ENCODINGS:
         raise UnreadableError("content_encoding")
     for name in reversed(encodings):
@@ -55,6 +54,12 @@ def read_text(body: bytes | memoryview, content_encoding: bytes, limit: int) -> 
             raise UnreadableError("content_encoding")
         body = _unpack(unpack, body, limit)
     return _decode(body)
+
+
+def list_encodings(content_encoding: bytes) -> list[bytes]:
+    """The encodings that the header names, but for those that leave a body as it is."""
+    names = [name.strip().lower() for name in content_encoding.split(b",")]
+    return [name for name in names if name not in (b"", b"identity")]
 
 
 def _unpack(unpack: Callable[[bytes | memoryview, int], bytes], body: bytes | memoryview, limit: int) -> bytes:

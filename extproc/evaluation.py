@@ -12,10 +12,11 @@ import gc
 from collections.abc import Sequence
 from itertools import groupby
 
-from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, Repeat, Subject, find_strictest
+from extproc.decision import CHOSEN_BY_CLIENTS, Decision, Outcome, Repeat, Subject, decide, find_strictest
 from extproc.encodings import UnreadableError, read_text
 from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, join_descriptors, write_head, write_query
 from extproc.guards.loop import Detector
+from extproc.notes import cut_notes
 from extproc.plan import Plan
 from extproc.request import HttpRequest
 from extproc.similarity.base import Memory
@@ -328,20 +329,24 @@ class Evaluation:
     Attributes:
         request: the request.
         content: its body, where somebody may look into it.
+        document: the same without notes, once somebody may have looked.
         enforcing: the lane whose answer counts.
         shadow: the lane whose answer never does.
         inspects: a body of so many bytes at most has to be kept to be looked into, 0 for none.
+        steers: a body of so many bytes at most has to be kept to be changed, 0 for none.
     """
 
-    __slots__ = ("_scope", "content", "enforcing", "inspects", "request", "shadow")
+    __slots__ = ("_scope", "content", "document", "enforcing", "inspects", "request", "shadow", "steers")
 
     def __init__(self, request: HttpRequest, scope: str = "") -> None:
         """Start with nothing matched; `scope` is the attachment name in every key."""
         self.request = request
         self.content: bytes | memoryview | None = None
+        self.document: Document | None = None
         self.enforcing = Lane(shadow=False)
         self.shadow = Lane(shadow=True)
         self.inspects = 0
+        self.steers = 0
         self._scope = scope
 
     @property
@@ -362,8 +367,9 @@ class Evaluation:
     def admit(self, plan: Plan) -> None:
         """Make every detector of the plan a candidate, or note why it does not count this request."""
         lane = self.shadow if plan.shadow else self.enforcing
-        if lane.admit(plan, self.request) and plan.needs_body and plan.inspects:
+        if lane.admit(plan, self.request) and plan.needs_body:
             self.inspects = max(self.inspects, plan.inspects)
+            self.steers = max(self.steers, plan.steers)
 
     def split(self) -> Evaluation:
         """Take the shadow policies that need the body out, into an evaluation of their own."""
@@ -395,14 +401,16 @@ class Evaluation:
         known = body if body is not None else NO_BODY
         if text is None:
             self._seal(known, None, unreadable)
-        elif len(text) < _MANY_OBJECTS or not gc.isenabled():
-            self._seal(known, Document(text))
-        else:
-            gc.disable()  # it would walk what is being decoded again and again, for longer than decoding takes
-            try:
-                self._seal(known, Document(text))
-            finally:
-                gc.enable()
+            return
+        self.document = document = Document(cut_notes(bytes(text)))
+        if len(text) < _MANY_OBJECTS or not gc.isenabled():
+            self._seal(known, document)
+            return
+        gc.disable()  # it would walk what is being decoded again and again, for longer than decoding takes
+        try:
+            self._seal(known, document)
+        finally:
+            gc.enable()
 
     def _read_text(self, content: bytes | memoryview | None, withheld: str) -> tuple[bytes | memoryview | None, str]:
         """The body's text, or None and why there is none to look into."""
@@ -432,15 +440,15 @@ class Evaluation:
     def decide(self, counts: Sequence[Count] | None, shadow_counts: Sequence[Count] | None = ()) -> Decision:
         """The answer to a request that has been counted; the counts are those for `Lane.judge`."""
         trace = self.enforcing.judge(counts)
-        loops = [outcome for outcome in trace if outcome.action is not Action.ALLOW]
-        lead = find_strictest(loops) if loops else None
-        warning = bool(loops) and any(outcome.action is Action.WARN for outcome in loops)
-        if not self.shadow.candidates:
-            return Decision(lead, None, trace, warning=warning)
-        watching = self.shadow.judge(shadow_counts)
-        shadow_loops = [outcome for outcome in watching if outcome.action is not Action.ALLOW]
-        shadow = find_strictest(shadow_loops) if shadow_loops else None
-        return Decision(lead, shadow, [*trace, *watching], warning=warning)
+        return decide(trace, self.shadow.judge(shadow_counts) if self.shadow.candidates else ())
+
+    def find_detector(self, outcome: Outcome) -> Detector:
+        """The enforcing detector of an outcome."""
+        return next(
+            candidate.detector
+            for candidate in self.enforcing.candidates
+            if (candidate.plan.id, candidate.detector.name) == (outcome.policy, outcome.detector)
+        )
 
     def give_up(self, reason: str) -> None:
         """Nobody counts this request."""

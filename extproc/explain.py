@@ -12,11 +12,14 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from extproc.answers.clients import AUTO_STATUS
+from extproc.answers.steer import NotSteered, steer, write_note
+from extproc.decision import Action, Outcome
 from extproc.engine import Engine
 from extproc.errors import UsageError
 from extproc.evaluation import Candidate, Lane
 from extproc.fingerprint import NO_BODY
 from extproc.logs import escape_controls
+from extproc.notes import cut_notes
 from extproc.policy.bundle import DEFAULT_DETECTOR, METHOD
 from extproc.policy.loader import PolicySet
 from extproc.request import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body
@@ -59,7 +62,7 @@ def run(options: argparse.Namespace, policies: PolicySet, now: datetime) -> int:
         _print_left_out(lane, request)
     for lane in evaluation.lanes:
         for candidate in lane.candidates:
-            _print_candidate(candidate, body, _list_missing(lane, candidate.plan.id, request))
+            _print_candidate(candidate, request, body, _list_missing(lane, candidate.plan.id, request))
     return 0
 
 
@@ -86,14 +89,14 @@ def _explain_missing(key: str, request: HttpRequest) -> str:
     return ""
 
 
-def _print_candidate(candidate: Candidate, body: bytes, missing: list[tuple[str, str]]) -> None:
+def _print_candidate(candidate: Candidate, request: HttpRequest, body: bytes, missing: list[tuple[str, str]]) -> None:
     """What one detector of a policy sees in the request, and what it will do about it."""
     detector, hit = candidate.detector, candidate.hit
     rows = [("policy", f"{candidate.plan.id} ({detector.mode})")]
     if detector.name != DEFAULT_DETECTOR or detector.looks:
         rows.append(("detector", f"{detector.name} ({detector.similarity_name})"))
     if detector.looks:
-        rows += zip(chain(["compared"], repeat("")), detector.similarity.show(Document(body)), strict=False)
+        rows += zip(chain(["compared"], repeat("")), detector.similarity.show(Document(cut_notes(body))), strict=False)
     rows += missing
     rows += [("composite", candidate.composite), ("fingerprint", candidate.fingerprint), ("tenant", candidate.tenant)]
     if candidate.push is not None:
@@ -101,7 +104,20 @@ def _print_candidate(candidate: Candidate, body: bytes, missing: list[tuple[str,
     if hit is not None:
         rows.append(("key", hit.key))
     rows.append(("decision", _describe_decision(candidate)))
+    if detector.steers:
+        rows += _show_note(candidate, request, body)
     _print_rows(rows)
+
+
+def _show_note(candidate: Candidate, request: HttpRequest, body: bytes) -> list[tuple[str, str]]:
+    """What the model is told, and why it is not where it cannot be."""
+    detector = candidate.detector
+    note = write_note(_make_outcome(candidate, detector.actions.index(Action.STEER)), request, detector)
+    try:
+        steer(request, body, note)
+    except NotSteered as why:
+        return [("unsteered", f"let through with a warning: {why.reason}")]
+    return [("note", note)]
 
 
 def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
@@ -114,37 +130,54 @@ def _describe_decision(candidate: Candidate) -> str:
     """What is done about this request, or about the one that reaches the threshold."""
     detector, found = candidate.detector, candidate.repeat
     if not detector.stateless:
+        allowed = detector.list_thresholds(candidate.subject)[0] - 1
         return (
-            f"allow {detector.find_threshold(candidate.subject) - 1} identical requests, then {_describe_action(candidate)}; "
+            f"allow {allowed} identical requests, then {_describe_steps(candidate)}; "
             f"window {detector.window_type}, {detector.window_seconds} s"
         )
     state = detector.similarity.describe(found)
     if found is None:
         return f"allow: {state}"
     if found.looping:
-        return f"{_describe_action(candidate)}; {state}"
-    return f"allow below {found.threshold} equal calls, then {_describe_action(candidate)}; {state}"
+        return f"{_describe_action(candidate, found.step)}; {state}"
+    return f"allow below {found.threshold} equal calls, then {_describe_steps(candidate)}; {state}"
 
 
-def _describe_action(candidate: Candidate) -> str:
-    """What is done about the request that reaches the threshold."""
-    detector, found = candidate.detector, candidate.repeat
-    cooldown_ms = candidate.hit.cooldown_ms if candidate.hit is not None else 0
+def _describe_steps(candidate: Candidate) -> str:
+    """What is done from each of the thresholds on."""
+    first, *others = candidate.detector.list_thresholds(candidate.subject)
+    begins = candidate.repeat.threshold if candidate.repeat is not None else first  # a tool may have one of its own
+    later = [(step, threshold - first + begins) for step, threshold in enumerate(others, 1)]
+    described = [f"from {threshold} on {_describe_action(candidate, step)}" for step, threshold in later]
+    return ", ".join([_describe_action(candidate, 0), *described])
+
+
+def _make_outcome(candidate: Candidate, step: int) -> Outcome:
+    """What the detector makes of the request that reaches the threshold of this step."""
+    detector, found, subject = candidate.detector, candidate.repeat, candidate.subject
+    threshold = detector.list_thresholds(subject)[step]
+    last = step == len(detector.actions) - 1
+    cooldown_ms = candidate.hit.cooldown_ms if candidate.hit is not None and last else 0
     if found is not None and not found.looping:
-        found = found._replace(count=found.threshold)
-    subject = candidate.subject
-    count = Count(detector.find_threshold(subject), looping=True, cooldown_ms=cooldown_ms, span_ms=0)
-    outcome = detector.judge(candidate.fingerprint, candidate.tenant, count, subject, found)
-    framed = subject.frame("", "")
+        found = found._replace(count=found.threshold, step=step)
+    count = Count(threshold, looping=last, cooldown_ms=cooldown_ms, span_ms=0)
+    return detector.judge(candidate.fingerprint, candidate.tenant, count, subject, found)
+
+
+def _describe_action(candidate: Candidate, step: int) -> str:
+    """What is done about the request that reaches the threshold of this step."""
+    outcome = _make_outcome(candidate, step)
+    framed = candidate.subject.frame("", "")
     status = (outcome.refusal.status or AUTO_STATUS) if framed is None else framed.status
     answer = "an answer of the API, or where that is not known with " if outcome.refusal.completes else ""
     again = f" (Retry-After: {outcome.retry_after})" if outcome.retry_after is not None else ""
     told = {
         "reject": f"reject with {answer}{status}{again}",
         "throttle": f"throttle (hold {outcome.delay_ms} ms at first)",
+        "steer": "steer",
         "warn": "warn",
     }[outcome.action.value]
-    return f"report: would {told}" if detector.shadow else told
+    return f"report: would {told}" if candidate.detector.shadow else told
 
 
 def _read_body(data: str | None) -> bytes:

@@ -49,6 +49,8 @@ class Metrics:
         self.compared_exactly = counter("compared_exactly_total", "Bodies that are not JSON, compared byte for byte", "policy")
         self.unmatched = counter("unmatched_total", "Requests that no policy matched")
         self.uncounted = counter("uncounted_total", "Requests that a policy matched but could not count", "policy", "reason")
+        text = "Requests that were let through with a warning because no note can be put into them"
+        self.unsteered = counter("unsteered_total", text, "policy", "reason")
         text = "Requests refused because a policy could not count them and forbids that"
         self.uncountable_rejected = counter("uncountable_rejected_total", text, "policy", "reason")
         text = "Requests that lacked one of a policy's limit keys"

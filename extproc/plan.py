@@ -86,6 +86,7 @@ class Plan:
         "refuses_uncountable",
         "sessions",
         "shadow",
+        "steers",
         "tells_callers_apart",
     )
 
@@ -114,6 +115,8 @@ class Plan:
             if self.reads_body or detector.looks or detector.refusal.completes
         ]
         self.inspects = max(looking, default=0)
+        steering = [detector.max_inspect_bytes for detector in self.detectors if detector.steers and not shadow]
+        self.steers = max(steering, default=0)
 
     def read_descriptors(self, request: HttpRequest, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """The caller's descriptors by name, those in the body excepted.

@@ -62,6 +62,14 @@ class Reporter:
             if lane.failures:
                 self._report_failures(lane)
 
+    def report_unsteered(self, decision: Decision, reason: str) -> None:
+        """A request that was to get a note and cannot; once for each policy that wants one."""
+        steering = [
+            outcome.policy for outcome in decision.trace if outcome.action is Action.STEER and outcome.mode == "enforce"
+        ]
+        for policy in dict.fromkeys(steering):
+            self._metrics.unsteered.labels(policy, reason).inc()
+
     def report_forbidden(self, policy: str, reason: str) -> None:
         """A request that is refused because it cannot be counted."""
         self._metrics.uncountable_rejected.labels(policy, reason).inc()

@@ -20,8 +20,9 @@ from typing import Final, NamedTuple, TypeAlias
 
 from google.protobuf.message import DecodeError
 
-from extproc.answers.go_on import let_go_on, make_metadata, make_wait
+from extproc.answers.go_on import find_warning, let_go_on, make_metadata, make_wait
 from extproc.answers.refuse import refuse_loop, refuse_uncountable, refuse_without_store
+from extproc.answers.steer import NotSteered, steer, write_note
 from extproc.budget import InspectionBudget
 from extproc.counting import HERE, Counting, Counts, MaybeCounts, settle
 from extproc.decision import Action, Decision, Outcome
@@ -39,6 +40,7 @@ from extproc.store.memory import MemoryStore
 from extproc.throttle import Holds
 from extproc.upload import CUT_OFF, MORE, Kept, Upload
 from extproc.wire import (
+    BODY_BUFFERED,
     BODY_NONE,
     BODY_STREAMED,
     BODY_UNTOLD,
@@ -185,6 +187,7 @@ class Stream:
 
     __slots__ = (
         "_body_mode",
+        "_content",
         "_ended",
         "_engine",
         "_evaluation",
@@ -195,6 +198,7 @@ class Stream:
         "_scope",
         "_service",
         "_started",
+        "_unknown",
         "_upload",
         "given_up",
         "on_given_up",
@@ -210,6 +214,8 @@ class Stream:
         self._evaluation: Evaluation | None = None  # what waits for the body
         self._upload: Upload | None = None
         self._body_mode = BODY_UNTOLD
+        self._content: bytes | memoryview | None = None  # of a request that a note may be put into
+        self._unknown = ""  # why there is none
         self.given_up = False
         self._holding: str | None = None
         self._observed = False
@@ -354,7 +360,8 @@ class Stream:
         if self._observed and self._body_mode < 0:
             self._body_mode = BODY_STREAMED  # the only way to observe bodies; Envoy sends observers no protocol_config
         length = evaluation.request.headers.get("content-length", b"")
-        return Upload(self._service.kept, self._body_mode, length, evaluation.inspects)
+        keeps = max(evaluation.inspects, evaluation.steers) if self._body_mode == BODY_BUFFERED else evaluation.inspects
+        return Upload(self._service.kept, self._body_mode, length, keeps)
 
     def _on_response(self, kind: str) -> MaybeLater:
         self._leave_uncounted("no_body_phase")
@@ -385,6 +392,8 @@ class Stream:
         content: bytes | memoryview | None = None,
     ) -> MaybeLater:
         """Count the request and answer, now or when the store has answered."""
+        if evaluation.steers:
+            self._content, self._unknown = content, reason
         self._seal(evaluation, body, reason, content)
         counting = self._service.counting
         counts = counting.count(evaluation.enforcing)
@@ -421,8 +430,13 @@ class Stream:
         decision = evaluation.decide(counts, shadow_counts)
         if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self._observed:
             decision = self._hold(decision, decision.lead)
+        body = None
+        if decision.steer is not None and decision.action is not Action.REJECT:
+            body = self._steer(kind, evaluation, decision, decision.steer)
+            if body is None:
+                decision = decision.warn_instead()
         service.reporter.report(evaluation, decision)
-        reply = self._refuse(evaluation, decision, counts) or self._encode(kind, evaluation, decision)
+        reply = self._refuse(evaluation, decision, counts) or self._encode(kind, evaluation, decision, body)
         service.metrics.decision_seconds.observe(perf_counter() - self._started)
         return reply
 
@@ -438,6 +452,35 @@ class Stream:
         self._service.reporter.report_forbidden(*forbidden)
         return Reply(refuse_uncountable(*forbidden, request, evaluation.content), done=True)
 
+    def _steer(self, kind: str, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> bytes | None:
+        """The request's body with a note; None where it cannot have one, which is counted."""
+        began = thread_time()
+        try:
+            content = self._take_content(kind)
+            note = write_note(outcome, evaluation.request, evaluation.find_detector(outcome))
+            return steer(evaluation.request, content, note, evaluation.document)
+        except NotSteered as why:
+            self._service.reporter.report_unsteered(decision, why.reason)
+            return None
+        finally:
+            self._service.budget.spend(evaluation.find_tenant(), thread_time() - began)
+
+    def _take_content(self, kind: str) -> bytes | memoryview:
+        """The body that a note can be put into.
+
+        Raises:
+            NotSteered: there is none, or Envoy would not take another in its place.
+        """
+        if self._observed:
+            raise NotSteered("observed")
+        if kind == "request_headers":
+            raise NotSteered("no_body")
+        if self._body_mode != BODY_BUFFERED:
+            raise NotSteered("body_mode")
+        if self._content is None:
+            raise NotSteered(self._unknown or "inspect_limit")
+        return self._content
+
     def _hold(self, decision: Decision, lead: Outcome) -> Decision:
         """Claim a place among the held requests; past the bound a throttled request is rejected."""
         if self._service.holds.take(lead.tenant):
@@ -445,9 +488,9 @@ class Stream:
             return decision
         refused = lead.change_action(Action.REJECT)
         trace = [refused if outcome is lead else outcome for outcome in decision.trace]
-        return Decision(refused, decision.shadow, trace, warning=decision.warning)
+        return Decision(refused, decision.shadow, trace, warning=decision.warning, steer=decision.steer)
 
-    def _encode(self, kind: str, evaluation: Evaluation, decision: Decision) -> Reply:
+    def _encode(self, kind: str, evaluation: Evaluation, decision: Decision, body: bytes | None = None) -> Reply:
         lead = decision.lead
         recorded = self._service.settings.record and (evaluation.enforcing.candidates or evaluation.shadow.candidates)
         if lead is None and decision.shadow is None and not recorded:
@@ -464,7 +507,7 @@ class Stream:
         if lead is not None and lead.action is Action.REJECT:
             self._ended = True
             return Reply(refuse_loop(lead, metadata, evaluation.request, evaluation.content), done=True)
-        answer = let_go_on(kind, metadata, warning=decision.warning)
+        answer = let_go_on(kind, metadata, warning=find_warning(decision), body=body)
         if lead is None or self._holding is None:
             return Reply(answer, done=True)
         return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))

@@ -59,7 +59,11 @@ def test_every_scene_goes_as_told(tmp_path: Path) -> None:
         "  as told: not refused after 16 turns; 16 requests sent, 16 reached the model",
         "        Loop detected: the last 10 turns were 2 rounds of the same 5 steps (list_tickets, open_ticket,",
         "  ok   cycle       refused after 10 turns; 11 requests sent, 10 reached the model",
-        "6 of 6 scenes went as told.",
+        "        [~loopguard~ Note from the gateway, not from the tool: Loop detected: 3 of the last 3 turns were",
+        "     4  ask_operator()                        restored from the backup",
+        "  ok   steered     not refused after 5 turns; 5 requests sent, 5 reached the model",
+        "  ok   deaf        refused after 5 turns; 6 requests sent, 5 reached the model",
+        "8 of 8 scenes went as told.",
     ):
         assert f"\n{line}\n" in output
     assert "\x1b" not in output  # no colours where there is no terminal
@@ -126,7 +130,7 @@ def test_help_has_examples() -> None:
     shown = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, check=True).stdout
 
     assert "make demo-agent ARGS='--scene cycle'" in shown
-    assert "{chat,progress,responses,anthropic,stored,cycle}" in shown
+    assert "{chat,progress,responses,anthropic,stored,cycle,steered,deaf}" in shown
 
 
 def test_make_installs_the_sdks_and_passes_flags() -> None:

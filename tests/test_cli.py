@@ -147,7 +147,7 @@ def test_validate_bad(capsys: pytest.CaptureFixture[str], tmp_path: Path, good: 
     assert (run.code, run.out) == (1, "")
     assert run.err.splitlines() == [
         f"{bad}: /spec/loop_detection/window_seconds: window_seconds must be a positive integer, not 0",
-        f"{bad}: /spec/loop_detection/action: action must be one of reject, throttle, warn, not 'explode'",
+        f"{bad}: /spec/loop_detection/action: action must be one of reject, throttle, steer, warn, not 'explode'",
         f"{bad}: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes, and has nothing",
         f"{broken}: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
     ]
@@ -553,7 +553,7 @@ def test_validate_knows_every_field_of_a_list(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("preset", "expected"),
     [
-        ("agents", ("turns", 3, None, "reject", "enforce")),
+        ("agents", ("turns", 3, None, "steer", "enforce")),
         ("interactive", ("exact", 3, 5, "throttle", "enforce")),
         ("agentic", ("exact", 2, 60, "reject", "enforce")),
         ("webhook", ("exact", 5, 10, "warn", "enforce")),
@@ -576,6 +576,7 @@ def test_init_prints_a_policy_to_start_from(
     assert (document["id"], name) == (preset, "default")
     shown = (loop.similarity, loop.threshold_identical_requests, loop.window_seconds, loop.action, document["spec"]["mode"])
     assert shown == expected
+    assert loop.escalate.list_steps() == ([("reject", 5)] if preset == "agents" else [])
     helped = re.sub(r"\s+", " ", Run(capsys, "init", "--help").out)
     assert f" {preset} {document['description']} " in helped
 

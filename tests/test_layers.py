@@ -20,6 +20,7 @@ FLOORS: list[list[str]] = [
     [
         "errors",
         "encodings",
+        "notes",
         "logs",
         "options",
         "settings",
@@ -47,7 +48,7 @@ FLOORS: list[list[str]] = [
         *(f"answers/apis/{api}" for api in ("openai", "responses", "anthropic", "gemini", "bedrock", "ollama", "rpc")),
         "answers/apis",
     ],
-    ["answers", "answers/clients", "answers/go_on", "answers/refuse"],
+    ["answers", "answers/clients", "answers/go_on", "answers/refuse", "answers/steer"],
     ["service"],
     ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],
     ["transport/acceptor", "transport/tls"],

@@ -107,8 +107,8 @@ LOOP_FIELDS: list[tuple[str, object, str]] = [
     ("threshold_identical_requests", 1, "must be >= 2"),
     ("threshold_identical_requests", 2.5, "must be a positive integer"),
     ("threshold_identical_requests", 10**10, "must be <= 1000000000"),
-    ("action", "explode", "must be one of reject, throttle, warn"),
-    ("action", ["reject"], "must be one of reject, throttle, warn"),
+    ("action", "explode", "must be one of reject, throttle, steer, warn"),
+    ("action", ["reject"], "must be one of reject, throttle, steer, warn"),
     ("similarity", "nearly", "must be one of exact, canonical, tail, tool_calls, turns, mcp"),
     ("window_type", "tumbling", "must be one of sliding_ttl, sliding_log, fixed"),
     ("cooldown_seconds", -1, "must be >= 0"),
@@ -131,6 +131,8 @@ CALLS: dict[str, object] = {"similarity": "tool_calls"}
 TURNS: dict[str, object] = {"similarity": "turns"}
 MCP: dict[str, object] = {"similarity": "mcp"}
 FITS = "threshold must be <= 14 with similarity turns: 32 turns are looked at"
+STEER: dict[str, Any] = {"action": "steer"}
+ALREADY = ("/escalate/reject", "reject is the action already, from 3 on; name it in one place")
 NAME = "name must be 1 to 128 of the characters A-Z a-z 0-9 _ . -"
 POINTER = "it must be a JSON Pointer, such as '/metadata/request_id' or '/messages/*/id'"
 BODY_KEY = "it must be 'body:' and a JSON Pointer, such as 'body:/model' or 'body:/metadata/session_id'"
@@ -141,6 +143,12 @@ ANCHORS = "needs at least one of pathExact, pathPrefix and routes"
 def belongs(key: str, owner: str, here: str) -> tuple[str, str]:
     """The error of a key of another similarity."""
     return f"/{key}", f"{key} belongs to similarity {owner}, and this one is {here}"
+
+
+def milder(name: str, action: str) -> tuple[str, str]:
+    """What is said where an entry of `escalate` is milder than the action."""
+    order = "in the order warn, steer, throttle, reject"
+    return f"/escalate/{name}", f"{name} is milder than the action, {action}; escalate takes stricter ones, {order}"
 
 
 def never(place: str, threshold: int, window: int) -> tuple[str, str]:
@@ -297,6 +305,42 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     # Calls are counted one by one.
     (MCP | {"max_cycle": 3}, [belongs("max_cycle", "tool_calls or turns", "mcp")]),
     (MCP | {"tools": {"f": {"window_calls": 9}}}, [("/tools/f/window_calls", "window_calls belongs to similarity tool_calls")]),
+    # What follows later is stricter.
+    ({"action": "warn", "escalate": {"warn": 4}}, [("/escalate/warn", ANNOTATION)]),
+    ({"action": "warn", "escalate": 5}, [("/escalate", "escalate must be an object")]),
+    ({"action": "warn", "escalate": {"reject": 1}}, [("/escalate/reject", "reject must be >= 2")]),
+    ({"action": "warn", "escalate": {"reject": "5"}}, [("/escalate/reject", "reject must be an integer")]),
+    (
+        STEER | {"escalate": {"steer": 4, "reject": 5}},
+        [("/escalate/steer", "steer is the action already, from 3 on; name it in one place")],
+    ),
+    ({"escalate": {"throttle": 5}}, [milder("throttle", "reject")]),
+    ({"escalate": {"throttle": 2, "reject": 5}}, [milder("throttle", "reject"), ALREADY]),
+    (
+        STEER | {"escalate": {"throttle": 7, "reject": 5}},
+        [("/escalate/reject", "reject must begin later than throttle, which is milder and begins at 7")],
+    ),
+    (
+        STEER | {"escalate": {"reject": 3}},
+        [("/escalate/reject", "reject must begin later than steer, which is milder and begins at 3")],
+    ),
+    (
+        TURNS | STEER | {"threshold_identical_requests": ..., "escalate": {"reject": 2}},
+        [("/escalate/reject", "reject must begin later than steer, which is milder and begins at 3")],
+    ),
+    (
+        TURNS | STEER | {"escalate": {"throttle": 8, "reject": 9}},
+        [("/escalate/reject", "reject must be <= 8 with similarity turns")],
+    ),
+    (
+        TURNS | STEER | {"escalate": {"reject": 5}, "tools": {"f": {"threshold": 12}, "g": {"threshold": 13}}},
+        [("/escalate/reject", f"{FITS}; to let a tool go on for longer, allow it; escalate raises /tools/g/threshold by 2")],
+    ),
+    (CALLS | STEER | {"escalate": {"reject": 11}}, [never("/escalate/reject", 11, 10)]),
+    (
+        STEER | {"window_type": "sliding_log", "escalate": {"reject": 10_001}},
+        [("/escalate/reject", "reject must be <= 10000 with window_type sliding_log: it remembers each")],
+    ),
     # Unknown keys: what was meant, or where it belongs.
     ({"ignore_field": []}, [("/ignore_field", "unknown key; did you mean ignore_fields?")]),
     ({"tail_mesages": 3}, [("/tail_mesages", "unknown key; did you mean tail_messages?")]),
@@ -545,7 +589,7 @@ DOCUMENTS: list[tuple[object, Errors]] = [
     (
         loop(window_seconds=..., action="explode", enabled=True, surprise=1),
         [
-            ("/spec/loop_detection/action", "action must be one of reject, throttle, warn"),
+            ("/spec/loop_detection/action", "action must be one of reject, throttle, steer, warn"),
             ("/spec/loop_detection/surprise", ANNOTATION),
             ("/spec/loop_detection", "when enabled is true, window_seconds is required"),
         ],
@@ -588,8 +632,8 @@ def test_each_field_of_an_entry_is_checked(changes: dict[str, object], expected:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        (loop(action="explode"), "action must be one of reject, throttle, warn, not 'explode'"),
-        (loop(action=["reject"]), "action must be one of reject, throttle, warn, not an array"),
+        (loop(action="explode"), "action must be one of reject, throttle, steer, warn, not 'explode'"),
+        (loop(action=["reject"]), "action must be one of reject, throttle, steer, warn, not an array"),
         (loop(window_seconds=-1.5), "window_seconds must be a positive integer, not -1.5"),
         (loop(window_seconds=10**70), f"window_seconds must be <= 31536000, not 1{'0' * 59}..."),
         (loop(enabled=None), "enabled must be a boolean, not null"),
@@ -650,7 +694,7 @@ def test_every_error_of_every_entry_is_reported_at_once() -> None:
 
     assert [(error.pointer.removeprefix("/spec/loop_detection/"), error.message) for error in errors] == [
         ("0/window_seconds", "window_seconds must be a positive integer, not 0"),
-        ("0/action", "action must be one of reject, throttle, warn, not 'explode'"),
+        ("0/action", "action must be one of reject, throttle, steer, warn, not 'explode'"),
         ("1/tail_messages", "tail_messages must be >= 1, not 0"),
         ("2/tools/f/alow", "unknown key; did you mean allow?"),
         ("1/tools", "tools belongs to similarity tool_calls or turns or mcp, and this one is tail"),
@@ -843,7 +887,7 @@ def test_every_error_of_every_file_is_reported_at_once() -> None:
     assert [str(error) for error in errors] == [
         "0: /bundle_version: bundle_version must be greater than 0, not 0",
         "0: /policies/0/spec/loop_detection/window_seconds: window_seconds must be a positive integer, not 0",
-        "0: /policies/0/spec/loop_detection/action: action must be one of reject, throttle, warn, not 'x'",
+        "0: /policies/0/spec/loop_detection/action: action must be one of reject, throttle, steer, warn, not 'x'",
         "0: /policies/1/id: id must be a string, not 1",
         "0: /policies/1/spec/mode: mode must be one of enforce, shadow, not 'y'",
         "1: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
@@ -1139,7 +1183,7 @@ def test_the_schema_describes_the_models() -> None:
     assert all("^x-" in kind["patternProperties"] for kind in kinds.values())
     assert kinds["Bundle"]["required"] == ["bundle_version", "policies"]
     assert kinds["Policy"]["properties"]["id"]["pattern"] == "^[A-Za-z0-9_.-]{1,128}$"
-    assert detection["properties"]["action"]["enum"] == ["reject", "throttle", "warn"]
+    assert detection["properties"]["action"]["enum"] == ["reject", "throttle", "steer", "warn"]
     assert {"exclusiveMinimum": 0, "maximum": 31_536_000, "type": "integer"} in detection["properties"]["window_seconds"][
         "anyOf"
     ]
@@ -1233,7 +1277,8 @@ def test_the_schema_takes_what_loads(document: object) -> None:
 
 
 _BETWEEN_FIELDS = re.compile(
-    r"belongs to similarity|is required$|never reached|must not be \w+ with|with similarity turns|and body is ignore"
+    r"belongs to similarity|is required$|never reached|must not be \w+ with|with similarity turns|with window_type"
+    r"|and body is ignore|is the action already|is milder than|must begin later"
 )
 REFUSED_FIELDS = [
     changes

@@ -12,19 +12,23 @@ from extproc.policy.bundle import DEFAULT_DETECTOR
 NAMESPACE = "loopguard"
 """Of the dynamic metadata that answers carry."""
 
-_WARNING = ("X-Fairvisor-Warning", "loop_warn")
+_WARNING = "X-Fairvisor-Warning"
+_STEERED = ("x-loopguard-steered", "1")
 
 # By name: looking an enum's value up on its message class costs microseconds.
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
-def let_go_on(kind: str, metadata: dict[str, str | int] | None = None, *, warning: bool = False) -> bytes:
+def let_go_on(
+    kind: str, metadata: dict[str, str | int] | None = None, *, warning: str = "", body: bytes | None = None
+) -> bytes:
     """The answer of a phase that lets the request go on.
 
     Args:
         kind: the phase, as the message's field is called.
         metadata: dynamic metadata that goes with it.
-        warning: tell the upstream that a loop was seen.
+        warning: tells the upstream that a loop was seen, empty for none.
+        body: in place of the request's own, which was buffered; None leaves that as it is.
     """
     response = ProcessingResponse()
     phase = getattr(response, kind)
@@ -32,7 +36,11 @@ def let_go_on(kind: str, metadata: dict[str, str | int] | None = None, *, warnin
     if metadata is not None:
         response.dynamic_metadata.update({NAMESPACE: metadata})
     if warning and kind != "request_trailers":  # headers have gone by then
-        set_headers(phase.response.header_mutation, [_WARNING])
+        set_headers(phase.response.header_mutation, [(_WARNING, warning)])
+    if body is not None:
+        # Envoy compares the body with its content-length, and answers 500 where they differ.
+        set_headers(phase.response.header_mutation, [_STEERED, ("content-length", str(len(body)))])
+        phase.response.body_mutation.body = body
     return response.SerializeToString()
 
 
@@ -41,6 +49,13 @@ def make_wait(milliseconds: int) -> bytes:
     response = ProcessingResponse()
     response.override_message_timeout.FromMilliseconds(milliseconds)
     return response.SerializeToString()
+
+
+def find_warning(decision: Decision) -> str:
+    """What a request that goes on is marked with, empty for nothing."""
+    if decision.steer is not None:
+        return "loop_steer"
+    return "loop_warn" if decision.warning else ""
 
 
 def make_metadata(decision: Decision) -> dict[str, str | int]:
@@ -57,8 +72,9 @@ def make_metadata(decision: Decision) -> dict[str, str | int]:
         }
         if lead.detector != DEFAULT_DETECTOR:
             metadata["detector"] = lead.detector
-        if decision.warning and lead.action is not Action.REJECT:
-            metadata["warning"] = _WARNING[1]
+        warning = find_warning(decision)
+        if warning and lead.action is not Action.REJECT:
+            metadata["warning"] = warning
     if shadow is not None:
         metadata |= {"shadow_action": shadow.action.value, "shadow_policy": shadow.policy, "shadow_count": shadow.count}
     return metadata

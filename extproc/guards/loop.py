@@ -5,6 +5,7 @@ What is compared (similarity), over what span (window) and what is done (action)
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import cache
 
 from extproc.decision import Action, Outcome, RefusalForm, Repeat, Subject
@@ -33,8 +34,9 @@ class Detector:
         "_cooldown_ms",
         "_count_refused",
         "_key",
+        "_later",
         "_window_ms",
-        "action",
+        "actions",
         "looks",
         "max_delay_ms",
         "max_inspect_bytes",
@@ -43,10 +45,13 @@ class Detector:
         "needs_body",
         "policy",
         "refusal",
+        "refuses_later",
         "shadow",
         "similarity",
         "similarity_name",
         "stateless",
+        "steer_note",
+        "steers",
         "threshold",
         "window_seconds",
         "window_type",
@@ -64,8 +69,13 @@ class Detector:
         self.stateless = self.similarity.stateless
         self.needs_body = loop.body == "include"
         self.max_inspect_bytes = loop.max_inspect_bytes
-        self.action = Action(loop.action)
-        self.threshold = loop.threshold_identical_requests or self.similarity.default_threshold or 0
+        steps = loop.list_steps(self.similarity.default_threshold)
+        self.threshold = steps[0].threshold_identical_requests or self.similarity.default_threshold or 0
+        self.actions = (Action(loop.action), *[Action(name) for name, _ in loop.escalate.list_steps()])
+        self.steers = Action.STEER in self.actions
+        self.refuses_later = self.steers and self.actions[-1] is Action.REJECT
+        self.steer_note = loop.steer_note or ""
+        self._later = tuple([(step.threshold_identical_requests or self.threshold) - self.threshold for step in steps])
         self.window_seconds = loop.window_seconds or 0
         # A stateless one keeps its cooldown alone, which has a beginning and an end.
         self.window_type = "fixed" if self.stateless else loop.window_type
@@ -74,12 +84,17 @@ class Detector:
         self._key = f"{'shadow:' if shadow else ''}loop:{policy}:{name}:{self.window_type}:"
         self._window_ms = self.window_seconds * 1000
         self._cooldown_ms = loop.cooldown_seconds * 1000
-        # Only a refusal can be left out: a throttled or warned request goes on, so it counts.
-        self._count_refused = loop.count_refused or self.action is not Action.REJECT
+        # Only a refusal can be left out: a request of any other action goes on, so it counts.
+        self._count_refused = loop.count_refused or self.actions[-1] is not Action.REJECT
 
-    def find_threshold(self, subject: Subject) -> int:
-        """What holds for this subject."""
-        return subject.threshold or self.threshold
+    def list_thresholds(self, subject: Subject) -> list[int]:
+        """What holds for this subject: a threshold for each of the actions, the lowest first."""
+        first = subject.threshold or self.threshold
+        return [first + later for later in self._later]
+
+    def _find_last_threshold(self, subject: Subject) -> int:
+        """From which count on the strictest of the actions holds, which the store decides: that one refuses, and trips."""
+        return (subject.threshold or self.threshold) + self._later[-1]
 
     def make_hit(self, scope: str, tenant: str, digest: str, subject: Subject, repeat: Repeat | None = None) -> Hit | None:
         """What the store is asked to count, None for nothing.
@@ -93,13 +108,14 @@ class Detector:
         """
         key = f"{self._key}{scope}:{tenant}:{digest}"
         if not self.stateless:
-            threshold = self.find_threshold(subject)
+            threshold = self._find_last_threshold(subject)
             count_refused, count_to = self._count_refused, max(threshold, DISPLAY_COUNT)
             return Hit(key, self.window_type, self._window_ms, threshold, self._cooldown_ms, count_refused, count_to)
         if not self._cooldown_ms or repeat is None:
             return None
-        # The request says itself whether it is a loop. The store keeps the cooldown: a loop trips it, others only ask for it.
-        threshold = 1 if repeat.looping else MAX_THRESHOLD
+        # The request says itself whether it is a loop. The store keeps the cooldown: a loop that meets the strictest action
+        # trips it, others only ask for it.
+        threshold = 1 if repeat.looping and repeat.step == len(self._later) - 1 else MAX_THRESHOLD
         return Hit(key, self.window_type, 0, threshold, self._cooldown_ms, False, threshold)
 
     def _find_retry_after(self, count: Count, threshold: int, repeat: Repeat | None) -> int | None:
@@ -115,13 +131,23 @@ class Detector:
             waits = max(waits, over)
         return max(1, -(-waits // 1000))
 
+    def _choose_action(self, count: Count, subject: Subject, repeat: Repeat | None) -> Action:
+        """The strictest action that holds."""
+        if count.looping:
+            return self.actions[-1]
+        if self.stateless:
+            return self.actions[repeat.step] if repeat is not None and repeat.looping else Action.ALLOW
+        if len(self.actions) > 1:
+            held = bisect_right(self.list_thresholds(subject), count.count)
+            return self.actions[held - 1] if held else Action.ALLOW
+        return Action.ALLOW
+
     def judge(self, fingerprint: str, tenant: str, count: Count, subject: Subject, repeat: Repeat | None = None) -> Outcome:
         """What this detector makes of a request that has been counted."""
-        number, looping = count.count, count.looping
+        number = count.count
         if self.stateless:
             number = repeat.count if repeat is not None else 0
-            looping = looping or (repeat is not None and repeat.looping)
-        action = self.action if looping else Action.ALLOW
+        action = self._choose_action(count, subject, repeat)
         return Outcome(
             self.policy,
             self.mode,
@@ -132,7 +158,7 @@ class Detector:
             count.span_ms,
             self.window_seconds,
             min(number * DELAY_PER_REQUEST_MS, self.max_delay_ms) if action is Action.THROTTLE else 0,
-            self._find_retry_after(count, self.find_threshold(subject), repeat),
+            self._find_retry_after(count, self._find_last_threshold(subject), repeat),
             self.refusal,
             self.name,
             subject,

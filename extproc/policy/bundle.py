@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import datetime
+from string import Formatter
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import quote
 
@@ -25,6 +26,7 @@ from pydantic import (
 )
 
 from extproc.fingerprint import normalize_path
+from extproc.notes import PLACEHOLDERS
 from extproc.policy.objects import MAX_SECONDS, JsonObject, is_pointer, make_error
 from extproc.similarity import KINDS
 from extproc.similarity.keys import SimilarityKeys
@@ -117,6 +119,20 @@ def _check_id(value: str) -> str:
     return value
 
 
+def _check_note(value: str) -> str:
+    try:
+        fields = list(Formatter().parse(value))
+    except ValueError:
+        raise make_error("must have each { and } twice where it is no placeholder") from None
+    if not value.strip():
+        raise make_error("must say something")
+    for _, field, form, conversion in fields:
+        if field is not None and (field not in PLACEHOLDERS or form or conversion):
+            known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+            raise make_error(f"must have no placeholders but {known}")
+    return value
+
+
 def _check_timestamp(value: object) -> object:
     if not isinstance(value, str):
         raise make_error("must be an ISO 8601 time with its zone, such as '2026-12-31T00:00:00Z'")
@@ -161,6 +177,7 @@ LimitKey = Annotated[str, AfterValidator(_check_limit_key), Field(json_schema_ex
 Header = Annotated[str, AfterValidator(_check_header), Field(json_schema_extra=_TOKEN)]
 Id = Annotated[str, AfterValidator(_check_id), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,128}$"})]
 Status = Annotated[int | Literal["auto"], BeforeValidator(_check_status), WithJsonSchema(_STATUS)]
+NoteTemplate = Annotated[str, Field(max_length=1_000), AfterValidator(_check_note)]
 Timestamp = Annotated[AwareDatetime, BeforeValidator(_check_timestamp)]
 
 
@@ -190,27 +207,36 @@ class LoopDetection(SimilarityKeys):
         name: of this detector, in keys, logs and metrics; default: its similarity, or `default` where there is only one.
         enabled: off unless this says so.
         window_seconds: length of the window, in seconds.
-        action: what is done about a loop: refuse the request, hold it for a while, or let it through with a warning.
+        action: what is done about a loop: refuse the request, hold it for a while, let it through with a note for the model, or
+            with a warning.
         window_type: whether every request restarts the window, exactly its last requests count, or it ends after its first.
         count_refused: False: a refused request leaves the count alone.
         reject_status: HTTP status of a refusal; `auto`: 429, but 400 for clients that are known to retry that whatever it says.
         refuse_as: `completion`: a refusal is an answer of the API that is called, with the reason as the model's text.
         max_delay_ms: longest hold of a throttled request, in milliseconds.
         body: `ignore` leaves the body out of the fingerprint.
-        max_inspect_bytes: largest body that is looked into, in bytes.
+        max_inspect_bytes: largest body that is looked into, or that gets a note, in bytes.
+        steer_note: said to the model in place of our own words; `{what}`, `{count}`, `{tools}`, `{instead}`, `{reason}` and
+            `{policy}` stand for what repeated, how often, which tools, what to do, the `reason` of `tools` and the policy's id.
     """
 
     name: Id | None = None
     enabled: bool = False
     window_seconds: Annotated[int, Field(gt=0, le=MAX_SECONDS)] | None = None
-    action: Literal["reject", "throttle", "warn"] = "reject"
+    action: Literal["reject", "throttle", "steer", "warn"] = "reject"
     window_type: Literal["sliding_ttl", "sliding_log", "fixed"] = "sliding_ttl"
     count_refused: bool = True
     reject_status: Status = 429
     refuse_as: Literal["error", "completion"] = "error"
     max_delay_ms: Annotated[int, Field(ge=1, le=MAX_DELAY_MS)] = MAX_DELAY_MS
     body: Literal["include", "ignore"] = "include"
+    steer_note: NoteTemplate | None = None
     max_inspect_bytes: Annotated[int, Field(ge=1, le=MAX_INSPECT_BYTES)] = 2**20
+
+    @property
+    def steers(self) -> bool:
+        """Some of its actions puts a note into requests."""
+        return self.action == "steer" or self.escalate.steer is not None
 
 
 DEFAULT_DETECTOR = "default"

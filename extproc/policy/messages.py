@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from extproc.policy import bundle
 from extproc.policy.bundle import Envelope, Policy
 from extproc.policy.objects import Place
-from extproc.similarity.keys import Tool
+from extproc.similarity.keys import Escalation, Tool
 
 _LONGEST = 60
 """Most characters of a value that are shown."""
@@ -118,6 +118,7 @@ _KEYS: dict[str, Sequence[str]] = {
     "spec/selector": list(bundle.Selector.model_fields),
     "spec/loop_detection": list(bundle.LoopDetection.model_fields),
     "spec/session": list(bundle.Session.model_fields),
+    "spec/loop_detection/escalate": list(Escalation.model_fields),
     "an entry of tools": list(Tool.model_fields),
     "an entry of bypass": list(bundle.Bypass.model_fields),
     "a rule": list(bundle.Rule.model_fields),
@@ -128,6 +129,7 @@ _KEYS: dict[str, Sequence[str]] = {
 _OBJECTS = {
     "selector": "spec/selector",
     "loop_detection": "spec/loop_detection",
+    "escalate": "spec/loop_detection/escalate",
     "bypass": "an entry of bypass",
     "session": "spec/session",
     "spec": "spec",

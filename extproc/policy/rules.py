@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+from extproc.decision import Action
 from extproc.policy.bundle import COMPLETION, HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, Bypass, FallbackLimit, Policy
 from extproc.policy.objects import MAX_THRESHOLD, Place, is_annotation
+from extproc.policy.strict_json import write_pointer
 from extproc.similarity import KINDS, Similarity
-from extproc.similarity.keys import LoopKeys
+from extproc.similarity.keys import Escalation, LoopKeys
 
 MAX_LOG_THRESHOLD = 10_000
 """Highest threshold of a `sliding_log`, which remembers one timestamp for each request."""
@@ -22,6 +24,14 @@ MAX_COMBINATIONS = 10_000
 """Most combinations of a selector's hosts, methods and routes, each of which is filed for itself."""
 
 _SHOWN = 3
+ACTIONS = [action.value for action in Action if action is not Action.ALLOW]
+"""What can be done about a loop, the mildest first."""
+
+_ORDER = ", ".join(ACTIONS)
+
+_THRESHOLD = "threshold_identical_requests"
+_LOWEST = 2
+"""Nothing repeats that happened once."""
 
 _ANCHORS = ("pathExact", "pathPrefix", "routes")
 """Of these a selector needs at least one."""
@@ -113,24 +123,83 @@ def _find_loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  
     stateless = kind is not None and kind.stateless
     optional = {"window_seconds"} if stateless else set()
     if kind is not None and kind.default_threshold is not None:
-        optional.add("threshold_identical_requests")
-    for field in ("window_seconds", "threshold_identical_requests"):
+        optional.add(_THRESHOLD)
+    for field in ("window_seconds", _THRESHOLD):
         if loop.get(field) is None and field not in optional:
             yield place, f"when enabled is true, {field} is required"
-    threshold = loop.get("threshold_identical_requests")
+    if kind is not None:
+        yield from _find_threshold_errors(loop, place, kind)
+        yield from _find_escalation_errors(loop, place, kind)
+
+
+def _find_threshold_errors(loop: dict[str, Any], place: Place, kind: type[Similarity]) -> Iterator[tuple[Place, str]]:
+    """Thresholds that can never be reached."""
+    threshold = loop.get(_THRESHOLD)
     if (
         loop.get("window_type") == "sliding_log"
-        and not stateless
+        and not kind.stateless
         and isinstance(threshold, int)
         and MAX_LOG_THRESHOLD < threshold <= MAX_THRESHOLD
     ):
         most = f"threshold_identical_requests must be <= {MAX_LOG_THRESHOLD}"
         yield (
-            (*place, "threshold_identical_requests"),
+            (*place, _THRESHOLD),
             f"{most} with window_type sliding_log, not {threshold}: it remembers each",
         )
-    if kind is not None:
-        yield from kind.find_errors(loop, place)
+    yield from kind.find_errors(loop, place)
+
+
+def _find_escalation_errors(loop: dict[str, Any], place: Place, kind: type[Similarity]) -> Iterator[tuple[Place, str]]:
+    """Actions of `escalate` that are not stricter and later, each than the one before, or that can never be taken."""
+    action, escalate = loop.get("action", Action.REJECT.value), loop.get("escalate")
+    first = _find_threshold(loop, kind)
+    if not isinstance(escalate, dict) or action not in ACTIONS or first is None:
+        return
+    before, latest = action, first
+    for name in ACTIONS:
+        threshold = escalate.get(name)
+        if name not in Escalation.model_fields or not isinstance(threshold, int) or threshold < _LOWEST:
+            continue
+        where = (*place, "escalate", name)
+        if name == action:
+            yield where, f"{name} is the action already, from {first} on; name it in one place"
+        elif ACTIONS.index(name) < ACTIONS.index(action):
+            yield where, f"{name} is milder than the action, {action}; escalate takes stricter ones, in the order {_ORDER}"
+        elif threshold <= latest:
+            yield where, f"{name} must begin later than {before}, which is milder and begins at {latest}"
+        else:
+            yield from _find_raised_errors(loop, place, kind, name, threshold - first)
+            before, latest = name, threshold
+
+
+def _find_raised_errors(
+    loop: dict[str, Any], place: Place, kind: type[Similarity], name: str, more: int
+) -> Iterator[tuple[Place, str]]:
+    """What is wrong with thresholds that an entry of `escalate` raises, those of `tools` by as much as the detector's own."""
+    tools = loop.get("tools")
+    raised = loop | {_THRESHOLD: (_find_threshold(loop, kind) or 0) + more}
+    if isinstance(tools, dict):
+        raised["tools"] = {tool: _raise_tool(entry, more) for tool, entry in tools.items()}
+    known = {where for where, _ in _find_threshold_errors(loop, place, kind)}
+    for where, message in _find_threshold_errors(raised, place, kind):
+        if where == (*place, _THRESHOLD):
+            yield (*place, "escalate", name), message.replace(_THRESHOLD, name)
+        elif where not in known:
+            yield (*place, "escalate", name), f"{message}; escalate raises {write_pointer(where[len(place) :])} by {more}"
+
+
+def _find_threshold(loop: dict[str, Any], kind: type[Similarity]) -> int | None:
+    """The first threshold of a raw loop_detection entry, None where it has none that is a number."""
+    threshold = loop.get(_THRESHOLD)
+    if threshold is None:
+        return kind.default_threshold
+    return threshold if isinstance(threshold, int) else None
+
+
+def _raise_tool(entry: Any, more: int) -> Any:  # noqa: ANN401  # raw JSON
+    if not isinstance(entry, dict) or not isinstance(entry.get("threshold"), int):
+        return entry
+    return entry | {"threshold": entry["threshold"] + more}
 
 
 def _find_similarity_errors(
@@ -153,11 +222,25 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
     remembering = [name for name, kind in KINDS.items() if kind.remembers]
     if policy.spec.session is not None and not any(loop.similarity in remembering for _, loop in policy.spec.detectors()):
         yield ("spec", "session"), f"no detector of this policy looks at sessions; similarity {' or '.join(remembering)} does"
+    yield from _find_idle_steering(policy)
     selector = policy.spec.selector
     for name, path in (("pathExact", selector.pathExact), ("pathPrefix", selector.pathPrefix)):
         if path is not None and "*" in path:
             meant = path.partition("*")[0]
             yield ("spec", "selector", name), f'\'*\' is matched literally; for all that is below, give "pathPrefix": "{meant}"'
+
+
+def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """Detectors that steer where no request can be steered."""
+    loops = policy.spec.loop_detection
+    places = enumerate(loops) if isinstance(loops, list) else [(None, loops)]
+    for number, loop in places:
+        if loop is None or not loop.enabled or not loop.steers:
+            continue
+        why = "requests without a conversation" if loop.similarity == "mcp" else "requests whose body is not read"
+        if loop.similarity == "mcp" or loop.body == "ignore":
+            place: Place = ("spec", "loop_detection") if number is None else ("spec", "loop_detection", number)
+            yield place, f"steer has nothing to put its note on in {why}: they are let through with a warning"
 
 
 def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
-from extproc.decision import Framed, Outcome, Repeat, Subject
+from extproc.decision import Advice, Framed, Outcome, Repeat, Subject
 from extproc.policy.objects import JsonObject, Place
 from extproc.similarity.document import Document
 from extproc.similarity.keys import LoopKeys, SimilarityKeys
@@ -105,14 +105,19 @@ class Similarity:
 
     def tell(self, outcome: Outcome, method: str, path: str) -> str:
         """What repeated, how often, over what span and what to do instead, in words that a model can act on."""
-        shown = path if len(path) <= _SHOWN else path[: _SHOWN - 1] + "\u2026"
-        shown = shown.encode("utf-8", "backslashreplace").decode()
         return (
-            f"Loop detected: {self.name_repeated(f'({method} {shown})')} has been sent {outcome.count} times "
-            f"within {format_duration(outcome.span_ms)} and was refused. "
+            f"Loop detected: {self.advise(outcome, method, path).what} and was refused. "
             "Sending it again will be refused again. "
             "Do not retry it unchanged: change the approach or the input, or stop and report the result you have so far."
         )
+
+    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
+        """See `Subject`."""
+        shown = path if len(path) <= _SHOWN else path[: _SHOWN - 1] + "\u2026"
+        shown = shown.encode("utf-8", "backslashreplace").decode()
+        repeated = self.name_repeated(f"({method} {shown})")
+        what = f"{repeated} has been sent {outcome.count} times within {format_duration(outcome.span_ms)}"
+        return Advice(what, "", "Change the approach or the input, or stop and report the result you have so far.")
 
     def name_repeated(self, place: str) -> str:
         """The subject of that sentence; `place` is method and path in brackets."""

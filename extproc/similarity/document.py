@@ -140,7 +140,7 @@ class Document:
 
     def __init__(self, data: bytes | memoryview) -> None:
         """Nothing is decoded yet."""
-        self._data = data
+        self._data = bytes(data)
         self._value: Json = _MISSING  # or the exception that it is
         self.conversation: Any = None  # what `open_conversation` makes of it, or the exception
 
@@ -173,7 +173,7 @@ class Document:
         _Left.in_parts, _Left.steps = MAX_FRACTIONS, MAX_STEPS
         if len(self._data) > WORTH_COUNTING:
             check_containers(self._data)
-        return bytes(self._data)
+        return self._data
 
     def _decode(self) -> Json:
         """The value, or the NotCounted that decoding raises."""

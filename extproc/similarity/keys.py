@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
 from extproc.policy.objects import MAX_SECONDS, MAX_THRESHOLD, JsonObject, Pointer
 from extproc.similarity.actions import THOUGHTS
+from extproc.similarity.tools import Limit, Limits
 
 MAX_CALLS = 200
 """Most calls, and most messages, that a detector compares with each other."""
@@ -15,15 +16,39 @@ MAX_CALLS = 200
 MAX_CYCLE = 16
 
 
+Threshold = Annotated[int, Field(ge=2, le=MAX_THRESHOLD)]
+
+
+class Escalation(JsonObject):
+    """What is done later on, each from a threshold of its own: the stricter, the later.
+
+    Attributes:
+        steer: tell the model with this identical request.
+        throttle: hold it.
+        reject: refuse it.
+    """
+
+    steer: Threshold | None = None
+    throttle: Threshold | None = None
+    reject: Threshold | None = None
+
+    def list_steps(self) -> list[tuple[str, int]]:
+        """Actions and their thresholds, the mildest first."""
+        steps = [(name, getattr(self, name)) for name in type(self).model_fields]
+        return [(name, threshold) for name, threshold in steps if threshold is not None]
+
+
 class LoopKeys(JsonObject):
     """What any similarity may read.
 
     Attributes:
         threshold_identical_requests: the first identical request that is acted on; with `tool_calls`, the first call.
+        escalate: stricter actions, by the first identical request that meets them.
         cooldown_seconds: after a trip the fingerprint stays acted on that long, even when its window has emptied.
     """
 
-    threshold_identical_requests: Annotated[int, Field(ge=2, le=MAX_THRESHOLD)] | None = None
+    threshold_identical_requests: Threshold | None = None
+    escalate: Escalation = Escalation()
     cooldown_seconds: Annotated[int, Field(ge=0, le=MAX_SECONDS)] = 0
 
 
@@ -61,6 +86,10 @@ class Tool(JsonObject):
     window_calls: Annotated[int, Field(ge=2, le=MAX_CALLS)] | None = None
     reason: Annotated[str, Field(max_length=256)] = ""
     allow: bool = False
+
+    def raise_by(self, more: int) -> Self:
+        """The same with a higher threshold, where it has one."""
+        return self if self.threshold is None else self.model_copy(update={"threshold": self.threshold + more})
 
 
 class ToolsKeys(LoopKeys):
@@ -117,3 +146,25 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys):
     """
 
     similarity: Literal["exact", "canonical", "tail", "tool_calls", "turns", "mcp"] = "exact"
+
+    def list_steps(self, default: int | None) -> list[Self]:
+        """These keys with the threshold of each action in place of their own, the lowest first.
+
+        The thresholds of `tools` are raised by as much: a tool that is given more time, or less, escalates as others do.
+
+        Args:
+            default: the threshold of an entry that has none.
+        """
+        first = self.threshold_identical_requests or default or 0
+        return [self, *[self._raise_by(threshold - first, threshold) for _, threshold in self.escalate.list_steps()]]
+
+    def make_limits(self, default: int | None) -> Limits:
+        """What holds for which tool; `default` as above."""
+        threshold = self.threshold_identical_requests or default or 0
+        tools = {name: Limit(tool.threshold or threshold, tool.reason, tool.allow) for name, tool in self.tools.items()}
+        return Limits(threshold, tools)
+
+    def _raise_by(self, more: int, threshold: int) -> Self:
+        tools = {name: tool.raise_by(more) for name, tool in self.tools.items()}
+        raised = {"threshold_identical_requests": threshold, "tools": tools, "escalate": Escalation()}
+        return self.model_copy(update=raised)

@@ -33,6 +33,7 @@ MAX_TURNS = 32
 
 DEFAULT_MAX_CYCLE = 10
 MIN_CYCLE = 2
+_PREFILLED_WORDS = 2
 REPEAT, RESULT, CYCLE, ERROR = "repeat", "result", "cycle", "error"
 """The rules; RESULT is REPEAT where what was done is not known."""
 
@@ -149,7 +150,7 @@ class TurnRule:
         if newest is None or history.at(self._fewest - 1) is None:
             return None
         found = self._judge(history)
-        if found is None and _is_prefill(newest):
+        if found is None and _is_prefill(history):
             return self._judge(History(iter(history.newest(MAX_TURNS)[1:])))
         return found
 
@@ -257,13 +258,28 @@ class TurnRule:
 
 def keep_newest(history: History) -> Kept | None:
     """What is kept of a request for its session; None where it brings no turn."""
-    for place in range(2):  # what the model is to go on with stands before it may be a turn
-        turn = history.at(place)
-        if isinstance(turn, Turn) and not _is_prefill(turn):
-            return Kept(history, place, turn)
-    return None
+    place = 0
+    if _only_speaks(history.at(0)):
+        if not _is_prefill(history):
+            return None
+        place = 1
+    turn = history.at(place)
+    return Kept(history, place, turn) if isinstance(turn, Turn) and not _only_speaks(turn) else None
 
 
-def _is_prefill(turn: AnyTurn) -> bool:
-    """Nothing stands behind what the assistant says: the model is to go on with it, so that it may be no turn yet."""
+def _only_speaks(turn: AnyTurn | None) -> bool:
+    """The assistant says something, and nothing stands behind it."""
     return isinstance(turn, Turn) and not turn.answered and not turn.action().places
+
+
+def _is_prefill(history: History) -> bool:
+    """The newest turn is how the model is to begin its answer, and so no turn yet.
+
+    That is a word or two, or how it has begun one before; all else that the assistant says behind the results is news.
+    """
+    newest, *others = history.newest(MAX_TURNS)
+    if not isinstance(newest, Turn) or not _only_speaks(newest):
+        return False
+    said = newest.said()
+    begun = any(turn.said().startswith(said) for turn in others if isinstance(turn, Turn))
+    return begun or len(said.split()) <= _PREFILLED_WORDS

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from extproc.decision import Framed, Outcome
+from extproc.decision import Advice, Framed, Outcome
 from extproc.policy.objects import JsonObject, Place
 from extproc.similarity.actions import MAX_NAME
 from extproc.similarity.base import Similarity, format_duration
@@ -30,7 +30,7 @@ from extproc.similarity.document import (
     write_canonical,
 )
 from extproc.similarity.keys import SimilarityKeys, ToolsKeys
-from extproc.similarity.tools import Limit, Limits, find_window_errors
+from extproc.similarity.tools import Limit, find_window_errors
 
 MAX_ID = 512
 """Longest id that a refusal repeats, in bytes of JSON: a UUID has 38."""
@@ -72,17 +72,20 @@ class Call:
         self.threshold: int | None = limit.threshold
         self._id = identity
 
-    def tell(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # the tool says more than the path
+    def tell(self, outcome: Outcome, method: str, path: str) -> str:  # the tool says more than the path
         """See `Similarity`; what the tool was called with stays out of it."""
+        what, reason, instead = self.advise(outcome, method, path)
+        reason = f" {reason}" if reason else ""
+        return f"Loop detected: {what}, and was refused.{reason} Doing it again will be refused again. {instead}"
+
+    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002  # as above
+        """See `Similarity`."""
         if self.tool:
             what, progress = f"{self.tool} has been called {outcome.count} times with the same arguments", "call it with others"
         else:
             what, progress = f"this same message has been sent {outcome.count} times", "send another one"
-        reason = f" {self.limit.reason.strip()}" if self.limit.reason.strip() else ""
-        return (
-            f"Loop detected: {what} within {format_duration(outcome.span_ms)}, and was refused.{reason} Doing it again will be "
-            f"refused again. To get on, {progress}, try another way, or finish with the result you have so far."
-        )
+        instead = f"To get on, {progress}, try another way, or finish with the result you have so far."
+        return Advice(f"{what} within {format_duration(outcome.span_ms)}", self.limit.reason.strip(), instead)
 
     def frame(self, message: str, accept: str) -> Framed | None:
         """An answer of the protocol: as a tool's result, which the model reads, or as the error of a message."""
@@ -110,9 +113,7 @@ class Mcp(Similarity):
 
     def __init__(self, keys: SimilarityKeys) -> None:
         """See `Similarity`."""
-        threshold = keys.threshold_identical_requests or 0
-        tools = {name: Limit(tool.threshold or threshold, tool.reason, tool.allow) for name, tool in keys.tools.items()}
-        self._limits = Limits(threshold, tools)
+        self._limits = keys.make_limits(self.default_threshold)
 
     def compare(self, document: Document) -> tuple[bytes, None]:
         """The tool and its arguments, or the parts of a message; see `Similarity`."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
-from extproc.decision import Outcome, Repeat
+from extproc.decision import Advice, Outcome, Repeat
 from extproc.policy.objects import JsonObject, Place
 from extproc.similarity.actions import MAX_NAME
 from extproc.similarity.base import Similarity
@@ -30,7 +30,9 @@ _MOST_CALLS = MAX_CALLS
 
 NO_CALLS = "no calls that count: none since the user's last message, or only of tools that are allowed"
 _SEPARATOR = b"\xff"  # never in UTF-8
+_NEXT_CALL = b"\xfe"
 _NOT_SAID = frozenset({TOOL, "function", NOBODY})
+_INSTEAD = "change the approach or the arguments, or finish with the result you have so far."
 
 
 class Rule(NamedTuple):
@@ -111,6 +113,8 @@ class ToolCalls(Similarity):
         }
         self._patterns = [(name.split("*"), rule) for name, rule in self._named.items() if "*" in name]
         self._cooldown = keys.cooldown_seconds > 0  # then a call may be refused that does not loop
+        stricter = [ToolCalls(raised) for raised in keys.list_steps(self.default_threshold)[1:]]
+        self._stricter = list(enumerate(stricter, 1))[::-1]
         self._fewest = min(rule.threshold for rule in (self._rule, *self._named.values()))
         self._longest = max(rule.window_calls for rule in (self._rule, *self._named.values()))
 
@@ -119,10 +123,19 @@ class ToolCalls(Similarity):
         history = _History(self._list_counted(document), results=self._results)
         if history.at(self._fewest - 1) is None and not self._cooldown:
             return b"", None  # too few calls for any loop
+        for step, rules in self._stricter:
+            found = rules.judge(history)
+            if found is not None and found.looping:
+                return history.spell_newest(), found._replace(step=step)
+        found = self.judge(history)
+        return (b"", None) if found is None else (history.spell_newest(), found)
+
+    def judge(self, history: _History) -> Repeat | None:
+        """The call that loops, by these thresholds alone, or else the one that is made most often; None where none counts."""
         best = self._find_most_repeated(history)
-        if best is not None and not best[1].looping:
+        if best is not None and not best.looping:
             return self._cycle(history) or best
-        return best or (b"", None)
+        return best
 
     def show(self, document: Document) -> list[str]:
         """The calls that are looked at, the oldest first; see `Similarity`."""
@@ -144,8 +157,15 @@ class ToolCalls(Similarity):
         reason = f" {repeat.reason.strip()}" if repeat.reason.strip() else ""
         return (
             f"Loop detected: {_name_calls(repeat)}, so this request was refused.{reason} Neither calling again nor waiting "
-            "will bring anything new: change the approach or the arguments, or finish with the result you have so far."
+            f"will bring anything new: {_INSTEAD}"
         )
+
+    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
+        """See `Similarity`."""
+        repeat = outcome.repeat
+        if repeat is None:
+            return super().advise(outcome, method, path)
+        return Advice(_name_calls(repeat), repeat.reason.strip(), f"Calling again will not bring anything new: {_INSTEAD}")
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
@@ -180,9 +200,9 @@ class ToolCalls(Similarity):
             rule = next((rule for pattern, rule in self._patterns if matches(name, pattern)), self._rule)
         return rule
 
-    def _find_most_repeated(self, history: _History) -> tuple[bytes, Repeat] | None:
+    def _find_most_repeated(self, history: _History) -> Repeat | None:
         """Of the last turn's calls the one that loops, or else stands most often among the calls of its window."""
-        candidates: list[tuple[Call, Repeat]] = []
+        candidates: list[Repeat] = []
         for place in range(self._longest):
             call = history.at(place)
             if call is None or call.turn:
@@ -196,12 +216,9 @@ class ToolCalls(Similarity):
             count = len(equal)
             if count >= rule.threshold and self._is_work(history, equal[: rule.threshold]):
                 count = rule.threshold - 1
-            repeat = Repeat((call.name[:MAX_NAME],), count, len(among), rule.threshold, self._results, rule.reason)
-            candidates.append((call, repeat))
-        if not candidates:
-            return None
-        call, repeat = max(candidates, key=lambda candidate: (candidate[1].looping, candidate[1].count))
-        return call.spell(results=self._results), repeat
+            found = Repeat((call.name[:MAX_NAME],), count, len(among), rule.threshold, self._results, rule.reason)
+            candidates.append(found)
+        return max(candidates, key=lambda candidate: (candidate.looping, candidate.count), default=None)
 
     def _is_work(self, history: _History, equal: Sequence[Call]) -> bool:
         """Whether too much that is new was done between equal calls, the newest first: edit, run, edit, run."""
@@ -213,8 +230,8 @@ class ToolCalls(Similarity):
         rounds = history.read_rounds(results=self._results)
         return sum([rounds[turn] not in rounds[turn + 1 :] for turn in between if rounds[turn]]) > allowed
 
-    def _cycle(self, history: _History) -> tuple[bytes, Repeat] | None:
-        """The shortest cycle of different calls that has come round often enough, in the name of its newest call."""
+    def _cycle(self, history: _History) -> Repeat | None:
+        """The shortest cycle of different calls that has come round often enough."""
         for length in range(2, self._max_cycle + 1):
             if not self._same(history, 0, length):
                 continue
@@ -226,8 +243,7 @@ class ToolCalls(Similarity):
             if all(self._same(history, place, place + length) for place in range(1, length * (rounds - 1))):
                 names = tuple(call.name[:MAX_NAME] for call in reversed(members))
                 reason = next((rule.reason for rule in rules if rule.reason), "")
-                repeat = Repeat(names, rounds, length * rounds, rounds, self._results, reason)
-                return members[0].spell(results=self._results), repeat
+                return Repeat(names, rounds, length * rounds, rounds, self._results, reason)
         return None
 
     def _same(self, history: _History, newer: int, older: int) -> bool:
@@ -284,6 +300,13 @@ class _History:
     def newest_of(self, name: str, count: int) -> list[Call]:
         """So many calls of one tool, or as many as there are among those that are looked at."""
         return list(islice((call for call in self.newest(_MOST_CALLS) if call.name == name), count))
+
+    def spell_newest(self) -> bytes:
+        """All that is compared of the newest turn, whose calls have no order."""
+        spelled: list[bytes] = []
+        while (call := self.at(len(spelled))) is not None and not call.turn:
+            spelled.append(call.spell(results=self._results))
+        return _NEXT_CALL.join(sorted(spelled))
 
     def read_rounds(self, *, results: bool) -> list[frozenset[bytes]]:
         """What was called in each turn, the newest first, as far as calls are looked at."""

@@ -99,6 +99,11 @@ class Turn:
         """What stands in the assistant's message."""
         return self._message.read_parts() if self._message is not None else []
 
+    def said(self) -> str:
+        """What the assistant said beside."""
+        texts = [unpack(part.value) for part in self.parts() if part.kind == TEXT]
+        return "\n".join([text for text in texts if isinstance(text, str)]).strip()
+
     def action(self) -> Action:
         """What the assistant did; nothing where that is not known."""
         if self._action is None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from extproc.decision import Outcome, Repeat
+from extproc.decision import Advice, Outcome, Repeat
 from extproc.policy.objects import JsonObject, Place
 from extproc.similarity.base import Memory, Similarity
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.keys import SimilarityKeys, TurnsKeys
 from extproc.similarity.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, Kept, TurnRule, keep_newest
-from extproc.similarity.tools import Limit, Limits, find_window_errors
+from extproc.similarity.tools import find_window_errors
 
 MAX_THRESHOLD = 8
 
@@ -24,6 +24,7 @@ MAX_TOOL_THRESHOLD = 14
 """2t + 4 turns are looked at, and more than 32 nobody keeps."""
 
 NO_TURNS = "no turns: the assistant has not done anything yet"
+_OTHERWISE = "Otherwise finish with the result you have so far."
 _SHOWN = 400
 """So much of an action and of a result is shown, in characters."""
 
@@ -39,15 +40,17 @@ class Turns(Similarity):
 
     def __init__(self, keys: SimilarityKeys) -> None:
         """See `Similarity`."""
-        threshold = keys.threshold_identical_requests or self.default_threshold or 0
-        tools = {name: Limit(tool.threshold or threshold, tool.reason, tool.allow) for name, tool in keys.tools.items()}
-        self.rule = TurnRule(
-            Limits(threshold, tools),
+        self.rule, *stricter = [self._make_rule(step) for step in keys.list_steps(self.default_threshold)]
+        self._stricter = list(enumerate(stricter, 1))[::-1]
+        self._cooldown = keys.cooldown_seconds > 0  # then a turn may be refused that does not loop
+
+    def _make_rule(self, keys: SimilarityKeys) -> TurnRule:
+        return TurnRule(
+            keys.make_limits(self.default_threshold),
             max_cycle=keys.max_cycle,
             normalize_results=keys.normalize_results,
             ignored=frozenset(keys.ignore_arguments),
         )
-        self._cooldown = keys.cooldown_seconds > 0  # then a turn may be refused that does not loop
 
     def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
         """The newest turn, empty when nothing is repeated that matters, and how often; see `Similarity`."""
@@ -73,8 +76,16 @@ class Turns(Similarity):
         return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found)
 
     def judge(self, history: History) -> Repeat | None:
-        """The loop that the newest of these turns is part of; None where it is in none."""
+        """The loop that the newest of these turns is part of, by the strictest rule that sees one; None where it is in none."""
+        for step, rule in self._stricter:
+            found = rule.judge(history)
+            if found is not None:
+                return found._replace(step=step)
         return self.rule.judge(history)
+
+    def is_final(self, found: Repeat | None) -> bool:
+        """Whether a verdict is the strictest that there can be."""
+        return found is not None and found.looping and found.step == len(self._stricter)
 
     def show(self, document: Document) -> list[str]:
         """The turns that are looked at, the oldest first; see `Similarity`."""
@@ -96,8 +107,17 @@ class Turns(Similarity):
         what, progress = _explain(repeat)
         return (
             f"Loop detected: {what}, so this request was refused.{reason} Doing it once more will not bring anything new, and "
-            f"waiting changes nothing. Progress would be {progress}. Otherwise finish with the result you have so far."
+            f"waiting changes nothing. Progress would be {progress}. {_OTHERWISE}"
         )
+
+    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
+        """See `Similarity`."""
+        repeat = outcome.repeat
+        if repeat is None:
+            return super().advise(outcome, method, path)
+        what, progress = _explain(repeat)
+        instead = f"Doing it once more will not bring anything new. Progress would be {progress}. {_OTHERWISE}"
+        return Advice(what, repeat.reason.strip(), instead)
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
@@ -130,15 +150,17 @@ class TurnMemory:
         """
         self.entry = kept.entry
         self.identity = kept.identity
-        looping = found is not None and found.looping
-        self.waits = not looping and not kept.complete and turns.rule.may_loop(kept.newest)
+        self.waits = not turns.is_final(found) and not kept.complete and turns.rule.may_loop(kept.newest)
         self._turns = turns
         self._kept = kept
         self._found = found
 
     def recall(self, entries: Sequence[bytes]) -> Repeat | None:
         """See `Memory`."""
-        return self._turns.judge(self._kept.extend(entries)) or self._found
+        recalled, found = self._turns.judge(self._kept.extend(entries)), self._found
+        if recalled is None or (found is not None and found.looping and found.step > recalled.step):
+            return found
+        return recalled
 
 
 def _name(repeat: Repeat) -> str:

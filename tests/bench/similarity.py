@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import msgspec
 
+from extproc.budget import InspectionBudget
 from extproc.policy.bundle import LoopDetection
 from extproc.similarity import make_similarity
 from extproc.similarity.document import Document
 from extproc.similarity.results import MAX_NORMALIZED, normalize
+from tests.bench import samples
 from tests.bench.report import Row, progress
 from tests.bench.timing import cpu_us, interleaved, ratio
 
@@ -103,7 +106,8 @@ def run(*, quick: bool) -> list[Row]:
         rows += _measure(request(size), f"{size // 1000} KB", quick=quick, limited=True)
     progress("similarity: indented code", len(_SIZES) + 1, len(_SIZES) + 1)
     rows += _measure(request(10_000, _CODE * 12), "10 KB, results of indented code", quick=quick, limited=False)
-    return rows + [_measure_normalizing(name, text[:MAX_NORMALIZED], quick=quick) for name, text in _RESULTS.items()]
+    rows += [_measure_normalizing(name, text[:MAX_NORMALIZED], quick=quick) for name, text in _RESULTS.items()]
+    return rows + _measure_steering(quick=quick)
 
 
 def _measure_normalizing(name: str, text: str, *, quick: bool) -> Row:
@@ -112,6 +116,63 @@ def _measure_normalizing(name: str, text: str, *, quick: bool) -> Row:
         cpu_us(lambda: [normalize(text) for _ in range(times)], times) / (len(text) / 1024) for _ in range(5 if quick else 15)
     ]
     return Row(f"normalising {name}", median(found), "us/KB", _NORMALIZED_US_PER_KB)
+
+
+def _stuck(size: int) -> bytes:
+    """A request of an agent that has done the same three times."""
+    body = json.loads(request(size))
+    body["messages"] += _turn(0, _PROSE * 12) * 3
+    return json.dumps(body).encode()
+
+
+def _measure_steering(*, quick: bool) -> list[Row]:
+    """What a note costs beside finding out that it is due, and what the possibility costs whoever gets none: whole streams."""
+    size, times = 70_000, 20 if quick else 100
+    bodies = {"stuck": samples.body_message(_stuck(size)), "at work": samples.body_message(request(size))}
+    found = interleaved(
+        9 if quick else 25,
+        {
+            f"{kind}, {action}": _Streams(action, body, times).run
+            for kind, body in bodies.items()
+            for action in ("warn", "steer")
+        },
+    )
+    note = "{:.0f} us against {:.0f} us"
+    return [
+        Row(
+            f"70 KB, {name}",
+            ratio(found, f"{kind}, steer", f"{kind}, warn"),
+            "x",
+            limit,
+            note.format(median(found[f"{kind}, steer"]), median(found[f"{kind}, warn"])),
+        )
+        for kind, name, limit in (
+            ("stuck", "a request that is steered against one that is warned of", 1.3),
+            ("at work", "a request that is not, under the same policies", 1.1),
+        )
+    ]
+
+
+class _Streams:
+    """The same request again and again, under a policy on turns."""
+
+    def __init__(self, action: str, body: bytes, times: int) -> None:
+        policy = samples.policy(similarity="turns", action=action, threshold_identical_requests=3)
+        self._serving = samples.service(samples.engine([policy]))
+        self._messages = samples.headers_message(), body
+        self._times = times
+
+    def run(self) -> float:
+        """Microseconds for one of them."""
+        self._serving.budget = InspectionBudget(perf_counter())  # whose share of the time is not what is measured
+        return cpu_us(self._send, self._times)
+
+    def _send(self) -> None:
+        for _ in range(self._times):
+            stream = self._serving.open()
+            for message in self._messages:
+                stream.receive(message)
+            stream.close()
 
 
 def _measure(body: bytes, name: str, *, quick: bool, limited: bool) -> list[Row]:

@@ -105,7 +105,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- $loops := default (list) $policy.spec.loop_detection -}}
 {{- range $loop := kindIs "slice" $loops | ternary $loops (list $loops) -}}
 {{- $hold := int (default 30000 (get $loop "max_delay_ms")) -}}
-{{- if and (eq (default "" (get $loop "action")) "throttle") (gt $hold (int $longest.milliseconds)) -}}
+{{- $later := default (dict) (get $loop "escalate") -}}
+{{- if and (or (eq (default "" (get $loop "action")) "throttle") (get $later "throttle")) (gt $hold (int $longest.milliseconds)) -}}
 {{- $longest = dict "policy" $policy.id "milliseconds" $hold -}}
 {{- end -}}
 {{- end -}}

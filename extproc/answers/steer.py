@@ -1,0 +1,99 @@
+"""Steering: the request goes on with a note for the model, put behind the text of its newest results; no other byte changes.
+
+A body is changed where it can be done safely, and is left alone everywhere else.
+"""
+
+from __future__ import annotations
+
+import json
+from codecs import BOM_UTF8
+from typing import Final
+
+from extproc.decision import Outcome
+from extproc.encodings import list_encodings
+from extproc.guards.loop import Detector
+from extproc.notes import ends_with_note, frame_note
+from extproc.request import HttpRequest
+from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.shapes import locate_results
+from extproc.similarity.shapes.places import Place
+
+_OUTLOOK: Final = "If it goes on like this, requests will be refused."
+
+MAX_PLACES: Final = 16
+"""Of so many results at most the newest get the note."""
+
+
+class NotSteered(Exception):  # says what becomes of the request
+    """A note cannot be put into the request.
+
+    Attributes:
+        reason: why, as `unsteered_total` shows it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        """Say why."""
+        super().__init__(reason)
+        self.reason = reason
+
+
+def steer(request: HttpRequest, body: bytes | memoryview, note: str, document: Document | None = None) -> bytes:
+    """The request's body with the note.
+
+    Args:
+        request: whose body it is.
+        body: all of it.
+        note: its text.
+        document: as somebody has looked into the body, which saves doing it again.
+
+    Raises:
+        NotSteered: there is no place for it.
+    """
+    if list_encodings(request.headers.get("content-encoding", b"")):
+        raise NotSteered("content_encoding")
+    mark, data = _split_mark(bytes(body))
+    if document is None or document.data() != data:  # without the notes of another Loopguard, or in another encoding
+        document = Document(data)
+    try:
+        places = locate_results(document)
+    except NotCounted as why:
+        raise NotSteered(why.reason) from None
+    if not places:
+        raise NotSteered("no_result")
+    return mark + splice(data, places[-MAX_PLACES:], note)
+
+
+def _split_mark(body: bytes) -> tuple[bytes, bytes]:
+    """A body's byte order mark, which is no part of its JSON, and the rest."""
+    size = len(BOM_UTF8) if body.startswith(BOM_UTF8) else 0
+    return body[:size], body[size:]
+
+
+def splice(body: bytes, places: list[Place], note: str) -> bytes:
+    """A body with the note at each of the places, which follow one another, but where a note stands already."""
+    written = json.dumps(frame_note(note))[1:-1].encode()
+    parts = []
+    done = 0
+    for place in places:
+        if not ends_with_note(body, place.offset):
+            parts += [body[done : place.offset], place.opening, written, place.closing]
+            done = place.offset
+    parts.append(body[done:])
+    return b"".join(parts)
+
+
+def write_note(outcome: Outcome, request: HttpRequest, detector: Detector) -> str:
+    """What the model is told about the outcome of a detector that steers: in the operator's words, or in our own."""
+    advice = outcome.subject.advise(outcome, request.method, request.path)
+    repeat = outcome.repeat
+    if detector.steer_note:
+        return detector.steer_note.format(
+            what=advice.what,
+            count=outcome.count,
+            tools=", ".join(repeat.tools) if repeat is not None else "",
+            instead=advice.instead,
+            reason=advice.reason,
+            policy=outcome.policy,
+        )
+    sentences = [f"Loop detected: {advice.what}.", advice.reason, advice.instead, _OUTLOOK if detector.refuses_later else ""]
+    return " ".join([sentence for sentence in sentences if sentence])

@@ -1,0 +1,194 @@
+"""Steering through the real Envoy: what the upstream gets, what the client sees, and what is left alone."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import h2.config
+import h2.connection
+import h2.events
+import pytest
+
+from extproc.notes import CLOSING, OPENING, cut_notes
+from tests.documents import bundle, policy
+from tests.harness import PATIENCE, Seen, Stack, stack
+from tests.test_detectors import looping
+
+KEYS: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
+STEER: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 5}, **KEYS}
+PATH = "/v1/chat/completions"
+POLICIES = bundle(
+    policy("steer", {"pathExact": PATH}, **STEER),
+    policy("shadow", {"pathExact": "/shadow"}, mode="shadow", **STEER),
+    policy("both", {"pathExact": "/both"}, **STEER),
+    policy("held", {"pathExact": "/both"}, action="throttle", threshold_identical_requests=2, **KEYS),
+    policy("counted", {"pathExact": "/counted"}, action="steer", threshold_identical_requests=2, **KEYS),
+)
+SIZES = {"small": 0, "700 KB": 700_000}
+
+
+@pytest.fixture(scope="module", params=["fast", "grpcio"])
+def gate(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """A stack for each transport."""
+    with stack(POLICIES, "--transport", request.param) as made:
+        yield made
+
+
+def stuck(size: int = 0, times: int = 3) -> bytes:
+    """A conversation with a loop in it, and so many bytes besides."""
+    return looping(times, metadata={"padding": "x" * size})
+
+
+def pieces(data: bytes) -> Iterator[bytes]:
+    """A body as it is sent in chunks."""
+    for start in range(0, len(data), 50_000):
+        yield data[start : start + 50_000]
+
+
+def check_note(seen: Seen, sent: bytes) -> None:
+    """The upstream got what was sent and a note, and was told so."""
+    assert len(seen.body) > len(sent)
+    assert cut_notes(seen.body) == sent
+    note = json.loads(seen.body)["messages"][-1]["content"].removeprefix("no such file\n\n")
+    assert note.startswith(f"{OPENING}\nLoop detected: 3 of the last 3 turns were read_file")
+    assert note.endswith(CLOSING)
+    assert seen.header("content-length") == str(len(seen.body))
+    assert seen.header("x-loopguard-steered") == "1"
+    assert seen.header("x-fairvisor-warning") == "loop_steer"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_the_upstream_gets_the_note(gate: Stack, user: dict[str, str], size: int, chunked: bool) -> None:
+    """With a length or in chunks: the request arrives whole, with its new length; the client sees the warning."""
+    sent = stuck(size)
+
+    answer = gate.send(PATH, method="POST", headers=user, body=pieces(sent) if chunked else sent)
+
+    assert answer.status == 200
+    assert answer.headers["x-fairvisor-warning"] == "loop_steer"
+    check_note(gate.upstream.seen[-1], sent)
+
+
+@pytest.mark.parametrize("length", [False, True])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_over_http2_as_well(gate: Stack, user: dict[str, str], size: int, length: bool) -> None:
+    """A request over HTTP/2, which need not say how long it is, arrives in the same way."""
+    sent = stuck(size)
+
+    status, warning = _send_http2(gate.envoy.port, user, sent, length=length)
+
+    assert (status, warning) == ("200", "loop_steer")
+    check_note(gate.upstream.seen[-1], sent)
+
+
+def _send_http2(port: int, user: dict[str, str], body: bytes, *, length: bool) -> tuple[str, str]:
+    """Status and warning of one request."""
+    connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True, header_encoding="utf-8"))
+    connection.initiate_connection()
+    headers = [(":method", "POST"), (":path", PATH), (":scheme", "http"), (":authority", "host"), *user.items()]
+    connection.send_headers(1, headers + ([("content-length", str(len(body)))] if length else []))
+    left = body
+    found: dict[str, str] = {}
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as peer:
+        while True:
+            while left and (room := min(connection.local_flow_control_window(1), connection.max_outbound_frame_size)) > 0:
+                connection.send_data(1, left[:room], end_stream=len(left) <= room)
+                left = left[room:]
+            peer.sendall(connection.data_to_send())
+            for event in connection.receive_data(peer.recv(65_536)):
+                if isinstance(event, h2.events.ResponseReceived):
+                    found = {str(name): str(value) for name, value in event.headers}
+                if isinstance(event, h2.events.StreamEnded):
+                    return found[":status"], found.get("x-fairvisor-warning", "")
+
+
+def test_access_log_and_metrics_say_what_was_done(gate: Stack, user: dict[str, str]) -> None:
+    """They know the steering for what it is, and nothing of it is a refusal."""
+    before = gate.loopguard.metric("requests_total", policy="counted", action="steer")
+
+    answers = [gate.send("/counted", method="POST", headers=user, body=stuck()) for _ in range(2)]
+
+    assert [answer.headers.get("x-fairvisor-warning") for answer in answers] == [None, "loop_steer"]
+    entry = gate.envoy.logged("/counted", loop_action="steer")
+    assert (entry["status"], entry["loop_policy"], entry["loop_warning"]) == (200, "counted", "loop_steer")
+    assert gate.loopguard.metric("requests_total", policy="counted", action="steer") == before + 1
+
+
+def test_a_client_cannot_say_that_it_was_steered(gate: Stack, user: dict[str, str]) -> None:
+    """Loopguard's marks are Loopguard's to give."""
+    gate.send(
+        PATH, method="POST", headers={**user, "x-loopguard-steered": "1", "x-fairvisor-warning": "x"}, body=stuck(times=2)
+    )
+
+    assert gate.upstream.seen[-1].header("x-loopguard-steered") is None
+    assert gate.upstream.seen[-1].header("x-fairvisor-warning") is None
+
+
+def test_a_loop_that_goes_on_is_refused(gate: Stack, user: dict[str, str]) -> None:
+    """From its threshold on."""
+    answers = [gate.send(PATH, method="POST", headers=user, body=stuck(times=times)) for times in (2, 3, 4, 5)]
+
+    assert [answer.status for answer in answers] == [200, 200, 200, 429]
+
+
+def test_a_held_request_gets_its_note_as_well(gate: Stack, user: dict[str, str]) -> None:
+    """After the hold, with the same headers."""
+    sent = stuck()
+
+    answers = [gate.send("/both", method="POST", headers=user, body=sent) for _ in range(2)]
+
+    assert [answer.headers["x-fairvisor-warning"] for answer in answers] == ["loop_steer"] * 2
+    check_note(gate.upstream.seen[-1], sent)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br"])
+def test_what_cannot_be_steered_goes_on_as_it_is(gate: Stack, user: dict[str, str], encoding: str) -> None:
+    """A compressed body arrives to the byte as it was sent, with a warning."""
+    sent = gzip.compress(stuck(), mtime=0)
+
+    for _ in range(2):
+        answer = gate.send("/counted", method="POST", headers={**user, "content-encoding": encoding}, body=sent)
+
+    assert (answer.status, answer.headers["x-fairvisor-warning"]) == (200, "loop_warn")
+    assert gate.upstream.seen[-1].body == sent
+    assert gate.upstream.seen[-1].header("x-loopguard-steered") is None
+    assert gate.loopguard.metric("unsteered_total", policy="counted", reason="content_encoding") >= 1
+
+
+def test_a_shadow_policy_changes_nothing(gate: Stack, user: dict[str, str]) -> None:
+    """Neither the client nor the upstream can see it; the access log can."""
+    sent = stuck()
+
+    answer = gate.send("/shadow", method="POST", headers=user, body=sent)
+
+    assert "x-fairvisor-warning" not in answer.headers
+    assert gate.upstream.seen[-1].body == sent
+    assert gate.upstream.seen[-1].header("x-loopguard-steered") is None
+    assert gate.envoy.logged("/shadow")["loop_shadow_action"] == "steer"
+
+
+def test_under_a_tolerant_filter_nothing_is_changed(user: dict[str, str]) -> None:
+    """BUFFERED_PARTIAL does not promise the whole body: the request goes on with a warning, and is counted by that reason."""
+    sent = stuck()
+    with stack(POLICIES, body_mode="tolerant") as made:
+        answer = made.send(PATH, method="POST", headers=user, body=sent)
+
+        assert answer.headers["x-fairvisor-warning"] == "loop_warn"
+        assert made.upstream.seen[-1].body == sent
+        assert made.loopguard.metric("unsteered_total", policy="steer", reason="body_mode") == 1
+
+
+def test_gateway_and_sidecar_add_one_note(user: dict[str, str]) -> None:
+    """The second Loopguard on the way sees the same loop, leaves the note as it is, and refuses where the first would."""
+    sent = stuck()
+    with stack(POLICIES) as sidecar, stack(POLICIES, upstream=f"127.0.0.1:{sidecar.envoy.port}") as gateway:
+        answer = gateway.send(PATH, method="POST", headers=user, body=sent)
+
+        assert answer.status == 200
+        check_note(sidecar.upstream.seen[-1], sent)
+        assert sidecar.loopguard.metric("requests_total", policy="steer", action="steer") == 1
