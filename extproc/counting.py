@@ -19,7 +19,7 @@ from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.windows import Count, Push
 
-Counts: TypeAlias = Sequence[Count] | None
+Counts: TypeAlias = list[Count] | tuple[Count, ...] | None
 """Of a lane's hits; None when they could not be had and `--on-store-error reject` wants that refused."""
 
 MaybeCounts: TypeAlias = Counts | Awaitable[Counts]
@@ -111,11 +111,11 @@ class Counting:
             counts = self.store.hit(hits)
         except Exception as error:  # noqa: BLE001  # sorted out by the callee
             return self._do_without_store(lane, error)
-        if isinstance(counts, HERE) or not isinstance(counts, Awaitable):
+        if isinstance(counts, HERE):
             return counts
         return self._count_later(lane, counts)
 
-    async def _count_later(self, lane: Lane, counts: Awaitable[Sequence[Count]]) -> Counts:
+    async def _count_later(self, lane: Lane, counts: Awaitable[Counts]) -> Counts:
         started = perf_counter()
         try:
             return await counts
@@ -140,4 +140,4 @@ class Counting:
 
 async def settle(counts: MaybeCounts) -> Counts:
     """The counts, once they are there."""
-    return await counts if isinstance(counts, Awaitable) else counts
+    return counts if isinstance(counts, HERE) else await counts

@@ -418,7 +418,7 @@ class Stream:
     async def _judge_later(self, kind: str, evaluation: Evaluation, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:
         try:
             if isinstance(shadow_counts, HERE):  # as nearly always, and then there is nothing to gather
-                return self._answer(kind, evaluation, await settle(counts), shadow_counts)
+                return self._answer(kind, evaluation, counts if isinstance(counts, HERE) else await counts, shadow_counts)
             # Of a list: else its type says that it gives a tuple, and compiled code insists on that.
             settled = await asyncio.gather(*[settle(counts), settle(shadow_counts)])
             return self._answer(kind, evaluation, *settled)

@@ -767,6 +767,32 @@ def test_a_request_that_meets_many_policies_is_one_round_trip(driver: Driver) ->
     assert driver.metric("store_batch_size_sum") == 10
 
 
+@pytest.mark.parametrize("window_type", WINDOW_TYPES)
+def test_hits_that_differ_are_each_judged_by_their_own(driver: Driver, window_type: str) -> None:
+    """In one call of a script one key's threshold, window and cooldown are not another's."""
+    shapes: list[dict[str, Any]] = [
+        {"threshold": 2},
+        {},
+        {"threshold": 2, "cooldown_ms": 7_000},
+        {"threshold": 2, "window_ms": 1},
+    ]
+    hits = [make_hit(window_type, key=str(number), **shape) for number, shape in enumerate(shapes)]
+
+    answers = [driver.count(hits, now) for now in (1_000, 1_001)][-1]
+
+    assert [answer.looping for answer in answers] == [True, False, True, False]
+    assert [answer.cooldown_ms for answer in answers] == [0, 0, 7_000, 0]
+
+
+def test_equal_pushes_to_several_rings_are_all_made(driver: Driver) -> None:
+    """What is the same for every key, and so sent once, is done for every key."""
+    first = driver.push([make_push("a", key=name) for name in "xyz"], 1)
+    second = driver.push([make_push("b", key=name) for name in "xyz"], 2)
+
+    assert first == [[b"a"]] * 3
+    assert second == [[b"a", b"b"]] * 3
+
+
 def test_a_batch_is_bounded(driver: Driver) -> None:
     """More hits than fit into one round trip take several."""
 

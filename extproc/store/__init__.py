@@ -19,7 +19,7 @@ class Store(Protocol):
     one call are distinct. `now`, in milliseconds, is for tests alone; None takes the store's own clock.
     """
 
-    def hit(self, hits: Sequence[Hit], now: int | None = None) -> Sequence[Count] | Awaitable[Sequence[Count]]:
+    def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count] | Awaitable[list[Count]]:
         """Count every hit once, and decide whether each is to be acted on; answers come in the order of the hits.
 
         Raises:

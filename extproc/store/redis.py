@@ -8,10 +8,10 @@ few calls and still reaches every primary.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.credentials import CredentialProvider
@@ -34,13 +34,22 @@ TAGS = 16
 DEFAULT_PREFIX = "loopguard:"
 
 
-class _Group(NamedTuple):
+class _Group:
     """The calls of a batch that share a script and a hash tag, which go as one; and their positions in the batch."""
 
-    script: Script
-    tag: str
-    calls: Sequence[Call]
-    positions: Sequence[int]
+    __slots__ = ("calls", "positions", "script", "tag")
+
+    def __init__(self, script: Script, tag: str) -> None:
+        self.script = script
+        self.tag = tag
+        self.calls: list[Call] = []
+        self.positions: list[int] = []
+
+    def add(self, call: Call, position: int) -> _Group:
+        """Take one more."""
+        self.calls.append(call)
+        self.positions.append(position)
+        return self
 
 
 class RedisBackend:
@@ -51,15 +60,11 @@ class RedisBackend:
         self._topology = topology
         self._prefix = prefix
 
-    async def call(self, calls: Sequence[Call]) -> Sequence[Any]:
+    async def call(self, calls: list[Call]) -> list[Any]:
         """Make every call; each server gets one write."""
-        positions: dict[tuple[Script, str], list[int]] = {}
-        for position, call in enumerate(calls):
-            positions.setdefault((call.script, self._tag(call.subject.key)), []).append(position)
-        groups = [_Group(script, tag, [calls[at] for at in places], places) for (script, tag), places in positions.items()]
         answers: list[Any] = [None] * len(calls)
         odd = []
-        for group, reply in await self._round_trip(groups):
+        for group, reply in await self._round_trip(self._group(calls)):
             if isinstance(reply, ResponseError):
                 odd.append((group, reply))
             else:
@@ -77,6 +82,16 @@ class RedisBackend:
     async def drop(self) -> None:
         """End the connections."""
         await self._topology.drop()
+
+    def _group(self, calls: list[Call]) -> list[_Group]:
+        groups: dict[tuple[str, str], _Group] = {}
+        for position, call in enumerate(calls):
+            name = call.script.sha, self._tag(call.subject.key)
+            group = groups.get(name)
+            if group is None:
+                group = groups[name] = _Group(call.script, name[1])
+            group.add(call, position)
+        return list(groups.values())
 
     def _tag(self, key: str) -> str:
         """Where the key goes, from the last two digits of its check."""
@@ -113,10 +128,8 @@ class RedisBackend:
             link = await self._topology.at(_read_place(error))
             _read(group, await link.ask(("ASKING",), self._command(group, whole=True)), answers)
         elif word in ("ASK", "TRYAGAIN") and len(group.calls) > 1:  # some keys have gone, some not
-            singles = [
-                group._replace(calls=[call], positions=[position])
-                for call, position in zip(group.calls, group.positions, strict=True)
-            ]
+            places = zip(group.calls, group.positions, strict=True)
+            singles = [_Group(group.script, group.tag).add(call, position) for call, position in places]
             for single, reply in await self._round_trip(singles):
                 if isinstance(reply, ResponseError):
                     await self._ask_again(single, reply, answers)
@@ -130,7 +143,9 @@ class RedisBackend:
         command: list[str | int | bytes] = ["EVAL", group.script.text] if whole else ["EVALSHA", group.script.sha]
         command.append(len(group.calls))
         command += [start + call.subject.key for call in group.calls]
-        for call in group.calls:
+        first = group.calls[0].arguments
+        alike = all(call.arguments == first for call in group.calls)  # as hits of one policy are
+        for call in group.calls[:1] if alike else group.calls:
             command += call.arguments
         return tuple(command)
 

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 from extproc.errors import StoreError
 from extproc.logs import fields
@@ -46,7 +46,7 @@ _WELL_SECONDS = 10.0
 class Backend(Protocol):
     """The wire to a server, for one round trip at a time; raises StoreError and nothing else."""
 
-    async def call(self, calls: Sequence[Call]) -> Sequence[Any]:
+    async def call(self, calls: list[Call]) -> list[Any]:
         """Make every call once, in as few round trips as the server allows; what their scripts make of the answers."""
         ...
 
@@ -59,10 +59,10 @@ class Backend(Protocol):
         ...
 
 
-_Finish: TypeAlias = Callable[[Sequence[Call], Sequence[Any]], Any]
+_Finish: TypeAlias = Callable[[list[Call], list[Any]], Any]
 
 
-class _Waiting(NamedTuple):
+class _Waiting:
     """The calls of one caller.
 
     Attributes:
@@ -72,18 +72,24 @@ class _Waiting(NamedTuple):
         deadline: in seconds of the event loop's clock.
     """
 
-    calls: Sequence[Call]
-    finish: _Finish
-    answer: asyncio.Future[Any]
-    deadline: float
+    __slots__ = ("answer", "calls", "deadline", "finish")
+
+    def __init__(self, calls: list[Call], finish: _Finish, answer: asyncio.Future[Any], deadline: float) -> None:
+        self.calls = calls
+        self.finish = finish
+        self.answer = answer
+        self.deadline = deadline
 
 
-class _Flight(NamedTuple):
+class _Flight:
     """The round trip under way."""
 
-    task: asyncio.Task[Sequence[Any]]
-    batch: Sequence[_Waiting]
-    deadline: float
+    __slots__ = ("batch", "deadline", "task")
+
+    def __init__(self, task: asyncio.Task[list[Any]], batch: list[_Waiting], deadline: float) -> None:
+        self.task = task
+        self.batch = batch
+        self.deadline = deadline
 
 
 class RemoteStore:
@@ -117,17 +123,15 @@ class RemoteStore:
         except StoreError as error:
             self._fail(error)
 
-    def hit(self, hits: Sequence[Hit], now: int | None = None) -> Sequence[Count] | Awaitable[Sequence[Count]]:
+    def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count] | Awaitable[list[Count]]:
         """Count every hit once; answers at once where that is certain.
 
         Raises:
             StoreError: the breaker is open.
         """
-        known = [self._certain.answer(hit) for hit in hits] if now is None else [None] * len(hits)
+        known = [self._certain.answer(hit) if now is None else None for hit in hits]
         asked = [
-            count_call(hit, 1 + self._certain.take_owed(hit), now)
-            for hit, answer in zip(hits, known, strict=True)
-            if answer is None
+            count_call(hit, 1 + self._certain.take_owed(hit), now) for place, hit in enumerate(hits) if known[place] is None
         ]
         if not asked:
             return [answer for answer in known if answer is not None]
@@ -164,7 +168,7 @@ class RemoteStore:
             self._clock.cancel()
         await self._backend.drop()
 
-    def _ask(self, calls: Sequence[Call], finish: _Finish) -> asyncio.Future[Any]:
+    def _ask(self, calls: list[Call], finish: _Finish) -> asyncio.Future[Any]:
         """Have calls made with the next round trip.
 
         Raises:
@@ -185,8 +189,9 @@ class RemoteStore:
         if self._trouble is None:
             self._ask([count_call(hit, times)], self._learn)
 
-    def _learn(self, calls: Sequence[Call], verdicts: Sequence[Verdict]) -> Sequence[Count]:
-        for call, verdict in zip(calls, verdicts, strict=True):
+    def _learn(self, calls: list[Call], verdicts: list[Verdict]) -> list[Count]:
+        for place, call in enumerate(calls):
+            verdict = verdicts[place]
             self._certain.learn(cast("Hit", call.subject), verdict.answer, verdict.stands_ms)
         return _take_counts(calls, verdicts)
 
@@ -204,7 +209,7 @@ class RemoteStore:
                 task.add_done_callback(self._land)
                 self._watch()
 
-    def _board(self) -> Sequence[_Waiting]:
+    def _board(self) -> list[_Waiting]:
         """Take those who go next: up to `MAX_BATCH` calls, without those who have been told that it took too long."""
         calls = 0
         for position, waiting in enumerate(self._queue):
@@ -216,7 +221,7 @@ class RemoteStore:
             batch, self._queue = self._queue, []
         return [waiting for waiting in batch if not waiting.answer.done() or waiting.answer.cancelled()]
 
-    def _land(self, task: asyncio.Task[Sequence[Any]]) -> None:
+    def _land(self, task: asyncio.Task[list[Any]]) -> None:
         flight = self._flight
         if flight is None or flight.task is not task:  # given up
             if not task.cancelled():
@@ -311,7 +316,7 @@ async def _try_backend(backend: Backend) -> None:
         raise _blame_bug(bug) from bug
 
 
-def _find_failure(task: asyncio.Task[Sequence[Any]]) -> StoreError | None:
+def _find_failure(task: asyncio.Task[list[Any]]) -> StoreError | None:
     """Why a round trip failed, None when it did not."""
     if task.cancelled():
         return StoreError("the connection was dropped", kind="connection")
@@ -334,15 +339,15 @@ def _tell(waiting: _Waiting, error: StoreError) -> None:
         waiting.answer.exception()  # nobody may be there to hear it, which is no reason for asyncio to complain
 
 
-def _take_counts(_: Sequence[Call], verdicts: Sequence[Verdict]) -> Sequence[Count]:
+def _take_counts(_: list[Call], verdicts: list[Verdict]) -> list[Count]:
     return [verdict.answer for verdict in verdicts]
 
 
-def _take_all(_: Sequence[Call], answers: Sequence[Any]) -> Sequence[Any]:
+def _take_all(_: list[Call], answers: list[Any]) -> list[Any]:
     return answers
 
 
-async def _merge(known: Sequence[Count | None], asked: Awaitable[Sequence[Count]]) -> Sequence[Count]:
+async def _merge(known: list[Count | None], asked: Awaitable[list[Count]]) -> list[Count]:
     """Answers that were certain, and those that had to be asked for, in the order of the hits."""
     fresh = iter(await asked)
     return [answer if answer is not None else next(fresh) for answer in known]

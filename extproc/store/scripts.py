@@ -7,9 +7,9 @@ It answers one list with as many values for every key, so that a batch is few ca
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 from extproc.errors import StoreError
 from extproc.windows import Count, Hit, Push, read_entries, split_records
@@ -18,13 +18,13 @@ from extproc.windows import Count, Hit, Push, read_entries, split_records
 class Script:
     """One Lua file."""
 
-    def __init__(self, name: str, width: int, value: type, read: Callable[[Sequence[Any]], Any]) -> None:
+    def __init__(self, name: str, width: int, value: type, read: Callable[[list[Any]], Any]) -> None:
         """Load it.
 
         Args:
             name: of the file.
             width: how many values it answers for each key.
-            value: the type of all of them; integers are none below 0.
+            value: the type of all of them.
             read: makes of one key's values what the store's caller is told.
         """
         self.text = (files("extproc.store") / "lua" / f"{name}.lua").read_text()
@@ -41,8 +41,6 @@ class Script:
         """
         if not isinstance(reply, list) or len(reply) != self._width * keys or set(map(type, reply)) != {self._value}:
             raise _make_error()
-        if self._value is int and min(reply) < 0:
-            raise _make_error()
         return [self._read(reply[at : at + self._width]) for at in range(0, len(reply), self._width)]
 
 
@@ -50,7 +48,7 @@ def _make_error() -> StoreError:
     return StoreError("what the server answers is not what its script says", kind="response")
 
 
-class Call(NamedTuple):
+class Call:
     """What a round trip asks for one key.
 
     Attributes:
@@ -59,12 +57,16 @@ class Call(NamedTuple):
         arguments: what the script takes for each key.
     """
 
-    script: Script
-    subject: Hit | Push
-    arguments: tuple[int | bytes, ...]
+    __slots__ = ("arguments", "script", "subject")
+
+    def __init__(self, script: Script, subject: Hit | Push, arguments: tuple[int | bytes, ...]) -> None:
+        """Keep them as given."""
+        self.script = script
+        self.subject = subject
+        self.arguments = arguments
 
 
-class Verdict(NamedTuple):
+class Verdict:
     """What a script answers for one counter.
 
     Attributes:
@@ -72,20 +74,26 @@ class Verdict(NamedTuple):
         stands_ms: how long a looping verdict would stand if nothing more were counted, in milliseconds.
     """
 
-    answer: Count
-    stands_ms: int
+    __slots__ = ("answer", "stands_ms")
+
+    def __init__(self, answer: Count, stands_ms: int) -> None:
+        """Keep them as given."""
+        self.answer = answer
+        self.stands_ms = stands_ms
 
 
-def _read_verdict(values: Sequence[int]) -> Verdict:
+def _read_verdict(values: list[int]) -> Verdict:
     count, looping, cooldown, span, stands = values
-    return Verdict(Count(count, bool(looping), cooldown, span), stands)
+    if count < 0 or looping < 0 or cooldown < 0 or span < 0 or stands < 0:
+        raise _make_error()
+    return Verdict(Count(count, looping != 0, cooldown, span), stands)
 
 
 _TALLY = Script("tally", 5, int, _read_verdict)
 _LOG = Script("sliding_log", 5, int, _read_verdict)
 
 
-def _read_ring(values: Sequence[bytes]) -> list[bytes]:
+def _read_ring(values: list[bytes]) -> list[bytes]:
     try:
         records = split_records(values[0])
     except IndexError:

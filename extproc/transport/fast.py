@@ -238,7 +238,8 @@ class _Peer(asyncio.Protocol):
             self._answer(call, reply)
         else:
             self._grpc.pause(call)
-            serving.task = self._loop.create_task(self._process_later(call, serving, reply))
+            # Not by the loop's create_task, which makes up a name for it.
+            serving.task = asyncio.Task(self._process_later(call, serving, reply), loop=self._loop, name="answer")
 
     async def _process_later(self, call: Call, serving: _Serving, reply: Reply | Awaitable[Reply]) -> None:
         settled = reply if isinstance(reply, Reply) else await reply

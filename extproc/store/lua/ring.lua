@@ -1,8 +1,8 @@
 -- ring: the newest entries of each key, none of them twice for one request.
 --
 -- KEYS     one or more keys, all in one hash slot
--- ARGV     for each key five values: the entry, the digest of its request (8 bytes), size (how many entries are kept), ttl_ms,
---          now_ms (-1: the server's clock)
+-- ARGV     for each key, or once where they are the same for all, five values: the entry, the digest of its request (8 bytes),
+--          size (how many entries are kept), ttl_ms, now_ms (-1: the server's clock)
 -- returns  for each key its records, oldest first, the new one included: digest, one byte with the entry's length, the entry
 --
 -- A key's value is the time of its last push in milliseconds, packed, and its records. The value decides; the key's own expiry only
@@ -16,7 +16,7 @@ local server_now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local answers = {}
 
 for i, key in ipairs(KEYS) do
-  local at = (i - 1) * 5
+  local at = #ARGV == 5 and 0 or (i - 1) * 5
   local entry, request, size = ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3])
   local ttl, now = tonumber(ARGV[at + 4]), tonumber(ARGV[at + 5])
   if now == -1 then now = server_now end

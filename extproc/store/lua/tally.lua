@@ -2,8 +2,9 @@
 -- starts with the first request and ends window_ms later.
 --
 -- KEYS     one or more counter keys, all in one hash slot
--- ARGV     for each key seven integers: window_ms, threshold, cooldown_ms, count_refused (1 or 0),
---          fixed (1, or 0 for sliding_ttl), times (how many requests to count), now_ms (-1: the server's clock)
+-- ARGV     for each key, or once where they are the same for all, seven integers: window_ms, threshold, cooldown_ms,
+--          count_refused (1 or 0), fixed (1, or 0 for sliding_ttl), times (how many requests to count),
+--          now_ms (-1: the server's clock)
 -- returns  for each key five integers: count, looping (1 or 0), cooldown left in ms, span in ms,
 --          and for how many ms a looping verdict would stand if nothing more were counted
 --
@@ -18,7 +19,7 @@ local server_now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local answers = {}
 
 for i, key in ipairs(KEYS) do
-  local at = (i - 1) * 7
+  local at = #ARGV == 7 and 0 or (i - 1) * 7
   local window, threshold, cooldown = tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
   local count_refused, fixed = ARGV[at + 4] == '1', ARGV[at + 5] == '1'
   local times, now = tonumber(ARGV[at + 6]), tonumber(ARGV[at + 7])
