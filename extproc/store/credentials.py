@@ -39,6 +39,10 @@ class Password(CredentialProvider):
             return ()  # type: ignore[return-value]  # redis-py then does not log in
         return (self._user, password) if self._user else (password,)
 
+    def has_password(self) -> bool:
+        """Whether there is anything to log in with."""
+        return bool(self.get_credentials())
+
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
         """See redis-py.
 

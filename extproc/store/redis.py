@@ -223,7 +223,7 @@ def _choose_credentials(url: _Url, settings: Settings) -> CredentialProvider | N
             raise url.wrong("credential_provider takes the place of a user and a password; name one of them")
         return Provided(name)
     chosen = Password(url.user, password, file)
-    if url.user and not chosen.get_credentials():
+    if url.user and not chosen.has_password():
         raise url.wrong(
             "a user needs a password, here as USER:PASSWORD@, in LOOPGUARD_STORE_PASSWORD or in --store-password-file"
         )

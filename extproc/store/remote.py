@@ -1,7 +1,7 @@
 """What a store across a network needs beside its wire: batches, deadlines, a breaker, and certainty about refused loops.
 
-- **Batches.** Calls that arrive while a round trip is under way go together in the next one. The cost of a request falls as
-  load rises, and an idle server adds no delay.
+- **Batches.** Calls that arrive while a round trip is under way go together in the next one, which under load waits a
+  millisecond for more of them. The cost of a request falls as load rises, and an idle server adds no delay.
 - **Deadlines.** No call waits longer than the timeout, whether for its own round trip or for the one before.
 - **Breaker.** The first round trip that fails, or that takes longer than the timeout, opens it: calls fail at once, the caller
   counts for itself, and only a probe asks the server, until it answers.
@@ -30,6 +30,9 @@ _LOG = logging.getLogger("loopguard")
 
 MAX_BATCH = 256
 """Calls in one round trip: a script call of that size keeps the server busy for under a millisecond."""
+
+_GATHER_SECONDS = 0.001
+"""From one round trip to the next while several callers share them: a round trip costs as much as twenty of its calls."""
 
 _SECOND_LOOK = 0.002
 """Before a deadline strikes, the event loop gets this long to read answers: it may have been busy while they came."""
@@ -109,6 +112,8 @@ class RemoteStore:
         self._queue: list[_Waiting] = []
         self._flight: _Flight | None = None
         self._departing = False
+        self._departed = float("-inf")
+        self._crowded = False  # several callers shared the last round trip
         self._clock: asyncio.TimerHandle | None = None
         self._trouble: StoreError | None = None
         self._probing: asyncio.Task[None] | None = None
@@ -179,10 +184,17 @@ class RemoteStore:
         loop = asyncio.get_running_loop()
         waiting = _Waiting(calls, finish, loop.create_future(), loop.time() + self._timeout)
         self._queue.append(waiting)
-        if self._flight is None and not self._departing:  # after whatever else is ready just now: it may have calls as well
-            self._departing = True
-            loop.call_soon(self._depart)
+        self._call_departure(loop)
         return waiting.answer
+
+    def _call_departure(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let those who wait go, after whatever else is ready just now: it may have calls as well."""
+        if self._queue and self._flight is None and not self._departing:
+            self._departing = True
+            if self._crowded:
+                loop.call_at(self._departed + _GATHER_SECONDS, self._depart)
+            else:
+                loop.call_soon(self._depart)
 
     def _settle(self, hit: Hit, times: int) -> None:
         """Send what was answered from memory."""
@@ -205,7 +217,8 @@ class RemoteStore:
                 self._metrics.store_batch_size.observe(len(calls))
                 loop = asyncio.get_running_loop()
                 task = loop.create_task(self._backend.call(calls))
-                self._flight = _Flight(task, batch, loop.time() + self._timeout)
+                self._departed, self._crowded = loop.time(), len(batch) > 1
+                self._flight = _Flight(task, batch, self._departed + self._timeout)
                 task.add_done_callback(self._land)
                 self._watch()
 
@@ -238,7 +251,7 @@ class RemoteStore:
             taken += len(waiting.calls)
             if not waiting.answer.done():  # its client may have left
                 waiting.answer.set_result(answer)
-        self._depart()
+        self._call_departure(asyncio.get_running_loop())
 
     def _watch(self) -> None:
         """Be back at the first deadline."""
