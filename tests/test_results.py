@@ -124,6 +124,11 @@ def test_a_look_at_each_line_finds_what_the_pattern_finds(text: str, times: int)
     assert normalize(repeated) == _VOLATILE.sub("#", repeated)
 
 
+def test_a_line_that_is_not_ascii_is_read_for_itself() -> None:
+    """A letter that no shape can show is not taken for another character."""
+    assert normalize("see /tmp/\u65e5x end\nsee /tmp/?x end") == "see # end\nsee /tmp/?x end"
+
+
 @given(st.lists(_PIECES, max_size=80).map("".join), st.lists(_PIECES, max_size=80).map("".join))
 def test_a_quick_look_never_tells_equal_results_apart(one: str, other: str) -> None:
     """What `may_be_equal` denies is never equal."""

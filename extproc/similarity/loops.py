@@ -73,12 +73,13 @@ class Kept:
 
     Attributes:
         newest: that turn.
+        place: of it among those that the request shows.
         entry: the same for the ring.
         identity: digest of 8 bytes; a request that is sent again, or to another model, brings the same.
         complete: the request shows all the turns that are looked at.
     """
 
-    __slots__ = ("_before", "complete", "entry", "identity", "newest")
+    __slots__ = ("_before", "complete", "entry", "identity", "newest", "place")
 
     def __init__(self, history: History, place: int, newest: Turn) -> None:
         """Take what is needed, and let go of the request.
@@ -91,6 +92,7 @@ class Kept:
         shown = len(history.newest(MAX_TURNS)) - place
         before = history.at(place + 1)
         self.newest = newest.reduced()
+        self.place = place
         self.entry = encode_turn(self.newest)
         self.identity = digest(b"%b %d %b %b" % (history.after, shown, newest.identify(), self.entry))
         self.complete = place + shown == MAX_TURNS

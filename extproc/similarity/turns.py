@@ -70,9 +70,9 @@ class Turns(Similarity):
         kept = keep_newest(history)
         if kept is None or (history.elsewhere and not history.after):  # a plain prompt has all in words
             return *self.compare(document), None
-        if found is None and self._cooldown:
-            counted = self.rule.count(history, kept.newest)
-            return self.rule.spell(kept.newest), counted, TurnMemory(self, kept, counted)
+        newest = history.at(kept.place)
+        if found is None and self._cooldown and newest is not None:
+            found = self.rule.count(history, newest)
         return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found)
 
     def judge(self, history: History) -> Repeat | None:
