@@ -16,7 +16,17 @@ from msgspec.structs import fields
 from extproc.similarity.document import ABSENT, Document, Json, NotCounted, decode_json, write_canonical
 from extproc.similarity.shapes.contents import READERS
 from extproc.similarity.shapes.conversation import USER, Conversation, Shape
-from extproc.similarity.shapes.places import LOCATORS, Place, Value, end_text, is_text, open_body, open_fields, open_newest
+from extproc.similarity.shapes.places import (
+    LOCATORS,
+    Place,
+    Value,
+    end_text,
+    is_text,
+    open_body,
+    open_field,
+    open_fields,
+    open_newest,
+)
 
 _FILES = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
 _FOUND: list[Shape] = [shape for file in _FILES for shape in getattr(file, "SHAPES", ())]
@@ -75,7 +85,7 @@ def locate_results(document: Document) -> list[Place]:
     shape = conversation.shape
     value: Value | None = open_body(document.data())
     for step in shape.path:
-        value = open_fields(value).get(step) if value is not None else None
+        value = open_field(value, step) if value is not None else None
     if shape.locate is None or value is None:
         return []
     if is_text(value):

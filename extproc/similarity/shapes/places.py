@@ -20,9 +20,12 @@ from extproc.similarity.shapes.contents import read_string
 _MAX_KEYS = 1_000
 _MAX_BLOCKS = 100
 _MAX_SPACE = 256
+_TRIES = 32
+_FEW_BYTES = 8_192
 
 _SPACE = b" \t\n\r"
 _KEY = re.compile(rb'[ \t\n\r]*+"((?:[^"\\]|\\.)*+)"[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL)
+_COLON = re.compile(rb"[ \t\n\r]*+:[ \t\n\r]*+")
 _NEXT = re.compile(rb"[ \t\n\r]*+,")
 _END = re.compile(rb"[ \t\n\r]*+\}")
 
@@ -92,10 +95,7 @@ def open_body(body: bytes) -> Value:
 def open_fields(value: Value) -> Fields:
     """The fields of an object; none where it is no object, or does not add up."""
     raw = bytes(value.raw)
-    try:
-        fields: dict[str, Raw] = decode_json(raw, _decode_fields)
-    except (ValidationError, NotJson):
-        return {}
+    fields = _decode_object(raw)
     if len(fields) > _MAX_KEYS:
         return {}
     found: Fields = {}
@@ -117,6 +117,32 @@ def open_fields(value: Value) -> Fields:
     return {}
 
 
+def open_field(value: Value, key: str) -> Value | None:
+    """One field of an object of very many bytes, as `open_fields` finds it: its neighbours are walked by msgspec.
+
+    What stands before the key is an object that could end there, and what stands behind its value one that could begin there.
+    """
+    raw, quoted = bytes(value.raw), b'"%b"' % key.encode()
+    fields = _decode_object(raw)
+    place = raw.find(quoted)
+    colon = _COLON.match(raw, place + len(quoted)) if place >= 0 else None
+    if key not in fields or colon is None or not raw.startswith(bytes(fields[key]), colon.end()):
+        return open_fields(value).get(key)
+    found = Value(fields[key], value.start + colon.end())
+    before = _decode_object(raw[:place] + b'"":0}')
+    behind = _decode_object(b'{"":0' + raw[colon.end() + len(found.raw) :])
+    return found if before and behind and key not in before and key not in behind else open_fields(value).get(key)
+
+
+def _decode_object(raw: bytes) -> dict[str, Raw]:
+    """The fields of an object; none where it is none."""
+    try:
+        fields: dict[str, Raw] = decode_json(raw, _decode_fields)
+    except (ValidationError, NotJson):
+        return {}
+    return fields
+
+
 def _read_key(key: bytes) -> str:
     return decode_json(b'"%b"' % key) if b"\\" in key else key.decode()
 
@@ -124,10 +150,7 @@ def _read_key(key: bytes) -> str:
 def open_newest(value: Value, count: int) -> list[Value]:
     """So many of a list's last elements, the newest first; fewer where there are fewer, it is no list, or does not add up."""
     raw = bytes(value.raw)
-    try:
-        items: Sequence[Raw] = decode_json(raw, _decode_items)
-    except (ValidationError, NotJson):
-        return []
+    items = _decode_end(raw, count) or _decode_list(raw)
     found: list[Value] = []
     place = len(raw) - 1
     for item in items[: -count - 1 : -1]:
@@ -138,6 +161,31 @@ def open_newest(value: Value, count: int) -> list[Value]:
         if raw[place] not in b"[,":
             return []
     return found
+
+
+def _decode_list(raw: bytes) -> Sequence[Raw]:
+    try:
+        items: Sequence[Raw] = decode_json(raw, _decode_items)
+    except (ValidationError, NotJson):
+        return ()
+    return items
+
+
+def _decode_end(raw: bytes, count: int) -> Sequence[Raw]:
+    """At least so many of a list's last elements, where they are objects and few bytes; else none.
+
+    What follows a brace is tried as the rest of a list. Only that of an element is one: inside of an element the brackets do
+    not add up, and inside of a string the quotes do not.
+    """
+    start = len(raw)
+    for _ in range(_TRIES):
+        start = raw.rfind(b"{", max(0, len(raw) - _FEW_BYTES), start)
+        if start < 0:
+            break
+        items = _decode_list(b"[" + raw[start:])
+        if len(items) >= count:
+            return items
+    return ()
 
 
 def _skip_space_backwards(raw: bytes, place: int) -> int:
