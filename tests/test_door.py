@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import socket
@@ -12,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 import uvloop
 
@@ -21,6 +23,7 @@ from extproc.settings import address
 from extproc.transport import http2
 from extproc.transport.fast import FastServer
 from extproc.transport.grpc import frame_message
+from extproc.transport.grpcio import GrpcServer
 from extproc.transport.headers import ENHANCE_YOUR_CALM, encode
 from extproc.transport.health import EXT_PROC, HEALTH, Health
 from extproc.transport.http2 import Limits, Pool
@@ -311,6 +314,91 @@ def test_protocol_errors_are_logged_at_a_rate(run: Run, caplog: pytest.LogCaptur
 
     lines = [record for record in caplog.records if "protocol error" in record.getMessage()]
     assert 0 < len(lines) < 150
+
+
+def _fields(number: int, count: int) -> bytes:
+    """The headers that open a call, and as many more."""
+    pairs = [(":method", "POST"), (":scheme", "http"), (":path", f"/{EXT_PROC}/Process"), ("content-type", "application/grpc")]
+    more = [(b"x-%d" % each, b"%d" % number) for each in range(count)]
+    block = encode([*((name.encode(), value.encode()) for name, value in pairs), *more])
+    return frame(http2.HEADERS, http2.END_HEADERS, number, block)
+
+
+NUMBERS = range(1, 24_000, 2)
+SHUT = frame(http2.SETTINGS, 0, 0, b"\0\x04\0\0\0\0")
+ATTACKS = {
+    "SETTINGS (CVE-2019-9515)": frame(http2.SETTINGS, 0, 0) * 12_000,
+    "unknown types": frame(0xFA, 0, 0) * 12_000,
+    "CONTINUATION without an end (CVE-2024-27316)": frame(http2.HEADERS, 0, 1)
+    + frame(http2.CONTINUATION, 0, 1, b"x" * 9_000) * 99,
+    "empty CONTINUATION": frame(http2.HEADERS, 0, 1) + frame(http2.CONTINUATION, 0, 1) * 12_000,
+    "a header bomb (CVE-2016-6581)": _fields(1, 300),
+    "rapid reset (CVE-2023-44487)": b"".join(opening(each) + frame(http2.RST_STREAM, 0, each, bytes(4)) for each in NUMBERS),
+    "made to reset (CVE-2025-8671)": b"".join(
+        opening(each) + frame(http2.WINDOW_UPDATE, 0, each, bytes(4)) for each in NUMBERS
+    ),
+    "windows that change (CVE-2019-9511)": b"".join(map(opening, range(1, 1_800, 2)))
+    + (SHUT + frame(http2.SETTINGS, 0, 0)) * 6_000,
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+def test_an_attack_ends_its_own_connection_alone(run: Run, attack: bytes) -> None:
+    """Each class ends with a GOAWAY to whoever does it; a call of another connection that is open goes on."""
+
+    async def steps(door: Door) -> None:
+        innocent = door.connect(HELLO + opening(1))
+        hostile = door.connect()
+        with contextlib.suppress(ConnectionError):  # it is ended before it has said all
+            await hostile.send(attack)
+
+        goodbye = await hostile.read_until(http2.GOAWAY, 0)
+
+        assert struct.unpack(">I", goodbye[4:8])[0] == ENHANCE_YOUR_CALM
+        await innocent.send(message(1, asked()))
+        assert b"grpc-status\x010" in await innocent.status(1)
+
+    run(steps)
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+def test_grpcio_serves_others_beside_an_attack(attack: bytes) -> None:
+    """Whatever grpcio makes of the attacker, a client on another connection is answered."""
+
+    async def steps() -> None:
+        health = Health()
+        health.set(serving=True)
+        server = GrpcServer(make_service(policy("p", ANY)), health)
+        where = await server.start(address("127.0.0.1:0"))
+        hostile = Client(where)
+        try:
+            with contextlib.suppress(ConnectionError):  # as above
+                hostile.fill(HELLO + attack)
+            async with grpc.aio.insecure_channel(where) as channel:
+                ask = channel.unary_unary(f"/{HEALTH}/Check")
+                assert await ask(HealthCheckRequest().SerializeToString(), timeout=PATIENCE)
+        finally:
+            hostile.socket.close()
+            await server.stop(0)
+
+    asyncio.run(steps())
+
+
+@pytest.mark.parametrize("length", ["9" * 5_000, "-1", "1e3", "0x10"])
+def test_a_length_that_is_none_ends_its_stream_alone(run: Run, length: str) -> None:
+    """A content-length that nobody could mean resets the stream, however long it is; the connection goes on."""
+
+    async def steps(door: Door) -> None:
+        client = door.connect()
+        pairs = [(":method", "POST"), (":scheme", "http"), (":path", f"/{HEALTH}/Check"), ("content-length", length)]
+        block = encode([(name.encode(), value.encode()) for name, value in pairs])
+        await client.send(frame(http2.HEADERS, http2.END_HEADERS, 1, block))
+        await client.read_until(http2.RST_STREAM, 1)
+        await client.send(check(3))
+
+        assert b"grpc-status\x010" in await client.status(3)
+
+    run(steps)
 
 
 def test_of_too_many_connections_the_longest_idle_are_closed(run: Run) -> None:

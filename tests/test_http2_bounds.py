@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -337,16 +338,22 @@ def test_shares_leave_something_for_the_next() -> None:
 
 
 LIMITS = Limits(streams=12, work=40, patience=400, patience_per_second=0, lingering=4, shut=3)
+STEPS_OF_A_TURN = 3_000
+"""Lines that a turn may run: every frame some dozens, and the longest header block."""
+
 SIZES = st.sampled_from([0, 1, 500, 70_000, 2**31 - 1])
 STREAM_NUMBERS = st.integers(0, 20).map(lambda number: 2 * number + 1)
 
 
 class HostilePeers(RuleBasedStateMachine):
-    """Two peers that send whatever they like on one pool, and an owner that answers whatever it likes."""
+    """Two peers send whatever they like, their owner answers whatever it likes, and an innocent is beside them on one pool."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = Pool(20_000)
+        self.innocent = Calls({b"/test.Service/Stream": False}, pool=self.pool)
+        self.innocent.receive(HELLO)
+        self.calls = 0
         self.connections: list[Connection] = []
         self.streams: list[dict[int, Stream]] = [{}, {}]
         self.last = [-1, -1]
@@ -360,17 +367,21 @@ class HostilePeers(RuleBasedStateMachine):
 
     def _receive(self, which: int, data: bytes) -> None:
         connection = self.connections[which]
-        connection.receive(data)
         while True:
-            event = connection.next_event()
+            steps = count_steps(partial(self._take_turn, which, data))
+            # The largest single thing that a turn may end with is a whole header block.
+            assert connection.work <= LIMITS.work + (MAX_BLOCK >> 7)
+            assert steps < STEPS_OF_A_TURN
+            if not connection.unfinished:
+                return
+            data = b""
+
+    def _take_turn(self, which: int, data: bytes) -> None:
+        connection = self.connections[which]
+        connection.receive(data)
+        while (event := connection.next_event()) is not None:
             if isinstance(event, RequestReceived):
                 self.streams[which][event.stream.number] = event.stream
-            if event is None:
-                # The largest single thing that a turn may end with is a whole header block.
-                assert connection.work <= LIMITS.work + (MAX_BLOCK >> 7)
-                if not connection.unfinished:
-                    return
-                connection.receive(b"")
 
     @rule(which=st.integers(0, 1), flags=st.sampled_from([0, 1, 4, 5]), number=STREAM_NUMBERS | st.none())
     def headers(self, which: int, flags: int, number: int | None) -> None:
@@ -429,6 +440,21 @@ class HostilePeers(RuleBasedStateMachine):
         self.streams[which], self.last[which] = {}, -1
         self.connections[which] = Connection(LIMITS, pool=self.pool)
         self._receive(which, HELLO)
+
+    @invariant()
+    def the_innocent_is_served(self) -> None:
+        """Whatever the others have done, there is memory for a message that comes in two parts, and an answer."""
+        self.calls += 1
+        number, message = 2 * self.calls - 1, frame_message(b"who" * 30)
+        for part in (call(number) + body(number, message[:50]), body(number, message[50:])):
+            self.innocent.receive(part)
+            got = self.innocent.next_event()
+        assert isinstance(got, MessageReceived)
+        self.innocent.answer(got.call, b"you")
+        assert b"you" in self.innocent.take()
+        self.innocent.receive(frame(http2.RST_STREAM, 0, number, bytes(4)))
+        assert self.innocent.next_event() is None
+        assert self.innocent.error is None
 
     @invariant()
     def memory_is_bounded_and_accounted_for(self) -> None:

@@ -305,6 +305,13 @@ def test_the_swap_of_a_link_is_a_rotation(tmp_path: Path) -> None:
     assert certificates._metrics.tls_not_after._value.get() - before == pytest.approx(86_400, abs=60)  # same
 
 
+def test_a_handshake_is_one(folder: Path) -> None:
+    """A client cannot have the server begin its handshake anew on a connection (CVE-2011-1473)."""
+    certificates = load(issue(folder / "server", SERVER))
+
+    assert certificates.context.options & ssl.OP_NO_RENEGOTIATION
+
+
 # ---- Both transports
 
 

@@ -182,10 +182,11 @@ class _Guarded(_ServerContext):
     """The context of one state of the files; what it makes of a connection lets nobody in who may not ask."""
 
     def __init__(self, certificates: Certificates) -> None:
-        """Ask for a client's certificate, HTTP/2 and TLS 1.2 or newer."""
+        """Ask for a client's certificate, HTTP/2 and TLS 1.2 or newer; one handshake for each connection."""
         super().__init__(certificates)
         self.sslobject_class = _GuardedObject
         self.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.options |= ssl.OP_NO_RENEGOTIATION  # each would be a handshake that nobody counts (CVE-2011-1473)
         self.verify_mode = ssl.CERT_REQUIRED
         self.set_alpn_protocols(["h2"])
 
