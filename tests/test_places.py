@@ -275,6 +275,29 @@ def test_a_text_in_place_of_items_takes_the_note() -> None:
 @pytest.mark.parametrize(
     "body",
     [
+        '{"x":1,"messages":[{"role":"user","content":"a"}],"x":2}',
+        '{"y":{"messages":[{"role":"user","content":"a"}]},"messages":[{"role":"user","content":"a"}]}',
+        '{"y":"\\"messages\\":[{}]","messages" : [{"role":"user","content":"a"}]}',
+        '{"messages":[{"role":"assistant","content":"{}]"},{"role":"user","content":"a"}]}',
+        '{"messages":[{"role":"user","content":"a"}],"y":{"messages":[{"role":"user","content":"a"}]}}',
+        "{" + ",".join(f'"{number}":0' for number in range(2_000)) + ',"messages":[{"role":"user","content":"a"}]}',
+    ],
+    ids=lambda body: body[:60],
+)
+def test_what_stands_beside_does_not_matter(body: str) -> None:
+    """The place is in the conversation itself, whatever looks like it, and however many keys there are."""
+    (place,) = locate(body.encode())
+
+    changed = json.loads(splice(body.encode(), place, "!"))
+
+    expected = json.loads(body)
+    expected["messages"][-1]["content"] += "!"
+    assert changed == expected
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
         '{"prompt":"a"}',
         '{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}',
         '{"messages":[{"role":"assistant","content":"b"},{"role":"tool","content":null}]}',
@@ -286,8 +309,6 @@ def test_a_text_in_place_of_items_takes_the_note() -> None:
         '{"messages":[{"role":"user","content":"a"}' + " " * 1_000 + "]}",
         '{"input":[{"type":"computer_call_output","output":{"type":"computer_screenshot"}}]}',
         '{"input":[{"type":"shell_call_output","output":[{"stdout":"a"}]}]}',
-        '{"contents":[{"role":"user","parts":[{"functionResponse":{"name":"f","response":null}}]}],"x":1,"x":2}',
-        "{" + ",".join(f'"{number}":0' for number in range(2_000)) + ',"messages":[{"role":"user","content":"a"}]}',
     ],
     ids=lambda body: body[:60],
 )
