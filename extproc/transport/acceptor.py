@@ -75,12 +75,15 @@ class Acceptor:
 
     def close(self) -> None:
         """Accept no more, and hang up on those that wait. Handshakes under way are finished."""
+        if self.socket.fileno() < 0:
+            return  # closed before
         self._loop.remove_reader(self.socket)
         self.socket.close()
         for waiting in [*self._silent.values(), *(waiting for line in self._lines.values() for waiting in line)]:
             self._hang_up(waiting)
         self._silent.clear()
         self._lines.clear()
+        self._lined = 0
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_PER_TURN):
