@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from time import perf_counter
 from types import NoneType
 from typing import Final, TypeAlias
@@ -22,13 +23,42 @@ from extproc.windows import Count, Push
 Counts: TypeAlias = list[Count] | tuple[Count, ...] | None
 """Of a lane's hits; None when they could not be had and `--on-store-error reject` wants that refused."""
 
-MaybeCounts: TypeAlias = Counts | Awaitable[Counts]
 
 Rings: TypeAlias = Sequence[Sequence[bytes]]
 """What sessions have kept, an answer to each of a lane's pushes."""
 
 HERE: Final = (list, tuple, NoneType)
 """Counts that are there already; whether something is an Awaitable, an abstract type, is ten times as dear to find out."""
+
+
+class Asked:
+    """Counts that the store has been asked for, and of which it has made a future.
+
+    Attributes:
+        future: of the store's; whoever cancels it wants no counts any more.
+    """
+
+    __slots__ = ("_counting", "_lane", "_started", "future")
+
+    def __init__(self, counting: Counting, lane: Lane, future: asyncio.Future[list[Count]]) -> None:
+        """Start the clock."""
+        self.future = future
+        self._counting = counting
+        self._lane = lane
+        self._started = perf_counter()
+
+    def take(self) -> Counts:
+        """The counts, once the future is done."""
+        return self._counting.take(self._lane, self.future, self._started)
+
+    async def wait(self) -> Counts:
+        """The counts."""
+        with suppress(Exception):  # it is taken out of the future below
+            await self.future
+        return self.take()
+
+
+MaybeCounts: TypeAlias = Counts | Asked | Awaitable[Counts]
 
 
 class Counting:
@@ -113,7 +143,22 @@ class Counting:
             return self._do_without_store(lane, error)
         if isinstance(counts, HERE):
             return counts
-        return self._count_later(lane, counts)
+        return Asked(self, lane, counts) if isinstance(counts, asyncio.Future) else self._count_later(lane, counts)
+
+    def take(self, lane: Lane, future: asyncio.Future[list[Count]], started: float) -> Counts:
+        """What a future of the store's holds, or what takes its place.
+
+        Args:
+            lane: whose counts they are.
+            future: that is done.
+            started: when the store was asked, by `perf_counter`.
+        """
+        try:
+            return future.result()
+        except Exception as error:  # noqa: BLE001  # sorted out by the callee
+            return self._do_without_store(lane, error)
+        finally:
+            self._metrics.store_seconds.observe(perf_counter() - started)
 
     async def _count_later(self, lane: Lane, counts: Awaitable[Counts]) -> Counts:
         started = perf_counter()
@@ -140,4 +185,6 @@ class Counting:
 
 async def settle(counts: MaybeCounts) -> Counts:
     """The counts, once they are there."""
-    return counts if isinstance(counts, HERE) else await counts
+    if isinstance(counts, HERE):
+        return counts
+    return await (counts.wait() if isinstance(counts, Asked) else counts)

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from time import perf_counter, thread_time
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from google.protobuf.message import DecodeError
 
@@ -24,7 +25,7 @@ from extproc.answers.go_on import find_warning, let_go_on, make_metadata, make_w
 from extproc.answers.refuse import refuse_loop, refuse_uncountable, refuse_without_store
 from extproc.answers.steer import NotSteered, steer, write_note
 from extproc.budget import InspectionBudget
-from extproc.counting import HERE, Counting, Counts, MaybeCounts, settle
+from extproc.counting import HERE, Asked, Counting, Counts, MaybeCounts, settle
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine import Engine
 from extproc.errors import ProtocolError
@@ -88,6 +89,38 @@ _PHASES = (
 _GO_ON: Final = {kind: Reply(let_go_on(kind), done=False) for kind in _PHASES}
 _DONE: Final = {kind: Reply(reply.answer, done=True) for kind, reply in _GO_ON.items()}
 _NO_ANSWER: Final = Reply(None, done=True)
+
+
+class Later:
+    """A reply that waits for a future of the store's and nothing else, which whoever owns the socket can do without a task.
+
+    Attributes:
+        future: that is waited for; to cancel it is to want no reply any more.
+    """
+
+    __slots__ = ("_asked", "_evaluation", "_kind", "_shadow_counts", "_stream", "future")
+
+    def __init__(self, stream: Stream, kind: str, evaluation: Evaluation, asked: Asked, shadow_counts: Counts) -> None:
+        """See `Stream.settle`."""
+        self.future = asked.future
+        self._stream = stream
+        self._kind = kind
+        self._evaluation = evaluation
+        self._asked = asked
+        self._shadow_counts = shadow_counts
+
+    def settle(self) -> Reply:
+        """The reply, once the future is done."""
+        return self._stream.settle(self._kind, self._evaluation, self._asked, self._shadow_counts)
+
+    async def _wait(self) -> Reply:
+        with suppress(Exception):  # it is taken out of the future below
+            await self.future
+        return self.settle()
+
+    def __await__(self) -> Generator[Any, None, Reply]:
+        """The same for others: wait, and settle."""
+        return self._wait().__await__()
 
 
 class Service:
@@ -398,8 +431,11 @@ class Stream:
         counting = self._service.counting
         counts = counting.count(evaluation.enforcing)
         shadow_counts = counting.count(evaluation.shadow)
-        if isinstance(counts, HERE) and isinstance(shadow_counts, HERE):
-            return self._answer(kind, evaluation, counts, shadow_counts)
+        if isinstance(shadow_counts, HERE):  # as nearly always
+            if isinstance(counts, HERE):
+                return self._answer(kind, evaluation, counts, shadow_counts)
+            if isinstance(counts, Asked):
+                return Later(self, kind, evaluation, counts, shadow_counts)
         return self._judge_later(kind, evaluation, counts, shadow_counts)
 
     def _seal(self, evaluation: Evaluation, body: Body | None, reason: str, content: bytes | memoryview | None) -> None:
@@ -417,11 +453,16 @@ class Stream:
 
     async def _judge_later(self, kind: str, evaluation: Evaluation, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:
         try:
-            if isinstance(shadow_counts, HERE):  # as nearly always, and then there is nothing to gather
-                return self._answer(kind, evaluation, counts if isinstance(counts, HERE) else await counts, shadow_counts)
             # Of a list: else its type says that it gives a tuple, and compiled code insists on that.
             settled = await asyncio.gather(*[settle(counts), settle(shadow_counts)])
             return self._answer(kind, evaluation, *settled)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
+            return self._fail(kind, error)
+
+    def settle(self, kind: str, evaluation: Evaluation, asked: Asked, shadow_counts: Counts) -> Reply:
+        """Answer a request that the store has counted."""
+        try:
+            return self._answer(kind, evaluation, asked.take(), shadow_counts)
         except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
             return self._fail(kind, error)
 

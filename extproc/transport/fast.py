@@ -16,14 +16,14 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from heapq import nsmallest
 from operator import attrgetter
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from google.protobuf.message import DecodeError
 
 from extproc.errors import ProtocolError
 from extproc.logs import RateLimit, fields
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from extproc.service import Reply, Service, Stream
+from extproc.service import Later, Reply, Service, Stream
 from extproc.settings import Address
 from extproc.transport import grpc
 from extproc.transport.acceptor import Acceptor
@@ -61,13 +61,18 @@ _METHODS: Final = {_PROCESS: False, _CHECK: True, _WATCH: True}
 
 
 class _Serving:
-    """What is done for one call: an ext_proc stream, and the answer under way if that takes time; or a health watch."""
+    """What is done for one call: an ext_proc stream, and the answer under way if that takes time; or a health watch.
+
+    Attributes:
+        stream: None for a watch.
+        task: what the answer waits for, or the watch itself; cancelled where the call ends before it does.
+    """
 
     __slots__ = ("stream", "task")
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Future[Any] | None = None
 
 
 class _Peer(asyncio.Protocol):
@@ -236,10 +241,27 @@ class _Peer(asyncio.Protocol):
         reply = stream.receive(message)
         if isinstance(reply, Reply) and not reply.hold_ms:
             self._answer(call, reply)
+            return
+        self._grpc.pause(call)
+        if isinstance(reply, Later):
+            serving.task = reply.future
+            reply.future.add_done_callback(partial(self._settle, call, serving, reply))
         else:
-            self._grpc.pause(call)
             # Not by the loop's create_task, which makes up a name for it.
             serving.task = asyncio.Task(self._process_later(call, serving, reply), loop=self._loop, name="answer")
+
+    def _settle(self, call: Call, serving: _Serving, later: Later, future: asyncio.Future[Any]) -> None:
+        """The store has answered."""
+        if future.cancelled():
+            return  # the call is over
+        reply = later.settle()
+        if reply.hold_ms:
+            serving.task = asyncio.Task(self._process_later(call, serving, reply), loop=self._loop, name="answer")
+            return
+        serving.task = None
+        self._answer(call, reply)
+        self._grpc.resume(call)
+        self._schedule()
 
     async def _process_later(self, call: Call, serving: _Serving, reply: Reply | Awaitable[Reply]) -> None:
         settled = reply if isinstance(reply, Reply) else await reply
