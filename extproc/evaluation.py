@@ -329,7 +329,7 @@ class Evaluation:
     Attributes:
         request: the request.
         content: its body, where somebody may look into it.
-        document: the same without notes, once somebody may have looked.
+        document: the same, once somebody may have looked; None where it is not byte for byte what was sent.
         enforcing: the lane whose answer counts.
         shadow: the lane whose answer never does.
         inspects: a body of so many bytes at most has to be kept to be looked into, 0 for none.
@@ -402,7 +402,11 @@ class Evaluation:
         if text is None:
             self._seal(known, None, unreadable)
             return
-        self.document = document = Document(cut_notes(bytes(text)))
+        data = bytes(text)
+        plain = cut_notes(data)
+        document = Document(plain)
+        if text is content and plain is data:
+            self.document = document
         if len(text) < _MANY_OBJECTS or not gc.isenabled():
             self._seal(known, document)
             return

@@ -210,7 +210,7 @@ def test_a_note_goes_into_the_result_and_nowhere_else(shape: str, data: st.DataO
     body = spelled(data.draw, old).encode()
 
     (place,) = locate(body)
-    new = splice(body, place, NOTE)
+    new = splice(body, [place], NOTE)
 
     (added,) = find_difference(old, json.loads(new))
     assert place.result
@@ -228,13 +228,13 @@ def test_a_body_with_a_note_is_valid(shape: str, data: st.DataObject) -> None:
     body = json.dumps(write(data.draw(results), "")).encode()
     VALIDATORS[shape](json.loads(body))
 
-    VALIDATORS[shape](json.loads(splice(body, locate(body)[-1], NOTE)))
+    VALIDATORS[shape](json.loads(splice(body, [locate(body)[-1]], NOTE)))
 
 
 def _find_texts(body: dict[str, Any]) -> list[object]:
     """Where notes would go: what each place adds to a body."""
     data = json.dumps(body).encode()
-    return [json.loads(splice(data, place, "#")) for place in locate(data)]
+    return [json.loads(splice(data, [place], "#")) for place in locate(data)]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_what_stands_beside_does_not_matter(body: str) -> None:
     """The place is in the conversation itself, whatever looks like it, and however many keys there are."""
     (place,) = locate(body.encode())
 
-    changed = json.loads(splice(body.encode(), place, "!"))
+    changed = json.loads(splice(body.encode(), [place], "!"))
 
     expected = json.loads(body)
     expected["messages"][-1]["content"] += "!"
@@ -327,7 +327,7 @@ def test_hostile_bodies_have_places_or_none(name: str) -> None:
         return
 
     for place in places:
-        msgspec.json.decode(splice(body, place, NOTE), type=msgspec.Raw)
+        msgspec.json.decode(splice(body, [place], NOTE), type=msgspec.Raw)
 
 
 @given(_REQUESTS)
@@ -340,5 +340,5 @@ def test_nearly_right_bodies_take_a_note_or_none(value: dict[str, Any]) -> None:
         return
 
     for place in places:
-        (added,) = find_difference(value, json.loads(splice(body, place, NOTE)))
+        (added,) = find_difference(value, json.loads(splice(body, [place], NOTE)))
         assert NOTE in (added, added.get("text") if isinstance(added, dict) else None)

@@ -5,7 +5,6 @@ A body is changed where it can be done safely, and is left alone everywhere else
 
 from __future__ import annotations
 
-import json
 from codecs import BOM_UTF8
 from typing import Final
 
@@ -16,7 +15,7 @@ from extproc.notes import ends_with_note, frame_note
 from extproc.request import HttpRequest
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.shapes import locate_results
-from extproc.similarity.shapes.places import Place
+from extproc.similarity.shapes.places import splice
 
 _OUTLOOK: Final = "If it goes on like this, requests will be refused."
 
@@ -44,42 +43,32 @@ def steer(request: HttpRequest, body: bytes | memoryview, note: str, document: D
         request: whose body it is.
         body: all of it.
         note: its text.
-        document: as somebody has looked into the body, which saves doing it again.
+        document: the same body, as somebody has looked into it, which saves doing it again.
 
     Raises:
         NotSteered: there is no place for it.
     """
     if list_encodings(request.headers.get("content-encoding", b"")):
         raise NotSteered("content_encoding")
-    mark, data = _split_mark(bytes(body))
-    if document is None or document.data() != data:  # without the notes of another Loopguard, or in another encoding
-        document = Document(data)
+    mark = b""
+    if document is None:
+        mark, rest = _split_mark(bytes(body))
+        document = Document(rest)
     try:
+        data = document.data()
         places = locate_results(document)
     except NotCounted as why:
         raise NotSteered(why.reason) from None
     if not places:
         raise NotSteered("no_result")
-    return mark + splice(data, places[-MAX_PLACES:], note)
+    free = [place for place in places[-MAX_PLACES:] if not ends_with_note(data, place.offset)]
+    return mark + splice(data, free, frame_note(note))
 
 
 def _split_mark(body: bytes) -> tuple[bytes, bytes]:
     """A body's byte order mark, which is no part of its JSON, and the rest."""
     size = len(BOM_UTF8) if body.startswith(BOM_UTF8) else 0
     return body[:size], body[size:]
-
-
-def splice(body: bytes, places: list[Place], note: str) -> bytes:
-    """A body with the note at each of the places, which follow one another, but where a note stands already."""
-    written = json.dumps(frame_note(note))[1:-1].encode()
-    parts = []
-    done = 0
-    for place in places:
-        if not ends_with_note(body, place.offset):
-            parts += [body[done : place.offset], place.opening, written, place.closing]
-            done = place.offset
-    parts.append(body[done:])
-    return b"".join(parts)
 
 
 def write_note(outcome: Outcome, request: HttpRequest, detector: Detector) -> str:

@@ -24,7 +24,6 @@ from extproc.similarity.shapes.places import (
     is_text,
     open_body,
     open_field,
-    open_fields,
     open_newest,
 )
 
@@ -95,7 +94,7 @@ def locate_results(document: Document) -> list[Place]:
     places: list[Place] = []
     for message in reversed(newest if items else []):
         item = items[len(conversation) - 1 - message.place]
-        places += [place for place in shape.locate(message.value, open_fields(item)) if place.result or message.speaker == USER]
+        places += [place for place in shape.locate(message.value, item) if place.result or message.speaker == USER]
     return [place for place in places if place.result] or places
 
 

@@ -8,7 +8,7 @@ from extproc.similarity.document import ABSENT, Json, decode_json, hook_number_i
 from extproc.similarity.shapes.contents import Reader, is_given, read_content, read_string, read_text
 from extproc.similarity.shapes.conversation import ASSISTANT, ASSISTANTS, NOBODY, NOTHING_BEFORE, Before, Shape
 from extproc.similarity.shapes.messages import CALL, OTHER, RESULT, TEXT, Part
-from extproc.similarity.shapes.places import TEXT_BLOCK, Fields, Place, locate_in_content
+from extproc.similarity.shapes.places import TEXT_BLOCK, Place, Value, locate_in_content, open_field
 
 _RESULT_ROLES = frozenset({"tool", "function"})
 
@@ -124,8 +124,8 @@ def _read_function(call: Raw) -> Part:
     return Part(CALL, tool.arguments, tool.name or "")
 
 
-def _locate(message: Message, fields: Fields) -> list[Place]:
-    return locate_in_content(fields.get("content"), TEXT_BLOCK, result=message.role in _RESULT_ROLES)
+def _locate(message: Message, whole: Value) -> list[Place]:
+    return locate_in_content(open_field(whole, "content"), TEXT_BLOCK, result=message.role in _RESULT_ROLES)
 
 
 SHAPES = (Shape(("messages",), Body, Message, _name_speaker, _read, _find_raw, look_back=_look_back, locate=_locate),)

@@ -14,7 +14,7 @@ from msgspec import Raw, Struct, ValidationError, json
 
 from extproc.similarity.document import MAX_STEPS, Json, NotCounted, decode_json, write_canonical
 from extproc.similarity.shapes.messages import Message, Part
-from extproc.similarity.shapes.places import Fields, Place
+from extproc.similarity.shapes.places import Place, Value
 
 ASSISTANT, USER, TOOL, NOBODY = "assistant", "user", "tool", "other"
 """Who says a message; any other is who a client says it is."""
@@ -69,7 +69,7 @@ class Shape(NamedTuple):
         joins: whether a message is one of several calls that were made at once, where they stand side by side; None where each
             message is one of its own.
         look_back: what such a body says about what went before.
-        locate: where a note can be put into a message, the newest place last, given its fields; None where nobody can tell.
+        locate: where a note can be put into a message, the newest place last, given all of it; None where nobody can tell.
         fallback: the key means something else in other APIs, so they are asked first.
     """
 
@@ -82,7 +82,7 @@ class Shape(NamedTuple):
     take: Callable[[Any], Sequence[Json]] = take_list
     joins: Callable[[Any], bool] | None = None
     look_back: Callable[[Any], Before] = know_nothing
-    locate: Callable[[Any, Fields], list[Place]] | None = None
+    locate: Callable[[Any, Value], list[Place]] | None = None
     fallback: bool = False
 
 

@@ -19,6 +19,7 @@ from extproc.similarity.shapes.places import (
     is_object,
     is_text,
     locate_in_content,
+    open_field,
     open_fields,
 )
 
@@ -78,8 +79,8 @@ def _read_code_result(block: Block) -> Part:
     return Part(RESULT, block.get("codeExecutionResult", block.get("code_execution_result")))
 
 
-def _locate(_: Content, fields: Fields) -> list[Place]:
-    return locate_in_content(fields.get("parts"), TEXT_PART, result=False)
+def _locate(_: Content, whole: Value) -> list[Place]:
+    return locate_in_content(open_field(whole, "parts"), TEXT_PART, result=False)
 
 
 def _locate_result(_: Value, fields: Fields) -> list[Place]:

@@ -62,39 +62,51 @@ class Place(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A value of a body, left as it stands, and the offset at which it starts."""
+    """A value of a body, left where it stands: what is large is not copied.
 
-    raw: Raw
+    Attributes:
+        body: all of it.
+        start: the offset at which the value starts.
+        end: the offset behind it.
+    """
+
+    body: bytes
     start: int
+    end: int
 
     @property
-    def end(self) -> int:
-        """The offset behind it."""
-        return self.start + len(self.raw)
+    def raw(self) -> Raw:
+        """Its bytes."""
+        return Raw(self.body[self.start : self.end])
 
 
 Fields = dict[str, Value]
 
 
-def splice(body: bytes, place: Place, note: str) -> bytes:
-    r"""The body with a note in its place.
+def splice(body: bytes, places: Sequence[Place], note: str) -> bytes:
+    r"""A body with a note in each of the places, which follow one another.
 
-    >>> splice(b'["a"]', Place(3), ' says "b"')
+    >>> splice(b'["a"]', [Place(3)], ' says "b"')
     b'["a says \\"b\\""]'
     """
     written = dumps(note)[1:-1].encode()
-    return b"".join([body[: place.offset], place.opening, written, place.closing, body[place.offset :]])
+    parts = []
+    done = 0
+    for place in places:
+        parts += [body[done : place.offset], place.opening, written, place.closing]
+        done = place.offset
+    parts.append(body[done:])
+    return b"".join(parts)
 
 
 def open_body(body: bytes) -> Value:
     """A whole body."""
-    start = len(body) - len(body.lstrip(_SPACE))
-    return Value(Raw(body.strip(_SPACE)), start)
+    return Value(body, len(body) - len(body.lstrip(_SPACE)), len(body.rstrip(_SPACE)))
 
 
 def open_fields(value: Value) -> Fields:
     """The fields of an object; none where it is no object, or does not add up."""
-    raw = bytes(value.raw)
+    raw = value.body[value.start : value.end]
     fields = _decode_object(raw)
     if len(fields) > _MAX_KEYS:
         return {}
@@ -108,7 +120,7 @@ def open_fields(value: Value) -> Fields:
         item = fields.get(name)
         if item is None or not raw.startswith(bytes(item), key.end()):
             return {}
-        found[name] = Value(item, value.start + key.end())
+        found[name] = Value(value.body, value.start + key.end(), value.start + key.end() + len(item))
         following = _NEXT.match(raw, key.end() + len(item))
         if following is None:
             end = _END.match(raw, key.end() + len(item))
@@ -118,20 +130,23 @@ def open_fields(value: Value) -> Fields:
 
 
 def open_field(value: Value, key: str) -> Value | None:
-    """One field of an object of very many bytes, as `open_fields` finds it: its neighbours are walked by msgspec.
+    """One field of an object of whatever size, as `open_fields` finds it: its neighbours are walked by msgspec.
 
     What stands before the key is an object that could end there, and what stands behind its value one that could begin there.
+    The key stands in neither, so the value is that of this one.
     """
-    raw, quoted = bytes(value.raw), b'"%b"' % key.encode()
+    raw, quoted = value.body[value.start : value.end], b'"%b"' % key.encode()  # a whole body is no copy
     fields = _decode_object(raw)
     place = raw.find(quoted)
     colon = _COLON.match(raw, place + len(quoted)) if place >= 0 else None
-    if key not in fields or colon is None or not raw.startswith(bytes(fields[key]), colon.end()):
+    if key not in fields or colon is None:
         return open_fields(value).get(key)
-    found = Value(fields[key], value.start + colon.end())
+    start, end = colon.end(), colon.end() + len(fields[key])
     before = _decode_object(raw[:place] + b'"":0}')
-    behind = _decode_object(b'{"":0' + raw[colon.end() + len(found.raw) :])
-    return found if before and behind and key not in before and key not in behind else open_fields(value).get(key)
+    behind = _decode_object(b'{"":0' + raw[end:])
+    if not before or not behind or key in before or key in behind:
+        return open_fields(value).get(key)
+    return Value(value.body, value.start + start, value.start + end)
 
 
 def _decode_object(raw: bytes) -> dict[str, Raw]:
@@ -149,16 +164,16 @@ def _read_key(key: bytes) -> str:
 
 def open_newest(value: Value, count: int) -> list[Value]:
     """So many of a list's last elements, the newest first; fewer where there are fewer, it is no list, or does not add up."""
-    raw = bytes(value.raw)
-    items = _decode_end(raw, count) or _decode_list(raw)
+    body = value.body
+    items = _decode_end(value, count) or _decode_list(body[value.start : value.end])
     found: list[Value] = []
-    place = len(raw) - 1
+    place = value.end - 1
     for item in items[: -count - 1 : -1]:
-        end = _skip_space_backwards(raw, place)
+        end = _skip_space_backwards(body, place)
         place = end - len(item)
-        found.append(Value(item, value.start + place))
-        place = _skip_space_backwards(raw, place) - 1
-        if raw[place] not in b"[,":
+        found.append(Value(body, place, end))
+        place = _skip_space_backwards(body, place) - 1
+        if body[place] not in b"[,":
             return []
     return found
 
@@ -171,18 +186,18 @@ def _decode_list(raw: bytes) -> Sequence[Raw]:
     return items
 
 
-def _decode_end(raw: bytes, count: int) -> Sequence[Raw]:
+def _decode_end(value: Value, count: int) -> Sequence[Raw]:
     """At least so many of a list's last elements, where they are objects and few bytes; else none.
 
     What follows a brace is tried as the rest of a list. Only that of an element is one: inside of an element the brackets do
     not add up, and inside of a string the quotes do not.
     """
-    start = len(raw)
+    start, first = value.end, max(value.start, value.end - _FEW_BYTES)
     for _ in range(_TRIES):
-        start = raw.rfind(b"{", max(0, len(raw) - _FEW_BYTES), start)
+        start = value.body.rfind(b"{", first, start)
         if start < 0:
             break
-        items = _decode_list(b"[" + raw[start:])
+        items = _decode_list(b"[" + value.body[start : value.end])
         if len(items) >= count:
             return items
     return ()
@@ -196,17 +211,17 @@ def _skip_space_backwards(raw: bytes, place: int) -> int:
 
 def is_text(value: Value | None) -> bool:
     """Whether a value is a string."""
-    return value is not None and memoryview(value.raw)[0] == ord('"')
+    return value is not None and value.body[value.start] == ord('"')
 
 
 def is_list(value: Value | None) -> bool:
     """Whether a value is a list."""
-    return value is not None and memoryview(value.raw)[0] == ord("[")
+    return value is not None and value.body[value.start] == ord("[")
 
 
 def is_object(value: Value | None) -> bool:
     """Whether a value is an object."""
-    return value is not None and memoryview(value.raw)[0] == ord("{")
+    return value is not None and value.body[value.start] == ord("{")
 
 
 def end_text(text: Value, *, result: bool) -> Place:
@@ -217,7 +232,7 @@ def end_text(text: Value, *, result: bool) -> Place:
 def append_item(items: Value, item: tuple[bytes, bytes], *, result: bool) -> Place:
     """A new last element of a list, or, with a key in front of it, of an object."""
     opening, closing = item
-    inner = bytes(items.raw)[1:-1]
+    inner = items.body[items.start + 1 : items.end - 1]
     return Place(items.end - 1, b"," + opening if inner.strip(_SPACE) else opening, closing, result=result)
 
 

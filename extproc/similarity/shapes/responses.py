@@ -10,7 +10,7 @@ from extproc.similarity.document import ABSENT, Json, open_value, write_canonica
 from extproc.similarity.shapes.contents import is_given, read_content, read_string
 from extproc.similarity.shapes.conversation import ASSISTANT, ASSISTANTS, NOBODY, TOOL, Before, Shape, take_list
 from extproc.similarity.shapes.messages import CALL, OTHER, RESULT, Part
-from extproc.similarity.shapes.places import INPUT_TEXT_BLOCK, Fields, Place, is_text, locate_in_content
+from extproc.similarity.shapes.places import INPUT_TEXT_BLOCK, Place, Value, is_text, locate_in_content, open_field
 
 _OUTPUTS_OF_BLOCKS = frozenset({"function_call_output", "custom_tool_call_output"})
 
@@ -104,10 +104,10 @@ def _find_input(item: Item) -> Raw:
     return ABSENT
 
 
-def _locate(item: Item, fields: Fields) -> list[Place]:
+def _locate(item: Item, whole: Value) -> list[Place]:
     if item.role:
-        return locate_in_content(fields.get("content"), INPUT_TEXT_BLOCK, result=False)
-    output = fields.get("output")
+        return locate_in_content(open_field(whole, "content"), INPUT_TEXT_BLOCK, result=False)
+    output = open_field(whole, "output")
     if output is None or not (is_text(output) or item.type in _OUTPUTS_OF_BLOCKS):
         return []
     return locate_in_content(output, INPUT_TEXT_BLOCK, result=True)
