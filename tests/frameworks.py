@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,6 +18,8 @@ from pydantic import SecretStr
 from pydantic_ai import Agent as PydanticAgent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
+
+from tests.sdks import run_node
 
 sys.path.append(str(Path(__file__).parent.parent / "envoy"))
 
@@ -97,6 +100,19 @@ def run_anthropic_runner(errand: Errand) -> str:
     return "".join([block.text for block in last.content if block.type == "text"])
 
 
+class NodeError(Exception):
+    """What ended a run in JavaScript."""
+
+
+def run_node_agent(sdk: str, errand: Errand) -> str:
+    """An SDK of JavaScript, in a process of its own, whose tools bring back what ours do."""
+    results = {"check": errand.check(), "ask_somebody": errand.ask_somebody()}
+    answer = run_node("run.mjs", [sdk, errand.url, errand.user, TASK], results)
+    if "error" in answer:
+        raise NodeError(answer["error"])
+    return str(answer["text"])
+
+
 def _document(tool: Callable[[], str], name: str) -> Callable[[], str]:
     """A tool that frameworks take: they read its name and what it says about itself."""
 
@@ -114,4 +130,7 @@ FRAMEWORKS: dict[str, Run] = {
     "openai-agents, responses": run_openai_responses_agent,
     "pydantic-ai": run_pydantic_agent,
     "anthropic tool runner": run_anthropic_runner,
+    "node, openai": partial(run_node_agent, "openai"),
+    "node, anthropic": partial(run_node_agent, "anthropic"),
+    "node, vercel": partial(run_node_agent, "vercel"),
 }

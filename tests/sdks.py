@@ -145,18 +145,22 @@ def ask_ollama(job: Job) -> str:
 
 def ask_node(sdk: str, job: Job) -> Reply:
     """An SDK of JavaScript; skips the test, loudly, where there is no node."""
-    script = _install_node() / "ask.mjs"
-    mode = "stream" if job.stream else "whole"
-    command = ["node", "--no-warnings", str(script), sdk, job.url, job.user, mode]
-    printed = subprocess.run(command, input=json.dumps(job.messages), capture_output=True, text=True, timeout=60, check=False)
-    assert printed.returncode == 0, printed.stderr
-    answer = json.loads(printed.stdout)
+    answer = run_node("ask.mjs", [sdk, job.url, job.user, "stream" if job.stream else "whole"], job.messages)
     return Reply(answer["text"]) if "text" in answer else Reply(answer["error"], answer["status"] or -1)
+
+
+def run_node(script: str, arguments: Sequence[str], given: object) -> dict[str, Any]:
+    """What a script in `node/` prints, which gets something as JSON; skips the test, loudly, where there is no node."""
+    command = ["node", "--no-warnings", str(_install_node() / script), *arguments]
+    printed = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, timeout=60, check=False)
+    assert printed.returncode == 0, printed.stderr
+    answer: dict[str, Any] = json.loads(printed.stdout)
+    return answer
 
 
 @functools.cache
 def _install_node() -> Path:
-    """The folder of the script, beside its SDKs; installed once for each list of them."""
+    """The folder of the scripts, beside their SDKs; installed once for each list of them."""
     source = Path(__file__).parent / "node"
     if not shutil.which("node") or not shutil.which("npm"):
         pytest.skip("NODE IS MISSING: the SDKs of JavaScript are not tested")

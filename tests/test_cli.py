@@ -253,6 +253,28 @@ def test_explain_says_what_will_be_done(
     assert found["key"].startswith("shadow:loop:" if mode == "shadow" else "loop:")
 
 
+@pytest.mark.parametrize(
+    ("result", "name", "shown"),
+    [
+        ("pending", "note", "Loop detected: 3 of the last 3 turns were f with the same input and the same result."),
+        (None, "unsteered", "let through with a warning: no_result"),
+    ],
+)
+def test_explain_shows_the_note(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, result: str | None, name: str, shown: str
+) -> None:
+    """What the model of a policy that steers is told stands in a row of its own, or why it cannot be."""
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": "{}"}}
+    turn = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": result}]
+    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, similarity="turns", action="steer"))
+    body = json.dumps({"messages": turn * 3})
+
+    (found,) = explained(Run(capsys, "explain", "--policy", file, "-d", body, "h/v1/chat/completions"))
+
+    assert found[name].startswith(shown)
+    assert {"note", "unsteered"} & found.keys() == {name}
+
+
 def test_explain_says_why_a_request_is_not_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A policy that matches but does not count says why; without any match there is one plain line."""
     file = written(

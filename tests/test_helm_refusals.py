@@ -408,6 +408,20 @@ def test_every_detector_of_a_policy_is_looked_at(tmp_path: Path) -> None:
         chart.render(values)
 
 
+def test_a_throttle_on_the_way_to_a_refusal_holds_as_well() -> None:
+    """Where a detector escalates to a throttle, its hold counts; where it never throttles, none does."""
+    drain = {"drain": {"timeoutSeconds": 21}}
+    slow, never = (
+        with_policies(policy("slow", {"pathPrefix": "/"}, action="warn", max_delay_ms=20_000, escalate={action: 8})) | drain
+        for action in ("throttle", "reject")
+    )
+
+    (problem,) = problems(slow)
+
+    assert "may hold a request for 20000 ms" in problem
+    assert objects(never)
+
+
 def test_the_longest_hold_is_the_codes() -> None:
     """A throttle that names no limit holds as long, and needs as much more, as it does in the process."""
     needed = -(-(MAX_DELAY_MS + HOLD_MARGIN_MS) // 1000)

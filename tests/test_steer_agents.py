@@ -26,7 +26,13 @@ from tool_agents import Job, Step, Turn
 
 ELSEWHERE = Call("ask_somebody")
 STEERING = policy(
-    "steer", {"pathPrefix": "/"}, similarity="turns", limit_keys=[f"header:{USER}"], action="steer", escalate={"reject": 5}
+    "steer",
+    {"pathPrefix": "/"},
+    similarity="turns",
+    limit_keys=[f"header:{USER}"],
+    action="steer",
+    escalate={"reject": 5},
+    reject_status="auto",  # after 429 Vercel's SDK asks twice more
 )
 STEERING["spec"]["session"] = {"keys": [f"header:{USER}"]}  # Anthropic's tool runner leaves its history with the server
 
