@@ -666,7 +666,7 @@ def test_a_ring_s_key_of_somebody_else_is_replaced(driver: Driver, one: Server, 
 
 
 def in_seconds(number: int) -> int:
-    """Milliseconds: the server forgets what is over for a second by its own clock, which goes on while a busy machine does not."""
+    """Milliseconds: by its own clock the server forgets what is over for a second, which a busy machine may take."""
     return number * 1_000
 
 
