@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import traceback
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ machine and mean little on another. exit code: 0 measured (also when a requireme
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sections asked for."""
     options = _parser().parse_args(arguments)
+    logging.disable(logging.WARNING)  # loops are detected by the thousand, and each line would stand between the bars
     sections: dict[str, Section] = {}
     failed = []
     for name in options.only or _SECTIONS:
