@@ -426,6 +426,8 @@ class Evaluation:
             return None, error.reason
 
     def _seal(self, body: Body, document: Document | None, unreadable: str = "") -> None:
+        if not (self.enforcing.candidates or self.shadow.candidates):
+            return  # nobody counts it, perhaps because its query would take too long to read
         request = self.request
         query = write_query(request.read_query()) if request.query else ""
         head = write_head(request.method, request.path, query)
