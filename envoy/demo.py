@@ -30,7 +30,7 @@ from extproc.envoy_config.options import EnvoyOptions
 from extproc.envoy_config.render import render_bootstrap
 from extproc.errors import LoopguardError
 from extproc.policy.loader import load
-from extproc.settings import address
+from extproc.settings import parse_address
 
 T = TypeVar("T")
 
@@ -308,10 +308,10 @@ async def _start_loopguard(policy: str, ports: Mapping[str, int], log: Path | No
 
 async def _start_envoy(policy: str, ports: Mapping[str, int], folder: Path, children: list[Child]) -> Child:
     options = EnvoyOptions(
-        upstream=address(f"{HERE}:{ports['upstream_port']}"),
-        listen=address(f"{HERE}:{ports['port']}"),
-        admin=address(f"{HERE}:{ports['envoy_admin_port']}"),
-        endpoints=(address(f"{HERE}:{ports['loopguard_port']}"),),
+        upstream=parse_address(f"{HERE}:{ports['upstream_port']}"),
+        listen=parse_address(f"{HERE}:{ports['port']}"),
+        admin=parse_address(f"{HERE}:{ports['envoy_admin_port']}"),
+        endpoints=(parse_address(f"{HERE}:{ports['loopguard_port']}"),),
     )
     config, log = folder / "bootstrap.yaml", folder / "envoy.log"
     config.write_text(render_bootstrap(load([policy], datetime.now(UTC)), options), encoding="utf-8")

@@ -61,7 +61,7 @@ class Reminder:
         return events
 
 
-def fields(**values: object) -> dict[str, Any]:
+def make_extra(**values: object) -> dict[str, Any]:
     """For logging's `extra=`: fields that stand behind the message, or beside it in JSON."""
     return {"fields": {name: value for name, value in values.items() if value is not None}}
 
@@ -80,7 +80,7 @@ def _stamp(record: logging.LogRecord) -> str:
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        pairs = "".join(f" {name}={_plain(value)}" for name, value in getattr(record, "fields", {}).items())
+        pairs = "".join(f" {name}={_quote(value)}" for name, value in getattr(record, "fields", {}).items())
         line = f"{_stamp(record)} {record.levelname.lower():7} {escape_controls(record.getMessage())}{pairs}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -100,7 +100,7 @@ def escape_controls(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def _plain(value: object) -> str:
+def _quote(value: object) -> str:
     """A value as it is, or quoted where it could be taken for something else (or break the line)."""
     text = str(value)
     return text if text and text.isprintable() and not any(mark in text for mark in ' "=') else json.dumps(text)

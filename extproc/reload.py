@@ -24,7 +24,7 @@ from watchfiles.main import FileChange
 
 from extproc.engine import Engine
 from extproc.errors import BundleError, BundleErrors
-from extproc.logs import fields
+from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.policy.files import find_directories, read_files
 from extproc.policy.loader import Source, list_raw, load, parse
@@ -117,18 +117,18 @@ class Reloader:
         while True:
             await self.reload(swap)
             try:
-                watched = await self._files.ask(_directories, self._settings.policy, self._seen)
-                async with aclosing(_changes(watched)) as changes:
+                watched = await self._files.ask(_list_directories, self._settings.policy, self._seen)
+                async with aclosing(_watch_changes(watched)) as changes:
                     ticks = itertools.cycle(range(_RECHECK_TICKS))
                     async for changed in changes:
                         if next(ticks) and not changed:
                             continue
                         await self.reload(swap)
-                        if watched != await self._files.ask(_directories, self._settings.policy, self._seen):
+                        if watched != await self._files.ask(_list_directories, self._settings.policy, self._seen):
                             break
             except (OSError, RuntimeError) as error:  # a watched directory went away, or the system's watches are used up
                 if str(error) != failure:
-                    _LOG.warning("cannot watch the policy files, comparing them instead", extra=fields(error=str(error)))
+                    _LOG.warning("cannot watch the policy files, comparing them instead", extra=make_extra(error=str(error)))
                 failure = str(error)
                 await asyncio.sleep(1)
 
@@ -136,7 +136,7 @@ class Reloader:
         """Notice what expires while it is in force."""
         now = _now()
         self._report_expiry(now)
-        if _shadowed(self.sources, now) != self._shadowed:
+        if _find_shadowed(self.sources, now) != self._shadowed:
             loaded = await asyncio.to_thread(self._archive.compile, self._settings, now)
             await self._swap(loaded, swap)
             _LOG.warning("global_shadow expired, its policies act again")
@@ -160,7 +160,7 @@ class Reloader:
         await self._swap(loaded, swap)
         await _log_all(logging.WARNING, loaded.warnings)
         self._metrics.policy_reloads.labels("ok").inc()
-        _LOG.info("policies reloaded", extra=fields(policies=len(self.engine.plans), files=len(files)))
+        _LOG.info("policies reloaded", extra=make_extra(policies=len(self.engine.plans), files=len(files)))
 
     async def _swap(self, loaded: _Loaded, swap: Callable[[Engine], None]) -> None:
         """Put new policies into force, and free the old ones."""
@@ -176,26 +176,26 @@ class Reloader:
         for source in self.sources:
             version = "" if source.bundle_version is None else f"{source.bundle_version:.15g}"
             info.labels(version, source.sha256).set(1)
-        self._shadowed = _shadowed(loaded.sources, loaded.now)
+        self._shadowed = _find_shadowed(loaded.sources, loaded.now)
         self._report_expiry(loaded.now)
 
     async def _refuse(self, error: Exception) -> None:
         self._metrics.policy_reloads.labels("error").inc()
         problems: Sequence[object] = error.errors if isinstance(error, BundleErrors) else [error]
         await _log_all(logging.ERROR, problems)
-        _LOG.error("policies not reloaded, the last good ones stay in force", extra=fields(errors=len(problems)))
+        _LOG.error("policies not reloaded, the last good ones stay in force", extra=make_extra(errors=len(problems)))
 
     def _warn_about_versions(self, sources: Iterable[Source]) -> None:
         before = {source.file: source.bundle_version for source in self.sources}
         for source in sources:
             old, new = before.get(source.file), source.bundle_version
             if old is not None and new is not None and new < old:
-                _LOG.warning("bundle_version went down", extra=fields(file=source.file, before=old, now=new))
+                _LOG.warning("bundle_version went down", extra=make_extra(file=source.file, before=old, now=new))
 
     def _report_expiry(self, now: datetime) -> None:
         expired = {source.file: at for source in self.sources if (at := source.expires_at) is not None and at <= now}
         for file in expired.keys() - set(self._expired):
-            _LOG.error("bundle expired, its policies keep acting", extra=fields(file=file, at=expired[file]))
+            _LOG.error("bundle expired, its policies keep acting", extra=make_extra(file=file, at=expired[file]))
         self._expired = frozenset(expired)
         self._metrics.policy_expired.set(len(expired))
 
@@ -339,11 +339,11 @@ def _uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def _shadowed(sources: Iterable[Source], now: datetime) -> list[bool]:
+def _find_shadowed(sources: Iterable[Source], now: datetime) -> list[bool]:
     return [source.forces_shadow(now) for source in sources]
 
 
-def _changes(watched: Collection[str]) -> AsyncGenerator[set[FileChange], None]:
+def _watch_changes(watched: Collection[str]) -> AsyncGenerator[set[FileChange], None]:
     """One item for each burst of changes, and an empty one for each tick without any."""
     return awatch(
         *watched,
@@ -356,7 +356,7 @@ def _changes(watched: Collection[str]) -> AsyncGenerator[set[FileChange], None]:
     )
 
 
-def _directories(paths: Iterable[str], files: Iterable[str]) -> set[str]:
+def _list_directories(paths: Iterable[str], files: Iterable[str]) -> set[str]:
     """What to watch: directories, because a file that is replaced takes its watch with it.
 
     Each by itself rather than a tree from its root: a policy file in `/` must not have all of the disk watched.

@@ -9,7 +9,7 @@ from time import perf_counter
 from extproc.decision import Action, Decision, Outcome
 from extproc.evaluation import Evaluation, Lane, group_by_policy
 from extproc.handover import POLICY_METADATA, RefusedPolicyError
-from extproc.logs import RateLimit, Reminder, fields
+from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
 
 _LOG = logging.getLogger("loopguard")
@@ -78,19 +78,19 @@ class Reporter:
         """One line for something that went wrong, unless there are too many of them."""
         suppressed = self._failures.take(perf_counter())
         if suppressed is not None:
-            extra = fields(error=f"{type(error).__name__}: {error}", **more, suppressed=suppressed or None)
+            extra = make_extra(error=f"{type(error).__name__}: {error}", **more, suppressed=suppressed or None)
             _LOG.error(message, exc_info=error, extra=extra)
 
     def report_refused_policy(self, refused: RefusedPolicyError) -> None:
         """A policy in a route's metadata that cannot be used."""
-        shown = fields(reason=refused.reason, problems=len(refused.problems), first=refused.problems[:_PROBLEMS_SHOWN])
+        shown = make_extra(reason=refused.reason, problems=len(refused.problems), first=refused.problems[:_PROBLEMS_SHOWN])
         _LOG.error("policy in route metadata refused", extra=shown)
 
     def report_unknown_policies(self, names: Sequence[str]) -> None:
         """A route names policies that are not there."""
         self._metrics.handover_errors.labels("unknown_policy").inc()
         if (suppressed := self._failures.take(perf_counter())) is not None:
-            extra = fields(
+            extra = make_extra(
                 policies=[name[:_NAME_SHOWN] for name in names[:_PROBLEMS_SHOWN]],
                 metadata=POLICY_METADATA,
                 suppressed=suppressed or None,
@@ -105,7 +105,7 @@ class Reporter:
                 reminder = self._reminders[policy, key] = Reminder(_REMIND_SECONDS)
             requests = reminder.take(perf_counter())
             if requests and (suppressed := self._missing.take(perf_counter())) is not None:
-                extra = fields(policy=policy, key=key, requests=requests, suppressed=suppressed or None)
+                extra = make_extra(policy=policy, key=key, requests=requests, suppressed=suppressed or None)
                 _LOG.warning(f"requests have no {key}{_ADVICE.get(key.partition(':')[0], '')}", extra=extra)
 
     def _report_failures(self, lane: Lane) -> None:
@@ -126,7 +126,7 @@ class Reporter:
         if self._log_descriptors:
             lane = evaluation.shadow if outcome.mode == "shadow" else evaluation.enforcing
             shown = next(dict(candidate.values) for candidate in lane.candidates if candidate.plan.id == outcome.policy)
-        extra = fields(
+        extra = make_extra(
             policy=outcome.policy,
             detector=outcome.detector,
             mode=outcome.mode,

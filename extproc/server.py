@@ -14,7 +14,7 @@ from typing import Protocol
 
 from extproc.admin import Admin, Page
 from extproc.engine import Engine
-from extproc.logs import fields
+from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.reload import Reloader
 from extproc.service import Service
@@ -74,7 +74,7 @@ class Server:
         local = store if isinstance(store, MemoryStore) else MemoryStore(metrics)
         self.service = Service(self._reloader.engine, store, local, metrics, settings)
         self._health = Health()
-        self._grpc = _transport(settings.transport)(self.service, self._health)
+        self._grpc = _import_transport(settings.transport)(self.service, self._health)
         self._admin = Admin(metrics, {"/healthz": self._healthz, "/readyz": self._readyz, "/policies": self._policies})
         self._stop = asyncio.Event()
         self._skip_delay = asyncio.Event()
@@ -102,7 +102,7 @@ class Server:
         plans = self.service.engine.plans
         _LOG.info(
             "serving",
-            extra=fields(listen=listening, admin=admin, policies=len(plans), store=redact_url(self._settings.store)),
+            extra=make_extra(listen=listening, admin=admin, policies=len(plans), store=redact_url(self._settings.store)),
         )
         try:
             await self._stop.wait()
@@ -126,7 +126,7 @@ class Server:
             _LOG.warning(
                 "whoever reaches the port may ask, and count in another's name: give --tls-cert, --tls-key and --tls-client-ca,"
                 " listen on a Unix socket, or say --allow-plaintext where a mesh or a network policy keeps strangers out",
-                extra=fields(listen=listen.text),
+                extra=make_extra(listen=listen.text),
             )
 
     def _on_stop(self, number: int) -> None:
@@ -147,7 +147,7 @@ class Server:
     async def _drain(self) -> None:
         """Turn Envoy away while still serving, then let streams in flight finish, then let the rest through."""
         self._health.set(serving=False)
-        _LOG.info("draining", extra=fields(streams=self.service.streams))
+        _LOG.info("draining", extra=make_extra(streams=self.service.streams))
         await _wait(self._skip_delay, self._settings.drain_delay)
         stopping = asyncio.create_task(self._grpc.stop(self._settings.drain_timeout + _LAST_WORDS_SECONDS))
         grace = asyncio.create_task(_wait(self._skip_grace, self._settings.drain_timeout))
@@ -177,7 +177,7 @@ class Server:
             {
                 "file": source.file,
                 "sha256": source.sha256,
-                "bundle_version": _plain(source.bundle_version),
+                "bundle_version": _drop_zero(source.bundle_version),
                 "expires_at": source.expires_at.isoformat() if source.expires_at else None,
                 "policies": policies,
             }
@@ -187,14 +187,14 @@ class Server:
         return Page(HTTPStatus.OK, {"modes": modes, "files": sources})
 
 
-def _transport(name: str) -> Callable[[Service, Health], Transport]:
+def _import_transport(name: str) -> Callable[[Service, Health], Transport]:
     """The class behind a transport's name; only the one chosen is imported."""
     module, _, attribute = _TRANSPORTS[name].partition(":")
     made: Callable[[Service, Health], Transport] = getattr(import_module(module), attribute)
     return made
 
 
-def _plain(number: float | None) -> float | None:
+def _drop_zero(number: float | None) -> float | None:
     """A whole number without the `.0` that it was not written with."""
     return int(number) if number is not None and number.is_integer() else number
 

@@ -47,7 +47,7 @@ class Address:
             return False
 
 
-def address(text: str) -> Address:
+def parse_address(text: str) -> Address:
     """Parse `host:port`, `[::1]:port`, `:port` (all interfaces) or `unix:/path`; port 0 takes a free one.
 
     Raises:
@@ -108,7 +108,7 @@ def _parse_scope(text: str) -> str:
     return text
 
 
-def subject_name(text: str) -> SubjectName:
+def parse_subject_name(text: str) -> SubjectName:
     """Parse a URI such as a SPIFFE id, an IP address, or else a DNS name.
 
     Raises:
@@ -125,13 +125,13 @@ def subject_name(text: str) -> SubjectName:
     return SubjectName("DNS", text.lower())
 
 
-def subject_names(text: str) -> tuple[SubjectName, ...]:
+def parse_subject_names(text: str) -> tuple[SubjectName, ...]:
     """Parse subject names separated by commas.
 
     Raises:
         ValueError: one of them is none.
     """
-    return tuple(subject_name(item.strip()) for item in text.split(",") if item.strip())
+    return tuple(parse_subject_name(item.strip()) for item in text.split(",") if item.strip())
 
 
 def _parse_paths(text: str) -> tuple[str, ...]:
@@ -145,13 +145,13 @@ class Settings:
     policy: tuple[str, ...] = option(
         (), _parse_paths, "policy file or directory; repeatable (in the environment separated by ':')", "PATH", gather=tuple
     )
-    listen: Address = option("127.0.0.1:50051", address, "where Envoy connects (gRPC)", "HOST:PORT|unix:/PATH")
+    listen: Address = option("127.0.0.1:50051", parse_address, "where Envoy connects (gRPC)", "HOST:PORT|unix:/PATH")
     tls_cert: str = option("", str, "certificate of this server, with its chain; makes the port mutual TLS", "PATH")
     tls_key: str = option("", str, "its private key", "PATH")
     tls_client_ca: str = option("", str, "authorities whose client certificates may ask", "PATH")
     tls_client_san: tuple[SubjectName, ...] = option(
         (),
-        subject_names,
+        parse_subject_names,
         "of their clients only those with one of these subjectAltNames may ask; repeatable or separated by commas",
         "DNS|IP|URI,...",
         gather=",".join,
@@ -162,7 +162,7 @@ class Settings:
     transport: Literal["fast", "grpcio"] = option(
         "fast", parse_one_of("fast", "grpcio"), "fast: our own lean gRPC server; grpcio: the reference", "fast|grpcio"
     )
-    admin: Address = option("127.0.0.1:9900", address, "/metrics, /healthz, /readyz and /policies", "HOST:PORT")
+    admin: Address = option("127.0.0.1:9900", parse_address, "/metrics, /healthz, /readyz and /policies", "HOST:PORT")
     store: str = option("memory://", str, "where counts are kept", "URL")
     store_timeout: float = option(0.05, _parse_timeout, "what a request waits for the store at most", "SECONDS")
     store_password: str = option("", str, "password of the store, where it does not stand in the URL", ENVIRONMENT_ONLY)
@@ -218,7 +218,7 @@ def find_unknown(environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-def read(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
+def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     """Settings from parsed flags and the environment.
 
     Raises:

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from extproc.settings import address
+from extproc.settings import parse_address
 from extproc.transport import acceptor
 from extproc.transport.acceptor import Acceptor
-from extproc.transport.sockets import listening_socket
+from extproc.transport.sockets import open_listening_socket
 from tests.test_door import LOOPS
 
 FLOOD, INNOCENT = "127.0.0.2", "127.0.0.3"
@@ -30,7 +30,7 @@ class Place:
         self.ended: list[str] = []
         self.most = 0
         self.finish = asyncio.Event()
-        listening = listening_socket(address("127.0.0.1:0"))
+        listening = open_listening_socket(parse_address("127.0.0.1:0"))
         self.where = listening.getsockname()
         self.clients: list[socket.socket] = []
         self.acceptor = Acceptor(listening, self._connect, lambda: True, seconds)

@@ -21,7 +21,7 @@ from extproc.admin import Admin, Page
 from extproc.errors import LoopguardError, UsageError
 from extproc.metrics import Metrics
 from extproc.server import Server
-from extproc.settings import Settings, address
+from extproc.settings import Settings, parse_address
 from tests.documents import bundle, policy
 from tests.promql import list_labels
 
@@ -59,7 +59,7 @@ def ask(port: int, path: str) -> Answer:
 @contextmanager
 def serving(admin: Admin) -> Iterator[int]:
     """Start an admin server on a free port and stop it at the end."""
-    port = int(admin.start(address("127.0.0.1:0")).rpartition(":")[2])
+    port = int(admin.start(parse_address("127.0.0.1:0")).rpartition(":")[2])
     try:
         yield port
     finally:
@@ -177,17 +177,17 @@ def test_it_listens_where_it_is_told(text: str) -> None:
     """IPv4, IPv6 and all interfaces; the answer tells the real port."""
     admin = Admin(Metrics(), {})
 
-    shown = admin.start(address(text))
+    shown = admin.start(parse_address(text))
     admin.stop()
 
-    assert shown.rpartition(":")[0] == address(text).text.rpartition(":")[0]
+    assert shown.rpartition(":")[0] == parse_address(text).text.rpartition(":")[0]
     assert int(shown.rpartition(":")[2]) > 0
 
 
 def test_an_address_in_use_is_one_clear_error() -> None:
     """The error names the address and the flag."""
     with serving(Admin(Metrics(), {})) as port, pytest.raises(LoopguardError) as failure:
-        Admin(Metrics(), {}).start(address(f"127.0.0.1:{port}"))
+        Admin(Metrics(), {}).start(parse_address(f"127.0.0.1:{port}"))
 
     assert str(failure.value) == f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another with --admin"
 
@@ -195,7 +195,7 @@ def test_an_address_in_use_is_one_clear_error() -> None:
 def test_a_socket_is_no_admin_address() -> None:
     """A Unix socket is a usage error, because scrapers and probes need a port."""
     with pytest.raises(UsageError) as failure:
-        Admin(Metrics(), {}).start(address("unix:/run/x"))
+        Admin(Metrics(), {}).start(parse_address("unix:/run/x"))
 
     assert str(failure.value) == "--admin must be HOST:PORT, not 'unix:/run/x'"
 

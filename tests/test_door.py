@@ -19,7 +19,7 @@ import uvloop
 
 from extproc.pb.health_pb2 import HealthCheckRequest
 from extproc.service import Service
-from extproc.settings import address
+from extproc.settings import parse_address
 from extproc.transport import http2
 from extproc.transport.fast import FastServer
 from extproc.transport.grpc import frame_message
@@ -132,7 +132,7 @@ async def _door(service: Service | None, **more: Any) -> AsyncIterator[Door]:  #
     health = Health()
     health.set(serving=True)
     server = FastServer(service or make_service(policy("p", ANY)), health, **more)
-    made = Door(server, await server.start(address("127.0.0.1:0")))
+    made = Door(server, await server.start(parse_address("127.0.0.1:0")))
     try:
         yield made
     finally:
@@ -369,7 +369,7 @@ def test_grpcio_serves_others_beside_an_attack(attack: bytes) -> None:
         health = Health()
         health.set(serving=True)
         server = GrpcServer(make_service(policy("p", ANY)), health)
-        where = await server.start(address("127.0.0.1:0"))
+        where = await server.start(parse_address("127.0.0.1:0"))
         hostile = Client(where)
         try:
             with contextlib.suppress(ConnectionError):  # as above

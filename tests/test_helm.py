@@ -151,7 +151,7 @@ def test_a_pod_starts_from_what_it_is_given(values: Values, tmp_path: Path) -> N
         fill(root, deployment, made)
         given = {name: value.replace("/etc/loopguard", str(root)) for name, value in environment(deployment).items()}
 
-        chosen = settings.read({}, given)
+        chosen = settings.read_settings({}, given)
         asyncio.run(assemble(chosen))
 
         assert settings.find_unknown(given) == []
@@ -279,7 +279,7 @@ def test_a_stopping_pod_has_time_for_all_of_it(values: Values) -> None:
     """The pod is not killed before delay and drain are over, and the kubelet asks where somebody answers."""
     for deployment in of_kind(objects(values), "Deployment"):
         spec = deployment["spec"]["template"]["spec"]
-        given = settings.read({}, environment(deployment))
+        given = settings.read_settings({}, environment(deployment))
         (container,) = spec["containers"]
 
         assert spec["terminationGracePeriodSeconds"] > given.drain_delay + given.drain_timeout + 1
@@ -432,7 +432,7 @@ def test_who_acts_and_who_counts_with_whom(values: Values, expected: dict[str, t
     """A shadow never acts and counts under its own scope; a canary that acts counts with the stable pods."""
     found = {}
     for deployment in of_kind(objects(values), "Deployment"):
-        given = settings.read({}, environment(deployment))
+        given = settings.read_settings({}, environment(deployment))
         found[deployment["metadata"]["labels"]["app.kubernetes.io/component"]] = (given.shadow, given.scope)
 
     assert found == expected
@@ -480,7 +480,7 @@ def test_every_setting_arrives() -> None:
     samples = {"boolean": True, "integer": 1_000_000, "number": 0.25, "string": "gateway"}
     wanted = {name: item["enum"][-1] if "enum" in item else samples[item["type"]] for name, item in described.items()}
 
-    given = settings.read({}, environment(one(objects({"settings": wanted}), "Deployment")))
+    given = settings.read_settings({}, environment(one(objects({"settings": wanted}), "Deployment")))
 
     found = {name: getattr(given, re.sub("[A-Z]", lambda capital: f"_{capital[0].lower()}", name)) for name in wanted}
     assert found == wanted
@@ -549,7 +549,7 @@ def test_mutual_tls_comes_from_a_secret() -> None:
     """The files of the mounted Secret are what the process reads, and only clients with the names that are set may ask."""
     deployment = one(objects(CASES["mutual-tls"]), "Deployment")
     spec = deployment["spec"]["template"]["spec"]
-    given = settings.read({}, environment(deployment))
+    given = settings.read_settings({}, environment(deployment))
 
     mounted = {mount["name"]: mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
     secrets = {volume["name"]: volume["secret"]["secretName"] for volume in spec["volumes"] if "secret" in volume}
@@ -598,7 +598,7 @@ def test_the_helm_test_shows_a_certificate() -> None:
 )
 def test_the_process_warns_of_strangers_where_nothing_keeps_them_out(values: Values, allowed: bool) -> None:
     """A network policy or the mesh silences the warning about plain text, and nothing else does."""
-    given = settings.read({}, environment(of_kind(objects(values), "Deployment")[0]))
+    given = settings.read_settings({}, environment(of_kind(objects(values), "Deployment")[0]))
 
     assert given.allow_plaintext is allowed
 

@@ -55,9 +55,12 @@ FLOORS: list[list[str]] = [
     ["transport/fast", "transport/grpcio"],
     ["reload", "admin", "server"],
     ["envoy_config", "envoy_config/options", "envoy_config/routes", "envoy_config/template"],
-    ["envoy_config/render", "envoy_config/command"],
-    ["presets"],
-    ["explain", "cli"],
+    ["envoy_config/render"],
+    [
+        "commands",
+        *(f"commands/{name}" for name in ("serve", "init", "validate", "explain", "schema", "envoy_config", "healthcheck")),
+    ],
+    ["cli"],
 ]
 PLACE = {name: (floor, number) for floor, names in enumerate(FLOORS) for number, name in enumerate(names)}
 

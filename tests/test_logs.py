@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from extproc.logs import LogFormat, RateLimit, fields, setup
+from extproc.logs import LogFormat, RateLimit, make_extra, setup
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _root_logger() -> Iterator[None]:
 def written(capsys: pytest.CaptureFixture[str], log_format: LogFormat, message: str, **values: object) -> str:
     """What stderr gets for one warning."""
     setup(log_format, "info")
-    logging.getLogger("loopguard").warning(message, extra=fields(**values))
+    logging.getLogger("loopguard").warning(message, extra=make_extra(**values))
     logging.getLogger("loopguard").debug("below the level")
     out, line = capsys.readouterr()
     assert out == ""

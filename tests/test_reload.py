@@ -532,7 +532,7 @@ def test_what_is_watched_stays_small(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     (tmp_path / "one.json").touch()
 
-    found = reload._directories([f"{tmp_path}/one.json", f"{tmp_path}/policies", f"{tmp_path}/no/such"], [])
+    found = reload._list_directories([f"{tmp_path}/one.json", f"{tmp_path}/policies", f"{tmp_path}/no/such"], [])
 
     assert found == {str(tmp_path), f"{tmp_path}/policies", f"{tmp_path}/policies/sub"}
 

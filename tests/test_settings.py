@@ -9,14 +9,14 @@ import pytest
 
 from extproc.errors import UsageError
 from extproc.options import ENVIRONMENT_ONLY
-from extproc.settings import Address, Settings, SubjectName, add_flags, address, find_unknown, read
+from extproc.settings import Address, Settings, SubjectName, add_flags, find_unknown, parse_address, read_settings
 
 
 def given(*flags: str, **environment: str) -> Settings:
     """Settings from a command line and `LOOPGUARD_` variables named without their prefix."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    return read(vars(parser.parse_args(flags)), {f"LOOPGUARD_{name}": value for name, value in environment.items()})
+    return read_settings(vars(parser.parse_args(flags)), {f"LOOPGUARD_{name}": value for name, value in environment.items()})
 
 
 def help_text() -> str:
@@ -119,7 +119,7 @@ def test_settings_are_frozen() -> None:
 )
 def test_addresses(text: str, expected: Address) -> None:
     """TCP addresses have a port, IPv6 ones brackets, no host means all interfaces, `unix:/` is a socket."""
-    found = address(text)
+    found = parse_address(text)
 
     assert found == expected
     assert found.is_unix == text.startswith("unix:")

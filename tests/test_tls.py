@@ -32,7 +32,7 @@ from extproc.envoy_config.options import EnvoyOptions
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.options import read_options
-from extproc.settings import SubjectName, address, read, subject_name, subject_names
+from extproc.settings import SubjectName, parse_address, parse_subject_name, parse_subject_names, read_settings
 from extproc.transport.fast import FastServer
 from extproc.transport.health import EXT_PROC, Health
 from extproc.transport.tls import Certificates
@@ -108,7 +108,7 @@ def on_command_line(chosen: dict[str, str]) -> list[str]:
 
 def load(files: Files, *san: str) -> Certificates:
     """Certificates as a server has them."""
-    return Certificates(read(of_server(files, *san), {}), Metrics())
+    return Certificates(read_settings(of_server(files, *san), {}), Metrics())
 
 
 def result(certificates: Certificates, name: str) -> float:
@@ -136,14 +136,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_name_is_of_the_kind_that_it_looks_like(text: str, name: SubjectName) -> None:
     """DNS names, IP addresses and URIs are told apart, and compared in one spelling."""
-    assert subject_name(text) == name
+    assert parse_subject_name(text) == name
 
 
 @pytest.mark.parametrize("text", ["*.example", "a b", "-a", "a/b"])
 def test_what_is_no_name_is_told(text: str) -> None:
     """A wildcard, or what no certificate is made out to, is an error that says what would be right."""
     with pytest.raises(ValueError, match="must be a DNS name, an IP address or a URI such as spiffe://"):
-        subject_names(f"good.example,{text}")
+        parse_subject_names(f"good.example,{text}")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_what_is_no_name_is_told(text: str) -> None:
 )
 def test_which_addresses_no_stranger_reaches(text: str, local: bool) -> None:
     """Loopback and Unix sockets are local, anything else may be reached from elsewhere."""
-    assert address(text).is_local is local
+    assert parse_address(text).is_local is local
 
 
 # ---- Flags
@@ -261,7 +261,7 @@ def test_a_broken_rotation_changes_nothing(case: str, tmp_path: Path, caplog: py
         certificates.look()
 
     assert kept == before
-    assert [record.fields["error"] for record in caplog.records if record.levelname == "ERROR"] == [  # type: ignore[attr-defined]  # logs.fields
+    assert [record.fields["error"] for record in caplog.records if record.levelname == "ERROR"] == [  # type: ignore[attr-defined]  # logs.make_extra
         message.format(**files._asdict())
     ]
     assert (result(certificates, "error"), result(certificates, "ok")) == (1, 1)
@@ -348,8 +348,8 @@ def at_door(request: pytest.FixtureRequest, folder: Path) -> Callable[[Callable[
         async def run() -> None:
             service, health = make_service(policy("all", ANY)), Health()
             server = TRANSPORTS[request.param](service, health)
-            chosen = read(of_server(issue(folder / "server", SERVER), ENVOY, "10.0.0.1"), {})
-            where = await server.start(address("127.0.0.1:0"), Certificates(chosen, service.metrics))
+            chosen = read_settings(of_server(issue(folder / "server", SERVER), ENVOY, "10.0.0.1"), {})
+            where = await server.start(parse_address("127.0.0.1:0"), Certificates(chosen, service.metrics))
             health.set(serving=True)
             try:
                 await steps(Door(int(where.rpartition(":")[2]), service))
@@ -438,7 +438,7 @@ def test_a_handshake_that_stalls_is_ended(folder: Path, new_loop: Callable[[], a
 
     async def run() -> None:
         server = FastServer(make_service(policy("all", ANY)), Health(), hello_seconds=0.05)
-        where = await server.start(address("127.0.0.1:0"), load(issue(folder / "server", SERVER)))
+        where = await server.start(parse_address("127.0.0.1:0"), load(issue(folder / "server", SERVER)))
         for said in (b"", b"\x16\x03\x01\x02\x00"):
             reader, writer = await asyncio.open_connection("127.0.0.1", int(where.rpartition(":")[2]))
             writer.write(said)
@@ -458,8 +458,8 @@ def test_a_refusal_is_counted_and_told(folder: Path, caplog: pytest.LogCaptureFi
     async def run() -> Metrics:
         metrics = Metrics()
         server = TRANSPORTS["fast"](make_service(policy("all", ANY)), Health())
-        chosen = read(of_server(issue(folder / "server", SERVER), ENVOY), {})
-        where = await server.start(address("127.0.0.1:0"), Certificates(chosen, metrics))
+        chosen = read_settings(of_server(issue(folder / "server", SERVER), ENVOY), {})
+        where = await server.start(parse_address("127.0.0.1:0"), Certificates(chosen, metrics))
         door = Door(int(where.rpartition(":")[2]), None)
         for files in (None, issue_client(folder, ENVOY, by=STRANGER), issue_client(folder, "stranger.example")):
             await door.ask(credentials_of(files))

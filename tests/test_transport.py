@@ -21,7 +21,7 @@ from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.server import Transport
 from extproc.service import Service
-from extproc.settings import address
+from extproc.settings import parse_address
 from extproc.transport.fast import FastServer
 from extproc.transport.grpc import frame_message
 from extproc.transport.grpcio import GrpcServer
@@ -63,7 +63,7 @@ class Running:
 async def _running(name: str, service: Service) -> AsyncIterator[Running]:
     health = Health()
     server = TRANSPORTS[name](service, health)
-    where = await server.start(address("127.0.0.1:0"))
+    where = await server.start(parse_address("127.0.0.1:0"))
     health.set(serving=True)
     async with grpc.aio.insecure_channel(where, [("grpc.max_metadata_size", 1 << 20)]) as channel:
         try:
@@ -277,7 +277,7 @@ def test_an_address_in_use_is_told(name: str, tmp_path: Path) -> None:
 
     async def listen(where: str) -> None:
         server = TRANSPORTS[name](make_service(policy("p", ANY)), Health())
-        await server.start(address(where))
+        await server.start(parse_address(where))
         await server.stop(0)
 
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket(socket.AF_UNIX) as held:

@@ -9,7 +9,7 @@ from ipaddress import ip_address
 
 from extproc.errors import UsageError
 from extproc.options import REQUIRED, option, parse_one_of, parse_switch, require_together
-from extproc.settings import Address, SubjectName, address, subject_names
+from extproc.settings import Address, SubjectName, parse_address, parse_subject_names
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?\Z")
 _WINDOW = range(65_535, 2**31)
@@ -30,7 +30,7 @@ def _parse_peer(example: str) -> Callable[[str], Address]:
 
     def parse(text: str) -> Address:
         try:
-            peer = address(text)
+            peer = parse_address(text)
         except ValueError:
             peer = None
         if peer is None or not (peer.is_unix or (peer.port and (is_ip(peer.host) or _HOST_NAME.match(peer.host)))):
@@ -64,7 +64,7 @@ def _parse_upstream(text: str) -> Address:
 def _parse_local(text: str) -> Address:
     """Where Envoy listens; it resolves no names for that."""
     try:
-        local = address(text)
+        local = parse_address(text)
     except ValueError:
         local = None
     if local is None or local.is_unix or not is_ip(local.host):
@@ -110,7 +110,7 @@ class EnvoyOptions:
     endpoint_ca: str = option("", str, "authorities of Loopguard's own certificate", "PATH")
     endpoint_san: tuple[SubjectName, ...] = option(
         (),
-        subject_names,
+        parse_subject_names,
         "what Loopguard's certificate is made out to, one of these; repeatable or separated by commas; "
         "default: the endpoints' hosts",
         "DNS|IP|URI,...",

@@ -11,7 +11,7 @@ from extproc.envoy_config.options import EnvoyOptions, is_ip
 from extproc.envoy_config.routes import GuardedRoute, plan_routes
 from extproc.envoy_config.template import fill
 from extproc.policy.loader import PolicySet
-from extproc.settings import Address, subject_name
+from extproc.settings import Address, parse_subject_name
 
 _BODY_MODES = {"strict": "BUFFERED", "tolerant": "BUFFERED_PARTIAL"}
 _UPSTREAM_PROTOCOLS = {
@@ -79,7 +79,7 @@ def _describe_loopguard(endpoints: Sequence[Address]) -> Mapping[str, str]:
 def _describe_loopguard_tls(options: EnvoyOptions) -> Mapping[str, str | bool]:
     """How Envoy shows Loopguard who it is, and whom it takes for Loopguard."""
     names = options.endpoint_san or dict.fromkeys(
-        subject_name(endpoint.host) for endpoint in options.endpoints if endpoint.host
+        parse_subject_name(endpoint.host) for endpoint in options.endpoints if endpoint.host
     )
     return {
         "endpoint_tls": bool(options.endpoint_cert),

@@ -32,7 +32,7 @@ class _Anchor(NamedTuple):
     path: str
     exact: bool
 
-    def around(self) -> Iterator[_Anchor]:
+    def list_around(self) -> Iterator[_Anchor]:
         """This one and every prefix that its requests have, the longest first."""
         yield self
         yield _Anchor(self.path, exact=False)
@@ -64,7 +64,7 @@ def plan_routes(policies: PolicySet) -> list[GuardedRoute]:
         if not anchors:
             by_name_alone.append(policy)
     names = {anchor: _choose_name(anchor, asking) for anchor, asking in users.items()}
-    homeless = [policy for policy in by_name_alone if not set(names.values()) & set(_wanted_names(policy))]
+    homeless = [policy for policy in by_name_alone if not set(names.values()) & set(_list_wanted_names(policy))]
     if homeless:
         users.setdefault(_EVERYWHERE, []).extend(homeless)
         names[_EVERYWHERE] = _choose_name_of_everywhere(homeless, users[_EVERYWHERE])
@@ -90,18 +90,20 @@ def _find_anchors(policy: Policy) -> Iterator[_Anchor]:
         yield _Anchor(selector.pathPrefix, exact=False)
 
 
-def _wanted_names(policy: Policy) -> Sequence[str]:
+def _list_wanted_names(policy: Policy) -> Sequence[str]:
     return policy.spec.selector.routes or ()
 
 
 def _choose_name(anchor: _Anchor, users: Sequence[Policy]) -> str:
     """The first route name that suits every policy anchored here; empty when none of them asks for one."""
-    asking = [policy for policy in users if _wanted_names(policy)]
+    asking = [policy for policy in users if _list_wanted_names(policy)]
     if not asking:
         return ""
-    common = next((name for name in _wanted_names(asking[0]) if all(name in _wanted_names(policy) for policy in asking)), "")
+    common = next(
+        (name for name in _list_wanted_names(asking[0]) if all(name in _list_wanted_names(policy) for policy in asking)), ""
+    )
     if not common:
-        told = ", ".join(f"{policy.id} ({' or '.join(_wanted_names(policy))})" for policy in asking)
+        told = ", ".join(f"{policy.id} ({' or '.join(_list_wanted_names(policy))})" for policy in asking)
         raise UsageError(
             f"--policy: the path {anchor.path} can have one route name, but its policies ask for different ones: {told}; "
             "let them share a name, or leave `routes` out"
@@ -111,7 +113,7 @@ def _choose_name(anchor: _Anchor, users: Sequence[Policy]) -> str:
 
 def _choose_name_of_everywhere(homeless: Sequence[Policy], users: Sequence[Policy]) -> str:
     """The name of the catch-all route, which is where policies go that select by a route's name alone."""
-    wanted = dict.fromkeys(name for policy in homeless for name in _wanted_names(policy))
+    wanted = dict.fromkeys(name for policy in homeless for name in _list_wanted_names(policy))
     if len(wanted) > 1:
         raise UsageError(
             f"--policy: {', '.join(policy.id for policy in homeless)} select by route alone, and nothing says on which paths "
@@ -122,5 +124,5 @@ def _choose_name_of_everywhere(homeless: Sequence[Policy], users: Sequence[Polic
 
 def _name(anchor: _Anchor, names: Mapping[_Anchor, str]) -> str:
     """A route's name: its own, else that of the nearest path around it, whose policies see this route's requests too."""
-    name = next((names[around] for around in anchor.around() if names.get(around)), "")
+    name = next((names[around] for around in anchor.list_around() if names.get(around)), "")
     return name or f"guarded:{anchor.path}{'' if anchor.exact else '*'}"

@@ -176,40 +176,40 @@ class _Url:
         try:
             parts = urlsplit(url)
         except ValueError as error:
-            raise self.wrong(str(error)) from None
+            raise self.explain(str(error)) from None
         self.scheme, _, self.kind = parts.scheme.partition("+")
         secret, _, listed = parts.netloc.rpartition("@")
         user, _, password = secret.partition(":")
         self.user, self.password = unquote(user), unquote(password)
-        self.hosts = [self._host(item) for item in listed.split(",") if item]
+        self.hosts = [self._parse_place(item) for item in listed.split(",") if item]
         self.path = unquote(parts.path.strip("/"))
         self.options = dict(parse_qsl(parts.query, keep_blank_values=True))
         if parts.fragment:
-            raise self.wrong("it must not contain #; in a password, write %23")
-        known = ("prefix", "credential_provider", *(("db",) if self.scheme == "unix" else ()), *(self.tls_options()))
+            raise self.explain("it must not contain #; in a password, write %23")
+        known = ("prefix", "credential_provider", *(("db",) if self.scheme == "unix" else ()), *(self.read_tls_options()))
         unknown = [name for name in self.options if name not in known]
         if unknown:
-            raise self.wrong(f"unknown option; there are {', '.join(known)}")
+            raise self.explain(f"unknown option; there are {', '.join(known)}")
 
-    def tls_options(self) -> tuple[str, ...]:
+    def read_tls_options(self) -> tuple[str, ...]:
         """Options of the URL that tell about TLS."""
         return ("ca", "cert", "key") if self.scheme == "rediss" else ()
 
-    def _host(self, text: str) -> Place:
+    def _parse_place(self, text: str) -> Place:
         try:
             parts = urlsplit(f"//{text}")
             port = parts.port or (26_379 if self.kind == "sentinel" else 6379)
             return Place(parts.hostname or "localhost", port)
         except ValueError:
-            raise self.wrong("what stands behind :// must be HOST:PORT") from None
+            raise self.explain("what stands behind :// must be HOST:PORT") from None
 
-    def number(self, text: str, what: str, least: int = 0) -> int:
+    def parse_number(self, text: str, what: str, least: int = 0) -> int:
         """An integer out of the URL."""
         if not (text.isascii() and text.isdecimal()) or int(text) < least:
-            raise self.wrong(f"{what} must be a number from {least}")
+            raise self.explain(f"{what} must be a number from {least}")
         return int(text)
 
-    def wrong(self, message: str) -> UsageError:
+    def explain(self, message: str) -> UsageError:
         """An error about this URL that does not show its password."""
         return UsageError(f"cannot use store {redact_url(self._url)}: {message}")
 
@@ -220,11 +220,11 @@ def _choose_credentials(url: _Url, settings: Settings) -> CredentialProvider | N
     password = url.password or ("" if file else settings.store_password)
     if name is not None:
         if url.user or password or file:
-            raise url.wrong("credential_provider takes the place of a user and a password; name one of them")
+            raise url.explain("credential_provider takes the place of a user and a password; name one of them")
         return Provided(name)
     chosen = Password(url.user, password, file)
     if url.user and not chosen.has_password():
-        raise url.wrong(
+        raise url.explain(
             "a user needs a password, here as USER:PASSWORD@, in LOOPGUARD_STORE_PASSWORD or in --store-password-file"
         )
     return chosen if password or file else None
@@ -233,18 +233,18 @@ def _choose_credentials(url: _Url, settings: Settings) -> CredentialProvider | N
 def _make_tls(url: _Url) -> ssl.SSLContext | None:
     if url.scheme != "rediss":
         return None
-    given = [(name, url.options[name]) for name in url.tls_options() if name in url.options]
+    given = [(name, url.options[name]) for name in url.read_tls_options() if name in url.options]
     for name, path in given:
         if not Path(path).is_file():
-            raise url.wrong(f"{name}: there is no file {path}")
+            raise url.explain(f"{name}: there is no file {path}")
     if "key" in url.options and "cert" not in url.options:
-        raise url.wrong("key needs cert")
+        raise url.explain("key needs cert")
     try:
         context = ssl.create_default_context(cafile=url.options.get("ca"))
         if "cert" in url.options:
             context.load_cert_chain(url.options["cert"], url.options.get("key"))
     except (ssl.SSLError, OSError) as error:
-        raise url.wrong(f"ca, cert and key must be PEM files that belong together ({error.strerror or error})") from None
+        raise url.explain(f"ca, cert and key must be PEM files that belong together ({error.strerror or error})") from None
     return context
 
 
@@ -263,28 +263,28 @@ def open_redis(url: str, metrics: Metrics, settings: Settings) -> RemoteStore:
 
 def _make_single(url: _Url, access: Access) -> Topology:
     if len(url.hosts) != 1:
-        raise url.wrong("it takes one HOST:PORT; for several use redis+sentinel:// or redis+cluster://")
-    return One(url.hosts[0], replace(access, database=url.number(url.path or "0", "the database")))
+        raise url.explain("it takes one HOST:PORT; for several use redis+sentinel:// or redis+cluster://")
+    return One(url.hosts[0], replace(access, database=url.parse_number(url.path or "0", "the database")))
 
 
 def _make_unix(url: _Url, access: Access) -> Topology:
     if url.hosts or not url.path:
-        raise url.wrong("it takes the form unix:///PATH?db=0")
-    return One(Place(path=f"/{url.path}"), replace(access, database=url.number(url.options.get("db", "0"), "db")))
+        raise url.explain("it takes the form unix:///PATH?db=0")
+    return One(Place(path=f"/{url.path}"), replace(access, database=url.parse_number(url.options.get("db", "0"), "db")))
 
 
 def _make_sentinel(url: _Url, access: Access) -> Topology:
     service, _, database = url.path.partition("/")
     if not url.hosts or not service:
-        raise url.wrong(f"it takes the form {url.scheme}+sentinel://HOST1:PORT,HOST2:PORT/SERVICE")
-    return Watched(url.hosts, service, replace(access, database=url.number(database or "0", "the database")))
+        raise url.explain(f"it takes the form {url.scheme}+sentinel://HOST1:PORT,HOST2:PORT/SERVICE")
+    return Watched(url.hosts, service, replace(access, database=url.parse_number(database or "0", "the database")))
 
 
 def _make_cluster(url: _Url, access: Access) -> Topology:
     if not url.hosts or url.path not in ("", "0"):
-        raise url.wrong(f"it takes the form {url.scheme}+cluster://HOST1:PORT,HOST2:PORT (a cluster has no databases)")
+        raise url.explain(f"it takes the form {url.scheme}+cluster://HOST1:PORT,HOST2:PORT (a cluster has no databases)")
     if "{" in url.options.get("prefix", ""):
-        raise url.wrong("the prefix must not contain {: the hash tag of a cluster's keys is Loopguard's")
+        raise url.explain("the prefix must not contain {: the hash tag of a cluster's keys is Loopguard's")
     return Cluster(url.hosts, access, TAGS)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
 from extproc.errors import StoreError
-from extproc.logs import fields
+from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.store.certain import Certain
 from extproc.store.scripts import Call, Verdict, count_call, push_call
@@ -291,7 +291,7 @@ class RemoteStore:
         if flight is not None:
             flight.task.cancel()
         if self._trouble is None:
-            _LOG.error("store unavailable, each replica counts for itself", extra=fields(kind=error.kind, error=str(error)))
+            _LOG.error("store unavailable, each replica counts for itself", extra=make_extra(kind=error.kind, error=str(error)))
         self._trouble = error
         if self._probing is None:
             self._probing = asyncio.get_running_loop().create_task(self._probe())

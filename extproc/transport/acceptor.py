@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 
-from extproc.logs import RateLimit, fields
+from extproc.logs import RateLimit, make_extra
 
 _LOG = logging.getLogger("loopguard")
 
@@ -116,7 +116,7 @@ class Acceptor:
     def _log(self, message: str, **more: object) -> None:
         suppressed = self._refusals.take(self._loop.time())
         if suppressed is not None:
-            _LOG.warning(message, extra=fields(**more, suppressed=suppressed or None))
+            _LOG.warning(message, extra=make_extra(**more, suppressed=suppressed or None))
 
     def _await_word(self, connection: socket.socket, address: str, seconds: float) -> None:
         """Have a connection wait for its peer's first word."""

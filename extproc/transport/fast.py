@@ -21,7 +21,7 @@ from typing import Any, Final, cast
 from google.protobuf.message import DecodeError
 
 from extproc.errors import ProtocolError
-from extproc.logs import RateLimit, fields
+from extproc.logs import RateLimit, make_extra
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.service import Later, Reply, Service, Stream
 from extproc.settings import Address
@@ -31,7 +31,7 @@ from extproc.transport.grpc import Call, HalfClosed, MessageReceived
 from extproc.transport.headers import Cache
 from extproc.transport.health import EXT_PROC, HEALTH, Health
 from extproc.transport.http2 import Limits, Pool
-from extproc.transport.sockets import keep_alive, listening_socket
+from extproc.transport.sockets import keep_alive, open_listening_socket
 from extproc.transport.tls import Certificates
 
 _LOG = logging.getLogger("loopguard")
@@ -386,9 +386,9 @@ class FastServer:
         Raises:
             LoopguardError: the address cannot be listened on.
         """
-        listening = listening_socket(address)
+        listening = open_listening_socket(address)
         loop = asyncio.get_running_loop()
-        tls = certificates.listen_options(self.hello_seconds) if certificates else {}
+        tls = certificates.make_listen_options(self.hello_seconds) if certificates else {}
         connect = partial(loop.connect_accepted_socket, lambda: _Peer(self), **tls)
         self._acceptor = Acceptor(listening, connect, self._make_room, self.hello_seconds if certificates else None)
         return address.text if address.is_unix else f"{address.text.rpartition(':')[0]}:{listening.getsockname()[1]}"
@@ -422,7 +422,7 @@ class FastServer:
         """One line for a connection that broke the protocol, unless there are too many of them."""
         suppressed = self._errors.take(asyncio.get_running_loop().time())
         if suppressed is not None:
-            extra = fields(error=str(error), code=error.code, suppressed=suppressed or None)
+            extra = make_extra(error=str(error), code=error.code, suppressed=suppressed or None)
             _LOG.info("connection ended for a protocol error", extra=extra)
 
 

@@ -16,7 +16,7 @@ from extproc.service import Service
 from extproc.settings import Address, SubjectName
 from extproc.transport.grpc import MAX_MESSAGE
 from extproc.transport.health import EXT_PROC, HEALTH, Health
-from extproc.transport.sockets import listening_socket
+from extproc.transport.sockets import open_listening_socket
 from extproc.transport.tls import Certificates, Pem, make_name, read_file
 
 _LOG = logging.getLogger("loopguard")
@@ -72,7 +72,7 @@ class GrpcServer:
             LoopguardError: the address cannot be listened on.
         """
         # grpc does not say why it cannot listen, and takes a Unix socket away from whoever has it.
-        probe = listening_socket(address)
+        probe = open_listening_socket(address)
         probe.close()
         try:
             port = self._add_port(address.text, certificates)

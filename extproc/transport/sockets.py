@@ -17,7 +17,7 @@ BACKLOG: Final = 1_024
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
-def listening_socket(address: Address) -> socket.socket:
+def open_listening_socket(address: Address) -> socket.socket:
     """A socket that listens on `address`; a Unix socket that nobody listens on any more is replaced.
 
     Raises:
@@ -25,7 +25,7 @@ def listening_socket(address: Address) -> socket.socket:
     """
     try:
         if address.is_unix:
-            return _unix(address.text.removeprefix("unix:"))
+            return _bind_unix(address.text.removeprefix("unix:"))
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         both = family is socket.AF_INET6 and address.host == "::" and socket.has_dualstack_ipv6()
         return socket.create_server((address.host, address.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
@@ -44,7 +44,7 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def _unix(path: str) -> socket.socket:
+def _bind_unix(path: str) -> socket.socket:
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)

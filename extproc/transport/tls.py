@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Self, cast
 
 from extproc.errors import UsageError
-from extproc.logs import RateLimit, fields
+from extproc.logs import RateLimit, make_extra
 from extproc.metrics import Metrics
 from extproc.options import require_together
 from extproc.settings import Settings, SubjectName
@@ -83,7 +83,7 @@ class Certificates:
         self._load()
         self._taken = self._looked_at = self._peek()
 
-    def listen_options(self, handshake_seconds: float) -> Mapping[str, Any]:
+    def make_listen_options(self, handshake_seconds: float) -> Mapping[str, Any]:
         """What `create_server` has to be told to speak TLS.
 
         Args:
@@ -125,7 +125,7 @@ class Certificates:
         self._metrics.tls_refused.inc()
         suppressed = self._refusals.take(time.monotonic())
         if suppressed is not None:
-            _LOG.info("connection refused in its TLS handshake", extra=fields(error=reason, suppressed=suppressed or None))
+            _LOG.info("connection refused in its TLS handshake", extra=make_extra(error=reason, suppressed=suppressed or None))
 
     def _follow(self) -> None:
         while not self._stopped.wait(_LOOK_SECONDS):
@@ -136,7 +136,7 @@ class Certificates:
             self._load()
         except UsageError as error:
             self._metrics.tls_reloads.labels("error").inc()
-            _LOG.error("certificates not rotated, the last good ones stay in use", extra=fields(error=str(error)))
+            _LOG.error("certificates not rotated, the last good ones stay in use", extra=make_extra(error=str(error)))
         else:
             self._metrics.tls_reloads.labels("ok").inc()
             _LOG.info("certificates rotated")

@@ -1,4 +1,4 @@
-"""Policies to start from, one file each: `loopguard init` prints one, its user keeps it and makes it their own."""
+"""`loopguard init`: prints one of the policies in `presets/`, which its user keeps and makes their own."""
 
 from __future__ import annotations
 
@@ -14,19 +14,28 @@ DEFAULT_PRESET = "agents"
 
 def read_preset(name: str) -> str:
     """A policy file, as text."""
-    return (files("extproc.presets") / f"{name}.json").read_text(encoding="utf-8")
+    return (files("extproc") / "presets" / f"{name}.json").read_text(encoding="utf-8")
 
 
-def describe_presets() -> str:
+def _describe_presets() -> Iterator[str]:
     """What each one does, in lines for `--help`."""
-    return "\n".join(_describe())
-
-
-def _describe() -> Iterator[str]:
     indent = " " * 15
     for name in PRESETS:
         description = json.loads(read_preset(name))["description"]
         yield fill(description, width=100, initial_indent=f"  {name:<13}", subsequent_indent=indent)
+
+
+_PRESET_LINES = "\n".join(_describe_presets())
+
+HELP = "print a policy to start from"
+EXAMPLES = f"""presets:
+{_PRESET_LINES}
+
+examples:
+  loopguard init > policies/agents.json
+  loopguard init --preset canary > policies/canary.json && loopguard validate policies/
+
+Change the paths, and the limit keys that tell callers apart, to yours."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

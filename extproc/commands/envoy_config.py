@@ -1,4 +1,4 @@
-"""`loopguard envoy-config`: its flags, and what it prints."""
+"""`loopguard envoy-config`: a complete Envoy bootstrap."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ import argparse
 import sys
 
 from extproc import options
+from extproc.commands import add_policy_flag, load_policies
 from extproc.envoy_config.options import EnvoyOptions
 from extproc.envoy_config.render import render_bootstrap
 from extproc.envoy_config.routes import find_acting
-from extproc.policy.loader import PolicySet
+
+HELP = "print a complete Envoy bootstrap that guards the policies' routes"
+EXAMPLES = """examples:
+  loopguard envoy-config --policy policies/ --upstream 127.0.0.1:8080 > envoy.yaml && envoy -c envoy.yaml"""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The policies, and one flag for each option."""
-    parser.add_argument("--policy", action="append", required=True, metavar="PATH", help="policy file or directory; repeatable")
+    add_policy_flag(parser)
     options.add_flags(parser, EnvoyOptions)
 
 
-def run(given: argparse.Namespace, policies: PolicySet) -> int:
-    """Print the bootstrap.
-
-    Returns:
-        the exit code.
+def run(given: argparse.Namespace) -> int:
+    """Print the bootstrap; returns the exit code.
 
     Raises:
         UsageError: a flag cannot be used, or a policy selects by a route that cannot be placed.
+        BundleErrors: with everything that is wrong in the policies.
     """
+    policies = load_policies(given.policy)
     chosen = options.read_options(EnvoyOptions, vars(given))
     sys.stdout.write(render_bootstrap(policies, chosen))
     acting = list(find_acting(policies))

@@ -1,4 +1,4 @@
-"""What `loopguard explain` prints: what the policies make of one request, described as curl would be asked to send it."""
+"""`loopguard explain`: what the policies make of one request, described as curl would be asked to send it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import chain, repeat
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from extproc.answers.clients import AUTO_STATUS
 from extproc.answers.steer import NotSteered, steer, write_note
+from extproc.commands import add_policy_flag, load_policies
 from extproc.decision import Action, Outcome
 from extproc.engine import Engine
 from extproc.errors import UsageError
@@ -21,15 +22,19 @@ from extproc.fingerprint import NO_BODY
 from extproc.logs import escape_controls
 from extproc.notes import cut_notes
 from extproc.policy.bundle import DEFAULT_DETECTOR, METHOD
-from extproc.policy.loader import PolicySet
 from extproc.request import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body
 from extproc.similarity.document import Document
 from extproc.windows import Count
 
+HELP = "show what the policies make of one request"
+EXAMPLES = """examples:
+  loopguard explain --policy policies/ -X POST -H 'x-user-id: ann' -d '{"model": "m"}' https://api.example.com/v1/chat/completions
+  loopguard explain --policy policies/ --claim org_id=org-abc -d @body.json http://localhost:10000/v1/messages"""
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard explain`."""
-    parser.add_argument("--policy", action="append", required=True, metavar="PATH", help="policy file or directory; repeatable")
+    add_policy_flag(parser)
     parser.add_argument("-X", "--request", metavar="METHOD", help="default GET, or POST with -d")
     parser.add_argument("-H", "--header", action="append", default=[], metavar="'NAME: VALUE'", help="repeatable")
     parser.add_argument("-d", "--data", metavar="BODY|@FILE", help="request body, @- for standard input")
@@ -41,18 +46,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL")
 
 
-def run(options: argparse.Namespace, policies: PolicySet, now: datetime) -> int:
-    """Print it.
-
-    Returns:
-        the exit code.
+def run(options: argparse.Namespace) -> int:
+    """Print it; returns the exit code.
 
     Raises:
         UsageError: a flag cannot be used.
+        BundleErrors: with everything that is wrong in the policies.
     """
+    policies = load_policies(options.policy)
     body = _read_body(options.data)
     request = _make_request(options, body)
-    evaluation = Engine(policies, now, shadow=options.shadow).prepare(request)
+    evaluation = Engine(policies, datetime.now(UTC), shadow=options.shadow).prepare(request)
     if evaluation is None:
         print(escape_controls(f"no policy matches {request.method} {request.path}: the request goes on uncounted"))
         return 0

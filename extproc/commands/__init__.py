@@ -1,0 +1,43 @@
+"""The subcommands of `loopguard`, one file each.
+
+Each has `HELP`, a line that says what it does; `EXAMPLES`, the end of its --help; `add_flags`, which declares its flags; and `run`,
+which does it and returns the exit code. What only `run` needs and takes long to import is imported there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from extproc.errors import UsageError
+from extproc.policy.loader import PolicySet, load
+
+COMMANDS = ("serve", "init", "validate", "explain", "schema", "envoy-config", "healthcheck")
+"""In the order of `loopguard --help`; `envoy-config` is in `envoy_config.py`."""
+
+
+def add_policy_flag(parser: argparse.ArgumentParser) -> None:
+    """The flag that names policies."""
+    parser.add_argument("--policy", action="append", required=True, metavar="PATH", help="policy file or directory; repeatable")
+
+
+def check_paths(paths: Sequence[str]) -> Sequence[str]:
+    """The policy paths of a command line, of which none is empty.
+
+    Raises:
+        UsageError: one is.
+    """
+    if not all(paths):  # such as that of a shell's variable that is not set
+        raise UsageError("a policy path is empty; give a policy file or a directory of them")
+    return paths
+
+
+def load_policies(paths: Sequence[str]) -> PolicySet:
+    """The policies of a command line, as they are valid now.
+
+    Raises:
+        UsageError: a path is empty.
+        BundleErrors: with everything that is wrong in the files.
+    """
+    return load(check_paths(paths), datetime.now(UTC))
