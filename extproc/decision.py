@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 
 class Action(str, Enum):
@@ -132,6 +132,10 @@ class Subject(Protocol):
         ...
 
 
+COMPLETION: Final = "completion"
+"""Of `refuse_as`: the refusal is an answer of the API that was called."""
+
+
 class RefusalForm(NamedTuple):
     """How a detector refuses.
 
@@ -242,10 +246,10 @@ class Decision:
     """What all policies together make of one request.
 
     Attributes:
-        lead: the find_strictest outcome of the enforcing policies that saw a loop; None lets the request through untouched.
+        lead: the strictest outcome of the enforcing policies that saw a loop; None lets the request through untouched.
         steer: the first outcome that puts a note into the request; None for none.
         warning: a policy with action warn fired.
-        shadow: the find_strictest outcome that a shadow policy would have had; never has an effect.
+        shadow: the strictest outcome that a shadow policy would have had; never has an effect.
         trace: every policy's outcome, in bundle order, enforcing ones first.
     """
 
@@ -274,10 +278,9 @@ class Decision:
 
     def warn_instead(self) -> Decision:
         """The same where no note can be put into the request: what steers warns."""
-        steers = [outcome.action is Action.STEER and outcome.mode == "enforce" for outcome in self.trace]
         trace = [
-            outcome.change_action(Action.WARN) if steered else outcome
-            for outcome, steered in zip(self.trace, steers, strict=True)
+            outcome.change_action(Action.WARN) if outcome.action is Action.STEER and outcome.mode == "enforce" else outcome
+            for outcome in self.trace
         ]
         lead = find_strictest([outcome for outcome in trace if outcome.mode == "enforce"])
         return Decision(lead, self.shadow, trace, warning=True)
@@ -304,5 +307,5 @@ def decide(trace: list[Outcome], watching: Sequence[Outcome] = ()) -> Decision:
 
 
 def find_strictest(outcomes: Sequence[Outcome]) -> Outcome:
-    """The find_strictest of one or more outcomes, the first among equals."""
+    """The strictest of one or more outcomes, the first among equals."""
     return max(outcomes, key=Outcome.strictness)

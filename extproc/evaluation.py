@@ -479,7 +479,7 @@ class Evaluation:
 
 
 def group_by_policy(trace: list[Outcome]) -> list[Outcome]:
-    """The find_strictest outcome of each policy, whose detectors stand side by side in the trace."""
+    """The strictest outcome of each policy, whose detectors stand side by side in the trace."""
     if len(trace) < 2:  # noqa: PLR2004  # nothing to group, as for most requests
         return trace
     return [find_strictest(list(group)) for _, group in groupby(trace, key=lambda outcome: (outcome.policy, outcome.mode))]

@@ -9,7 +9,7 @@ from extproc.fingerprint import is_too_long
 from extproc.guards.loop import Detector
 from extproc.guards.session import Sessions
 from extproc.policy.bundle import BODY, UNSUPPORTED_KEYS, Bypass, LoopDetection, Policy
-from extproc.policy.routes import is_below
+from extproc.policy.routes import copy_text, is_below
 from extproc.request import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors
 from extproc.similarity import Similarity, make_similarity
 from extproc.similarity.document import Document, NotCounted, NotJson, find, split_pointer
@@ -93,7 +93,7 @@ class Plan:
     def __init__(self, policy: Policy, parts: Parts, *, shadow: bool) -> None:
         """Compile; of the policy's own objects nothing is kept, they take several times as much room."""
         spec = policy.spec
-        self.id = policy.id.encode().decode()
+        self.id = copy_text(policy.id)
         self.shadow = shadow
         self.mode = "shadow" if shadow else "enforce"
         self.detectors = tuple(

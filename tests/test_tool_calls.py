@@ -17,7 +17,7 @@ from extproc.similarity.actions import MAX_NAME
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.keys import Tool
 from extproc.similarity.tool_calls import NO_CALLS, ToolCalls
-from extproc.similarity.tools import matches
+from extproc.similarity.tools import Limit, Limits, matches
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_conversation import BODIES
@@ -506,9 +506,9 @@ def test_a_tools_reason_is_passed_on(shape: Shape) -> None:
 )
 def test_a_tools_own_entry_comes_before_patterns(tools: dict[str, int], name: str, threshold: int) -> None:
     """A tool is held to its own entry, else to the first pattern that takes its name, else to the detector's settings."""
-    rule = ToolCalls(loop(tools={pattern: Tool(threshold=number) for pattern, number in tools.items()})).rule(name)
+    limits = Limits(3, {pattern: Limit(number) for pattern, number in tools.items()})
 
-    assert rule.threshold == threshold
+    assert limits.of((name[:MAX_NAME],)).threshold == threshold
 
 
 @given(st.text("ab*", max_size=6).filter(lambda pattern: "*" in pattern), st.text("ab\n", max_size=8))

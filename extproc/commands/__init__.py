@@ -1,7 +1,7 @@
 """The subcommands of `loopguard`, one file each.
 
-Each has `HELP`, a line that says what it does; `EXAMPLES`, the end of its --help; `add_flags`, which declares its flags; and `run`,
-which does it and returns the exit code. What only `run` needs and takes long to import is imported there.
+Each has `HELP`, a line that says what it does; `EXAMPLES`, the end of its --help; `add_flags`, which declares its flags; and
+`run`, which does it and returns the exit code. What only `run` needs and takes long to import is imported there.
 """
 
 from __future__ import annotations

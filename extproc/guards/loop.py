@@ -8,8 +8,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from functools import cache
 
-from extproc.decision import Action, Outcome, RefusalForm, Repeat, Subject
-from extproc.policy.bundle import COMPLETION, LoopDetection
+from extproc.decision import COMPLETION, Action, Outcome, RefusalForm, Repeat, Subject
+from extproc.policy.bundle import LoopDetection
 from extproc.policy.objects import MAX_THRESHOLD
 from extproc.similarity import Similarity
 from extproc.windows import Count, Hit

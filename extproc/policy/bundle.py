@@ -37,7 +37,6 @@ MAX_DELAY_MS = 30_000
 """Default and top of `max_delay_ms` (Fairvisor's cap on a throttled request)."""
 
 AUTO: Final = "auto"
-COMPLETION: Final = "completion"
 _STATUSES = (400, 599)
 """Lowest and highest status of a refusal: those of errors."""
 

@@ -23,11 +23,13 @@ def is_below(path: str, prefix: str) -> bool:
     return path.startswith(prefix) and (prefix.endswith("/") or path[len(prefix) : len(prefix) + 1] in ("", "/"))
 
 
-class Texts:
-    """Texts that outlive the documents they stand in.
+def copy_text(text: str) -> str:
+    """An equal text, of a document that goes: the text itself would keep all of the memory around it from being given back."""
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
 
-    A copy of each, and one for all that are equal: a text keeps all of the memory around it from being given back.
-    """
+
+class Texts:
+    """Texts that outlive the documents they stand in: a copy of each, and one for all that are equal."""
 
     def __init__(self) -> None:
         """Nothing is kept yet."""
@@ -37,7 +39,7 @@ class Texts:
         """An equal text that may be kept."""
         kept = self._kept.get(text)
         if kept is None:
-            kept = text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
+            kept = copy_text(text)
             self._kept[kept] = kept
         return kept
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from extproc.decision import Action
-from extproc.policy.bundle import COMPLETION, HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, Bypass, FallbackLimit, Policy
+from extproc.decision import COMPLETION, Action
+from extproc.policy.bundle import HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, Bypass, FallbackLimit, Policy
 from extproc.policy.objects import MAX_THRESHOLD, Place, is_annotation
 from extproc.policy.strict_json import write_pointer
 from extproc.similarity import KINDS, Similarity

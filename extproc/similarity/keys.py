@@ -160,9 +160,12 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys):
 
     def make_limits(self, default: int | None) -> Limits:
         """What holds for which tool; `default` as above."""
-        threshold = self.threshold_identical_requests or default or 0
-        tools = {name: Limit(tool.threshold or threshold, tool.reason, tool.allow) for name, tool in self.tools.items()}
-        return Limits(threshold, tools)
+        threshold, window = self.threshold_identical_requests or default or 0, self.window_calls
+        tools = {
+            name: Limit(tool.threshold or threshold, tool.reason, tool.allow, tool.window_calls or window)
+            for name, tool in self.tools.items()
+        }
+        return Limits(threshold, tools, window)
 
     def _raise_by(self, more: int, threshold: int) -> Self:
         tools = {name: tool.raise_by(more) for name, tool in self.tools.items()}

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from extproc.decision import Advice, Framed, Outcome
+from extproc.decision import COMPLETION, Advice, Framed, Outcome
 from extproc.policy.objects import JsonObject, Place
 from extproc.similarity.actions import MAX_NAME
 from extproc.similarity.base import Similarity, format_duration
@@ -140,7 +140,7 @@ class Mcp(Similarity):
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
         """Keys that mean nothing here; see `Similarity`."""
         yield from find_window_errors(loop, place)
-        if loop.get("refuse_as") == "completion":
+        if loop.get("refuse_as") == COMPLETION:
             yield (
                 (*place, "refuse_as"),
                 "refuse_as must not be completion with similarity mcp, whose refusals are answers already",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from extproc.decision import Advice, Outcome, Repeat
 from extproc.policy.objects import JsonObject, Place
@@ -23,7 +23,7 @@ from extproc.similarity.shapes import open_conversation
 from extproc.similarity.shapes.contents import is_injected, read_arguments, read_result, unpack
 from extproc.similarity.shapes.conversation import ASSISTANT, NOBODY, TOOL
 from extproc.similarity.shapes.messages import CALL, RESULT, TEXT, Message, Part
-from extproc.similarity.tools import count_rounds, matches
+from extproc.similarity.tools import Limit, count_rounds
 
 _MOST_CALLS = MAX_CALLS
 """So many calls are looked at in all."""
@@ -33,15 +33,6 @@ _SEPARATOR = b"\xff"  # never in UTF-8
 _NEXT_CALL = b"\xfe"
 _NOT_SAID = frozenset({TOOL, "function", NOBODY})
 _INSTEAD = "change the approach or the arguments, or finish with the result you have so far."
-
-
-class Rule(NamedTuple):
-    """What holds for the calls of one tool; see `ToolCallsKeys`."""
-
-    threshold: int
-    window_calls: int
-    reason: str = ""
-    allow: bool = False
 
 
 class Call:
@@ -101,27 +92,18 @@ class ToolCalls(Similarity):
 
     def __init__(self, keys: SimilarityKeys) -> None:
         """See `Similarity`."""
-        self._rule = Rule(keys.threshold_identical_requests or 0, keys.window_calls)
+        self._limits = keys.make_limits(self.default_threshold)
         self._max_cycle = keys.max_cycle
         self._results = keys.compare_results
         self._reset = keys.reset_on_user_message
-        self._named = {
-            name: Rule(
-                tool.threshold or self._rule.threshold, tool.window_calls or self._rule.window_calls, tool.reason, tool.allow
-            )
-            for name, tool in keys.tools.items()
-        }
-        self._patterns = [(name.split("*"), rule) for name, rule in self._named.items() if "*" in name]
         self._cooldown = keys.cooldown_seconds > 0  # then a call may be refused that does not loop
         stricter = [ToolCalls(raised) for raised in keys.list_steps(self.default_threshold)[1:]]
         self._stricter = list(enumerate(stricter, 1))[::-1]
-        self._fewest = min(rule.threshold for rule in (self._rule, *self._named.values()))
-        self._longest = max(rule.window_calls for rule in (self._rule, *self._named.values()))
 
     def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
         """What is repeated, empty when nothing is that matters, and how often; see `Similarity`."""
         history = _History(self._list_counted(document), results=self._results)
-        if history.at(self._fewest - 1) is None and not self._cooldown:
+        if history.at(self._limits.lowest - 1) is None and not self._cooldown:
             return b"", None  # too few calls for any loop
         for step, rules in self._stricter:
             found = rules.judge(history)
@@ -139,7 +121,7 @@ class ToolCalls(Similarity):
 
     def show(self, document: Document) -> list[str]:
         """The calls that are looked at, the oldest first; see `Similarity`."""
-        found = _History(self._list_counted(document), results=self._results).newest(self._longest)
+        found = _History(self._list_counted(document), results=self._results).newest(self._limits.widest)
         named = [call.spell(results=self._results).replace(_SEPARATOR, b" | ").decode() for call in reversed(found)]
         return named or [NO_CALLS]
 
@@ -188,35 +170,29 @@ class ToolCalls(Similarity):
         if conversation.elsewhere:
             raise NotCounted("no_history")
         found = read_calls(conversation.read_backwards(), reset=self._reset)
-        return (call for call in found if not self.rule(call.name).allow) if self._named else found
+        return (call for call in found if not self._find_limit(call).allow)
 
-    def rule(self, name: str) -> Rule:
-        """What holds for a tool: its own entry of `tools`, else the first pattern that takes its name, else the detector's."""
-        if not self._named:
-            return self._rule
-        name = name[:MAX_NAME]
-        rule = self._named.get(name)
-        if rule is None:
-            rule = next((rule for pattern, rule in self._patterns if matches(name, pattern)), self._rule)
-        return rule
+    def _find_limit(self, call: Call) -> Limit:
+        return self._limits.of((call.name[:MAX_NAME],))
 
     def _find_most_repeated(self, history: _History) -> Repeat | None:
         """Of the last turn's calls the one that loops, or else stands most often among the calls of its window."""
         candidates: list[Repeat] = []
-        for place in range(self._longest):
+        for place in range(self._limits.widest):
             call = history.at(place)
             if call is None or call.turn:
                 break
-            rule = self.rule(call.name)
-            if rule is self._rule and place >= rule.window_calls:
+            limit = self._find_limit(call)
+            shared = limit is self._limits.default
+            if shared and place >= limit.window_calls:
                 continue
             # A tool with an entry of its own has a window of its own calls: what else is called does not push them out.
-            among = history.newest(rule.window_calls) if rule is self._rule else history.newest_of(call.name, rule.window_calls)
+            among = history.newest(limit.window_calls) if shared else history.newest_of(call.name, limit.window_calls)
             equal = [other for other in among if call.same(other, results=self._results)]
             count = len(equal)
-            if count >= rule.threshold and self._is_work(history, equal[: rule.threshold]):
-                count = rule.threshold - 1
-            found = Repeat((call.name[:MAX_NAME],), count, len(among), rule.threshold, self._results, rule.reason)
+            if count >= limit.threshold and self._is_work(history, equal[: limit.threshold]):
+                count = limit.threshold - 1
+            found = Repeat((call.name[:MAX_NAME],), count, len(among), limit.threshold, self._results, limit.reason)
             candidates.append(found)
         return max(candidates, key=lambda candidate: (candidate.looping, candidate.count), default=None)
 
@@ -238,11 +214,11 @@ class ToolCalls(Similarity):
             members = history.newest(length)
             if not self._all_different(members):
                 continue
-            rules = [self.rule(call.name) for call in members]
-            rounds = count_rounds(length, max(rule.threshold for rule in rules))
+            limits = [self._find_limit(call) for call in members]
+            rounds = count_rounds(length, max(limit.threshold for limit in limits))
             if all(self._same(history, place, place + length) for place in range(1, length * (rounds - 1))):
                 names = tuple(call.name[:MAX_NAME] for call in reversed(members))
-                reason = next((rule.reason for rule in rules if rule.reason), "")
+                reason = next((limit.reason for limit in limits if limit.reason), "")
                 return Repeat(names, rounds, length * rounds, rounds, self._results, reason)
         return None
 

@@ -17,31 +17,35 @@ def count_rounds(length: int, threshold: int) -> int:
 
 
 class Limit(NamedTuple):
-    """What holds for what a turn does; see `LoopDetection`."""
+    """What holds for what a turn or a call does; see `Tool`."""
 
     threshold: int
     reason: str = ""
     allow: bool = False
+    window_calls: int = 0
 
 
 class Limits:
     """A detector's threshold, and what its `tools` say in its place.
 
     Attributes:
+        default: of tools without an entry.
         lowest: of the thresholds.
+        widest: of the windows, in calls.
     """
 
-    def __init__(self, threshold: int, tools: dict[str, Limit] | None = None) -> None:
+    def __init__(self, threshold: int, tools: dict[str, Limit] | None = None, window_calls: int = 0) -> None:
         """Names of `tools` may hold `*` for anything; an exact name goes first, then the first pattern."""
-        self.lowest = min([threshold, *[limit.threshold for limit in (tools or {}).values()]])
-        self._default = Limit(threshold)
         self._tools = tools or {}
+        self.default = Limit(threshold, window_calls=window_calls)
+        self.lowest = min([threshold, *[limit.threshold for limit in self._tools.values()]])
+        self.widest = max([window_calls, *[limit.window_calls for limit in self._tools.values()]])
         self._patterns = [(name.split("*"), limit) for name, limit in self._tools.items() if "*" in name]
 
     def of(self, names: Sequence[str]) -> Limit:
         """What holds where several tools are used at once: the highest threshold, and one that is allowed allows all."""
         if not self._tools or not names:
-            return self._default
+            return self.default
         if len(names) == 1:
             return self._of_one(names[0])
         limits = [self._of_one(name) for name in names]
@@ -51,7 +55,7 @@ class Limits:
     def _of_one(self, name: str) -> Limit:
         limit = self._tools.get(name)
         if limit is None:
-            limit = next((limit for pattern, limit in self._patterns if matches(name, pattern)), self._default)
+            limit = next((limit for pattern, limit in self._patterns if matches(name, pattern)), self.default)
         return limit
 
 
