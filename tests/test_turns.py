@@ -565,7 +565,7 @@ def test_an_entry_of_a_ring_is_read_as_it_was_written(turns: list[Meaning]) -> N
     history = TurnRule(Limits(3)).read(Document(json.dumps(as_chat(means(turns))).encode()))
 
     for turn in history.newest(5):
-        kept = turn.reduced()
+        kept = turn.reduce()
         assert decode_turn(encode_turn(turn)) == kept
 
 

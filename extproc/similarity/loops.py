@@ -91,12 +91,12 @@ class Kept:
         """
         shown = len(history.newest(MAX_TURNS)) - place
         before = history.at(place + 1)
-        self.newest = newest.reduced()
+        self.newest = newest.reduce()
         self.place = place
         self.entry = encode_turn(self.newest)
         self.identity = digest(b"%b %d %b %b" % (history.after, shown, newest.identify(), self.entry))
         self.complete = place + shown == MAX_TURNS
-        self._before = before.hash_action() if before is not None else None
+        self._before = before.action_hash if before is not None else None
 
     def extend(self, entries: Sequence[bytes]) -> History:
         """The turns up to this one, as far as a ring has them.
@@ -109,7 +109,7 @@ class Kept:
             del past[: past.index(self.entry) + 1]
         turns = [decode_turn(entry) for entry in past]
         if self._before is not None:  # what it shows besides must be among what was before, else that was another conversation
-            place = next((place for place, turn in enumerate(turns) if turn.action == self._before), len(turns))
+            place = next((place for place, turn in enumerate(turns) if turn.action_hash == self._before), len(turns))
             del turns[:place]
         return History(iter([self.newest, *turns]))
 
@@ -158,13 +158,13 @@ class TurnRule:
 
     def may_loop(self, newest: AnyTurn) -> bool:
         """Whether a turn may be part of a loop, whatever was before it."""
-        return (newest.known or newest.returned()) and not self._limits.of(newest.names()).allow
+        return (newest.known or newest.returned) and not self._limits.of(newest.names).allow
 
     def _judge(self, history: History) -> Repeat | None:
         newest = history.at(0)
         if newest is None or not self.may_loop(newest):
             return None
-        limit = self._limits.of(newest.names())
+        limit = self._limits.of(newest.names)
         looked_at = history.newest(max(2 * limit.threshold + 4, self._max_cycle + 1))
         again = [place for place in range(1, len(looked_at)) if self._same(newest, looked_at[place])]
         if again:
@@ -177,7 +177,7 @@ class TurnRule:
         """Whether two turns are equal; where what was done is not known, something must have come back."""
         return (
             same_action(one, other)
-            and (one.known or (one.returned() and other.returned()))
+            and (one.known or (one.returned and other.returned))
             and same_result(one, other, normalized=self._normalized)
         )
 
@@ -193,7 +193,7 @@ class TurnRule:
             return None
         turns = len(history.newest(window))
         return Repeat(
-            newest.names(), len(places) + 1, turns, limit.threshold, True, limit.reason, REPEAT if newest.known else RESULT
+            newest.names, len(places) + 1, turns, limit.threshold, True, limit.reason, REPEAT if newest.known else RESULT
         )
 
     def _is_seen(self, history: History, place: int) -> bool:
@@ -208,7 +208,7 @@ class TurnRule:
             if length < MIN_CYCLE or length > self._max_cycle:
                 continue
             members = history.newest(length)
-            limits = [self._limits.of(turn.names()) for turn in members]
+            limits = [self._limits.of(turn.names) for turn in members]
             threshold = max([limit.threshold for limit in limits])
             rounds = count_rounds(length, threshold)
             if (
@@ -217,7 +217,7 @@ class TurnRule:
                 and all(self._comes_back(history, place, length) for place in range(1, length * (rounds - 1)))
                 and self._all_differ(members)
             ):
-                names = tuple([name for turn in reversed(members) for name in turn.names()])
+                names = tuple([name for turn in reversed(members) for name in turn.names])
                 reason = next((limit.reason for limit in limits if limit.reason), "")
                 return Repeat(names, rounds, length * rounds, rounds, results=True, reason=reason, rule=CYCLE)
         return None
@@ -237,25 +237,25 @@ class TurnRule:
         if len(turns) < count:
             return None
         for turn in turns[1:]:
-            if not same_result(newest, turn, normalized=self._normalized) or self._limits.of(turn.names()).allow:
+            if not same_result(newest, turn, normalized=self._normalized) or self._limits.of(turn.names).allow:
                 return None
-        if not newest.failed():
+        if not newest.failed:
             return None
-        names = tuple(dict.fromkeys([name for turn in reversed(turns) for name in turn.names()]))
+        names = tuple(dict.fromkeys([name for turn in reversed(turns) for name in turn.names]))
         return Repeat(names, count, count, count, True, limit.reason, ERROR)
 
     def spell(self, turn: AnyTurn) -> bytes:
         """All of a turn that is compared, for a fingerprint."""
-        kept = turn.reduced()
-        return kept.action + (kept.normalized if self._normalized else kept.raw)
+        kept = turn.reduce()
+        return kept.action_hash + (kept.normalized if self._normalized else kept.raw)
 
     def count(self, history: History, newest: AnyTurn) -> Repeat:
         """How often the newest turn stands there, where that is no loop."""
-        limit = self._limits.of(newest.names())
+        limit = self._limits.of(newest.names)
         turns = history.newest(2 * limit.threshold + 4)
         again = sum([turn is newest or self._same(newest, turn) for turn in turns])
         below = min(again, limit.threshold - 1)  # it may stand there often, with much that is new in between
-        return Repeat(newest.names(), below, len(turns), limit.threshold, True, limit.reason, REPEAT)
+        return Repeat(newest.names, below, len(turns), limit.threshold, True, limit.reason, REPEAT)
 
 
 def keep_newest(history: History) -> Kept | None:
@@ -271,7 +271,7 @@ def keep_newest(history: History) -> Kept | None:
 
 def _only_speaks(turn: AnyTurn | None) -> bool:
     """The assistant says something, and nothing stands behind it."""
-    return isinstance(turn, Turn) and not turn.answered and not turn.action().places
+    return isinstance(turn, Turn) and not turn.answered and not turn.action.places
 
 
 def _is_prefill(history: History) -> bool:
@@ -282,6 +282,6 @@ def _is_prefill(history: History) -> bool:
     newest, *others = history.newest(MAX_TURNS)
     if not isinstance(newest, Turn) or not _only_speaks(newest):
         return False
-    said = newest.said()
-    begun = any(turn.said().startswith(said) for turn in others if isinstance(turn, Turn))
+    said = newest.said
+    begun = any(turn.said.startswith(said) for turn in others if isinstance(turn, Turn))
     return begun or len(said.split()) <= _PREFILLED_WORDS

@@ -95,19 +95,22 @@ class Turn:
         self._returned = False
         self._ids: set[str] = set()
 
+    @property
     def parts(self) -> list[Part]:
         """What stands in the assistant's message."""
         return self._message.read_parts() if self._message is not None else []
 
+    @property
     def said(self) -> str:
         """What the assistant said beside."""
-        texts = [unpack(part.value) for part in self.parts() if part.kind == TEXT]
+        texts = [unpack(part.value) for part in self.parts if part.kind == TEXT]
         return "\n".join([text for text in texts if isinstance(text, str)]).strip()
 
+    @property
     def action(self) -> Action:
         """What the assistant did; nothing where that is not known."""
         if self._action is None:
-            self._action = read_action(self.parts(), self._reading.ignored) if self.known else _UNKNOWN
+            self._action = read_action(self.parts, self._reading.ignored) if self.known else _UNKNOWN
         return self._action
 
     def may_do(self, action: Action) -> bool:
@@ -116,65 +119,71 @@ class Turn:
             return True
         return self._message.holds(action.mark)
 
+    @property
     def names(self) -> tuple[str, ...]:
         """The tools, or the first word of the command."""
-        return self.action().names
+        return self.action.names
 
+    @property
     def result(self) -> str:
         """Everything behind the action, as one text."""
         if self._result is None:
             self._result = self._read_result()
         return self._result
 
+    @property
     def normal(self) -> str:
         """The same without what changes by itself."""
         if self._normal is None:
-            text = self.result()
+            text = self.result
             self._reading.left -= min(len(text), MAX_NORMALIZED)
             self._normal = normalize(text) if self._reading.left >= 0 else text
         return self._normal
 
+    @property
     def returned(self) -> bool:
         """Tools brought back more than nothing."""
-        self.result()
+        _ = self.result  # which finds it out
         return self._returned
 
+    @property
     def failed(self) -> bool:
         """What came back is an error."""
-        text = self.result()
+        text = self.result
         return self._failed or (bool(text) and is_error(text))
 
     def show(self, most: int) -> str:
         """What was done and what came back, in a line for people, each cut to so many characters."""
-        action = self.action().spelled.replace(b"\xff", b" | ").decode() if self.known else "unknown"
-        return f"{_cut(action, most)} | {_cut(self.result(), most)}"
+        action = self.action.spelled.replace(b"\xff", b" | ").decode() if self.known else "unknown"
+        return f"{_cut(action, most)} | {_cut(self.result, most)}"
 
     def identify(self) -> bytes:
         """What this turn has to itself among equal ones: what the assistant wrote, thoughts and ids included."""
-        self.result()
+        _ = self.result  # which finds it out
         return _encode([self._message.list_values() if self._message is not None else None, sorted(self._ids)])
 
-    def hash_action(self) -> bytes:
+    @property
+    def action_hash(self) -> bytes:
         """What was done, in 8 bytes; zeros where that is not known."""
-        return digest(self.action().spelled) if self.known else bytes(_DIGEST)
+        return digest(self.action.spelled) if self.known else bytes(_DIGEST)
 
-    def reduced(self) -> Reduced:
+    def reduce(self) -> Reduced:
         """This turn as hashes."""
         return Reduced(
             self.known,
-            self.returned(),
-            self.failed(),
-            self.hash_action(),
-            digest(self.result().encode()),
-            digest(self.normal().encode()),
-            self.names(),
+            self.returned,
+            self.failed,
+            self.action_hash,
+            digest(self.result.encode()),
+            digest(self.normal.encode()),
+            self.names,
         )
 
     def _read_result(self) -> str:
         """Results in the order of their calls, each once, and then whatever else is said; the harness's own words left out."""
         results: list[tuple[str, str]] = []
         others: list[str] = []
-        for part in self.parts():  # what the server itself brought back stands in the assistant's own message
+        for part in self.parts:  # what the server itself brought back stands in the assistant's own message
             if part.kind == RESULT:
                 results.append(self._read_one(part, len(results)))
         for message in self._behind[::-1]:
@@ -202,7 +211,7 @@ class Turn:
     def _in_order(self, results: list[tuple[str, str]]) -> list[str]:
         if len(results) <= 1:
             return [text for _, text in results]
-        places = self.action().places
+        places = self.action.places
         ranked = sorted([(places.get(identity, len(places)), text) for identity, text in results])
         return [text for _, text in dict.fromkeys(ranked)]
 
@@ -212,43 +221,27 @@ class Reduced(NamedTuple):
 
     Attributes:
         known: as of a Turn.
-        has_returned: tools brought back more than nothing.
-        has_failed: what came back is an error.
-        action: hash of the action, 8 bytes; zeros where it is not known.
+        returned: tools brought back more than nothing.
+        failed: what came back is an error.
+        action_hash: of the action, 8 bytes; zeros where it is not known.
         raw: hash of the result.
         normalized: hash of the result without what changes by itself.
-        tools: its names; of an earlier request's the first alone.
+        names: as of a Turn; of an earlier request's the first alone.
     """
 
     known: bool
-    has_returned: bool
-    has_failed: bool
-    action: bytes
+    returned: bool
+    failed: bool
+    action_hash: bytes
     raw: bytes
     normalized: bytes
-    tools: tuple[str, ...]
-
-    def names(self) -> tuple[str, ...]:
-        """As of a Turn, as far as it was kept."""
-        return self.tools
-
-    def returned(self) -> bool:
-        """As of a Turn."""
-        return self.has_returned
-
-    def failed(self) -> bool:
-        """As of a Turn."""
-        return self.has_failed
+    names: tuple[str, ...]
 
     def show(self, most: int) -> str:
         """As of a Turn, as far as it was kept."""
-        return f"{self.action.hex()} | {self.raw.hex()}"[:most]
+        return f"{self.action_hash.hex()} | {self.raw.hex()}"[:most]
 
-    def hash_action(self) -> bytes:
-        """As of a Turn."""
-        return self.action
-
-    def reduced(self) -> Reduced:
+    def reduce(self) -> Reduced:
         """Itself."""
         return self
 
@@ -262,10 +255,10 @@ _encode = json.Encoder().encode
 
 def encode_turn(turn: AnyTurn) -> bytes:
     """A turn as an entry of a ring: flags, three hashes, and as much of its first name as there is room for."""
-    kept = turn.reduced()
-    flags = _KNOWN * kept.known | _RETURNED * kept.has_returned | _ERROR * kept.has_failed
-    name = kept.tools[0].encode()[:_ENTRY_NAME] if kept.tools else b""
-    return bytes((flags,)) + kept.action + kept.raw + kept.normalized + name
+    kept = turn.reduce()
+    flags = _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed
+    name = kept.names[0].encode()[:_ENTRY_NAME] if kept.names else b""
+    return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + name
 
 
 def decode_turn(entry: bytes) -> Reduced:
@@ -289,21 +282,21 @@ def digest(data: bytes) -> bytes:
 def same_action(one: AnyTurn, other: AnyTurn) -> bool:
     """Whether the same was done, as far as that is known."""
     if isinstance(one, Turn) and isinstance(other, Turn):
-        if one.known != other.known or not other.may_do(one.action()):
+        if one.known != other.known or not other.may_do(one.action):
             return False
-        return one.action().spelled == other.action().spelled
-    one, other = one.reduced(), other.reduced()
-    return one.known == other.known and one.action == other.action
+        return one.action.spelled == other.action.spelled
+    one, other = one.reduce(), other.reduce()
+    return one.known == other.known and one.action_hash == other.action_hash
 
 
 def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
     """Whether the same came back; `normalized`: but for what changes by itself."""
     if isinstance(one, Turn) and isinstance(other, Turn):
-        text, another = one.result(), other.result()
+        text, another = one.result, other.result
         if text == another:
             return True
-        return normalized and may_be_equal(text, another) and one.normal() == other.normal()
-    one, other = one.reduced(), other.reduced()
+        return normalized and may_be_equal(text, another) and one.normal == other.normal
+    one, other = one.reduce(), other.reduce()
     return one.raw == other.raw or (normalized and one.normalized == other.normalized)
 
 
@@ -341,4 +334,4 @@ def read_turns(conversation: Conversation, document: Document, ignored: Collecti
 
 
 def _acts(turn: Turn) -> bool:
-    return any(part.kind == CALL for part in turn.parts())
+    return any(part.kind == CALL for part in turn.parts)
