@@ -67,6 +67,17 @@ LOOP = Count(3, looping=True, cooldown_ms=0, span_ms=1_000)
 FINE = Count(1, looping=False, cooldown_ms=0, span_ms=0)
 
 
+@pytest.mark.parametrize("user", ["ann", ""])
+def test_the_query_of_a_request_that_nobody_counts_is_not_read(user: str) -> None:
+    """A request without its policy's limit keys costs nothing for its query, however many escapes that has."""
+    engine = make_engine(policy("p", ANY, limit_keys=["header:x-user"]))
+    request = get("/?" + "%41" * 9_000, **({"x_user": user} if user else {}))
+
+    sealed(engine, request)
+
+    assert (request._pairs is not None) is bool(user)
+
+
 @pytest.mark.parametrize(
     "keys",
     [
