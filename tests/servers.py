@@ -345,6 +345,10 @@ class Driver:
         """What the store is told; it ends in hex digits, as every key does."""
         return f"{self._name}:{hit.key}:{zlib.crc32(hit.key.encode()):08x}"
 
+    def name(self, board: str) -> str:
+        """A board that no other driver has."""
+        return f"{self._name}:{board}"
+
     def metric(self, name: str, **labels: str) -> float:
         """A metric's value, 0 where there is none."""
         return self.metrics.registry.get_sample_value(f"loopguard_{name}", labels) or 0.0

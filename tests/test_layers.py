@@ -40,7 +40,16 @@ FLOORS: list[list[str]] = [
     ["policy/bundle", "policy/routes", "policy/rules", "policy/messages", "policy/loader"],
     ["guards", "guards/loop", "guards/session"],
     ["plan", "evaluation", "engine", "handover"],
-    ["store", "store/certain", "store/scripts", "store/client", "store/credentials", "store/topology"],
+    [
+        "store",
+        "store/certain",
+        "store/scripts",
+        "store/boards",
+        "store/client",
+        "store/credentials",
+        "store/topology",
+        "store/remote_boards",
+    ],
     ["store/remote", "store/redis", "store/memory"],
     ["wire", "counting", "throttle", "budget", "upload", "reporting"],
     [

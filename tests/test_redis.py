@@ -8,6 +8,7 @@ import re
 import socket
 import ssl
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event, Semaphore
@@ -630,6 +631,8 @@ def test_nothing_is_ever_scanned() -> None:
         for now in range(0, 60_000, 3_000):
             driver.count([make_hit(kind, key=kind, cooldown_ms=5_000) for kind in WINDOW_TYPES], now)
             driver.push([make_push(str(now))], now)
+            driver.run(driver.store.publish(driver.name("board"), "a", b"x", 60, now))
+            driver.run(driver.store.collect(driver.name("board"), now))
 
         assert {f"+{name}" for name in set(fresh.commands()) - before} - {"+info"} <= set(ACL.split())
 
@@ -663,6 +666,58 @@ def test_a_ring_s_key_of_somebody_else_is_replaced(driver: Driver, one: Server, 
     entries = driver.push([good._replace(request=b"another."), bad])
 
     assert entries == [[b"a", b"a"], [b"a"]]
+
+
+@pytest.mark.parametrize("poison", ["set x y", "set x ''", "set x 12345678\x05abc", "hset x a b", "rpush x y", "sadd x y"])
+def test_a_board_s_key_of_somebody_else_is_replaced(driver: Driver, one: Server, poison: str) -> None:
+    """Where a board's key holds something else, the board is empty and takes what is published."""
+    board = driver.name("board")
+    command, _, *values = poison.split(" ")
+    one.client().execute_command(command, f"loopguard:board:{board}", *values)
+
+    before = driver.run(driver.store.collect(board))
+    driver.run(driver.store.publish(board, "a", b"x", 60))
+
+    assert before == {}
+    assert driver.run(driver.store.collect(board)) == {"a": b"x"}
+
+
+def test_boards_expire_by_themselves(driver: Driver, one: Server) -> None:
+    """The server forgets a board and its documents a second after the last of them has expired."""
+    board = driver.name("board")
+    driver.run(driver.store.publish(board, "a", b"x", 60))
+    driver.run(driver.store.publish(board, "b", b"x", 30))
+
+    lives = [one.client().pttl(f"loopguard:board:{board}{name}") for name in ("", ":a", ":b")]
+
+    assert [round(life / 10_000) for life in lives] == [6, 6, 3]
+
+
+def test_a_board_whose_document_is_gone_shows_the_others(driver: Driver, one: Server) -> None:
+    """A document that the server has evicted is not on the board."""
+    board = driver.name("board")
+    for replica in "ab":
+        driver.run(driver.store.publish(board, replica, b"x", 60))
+    one.client().delete(f"loopguard:board:{board}:a")
+
+    assert driver.run(driver.store.collect(board)) == {"b": b"x"}
+
+
+def test_a_board_that_fails_is_no_outage() -> None:
+    """Where boards alone cannot be had, whoever asks for one is told so, requests are counted, and it heals by itself."""
+    with server() as one, Driver(f"redis://{one.address}") as driver:
+        driver.count([make_hit()])
+        driver.run(driver.store.publish("board", "a", b"x", 60))
+        one.client().execute_command("ACL", "SETUSER", "default", "-eval")
+        with pytest.raises(StoreError) as error:
+            driver.run(driver.store.collect("board"))
+        counted = driver.count([make_hit()])
+        health = driver.store.health()
+        one.client().execute_command("ACL", "SETUSER", "default", "+eval")
+
+        assert error.value.kind == "auth"
+        assert ([answer.count for answer in counted], health) == ([2], "ok")
+        assert driver.run(driver.store.collect("board")) == {"a": b"x"}
 
 
 def in_seconds(number: int) -> int:
@@ -1147,7 +1202,7 @@ def test_who_has_which_slots_is_asked_of_one_node_after_the_other(six: list[Serv
 
 
 def test_slots_that_move_are_followed(six: list[Server]) -> None:
-    """While a slot's keys move to another primary, and after, every hit is counted where its key is."""
+    """While a slot's keys move to another primary, and after, every hit is counted where its key is; a board follows after."""
     source, target = six[0], six[1]
     with Driver("redis+cluster://" + six[2].address) as driver:
         tag = next(tag for tag in spread_tags(TAGS) if find_slot(tag) < SLOTS // 3)
@@ -1159,6 +1214,9 @@ def test_slots_that_move_are_followed(six: list[Server]) -> None:
                 return [answer.count for answer in await cast("Any", driver.store.hit(hits))]
 
             return driver.run(counted())
+
+        board = next(name for name in map(str, range(256)) if spread_tags(TAGS)[zlib.crc32(name.encode()) % TAGS] == tag)
+        driver.run(driver.store.publish(board, "a", b"x", 60))
 
         assert count() == [1] * len(hits)
         ids = [node.client().execute_command("CLUSTER", "MYID").decode() for node in (source, target)]
@@ -1176,6 +1234,7 @@ def test_slots_that_move_are_followed(six: list[Server]) -> None:
 
         assert count() == [3] * len(hits)
         assert driver.store.health() == "ok"
+        assert driver.run(driver.store.collect(board)) == {"a": b"x"}
 
 
 def test_a_server_of_a_cluster_is_not_a_single_one(six: list[Server]) -> None:

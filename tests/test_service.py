@@ -51,6 +51,18 @@ class FailingStore:
         """Push or fail."""
         return self._answer([pushed.key for pushed in pushes], lambda: self._memory.push(pushes, now))
 
+    async def publish(self, board: str, replica: str, document: bytes, seconds: float, now: int | None = None) -> None:
+        """Publish or fail."""
+        if self._failing in board:
+            raise self._error
+        await self._memory.publish(board, replica, document, seconds, now)
+
+    async def collect(self, board: str, now: int | None = None) -> dict[str, bytes]:
+        """Collect or fail."""
+        if self._failing in board:
+            raise self._error
+        return await self._memory.collect(board, now)
+
     def _answer(self, keys: Sequence[str], ask: Callable[[], list[T]]) -> list[T] | Awaitable[list[T]]:
         failing = any(self._failing in key for key in keys)
 

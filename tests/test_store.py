@@ -7,18 +7,19 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.errors import UsageError
+from extproc.errors import StoreError, UsageError
 from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY
 from extproc.metrics import Metrics
 from extproc.request import HttpRequest
 from extproc.store import open_store
+from extproc.store.boards import MAX_DOCUMENT, MAX_REPLICAS
 from extproc.store.memory import MemoryStore
 from extproc.windows import Count, Hit, Push
 from tests.documents import policy
@@ -234,6 +235,66 @@ def test_a_store_keeps_rings_as_the_definition_does(opened: Driver, steps: list[
     found = [store.push([pushed], now)[0] for pushed, now in place_pushes(steps)]
 
     assert found == rings_of(place_pushes(steps))
+
+
+class Published(NamedTuple):
+    """One step on a board, on a made-up clock in milliseconds."""
+
+    now: int
+    replica: str
+    document: bytes
+    seconds: float
+
+
+BOARDS: dict[str, tuple[list[Published], int, dict[str, bytes]]] = {
+    "nobody": ([], 1_000, {}),
+    "one": ([Published(1_000, "a", b"\x00\xff\r\n", 60)], 1_000, {"a": b"\x00\xff\r\n"}),
+    "two": ([Published(1_000, "a", b"x", 60), Published(1_001, "b", b"", 60)], 1_002, {"a": b"x", "b": b""}),
+    "the last word counts": ([Published(1_000, "a", b"x", 60), Published(1_001, "a", b"y", 60)], 1_002, {"a": b"y"}),
+    "to the last millisecond": ([Published(1_000, "a", b"x", 60)], 60_999, {"a": b"x"}),
+    "forgotten": ([Published(1_000, "a", b"x", 60), Published(2_000, "b", b"y", 60)], 61_000, {"b": b"y"}),
+    "kept by the next word": ([Published(1_000, "a", b"x", 60), Published(2_000, "a", b"y", 60)], 61_000, {"a": b"y"}),
+    "a longer word first": ([Published(1_000, "a", b"x", 90), Published(2_000, "b", b"y", 60)], 62_000, {"a": b"x"}),
+    "the one that expires first makes room": (
+        [Published(1_000, str(number), b"x", 60 + number) for number in range(MAX_REPLICAS, -1, -1)],
+        1_000,
+        {str(number): b"x" for number in range(MAX_REPLICAS + 1) if number != 1},
+    ),
+    "as long as may be": (
+        [Published(1_000, "\u00e9" * 127, b"x" * MAX_DOCUMENT, 60)],
+        1_000,
+        {"\u00e9" * 127: b"x" * MAX_DOCUMENT},
+    ),
+}
+"""What is published, and what is on the board then."""
+
+
+@pytest.mark.parametrize("case", BOARDS)
+def test_a_board_in_every_store(store: Driver, case: str) -> None:
+    """Every store shows each replica's last document until it expires, and no more of them than fit."""
+    steps, now, expected = BOARDS[case]
+    for moment, replica, document, seconds in steps:
+        store.run(store.store.publish(store.name("board"), replica, document, seconds, moment))
+
+    assert store.run(store.store.collect(store.name("board"), now)) == expected
+    assert store.run(store.store.collect(store.name("another"), now)) == {}
+
+
+def test_a_board_has_a_clock_of_its_own(store: Driver) -> None:
+    """Without a time given, what was published just now is on the board."""
+    store.run(store.store.publish(store.name("board"), "a", b"x", 3_600))
+
+    assert store.run(store.store.collect(store.name("board"))) == {"a": b"x"}
+
+
+@pytest.mark.parametrize(("replica", "length"), [("a", MAX_DOCUMENT + 1), ("", 1), ("a" * 256, 1), ("\u00e9" * 128, 1)])
+def test_what_no_board_takes(store: Driver, replica: str, length: int) -> None:
+    """A document or a name that is too long is refused in every store, and the board stays as it was."""
+    with pytest.raises(StoreError) as error:
+        store.run(store.store.publish(store.name("board"), replica, b"x" * length, 60))
+
+    assert error.value.kind == "too_large"
+    assert store.run(store.store.collect(store.name("board"))) == {}
 
 
 def test_rings_and_counters_are_asked_together(store: Driver) -> None:

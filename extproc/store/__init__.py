@@ -37,6 +37,29 @@ class Store(Protocol):
         """
         ...
 
+    async def publish(self, board: str, replica: str, document: bytes, seconds: float, now: int | None = None) -> None:
+        """Tell the other replicas something, in place of what this one told last; no request waits for that.
+
+        Args:
+            board: what it is about, one of our own words.
+            replica: from `boards.make_replica_name`.
+            document: up to `boards.MAX_DOCUMENT` bytes.
+            seconds: after which it is forgotten.
+            now: as above.
+
+        Raises:
+            StoreError: the store is away, or the document does not fit; the requests' part of the store goes on as it was.
+        """
+        ...
+
+    async def collect(self, board: str, now: int | None = None) -> dict[str, bytes]:
+        """What the replicas have told that is not forgotten yet, this one's included, by their names.
+
+        Raises:
+            StoreError: as for `publish`.
+        """
+        ...
+
     def health(self) -> str:
         """`ok`, or what is wrong in a few words, for `/readyz`."""
         ...

@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl, urlsplit
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
+from extproc.store.boards import MemoryBoards
 from extproc.windows import Count, Hit, Push, Tally, log, push, read_log_times, tally
 
 DEFAULT_MAX_ENTRIES = 1_000_000
@@ -55,6 +56,7 @@ class MemoryStore:
         self._bytes = 0
         self._puts = 0
         self._hand = 0
+        self._boards = MemoryBoards()
         self._evictions = metrics.store_evictions
         metrics.store_entries.set_function(self.__len__)
 
@@ -71,6 +73,14 @@ class MemoryStore:
         """Push every entry once; answers at once and never raises a StoreError."""
         moment = _read_clock() if now is None else now
         return [self._push(pushed, moment) for pushed in pushes]
+
+    async def publish(self, board: str, replica: str, document: bytes, seconds: float, now: int | None = None) -> None:
+        """See `Store`; this process is the only replica."""
+        self._boards.publish(board, replica, document, int(seconds * 1000), _read_clock() if now is None else now)
+
+    async def collect(self, board: str, now: int | None = None) -> dict[str, bytes]:
+        """See `Store`."""
+        return self._boards.collect(board, _read_clock() if now is None else now)
 
     def health(self) -> str:
         """Memory is always well."""

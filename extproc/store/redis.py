@@ -24,6 +24,7 @@ from extproc.store import redact_url
 from extproc.store.client import Access, Command, Link, Place, Reply, explain_refusal
 from extproc.store.credentials import Password, Provided
 from extproc.store.remote import RemoteStore
+from extproc.store.remote_boards import RemoteBoards
 from extproc.store.scripts import Call, Script, count_call
 from extproc.store.topology import Cluster, One, Topology, Watched
 from extproc.windows import Hit
@@ -258,7 +259,9 @@ def open_redis(url: str, metrics: Metrics, settings: Settings) -> RemoteStore:
     prefix = parts.options.get("prefix", DEFAULT_PREFIX)
     access = Access(_choose_credentials(parts, settings), _make_tls(parts))
     make_topology = _KINDS[parts.kind if parts.scheme != "unix" else "unix"]
-    return RemoteStore(RedisBackend(make_topology(parts, access), prefix), metrics, settings.store_timeout)
+    backend = RedisBackend(make_topology(parts, access), prefix)
+    boards = RemoteBoards(make_topology(parts, access), prefix)
+    return RemoteStore(backend, boards, metrics, settings.store_timeout)
 
 
 def _make_single(url: _Url, access: Access) -> Topology:

@@ -23,6 +23,7 @@ from extproc.errors import StoreError
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.store.certain import Certain
+from extproc.store.remote_boards import RemoteBoards
 from extproc.store.scripts import Call, Verdict, count_call, push_call
 from extproc.windows import Count, Hit, Push
 
@@ -100,15 +101,17 @@ class _Flight:
 class RemoteStore:
     """A store behind a `Backend`; see `Store`."""
 
-    def __init__(self, backend: Backend, metrics: Metrics, timeout: float) -> None:
+    def __init__(self, backend: Backend, boards: RemoteBoards, metrics: Metrics, timeout: float) -> None:
         """Nothing is connected yet.
 
         Args:
             backend: makes the round trips.
+            boards: are asked beside them.
             metrics: is told of batches and failures.
             timeout: bounds what a request can wait, in seconds.
         """
         self._backend = backend
+        self._boards = boards
         self._metrics = metrics
         self._timeout = timeout
         self._queue: list[_Waiting] = []
@@ -155,6 +158,16 @@ class RemoteStore:
         """
         return self._ask([push_call(pushed, now) for pushed in pushes], _take_all) if pushes else []
 
+    async def publish(self, board: str, replica: str, document: bytes, seconds: float, now: int | None = None) -> None:
+        """See `Store`."""
+        self._check_open()
+        await self._boards.publish(board, replica, document, int(seconds * 1000), now)
+
+    async def collect(self, board: str, now: int | None = None) -> dict[str, bytes]:
+        """See `Store`."""
+        self._check_open()
+        return await self._boards.collect(board, now)
+
     def health(self) -> str:
         """`ok`, or what is wrong."""
         return "ok" if self._trouble is None else f"unavailable: {self._trouble}"
@@ -174,6 +187,16 @@ class RemoteStore:
         if self._clock is not None:
             self._clock.cancel()
         await self._backend.drop()
+        await self._boards.drop()
+
+    def _check_open(self) -> None:
+        """Ask nothing of a server that is away.
+
+        Raises:
+            StoreError: the breaker is open.
+        """
+        if self._trouble is not None:
+            raise _make_unavailable(self._trouble)
 
     def _ask(self, calls: list[Call], finish: _Finish) -> asyncio.Future[Any]:
         """Have calls made with the next round trip.
@@ -181,8 +204,7 @@ class RemoteStore:
         Raises:
             StoreError: the breaker is open.
         """
-        if self._trouble is not None:
-            raise _make_unavailable(self._trouble)
+        self._check_open()
         loop = asyncio.get_running_loop()
         waiting = _Waiting(calls, finish, loop.create_future(), loop.time() + self._timeout)
         self._queue.append(waiting)
