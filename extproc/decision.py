@@ -26,6 +26,7 @@ class Reason(str, Enum):
     LOOP_DETECTED = "loop_detected"
     STORE_UNAVAILABLE = "store_unavailable"
     UNCOUNTABLE = "uncountable"
+    KILL_SWITCH = "kill_switch"
 
 
 CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from extproc.evaluation import Evaluation
+from extproc.guards.kill_switch import KillSwitches, Switch
 from extproc.plan import Parts, Plan
 from extproc.policy.loader import PolicySet
 from extproc.policy.routes import Index
@@ -38,10 +39,11 @@ class Engine:
         self._places = {plan.id: place for place, plan in enumerate(self.plans)}
         self._idle = frozenset(policy.id for _, policy in every if not policy.spec.detectors())
         self._index = Index(entries)
+        self._switches = KillSwitches(policies.sources)
 
     def list_parts(self) -> list[object]:
         """What it is made of, so that one that is not needed any more can be freed bit by bit."""
-        return [*self.plans, *self._index.list_parts()]
+        return [*self.plans, *self._index.list_parts(), *self._switches.list_parts()]
 
     def match(self, request: HttpRequest) -> Sequence[Plan]:
         """The policies whose selectors take the request, in bundle order."""
@@ -55,6 +57,19 @@ class Engine:
     def list_unknown(self, names: Sequence[str]) -> list[str]:
         """The ids that no enabled policy has."""
         return [name for name in names if name not in self._places]
+
+    def find_switch(self, request: HttpRequest, now: float, handed_over: Engine | None = None) -> Switch | None:
+        """The first kill switch that holds for a request, before any policy is asked; None for none.
+
+        Args:
+            request: the request.
+            now: in seconds since 1970.
+            handed_over: as `prepare` takes it; its kill switches come behind the others.
+        """
+        found = self._switches.find(request, now) if self._switches else None
+        if found is None and handed_over is not None:
+            return handed_over.find_switch(request, now)
+        return found
 
     def prepare(
         self, request: HttpRequest, scope: str = "", pinned: Sequence[str] = (), handed_over: Engine | None = None

@@ -110,6 +110,7 @@ class HandedOver:
         engine = Engine(policies, now, shadow=self._shadow)
         for source in policies.sources:
             source.policies.clear()
+            source.kill_switches.clear()
         return _HandedOver(policies.sources, checked, _is_shadowed(policies.sources, now), engine)
 
     def _parse(self, text: str, now: datetime) -> PolicySet:

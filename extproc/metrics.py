@@ -53,6 +53,8 @@ class Metrics:
         self.unsteered = counter("unsteered_total", text, "policy", "reason")
         text = "Requests refused because a policy could not count them and forbids that"
         self.uncountable_rejected = counter("uncountable_rejected_total", text, "policy", "reason")
+        text = "Requests that a kill switch of a bundle stops"
+        self.kill_switched = counter("kill_switched_total", text, "scope_key", "mode")
         text = "Requests that lacked one of a policy's limit keys"
         self.missing_descriptor = counter("missing_descriptor_total", text, "policy", "key")
         self.decision_seconds = histogram("decision_seconds", "From message to answer, holds excluded", _LATENCY_BUCKETS)

@@ -69,6 +69,7 @@ class Reloader:
     sources: tuple[Source, ...]
     _archive: _Archive
     _shadowed: list[bool]
+    _overridden: list[bool]
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         """Load for the first time.
@@ -136,6 +137,9 @@ class Reloader:
         """Notice what expires while it is in force."""
         now = _now()
         self._report_expiry(now)
+        if _find_overridden(self.sources, now) != self._overridden:
+            self._overridden = _find_overridden(self.sources, now)
+            _LOG.warning("kill_switch_override expired, its kill switches act again")
         if _find_shadowed(self.sources, now) != self._shadowed:
             loaded = await asyncio.to_thread(self._archive.compile, self._settings, now)
             await self._swap(loaded, swap)
@@ -177,6 +181,7 @@ class Reloader:
             version = "" if source.bundle_version is None else f"{source.bundle_version:.15g}"
             info.labels(version, source.sha256).set(1)
         self._shadowed = _find_shadowed(loaded.sources, loaded.now)
+        self._overridden = _find_overridden(loaded.sources, loaded.now)
         self._report_expiry(loaded.now)
 
     async def _refuse(self, error: Exception) -> None:
@@ -300,6 +305,7 @@ def _compile(files: dict[str, bytes], settings: Settings, now: datetime, checked
         engine = Engine(policies, now, shadow=settings.shadow)
         for source in policies.sources:
             _free(source.policies)
+            _free(source.kill_switches)
         _free(policies.scrap)
     _trim()
     return _Loaded(policies.sources, (*policies.warnings, *policies.unenforced), engine, archive, now)
@@ -341,6 +347,10 @@ def _uncollected() -> Iterator[None]:
 
 def _find_shadowed(sources: Iterable[Source], now: datetime) -> list[bool]:
     return [source.forces_shadow(now) for source in sources]
+
+
+def _find_overridden(sources: Iterable[Source], now: datetime) -> list[bool]:
+    return [source.overrides_switches(now) for source in sources]
 
 
 def _watch_changes(watched: Collection[str]) -> AsyncGenerator[set[FileChange], None]:

@@ -8,6 +8,7 @@ from time import perf_counter
 
 from extproc.decision import Action, Decision, Outcome
 from extproc.evaluation import Evaluation, Lane, group_by_policy
+from extproc.guards.kill_switch import Switch
 from extproc.handover import POLICY_METADATA, RefusedPolicyError
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
@@ -37,6 +38,7 @@ class Reporter:
         self._detections = RateLimit(_LINES_PER_SECOND)
         self._failures = RateLimit(_LINES_PER_SECOND)
         self._missing = RateLimit(_LINES_PER_SECOND)
+        self._killed: dict[str, Reminder] = {}  # by place in a policy file
         self._reminders: dict[tuple[str, str], Reminder] = {}  # by policy and limit key, which no client chooses
 
     def report(self, evaluation: Evaluation, decision: Decision) -> None:
@@ -73,6 +75,16 @@ class Reporter:
     def report_forbidden(self, policy: str, reason: str) -> None:
         """A request that is refused because it cannot be counted."""
         self._metrics.uncountable_rejected.labels(policy, reason).inc()
+
+    def report_killed(self, switch: Switch, mode: str) -> None:
+        """A request that a kill switch holds for; the first of them is logged, and every minute how many there were."""
+        self._metrics.kill_switched.labels(switch.scope_key, mode).inc()
+        reminder = self._killed.get(switch.place)
+        if reminder is None:
+            reminder = self._killed[switch.place] = Reminder(_REMIND_SECONDS)
+        if requests := reminder.take(perf_counter()):
+            shown = {"scope_key": switch.scope_key, "reason": switch.reason or None}
+            _LOG.warning("kill switch", extra=make_extra(place=switch.place, mode=mode, **shown, requests=requests))
 
     def report_failure(self, message: str, error: BaseException, **more: object) -> None:
         """One line for something that went wrong, unless there are too many of them."""

@@ -16,13 +16,13 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from time import perf_counter, thread_time
+from time import perf_counter, thread_time, time
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from google.protobuf.message import DecodeError
 
 from extproc.answers.go_on import find_warning, let_go_on, make_metadata, make_wait
-from extproc.answers.refuse import refuse_loop, refuse_uncountable, refuse_without_store
+from extproc.answers.refuse import refuse_killed, refuse_loop, refuse_uncountable, refuse_without_store
 from extproc.answers.steer import NotSteered, steer, write_note
 from extproc.budget import InspectionBudget
 from extproc.counting import HERE, Asked, Counting, Counts, MaybeCounts, settle
@@ -34,7 +34,7 @@ from extproc.fingerprint import NO_BODY, Body, write_crc32
 from extproc.handover import POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicyError, parse_names
 from extproc.metrics import Metrics
 from extproc.reporting import Reporter
-from extproc.request import explain_unknowable_body, is_grpc
+from extproc.request import HttpRequest, explain_unknowable_body, is_grpc
 from extproc.settings import Settings, is_scope
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
@@ -311,7 +311,16 @@ class Stream:
         if self._evaluation is not None or self.given_up:
             return _DONE["request_headers"]
         self._observed = message.observed
-        evaluation = self._prepare(message)
+        service = self._service
+        request = read_request(message, allow_unverified_jwt=service.settings.allow_unverified_jwt)
+        policy_json = message.read_attribute(POLICY_ATTRIBUTE)
+        handed_over = service.compile_handed_over(policy_json) if policy_json is not None else None
+        if self._is_killed(request, handed_over):
+            return self._kill(request)
+        return self._meet(self._prepare(request, handed_over), message)
+
+    def _meet(self, evaluation: Evaluation | None, message: Message) -> MaybeLater:
+        """Go on with the policies that the request meets, if there are any."""
         if evaluation is None:
             self._service.metrics.unmatched.inc()
             return _DONE["request_headers"]
@@ -351,15 +360,26 @@ class Stream:
         self._service.waiting[self] = None
         return reply._replace(done=False) if reply.done else reply
 
-    def _prepare(self, message: Message) -> Evaluation | None:
+    def _is_killed(self, request: HttpRequest, handed_over: Engine | None) -> bool:
+        """Whether a kill switch holds for the request, and may act."""
+        switch = self._engine.find_switch(request, time(), handed_over)
+        if switch is None:
+            return False
+        shadow = self._service.settings.shadow
+        self._service.reporter.report_killed(switch, "shadow" if shadow else "enforce")
+        return not shadow
+
+    def _kill(self, request: HttpRequest) -> Reply:
+        self._ended = True
+        reply = Reply(refuse_killed(request), done=True)
+        self._service.metrics.decision_seconds.observe(perf_counter() - self._started)
+        return reply
+
+    def _prepare(self, request: HttpRequest, handed_over: Engine | None) -> Evaluation | None:
         """What the policies of the request, and of its route, want to count."""
-        service, engine, handed_over = self._service, self._engine, None
-        request = read_request(message, allow_unverified_jwt=service.settings.allow_unverified_jwt)
-        policy_json = message.read_attribute(POLICY_ATTRIBUTE)
-        if policy_json is not None:
-            handed_over = service.compile_handed_over(policy_json)
+        engine = self._engine
         if self._pinned and (unknown := engine.list_unknown(self._pinned)):
-            service.reporter.report_unknown_policies(unknown)
+            self._service.reporter.report_unknown_policies(unknown)
         return engine.prepare(request, self._scope, self._pinned, handed_over)
 
     def _on_request_body(self, message: Message) -> MaybeLater:

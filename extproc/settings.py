@@ -182,7 +182,7 @@ class Settings:
         False, parse_switch, "jwt: descriptors may come from bearer tokens whose signature nobody checked"
     )
     allow_unenforced: bool = option(
-        False, parse_switch, "start although parts of a bundle (rules, kill_switches, ...) are not enforced"
+        False, parse_switch, "start although parts of a bundle (rules, circuit_breaker, ...) are not enforced"
     )
     max_streams: int = option(20_000, _parse_positive, "open streams; past it requests are let through at once", "N")
     max_connections: int = option(10_000, _parse_positive, "connections; past it the longest idle ones are closed", "N")

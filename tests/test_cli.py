@@ -84,7 +84,7 @@ def test_validate_good(capsys: pytest.CaptureFixture[str], good: str) -> None:
 
 def test_validate_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Warnings and parts that are not enforced go to stderr, each with its place, and the exit code stays 0."""
-    one = written(tmp_path / "one.json", bundle(WITH_RULES, kill_switches=[{"scope_key": "jwt:org_id"}]))
+    one = written(tmp_path / "one.json", bundle(WITH_RULES, kill_switches=[{"scope_key": "ip:asn", "scope_value": "64496"}]))
     two = written(tmp_path / "two.json", policy("q", {"pathExact": "/b"}))
 
     run = Run(capsys, "validate", one, two)
@@ -95,7 +95,7 @@ def test_validate_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
         *(
             f"warning: {one}: {part}; serve would refuse this"
             for part in (
-                "/kill_switches: kill_switches are not enforced by Loopguard",
+                "/kill_switches/0: the descriptor ip:asn cannot be derived by Loopguard, so this kill switch stops nobody",
                 "/policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org",
             )
         ),

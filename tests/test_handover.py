@@ -556,7 +556,11 @@ BAD: dict[str, tuple[str, str, list[str]]] = {
     "expired": (json.dumps(bundle(CARRIED, expires_at=EXPIRED)), "invalid", ["/expires_at: the bundle expired"]),
     "one bad beside a good": (json.dumps([CARRIED, {"id": "q"}]), "invalid", ["/1"]),
     "too large": (_PADDED + " " * (MAX_POLICY_JSON + 1 - len(_PADDED)), "too_large", ["65537 characters; at most 65536"]),
-    "unenforced": (json.dumps(bundle(CARRIED, kill_switches=[{}])), "unenforced", ["/kill_switches"]),
+    "unenforced": (
+        json.dumps(bundle(CARRIED, kill_switches=[{"scope_key": "ua:bot", "scope_value": "true"}])),
+        "unenforced",
+        ["/kill_switches/0"],
+    ),
 }
 
 

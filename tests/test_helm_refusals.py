@@ -160,8 +160,8 @@ PROBLEMS: list[tuple[Values, str]] = [
         "off: lower its max_delay_ms, or let Envoy wait at least 32 seconds.",
     ),
     row(
-        with_policies(policy("a", {"pathPrefix": "/"}), kill_switches=[{}]),
-        "policies.bundle: kill_switches are not enforced by Loopguard: take them out, or accept that with",
+        with_policies(policy("a", {"pathPrefix": "/"}), kill_switches=[{"scope_key": "ip:asn", "scope_value": "64496"}]),
+        "policies.bundle: Loopguard cannot derive ip:asn, so kill_switches[0] stops nobody: take it out, or accept that with",
         "settings.allowUnenforced=true.",
     ),
     row(

@@ -38,7 +38,7 @@ FLOORS: list[list[str]] = [
     ["similarity/keys", "similarity/base", "similarity/loops"],
     ["similarity/canonical", "similarity/tail", "similarity/tool_calls", "similarity/turns", "similarity/mcp", "similarity"],
     ["policy/bundle", "policy/routes", "policy/rules", "policy/messages", "policy/loader"],
-    ["guards", "guards/loop", "guards/session"],
+    ["guards", "guards/kill_switch", "guards/loop", "guards/session"],
     ["plan", "evaluation", "engine", "handover"],
     [
         "store",

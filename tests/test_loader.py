@@ -977,7 +977,6 @@ def test_a_drop_in_fairvisor_bundle_loads_and_names_what_is_not_enforced() -> No
     here = "/policies/0/spec"
     left_out = "cannot be derived by Loopguard and is left out of fingerprints"
     assert plain(loaded.unenforced) == [
-        ("/kill_switches", "kill_switches are not enforced by Loopguard"),
         (f"{here}/rules", "rate-limit rules are not enforced by Loopguard: per-org, cost"),
         (f"{here}/fallback_limit", "fallback_limit is not enforced by Loopguard"),
         (f"{here}/circuit_breaker", "circuit_breaker is not enforced by Loopguard"),

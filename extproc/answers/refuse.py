@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import time
+from typing import Final
 from uuid import uuid4
 
 from extproc.answers.apis import find_api
@@ -15,6 +16,10 @@ from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request import HttpRequest
 
 _LOOP = "recursive_loop_detected"
+
+KILLED_STATUS: Final = 429
+KILLED_SECONDS: Final = "3600"
+"""When to ask again, as Fairvisor says it: nobody knows when an operator changes his mind."""
 
 _INVALID_ARGUMENT = 3
 _RESOURCE_EXHAUSTED = 8
@@ -56,6 +61,16 @@ def refuse_uncountable(policy: str, why: str, request: HttpRequest, content: Con
     headers = [("x-should-retry", "false"), ("X-Fairvisor-Reason", reason.value), ("x-loopguard-policy", policy)]
     metadata: dict[str, str | int] = {"action": Action.REJECT.value, "reason": reason.value, "policy": policy}
     return _make_immediate(framed, _INVALID_ARGUMENT, reason, headers, metadata)
+
+
+def refuse_killed(request: HttpRequest) -> bytes:
+    """The immediate response to a request that a kill switch holds for."""
+    reason = Reason.KILL_SWITCH
+    words = "The operator has stopped the requests of this caller. Do not send them again: tell the user, and wait."
+    framed = _frame(Refusal(KILLED_STATUS, f"{words} ({reason.value})", reason.value, reason.value, {}), request, None)
+    headers = [("Retry-After", KILLED_SECONDS), ("x-should-retry", "false"), ("X-Fairvisor-Reason", reason.value)]
+    metadata: dict[str, str | int] = {"action": Action.REJECT.value, "reason": reason.value}
+    return _make_immediate(framed, _RESOURCE_EXHAUSTED, reason, headers, metadata)
 
 
 def refuse_without_store(metadata: dict[str, str | int], request: HttpRequest, content: Content) -> bytes:

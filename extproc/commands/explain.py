@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from extproc.answers.clients import AUTO_STATUS
+from extproc.answers.refuse import KILLED_SECONDS, KILLED_STATUS
 from extproc.answers.steer import NotSteered, steer, write_note
 from extproc.commands import add_policy_flag, load_policies
 from extproc.decision import Action, Outcome
@@ -19,6 +20,7 @@ from extproc.engine import Engine
 from extproc.errors import UsageError
 from extproc.evaluation import Candidate, Lane
 from extproc.fingerprint import NO_BODY
+from extproc.guards.kill_switch import Switch
 from extproc.logs import escape_controls
 from extproc.notes import cut_notes
 from extproc.policy.bundle import DEFAULT_DETECTOR, METHOD
@@ -56,7 +58,14 @@ def run(options: argparse.Namespace) -> int:
     policies = load_policies(options.policy)
     body = _read_body(options.data)
     request = _make_request(options, body)
-    evaluation = Engine(policies, datetime.now(UTC), shadow=options.shadow).prepare(request)
+    now = datetime.now(UTC)
+    engine = Engine(policies, now, shadow=options.shadow)
+    switch = engine.find_switch(request, now.timestamp())
+    if switch is not None:
+        _print_switch(switch, shadow=options.shadow)
+        if not options.shadow:
+            return 0
+    evaluation = engine.prepare(request)
     if evaluation is None:
         print(escape_controls(f"no policy matches {request.method} {request.path}: the request goes on uncounted"))
         return 0
@@ -68,6 +77,13 @@ def run(options: argparse.Namespace) -> int:
         for candidate in lane.candidates:
             _print_candidate(candidate, request, body, _list_missing(lane, candidate.plan.id, request))
     return 0
+
+
+def _print_switch(switch: Switch, *, shadow: bool) -> None:
+    """The kill switch that holds for the request."""
+    told = f"reject with {KILLED_STATUS} (Retry-After: {KILLED_SECONDS})"
+    rows = [("kill switch", f"{switch.place} ({switch.scope_key})"), ("decision", f"report: would {told}" if shadow else told)]
+    _print_rows(rows if not switch.reason else [rows[0], ("reason", switch.reason), rows[1]])
 
 
 def _print_left_out(lane: Lane, request: HttpRequest) -> None:

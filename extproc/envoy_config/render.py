@@ -113,7 +113,7 @@ def _render_routes(routes: Sequence[GuardedRoute], action: str) -> Iterator[str]
         yield fill(
             template,
             {
-                "policies": ", ".join(route.policies),
+                "policies": ", ".join(route.policies) or "kill_switches",
                 "name": _quote(route.name),
                 "match": _write_match(route),
                 "action": action,

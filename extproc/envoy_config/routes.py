@@ -63,6 +63,8 @@ def plan_routes(policies: PolicySet) -> list[GuardedRoute]:
             users.setdefault(anchor, []).append(policy)
         if not anchors:
             by_name_alone.append(policy)
+    for route in _list_killed(policies):
+        users.setdefault(_Anchor(route, exact=True), [])
     names = {anchor: _choose_name(anchor, asking) for anchor, asking in users.items()}
     homeless = [policy for policy in by_name_alone if not set(names.values()) & set(_list_wanted_names(policy))]
     if homeless:
@@ -72,6 +74,14 @@ def plan_routes(policies: PolicySet) -> list[GuardedRoute]:
         GuardedRoute(anchor.path, anchor.exact, tuple(policy.id for policy in users[anchor]), _name(anchor, names))
         for anchor in sorted(users, key=_Anchor.rank)
     ]
+
+
+def _list_killed(policies: PolicySet) -> Iterator[str]:
+    """The paths that kill switches name, which may be none of a policy's."""
+    for source in policies.sources:
+        for _, switch in source.kill_switches:
+            if switch.route is not None:
+                yield switch.route
 
 
 def find_acting(policies: PolicySet) -> Iterator[Policy]:

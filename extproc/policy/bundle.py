@@ -48,6 +48,7 @@ UNSUPPORTED_KEYS = frozenset({"ip:country", "ip:asn", "ip:type", "ip:tor", "ua:b
 BODY = "body"
 
 _KEY = re.compile(r"(?:jwt|header|query):[A-Za-z0-9_-]+\Z")
+_SCOPE_KEY = re.compile(r"(?:jwt|header|query|ip|ua):[A-Za-z0-9_-]+\Z")
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 _PATH_CHARACTERS = "/%!$&'()*+,;=:@-._~[]"
 """What may stand in a path as it is, `%` as the start of an escape; Envoy escapes the others."""
@@ -102,6 +103,15 @@ def _check_limit_key(value: str) -> str:
             "or 'body:/<JSON Pointer>'"
         )
     return value
+
+
+def _check_scope_key(value: str) -> str:
+    if not _SCOPE_KEY.match(value):
+        raise make_error(
+            "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-') or 'ip:address'"
+        )
+    source, _, name = value.partition(":")
+    return f"{source}:{name.lower()}" if source == HEADER else value
 
 
 def _check_header(value: str) -> str:
@@ -173,6 +183,9 @@ Path = Annotated[str, AfterValidator(_check_path), Field(json_schema_extra={"pat
 Method = Annotated[str, AfterValidator(_check_method), Field(json_schema_extra=_TOKEN)]
 Host = Annotated[str, AfterValidator(_check_host), Field(json_schema_extra=_HOST_PATTERN)]
 LimitKey = Annotated[str, AfterValidator(_check_limit_key), Field(json_schema_extra=_KEY_PATTERN)]
+ScopeKey = Annotated[
+    str, AfterValidator(_check_scope_key), Field(json_schema_extra={"pattern": "^(jwt|header|query|ip|ua):[A-Za-z0-9_-]+$"})
+]
 Header = Annotated[str, AfterValidator(_check_header), Field(json_schema_extra=_TOKEN)]
 Id = Annotated[str, AfterValidator(_check_id), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,128}$"})]
 Status = Annotated[int | Literal["auto"], BeforeValidator(_check_status), WithJsonSchema(_STATUS)]
@@ -347,8 +360,26 @@ class Override(JsonObject):
     expires_at: Timestamp | None = None
 
 
+class KillSwitch(JsonObject):
+    """Requests that are refused before any policy sees them.
+
+    Attributes:
+        scope_key: what the requests have in common: a claim, a header, a query parameter or `ip:address`.
+        scope_value: its value, compared exactly.
+        route: the path of the requests, all of it; any, where there is none.
+        reason: for the operator's own log; no client is told.
+        expires_at: from when on it does nothing.
+    """
+
+    scope_key: ScopeKey
+    scope_value: Annotated[str, Field(min_length=1)]
+    route: Path | None = None
+    reason: str | None = None
+    expires_at: Timestamp | None = None
+
+
 class Envelope(JsonObject):
-    """A bundle around its policies, which are checked one by one."""
+    """A bundle around its policies and kill switches, which are checked one by one."""
 
     bundle_version: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     policies: list[Any]
@@ -364,6 +395,7 @@ class Bundle(Envelope):
     """A whole bundle file; what `loopguard schema` describes."""
 
     policies: list[Policy]
+    kill_switches: list[KillSwitch] = []
 
 
 def _read_attributes(model: type[JsonObject]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar, cast
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from extproc.errors import BundleError, BundleErrors
 from extproc.policy import bundle, rules
-from extproc.policy.bundle import Envelope, Override, Policy
+from extproc.policy.bundle import IP_ADDRESS, Envelope, KillSwitch, Override, Policy
 from extproc.policy.files import read_what_can_be
 from extproc.policy.messages import describe, explain
 from extproc.policy.objects import Place
@@ -36,6 +36,8 @@ class Source:
         bundle_version: None for a single policy or a list.
         expires_at: when the bundle says that it is out of date.
         shadow_until: when the `global_shadow` ends that forces the file's policies into shadow mode; None for none.
+        kill_switches: in the file's order, by their number there; none once they are freed.
+        override_until: when the `kill_switch_override` ends that switches all of them off; None for none.
     """
 
     file: str
@@ -44,10 +46,16 @@ class Source:
     bundle_version: float | None = None
     expires_at: datetime | None = None
     shadow_until: datetime | None = None
+    kill_switches: list[tuple[int, KillSwitch]] = field(default_factory=list)
+    override_until: datetime | None = None
 
     def forces_shadow(self, now: datetime) -> bool:
         """True while `global_shadow` holds at `now`."""
         return self.shadow_until is not None and now < self.shadow_until
+
+    def overrides_switches(self, now: datetime) -> bool:
+        """True while `kill_switch_override` holds at `now`."""
+        return self.override_until is not None and now < self.override_until
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +209,51 @@ def _is_bundle(document: Mapping[str, Any]) -> bool:
 def _parse_bundle(document: Mapping[str, Any], sha256: str, now: datetime, report: _Report) -> Source:
     envelope = _validate(Envelope, document, (), report)
     _check_times(document, now, report)
-    if envelope is not None and envelope.kill_switches:
-        report.disclaim(("kill_switches",), "kill_switches are not enforced by Loopguard")
-    listed = document.get("policies")
-    policies = _parse_policies(listed if isinstance(listed, list) else [], ("policies",), report)
+    switches = _parse_kill_switches(_list_below(document, "kill_switches"), now, report)
+    policies = _parse_policies(_list_below(document, "policies"), ("policies",), report)
     if envelope is None:
         return Source(report.file, sha256, policies)
     return Source(
-        report.file, sha256, policies, envelope.bundle_version, envelope.expires_at, _find_end(envelope.global_shadow)
+        report.file,
+        sha256,
+        policies,
+        envelope.bundle_version,
+        envelope.expires_at,
+        _find_end(envelope.global_shadow),
+        switches,
+        _find_end(envelope.kill_switch_override),
     )
+
+
+def _list_below(document: Mapping[str, Any], key: str) -> list[Any]:
+    """What stands below a key, nothing where that is no array, which the models report."""
+    listed = document.get(key)
+    return listed if isinstance(listed, list) else []
+
+
+def _parse_kill_switches(entries: list[Any], now: datetime, report: _Report) -> list[tuple[int, KillSwitch]]:
+    """Those that can do something, each with its number."""
+    switches = []
+    for number, entry in enumerate(entries):
+        place: Place = ("kill_switches", number)
+        switch = _validate(KillSwitch, entry, place, report)
+        if switch is not None and _remark_on_switch(switch, place, now, report):
+            switches.append((number, switch))
+    return switches
+
+
+def _remark_on_switch(switch: KillSwitch, place: Place, now: datetime, report: _Report) -> bool:
+    """Report what the user should know about a good kill switch; whether it can do anything."""
+    key, route, end = switch.scope_key, switch.route, switch.expires_at
+    if key.startswith(("ip:", "ua:")) and key != IP_ADDRESS:
+        report.disclaim(place, f"the descriptor {key} cannot be derived by Loopguard, so this kill switch stops nobody")
+        return False
+    if end is not None and end <= now:
+        report.warn((*place, "expires_at"), f"expired at {end.isoformat()}: this kill switch does nothing")
+        return False
+    if route is not None and (route[1:].endswith("/") or "*" in route):
+        report.warn((*place, "route"), f"{route!r} is compared with the whole path of a request; it is no prefix")
+    return True
 
 
 def _find_end(override: Override | None) -> datetime | None:

@@ -123,6 +123,7 @@ _KEYS: dict[str, Sequence[str]] = {
     "an entry of bypass": list(bundle.Bypass.model_fields),
     "a rule": list(bundle.Rule.model_fields),
     "an override": list(bundle.Override.model_fields),
+    "a kill switch": list(bundle.KillSwitch.model_fields),
 }
 """What may stand in each object of a policy file, in the order in which a misplaced key is looked for."""
 
@@ -152,10 +153,14 @@ def _phrase_unknown_key(model: type[BaseModel], name: str, place: Place) -> str:
     return "unknown key; only description and x-... may be added"
 
 
+_NAMES: dict[type[BaseModel], str] = {Envelope: "the bundle", bundle.KillSwitch: "a kill switch"}
+"""What the whole of a model is called; the others are policies."""
+
+
 def _name_object(model: type[BaseModel], above: Sequence[str]) -> str:
     """What the object is called that stands below these keys."""
     if "tools" in above:
         return "an entry of tools"
     if not above:
-        return "the bundle" if model is Envelope else "the policy"
+        return _NAMES.get(model, "the policy")
     return _OBJECTS.get(above[-1], "an override" if model is Envelope else "a rule")

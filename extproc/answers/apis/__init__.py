@@ -29,7 +29,7 @@ _PATHS: tuple[tuple[str, Api], ...] = (
 
 _SEARCHES = [(re.compile(pattern).search, api) for pattern, api in _PATHS]
 
-_HEADERS = (("anthropic-version", anthropic.MESSAGES),)
+_HEADERS = (("anthropic-version", anthropic.MESSAGES), ("mcp-protocol-version", rpc.JSON_RPC))
 """Where the path says nothing: headers that clients of one API alone send."""
 
 _KEYS = (
