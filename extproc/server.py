@@ -12,7 +12,8 @@ from http import HTTPStatus
 from importlib import import_module
 from typing import Protocol
 
-from extproc.admin import Admin, Page
+from extproc.admin.pages import Page, make_app, route_page
+from extproc.admin.server import AdminServer
 from extproc.engine import Engine
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
@@ -75,7 +76,8 @@ class Server:
         self.service = Service(self._reloader.engine, store, local, metrics, settings)
         self._health = Health()
         self._grpc = _import_transport(settings.transport)(self.service, self._health)
-        self._admin = Admin(metrics, {"/healthz": self._healthz, "/readyz": self._readyz, "/policies": self._policies})
+        pages = {"/healthz": self._healthz, "/readyz": self._readyz, "/policies": self._policies}
+        self._admin = AdminServer(make_app(metrics, [route_page(path, make) for path, make in pages.items()]))
         self._stop = asyncio.Event()
         self._skip_delay = asyncio.Event()
         self._skip_grace = asyncio.Event()
@@ -89,7 +91,7 @@ class Server:
         """
         loop = asyncio.get_running_loop()
         await self._store.start()
-        admin = self._admin.start(self._settings.admin)
+        admin = self._admin.start(self._settings.admin, self._settings.admin_socket)
         listening = await self._grpc.start(self._settings.listen, self._certificates)
         self._guard_the_port()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -7,8 +7,10 @@ import http.client
 import json
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from http import HTTPStatus
 from pathlib import Path
 
@@ -16,13 +18,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from extproc.admin import Admin, Page
+from extproc.admin import server as admin_server
+from extproc.admin.client import AdminClient, find_admin, open_clients
+from extproc.admin.pages import MAX_BODY, Page, make_app, read_json, route_page, send_page
+from extproc.admin.server import AdminServer
 from extproc.errors import LoopguardError, UsageError
 from extproc.metrics import Metrics
 from extproc.server import Server
 from extproc.settings import Settings, parse_address
 from tests.documents import bundle, policy
+from tests.harness import eventually
 from tests.promql import list_labels
 
 Answer = tuple[int, dict[str, str], str]
@@ -56,10 +65,19 @@ def ask(port: int, path: str) -> Answer:
         connection.close()
 
 
+Pages = Mapping[str, Callable[[], Page]]
+
+
+def make_admin(pages: Pages | None = None, metrics: Metrics | None = None, routes: Sequence[Route] = ()) -> AdminServer:
+    """An admin server with these pages and routes, which nobody has started."""
+    shown = [route_page(path, make) for path, make in (pages or {}).items()]
+    return AdminServer(make_app(metrics or Metrics(), [*shown, *routes]))
+
+
 @contextmanager
-def serving(admin: Admin) -> Iterator[int]:
+def serving(admin: AdminServer, socket_path: str = "") -> Iterator[int]:
     """Start an admin server on a free port and stop it at the end."""
-    port = int(admin.start(parse_address("127.0.0.1:0")).rpartition(":")[2])
+    port = int(admin.start(parse_address("127.0.0.1:0"), socket_path).rpartition(":")[2])
     try:
         yield port
     finally:
@@ -103,7 +121,7 @@ def test_metrics_are_served() -> None:
     metrics = Metrics()
     metrics.decisions.add("p", "enforce", "reject")
     metrics.decisions.add("p", "enforce", "allow")
-    with serving(Admin(metrics, {})) as port:
+    with serving(make_admin(metrics=metrics)) as port:
         status, headers, body = ask(port, "/metrics?x=1")
 
     assert status == HTTPStatus.OK
@@ -132,7 +150,7 @@ def test_histograms_are_what_prometheus_own_would_be(values: list[float]) -> Non
 def test_unknown_paths_name_the_known_ones() -> None:
     """A wrong path is 404 with a list of what there is; a page's own status is its own."""
     pages = {"/down": lambda: Page(HTTPStatus.SERVICE_UNAVAILABLE, {"status": "down"})}
-    with serving(Admin(Metrics(), pages)) as port:
+    with serving(make_admin(pages)) as port:
         wrong, down = ask(port, "/"), ask(port, "/down")
 
     assert (wrong[0], wrong[2]) == (404, "not found; there are /metrics, /down\n")
@@ -142,13 +160,13 @@ def test_unknown_paths_name_the_known_ones() -> None:
 
 def test_head_is_get_without_the_body() -> None:
     """HEAD has the status and the length of GET."""
-    with serving(Admin(Metrics(), {"/p": lambda: Page(HTTPStatus.OK, {"a": 1})})) as port:
+    with serving(make_admin({"/p": lambda: Page(HTTPStatus.OK, {"a": 1})})) as port:
         get = ask(port, "/p")
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(b"HEAD /p HTTP/1.0\r\n\r\n")
             head = client.makefile("rb").read()
 
-    assert head.startswith(b"HTTP/1.0 200 ")
+    assert head.startswith(b"HTTP/1.1 200 ")
     assert b"content-length: %d\r\n" % len(get[2]) in head
     assert head.endswith(b"\r\n\r\n")
 
@@ -159,7 +177,7 @@ def test_a_page_that_fails_says_so() -> None:
     def broken() -> Page:
         raise ValueError("too deep")
 
-    with serving(Admin(Metrics(), {"/p": broken})) as port:
+    with serving(make_admin({"/p": broken})) as port:
         answers = [ask(port, "/p"), ask(port, "/metrics")]
 
     assert [answer[0] for answer in answers] == [500, 200]
@@ -167,15 +185,159 @@ def test_a_page_that_fails_says_so() -> None:
 
 
 def test_a_client_that_says_nothing_holds_nobody_up() -> None:
-    """Each client has a thread of its own."""
-    with serving(Admin(Metrics(), {})) as port, socket.create_connection(("127.0.0.1", port)):
+    """The others are answered meanwhile."""
+    with serving(make_admin()) as port, socket.create_connection(("127.0.0.1", port)):
         assert ask(port, "/metrics")[0] == 200
+
+
+def test_more_silent_clients_than_there_is_room_for_hold_nobody_up() -> None:
+    """Past the bound the client that has been silent longest is dropped, and whoever asks is answered."""
+    with serving(make_admin()) as port, ExitStack() as clients:
+        silent = [clients.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(300)]
+        status = ask(port, "/metrics")[0]
+
+        assert status == 200
+        assert silent[0].recv(1) == b""
+
+
+def test_a_slow_client_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has not asked in time is dropped, though bytes keep coming."""
+    monkeypatch.setattr(admin_server, "_CLIENT_SECONDS", 0.2)
+
+    with serving(make_admin()) as port, socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\n")
+        client.settimeout(0.01)
+        assert eventually(lambda: _dribble(client), "the end of the connection")
+
+
+def _dribble(client: socket.socket) -> bool:
+    """Send a little more; returns whether the server has hung up."""
+    try:
+        client.sendall(b"a: b\r\n")
+        return client.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def _echo(path: str) -> Route:
+    async def echo(request: Request) -> Response:
+        return send_page(Page(HTTPStatus.OK, await read_json(request)))
+
+    return Route(path, echo, methods=["POST"])
+
+
+def test_what_is_sent_is_bounded_json() -> None:
+    """A body that is JSON reaches its endpoint; another is 400, one too large 413, a wrong method 405, each with the reason."""
+    bodies = [b'{"a": 1}', b"[", b"[" * MAX_BODY, b"1" * 70_000]
+    cases = [*(("POST", body) for body in bodies), ("PUT", b"")]
+    answers = []
+    with serving(make_admin(routes=[_echo("/echo")])) as port:
+        for method, body in cases:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+            connection.request(method, "/echo", body)
+            answer = connection.getresponse()
+            answers.append((answer.status, json.loads(answer.read())))
+            connection.close()
+
+    assert answers == [
+        (200, {"a": 1}),
+        (400, {"error": "the body is not JSON"}),
+        (400, {"error": "the body is not JSON"}),
+        (413, {"error": "a body may have 65536 bytes"}),
+        (405, {"error": "Method Not Allowed"}),
+    ]
+
+
+def test_a_unix_socket_beside_the_port(tmp_path: Path) -> None:
+    """The same endpoints are there on a Unix socket that only its owner may open."""
+    path = tmp_path / "admin.sock"
+    with serving(make_admin({"/p": lambda: Page(HTTPStatus.OK, {"a": 1})}), str(path)) as port:
+        client = AdminClient(f"unix:{path}")
+        answers = [client.ask("/p"), json.loads(ask(port, "/p")[2])]
+        client.close()
+
+        assert answers == [{"a": 1}, {"a": 1}]
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_unix_socket_that_cannot_be_is_one_clear_error(tmp_path: Path) -> None:
+    """The error names the path and the flag, and the port is free again."""
+    admin = make_admin()
+    with pytest.raises(LoopguardError) as failure:
+        admin.start(parse_address("127.0.0.1:0"), f"{tmp_path}/no/such/folder")
+
+    expected = f"cannot listen on unix:{tmp_path}/no/such/folder: No such file or directory; choose another with --admin-socket"
+    assert str(failure.value) == expected
+
+
+def test_the_client_says_why_there_is_no_answer() -> None:
+    """Nobody listens, an unknown path, a page's own error, an answer that is no JSON: each is one clear line."""
+    pages: Pages = {"/down": lambda: Page(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "no store"})}
+    messages = []
+    with serving(make_admin(pages)) as port:
+        client = AdminClient(f"127.0.0.1:{port}")
+        for path in ("/nothing", "/down", "/metrics"):
+            with pytest.raises(LoopguardError) as failure:
+                client.ask(path)
+            messages.append(str(failure.value))
+    with pytest.raises(LoopguardError) as failure:
+        client.ask("/down")
+    messages.append(str(failure.value))
+    client.close()
+
+    url = f"127.0.0.1:{port}"
+    assert messages == [
+        f"{url}/nothing answered 404: not found; there are /metrics, /down",
+        f"{url}/down answered 503: no store",
+        f"{url}/metrics is no admin endpoint of Loopguard",
+        f"cannot ask {url}: [Errno 111] Connection refused; --admin says where a server is asked",
+    ]
+
+
+@pytest.mark.parametrize("url", ["ftp://h", "http://", "http://h:port", "http://h/policies", "unix:admin.sock", ""])
+def test_a_url_that_is_none_is_a_usage_error(url: str) -> None:
+    """What no server can be asked at is told before anything is asked."""
+    with pytest.raises(UsageError, match="--admin must be"):
+        AdminClient(url)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "http://127.0.0.1:9900"),
+        ({"LOOPGUARD_ADMIN": "10.0.0.1:8000"}, "http://10.0.0.1:8000"),
+        ({"LOOPGUARD_ADMIN": "0.0.0.0:8000"}, "http://127.0.0.1:8000"),
+        ({"LOOPGUARD_ADMIN": ":8000"}, "http://127.0.0.1:8000"),
+        ({"LOOPGUARD_ADMIN": "[::1]:8000"}, "http://[::1]:8000"),
+        ({"LOOPGUARD_ADMIN": "nonsense"}, "http://127.0.0.1:9900"),
+        ({"LOOPGUARD_ADMIN": "10.0.0.1:8000", "LOOPGUARD_ADMIN_SOCKET": "/run/a.sock"}, "unix:/run/a.sock"),
+    ],
+)
+def test_the_machines_own_server_is_found_by_its_environment(environ: dict[str, str], expected: str) -> None:
+    """Without `--admin` a command asks where the environment has the server listen."""
+    assert find_admin(environ) == expected
+
+
+def test_several_servers_can_be_asked() -> None:
+    """`--admin` may be given for each replica."""
+    assert [client.url for client in open_clients(["a:1", "b:2"])] == ["a:1", "b:2"]
+
+
+@pytest.mark.parametrize("module", ["extproc.cli", "extproc.service", "extproc.transport.fast"])
+def test_neither_requests_nor_other_commands_load_the_web_server(module: str) -> None:
+    """What every request runs through, and the command line, import nothing of the admin port's."""
+    heavy = "{'starlette', 'uvicorn', 'httpx', 'jinja2', 'rich', 'cloudevents'}"
+    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:0", pytest.param("[::1]:0", marks=IPV6), pytest.param(":0", marks=IPV6)])
 def test_it_listens_where_it_is_told(text: str) -> None:
     """IPv4, IPv6 and all interfaces; the answer tells the real port."""
-    admin = Admin(Metrics(), {})
+    admin = make_admin()
 
     shown = admin.start(parse_address(text))
     admin.stop()
@@ -186,8 +348,8 @@ def test_it_listens_where_it_is_told(text: str) -> None:
 
 def test_an_address_in_use_is_one_clear_error() -> None:
     """The error names the address and the flag."""
-    with serving(Admin(Metrics(), {})) as port, pytest.raises(LoopguardError) as failure:
-        Admin(Metrics(), {}).start(parse_address(f"127.0.0.1:{port}"))
+    with serving(make_admin()) as port, pytest.raises(LoopguardError) as failure:
+        make_admin().start(parse_address(f"127.0.0.1:{port}"))
 
     assert str(failure.value) == f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another with --admin"
 
@@ -195,14 +357,14 @@ def test_an_address_in_use_is_one_clear_error() -> None:
 def test_a_socket_is_no_admin_address() -> None:
     """A Unix socket is a usage error, because scrapers and probes need a port."""
     with pytest.raises(UsageError) as failure:
-        Admin(Metrics(), {}).start(parse_address("unix:/run/x"))
+        make_admin().start(parse_address("unix:/run/x"))
 
     assert str(failure.value) == "--admin must be HOST:PORT, not 'unix:/run/x'"
 
 
 def test_an_admin_that_never_started_can_be_stopped() -> None:
     """Stopping is safe at any time."""
-    Admin(Metrics(), {}).stop()
+    make_admin().stop()
 
 
 def test_ready_from_serving_until_draining(server: Server) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.documents import bundle, policy
-from tests.harness import PATIENCE, Stack, eventually, stack
+from tests.harness import PATIENCE, Loopguard, Stack, eventually, stack, write_policies
 
 REJECT = bundle(policy("p", {"pathPrefix": "/"}))
 
@@ -200,3 +204,32 @@ def test_a_policy_changed_under_traffic_acts_on_the_next_request() -> None:
         eventually(lambda: made.loopguard.metric("policy_reloads_total", result="error") == 1, "the refusal")
         assert made.send("/").status == 429
         assert "/policies/0/spec: spec is required" in made.loopguard.output()
+
+
+_STALLING = """
+import time
+from extproc import server
+server._STALLED_SECONDS = 0.2
+server.Server._on_hangup = lambda self: time.sleep(60)
+"""
+
+
+def _read_unhealthy(loopguard: Loopguard) -> Any:  # noqa: ANN401  # JSON's
+    status, body = loopguard.get("/healthz")
+    return json.loads(body) if status == HTTPStatus.SERVICE_UNAVAILABLE else None
+
+
+def test_a_stalled_data_path_is_told(tmp_path: Path) -> None:
+    """While the event loop that serves requests stands still, `/healthz` says so."""
+    write_policies(tmp_path, bundle(policy("p", {"pathExact": "/a"})))
+    loopguard = Loopguard(tmp_path, preamble=_STALLING)
+    try:
+        before = loopguard.get("/healthz")[0]
+        loopguard.signal(signal.SIGHUP)
+        told = eventually(lambda: _read_unhealthy(loopguard), "the stall")
+    finally:
+        loopguard.signal(signal.SIGKILL)
+        loopguard.stop()
+
+    assert before == 200
+    assert told["status"] == "stalled"

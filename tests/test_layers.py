@@ -62,7 +62,8 @@ FLOORS: list[list[str]] = [
     ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],
     ["transport/acceptor", "transport/tls"],
     ["transport/fast", "transport/grpcio"],
-    ["reload", "admin", "server"],
+    ["admin", "admin/client", "admin/pages", "admin/server"],
+    ["reload", "server"],
     ["envoy_config", "envoy_config/options", "envoy_config/routes", "envoy_config/template"],
     ["envoy_config/render"],
     [

@@ -17,21 +17,26 @@ BACKLOG: Final = 1_024
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
-def open_listening_socket(address: Address) -> socket.socket:
+def open_listening_socket(address: Address, flag: str = "--listen", *, mode: int | None = None) -> socket.socket:
     """A socket that listens on `address`; a Unix socket that nobody listens on any more is replaced.
+
+    Args:
+        address: where to listen.
+        flag: of the command that chose it, for errors.
+        mode: of a Unix socket's file; None for what the umask leaves.
 
     Raises:
         LoopguardError: the address cannot be listened on; the message says why.
     """
     try:
         if address.is_unix:
-            return _bind_unix(address.text.removeprefix("unix:"))
+            return _bind_unix(address.text.removeprefix("unix:"), mode)
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         both = family is socket.AF_INET6 and address.host == "::" and socket.has_dualstack_ipv6()
         return socket.create_server((address.host, address.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise LoopguardError(f"cannot listen on {address.text}: {reason}; choose another with --listen") from None
+        raise LoopguardError(f"cannot listen on {address.text}: {reason}; choose another with {flag}") from None
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -44,7 +49,7 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def _bind_unix(path: str) -> socket.socket:
+def _bind_unix(path: str, mode: int | None) -> socket.socket:
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
@@ -55,6 +60,8 @@ def _bind_unix(path: str) -> socket.socket:
     made = socket.socket(socket.AF_UNIX)
     try:
         made.bind(path)
+        if mode is not None:
+            Path(path).chmod(mode)  # before anybody can connect
         made.listen(BACKLOG)
     except BaseException:
         made.close()

@@ -1,0 +1,1 @@
+"""What operators ask a running Loopguard over HTTP, and the client of its commands."""

@@ -1,0 +1,139 @@
+"""The client of the admin endpoints, for commands."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from extproc.errors import LoopguardError, UsageError
+from extproc.settings import ENV_PREFIX, Address, parse_address
+
+_SECONDS = 10.0
+_DEFAULT = "http://127.0.0.1:9900"
+
+
+def add_admin_flag(parser: argparse.ArgumentParser) -> None:
+    """The flag that names running servers, for `open_clients`."""
+    parser.add_argument(
+        "--admin",
+        action="append",
+        metavar="URL|unix:/PATH",
+        help=f"admin port or socket of a running server; repeatable (default: where LOOPGUARD_ADMIN_SOCKET or"
+        f" LOOPGUARD_ADMIN say that it is, else {_DEFAULT})",
+    )
+
+
+def open_clients(admin: Sequence[str] | None) -> list[AdminClient]:
+    """A client for each server that a command line names, or for the one of this machine.
+
+    Raises:
+        UsageError: one is no address.
+    """
+    return [AdminClient(text) for text in admin or [find_admin(os.environ)]]
+
+
+def find_admin(environ: Mapping[str, str]) -> str:
+    """Where this machine's server is asked, as far as its environment tells."""
+    if path := environ.get(f"{ENV_PREFIX}ADMIN_SOCKET"):
+        return f"unix:{path}"
+    try:
+        address = parse_address(environ.get(f"{ENV_PREFIX}ADMIN", ""))
+    except ValueError:
+        return _DEFAULT
+    return f"http://{_bracket(_choose_host(address))}:{address.port}"
+
+
+class AdminClient:
+    """Asks one server.
+
+    Attributes:
+        url: as it was given.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            url: `http://HOST:PORT`, `https://HOST:PORT`, `HOST:PORT` or `unix:/PATH`.
+
+        Raises:
+            UsageError: it is none of these.
+        """
+        self.url = url
+        if url.startswith("unix:/"):
+            base, transport = "http://localhost", httpx.HTTPTransport(uds=url.removeprefix("unix:"))
+        else:
+            base, transport = url if "://" in url else f"http://{url}", None
+        if not _is_base(base):
+            raise UsageError(f"--admin must be http://HOST:PORT or unix:/PATH, not {url!r}")
+        # The environment's proxies are for the world outside, and its ~/.netrc for nobody here.
+        self._client = httpx.Client(base_url=base, transport=transport, timeout=_SECONDS, trust_env=False)
+
+    def ask(
+        self,
+        path: str,
+        *,
+        method: str = "GET",
+        params: Mapping[str, str] | None = None,
+        body: object = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:  # noqa: ANN401  # as json.loads
+        """What an endpoint answers, decoded from JSON.
+
+        Args:
+            path: of the endpoint.
+            method: of HTTP.
+            params: the query.
+            body: sent as JSON; None for none.
+            headers: sent beside httpx' own.
+
+        Raises:
+            LoopguardError: there is no answer, or one that refuses; the message has what the server said.
+        """
+        content = None if body is None else json.dumps(body)
+        sent = {**({} if body is None else {"content-type": "application/json"}), **(headers or {})}
+        try:
+            answer = self._client.request(method, path, params=params, content=content, headers=sent)
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            raise LoopguardError(f"cannot ask {self.url}: {reason}; --admin says where a server is asked") from None
+        if answer.is_error:
+            raise LoopguardError(f"{self.url}{path} answered {answer.status_code}: {_read_reason(answer)}")
+        try:
+            return answer.json()
+        except ValueError:
+            raise LoopguardError(f"{self.url}{path} is no admin endpoint of Loopguard") from None
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+
+def _is_base(base: str) -> bool:
+    try:
+        url = httpx.URL(base)
+    except httpx.InvalidURL:
+        return False
+    return url.scheme in ("http", "https") and bool(url.host) and url.path in ("", "/") and not url.query
+
+
+def _read_reason(answer: httpx.Response) -> str:
+    """What is wrong, in the server's words."""
+    try:
+        return str(answer.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text.strip()[:500] or answer.reason_phrase
+
+
+def _choose_host(address: Address) -> str:
+    """Where a server that listens there is asked from its own machine."""
+    return "127.0.0.1" if address.host in ("::", "0.0.0.0") else address.host  # noqa: S104  # recognised, not bound
+
+
+def _bracket(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,92 @@
+"""The admin endpoints as an ASGI application: one route for each, and answers that say what is wrong.
+
+An endpoint that is a plain function runs in a thread, so that none waits for another. One that is `async` runs on the admin
+server's event loop, and must not compute for long.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from extproc.metrics import Metrics
+
+MAX_BODY = 65_536
+"""Bytes of what a client may send."""
+
+
+class Page(NamedTuple):
+    """One answer.
+
+    Attributes:
+        status: of HTTP.
+        body: sent as JSON.
+    """
+
+    status: HTTPStatus
+    body: Any
+
+
+def make_app(metrics: Metrics, routes: Sequence[Route]) -> Starlette:
+    """The application with `/metrics` and these routes."""
+    every = [Route("/metrics", lambda _: _expose(metrics)), *routes]
+    known = ", ".join(dict.fromkeys(route.path for route in every))
+
+    def miss(_: Request, __: Exception) -> Response:
+        return PlainTextResponse(f"not found; there are {known}\n", HTTPStatus.NOT_FOUND)
+
+    return Starlette(routes=every, exception_handlers={404: miss, HTTPException: _refuse, Exception: _fail})
+
+
+def route_page(path: str, make: Callable[[], Page]) -> Route:
+    """The route of a page that depends on nothing that is asked."""
+    return Route(path, lambda _: send_page(make()))
+
+
+def send_page(page: Page) -> Response:
+    """A page as a response."""
+    return Response(json.dumps(page.body, indent=2) + "\n", page.status, media_type="application/json")
+
+
+async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
+    """What a client sent.
+
+    Raises:
+        HTTPException: it is too much (413), or no JSON (400).
+    """
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY:
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body may have {MAX_BODY} bytes")
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise HTTPException(HTTPStatus.BAD_REQUEST, "the body is not JSON") from None
+
+
+def _expose(metrics: Metrics) -> Response:
+    return Response(generate_latest(metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+def _refuse(_: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    response = send_page(Page(HTTPStatus(error.status_code), {"error": error.detail}))
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _fail(_: Request, error: Exception) -> Response:
+    """An answer that says so helps more than a connection that closes; uvicorn logs the rest."""
+    return send_page(Page(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)}))
