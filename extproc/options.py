@@ -121,7 +121,7 @@ def _name_flag(item: Field[Any]) -> str:
 
 def _describe(item: Field[Any]) -> str:
     default = item.metadata["default"]
-    shown = "" if default in (False, (), "", REQUIRED) else f" (default {default})"
+    shown = "" if default in (False, (), "", None, REQUIRED) else f" (default {default})"
     return f"{item.metadata['help']}{shown}"
 
 

@@ -58,6 +58,8 @@ HOLD_MARGIN_MS = 2_000
 """What the overridden message timeout exceeds the hold by, so that a busy moment does not turn a hold into a 504."""
 
 _INVALID_ARGUMENT = 3
+_REFUSED_BODIES: Final = {b"408": "aborted", b"413": "too_large"}
+"""What Envoy answers to a body that does not come in time, and to one above its buffer limit."""
 
 
 class Reply(NamedTuple):
@@ -287,7 +289,7 @@ class Stream:
             return self._on_request_body(message)
         if message.kind == "request_trailers":
             return self._on_request_trailers()
-        return self._on_response(message.kind)
+        return self._on_response(message)
 
     def close(self) -> None:
         """The stream has ended, in whatever way: free what it held."""
@@ -416,9 +418,10 @@ class Stream:
         keeps = max(evaluation.inspects, evaluation.steers) if self._body_mode == BODY_BUFFERED else evaluation.inspects
         return Upload(self._service.kept, self._body_mode, length, keeps)
 
-    def _on_response(self, kind: str) -> MaybeLater:
-        self._leave_uncounted("no_body_phase")
-        return _DONE[kind]
+    def _on_response(self, message: Message) -> MaybeLater:
+        """The request was answered before its body was here: Envoy refused it, or sends no bodies."""
+        self._leave_uncounted(_REFUSED_BODIES.get(message.read_status(), "no_body_phase"))
+        return _DONE[message.kind]
 
     def _stop_waiting(self) -> Evaluation | None:
         """What waited for the body until now, if anything did."""

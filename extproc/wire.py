@@ -146,6 +146,11 @@ class Message:
         found = attributes[_ATTRIBUTES].fields
         return found[name].string_value if name in found else None
 
+    def read_status(self) -> bytes:
+        """The status of a response_headers message, empty for every other; raises as `parse_beside` does."""
+        headers = self.parse_beside().response_headers.headers.headers
+        return next((header.raw_value for header in headers if header.key == ":status"), b"")
+
     def parse_beside(self) -> ProcessingRequest:
         """Attributes and metadata; headers and body may be missing.
 

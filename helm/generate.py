@@ -173,6 +173,7 @@ MESH: Schema = {
         "properties": {
             "name": {"type": "string", "minLength": 1},
             "virtualHost": {"type": "string", "minLength": 1},
+            "bodyMode": {"enum": ["strict", "tolerant"]},
             "policies": {"type": "array", "minItems": 1, "items": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"}},
             "bundle": {"$ref": f"{REFERENCE}RouteBundle"},
         },

@@ -26,7 +26,8 @@ limit_integers()  # as the command does
 
 # `make test` runs tests on the sources and on the compiled wheel, `make test-pure` all of them on the sources. By module:
 DOORS = {
-    "test_acceptor", "test_actions", "test_agent_demo", "test_agents", "test_answers_sdks", "test_cli", "test_demo",
+    "test_acceptor", "test_actions", "test_agent_demo", "test_agents", "test_answers_sdks", "test_attach", "test_cli",
+    "test_demo",
     "test_descriptors", "test_door", "test_envoy_config", "test_failures", "test_grpc", "test_handover", "test_headers",
     "test_honest_envoy", "test_hostile_bodies", "test_http2", "test_http2_bounds", "test_mcp_agents", "test_mesh",
     "test_readme", "test_redis", "test_reload", "test_sessions_agents", "test_shadow", "test_soak", "test_steer_agents",

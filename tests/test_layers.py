@@ -65,7 +65,7 @@ FLOORS: list[list[str]] = [
     ["admin", "admin/client", "admin/pages", "admin/server"],
     ["reload", "server"],
     ["envoy_config", "envoy_config/options", "envoy_config/routes", "envoy_config/template"],
-    ["envoy_config/render"],
+    ["envoy_config/render", "envoy_config/snippet"],
     [
         "commands",
         *(f"commands/{name}" for name in ("serve", "init", "validate", "explain", "schema", "envoy_config", "healthcheck")),

@@ -413,6 +413,34 @@ def test_a_tolerant_filter_lets_large_bodies_pass(failure_mode: str) -> None:
     assert without == (200 if failure_mode == "allow" else 500)
 
 
+@needs_content_length
+def test_one_route_of_a_gateway_is_tolerant() -> None:
+    """Strict chat and tolerant uploads pass one filter: above the limit one gets a 413 and the other passes as it was sent."""
+    both = bundle(policy("all", {"pathPrefix": "/"}, limit_keys=["header:x-user-id"]), policy("named", {"pathPrefix": "/n"}))
+    routes = [{"name": "chat"}, {"name": "files", "bodyMode": "tolerant", "policies": ["named"]}]
+    values = merged(
+        CASES["istio-gateway"],
+        {
+            "istio": {"routes": routes},
+            "canary": {"enabled": False},
+            "policies": {"bundle": both},
+            "envoy": {"bufferLimitBytes": 99_999},
+        },
+    )
+    with mesh(values, {"/chat": "chat", "/files": "files"}) as made:
+        small = [statuses(made, path, 3, "small", method="POST", body=b"same") for path in ("/chat", "/files")]
+        with suppress(OSError):  # Envoy need not read on once it has answered
+            made.send("/chat", method="POST", body=b"x" * 1_000_000, headers=USER)
+        refused = eventually(lambda: made.loopguard.metric("uncounted_total", policy="all", reason="too_large"), "a 413")
+        large = statuses(made, "/files", 4, "large", method="POST", body=b"x" * 1_000_000)
+        received = made.upstream.seen[-1]
+
+    assert small == [[200, 200, 429]] * 2
+    assert refused == 1
+    assert large == [200] * 4
+    assert (received.header("content-length"), len(received.body)) == ("1000000", 1_000_000)
+
+
 # ---- Envoy Gateway
 
 BODY_MODES = {"Streamed": "STREAMED", "Buffered": "BUFFERED", "BufferedPartial": "BUFFERED_PARTIAL"}

@@ -239,7 +239,7 @@ class Reader:
         for theirs, ours in self._addresses.items():
             command = command.replace(theirs, ours)
         if command.startswith("loopguard envoy-config"):
-            listen = f"--listen 127.0.0.1:{free_port()} --admin 127.0.0.1:{free_port()}"
+            listen = "" if "--snippet" in command else f"--listen 127.0.0.1:{free_port()} --admin 127.0.0.1:{free_port()}"
             endpoint = self._environment.get("LOOPGUARD_LISTEN", "127.0.0.1:50051")
             return command.replace("envoy-config", f"envoy-config {listen} --endpoints {endpoint}")
         if command.startswith("make run"):

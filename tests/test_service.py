@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from extproc.errors import ProtocolError, StoreError
 from extproc.metrics import Metrics
-from extproc.pb.base_pb2 import HeaderValue
+from extproc.pb.base_pb2 import HeaderMap, HeaderValue
 from extproc.pb.external_processor_pb2 import HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse
 from extproc.service import Reply, Service, Stream
 from extproc.settings import Settings
@@ -295,6 +295,12 @@ def test_holds_are_bounded_in_all_and_per_tenant() -> None:
     assert sample(service, "loops_detected_total", policy="p", mode="enforce", action="reject") == 2
 
 
+def answered(status: str) -> ProcessingRequest:
+    """What Envoy shows of a response, be it its own."""
+    listed = [HeaderValue(key="server", raw_value=b"envoy"), HeaderValue(key=":status", raw_value=status.encode())]
+    return ProcessingRequest(response_headers=HttpHeaders(headers=HeaderMap(headers=listed)))
+
+
 def test_a_hold_ends_early_when_the_server_stops() -> None:
     """Released holds end at once, and so does every later one."""
 
@@ -376,10 +382,15 @@ def test_a_body_counts_exactly_when_it_is_whole(messages: list[ProcessingRequest
         ([headers(mode="STREAMED"), body(b"a", end=False)], "aborted"),
         ([headers(mode=None)], "no_body_phase"),  # Envoy may send no bodies at all
         ([headers(), ProcessingRequest(response_headers=HttpHeaders())], "no_body_phase"),
+        ([headers(), answered("200")], "no_body_phase"),
+        ([headers(), answered("408")], "aborted"),  # Envoy's request_timeout
+        ([headers(), answered("413")], "too_large"),
+        ([headers(mode=None), answered("413")], "too_large"),
+        ([headers(mode="STREAMED"), body(b"a", end=False), answered("413")], "too_large"),
     ],
 )
 def test_a_stream_that_ends_before_its_body_is_uncounted(messages: list[ProcessingRequest], reason: str) -> None:
-    """A client that leaves while uploading is not counted, and that is counted, apart from bodies that Envoy does not send."""
+    """Clients that leave while uploading, bodies that are refused and bodies that Envoy does not send are told apart."""
     service = make_service(policy("p", ANY))
 
     exchange(service, *messages)

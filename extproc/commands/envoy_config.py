@@ -10,10 +10,12 @@ from extproc.commands import add_policy_flag, load_policies
 from extproc.envoy_config.options import EnvoyOptions
 from extproc.envoy_config.render import render_bootstrap
 from extproc.envoy_config.routes import find_acting
+from extproc.envoy_config.snippet import find_unseen, render_snippet
 
-HELP = "print a complete Envoy bootstrap that guards the policies' routes"
+HELP = "print a complete Envoy bootstrap that guards the policies' routes, or what another one needs"
 EXAMPLES = """examples:
-  loopguard envoy-config --policy policies/ --upstream 127.0.0.1:8080 > envoy.yaml && envoy -c envoy.yaml"""
+  loopguard envoy-config --policy policies/ --upstream 127.0.0.1:8080 > envoy.yaml && envoy -c envoy.yaml
+  loopguard envoy-config --policy policies/ --snippet --routes chat,search"""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the bootstrap; returns the exit code.
+    """Print the bootstrap, or what another one needs; returns the exit code.
 
     Raises:
         UsageError: a flag cannot be used, or a policy selects by a route that cannot be placed.
@@ -31,10 +33,12 @@ def run(given: argparse.Namespace) -> int:
     """
     policies = load_policies(given.policy)
     chosen = options.read_options(EnvoyOptions, vars(given))
-    sys.stdout.write(render_bootstrap(policies, chosen))
+    sys.stdout.write(render_snippet(policies, chosen) if chosen.snippet else render_bootstrap(policies, chosen))
     acting = list(find_acting(policies))
     if not acting:
         sys.stderr.write("warning: no policy has loop_detection enabled, so this guards nothing\n")
+    if chosen.routes and (unseen := find_unseen(policies, chosen.routes)):
+        sys.stderr.write(f"warning: these policies select by routes that are not in --routes: {', '.join(unseen)}\n")
     enforcing = [policy.id for policy in acting if policy.spec.mode == "enforce"]
     if chosen.shadow_mode == "partial" and enforcing:
         sys.stderr.write(f"warning: these policies would act: {', '.join(enforcing)}; start Loopguard with serve --shadow\n")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from ipaddress import ip_address
 
 from extproc.errors import UsageError
-from extproc.options import REQUIRED, option, parse_one_of, parse_switch, require_together
+from extproc.options import option, parse_one_of, parse_switch, require_together
 from extproc.settings import Address, SubjectName, parse_address, parse_subject_names
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?\Z")
@@ -72,6 +72,13 @@ def _parse_local(text: str) -> Address:
     return local
 
 
+def _parse_names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise ValueError("must be names, separated by commas")
+    return names
+
+
 def _parse_bytes(text: str) -> int:
     if not text.isdecimal() or int(text) not in _WINDOW:
         raise ValueError(f"must be a number of bytes from {_WINDOW[0]} to {_WINDOW[-1]}")
@@ -82,7 +89,7 @@ def _parse_bytes(text: str) -> int:
 class EnvoyOptions:
     """The flags of `loopguard envoy-config`."""
 
-    upstream: Address = option(REQUIRED, _parse_upstream, "where the requests go", "HOST:PORT")
+    upstream: Address | None = option(None, _parse_upstream, "where the requests go; needed for a whole bootstrap", "HOST:PORT")
     upstream_protocol: str = option(
         "http1",
         parse_one_of("http1", "http2", "as-client"),
@@ -123,6 +130,14 @@ class EnvoyOptions:
         "strict|tolerant",
     )
     buffer_limit: int = option(10 * 2**20, _parse_bytes, "largest request body that is looked at", "BYTES")
+    tolerant_routes: tuple[str, ...] = option(
+        (),
+        _parse_names,
+        "guarded routes that are tolerant where the others are strict, such as those of uploads: by name, or by the path in "
+        "their policies; repeatable or separated by commas",
+        "NAME|/PATH,...",
+        gather=",".join,
+    )
     failure_mode: str = option(
         "allow",
         parse_one_of("allow", "deny"),
@@ -136,20 +151,49 @@ class EnvoyOptions:
         "partial: no body is refused, for serve --shadow",
         "off|observability|partial",
     )
+    snippet: bool = option(
+        False, parse_switch, "print what a configuration needs that exists, part by part, each with its place"
+    )
+    routes: tuple[str, ...] = option(
+        (),
+        _parse_names,
+        "with --snippet: its routes to guard, by name; repeatable or separated by commas; default: told by the policies' paths",
+        "NAME,...",
+        gather=",".join,
+    )
 
     def __post_init__(self) -> None:
-        """Refuse half of what TLS needs, and a choice that a shadow mode has made already.
+        """Refuse half of what TLS needs, and what another flag has decided already.
 
         Raises:
             UsageError: naming the flag that is missing or has to go.
         """
+        self._check_kind()
+        self._check_tls()
+        if self.shadow_mode != "off":
+            why = f"where --shadow-mode {self.shadow_mode} decides that"
+            self._refuse(("failure_mode", "body_mode", "tolerant_routes"), why)
+        if self.body_mode == "tolerant":
+            self._refuse(("tolerant_routes",), "where --body-mode tolerant makes all of them so")
+
+    def _check_kind(self) -> None:
+        if self.snippet:
+            mine = ("upstream", "upstream_protocol", "upstream_tls", "upstream_ca", "listen", "admin")
+            self._refuse(mine, "with --snippet, because they are in that configuration")
+        elif self.upstream is None:
+            raise UsageError("envoy-config needs --upstream HOST:PORT, or --snippet for a configuration that exists")
+        else:
+            self._refuse(("routes",), "without --snippet, because policies name the routes of a whole bootstrap")
+
+    def _check_tls(self) -> None:
         require_together(self, ("endpoint_cert", "endpoint_key", "endpoint_ca"), ("endpoint_san",))
         if self.endpoint_cert and not self.endpoint_san and any(endpoint.is_unix for endpoint in self.endpoints):
             raise UsageError("--endpoint-cert needs --endpoint-san as well, because a Unix socket has no name")
-        if self.shadow_mode == "off":
-            return
+
+    def _refuse(self, names: Sequence[str], why: str) -> None:
+        """Raise UsageError if one of these options is given."""
         for item in fields(self):
             given = getattr(self, item.name)
-            if item.name in ("failure_mode", "body_mode") and given != item.default:
-                flag = "--" + item.name.replace("_", "-")
-                raise UsageError(f"{flag} must be left out where --shadow-mode {self.shadow_mode} decides that, not {given!r}")
+            if item.name in names and given != item.default:
+                told = f"{given!r}" if isinstance(given, str) else "given"
+                raise UsageError(f"--{item.name.replace('_', '-')} must be left out {why}, not {told}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.resources import files
 
 from extproc.envoy_config.options import EnvoyOptions, is_ip
 from extproc.envoy_config.routes import GuardedRoute, plan_routes
 from extproc.envoy_config.template import fill
+from extproc.errors import UsageError
 from extproc.policy.loader import PolicySet
 from extproc.settings import Address, parse_subject_name
 
@@ -30,26 +31,48 @@ def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
     Raises:
         UsageError: a policy selects by a route that cannot be placed.
     """
+    assert options.upstream is not None  # noqa: S101  # the options have seen to that
     routes = plan_routes(policies)
-    upstream = _describe_upstream(options)
+    tolerant = find_tolerant(routes, options.tolerant_routes)
+    upstream = _describe_upstream(options.upstream, options)
     action = (
         "{cluster: upstream, timeout: 0s, auto_host_rewrite: true}" if upstream["sni"] else "{cluster: upstream, timeout: 0s}"
     )
     return fill(
-        _read_template("bootstrap"),
+        read_template("bootstrap"),
         {
+            **describe_guard(options),
             **upstream,
-            **_describe_mode(options),
-            **_describe_loopguard(options.endpoints),
-            **_describe_loopguard_tls(options),
-            "listen": _write_address(options.listen),
-            "admin": _write_address(options.admin),
-            "buffer_limit": str(options.buffer_limit),
             "action": action,
-            "guarded_routes": "".join(_render_routes(routes, action)),
+            "guarded_routes": "".join(_render_routes(routes, tolerant, action)),
             "unguarded": not any(route.path == "/" and not route.exact for route in routes),
         },
     )
+
+
+def find_tolerant(routes: Sequence[GuardedRoute], wanted: Sequence[str]) -> set[GuardedRoute]:
+    """The routes that are meant by name or by path.
+
+    Raises:
+        UsageError: there is no such route; the message names those that are there.
+    """
+    for one in wanted:
+        if not any(one in (route.name, route.path) for route in routes):
+            there = ", ".join(dict.fromkeys(route.path or route.name for route in routes)) or "none"
+            raise UsageError(f"--tolerant-routes: {one!r} is none of the guarded routes, which are {there}")
+    return {route for route in routes if route.name in wanted or route.path in wanted}
+
+
+def describe_guard(options: EnvoyOptions) -> Mapping[str, str | bool]:
+    """The templates' values, but for those of policies and of the upstream."""
+    return {
+        **_describe_mode(options),
+        **_describe_loopguard(options.endpoints),
+        **_describe_loopguard_tls(options),
+        "listen": _write_address(options.listen),
+        "admin": _write_address(options.admin),
+        "buffer_limit": str(options.buffer_limit),
+    }
 
 
 def _describe_mode(options: EnvoyOptions) -> Mapping[str, str | bool]:
@@ -63,7 +86,8 @@ def _describe_mode(options: EnvoyOptions) -> Mapping[str, str | bool]:
         "waiting": options.shadow_mode != "observability",
         "partial": options.shadow_mode == "partial",
         "body_mode": body_mode,
-        "tolerant": body_mode == _BODY_MODES["tolerant"],
+        "keeps_length": body_mode == _BODY_MODES["tolerant"] or bool(options.tolerant_routes),
+        "response_headers": "SKIP" if options.shadow_mode == "observability" else "SEND",
         "failure_mode_allow": _FAILURE_MODES[options.failure_mode],
     }
 
@@ -92,13 +116,13 @@ def _describe_loopguard_tls(options: EnvoyOptions) -> Mapping[str, str | bool]:
     }
 
 
-def _describe_upstream(options: EnvoyOptions) -> Mapping[str, str | bool]:
+def _describe_upstream(upstream: Address, options: EnvoyOptions) -> Mapping[str, str | bool]:
     """Where requests go; over TLS the certificate has to be made out to the name, or where there is none to the address."""
-    host = options.upstream.host
+    host = upstream.host
     return {
-        "upstream": options.upstream.text,
+        "upstream": upstream.text,
         "upstream_type": "STATIC" if is_ip(host) else "LOGICAL_DNS",
-        "upstream_address": _write_address(options.upstream),
+        "upstream_address": _write_address(upstream),
         "upstream_protocol": _UPSTREAM_PROTOCOLS[options.upstream_protocol],
         "upstream_tls": options.upstream_tls,
         "upstream_ca": _quote(options.upstream_ca),
@@ -107,8 +131,8 @@ def _describe_upstream(options: EnvoyOptions) -> Mapping[str, str | bool]:
     }
 
 
-def _render_routes(routes: Sequence[GuardedRoute], action: str) -> Iterator[str]:
-    template = _read_template("guarded_route")
+def _render_routes(routes: Sequence[GuardedRoute], tolerant: Collection[GuardedRoute], action: str) -> Iterator[str]:
+    template = read_template("guarded_route")
     for route in routes:
         yield fill(
             template,
@@ -117,6 +141,7 @@ def _render_routes(routes: Sequence[GuardedRoute], action: str) -> Iterator[str]
                 "name": _quote(route.name),
                 "match": _write_match(route),
                 "action": action,
+                "tolerant": route in tolerant,
             },
         )
 
@@ -157,5 +182,6 @@ def _quote(text: str) -> str:
     return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in json.dumps(text, ensure_ascii=False))
 
 
-def _read_template(name: str) -> str:
+def read_template(name: str) -> str:
+    """A file of package data."""
     return (files("extproc.envoy_config") / "templates" / f"{name}.yaml").read_text(encoding="utf-8")

@@ -52,7 +52,7 @@ typed_config:
     request_header_mode: SEND
     request_body_mode: {{ if .filter.observes }}STREAMED{{ else if $partial }}BUFFERED_PARTIAL{{ else }}BUFFERED{{ end }}
     request_trailer_mode: SKIP
-    response_header_mode: SKIP
+    response_header_mode: {{ if .filter.observes }}SKIP{{ else }}SEND # of what Envoy itself answers to a body: so a 413 is told{{ end }}
     response_body_mode: NONE
     response_trailer_mode: SKIP
   {{- if .filter.observes }}
@@ -60,7 +60,7 @@ typed_config:
   failure_mode_allow: true # otherwise requests would fail while Loopguard is away
   deferred_close_timeout: 5s
   {{- else }}
-  {{- if $partial }}
+  {{- if or $partial (has "tolerant" (include "loopguard.routeBodyModes" .root | fromJsonArray)) }}
   allow_content_length_header: true
   {{- end }}
   failure_mode_allow: {{ or (eq $envoy.failureMode "allow") (eq $envoy.shadowMode "partial") }}
@@ -85,6 +85,13 @@ typed_config:
 {{- $name := include "loopguard.fullname" . -}}
 {{- $there := default .Release.Namespace .Values.istio.namespace -}}
 {{- eq $there .Release.Namespace | ternary $name (printf "%s-%s" .Release.Namespace $name) -}}
+{{- end }}
+
+{{/* What the routes say of bodies, as JSON; empty where nothing. Takes root. */}}
+{{- define "loopguard.routeBodyModes" -}}
+{{- $found := list -}}
+{{- range .Values.istio.routes }}{{ $found = append $found (default "" .bodyMode) }}{{ end -}}
+{{- toJson $found -}}
 {{- end }}
 
 {{/* Whether routes have bundles of their own, one truth for each, as JSON. Takes root. */}}
