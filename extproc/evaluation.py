@@ -218,6 +218,19 @@ class Lane:
         """Some candidate cannot count the request without its body."""
         return any(candidate.needs_body for candidate in self.candidates)
 
+    def takes(self, plan: Plan, request: HttpRequest) -> bool:
+        """Whether the plan acts on the request's caller; in doubt it does not."""
+        if plan.ramp is None:
+            return True
+        try:
+            place = plan.ramp.find_place(request)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is this policy's alone
+            self.failures.append((plan.id, error))
+            return False
+        if not place:
+            self.missing += [(plan.id, key) for key in plan.ramp.keys if not plan.is_told_apart_by(key)]
+        return plan.ramp.takes(place)
+
     def admit(self, plan: Plan, request: HttpRequest) -> bool:
         """Make the plan's detectors candidates, or note why they are none; returns whether they are."""
         try:
@@ -366,6 +379,8 @@ class Evaluation:
 
     def admit(self, plan: Plan) -> None:
         """Make every detector of the plan a candidate, or note why it does not count this request."""
+        if plan.watching is not None and not self.enforcing.takes(plan, self.request):
+            plan = plan.watching
         lane = self.shadow if plan.shadow else self.enforcing
         if lane.admit(plan, self.request) and plan.needs_body:
             self.inspects = max(self.inspects, plan.inspects)

@@ -68,6 +68,9 @@ class Metrics:
         self.store_evictions = counter("store_evictions_total", "Live fingerprints dropped for want of room")
         self.policy_reloads = counter("policy_reloads_total", "Reloads by result", "result")
         self.policy_reload_refused = gauge("policy_reload_refused", "1 while the policy files are not what is in force")
+        self.enforce_percent = gauge(
+            "policy_enforce_percent", "Share of its callers that a policy acts on, if not all", "policy"
+        )
         self.policy_expired = gauge("policy_expired", "Policy files whose expires_at has passed while they act")
         self.policy_info = gauge("policy_info", "1 for each policy file in force", "bundle_version", "sha256")
         self.fail_open = counter("fail_open_total", "Requests let through because Loopguard could not decide", "reason")

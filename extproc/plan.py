@@ -8,8 +8,9 @@ from typing import NamedTuple
 from extproc.fingerprint import is_too_long
 from extproc.guards.loop import Detector
 from extproc.guards.session import Sessions
-from extproc.policy.bundle import BODY, UNSUPPORTED_KEYS, Bypass, LoopDetection, Policy
+from extproc.policy.bundle import BODY, EVERYBODY, UNSUPPORTED_KEYS, Bypass, LoopDetection, Policy
 from extproc.policy.routes import copy_text, is_below
+from extproc.ramp import Ramp
 from extproc.request import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors
 from extproc.similarity import Similarity, make_similarity
 from extproc.similarity.document import Document, NotCounted, NotJson, find, split_pointer
@@ -17,6 +18,8 @@ from extproc.similarity.keys import SimilarityKeys
 
 _SIMILARITY_KEYS = set(SimilarityKeys.model_fields)
 
+SHADOW_NAMESPACE = "shadow:"
+"""Before every key of a policy that only watches."""
 
 _Descriptors = tuple[tuple[Descriptor, ...], tuple[tuple[Descriptor, list[str]], ...]]
 """Those that a request's head has, and those in the body with their pointers."""
@@ -70,7 +73,12 @@ def _compile_bypass(entry: Bypass) -> _BypassRule:
 
 
 class Plan:
-    """A policy with its guards."""
+    """A policy with its guards.
+
+    Attributes:
+        ramp: chooses the callers that the policy acts on, None where these are all or none.
+        watching: the same policy in shadow, for the others.
+    """
 
     __slots__ = (
         "_body_descriptors",
@@ -82,12 +90,14 @@ class Plan:
         "inspects",
         "mode",
         "needs_body",
+        "ramp",
         "reads_body",
         "refuses_uncountable",
         "sessions",
         "shadow",
         "steers",
         "tells_callers_apart",
+        "watching",
     )
 
     def __init__(self, policy: Policy, parts: Parts, *, shadow: bool) -> None:
@@ -96,8 +106,11 @@ class Plan:
         self.id = copy_text(policy.id)
         self.shadow = shadow
         self.mode = "shadow" if shadow else "enforce"
+        # With keep_counts a policy counts where its shadow does, so that whoever enters enforcement brings the counts along.
+        namespace = SHADOW_NAMESPACE if shadow or spec.keep_counts else ""
         self.detectors = tuple(
-            Detector(self.id, name, loop, parts.find_similarity(loop), shadow=shadow) for name, loop in spec.detectors()
+            Detector(self.id, name, loop, parts.find_similarity(loop), shadow=shadow, namespace=namespace)
+            for name, loop in spec.detectors()
         )
         self._bypass = tuple(_compile_bypass(entry) for entry in spec.bypass)
         self._missing = spec.missing_descriptor
@@ -108,7 +121,7 @@ class Plan:
         self.needs_body = self.reads_body or any(detector.needs_body for detector in self.detectors)
         self.sessions: Sessions | None = None
         if spec.session is not None and any(detector.similarity.remembers for detector in self.detectors):
-            self.sessions = Sessions(self.id, spec.session, shadow=shadow)
+            self.sessions = Sessions(self.id, spec.session, namespace=namespace)
         looking = [
             detector.max_inspect_bytes
             for detector in self.detectors
@@ -117,6 +130,12 @@ class Plan:
         self.inspects = max(looking, default=0)
         steering = [detector.max_inspect_bytes for detector in self.detectors if detector.steers and not shadow]
         self.steers = max(steering, default=0)
+        self.ramp: Ramp | None = None
+        self.watching: Plan | None = None
+        if not shadow and spec.enforce_percent is not None and spec.enforce_percent < EVERYBODY:
+            chosen_by, _ = parts.find_descriptors(spec.list_ramp_keys())
+            self.ramp = Ramp(spec.enforce_percent, chosen_by, copy_text(spec.ramp_seed or self.id))
+            self.watching = Plan(policy, parts, shadow=True)
 
     def read_descriptors(self, request: HttpRequest, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """The caller's descriptors by name, those in the body excepted.
@@ -144,6 +163,10 @@ class Plan:
         if len(values) < len(self._descriptors):
             self._check_missing(values, may_follow=self.reads_body)
         return values
+
+    def is_told_apart_by(self, key: str) -> bool:
+        """Whether it is one of the policy's limit keys that stand in a request's head."""
+        return any(descriptor.key == key for descriptor in self._descriptors)
 
     def read_session(self, request: HttpRequest) -> Sequence[str]:
         """What a request's head says about its session, for `Sessions.find`."""

@@ -180,6 +180,10 @@ class Reloader:
         for source in self.sources:
             version = "" if source.bundle_version is None else f"{source.bundle_version:.15g}"
             info.labels(version, source.sha256).set(1)
+        self._metrics.enforce_percent.clear()
+        for plan in self.engine.plans:
+            if plan.ramp is not None:
+                self._metrics.enforce_percent.labels(plan.id).set(plan.ramp.percent)
         self._shadowed = _find_shadowed(loaded.sources, loaded.now)
         self._overridden = _find_overridden(loaded.sources, loaded.now)
         self._report_expiry(loaded.now)

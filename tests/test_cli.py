@@ -275,6 +275,39 @@ def test_explain_shows_the_note(
     assert {"note", "unsteered"} & found.keys() == {name}
 
 
+@pytest.mark.parametrize(
+    ("flags", "shown", "mode", "key"),
+    [
+        (
+            ["-H", "x-user: carl"],
+            "in: place 4 of 100 by header:x-user (seed p), and places 1 to 25 are acted on",
+            "enforce",
+            "",
+        ),
+        (
+            ["-H", "x-user: ann"],
+            "out, so only watched: place 29 of 100 by header:x-user (seed p), and places 1 to 25 are acted on",
+            "shadow",
+            "shadow:",
+        ),
+        ([], "out, so only watched: the request has no header:x-user", "shadow", "shadow:"),
+    ],
+)
+def test_explain_says_who_is_in_and_why(  # a table's columns
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], shown: str, mode: str, key: str
+) -> None:
+    """A policy for a share of the callers shows the caller's place, and the key that it counts under."""
+    ramped: dict[str, Any] = {"enforce_percent": 25, "limit_keys": ["ip:address"], "ramp_by": ["header:x-user"]}
+    items = [policy("p", {"pathPrefix": "/"}, keep_counts=keep, **ramped) for keep in (False, True)]
+    files = [written(tmp_path / f"{number}.json", item) for number, item in enumerate(items)]
+
+    found, kept = [explained(Run(capsys, "explain", "--policy", file, *flags, "h/a"))[0] for file in files]
+
+    assert (found["policy"], found["ramp"], found.get("missing")) == (f"p ({mode})", shown, None if flags else "header:x-user")
+    assert found["key"].startswith(f"{key}loop:p:")
+    assert kept["key"].startswith("shadow:loop:p:")
+
+
 def test_explain_says_why_a_request_is_not_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A policy that matches but does not count says why; without any match there is one plain line."""
     file = written(

@@ -39,7 +39,7 @@ FLOORS: list[list[str]] = [
     ["similarity/canonical", "similarity/tail", "similarity/tool_calls", "similarity/turns", "similarity/mcp", "similarity"],
     ["policy/bundle", "policy/routes", "policy/rules", "policy/messages", "policy/loader"],
     ["guards", "guards/kill_switch", "guards/loop", "guards/session"],
-    ["plan", "evaluation", "engine", "handover"],
+    ["ramp", "plan", "evaluation", "engine", "handover"],
     [
         "store",
         "store/certain",

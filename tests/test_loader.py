@@ -392,6 +392,27 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
         ],
     ),
     ("mode", "dry", in_spec("mode", "must be one of enforce, shadow")),
+    ("enforce_percent", 0, in_spec("enforce_percent", "must be >= 1")),
+    ("enforce_percent", 101, in_spec("enforce_percent", "must be <= 100")),
+    *(("enforce_percent", value, in_spec("enforce_percent", "must be an integer")) for value in ("25", 25.0, True)),
+    ("enforce_percentage", 25, [("/spec/enforce_percentage", "unknown key; did you mean enforce_percent?")]),
+    ("ramp_by", "jwt:org", in_spec("ramp_by", "must be an array")),
+    ("ramp_by", [], in_spec("ramp_by", "must not be an empty array; leave it out for the policy's limit_keys")),
+    (
+        "ramp_by",
+        ["x-user", "header:x-user", "body:/user", "body:user", 5],
+        [
+            ("/spec/ramp_by/0", LIMIT_KEY),
+            (
+                "/spec/ramp_by/2",
+                "it must stand in a request's head: whom the policy acts on is decided before the body is there",
+            ),
+            ("/spec/ramp_by/3", BODY_KEY),
+            ("/spec/ramp_by/4", "it must be a string"),
+        ],
+    ),
+    ("ramp_seed", "a b", in_spec("ramp_seed", "must be 1 to 128 of the characters A-Z a-z 0-9 _ . -")),
+    ("keep_counts", 1, in_spec("keep_counts", "must be a boolean")),
     ("missing_descriptor", "x", in_spec("missing_descriptor", "must be one of require_one, skip, share")),
     ("limit_keys", "jwt:org", in_spec("limit_keys", "must be an array")),
     (
@@ -489,6 +510,12 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
     ("fallback_limit", {"limit_keys": ["x"], "any": 1}, [("/spec/fallback_limit/limit_keys/0", LIMIT_KEY)]),
     ("circuit_breaker", 1, in_spec("circuit_breaker", "must be an object")),
 ]
+
+WATCHES_ALL = "enforce_percent belongs to mode enforce, which only watches the other callers; this policy is in shadow"
+NOBODY_KNOWN = (
+    "enforce_percent chooses among callers, and no limit_keys tell callers apart by the head of their requests; "
+    "name in ramp_by what does"
+)
 
 DOCUMENTS: list[tuple[object, Errors]] = [
     # What is no document at all.
@@ -673,6 +700,13 @@ def test_each_field_of_an_entry_is_checked(changes: dict[str, object], expected:
         (bundle(expires_at="soon"), f"expires_at {TIME}, not 'soon'"),
         (b'{"bundle_version": 1e999, "policies": []}', "bundle_version must be a finite number, not Infinity"),
         ({"policy": []}, f"{SHAPES}, not an object"),
+        (spec(mode="shadow", enforce_percent=25), WATCHES_ALL),
+        (spec(mode="shadow", enforce_percent=100), WATCHES_ALL),
+        *((spec(enforce_percent=99, limit_keys=keys), NOBODY_KNOWN) for keys in ([], ["body:/a"])),
+        (
+            spec(enforce_percent=1, limit_keys=[], rules=[{"name": "r"}], fallback_limit={"limit_keys": ["body:/a"]}),
+            NOBODY_KNOWN,
+        ),
         ({}, f"{SHAPES}, not an empty object"),
     ],
 )
@@ -777,6 +811,12 @@ FULL = entries(
 )
 FULL["spec"]["bypass"] = [{"header": "X-Health", "methods": ["get"], "x-why": 1}, {"pathPrefix": "/a/", "pathExact": "/b"}]
 FULL["spec"]["limit_keys"] = ["body:/a~1b/0/C", "body:/", "header:x-a"]
+FULL["spec"] |= {
+    "enforce_percent": 100,
+    "ramp_by": ["jwt:a", "Header:X-B", "ip:address"],
+    "ramp_seed": "s",
+    "keep_counts": True,
+}
 
 
 def test_every_new_key_is_read() -> None:
@@ -956,6 +996,8 @@ def test_a_drop_in_fairvisor_bundle_loads_and_names_what_is_not_enforced() -> No
         fallback_limit=rule,
         circuit_breaker={"enabled": True, "spend_rate_threshold_per_minute": 5},
         session={"keys": ["jwt:sid", "ip:asn"]},
+        enforce_percent=5,
+        ramp_by=["ip:tor"],
         loop_detection={"enabled": True, "similarity": "turns"},
     )
     override = {"enabled": True, "reason": "planned", "expires_at": FUTURE}
@@ -983,6 +1025,7 @@ def test_a_drop_in_fairvisor_bundle_loads_and_names_what_is_not_enforced() -> No
         (f"{here}/limit_keys/0", f"the descriptor ip:country {left_out}"),
         (f"{here}/rules/0/limit_keys/1", f"the descriptor ua:bot {left_out}"),
         (f"{here}/fallback_limit/limit_keys/1", f"the descriptor ua:bot {left_out}"),
+        (f"{here}/ramp_by/0", f"the descriptor ip:tor {left_out}"),
         (f"{here}/session/keys/1", f"the descriptor ip:asn {left_out}"),
     ]
     assert loaded.warnings == ()
@@ -1020,6 +1063,17 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
         ),
         (spec(selector={"pathExact": "/v1/%7Bid%7D/a:b@c;d=e"}), []),
         (spec(session={}), [("/spec/session", "no detector of this policy looks at sessions; similarity turns does")]),
+        (
+            spec(ramp_by=["jwt:org"], ramp_seed="s", keep_counts=True),
+            [
+                ("/spec/ramp_by", "ramp_by does nothing without enforce_percent: all callers are acted on"),
+                ("/spec/ramp_seed", "ramp_seed does nothing without enforce_percent: all callers are acted on"),
+            ],
+        ),
+        (spec(mode="shadow", ramp_by=["jwt:org"], ramp_seed="s", keep_counts=True), []),
+        (spec(enforce_percent=1, ramp_by=["jwt:org"], ramp_seed="s", keep_counts=True), []),
+        (spec(enforce_percent=25, limit_keys=["body:/a"], rules=[{"name": "r", "limit_keys": ["jwt:a"]}]), []),
+        (spec(enforce_percent=100, limit_keys=["body:/a"]), []),
         (bundle(), [("/policies", "holds no policy: nothing is guarded")]),
         ([], [("", "holds no policy: nothing is guarded")]),
     ],
@@ -1312,6 +1366,13 @@ def test_the_schema_refuses_what_does_not_load(changes: dict[str, object]) -> No
         {"bypass": [{"pathPrefix": "x"}]},
         {"bypass": [{"methods": []}]},
         {"bypas": []},
+        {"enforce_percent": 0},
+        {"enforce_percent": 101},
+        {"ramp_by": []},
+        {"ramp_by": ["body:/a"]},
+        {"ramp_by": ["x-user"]},
+        {"ramp_seed": ""},
+        {"keep_counts": "yes"},
     ],
 )
 def test_the_schema_refuses_shapes_of_a_spec_that_do_not_load(changes: dict[str, object]) -> None:

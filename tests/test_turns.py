@@ -633,7 +633,7 @@ def test_a_key_of_another_api_does_not_matter() -> None:
 def told(repeat: Repeat | None) -> str:
     """The sentence that the refused party reads."""
     loop = LoopDetection(enabled=True, similarity="turns")
-    detector = Detector("p", "turns", loop, make_similarity(loop), shadow=False)
+    detector = Detector("p", "turns", loop, make_similarity(loop), shadow=False, namespace="")
     outcome = detector.judge("0" * 8, "0" * 16, UNCOUNTED, detector.similarity, repeat)
     return outcome.subject.tell(outcome, "POST", "/v1/messages")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import chain, repeat
 from pathlib import Path
+from typing import TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
 from extproc.answers.clients import AUTO_STATUS
@@ -18,12 +19,13 @@ from extproc.commands import add_policy_flag, load_policies
 from extproc.decision import Action, Outcome
 from extproc.engine import Engine
 from extproc.errors import UsageError
-from extproc.evaluation import Candidate, Lane
+from extproc.evaluation import Candidate
 from extproc.fingerprint import NO_BODY
 from extproc.guards.kill_switch import Switch
 from extproc.logs import escape_controls
 from extproc.notes import cut_notes
-from extproc.policy.bundle import DEFAULT_DETECTOR, METHOD
+from extproc.policy.bundle import DEFAULT_DETECTOR, EVERYBODY, METHOD
+from extproc.ramp import Ramp
 from extproc.request import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body
 from extproc.similarity.document import Document
 from extproc.windows import Count
@@ -32,6 +34,8 @@ HELP = "show what the policies make of one request"
 EXAMPLES = """examples:
   loopguard explain --policy policies/ -X POST -H 'x-user-id: ann' -d '{"model": "m"}' https://api.example.com/v1/chat/completions
   loopguard explain --policy policies/ --claim org_id=org-abc -d @body.json http://localhost:10000/v1/messages"""
+
+_Rows: TypeAlias = list[tuple[str, str]]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,17 +69,22 @@ def run(options: argparse.Namespace) -> int:
         _print_switch(switch, shadow=options.shadow)
         if not options.shadow:
             return 0
+    ramps = {plan.id: _show_place(plan.ramp, request) for plan in engine.match(request) if plan.ramp is not None}
     evaluation = engine.prepare(request)
     if evaluation is None:
         print(escape_controls(f"no policy matches {request.method} {request.path}: the request goes on uncounted"))
         return 0
     reason = explain_unknowable_body(request) if evaluation.needs_body else ""
     evaluation.seal(None if reason else NO_BODY.plus(body), reason, body)
-    for lane in evaluation.lanes:
-        _print_left_out(lane, request)
+    missing = [entry for lane in evaluation.lanes for entry in lane.missing]
+    for policy, detector, why in evaluation.list_left_out():
+        named = [("detector", detector)] if detector not in ("", DEFAULT_DETECTOR) else []
+        more = ramps.get(policy, []) + _list_missing(missing, policy, request)
+        _print_rows([("policy", policy), *named, *more, ("uncounted", why)])
     for lane in evaluation.lanes:
         for candidate in lane.candidates:
-            _print_candidate(candidate, request, body, _list_missing(lane, candidate.plan.id, request))
+            policy = candidate.plan.id
+            _print_candidate(candidate, request, body, ramps.get(policy, []) + _list_missing(missing, policy, request))
     return 0
 
 
@@ -86,16 +95,18 @@ def _print_switch(switch: Switch, *, shadow: bool) -> None:
     _print_rows(rows if not switch.reason else [rows[0], ("reason", switch.reason), rows[1]])
 
 
-def _print_left_out(lane: Lane, request: HttpRequest) -> None:
-    """Why policies, or detectors of them, do not count the request."""
-    for policy, detector, why in lane.left_out:
-        named = [("detector", detector)] if detector not in ("", DEFAULT_DETECTOR) else []
-        _print_rows([("policy", policy), *named, *_list_missing(lane, policy, request), ("uncounted", why)])
+def _show_place(ramp: Ramp, request: HttpRequest) -> _Rows:
+    """Whether the policy acts on the request's caller, and why."""
+    place, keys = ramp.find_place(request), " and ".join(ramp.keys)
+    if not place:
+        return [("ramp", f"out, so only watched: the request has no {keys}")]
+    found = f"place {place} of {EVERYBODY} by {keys} (seed {ramp.seed}), and places 1 to {ramp.percent} are acted on"
+    return [("ramp", f"in: {found}" if ramp.takes(place) else f"out, so only watched: {found}")]
 
 
-def _list_missing(lane: Lane, policy: str, request: HttpRequest) -> list[tuple[str, str]]:
+def _list_missing(missing: Sequence[tuple[str, str]], policy: str, request: HttpRequest) -> _Rows:
     """A row for each of the policy's limit keys that the request does not have."""
-    keys = [key for owner, key in lane.missing if owner == policy]
+    keys = [key for owner, key in missing if owner == policy]
     return [("missing", f"{key}{_explain_missing(key, request)}") for key in keys]
 
 
@@ -109,7 +120,7 @@ def _explain_missing(key: str, request: HttpRequest) -> str:
     return ""
 
 
-def _print_candidate(candidate: Candidate, request: HttpRequest, body: bytes, missing: list[tuple[str, str]]) -> None:
+def _print_candidate(candidate: Candidate, request: HttpRequest, body: bytes, more: _Rows) -> None:
     """What one detector of a policy sees in the request, and what it will do about it."""
     detector, hit = candidate.detector, candidate.hit
     rows = [("policy", f"{candidate.plan.id} ({detector.mode})")]
@@ -117,7 +128,7 @@ def _print_candidate(candidate: Candidate, request: HttpRequest, body: bytes, mi
         rows.append(("detector", f"{detector.name} ({detector.similarity_name})"))
     if detector.looks:
         rows += zip(chain(["compared"], repeat("")), detector.similarity.show(Document(cut_notes(body))), strict=False)
-    rows += missing
+    rows += more
     rows += [("composite", candidate.composite), ("fingerprint", candidate.fingerprint), ("tenant", candidate.tenant)]
     if candidate.push is not None:
         rows.append(("ring", f"{candidate.push.key}: earlier turns, which are not asked for here"))
@@ -129,7 +140,7 @@ def _print_candidate(candidate: Candidate, request: HttpRequest, body: bytes, mi
     _print_rows(rows)
 
 
-def _show_note(candidate: Candidate, request: HttpRequest, body: bytes) -> list[tuple[str, str]]:
+def _show_note(candidate: Candidate, request: HttpRequest, body: bytes) -> _Rows:
     """What the model is told, and why it is not where it cannot be."""
     detector = candidate.detector
     note = write_note(_make_outcome(candidate, detector.actions.index(Action.STEER)), request, detector)

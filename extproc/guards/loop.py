@@ -57,8 +57,10 @@ class Detector:
         "window_type",
     )
 
-    def __init__(self, policy: str, name: str, loop: LoopDetection, similarity: Similarity, *, shadow: bool) -> None:
-        """Compile; `loop` is enabled, and `similarity` made of it."""
+    def __init__(  # noqa: PLR0913  # what the policy says, and its plan
+        self, policy: str, name: str, loop: LoopDetection, similarity: Similarity, *, shadow: bool, namespace: str
+    ) -> None:
+        """Compile; `loop` is enabled, and `similarity` made of it. Every key starts with the namespace."""
         self.policy = policy
         self.name = name
         self.shadow = shadow
@@ -81,7 +83,7 @@ class Detector:
         self.window_type = "fixed" if self.stateless else loop.window_type
         self.max_delay_ms = loop.max_delay_ms
         self.refusal = _make_refusal_form(loop.reject_status, completes=loop.refuse_as == COMPLETION)
-        self._key = f"{'shadow:' if shadow else ''}loop:{policy}:{name}:{self.window_type}:"
+        self._key = f"{namespace}loop:{policy}:{name}:{self.window_type}:"
         self._window_ms = self.window_seconds * 1000
         self._cooldown_ms = loop.cooldown_seconds * 1000
         # Only a refusal can be left out: a request of any other action goes on, so it counts.

@@ -27,12 +27,12 @@ class Sessions:
         reads_body: some name may stand there.
     """
 
-    def __init__(self, policy: str, session: Session, *, shadow: bool) -> None:
-        """Compile."""
+    def __init__(self, policy: str, session: Session, *, namespace: str) -> None:
+        """Compile; every key starts with the namespace."""
         keys = compile_descriptors([key for key in session.keys if key not in UNSUPPORTED_KEYS])
         self._keys = [(key, split_pointer(key.argument) if key.source == BODY else []) for key in keys]
         self.reads_body = any(key.source == BODY for key in keys)
-        self._ring = f"{'shadow:' if shadow else ''}ring:{policy}:"
+        self._ring = f"{namespace}ring:{policy}:"
         self._idle_ms = session.idle_seconds * 1000
 
     def read(self, request: HttpRequest) -> list[str]:

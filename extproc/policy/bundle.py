@@ -46,6 +46,10 @@ IP_ADDRESS = "ip:address"
 UNSUPPORTED_KEYS = frozenset({"ip:country", "ip:asn", "ip:type", "ip:tor", "ua:bot", "ua:bot_category"})
 
 BODY = "body"
+SHADOW: Final = "shadow"
+
+EVERYBODY: Final = 100
+"""The percentage of callers at which nobody is left out, not even those who cannot be told apart."""
 
 _KEY = re.compile(r"(?:jwt|header|query):[A-Za-z0-9_-]+\Z")
 _SCOPE_KEY = re.compile(r"(?:jwt|header|query|ip|ua):[A-Za-z0-9_-]+\Z")
@@ -114,6 +118,17 @@ def _check_scope_key(value: str) -> str:
     return f"{source}:{name.lower()}" if source == HEADER else value
 
 
+def is_in_body(limit_key: str) -> bool:
+    """Whether its value is not known before the body is."""
+    return limit_key.startswith(f"{BODY}:")
+
+
+def _check_in_head(value: str) -> str:
+    if is_in_body(value):
+        raise make_error("must stand in a request's head", ": whom the policy acts on is decided before the body is there")
+    return value
+
+
 def _check_header(value: str) -> str:
     if not METHOD.match(value):
         raise make_error("must be the name of a header, such as 'x-health-check'")
@@ -174,10 +189,9 @@ _STATUS: dict[str, Any] = {
     "maximum": _STATUSES[1],
     "pattern": f"^{AUTO}$",
 }
-_KEY_PATTERN: dict[str, Any] = {
-    "pattern": "^((jwt|query|[Hh][Ee][Aa][Dd][Ee][Rr]):[A-Za-z0-9_-]+|body:(/([^~/]|~[01])*)+"
-    "|ip:(address|country|asn|type|tor)|ua:(bot|bot_category))$"
-}
+_KEY_IN_HEAD = "(jwt|query|[Hh][Ee][Aa][Dd][Ee][Rr]):[A-Za-z0-9_-]+|ip:(address|country|asn|type|tor)|ua:(bot|bot_category)"
+_KEY_PATTERN: dict[str, Any] = {"pattern": f"^({_KEY_IN_HEAD}|body:(/([^~/]|~[01])*)+)$"}
+_HEAD_KEY_PATTERN: dict[str, Any] = {"pattern": f"^({_KEY_IN_HEAD})$"}
 
 Path = Annotated[str, AfterValidator(_check_path), Field(json_schema_extra={"pattern": "^/[^?#]*$"})]
 Method = Annotated[str, AfterValidator(_check_method), Field(json_schema_extra=_TOKEN)]
@@ -185,6 +199,9 @@ Host = Annotated[str, AfterValidator(_check_host), Field(json_schema_extra=_HOST
 LimitKey = Annotated[str, AfterValidator(_check_limit_key), Field(json_schema_extra=_KEY_PATTERN)]
 ScopeKey = Annotated[
     str, AfterValidator(_check_scope_key), Field(json_schema_extra={"pattern": "^(jwt|header|query|ip|ua):[A-Za-z0-9_-]+$"})
+]
+HeadKey = Annotated[
+    str, AfterValidator(_check_limit_key), AfterValidator(_check_in_head), Field(json_schema_extra=_HEAD_KEY_PATTERN)
 ]
 Header = Annotated[str, AfterValidator(_check_header), Field(json_schema_extra=_TOKEN)]
 Id = Annotated[str, AfterValidator(_check_id), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,128}$"})]
@@ -309,10 +326,21 @@ class Session(JsonObject):
 
 
 class Spec(JsonObject):
-    """One policy: where it applies, whom it tells apart, what it does."""
+    """One policy: where it applies, whom it tells apart, what it does.
+
+    Attributes:
+        enforce_percent: this share of the callers is acted on, the others are only watched; default: all.
+        ramp_by: what chooses them; default: the policy's limit keys that stand in a request's head.
+        ramp_seed: policies with the same one choose the same callers; default: the policy's id.
+        keep_counts: the policy counts under the keys of its shadow, whether it acts or not.
+    """
 
     selector: Selector
     mode: Literal["enforce", "shadow"] = "enforce"
+    enforce_percent: Annotated[int, Field(ge=1, le=EVERYBODY)] | None = None
+    ramp_by: Annotated[list[HeadKey], Field(min_length=1)] | None = None
+    ramp_seed: Id | None = None
+    keep_counts: bool = False
     limit_keys: list[LimitKey] = []
     missing_descriptor: Literal["require_one", "skip", "share"] = "require_one"
     uncountable: Literal["allow", "reject"] = "allow"
@@ -327,6 +355,10 @@ class Spec(JsonObject):
         """`limit_keys` of the policy united with those of its rules and its fallback, each once, in order."""
         keys = [*self.limit_keys, *(key for rule in self.rules for key in rule.limit_keys)]
         return list(dict.fromkeys([*keys, *(self.fallback_limit.limit_keys if self.fallback_limit is not None else ())]))
+
+    def list_ramp_keys(self) -> list[str]:
+        """The limit keys that choose the callers of `enforce_percent`."""
+        return self.ramp_by or [key for key in self.all_limit_keys() if not is_in_body(key)]
 
     def keeps_counts(self) -> bool:
         """Some detector stores something that callers without descriptors would share."""

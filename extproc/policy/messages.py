@@ -80,7 +80,11 @@ def _say(text: str) -> _Phrase:
     return lambda name, _: f"{name} {text}"
 
 
-_NOTHING_LEFT_OUT = {"loop_detection": "", "keys": " for the headers that agents send anyway"}
+_NOTHING_LEFT_OUT = {
+    "loop_detection": "",
+    "keys": " for the headers that agents send anyway",
+    "ramp_by": " for the policy's limit_keys",
+}
 """What leaving out a field means, where that is not that any value matches."""
 
 _NOTHING_FOUND: dict[str, _Phrase] = {

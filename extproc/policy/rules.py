@@ -11,7 +11,18 @@ from math import prod
 from typing import Any
 
 from extproc.decision import COMPLETION, Action
-from extproc.policy.bundle import HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, Bypass, FallbackLimit, Policy
+from extproc.policy.bundle import (
+    EVERYBODY,
+    HEADER,
+    IP_ADDRESS,
+    SHADOW,
+    UNSUPPORTED_KEYS,
+    Bypass,
+    FallbackLimit,
+    Policy,
+    Spec,
+    is_in_body,
+)
 from extproc.policy.objects import MAX_THRESHOLD, Place, is_annotation
 from extproc.policy.strict_json import write_pointer
 from extproc.similarity import KINDS, Similarity
@@ -75,6 +86,7 @@ def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # ra
         if combinations > MAX_COMBINATIONS:
             many = f"hosts, methods and routes make {combinations} combinations, of which {MAX_COMBINATIONS} are taken"
             yield ("selector",), f"{many}; make several policies of it, or leave one of them out to match any"
+    yield from _find_ramp_errors(spec)
     loops = spec.get("loop_detection")
     if isinstance(loops, list):
         for number, loop in enumerate(loops):
@@ -87,6 +99,26 @@ def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # ra
         if isinstance(entry, dict) and all(entry.get(key) is None for key in Bypass.model_fields):
             needed = f"needs at least one of {', '.join(Bypass.model_fields)}, and has {_list_keys(entry)}"
             yield ("bypass", number), f"{needed}; it would bypass everything"
+
+
+def _find_ramp_errors(spec: dict[str, Any]) -> Iterator[tuple[Place, str]]:
+    """A share of callers where none is acted on, or where nothing tells them apart."""
+    percent, place = spec.get("enforce_percent"), ("enforce_percent",)
+    if not isinstance(percent, int):
+        return
+    if spec.get("mode") == SHADOW:
+        yield place, "enforce_percent belongs to mode enforce, which only watches the other callers; this policy is in shadow"
+    elif percent < EVERYBODY and spec.get("ramp_by") is None and all(map(is_in_body, _list_limit_keys(spec))):
+        needed = "no limit_keys tell callers apart by the head of their requests; name in ramp_by what does"
+        yield place, f"enforce_percent chooses among callers, and {needed}"
+
+
+def _list_limit_keys(spec: dict[str, Any]) -> list[str]:
+    """All limit keys of a raw policy spec, as `Spec.all_limit_keys` has them."""
+    rules = spec.get("rules")
+    owners = [spec, *(rules if isinstance(rules, list) else ()), spec.get("fallback_limit")]
+    lists = [owner.get("limit_keys") for owner in owners if isinstance(owner, dict)]
+    return [key for keys in lists if isinstance(keys, list) for key in keys if isinstance(key, str)]
 
 
 def _list_keys(value: dict[str, Any]) -> str:
@@ -223,11 +255,21 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
     if policy.spec.session is not None and not any(loop.similarity in remembering for _, loop in policy.spec.detectors()):
         yield ("spec", "session"), f"no detector of this policy looks at sessions; similarity {' or '.join(remembering)} does"
     yield from _find_idle_steering(policy)
+    yield from _find_idle_ramp(policy.spec)
     selector = policy.spec.selector
     for name, path in (("pathExact", selector.pathExact), ("pathPrefix", selector.pathPrefix)):
         if path is not None and "*" in path:
             meant = path.partition("*")[0]
             yield ("spec", "selector", name), f'\'*\' is matched literally; for all that is below, give "pathPrefix": "{meant}"'
+
+
+def _find_idle_ramp(spec: Spec) -> Iterator[tuple[Place, str]]:
+    """What chooses callers, where all of them are acted on."""
+    if spec.mode == SHADOW or spec.enforce_percent is not None:
+        return  # a policy in shadow may be prepared for what is to come
+    for name in ("ramp_by", "ramp_seed"):
+        if getattr(spec, name) is not None:
+            yield ("spec", name), f"{name} does nothing without enforce_percent: all callers are acted on"
 
 
 def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
@@ -261,6 +303,7 @@ def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
         (("spec", "limit_keys"), spec.limit_keys),
         *((("spec", "rules", number, "limit_keys"), rule.limit_keys) for number, rule in enumerate(spec.rules)),
         (("spec", "fallback_limit", "limit_keys"), spec.fallback_limit.limit_keys if spec.fallback_limit else []),
+        (("spec", "ramp_by"), spec.ramp_by or []),
         (("spec", "session", "keys"), spec.session.keys if spec.session else []),
     ]
     for place, keys in places:
