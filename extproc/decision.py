@@ -115,6 +115,11 @@ class Subject(Protocol):
         """In place of the detector's own; None for that."""
         ...
 
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """What is called in it, as far as that is looked at."""
+        ...
+
     def tell(self, outcome: Outcome, method: str, path: str) -> str:
         """What repeated, how often, and what to do instead, in words that a model can act on."""
         ...

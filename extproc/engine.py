@@ -9,6 +9,7 @@ from extproc.evaluation import Evaluation
 from extproc.guards.kill_switch import KillSwitches, Switch
 from extproc.plan import Parts, Plan
 from extproc.policy.loader import PolicySet
+from extproc.policy.pairings import find_pairings
 from extproc.policy.routes import Index
 from extproc.request import NO_FACTS, HttpRequest
 
@@ -18,6 +19,7 @@ class Engine:
 
     Attributes:
         plans: enabled policies in bundle order.
+        pairings: the shadow policies among them that are compared with an enforcing one.
     """
 
     def __init__(self, policies: PolicySet, now: datetime, *, shadow: bool = False) -> None:
@@ -40,6 +42,10 @@ class Engine:
         self._idle = frozenset(policy.id for _, policy in every if not policy.spec.detectors())
         self._index = Index(entries)
         self._switches = KillSwitches(policies.sources)
+        self.pairings = find_pairings([policy for _, policy in every if policy.spec.detectors()])
+        for pairing in self.pairings:
+            for name in (pairing.live, pairing.candidate):
+                self.plans[self._places[name]].paired = True
 
     def list_parts(self) -> list[object]:
         """What it is made of, so that one that is not needed any more can be freed bit by bit."""

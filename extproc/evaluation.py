@@ -347,9 +347,23 @@ class Evaluation:
         shadow: the lane whose answer never does.
         inspects: a body of so many bytes at most has to be kept to be looked into, 0 for none.
         steers: a body of so many bytes at most has to be kept to be changed, 0 for none.
+        paired: what some policy makes of it is compared with what another one does.
+        trace: what each policy made of it, once that has been compared.
     """
 
-    __slots__ = ("_scope", "content", "document", "enforcing", "inspects", "request", "shadow", "steers")
+    __slots__ = (
+        "_earlier",
+        "_scope",
+        "content",
+        "document",
+        "enforcing",
+        "inspects",
+        "paired",
+        "request",
+        "shadow",
+        "steers",
+        "trace",
+    )
 
     def __init__(self, request: HttpRequest, scope: str = "") -> None:
         """Start with nothing matched; `scope` is the attachment name in every key."""
@@ -360,7 +374,15 @@ class Evaluation:
         self.shadow = Lane(shadow=True)
         self.inspects = 0
         self.steers = 0
+        self.paired = False
+        self.trace: list[Outcome] = []
+        self._earlier: Evaluation | None = None
         self._scope = scope
+
+    @property
+    def earlier(self) -> list[Outcome]:
+        """The trace of the part that was decided without the body."""
+        return self._earlier.trace if self._earlier is not None else []
 
     @property
     def lanes(self) -> tuple[Lane, Lane]:
@@ -382,6 +404,7 @@ class Evaluation:
         if plan.watching is not None and not self.enforcing.takes(plan, self.request):
             plan = plan.watching
         lane = self.shadow if plan.shadow else self.enforcing
+        self.paired = self.paired or plan.paired
         if lane.admit(plan, self.request) and plan.needs_body:
             self.inspects = max(self.inspects, plan.inspects)
             self.steers = max(self.steers, plan.steers)
@@ -391,6 +414,8 @@ class Evaluation:
         watching = Evaluation(self.request, self._scope)
         watching.shadow.candidates = self.shadow.take_body_readers()
         watching.inspects = self.inspects
+        watching.paired = self.paired
+        watching._earlier = self
         return watching
 
     def seal(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -16,6 +17,9 @@ from extproc.tallies import Buckets, Decisions
 _PREFIX = "loopguard"
 _LATENCY_BUCKETS = (0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+Counts: TypeAlias = tuple[Sequence[str], float]
+"""Label values, and what was counted for them."""
 
 
 class Metrics:
@@ -87,6 +91,10 @@ class Metrics:
             self.policy_reloads.labels(result)
             self.tls_reloads.labels(result)
 
+    def show_counts(self, name: str, text: str, labels: Sequence[str], read: Callable[[], Iterable[Counts]]) -> None:
+        """Have a counter, which is kept elsewhere, read at a scrape: a value for each set of labels."""
+        self.registry.register(_Shown(lambda: _show_counts(f"{_PREFIX}_{name}", text, labels, read())))
+
 
 class _Shown(Collector):
     """Reads numbers that are kept elsewhere, at a scrape."""
@@ -100,12 +108,16 @@ class _Shown(Collector):
     describe = collect  # the registry asks for the names
 
 
-def _show_decisions(name: str, text: str, decisions: Decisions, actions: Sequence[Action]) -> Metric:
-    shown = CounterMetricFamily(name, text, labels=("policy", "mode", "action"))
-    for (policy, mode, action), count in decisions.counts.copy().items():
-        if Action(action) in actions:
-            shown.add_metric((policy, mode, action), count)
+def _show_counts(name: str, text: str, labels: Sequence[str], counts: Iterable[Counts]) -> Metric:
+    shown = CounterMetricFamily(name, text, labels=labels)
+    for values, count in counts:
+        shown.add_metric(values, count)
     return shown
+
+
+def _show_decisions(name: str, text: str, decisions: Decisions, actions: Sequence[Action]) -> Metric:
+    counts = decisions.counts.copy().items()
+    return _show_counts(name, text, ("policy", "mode", "action"), [entry for entry in counts if Action(entry[0][2]) in actions])
 
 
 def _show_buckets(name: str, text: str, buckets: Buckets) -> Metric:

@@ -78,6 +78,7 @@ class Plan:
     Attributes:
         ramp: chooses the callers that the policy acts on, None where these are all or none.
         watching: the same policy in shadow, for the others.
+        paired: what it makes of a request is compared with what another one does.
     """
 
     __slots__ = (
@@ -91,6 +92,7 @@ class Plan:
         "mode",
         "needs_body",
         "ramp",
+        "paired",
         "reads_body",
         "refuses_uncountable",
         "sessions",
@@ -105,6 +107,7 @@ class Plan:
         spec = policy.spec
         self.id = copy_text(policy.id)
         self.shadow = shadow
+        self.paired = False
         self.mode = "shadow" if shadow else "enforce"
         # With keep_counts a policy counts where its shadow does, so that whoever enters enforcement brings the counts along.
         namespace = SHADOW_NAMESPACE if shadow or spec.keep_counts else ""

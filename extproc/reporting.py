@@ -93,6 +93,11 @@ class Reporter:
             extra = make_extra(error=f"{type(error).__name__}: {error}", **more, suppressed=suppressed or None)
             _LOG.error(message, exc_info=error, extra=extra)
 
+    def report_shadow_failure(self, error: Exception, **more: object) -> None:
+        """Something about shadow policies went wrong, which no client notices."""
+        self._metrics.fail_open.labels("shadow_error").inc()
+        self.report_failure("shadow policy failed", error, **more)
+
     def report_refused_policy(self, refused: RefusedPolicyError) -> None:
         """A policy in a route's metadata that cannot be used."""
         shown = make_extra(reason=refused.reason, problems=len(refused.problems), first=refused.problems[:_PROBLEMS_SHOWN])
@@ -121,14 +126,12 @@ class Reporter:
                 _LOG.warning(f"requests have no {key}{_ADVICE.get(key.partition(':')[0], '')}", extra=extra)
 
     def _report_failures(self, lane: Lane) -> None:
-        reason, message = (
-            ("shadow_error", "shadow policy failed")
-            if lane.shadow
-            else ("internal_error", "a detector failed, the others' verdict stands")
-        )
         for policy, error in lane.failures:
-            self._metrics.fail_open.labels(reason).inc()
-            self.report_failure(message, error, policy=policy)
+            if lane.shadow:
+                self.report_shadow_failure(error, policy=policy)
+            else:
+                self._metrics.fail_open.labels("internal_error").inc()
+                self.report_failure("a detector failed, the others' verdict stands", error, policy=policy)
 
     def _log_detection(self, evaluation: Evaluation, outcome: Outcome) -> None:
         suppressed = self._detections.take(perf_counter())

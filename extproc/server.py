@@ -144,7 +144,7 @@ class Server:
         self._reloading = asyncio.create_task(self._reloader.reload(self._swap, force=True))
 
     def _swap(self, engine: Engine) -> None:
-        self.service.engine = engine
+        self.service.follow(engine)
 
     async def _drain(self) -> None:
         """Turn Envoy away while still serving, then let streams in flight finish, then let the rest through."""

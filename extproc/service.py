@@ -25,6 +25,7 @@ from extproc.answers.go_on import find_warning, let_go_on, make_metadata, make_w
 from extproc.answers.refuse import refuse_killed, refuse_loop, refuse_uncountable, refuse_without_store
 from extproc.answers.steer import NotSteered, steer, write_note
 from extproc.budget import InspectionBudget
+from extproc.canary.pairs import Pairs
 from extproc.counting import HERE, Asked, Counting, Counts, MaybeCounts, settle
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine import Engine
@@ -129,7 +130,7 @@ class Service:
     """Everything that streams share.
 
     Attributes:
-        engine: the policies in force; assign to change them between two requests.
+        engine: the policies in force; see `follow`.
         counting: asks the store.
         metrics: is told everything.
         reporter: tells it, and the log.
@@ -138,6 +139,7 @@ class Service:
         released: `release` was called.
         kept: bytes of bodies under way.
         budget: time for looking into them.
+        pairs: what shadow policies would do in place of enforcing ones.
         streams: open now.
         waiting: of these, the ones that wait for a body, the oldest first.
         given_up: of these, the ones that decide nothing any more and only have to close.
@@ -162,12 +164,20 @@ class Service:
         self.released = False
         self.kept = Kept()
         self.budget = InspectionBudget(perf_counter())
+        self.pairs = Pairs()
+        self.pairs.follow(engine.pairings, time())
+        self.pairs.show(metrics)
         self.streams = 0
         self.waiting: OrderedDict[Stream, None] = OrderedDict()
         self.given_up = 0
         self._handed_over = HandedOver(shadow=settings.shadow, allow_unenforced=settings.allow_unenforced)
         metrics.throttled_in_flight.set_function(lambda: self.holds.held)
         metrics.streams_in_flight.set_function(lambda: self.streams)
+
+    def follow(self, engine: Engine) -> None:
+        """Take other policies between two requests; those under way go on with what was in force when they came."""
+        self.engine = engine
+        self.pairs.follow(engine.pairings, time())
 
     def open(self, metadata: Iterable[tuple[str, str | bytes]] = ()) -> Stream:
         """A new stream; the caller must `close` it, whatever happens.
@@ -501,8 +511,17 @@ class Stream:
                 decision = decision.warn_instead()
         service.reporter.report(evaluation, decision)
         reply = self._refuse(evaluation, decision, counts) or self._encode(kind, evaluation, decision, body)
+        if evaluation.paired:
+            self._compare(evaluation, decision)
         service.metrics.decision_seconds.observe(perf_counter() - self._started)
         return reply
+
+    def _compare(self, evaluation: Evaluation, decision: Decision) -> None:
+        """Count for canaries what this request says about them."""
+        try:
+            self._service.pairs.compare(evaluation, decision, refused=self._ended)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the answer stands
+            self._service.reporter.report_shadow_failure(error)
 
     def _refuse(self, evaluation: Evaluation, decision: Decision, counts: Counts) -> Reply | None:
         """A refusal for another reason than a loop, if there is one."""

@@ -333,6 +333,8 @@ class Spec(JsonObject):
         ramp_by: what chooses them; default: the policy's limit keys that stand in a request's head.
         ramp_seed: policies with the same one choose the same callers; default: the policy's id.
         keep_counts: the policy counts under the keys of its shadow, whether it acts or not.
+        canary_of: id of the enforcing policy that this shadow policy is compared with, request by request; default: the only
+            one with the same selector.
     """
 
     selector: Selector
@@ -341,6 +343,7 @@ class Spec(JsonObject):
     ramp_by: Annotated[list[HeadKey], Field(min_length=1)] | None = None
     ramp_seed: Id | None = None
     keep_counts: bool = False
+    canary_of: Id | None = None
     limit_keys: list[LimitKey] = []
     missing_descriptor: Literal["require_one", "skip", "share"] = "require_one"
     uncountable: Literal["allow", "reject"] = "allow"

@@ -20,6 +20,7 @@ from extproc.policy.bundle import IP_ADDRESS, Envelope, KillSwitch, Override, Po
 from extproc.policy.files import read_what_can_be
 from extproc.policy.messages import describe, explain
 from extproc.policy.objects import Place
+from extproc.policy.pairings import find_pairing_errors, read_claim
 from extproc.policy.strict_json import NotJsonError, decode, write_pointer
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -118,9 +119,11 @@ def parse(files: Mapping[str, bytes], now: datetime, *, on_route: bool = False) 
         if source is not None:
             sources.append(source)
     _report_duplicate_ids(report)
+    if not on_route:
+        _report_pairings(report)
     if report.errors:
         raise BundleErrors(report.errors)
-    scrap = [*report.entries, *report.ids]
+    scrap = [*report.entries, *report.ids, *report.places]
     return PolicySet(tuple(sources), tuple(report.warnings), tuple(report.unenforced), scrap, report.list_notes())
 
 
@@ -144,6 +147,7 @@ class _Report:
         self.notes: dict[str, tuple[BundleError, int]] = {}  # by message: its first place, and how many policies it is about
         self.ids: list[tuple[str, str, str]] = []  # (id, file, pointer), of broken policies too
         self.entries: list[object] = []  # raw policies
+        self.places: list[tuple[str, Place]] = []  # (file, place) of each
 
     def refuse(self, place: Place, message: str) -> None:
         self.errors.append(BundleError(self.file, write_pointer(place), message))
@@ -271,6 +275,7 @@ def _parse_policies(entries: list[Any], place: Place, report: _Report) -> list[P
 
 def _parse_policy(entry: Any, place: Place, report: _Report) -> Policy | None:  # noqa: ANN401  # raw JSON
     report.entries.append(entry)
+    report.places.append((report.file, place))
     if report.on_route:
         entry = rules.anchor_on_route(entry)
     policy = _validate(Policy, entry, place, report)
@@ -330,6 +335,12 @@ def _report_duplicate_ids(report: _Report) -> None:
             report.errors.append(BundleError(file, pointer, message))
         else:
             first[identity] = f"{file} {pointer}"
+
+
+def _report_pairings(report: _Report) -> None:
+    for number, message in find_pairing_errors(map(read_claim, report.entries)):
+        report.file, place = report.places[number]
+        report.refuse((*place, "spec", "canary_of"), message)
 
 
 def _validate(model: type[Model], value: Any, place: Place, report: _Report) -> Model | None:  # noqa: ANN401  # raw JSON

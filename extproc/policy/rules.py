@@ -87,6 +87,8 @@ def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # ra
             many = f"hosts, methods and routes make {combinations} combinations, of which {MAX_COMBINATIONS} are taken"
             yield ("selector",), f"{many}; make several policies of it, or leave one of them out to match any"
     yield from _find_ramp_errors(spec)
+    if spec.get("canary_of") is not None and spec.get("mode", "enforce") == "enforce":
+        yield ("canary_of",), "canary_of belongs to a policy with mode shadow, and this one has enforce; leave one of them out"
     loops = spec.get("loop_detection")
     if isinstance(loops, list):
         for number, loop in enumerate(loops):

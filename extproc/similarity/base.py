@@ -87,6 +87,11 @@ class Similarity:
         """See `Subject`."""
         return None
 
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """See `Subject`."""
+        return ()
+
     def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002  # others have shapes
         """See `Subject`."""
         return None

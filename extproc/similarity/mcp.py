@@ -61,15 +61,17 @@ class Call:
         tool: its name, empty for a message.
         limit: what holds for that tool.
         threshold: of it.
+        tools: the tool, none for a message.
     """
 
-    __slots__ = ("_id", "limit", "threshold", "tool")
+    __slots__ = ("_id", "limit", "threshold", "tool", "tools")
 
     def __init__(self, tool: str, limit: Limit, identity: bytes | None) -> None:
         """`identity` is the request's id as it was sent, None where nothing can be answered under it."""
         self.tool = tool
         self.limit = limit
         self.threshold: int | None = limit.threshold
+        self.tools: tuple[str, ...] = (tool,) if tool else ()
         self._id = identity
 
     def tell(self, outcome: Outcome, method: str, path: str) -> str:  # the tool says more than the path

@@ -1,0 +1,56 @@
+"""How many different callers there were, in bounded room: all of them up to `SIZE`, an estimate beyond.
+
+The k-minimum-values sketch: of hashes that are spread evenly, the k smallest are kept, and how close together they lie says how
+many there were. (Z. Bar-Yossef et al., Counting distinct elements in a data stream, RANDOM 2002; the estimator (k-1)/U(k) is
+unbiased, with a standard error of 1/sqrt(k-2).) Sketches of several replicas are merged without a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+SIZE = 512
+"""An estimate is off by 4.4 % (one standard error)."""
+
+HASH_DIGITS = 16
+_SPREAD = 2.0 ** (4 * HASH_DIGITS)
+_ABOVE_ALL = "g"
+"""Greater than any hex digit."""
+
+
+class Sketch:
+    """A set of hashes, each 16 hex digits."""
+
+    __slots__ = ("_bound", "_kept")
+
+    def __init__(self, hashes: Iterable[str] = ()) -> None:
+        """Start with these."""
+        self._kept: set[str] = set()
+        self._bound = _ABOVE_ALL
+        for name in hashes:
+            self.add(name)
+
+    def add(self, name: str) -> None:
+        """Take one more, which may be there already."""
+        if name >= self._bound or name in self._kept:
+            return
+        self._kept.add(name)
+        if len(self._kept) > SIZE:
+            self._kept.remove(max(self._kept))
+        if len(self._kept) == SIZE:
+            self._bound = max(self._kept)
+
+    def list_kept(self) -> list[str]:
+        """The hashes that are kept, to be merged elsewhere."""
+        return sorted(self._kept)
+
+    @property
+    def exact(self) -> bool:
+        """None has been left out."""
+        return len(self._kept) < SIZE
+
+    def count(self) -> int:
+        """How many different ones there were, or nearly."""
+        if self.exact:
+            return len(self._kept)
+        return round((SIZE - 1) / ((int(self._bound, 16) + 1) / _SPREAD))

@@ -1,0 +1,106 @@
+"""Which shadow policies are tried out against which enforcing ones, over all the policies of a load."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from extproc.policy.bundle import Policy, Selector
+
+MAX_PAIRINGS = 100
+"""Of one load; what is compared of each is kept in memory. Those beyond are shadow policies like any other."""
+
+_DIGEST = 8
+
+
+class Pairing(NamedTuple):
+    """A candidate and the policy that it may take the place of.
+
+    Attributes:
+        live: id of the enforcing policy.
+        candidate: id of the shadow policy.
+        identity: of what both of them say, 16 hex digits; a policy that changes starts to be compared anew.
+    """
+
+    live: str
+    candidate: str
+    identity: str
+
+
+def find_pairings(policies: Sequence[Policy]) -> list[Pairing]:
+    """Every shadow policy that names an enforcing one, or has the selector of exactly one, in the order of the policies."""
+    shadows = [policy for policy in policies if policy.spec.mode == "shadow"]
+    if not shadows:
+        return []
+    enforcing = {policy.id: policy for policy in policies if policy.spec.mode == "enforce"}
+    by_selector: dict[str, list[Policy]] = {}
+    for policy in enforcing.values():
+        by_selector.setdefault(_write_selector(policy.spec.selector), []).append(policy)
+    found = []
+    for candidate in shadows:
+        live = enforcing.get(candidate.spec.canary_of or "")
+        if candidate.spec.canary_of is None:
+            alike = by_selector.get(_write_selector(candidate.spec.selector), [])
+            live = alike[0] if len(alike) == 1 else None
+        if live is not None:
+            found.append(Pairing(live.id, candidate.id, _identify(live, candidate)))
+    return found[:MAX_PAIRINGS]
+
+
+def _write_selector(selector: Selector) -> str:
+    """The same for selectors that take the same requests, whatever the order of their lists."""
+    fields = selector.model_dump(exclude_none=True)
+    return json.dumps({key: sorted(value) if isinstance(value, list) else value for key, value in sorted(fields.items())})
+
+
+def _identify(*policies: Policy) -> str:
+    text = "\n".join(policy.model_dump_json() for policy in policies)
+    return blake2b(text.encode(), digest_size=_DIGEST).hexdigest()
+
+
+class Claim(NamedTuple):
+    """What one raw policy says about itself, however broken the rest of it is.
+
+    Attributes:
+        identity: its id.
+        mode: of it.
+        canary_of: the id that it names.
+    """
+
+    identity: str
+    mode: str
+    canary_of: str | None
+
+
+def read_claim(entry: Any) -> Claim | None:  # noqa: ANN401  # raw JSON
+    """What a raw policy claims; None where it is not that much of a policy."""
+    spec = entry.get("spec") if isinstance(entry, dict) else None
+    if not isinstance(spec, dict) or not isinstance(entry.get("id"), str):
+        return None
+    mode, named = spec.get("mode", "enforce"), spec.get("canary_of")
+    return Claim(entry["id"], mode if isinstance(mode, str) else "", named if isinstance(named, str) else None)
+
+
+def find_pairing_errors(claims: Iterable[Claim | None]) -> Iterator[tuple[int, str]]:
+    """Policies that name one which they cannot be compared with.
+
+    Yields:
+        the place of the policy among the claims, and what would be right.
+    """
+    claimed = list(claims)
+    modes = {claim.identity: claim.mode for claim in claimed if claim is not None}
+    for place, claim in enumerate(claimed):
+        named = claim.canary_of if claim is not None else None
+        if claim is None or named is None or claim.mode != "shadow":
+            continue  # one that acts and names another is told so by itself
+        if named == claim.identity:
+            yield place, "canary_of must name another policy, and this is the policy itself"
+        elif named not in modes:
+            close = difflib.get_close_matches(named, modes, n=1)
+            meant = f"; did you mean {close[0]!r}?" if close else ""
+            yield place, f"canary_of must name a policy that is loaded beside this one, and none is called {named!r}{meant}"
+        elif modes[named] == "shadow":
+            yield place, f"canary_of must name a policy with mode enforce, and {named!r} is in shadow mode itself"
