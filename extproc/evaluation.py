@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from itertools import groupby
 
-from extproc.decision import CHOSEN_BY_CLIENTS, Decision, Outcome, Repeat, Subject, decide, find_strictest
+from extproc.decision import CHOSEN_BY_CLIENTS, Decision, Outcome, Repeat, Subject, decide
 from extproc.encodings import UnreadableError, read_text
 from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, join_descriptors, write_head, write_query
 from extproc.guards.loop import Detector
@@ -38,15 +37,27 @@ class Sealing:
         scope: attachment name.
     """
 
-    __slots__ = ("body", "document", "head", "scope", "unreadable")
+    __slots__ = ("_body", "_caller", "_names", "body", "document", "head", "scope", "unreadable")
 
     def __init__(self, head: str, body: Body, document: Document | None, unreadable: str, scope: str) -> None:
         """Keep them as given."""
+        self._body: Body | None = None
+        self._caller = ""
+        self._names = ("", "", "", "")
         self.head = head
         self.body = body
         self.document = document
         self.unreadable = unreadable
         self.scope = scope
+
+    def name(self, body: Body, caller: str) -> tuple[str, str, str, str]:
+        """Composite, fingerprint, check and tenant of a candidate; a canary's are mostly those of the candidate before it."""
+        if body is not self._body or caller != self._caller:
+            composite = compose(self.head, body, caller)
+            fingerprint, check = digest(composite, body)
+            self._body, self._caller = body, caller
+            self._names = composite, fingerprint, check, hash_tenant(caller)
+        return self._names
 
 
 class Candidate:
@@ -142,9 +153,7 @@ class Candidate:
             elif body.length:
                 self.compared_exactly = True
         self.body_crc32 = body.crc32
-        self.composite = compose(sealing.head, body, self.caller)
-        self.fingerprint, check = digest(self.composite, body)
-        self.tenant = hash_tenant(self.caller)
+        self.composite, self.fingerprint, check, self.tenant = sealing.name(body, self.caller)
         self._name = sealing.scope, self.fingerprint + check
         self.hit = self._make_hit()
         if self.memory is not None and self.plan.sessions is not None:
@@ -522,4 +531,11 @@ def group_by_policy(trace: list[Outcome]) -> list[Outcome]:
     """The strictest outcome of each policy, whose detectors stand side by side in the trace."""
     if len(trace) < 2:  # noqa: PLR2004  # nothing to group, as for most requests
         return trace
-    return [find_strictest(list(group)) for _, group in groupby(trace, key=lambda outcome: (outcome.policy, outcome.mode))]
+    grouped = trace[:1]
+    for outcome in trace[1:]:
+        last = grouped[-1]
+        if outcome.policy != last.policy or outcome.mode != last.mode:
+            grouped.append(outcome)
+        elif outcome.strictness() > last.strictness():
+            grouped[-1] = outcome
+    return grouped

@@ -7,6 +7,7 @@ unbiased, with a standard error of 1/sqrt(k-2).) Sketches of several replicas ar
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 
 SIZE = 512
@@ -25,24 +26,28 @@ class Sketch:
 
     def __init__(self, hashes: Iterable[str] = ()) -> None:
         """Start with these."""
-        self._kept: set[str] = set()
+        self._kept: list[str] = []  # ascending
         self._bound = _ABOVE_ALL
         for name in hashes:
             self.add(name)
 
     def add(self, name: str) -> None:
         """Take one more, which may be there already."""
-        if name >= self._bound or name in self._kept:
+        if name > self._bound:
             return
-        self._kept.add(name)
-        if len(self._kept) > SIZE:
-            self._kept.remove(max(self._kept))
-        if len(self._kept) == SIZE:
-            self._bound = max(self._kept)
+        kept = self._kept
+        place = bisect_left(kept, name)
+        if place < len(kept) and kept[place] == name:
+            return
+        kept.insert(place, name)
+        if len(kept) > SIZE:
+            kept.pop()
+        if len(kept) == SIZE:
+            self._bound = kept[-1]
 
     def list_kept(self) -> list[str]:
         """The hashes that are kept, to be merged elsewhere."""
-        return sorted(self._kept)
+        return self._kept.copy()
 
     @property
     def exact(self) -> bool:
