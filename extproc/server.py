@@ -12,8 +12,14 @@ from http import HTTPStatus
 from importlib import import_module
 from typing import Protocol
 
+import msgspec
+
 from extproc.admin.pages import Page, make_app, route_page
 from extproc.admin.server import AdminServer
+from extproc.canary.report import describe_canaries
+from extproc.canary.sharing import Sharing
+from extproc.canary.states import State
+from extproc.canary.verdict import Rules
 from extproc.engine import Engine
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
@@ -32,6 +38,9 @@ _STALLED_SECONDS = 10
 
 _YOUNG_OBJECTS = 10_000
 """So many before the garbage collector looks at them, in place of 700: those of the requests under way are no garbage yet."""
+
+_ANSWER_SECONDS = 5.0
+"""How long an admin page waits for the event loop and the store."""
 
 _LAST_WORDS_SECONDS = 1.0
 """How long streams that were released at the end of the drain have to send their answer."""
@@ -76,7 +85,14 @@ class Server:
         self.service = Service(self._reloader.engine, store, local, metrics, settings)
         self._health = Health()
         self._grpc = _import_transport(settings.transport)(self.service, self._health)
-        pages = {"/healthz": self._healthz, "/readyz": self._readyz, "/policies": self._policies}
+        self._sharing = Sharing(self.service.pairs, store)
+        pages = {
+            "/healthz": self._healthz,
+            "/readyz": self._readyz,
+            "/policies": self._policies,
+            "/canary": self._canary,
+            "/canary/states": self._canary_states,
+        }
         self._admin = AdminServer(make_app(metrics, [route_page(path, make) for path, make in pages.items()]))
         self._stop = asyncio.Event()
         self._skip_delay = asyncio.Event()
@@ -89,7 +105,7 @@ class Server:
         Raises:
             LoopguardError: an address cannot be listened on.
         """
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         await self._store.start()
         admin = self._admin.start(self._settings.admin, self._settings.admin_socket)
         listening = await self._grpc.start(self._settings.listen, self._certificates)
@@ -97,7 +113,8 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
-        tasks = [asyncio.create_task(self._reloader.watch(self._swap)), asyncio.create_task(self._heartbeat())]
+        work = (self._reloader.watch(self._swap), self._heartbeat(), self._sharing.run())
+        tasks = [asyncio.create_task(each) for each in work]
         self._health.set(serving=True)
         gc.freeze()  # what is here now stays: full collections need not walk it
         gc.set_threshold(_YOUNG_OBJECTS, 10, 10)
@@ -113,6 +130,7 @@ class Server:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._sharing.publish()
             await self._store.close()
             self._admin.stop()
             if self._certificates is not None:
@@ -187,6 +205,17 @@ class Server:
         ]
         modes = {plan.id: plan.mode for plan in self.service.engine.plans}
         return Page(HTTPStatus.OK, {"modes": modes, "files": sources})
+
+    def _canary(self) -> Page:
+        states = [state for replica in self._collect_states().values() for state in replica]
+        return Page(HTTPStatus.OK, {"canaries": describe_canaries(states, Rules())})
+
+    def _canary_states(self) -> Page:
+        return Page(HTTPStatus.OK, {"replicas": msgspec.to_builtins(self._collect_states())})
+
+    def _collect_states(self) -> dict[str, list[State]]:
+        """What every replica has counted for canaries; asked by a thread of the admin server's."""
+        return asyncio.run_coroutine_threadsafe(self._sharing.collect(), self._loop).result(_ANSWER_SECONDS)
 
 
 def _import_transport(name: str) -> Callable[[Service, Health], Transport]:

@@ -37,7 +37,7 @@ FLOORS: list[list[str]] = [
     ["similarity/actions", "similarity/results", "similarity/tools", "similarity/turn"],
     ["similarity/keys", "similarity/base", "similarity/loops"],
     ["similarity/canonical", "similarity/tail", "similarity/tool_calls", "similarity/turns", "similarity/mcp", "similarity"],
-    ["policy/bundle", "policy/routes", "policy/rules", "policy/messages", "policy/loader"],
+    ["policy/bundle", "policy/routes", "policy/rules", "policy/messages", "policy/pairings", "policy/loader"],
     ["guards", "guards/kill_switch", "guards/loop", "guards/session"],
     ["ramp", "plan", "evaluation", "engine", "handover"],
     [
@@ -58,6 +58,7 @@ FLOORS: list[list[str]] = [
         "answers/apis",
     ],
     ["answers", "answers/clients", "answers/go_on", "answers/refuse", "answers/steer"],
+    ["canary", *(f"canary/{name}" for name in ("sketch", "pairs", "states", "verdict", "report", "sharing"))],
     ["service"],
     ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],
     ["transport/acceptor", "transport/tls"],
@@ -68,7 +69,10 @@ FLOORS: list[list[str]] = [
     ["envoy_config/render", "envoy_config/snippet"],
     [
         "commands",
-        *(f"commands/{name}" for name in ("serve", "init", "validate", "explain", "schema", "envoy_config", "healthcheck")),
+        *(
+            f"commands/{name}"
+            for name in ("serve", "init", "validate", "explain", "schema", "envoy_config", "healthcheck", "canary")
+        ),
     ],
     ["cli"],
 ]

@@ -14,15 +14,15 @@ from extproc.canary.verdict import Rules, find_bounds, judge
 from extproc.policy.pairings import Pairing
 
 
-def group_by_pairing(states: Iterable[State]) -> list[list[State]]:
-    """The states of each pair, in the order in which pairs are first met."""
+def describe_canaries(states: Iterable[State], rules: Rules) -> list[dict[str, Any]]:
+    """All there is to say about each pair, in the order in which pairs are first met."""
     groups: dict[Pairing, list[State]] = {}
     for state in states:
         groups.setdefault(state.pairing, []).append(state)
-    return list(groups.values())
+    return [_describe_canary(group, rules) for group in groups.values()]
 
 
-def describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
+def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
     """All there is to say about one pair.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from collections.abc import Iterable
 from functools import reduce
+from typing import Annotated, Any
 
 import msgspec
 
@@ -15,6 +16,9 @@ from extproc.policy.pairings import Pairing
 
 _COUNTS = (*VERDICTS, *REFUSALS, "uncompared", "refused")
 _SKETCHES = ("tenants", "refused_tenants", "refused_sessions")
+
+_Moment = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+"""Seconds since 1970, up to the year 5138."""
 
 
 class Disagreement(msgspec.Struct, frozen=True):
@@ -58,8 +62,8 @@ class State(msgspec.Struct, frozen=True):
     live: str
     candidate: str
     identity: str
-    since: float
-    until: float
+    since: _Moment
+    until: _Moment
     counts: dict[str, int]
     sketches: dict[str, str]
     disagreements: list[Disagreement]
@@ -104,7 +108,19 @@ def decode_state(document: bytes) -> State:
         LoopguardError: it is nothing that this version understands.
     """
     try:
-        state = msgspec.json.decode(document, type=State)
+        return convert_state(msgspec.json.decode(document))
+    except msgspec.DecodeError as error:
+        raise LoopguardError(f"not the state of a canary: {error}") from None
+
+
+def convert_state(document: Any) -> State:  # noqa: ANN401  # decoded JSON
+    """The same of a document that has been decoded.
+
+    Raises:
+        LoopguardError: it is nothing that this version understands.
+    """
+    try:
+        state = msgspec.convert(document, State)
         for name in _SKETCHES:
             state.read_sketch(name)
     except (msgspec.MsgspecError, ValueError) as error:

@@ -1,0 +1,182 @@
+"""`loopguard canary`: what a shadow policy would do in place of the enforcing one, and whether it is safe to let it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from extproc.admin.client import AdminClient, add_admin_flag, open_clients
+from extproc.canary.report import describe_canaries
+from extproc.canary.states import State, convert_state
+from extproc.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Rules
+from extproc.errors import LoopguardError
+from extproc.logs import escape_controls
+from extproc.options import add_flags as add_options
+from extproc.options import read_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+HELP = "say what shadow policies would do in place of the enforcing ones beside them"
+EXAMPLES = """examples:
+  loopguard canary status
+  loopguard canary status --admin http://10.0.0.5:9900 --admin http://10.0.0.6:9900
+  loopguard canary status --policy strict --max-extra-refusals 0.0005 && loopguard validate policies/"""
+
+_STATUS_EXAMPLES = """Replicas that share a Redis or Valkey each know what all of them have counted; others are all to be named.
+
+exit code: 0 safe, 3 keep watching, 4 too strict (of several canaries, the highest); 1 no answer, or no canary, 2 usage"""
+
+_CODES = {SAFE: 0, KEEP_WATCHING: 3, TOO_STRICT: 4}
+_COLORS = {SAFE: "green", KEEP_WATCHING: "yellow", TOO_STRICT: "red"}
+_PIPE_WIDTH = 160
+"""Columns where nobody says how wide the output is."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The subcommands of `loopguard canary` and their flags."""
+    questions = parser.add_subparsers(dest="question", metavar="QUESTION", required=True)
+    status = questions.add_parser(
+        "status",
+        help="the verdict, and what it stands on",
+        epilog=_STATUS_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_admin_flag(status)
+    status.add_argument("--policy", metavar="ID", help="of this shadow policy alone (default: of all that are compared)")
+    add_options(status, Rules)
+    status.add_argument("--json", action="store_true", help="for machines")
+    status.set_defaults(ask=show_status)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask the servers; returns the exit code.
+
+    Raises:
+        LoopguardError: a server does not answer, or there is nothing to tell.
+    """
+    code: int = options.ask(options)
+    return code
+
+
+def show_status(options: argparse.Namespace) -> int:
+    """Print the verdict about each canary; returns the exit code.
+
+    Raises:
+        LoopguardError: a server does not answer, or nothing is compared.
+    """
+    states = [
+        state
+        for state in collect_states(open_clients(options.admin))
+        if options.policy is None or state.candidate == options.policy
+    ]
+    canaries = describe_canaries(states, read_options(Rules, vars(options)))
+    if not canaries:
+        raise LoopguardError(
+            f"no shadow policy {options.policy or ''} is compared with an enforcing one".replace("  ", " ")
+            + "; canary_of names the one, or the same selector does"
+        )
+    if options.json:
+        print(json.dumps({"canaries": canaries}, indent=2))
+    else:
+        _print_canaries(canaries)
+    return max(_CODES[canary["verdict"]] for canary in canaries)
+
+
+def collect_states(clients: Sequence[AdminClient]) -> list[State]:
+    """What all replicas have counted, each taken once, whoever tells of it.
+
+    Raises:
+        LoopguardError: a server does not answer, or says something else.
+    """
+    newest: dict[tuple[str, str, str], State] = {}
+    for client in clients:
+        answer = client.ask("/canary/states")
+        for replica, states in _read_replicas(answer).items():
+            for state in map(convert_state, states):
+                name = replica, state.candidate, state.identity
+                if name not in newest or newest[name].until < state.until:
+                    newest[name] = state
+    return list(newest.values())
+
+
+def _read_replicas(answer: Any) -> dict[str, list[Any]]:  # noqa: ANN401  # whatever a server said
+    replicas = answer.get("replicas") if isinstance(answer, dict) else None
+    if not isinstance(replicas, dict) or not all(isinstance(states, list) for states in replicas.values()):
+        raise LoopguardError("the server says nothing about canaries")
+    return replicas
+
+
+def _print_canaries(canaries: Sequence[dict[str, Any]]) -> None:
+    from rich.console import Console  # noqa: PLC0415  # takes 0.1 s to import; other commands need none
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    for canary in canaries:
+        _print_canary(console, canary)
+
+
+def _print_canary(console: Console, canary: dict[str, Any]) -> None:
+    word = canary["verdict"]
+    console.print(f"{canary['policy']}, canary of {canary['canary_of']}: ", end="", style="bold")
+    console.print(word.replace("_", " "), style=f"bold {_COLORS[word]}")
+    for reason in canary["reasons"]:
+        console.print(f"  {reason}")
+    replicas = f"{canary['replicas']} replica{'' if canary['replicas'] == 1 else 's'}"
+    console.print(f"  compared since {canary['since']}, by {replicas}")
+    newly = canary["newly_refused"]
+    about = "" if newly["exact"] else "about "
+    console.print(f"  newly refused: {about}{newly['tenants']} of {newly['of_tenants']} tenants, {newly['sessions']} sessions")
+    console.print(_make_counts(canary))
+    if canary["disagreements"]:
+        console.print(_make_disagreements(canary["disagreements"]))
+    console.print()
+
+
+_ROWS = (
+    ("both act", "requests", "both", ""),
+    ("only live acts", "requests", "only_live", ""),
+    ("only the candidate acts", "requests", "only_candidate", ""),
+    ("neither acts", "requests", "neither", ""),
+    ("not compared", "requests", "uncompared", ""),
+    ("refusals: new", "refusals", "extra", "extra_refusals"),
+    ("refusals: made already", "refusals", "already", ""),
+    ("refusals: missed", "refusals", "missed", "missed_refusals"),
+)
+"""What a line is called, where its number stands, and its rate."""
+
+
+def _make_counts(canary: dict[str, Any]) -> Table:
+    table = _make_table("requests", "number", "share", "between")
+    table.add_row("compared", f"{canary['requests']['compared']:,}", "", "")
+    for name, group, key, rate in _ROWS:
+        bounds = canary["rates"].get(rate, {})
+        share = bounds.get("share")
+        between = f"{bounds['low']:.3%} and {bounds['high']:.3%}" if bounds else ""
+        table.add_row(name, f"{canary[group][key]:,}", "" if share is None else f"{share:.3%}", between)
+    return table
+
+
+def _make_disagreements(disagreements: Sequence[dict[str, Any]]) -> Table:
+    table = _make_table("disagreement", "number", "method", "path", "tenant", "detector", "tool")
+    for entry in disagreements:
+        number = f"{entry['count']:,}" if not entry["over"] else f"<= {entry['count']:,}"
+        words = [entry[key] for key in ("method", "path", "tenant", "detector", "tool")]
+        table.add_row(entry["about"].replace("_", " "), number, *(escape_controls(word) for word in words))
+    return table
+
+
+def _make_table(*names: str) -> Table:
+    from rich.box import SIMPLE  # noqa: PLC0415  # as above
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(box=SIMPLE)
+    for name in names:
+        table.add_column(name, justify="right" if name == "number" else "left", overflow="fold")
+    return table
