@@ -32,6 +32,7 @@ DOORS = {
     "test_mesh", "test_ramping", "test_readme", "test_redis", "test_reload", "test_sessions_agents", "test_shadow",
     "test_soak", "test_steer_agents", "test_steering", "test_stopping", "test_store", "test_streams", "test_tls",
     "test_transport", "test_turns_agents", "test_uncountable",
+    "test_canary_stack",
 }  # fmt: skip
 """They go through a door of Loopguard, and run on the compiled wheel."""
 
@@ -40,11 +41,7 @@ UNITS = {
     "test_fingerprint", "test_kill_switches", "test_mcp", "test_ramp", "test_request", "test_routes", "test_service",
     "test_sessions", "test_steer", "test_tail", "test_tool_calls", "test_turns", "test_way_back", "test_windows",
     "test_wire",
-    "test_fingerprint", "test_kill_switches", "test_mcp", "test_request", "test_routes", "test_service", "test_sessions",
-    "test_steer", "test_tail", "test_tool_calls", "test_turns", "test_way_back", "test_windows", "test_wire",
-    "test_answers", "test_canary", "test_canonical", "test_conversation", "test_detectors", "test_engine", "test_escalation",
-    "test_fingerprint", "test_mcp", "test_request", "test_routes", "test_service", "test_sessions", "test_steer", "test_tail",
-    "test_tool_calls", "test_turns", "test_way_back", "test_windows", "test_wire",
+    "test_canary",
 }  # fmt: skip
 """They call what is compiled, and run on both. All that stand in neither list run on the sources."""
 

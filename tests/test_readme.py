@@ -105,6 +105,19 @@ def _has_flags(command: str) -> None:
     assert [argument for argument in arguments if argument not in told.stdout] == []
 
 
+def _has_canary_flags(command: str) -> None:
+    """The command takes these flags."""
+    question, *arguments = shlex.split(command, comments=True)[2:]
+    told = subprocess.run(
+        [sys.executable, "-m", "extproc.cli", "canary", question, "--help"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert [argument for argument in arguments if argument.startswith("--") and argument not in told.stdout] == []
+
+
 def _has_a_project(command: str) -> None:
     """There is something to install."""
     assert shlex.split(command, comments=True)[-1] == "."
@@ -148,6 +161,7 @@ NOT_TYPED: Mapping[str, Instead] = {
     "make demo-agent": Instead("tests/test_agent_demo.py does", _has_target),
     "make bench": Instead("it measures for minutes, and nothing else may run then", _has_target),
     "python -m tests.bench": Instead("as make bench", _has_flags),
+    "loopguard canary": Instead("its exit code says what it found; tests/test_canary_stack.py asks", _has_canary_flags),
     "pip install": Instead("it would change the environment that the tests run in", _has_a_project),
     "docker": Instead("it takes a Docker daemon and a registry; tests/test_dockerfile.py reads the Dockerfile", _has_an_image),
     "helm": Instead("it takes a cluster", _renders),

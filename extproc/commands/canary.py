@@ -132,7 +132,7 @@ def _print_canary(console: Console, canary: dict[str, Any]) -> None:
     console.print(f"  compared since {canary['since']}, by {replicas}")
     newly = canary["newly_refused"]
     about = "" if newly["exact"] else "about "
-    console.print(f"  newly refused: {about}{newly['tenants']} of {newly['of_tenants']} tenants, {newly['sessions']} sessions")
+    console.print(f"  newly refused: tenants {about}{newly['tenants']} of {newly['of_tenants']}, sessions {newly['sessions']}")
     console.print(_make_counts(canary))
     if canary["disagreements"]:
         console.print(_make_disagreements(canary["disagreements"]))
