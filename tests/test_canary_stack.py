@@ -81,8 +81,9 @@ def test_the_exit_code_is_the_worst_verdict(
     assert Run(capsys, "canary", "status", "--admin", url_of(one.loopguard), *flags).code == code
 
 
-def test_the_table_for_people(one: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_for_people(one: Stack, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """People read the verdict, its reason, who would be newly refused, each count with its bounds, and examples."""
+    monkeypatch.setenv("COLUMNS", "120")
     out = Run(capsys, "canary", "status", "--admin", url_of(one.loopguard), "--policy", "strict").out
 
     assert "strict, canary of live: keep watching" in out

@@ -412,9 +412,9 @@ def test_every_flag_of_envoy_config_is_documented(capsys: pytest.CaptureFixture[
 def test_no_flag_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     """Each flag that a page names is one of the command's, or of a tool of ours."""
     told = (ROOT / "tests" / "bench" / "__main__.py").read_text()
-    for command in ("serve", "init", "validate", "explain", "envoy-config", "healthcheck"):
+    for command in ("serve", "init", "validate", "explain", "envoy-config", "healthcheck", "canary status"):
         with pytest.raises(SystemExit):
-            main([command, "--help"])
+            main([*command.split(), "--help"])
         told += capsys.readouterr().out
     named = {flag for page in PAGES for flag in re.findall(r"`(--[a-z-]+)", page.read_text())} - {"--version", "--help"}
 
