@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0 good, 1 failed, 2 usage."""
     limit_integers()
     try:
-        options = _make_parser().parse_args(arguments)
+        options = _make_parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
         return int(options.run(options))
     except UsageError as error:
         return _complain(str(error), 2)
@@ -56,11 +56,12 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see '{self.prog} --help'")
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def _make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Of the command that is asked for, or of all of them: some take long to import."""
     parser = _Parser(prog="loopguard", description="Stops runaway agents at the gateway: an Envoy external processor.")
     parser.add_argument("--version", action="version", version=describe_version())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in COMMANDS:
+    for name in [name for name in COMMANDS if name in arguments[:1]] or COMMANDS:
         command = import_module(f"extproc.commands.{name.replace('-', '_')}")
         made = commands.add_parser(
             name,
