@@ -92,6 +92,7 @@ class Server:
             "/policies": self._policies,
             "/canary": self._canary,
             "/canary/states": self._canary_states,
+            "/canary/samples": self._canary_samples,
         }
         self._admin = AdminServer(make_app(metrics, [route_page(path, make) for path, make in pages.items()]))
         self._stop = asyncio.Event()
@@ -212,6 +213,10 @@ class Server:
 
     def _canary_states(self) -> Page:
         return Page(HTTPStatus.OK, {"replicas": msgspec.to_builtins(self._collect_states())})
+
+    def _canary_samples(self) -> Page:
+        samples = [sample for pair in self.service.pairs.list_pairs() if pair.samples for sample in pair.samples.list_kept()]
+        return Page(HTTPStatus.OK, {"kept": self._settings.shadow_samples > 0, "samples": samples})
 
     def _collect_states(self) -> dict[str, list[State]]:
         """What every replica has counted for canaries; asked by a thread of the admin server's."""

@@ -164,7 +164,7 @@ class Service:
         self.released = False
         self.kept = Kept()
         self.budget = InspectionBudget(perf_counter())
-        self.pairs = Pairs()
+        self.pairs = Pairs(settings.shadow_samples, sample_bodies=settings.shadow_sample_bodies)
         self.pairs.follow(engine.pairings, time())
         self.pairs.show(metrics)
         self.streams = 0

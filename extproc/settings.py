@@ -19,6 +19,9 @@ ENV_PREFIX = "LOOPGUARD_"
 _NOT_OURS = ("SERVICE_", "PORT", "TEST_")
 """What Kubernetes sets for a Service called `loopguard`, and what only tests read."""
 
+MAX_SAMPLES = 100
+"""Of one canary: more than a person looks at."""
+
 _HOST_PORT = re.compile(r"(?P<host>[^\s:\[\]/]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):(?P<port>[0-9]{1,5})")
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 
@@ -77,6 +80,12 @@ class SubjectName(NamedTuple):
 def _parse_positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError("must be a positive integer")
+    return int(text)
+
+
+def _parse_samples(text: str) -> int:
+    if not text.isdecimal() or int(text) > MAX_SAMPLES:
+        raise ValueError(f"must be a number from 0 to {MAX_SAMPLES}")
     return int(text)
 
 
@@ -178,6 +187,12 @@ class Settings:
     shadow: bool = option(False, parse_switch, "force every policy into shadow mode: count and report, never act")
     record: bool = option(
         False, parse_switch, "send fingerprint, tenant and body CRC32 of every matched request as dynamic metadata"
+    )
+    shadow_samples: int = option(
+        "0", _parse_samples, "of each canary keep so many would-be refusals, redacted, for `loopguard canary review`", "N"
+    )
+    shadow_sample_bodies: bool = option(
+        False, parse_switch, "the same with what was compared, which may be tools' arguments and results"
     )
     allow_unverified_jwt: bool = option(
         False, parse_switch, "jwt: descriptors may come from bearer tokens whose signature nobody checked"

@@ -58,7 +58,10 @@ FLOORS: list[list[str]] = [
         "answers/apis",
     ],
     ["answers", "answers/clients", "answers/go_on", "answers/refuse", "answers/steer"],
-    ["canary", *(f"canary/{name}" for name in ("sketch", "pairs", "states", "verdict", "report", "sharing"))],
+    [
+        "canary",
+        *(f"canary/{name}" for name in ("sketch", "samples", "pairs", "states", "verdict", "report", "review", "sharing")),
+    ],
     ["service"],
     ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],
     ["transport/acceptor", "transport/tls"],

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TypeAlias
 
+from extproc.canary.samples import Samples, cut_text
 from extproc.canary.sketch import Sketch
 from extproc.decision import Action, Decision, Outcome
 from extproc.evaluation import Evaluation, group_by_policy
@@ -92,6 +93,7 @@ class Pair:
         refused_tenants: of extra refusals.
         refused_sessions: of extra refusals, where the request names one.
         disagreements: the most frequent kinds.
+        samples: of extra refusals; None where nobody wants any.
     """
 
     __slots__ = (
@@ -109,12 +111,14 @@ class Pair:
         "refused",
         "refused_sessions",
         "refused_tenants",
+        "samples",
         "since",
         "tenants",
     )
 
-    def __init__(self, pairing: Pairing, now: float) -> None:
+    def __init__(self, pairing: Pairing, now: float, samples: Samples | None = None) -> None:
         """Nothing has been compared."""
+        self.samples = samples
         self.pairing = pairing
         self.since = now
         self.both = self.only_live = self.only_candidate = self.neither = 0
@@ -186,8 +190,10 @@ class Pair:
 class Pairs:
     """All pairs of the policies in force."""
 
-    def __init__(self) -> None:
-        """No policies yet."""
+    def __init__(self, samples: int = 0, *, sample_bodies: bool = False) -> None:
+        """No policies yet; see `Samples` for what is kept of each pair."""
+        self._samples = samples
+        self._sample_bodies = sample_bodies
         self._by_candidate: dict[str, Pair] = {}
         self._by_live: dict[str, list[Pair]] = {}
 
@@ -199,11 +205,14 @@ class Pairs:
             now: in seconds since 1970.
         """
         known = {pair.pairing: pair for pair in self._by_candidate.values()}
-        pairs = [known.get(pairing) or Pair(pairing, now) for pairing in pairings]
+        pairs = [known.get(pairing) or Pair(pairing, now, self._make_samples()) for pairing in pairings]
         self._by_candidate = {pair.pairing.candidate: pair for pair in pairs}
         self._by_live = {}
         for pair in pairs:
             self._by_live.setdefault(pair.pairing.live, []).append(pair)
+
+    def _make_samples(self) -> Samples | None:
+        return Samples(self._samples, bodies=self._sample_bodies) if self._samples else None
 
     def list_pairs(self) -> list[Pair]:
         """In the order of the candidates."""
@@ -275,19 +284,27 @@ def _tell(pair: Pair, about: str, evaluation: Evaluation, outcome: Outcome) -> N
     """
     request = evaluation.request
     tools = outcome.repeat.tools if outcome.repeat is not None else outcome.subject.tools
-    method, path, tool = _cut(request.method, _METHOD), _cut(request.path, _TEXT), _cut(", ".join(tools), _TEXT)
+    method, path, tool = cut_text(request.method, _METHOD), cut_text(request.path, _TEXT), cut_text(", ".join(tools), _TEXT)
     pair.disagreements.add((about, method, path, outcome.tenant, outcome.detector, tool))
-    session = _find_session(evaluation, outcome) if about == "extra" else ""
-    if session:
-        name = blake2b(f"{outcome.tenant}{session}".encode("utf-8", "surrogateescape"), digest_size=_DIGEST)
-        pair.refused_sessions.add(name.hexdigest())
+    if about == "extra":
+        session = _hash_session(evaluation, outcome)
+        if session:
+            pair.refused_sessions.add(session)
+        if pair.samples is not None:
+            pair.samples.offer(evaluation, outcome, session)
+
+
+def _hash_session(evaluation: Evaluation, outcome: Outcome) -> str:
+    """The session of a request that a candidate would refuse, 16 hex digits; empty where it names none."""
+    session = _find_session(evaluation, outcome)
+    if not session:
+        return ""
+    name = f"{outcome.tenant}{session}"  # which tells sessions of one tenant apart
+    return blake2b(name.encode("utf-8", "surrogateescape"), digest_size=_DIGEST).hexdigest()
 
 
 def _find_session(evaluation: Evaluation, outcome: Outcome) -> str:
-    """The session of a request that a candidate would refuse; empty where it names none.
-
-    By the policy's own `session`, where some detector looks at that, else by the headers that agents send anyway.
-    """
+    """Its name: by the policy's own `session`, where some detector looks at that, else by headers that agents send anyway."""
     for candidate in evaluation.shadow.candidates:
         if candidate.session and candidate.plan.id == outcome.policy:
             return candidate.session
@@ -297,8 +314,3 @@ def _find_session(evaluation: Evaluation, outcome: Outcome) -> str:
         if value:
             return value.decode("utf-8", "surrogateescape")
     return ""
-
-
-def _cut(text: str, length: int) -> str:
-    """So much of a text that a client has chosen, in characters that can be written."""
-    return text[:length].encode("utf-8", "backslashreplace").decode()

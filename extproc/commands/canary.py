@@ -7,12 +7,14 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from extproc.admin.client import AdminClient, add_admin_flag, open_clients
 from extproc.canary.report import describe_canaries
+from extproc.canary.review import ANSWERS, RIGHT, WRONG, Tally
 from extproc.canary.states import State, convert_state
-from extproc.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Rules
+from extproc.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Rules, find_bounds
 from extproc.errors import LoopguardError
 from extproc.logs import escape_controls
 from extproc.options import add_flags as add_options
@@ -26,14 +28,24 @@ HELP = "say what shadow policies would do in place of the enforcing ones beside 
 EXAMPLES = """examples:
   loopguard canary status
   loopguard canary status --admin http://10.0.0.5:9900 --admin http://10.0.0.6:9900
+  loopguard canary review --policy strict
   loopguard canary status --policy strict --max-extra-refusals 0.0005 && loopguard validate policies/"""
 
 _STATUS_EXAMPLES = """Replicas that share a Redis or Valkey each know what all of them have counted; others are all to be named.
 
 exit code: 0 safe, 3 keep watching, 4 too strict (of several canaries, the highest); 1 no answer, or no canary, 2 usage"""
 
+_REVIEW_EXAMPLES = """examples:
+  loopguard canary review
+  loopguard canary review --policy strict --tally reviews/strict.json
+
+Samples are kept by `serve --shadow-samples N`, in each replica by itself: name all of them. Each answer is written down at once, and a sample that was answered is not shown again.
+
+exit code: 0 shown, 1 no answer, or no samples are kept, 2 usage"""
+
 _CODES = {SAFE: 0, KEEP_WATCHING: 3, TOO_STRICT: 4}
 _COLORS = {SAFE: "green", KEEP_WATCHING: "yellow", TOO_STRICT: "red"}
+_SKIP, _QUIT = "skip", "quit"
 _PIPE_WIDTH = 160
 """Columns where nobody says how wide the output is."""
 
@@ -53,6 +65,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_options(status, Rules)
     status.add_argument("--json", action="store_true", help="for machines")
     status.set_defaults(ask=show_status)
+    review = questions.add_parser(
+        "review",
+        help="show what a canary would newly refuse, one by one, and keep what you say about it",
+        epilog=_REVIEW_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_admin_flag(review)
+    review.add_argument("--policy", metavar="ID", help="of this shadow policy alone (default: of all that are compared)")
+    review.add_argument(
+        "--tally", metavar="FILE", default="loopguard-review.json", help="keeps the answers (default %(default)s)"
+    )
+    review.add_argument("--json", action="store_true", help="print the samples and what was said about them, and ask nothing")
+    review.set_defaults(ask=review_samples)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -111,6 +137,87 @@ def _read_replicas(answer: Any) -> dict[str, list[Any]]:  # noqa: ANN401  # what
     if not isinstance(replicas, dict) or not all(isinstance(states, list) for states in replicas.values()):
         raise LoopguardError("the server says nothing about canaries")
     return replicas
+
+
+def review_samples(options: argparse.Namespace) -> int:
+    """Show samples one by one and keep what is said about them; returns the exit code.
+
+    Raises:
+        LoopguardError: a server does not answer, none keeps samples, or the tally cannot be kept.
+    """
+    tally = Tally(Path(options.tally))
+    samples = [
+        sample
+        for sample in _collect_samples(open_clients(options.admin))
+        if options.policy is None or sample["policy"] == options.policy
+    ]
+    if options.json:
+        print(json.dumps({"samples": [{**sample, "answer": tally.find(sample)} for sample in samples]}, indent=2))
+        return 0
+    open_samples = [sample for sample in samples if tally.find(sample) is None]
+    print(f"{len(samples)} samples, {len(open_samples)} of them not answered yet")
+    for number, sample in enumerate(open_samples, 1):
+        print(f"\n{number} of {len(open_samples)}")
+        _print_sample(sample)
+        answer = _ask_person()
+        if answer == _QUIT:
+            break
+        if answer != _SKIP:
+            tally.keep(sample, answer)
+    for policy in dict.fromkeys(sample["policy"] for sample in samples):
+        _print_tally(policy, tally.count(policy))
+    return 0
+
+
+def _collect_samples(clients: Sequence[AdminClient]) -> list[dict[str, Any]]:
+    """The samples of all replicas, the oldest first, each once.
+
+    Raises:
+        LoopguardError: a server says something else, or none keeps any.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    kept = False
+    for client in clients:
+        answer = client.ask("/canary/samples")
+        try:
+            kept = kept or bool(answer["kept"])
+            found |= {str(sample["id"]): {**sample, "at": float(sample["at"])} for sample in answer["samples"]}
+        except (KeyError, TypeError, ValueError):
+            raise LoopguardError(f"{client.url} says nothing about samples") from None
+    if not kept:
+        raise LoopguardError("no samples are kept; start the servers with --shadow-samples N")
+    return sorted(found.values(), key=lambda sample: sample["at"])
+
+
+def _print_sample(sample: dict[str, Any]) -> None:
+    for name, value in sample.items():
+        if name in ("id", "at", "compared") or value in ("", []):
+            continue
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        print(f"  {name.replace('_', ' '):12}  {escape_controls(shown)}")
+    for line in str(sample.get("compared", "")).splitlines():
+        print(f"  | {escape_controls(line)}")
+
+
+def _ask_person() -> str:
+    """One of the answers, or what else a person may want; the end of the input is the end."""
+    while True:
+        try:
+            text = input("would it be right to refuse this? right, wrong, unsure, skip, quit [r/w/u/s/q] ").strip().lower()
+        except EOFError:
+            print()
+            return _QUIT
+        found = [word for word in (*ANSWERS, _SKIP, _QUIT) if text and word.startswith(text)]
+        if found:
+            return found[0]
+
+
+def _print_tally(policy: str, counts: dict[str, int]) -> None:
+    judged = counts[RIGHT] + counts[WRONG]
+    share, low, high = find_bounds(counts[WRONG], judged)
+    said = ", ".join(f"{number} {answer}" for answer, number in counts.items())
+    bounds = "" if share is None else f"; {share:.0%} wrong, between {low:.0%} and {high:.0%}"
+    print(f"{policy}: {said}{bounds}")
 
 
 def _print_canaries(canaries: Sequence[dict[str, Any]]) -> None:

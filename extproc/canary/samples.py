@@ -1,0 +1,93 @@
+"""A sample of what a candidate would newly refuse, for a person to say whether that would be right.
+
+Off unless asked for. Every refusal has the same chance to be in it, and its room is bounded (J. S. Vitter, Random sampling
+with a reservoir, ACM TOMS 11, 1985, algorithm R). Callers stand there as hashes, and what was compared only where that was
+asked for too. It stays in this process, and is told to whoever asks the admin port.
+"""
+
+from __future__ import annotations
+
+import secrets
+from random import Random
+from time import time
+from typing import Any
+
+from extproc.decision import Outcome
+from extproc.evaluation import Candidate, Evaluation
+from extproc.fingerprint import write_crc32
+
+_TEXT = 2_000
+"""Most characters of what was compared."""
+
+_NAME = 128
+_SEPARATORS = bytes.maketrans(b"\xfe\xff", b"\n|")
+"""Between the parts of what was compared; neither of the two ever stands in UTF-8."""
+
+
+class Samples:
+    """Of one pair."""
+
+    def __init__(self, size: int, *, bodies: bool) -> None:
+        """Keep so many, with what was compared in them if `bodies` says so."""
+        self._size = size
+        self._bodies = bodies
+        self._seen = 0
+        self._kept: list[dict[str, Any]] = []
+        self._random = Random()  # noqa: S311  # a sample, no secret
+
+    def offer(self, evaluation: Evaluation, outcome: Outcome, session: str) -> None:
+        """Take a refusal in, or leave it out.
+
+        Args:
+            evaluation: of the request.
+            outcome: what the candidate made of it.
+            session: hash of its name, empty for none.
+        """
+        self._seen += 1
+        place = len(self._kept) if len(self._kept) < self._size else self._random.randrange(self._seen)
+        if place < self._size:
+            self._kept[place : place + 1] = [self._describe(evaluation, outcome, session)]
+
+    def list_kept(self) -> list[dict[str, Any]]:
+        """All of them, the oldest first."""
+        return sorted(self._kept, key=lambda sample: float(sample["at"]))
+
+    def _describe(self, evaluation: Evaluation, outcome: Outcome, session: str) -> dict[str, Any]:
+        request, repeat = evaluation.request, outcome.repeat
+        candidate = _find_candidate(evaluation, outcome)
+        return {
+            "id": secrets.token_hex(8),
+            "at": time(),
+            "policy": outcome.policy,
+            "detector": outcome.detector,
+            "similarity": candidate.detector.similarity_name,
+            "method": cut_text(request.method, _NAME),
+            "path": cut_text(request.path, _NAME),
+            "fingerprint": outcome.fingerprint,
+            "body_crc32": write_crc32(candidate.body_crc32),
+            "tenant": outcome.tenant,
+            "session": session,
+            "count": outcome.count,
+            "span_seconds": outcome.span_ms / 1000,
+            "tools": [cut_text(tool, _NAME) for tool in (repeat.tools if repeat is not None else outcome.subject.tools)],
+            "rule": repeat.rule if repeat is not None else "",
+            "compared": self._show_compared(evaluation, candidate) if self._bodies else "",
+        }
+
+    def _show_compared(self, evaluation: Evaluation, candidate: Candidate) -> str:
+        """What was compared, or the start of the body where that was; empty where nobody has looked into it."""
+        text = candidate.compared if candidate.compared is not None else evaluation.content
+        return bytes(text[:_TEXT]).translate(_SEPARATORS).decode("utf-8", "replace") if text is not None else ""
+
+
+def cut_text(text: str, length: int) -> str:
+    """So much of a text that a client has chosen, in characters that can be written."""
+    return text[:length].encode("utf-8", "backslashreplace").decode()
+
+
+def _find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate:
+    return next(
+        candidate
+        for candidate in evaluation.shadow.candidates
+        if (candidate.plan.id, candidate.detector.name) == (outcome.policy, outcome.detector)
+    )
