@@ -333,6 +333,91 @@ def test_frequent_disagreements_are_never_missed(paths: list[str]) -> None:
     assert frequent <= shown.keys()
 
 
+# --- Samples
+
+
+def _sampling(*, bodies: bool = False, size: int = 5, **candidate: Any) -> Service:  # noqa: ANN401  # as `shadow`
+    """A service that keeps samples of its only pair."""
+    return make_service(LIVE, shadow(**candidate), shadow_samples=size, shadow_sample_bodies=bodies)
+
+
+def samples_of(service: Service) -> list[dict[str, Any]]:
+    """The samples of the only pair."""
+    samples = pair_of(service).samples
+    assert samples is not None
+    return samples.list_kept()
+
+
+def test_no_samples_unless_asked_for() -> None:
+    """By default nothing of any request is kept."""
+    service = make_service(LIVE, shadow())
+    send(service, 3)
+
+    assert pair_of(service).samples is None
+
+
+def test_a_sample_says_what_would_be_refused() -> None:
+    """A sample has policy, detector, method, path, count, span and hashes of who it was; nothing else of headers or query."""
+    service = _sampling()
+    send(service, 2, path="/v1?token=SECRET", x_session_id="SECRET", authorization="SECRET")
+
+    (sample,) = samples_of(service)
+    shown = {
+        name: sample[name] for name in ("policy", "detector", "similarity", "method", "path", "count", "tools", "compared")
+    }
+    assert shown == {
+        "policy": "strict", "detector": "default", "similarity": "exact", "method": "POST", "path": "/v1", "count": 2,
+        "tools": [], "compared": "",
+    }  # fmt: skip
+    assert sample["tenant"] == hash_tenant("x-user-id=ann")
+    assert len(sample["session"]) == 16
+    assert "SECRET" not in json.dumps(sample)
+
+
+_CALLS = [
+    {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "grep", "arguments": '{"for": "SECRET"}'}}]},
+    {"role": "tool", "tool_call_id": "c", "content": "nothing"},
+]
+
+
+@pytest.mark.parametrize("bodies", [False, True])
+def test_what_was_compared_is_kept_only_where_that_is_asked_for(*, bodies: bool) -> None:
+    """Arguments and results of tools stand in a sample with bodies, and in no other."""
+    service = _sampling(bodies=bodies, similarity="tool_calls", threshold_identical_requests=3)
+    document = json.dumps({"messages": [{"role": "user", "content": "go"}, *_CALLS * 3]}).encode()
+    exchange(service, headers(x_user_id="ann"), body(document))
+
+    (sample,) = samples_of(service)
+    assert sample["tools"] == ["grep"]
+    assert ("SECRET" in sample["compared"]) == bodies
+    assert ("SECRET" in json.dumps(sample)) == bodies
+
+
+@given(st.integers(1, 20), st.integers(0, 60))
+def test_samples_are_bounded_and_taken_from_all_refusals(size: int, refusals: int) -> None:
+    """So many are kept as were asked for, or all while there are fewer, each of another refusal."""
+    service = _sampling(size=size)
+    send(service, 1)
+    pair = pair_of(service)
+    assert pair.samples is not None
+    for number in range(refusals):
+        send(service, 2, user=f"user-{number}")
+
+    tenants = [sample["tenant"] for sample in samples_of(service)]
+    assert len(set(tenants)) == len(tenants) == min(size, refusals)
+
+
+def test_long_bodies_make_short_samples() -> None:
+    """What was compared is cut, and bytes that are no text are shown as such."""
+    service = _sampling(bodies=True, similarity="canonical")
+    for _ in range(2):
+        exchange(service, headers("/" + "p" * 9_000, x_user_id="ann"), body(json.dumps({"a": "x" * 100_000}).encode()))
+        exchange(service, headers(x_user_id="bob"), body(b"\xc3\x28" * 50_000))
+
+    assert [len(sample["compared"]) for sample in samples_of(service)] == [2_000, 2_000]
+    assert len(json.dumps(samples_of(service))) < 20_000
+
+
 # --- Sketches
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -163,6 +165,83 @@ def test_a_changed_candidate_is_compared_anew() -> None:
         eventually(lambda: made.loopguard.metric("canary_requests_total", policy="strict") == 0, "the reload")
         assert kept == 1
         assert made.loopguard.metric("canary_requests_total", policy="quiet") == 1
+
+
+# --- Review
+
+
+@pytest.fixture(scope="module")
+def sampled() -> Iterator[Stack]:
+    """One guard that keeps samples, after three refusals that would be new."""
+    with stack(DOCUMENT, "--shadow-samples", "10", "--shadow-sample-bodies") as made:
+        for user in ("ann", "bob", "eve"):
+            for _ in range(2):
+                made.send("/v1/chat?key=SECRET", headers={"x-user-id": user})
+        yield made
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has a person say these words."""
+    return lambda *words: monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{word}\n" for word in words)))
+
+
+def test_a_review_keeps_what_a_person_says(
+    sampled: Stack, capsys: pytest.CaptureFixture[str], say: Callable[..., None], tmp_path: Path
+) -> None:
+    """Samples are shown one by one, each answer is kept, and one that was answered is not shown again."""
+    tally = tmp_path / "tally.json"
+    arguments = ("canary", "review", "--admin", url_of(sampled.loopguard), "--tally", str(tally))
+
+    say("right", "maybe", "s", "q")
+    first = Run(capsys, *arguments)
+    say("w", "u")
+    second = Run(capsys, *arguments)
+    third = Run(capsys, *arguments)
+
+    assert (first.code, second.code, third.code) == (0, 0, 0)
+    assert "3 samples, 3 of them not answered yet" in first.out
+    assert first.out.count("path          /v1/chat\n") == 3
+    assert "strict: 1 right, 0 wrong, 0 unsure; 0% wrong, between 0% and 79%" in first.out
+    assert "3 samples, 2 of them not answered yet" in second.out
+    assert "strict: 1 right, 1 wrong, 1 unsure; 50% wrong, between 9% and 91%" in second.out
+    assert "3 samples, 0 of them not answered yet" in third.out
+    assert sorted(json.loads(tally.read_text())["strict"].values()) == ["right", "unsure", "wrong"]
+    assert "SECRET" not in first.out
+
+
+def test_a_review_that_is_cut_short_loses_nothing(
+    sampled: Stack, capsys: pytest.CaptureFixture[str], say: Callable[..., None], tmp_path: Path
+) -> None:
+    """The end of the input is the end of the review, and what was said before stands; --json shows it."""
+    arguments = ("canary", "review", "--admin", url_of(sampled.loopguard), "--tally", str(tmp_path / "tally.json"))
+
+    say("wrong")
+    Run(capsys, *arguments)
+    samples = json.loads(Run(capsys, *arguments, "--json").out)["samples"]
+
+    assert [sample["answer"] for sample in samples] == ["wrong", None, None]
+
+
+@pytest.mark.parametrize("text", ["x", "[]", '{"strict": []}', '{"strict": {"a": "perhaps"}}'])
+def test_a_tally_that_is_none_is_left_alone(
+    sampled: Stack, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+) -> None:
+    """A file that holds something else is not written over."""
+    tally = tmp_path / "tally.json"
+    tally.write_text(text)
+
+    run = Run(capsys, "canary", "review", "--admin", url_of(sampled.loopguard), "--tally", str(tally))
+
+    assert (run.code, run.complaint) == (1, f"loopguard: {tally} holds no tally; choose another file with --tally")
+    assert tally.read_text() == text
+
+
+def test_no_samples_are_kept(one: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no server keeps samples, one line says how to have them."""
+    run = Run(capsys, "canary", "review", "--admin", url_of(one.loopguard))
+
+    assert (run.code, run.complaint) == (1, "loopguard: no samples are kept; start the servers with --shadow-samples N")
 
 
 # --- What goes wrong

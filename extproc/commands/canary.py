@@ -39,7 +39,8 @@ _REVIEW_EXAMPLES = """examples:
   loopguard canary review
   loopguard canary review --policy strict --tally reviews/strict.json
 
-Samples are kept by `serve --shadow-samples N`, in each replica by itself: name all of them. Each answer is written down at once, and a sample that was answered is not shown again.
+Samples are kept by `serve --shadow-samples N`, in each replica by itself: name all of them. Each answer is written down at
+once, and a sample that was answered is not shown again.
 
 exit code: 0 shown, 1 no answer, or no samples are kept, 2 usage"""
 
