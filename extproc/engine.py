@@ -96,6 +96,7 @@ class Engine:
         if not plans:
             return None
         evaluation = Evaluation(request, scope)
+        evaluation.plans = plans
         for plan in plans:
             evaluation.admit(plan)
         request.facts = NO_FACTS

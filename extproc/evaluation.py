@@ -356,6 +356,7 @@ class Evaluation:
         shadow: the lane whose answer never does.
         inspects: a body of so many bytes at most has to be kept to be looked into, 0 for none.
         steers: a body of so many bytes at most has to be kept to be changed, 0 for none.
+        plans: the policies that matched.
         paired: what some policy makes of it is compared with what another one does.
         trace: what each policy made of it, once that has been compared.
     """
@@ -368,6 +369,7 @@ class Evaluation:
         "enforcing",
         "inspects",
         "paired",
+        "plans",
         "request",
         "shadow",
         "steers",
@@ -385,6 +387,7 @@ class Evaluation:
         self.steers = 0
         self.paired = False
         self.trace: list[Outcome] = []
+        self.plans: Sequence[Plan] = ()
         self._earlier: Evaluation | None = None
         self._scope = scope
 

@@ -171,6 +171,12 @@ class Plan:
         """Whether it is one of the policy's limit keys that stand in a request's head."""
         return any(descriptor.key == key for descriptor in self._descriptors)
 
+    def list_reads(self) -> list[tuple[str, str]]:
+        """What the policy reads of a request's head beside its selector: (source, argument) as in limit keys."""
+        keys = [*self._descriptors, *(self.sessions.list_keys() if self.sessions is not None else ())]
+        bypassing = [("header", entry.header) for entry in self._bypass if entry.header is not None]
+        return [*[(key.source, key.argument) for key in keys], *bypassing]
+
     def read_session(self, request: HttpRequest) -> Sequence[str]:
         """What a request's head says about its session, for `Sessions.find`."""
         return self.sessions.read(request) if self.sessions is not None else ()

@@ -34,6 +34,7 @@ from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY, Body, write_crc32
 from extproc.handover import POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicyError, parse_names
 from extproc.metrics import Metrics
+from extproc.recording import record_body, record_head
 from extproc.reporting import Reporter
 from extproc.request import HttpRequest, explain_unknowable_body, is_grpc
 from extproc.settings import Settings, is_scope
@@ -61,6 +62,9 @@ HOLD_MARGIN_MS = 2_000
 _INVALID_ARGUMENT = 3
 _REFUSED_BODIES: Final = {b"408": "aborted", b"413": "too_large"}
 """What Envoy answers to a body that does not come in time, and to one above its buffer limit."""
+
+_DECIDED_BEFORE: Final = "decided_before"
+"""Why shadow policies do not know the body of a request that ended, or was held, on its headers."""
 
 
 class Reply(NamedTuple):
@@ -240,6 +244,7 @@ class Stream:
         "_observed",
         "_overloaded",
         "_pinned",
+        "_record",
         "_scope",
         "_service",
         "_started",
@@ -261,6 +266,7 @@ class Stream:
         self._body_mode = BODY_UNTOLD
         self._content: bytes | memoryview | None = None  # of a request that a note may be put into
         self._unknown = ""  # why there is none
+        self._record: dict[str, Any] | None = None  # of a request that is to be recorded, as far as it is known
         self.given_up = False
         self._holding: str | None = None
         self._observed = False
@@ -354,7 +360,7 @@ class Stream:
             return self._wait_for_body(evaluation, _GO_ON["request_headers"])
         # What shadow policies wait for must not keep the others: those are answered now.
         watching = evaluation.split()
-        reply = self._judge("request_headers", evaluation, None)
+        reply = self._judge("request_headers", evaluation, None, _DECIDED_BEFORE)
         if isinstance(reply, Reply):
             return self._wait_for_body(watching, reply)
         return self._watch_later(reply, watching)
@@ -365,7 +371,7 @@ class Stream:
     def _wait_for_body(self, evaluation: Evaluation, reply: Reply) -> Reply:
         """Answer the headers and wait for the body, unless the request does not go on to have one."""
         if self._ended or reply.hold_ms:
-            evaluation.give_up("decided_before")
+            evaluation.give_up(_DECIDED_BEFORE)
             self._service.reporter.report_uncounted(evaluation)
             return reply
         self._evaluation = evaluation
@@ -392,7 +398,11 @@ class Stream:
         engine = self._engine
         if self._pinned and (unknown := engine.list_unknown(self._pinned)):
             self._service.reporter.report_unknown_policies(unknown)
-        return engine.prepare(request, self._scope, self._pinned, handed_over)
+        facts = request.facts
+        evaluation = engine.prepare(request, self._scope, self._pinned, handed_over)
+        if evaluation is not None and self._service.settings.record:
+            self._record = record_head(request, facts, evaluation.plans, plain=self._service.settings.log_descriptors)
+        return evaluation
 
     def _on_request_body(self, message: Message) -> MaybeLater:
         evaluation = self._evaluation
@@ -460,6 +470,8 @@ class Stream:
         """Count the request and answer, now or when the store has answered."""
         if evaluation.steers:
             self._content, self._unknown = content, reason
+        if self._record is not None:
+            self._record = record_body(self._record, body, reason, time())
         self._seal(evaluation, body, reason, content)
         counting = self._service.counting
         counts = counting.count(evaluation.enforcing)
@@ -528,12 +540,13 @@ class Stream:
         request, forbidden = evaluation.request, evaluation.enforcing.forbidden
         if counts is None:
             self._ended = True
-            return Reply(refuse_without_store(make_metadata(decision), request, evaluation.content), done=True)
+            return Reply(refuse_without_store(self._describe(evaluation, decision), request, evaluation.content), done=True)
         if forbidden is None or decision.action is Action.REJECT:
             return None
         self._ended = True
         self._service.reporter.report_forbidden(*forbidden)
-        return Reply(refuse_uncountable(*forbidden, request, evaluation.content), done=True)
+        recorded = {} if self._record is None else {"record": self._record}
+        return Reply(refuse_uncountable(*forbidden, recorded, request, evaluation.content), done=True)
 
     def _steer(self, kind: str, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> bytes | None:
         """The request's body with a note; None where it cannot have one, which is counted."""
@@ -575,18 +588,9 @@ class Stream:
 
     def _encode(self, kind: str, evaluation: Evaluation, decision: Decision, body: bytes | None = None) -> Reply:
         lead = decision.lead
-        recorded = self._service.settings.record and (evaluation.enforcing.candidates or evaluation.shadow.candidates)
-        if lead is None and decision.shadow is None and not recorded:
+        if lead is None and decision.shadow is None and self._record is None:
             return _DONE[kind]
-        metadata = make_metadata(decision)
-        if recorded:
-            first = recorded[0]
-            metadata |= {
-                "fingerprint": first.fingerprint,
-                "tenant": first.tenant,
-                "body_crc32": write_crc32(first.body_crc32),
-                **metadata,
-            }
+        metadata = self._describe(evaluation, decision)
         if lead is not None and lead.action is Action.REJECT:
             self._ended = True
             return Reply(refuse_loop(lead, metadata, evaluation.request, evaluation.content), done=True)
@@ -594,6 +598,18 @@ class Stream:
         if lead is None or self._holding is None:
             return Reply(answer, done=True)
         return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))
+
+    def _describe(self, evaluation: Evaluation, decision: Decision) -> dict[str, Any]:
+        """The dynamic metadata of the answer."""
+        metadata = make_metadata(decision)
+        if self._record is None:
+            return metadata
+        counted = evaluation.enforcing.candidates or evaluation.shadow.candidates
+        if counted:
+            first = counted[0]
+            names = {"fingerprint": first.fingerprint, "tenant": first.tenant, "body_crc32": write_crc32(first.body_crc32)}
+            metadata = {**names, **metadata}
+        return {**metadata, "record": self._record}
 
     def _fail(self, kind: str, error: Exception) -> Reply:
         """An internal error: the request goes on, loudly."""

@@ -39,7 +39,7 @@ FLOORS: list[list[str]] = [
     ["similarity/canonical", "similarity/tail", "similarity/tool_calls", "similarity/turns", "similarity/mcp", "similarity"],
     ["policy/bundle", "policy/routes", "policy/rules", "policy/messages", "policy/pairings", "policy/loader"],
     ["guards", "guards/kill_switch", "guards/loop", "guards/session"],
-    ["ramp", "plan", "evaluation", "engine", "handover"],
+    ["ramp", "plan", "evaluation", "engine", "recording", "handover"],
     [
         "store",
         "store/certain",
@@ -70,12 +70,14 @@ FLOORS: list[list[str]] = [
     ["reload", "server"],
     ["envoy_config", "envoy_config/options", "envoy_config/routes", "envoy_config/template"],
     ["envoy_config/render", "envoy_config/snippet"],
+    ["replay", *(f"replay/{name}" for name in ("records", "logs", "counts", "judge", "report", "table", "command"))],
     [
         "commands",
         *(
             f"commands/{name}"
             for name in ("serve", "init", "validate", "explain", "schema", "envoy_config", "healthcheck", "canary")
         ),
+        "commands/replay",
     ],
     ["cli"],
 ]

@@ -616,13 +616,13 @@ def test_release_ends_every_wait_for_a_body() -> None:
 
 
 def test_record_reports_every_matched_request() -> None:
-    """With --record even a plain allow carries fingerprint, tenant and the body's CRC32."""
+    """With --record even a plain allow carries fingerprint, tenant, the body's CRC32 and what a replay needs."""
     service = make_service(policy("p", ANY), record=True)
 
     recorded = metadata_of(decoded(exchange(service, headers(), body(b"plumless"))[-1]))
 
-    assert set(recorded) == {"fingerprint", "tenant", "body_crc32"}
-    assert recorded["body_crc32"] == "4ddb0c25"
+    assert set(recorded) == {"fingerprint", "tenant", "body_crc32", "record"}
+    assert recorded["body_crc32"] == recorded["record"]["body_crc32"] == "4ddb0c25"
 
 
 def test_a_plain_allow_sends_no_metadata() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from extproc.decision import Action, Decision, Reason
 from extproc.pb.base_pb2 import HeaderValueOption
@@ -19,9 +20,7 @@ _STEERED = ("x-loopguard-steered", "1")
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
-def let_go_on(
-    kind: str, metadata: dict[str, str | int] | None = None, *, warning: str = "", body: bytes | None = None
-) -> bytes:
+def let_go_on(kind: str, metadata: dict[str, Any] | None = None, *, warning: str = "", body: bytes | None = None) -> bytes:
     """The answer of a phase that lets the request go on.
 
     Args:
@@ -58,9 +57,9 @@ def find_warning(decision: Decision) -> str:
     return "loop_warn" if decision.warning else ""
 
 
-def make_metadata(decision: Decision) -> dict[str, str | int]:
+def make_metadata(decision: Decision) -> dict[str, Any]:
     """The dynamic metadata of a decision, empty for a plain allow."""
-    metadata: dict[str, str | int] = {}
+    metadata: dict[str, Any] = {}
     lead, shadow = decision.lead, decision.shadow
     if lead is not None:
         metadata = {

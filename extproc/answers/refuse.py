@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import time
-from typing import Final
+from typing import Any, Final
 from uuid import uuid4
 
 from extproc.answers.apis import find_api
@@ -29,7 +29,7 @@ Content = bytes | memoryview | None
 """A request's body, None where nobody could look into it."""
 
 
-def refuse_loop(lead: Outcome, metadata: dict[str, str | int], request: HttpRequest, content: Content) -> bytes:
+def refuse_loop(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
     """The immediate response of a loop."""
     message = f"{lead.subject.tell(lead, request.method, request.path)} ({_LOOP})"
     reason = Reason.LOOP_DETECTED
@@ -52,14 +52,14 @@ def refuse_loop(lead: Outcome, metadata: dict[str, str | int], request: HttpRequ
     return _make_immediate(framed, _RESOURCE_EXHAUSTED, reason, headers, metadata)
 
 
-def refuse_uncountable(policy: str, why: str, request: HttpRequest, content: Content) -> bytes:
+def refuse_uncountable(policy: str, why: str, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
     """The immediate response to a request that a policy cannot count and does not let pass uncounted."""
     status, words = CHOSEN_BY_CLIENTS[why]
     message = f"The request was refused because {words}, and policy {policy} lets nothing pass that it cannot count ({why})."
     reason = Reason.UNCOUNTABLE
     framed = _frame(Refusal(status, message, reason.value, why, {}), request, content)
     headers = [("x-should-retry", "false"), ("X-Fairvisor-Reason", reason.value), ("x-loopguard-policy", policy)]
-    metadata: dict[str, str | int] = {"action": Action.REJECT.value, "reason": reason.value, "policy": policy}
+    metadata = {**metadata, "action": Action.REJECT.value, "reason": reason.value, "policy": policy}
     return _make_immediate(framed, _INVALID_ARGUMENT, reason, headers, metadata)
 
 
@@ -69,11 +69,11 @@ def refuse_killed(request: HttpRequest) -> bytes:
     words = "The operator has stopped the requests of this caller. Do not send them again: tell the user, and wait."
     framed = _frame(Refusal(KILLED_STATUS, f"{words} ({reason.value})", reason.value, reason.value, {}), request, None)
     headers = [("Retry-After", KILLED_SECONDS), ("x-should-retry", "false"), ("X-Fairvisor-Reason", reason.value)]
-    metadata: dict[str, str | int] = {"action": Action.REJECT.value, "reason": reason.value}
+    metadata: dict[str, Any] = {"action": Action.REJECT.value, "reason": reason.value}
     return _make_immediate(framed, _RESOURCE_EXHAUSTED, reason, headers, metadata)
 
 
-def refuse_without_store(metadata: dict[str, str | int], request: HttpRequest, content: Content) -> bytes:
+def refuse_without_store(metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
     """The immediate response when nothing can be counted and the operator wants that refused."""
     reason = Reason.STORE_UNAVAILABLE
     words = "The request could not be checked because the state store is unavailable. Try again shortly."
@@ -97,7 +97,7 @@ def _make_immediate(
     grpc_status: int,
     reason: Reason,
     headers: Sequence[tuple[str, str]],
-    metadata: dict[str, str | int],
+    metadata: dict[str, Any],
 ) -> bytes:
     response = ProcessingResponse()
     immediate = response.immediate_response

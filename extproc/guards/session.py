@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 from extproc.fingerprint import join_descriptors
 from extproc.policy.bundle import BODY, UNSUPPORTED_KEYS, Session
-from extproc.request import HttpRequest, compile_descriptors
+from extproc.request import Descriptor, HttpRequest, compile_descriptors
 from extproc.similarity.base import Memory
 from extproc.similarity.document import Document, NotJson, find, split_pointer
 from extproc.similarity.loops import MAX_TURNS
@@ -34,6 +34,10 @@ class Sessions:
         self.reads_body = any(key.source == BODY for key in keys)
         self._ring = f"{namespace}ring:{policy}:"
         self._idle_ms = session.idle_seconds * 1000
+
+    def list_keys(self) -> list[Descriptor]:
+        """Where the name may stand."""
+        return [key for key, _ in self._keys]
 
     def read(self, request: HttpRequest) -> list[str]:
         """A request's value for each key; empty where it has none, or where that stands in the body."""

@@ -1,0 +1,147 @@
+"""Counting what may be many, in bounded room: how many different ones, which most often, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush, nlargest
+from typing import Generic, Protocol, TypeVar
+
+_KEPT = 4_096
+_HASHES = 2**64
+_BUCKETS = 240
+_FINEST_MS = 1_000
+
+
+class Distinct:
+    """How many different hashes there were: exact up to 4,096, and from there on within a few percent.
+
+    The smallest hashes are kept. Where they are spread evenly, how close together they lie says how many there are (Bar-Yossef
+    et al., Counting Distinct Elements in a Data Stream, 2002).
+    """
+
+    __slots__ = ("_heap", "_kept", "_largest", "_limit")
+
+    def __init__(self, limit: int = _KEPT) -> None:
+        """None yet; `limit` hashes are kept."""
+        self._limit = limit
+        self._kept: set[str] = set()
+        self._heap: list[int] = []
+        self._largest = ""  # of those that are kept, once there are as many as may be
+
+    def add(self, digest: str) -> None:
+        """One more, of 16 hex digits."""
+        if digest in self._kept or (self._largest and digest >= self._largest):
+            return
+        self._kept.add(digest)
+        heappush(self._heap, -int(digest, 16))
+        if len(self._heap) > self._limit:
+            self._kept.discard(f"{-heappop(self._heap):016x}")
+            self._largest = f"{-self._heap[0]:016x}"
+
+    @property
+    def exact(self) -> bool:
+        """All of them are kept."""
+        return not self._largest
+
+    def estimate(self) -> int:
+        """How many there were."""
+        if self.exact:
+            return len(self._kept)
+        return (self._limit - 1) * _HASHES // -self._heap[0]
+
+
+class Ranked(Protocol):
+    """What is kept as long as it is among the first.
+
+    Attributes:
+        count: decides that.
+    """
+
+    count: int
+
+
+Key = TypeVar("Key")
+Item = TypeVar("Item", bound=Ranked)
+
+
+class Top(Generic[Key, Item]):
+    """The items that count most. Past the limit the lesser half goes; one of those that comes back starts anew.
+
+    Attributes:
+        dropped: the highest count of an item that went: by so much at most some item's count is too low.
+    """
+
+    def __init__(self, limit: int, make: Callable[[], Item]) -> None:
+        """None yet.
+
+        Args:
+            limit: so many items are kept at once.
+            make: an item that has not counted anything.
+        """
+        self.dropped = 0
+        self._limit = limit
+        self._make = make
+        self._items: dict[Key, Item] = {}
+
+    def find(self, key: Key) -> Item:
+        """The item of a key, a new one where there is none."""
+        item = self._items.get(key)
+        if item is None:
+            if len(self._items) >= self._limit:
+                self._drop()
+            item = self._items[key] = self._make()
+        return item
+
+    def list_first(self, count: int) -> list[tuple[Key, Item]]:
+        """The items that count most."""
+        return nlargest(count, self._items.items(), key=lambda pair: pair[1].count)
+
+    def _drop(self) -> None:
+        kept = self.list_first(self._limit // 2)
+        gone = self._items.keys() - dict(kept).keys()
+        self.dropped = max(self.dropped, *(self._items[key].count for key in gone))
+        self._items = dict(kept)
+
+
+class Timeline:
+    """Several counts over time, in buckets that grow as the time does.
+
+    Attributes:
+        width_ms: of a bucket.
+        buckets: number of the bucket, counted from 1970 on, -> counts.
+    """
+
+    __slots__ = ("_series", "buckets", "width_ms")
+
+    def __init__(self, series: int) -> None:
+        """Nothing yet; so many things are counted side by side."""
+        self._series = series
+        self.width_ms = _FINEST_MS
+        self.buckets: dict[int, list[int]] = {}
+
+    def add(self, time: int, series: int) -> None:
+        """One more.
+
+        Args:
+            time: in milliseconds since 1970.
+            series: what it is one more of.
+        """
+        counts = self.buckets.get(time // self.width_ms)
+        if counts is None:
+            while len(self.buckets) >= _BUCKETS:
+                self._coarsen()
+            counts = self.buckets.setdefault(time // self.width_ms, [0] * self._series)
+        counts[series] += 1
+
+    def _coarsen(self) -> None:
+        merged: dict[int, list[int]] = {}
+        for number, counts in self.buckets.items():
+            there = merged.setdefault(number // 2, [0] * self._series)
+            for place, count in enumerate(counts):
+                there[place] += count
+        self.buckets = merged
+        self.width_ms *= 2
+
+    def list_points(self) -> list[list[int]]:
+        """Each bucket's begin in seconds since 1970, and its counts."""
+        return [[number * self.width_ms // 1000, *counts] for number, counts in sorted(self.buckets.items())]

@@ -1,0 +1,91 @@
+"""A report as tables for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_WIDE = 200
+"""Columns of what is no terminal: tables are as wide as they have to be."""
+
+_COUNTS = ("requests", "loops", "refused", "throttled", "steered", "warned")
+
+
+def print_report(document: dict[str, Any]) -> None:
+    """Print it on standard output."""
+    console = make_console()
+    log = document["log"]
+    console.print(_write(f"{log['requests']:,} requests in {log['lines']:,} lines, {log['first']} to {log['last']}"))
+    if log["unmatched"]:
+        console.print(_write(f"{log['unmatched']:,} of them match no policy"))
+    console.print(_tabulate_policies(document["policies"]))
+    if any(policy["uncounted"] for policy in document["policies"]):
+        console.print(_tabulate_uncounted(document["policies"]))
+    if document["worst"]:
+        console.print(_tabulate_worst(document["worst"]))
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Where tables and bars go; a pipe gets them in full."""
+    console = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDE)
+
+
+def make_table(title: str, *columns: str) -> Table:
+    """An empty table; columns that begin with `#` hold numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column.removeprefix("#"), justify="right" if column.startswith("#") else "left")
+    return table
+
+
+def add_row(table: Table, *cells: object) -> None:
+    """A row of whatever a log may hold: nothing in it is markup."""
+    table.add_row(*[_write(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in cells])
+
+
+def _write(text: str) -> Text:
+    return Text(text)
+
+
+def _tabulate_policies(policies: list[dict[str, Any]]) -> Table:
+    table = make_table(
+        "What each policy would have done", "policy", "mode", *(f"#{name}" for name in _COUNTS), "#tenants", "#touched"
+    )
+    for policy in policies:
+        about = "" if policy["tenants_exact"] else "~"
+        tenants = [f"{about}{policy[name]:,}" for name in ("tenants", "tenants_touched")]
+        add_row(table, policy["policy"], policy["mode"], *(policy[name] for name in _COUNTS), *tenants)
+    return table
+
+
+def _tabulate_uncounted(policies: list[dict[str, Any]]) -> Table:
+    table = make_table("Not counted", "policy", "reason", "#requests", "what became of them")
+    for policy in policies:
+        for reason, count in policy["uncounted"].items():
+            add_row(table, policy["policy"], reason, count, "")
+        if policy["refused_uncountable"]:
+            add_row(table, policy["policy"], "", policy["refused_uncountable"], "refused, as uncountable asks")
+    return table
+
+
+def _tabulate_worst(worst: list[dict[str, Any]]) -> Table:
+    table = make_table(
+        "Worst offenders",
+        "policy",
+        "tenant",
+        "fingerprint",
+        "#requests",
+        "#refused",
+        "#highest count",
+        "request",
+        "first seen at",
+    )
+    for item in worst:
+        request = f"{item['method']} {item['path']}"
+        names = (item["policy"], item["tenant"], item["fingerprint"])
+        add_row(table, *names, item["requests"], item["refused"], item["highest_count"], request, item["example"])
+    return table
