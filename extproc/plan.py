@@ -175,7 +175,8 @@ class Plan:
         """What the policy reads of a request's head beside its selector: (source, argument) as in limit keys."""
         keys = [*self._descriptors, *(self.sessions.list_keys() if self.sessions is not None else ())]
         bypassing = [("header", entry.header) for entry in self._bypass if entry.header is not None]
-        return [*[(key.source, key.argument) for key in keys], *bypassing]
+        ramp = [key.partition(":")[::2] for key in (self.ramp.keys if self.ramp is not None else ())]
+        return [*[(key.source, key.argument) for key in keys], *ramp, *bypassing]
 
     def read_session(self, request: HttpRequest) -> Sequence[str]:
         """What a request's head says about its session, for `Sessions.find`."""

@@ -186,7 +186,7 @@ class Settings:
     )
     shadow: bool = option(False, parse_switch, "force every policy into shadow mode: count and report, never act")
     record: bool = option(
-        False, parse_switch, "send fingerprint, tenant and body CRC32 of every matched request as dynamic metadata"
+        False, parse_switch, "send every matched request, callers hashed, to the access log, so that it can be replayed"
     )
     shadow_samples: int = option(
         "0", _parse_samples, "of each canary keep so many would-be refusals, redacted, for `loopguard canary review`", "N"

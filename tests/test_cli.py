@@ -28,7 +28,7 @@ GOOD = policy("p", {"pathExact": "/v1/chat/completions"}, limit_keys=["jwt:org_i
 WITH_RULES = policy("p", {"pathExact": "/a"}, limit_keys=["jwt:org_id"], **SAID)
 WITH_RULES["spec"]["rules"] = [{"name": "per-org"}]
 
-COMMANDS = ["serve", "init", "validate", "explain", "schema", "envoy-config", "healthcheck", "canary"]
+COMMANDS = ["serve", "init", "validate", "explain", "replay", "schema", "envoy-config", "healthcheck", "canary"]
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ import yaml
 from redis import CredentialProvider
 
 from extproc.cli import main
+from extproc.commands import COMMANDS
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from tests.chart import CHART, merged, rendered
@@ -413,6 +414,7 @@ def test_no_flag_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     """Each flag that a page names is one of the command's, or of a tool of ours."""
     told = (ROOT / "tests" / "bench" / "__main__.py").read_text()
     for command in ("serve", "init", "validate", "explain", "envoy-config", "healthcheck", "canary status", "canary review"):
+    for command in (*COMMANDS, "canary status"):
         with pytest.raises(SystemExit):
             main([*command.split(), "--help"])
         told += capsys.readouterr().out

@@ -297,7 +297,7 @@ def test_a_body_that_was_not_recorded_is_not_made_up(tmp_path: Path, capsys: pyt
 def test_bodies_have_three_spellings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A text, the JSON value itself and Base64 of the same bytes are one body."""
     data = '{"a":1}'
-    spellings = [{"body": data}, {"body": {"a": 1}}, {"body": None, "body_base64": "eyJhIjoxfQ=="}]
+    spellings: list[dict[str, Any]] = [{"body": data}, {"body": {"a": 1}}, {"body": None, "body_base64": "eyJhIjoxfQ=="}]
     lines = [json.dumps(make_record() | spelling, separators=(",", ":")) for spelling in spellings]
 
     assert Replayed(tmp_path, capsys, write_lines(lines)).find()["refused"] == 1
@@ -453,7 +453,7 @@ def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
         )
         arguments = ["replay", "--policy", str(tmp_path / "policies.json"), "--json", str(log)]
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        done = subprocess.run([sys.executable, "-P", "-c", code, *arguments], capture_output=True, text=True, check=True)
         assert json.loads(done.stdout)["policies"][0]["loops"] == count // 3
         peaks.append(int(done.stderr.split()[-1]) / 1024)
 

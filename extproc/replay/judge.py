@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from extproc.counting import HERE, Counting, Counts
 from extproc.decision import Decision
 from extproc.engine import Engine
@@ -11,45 +9,20 @@ from extproc.evaluation import Evaluation, Lane
 from extproc.fingerprint import NO_BODY
 from extproc.metrics import Metrics
 from extproc.replay.records import Recorded
-from extproc.request import explain_unknowable_body
+from extproc.request import HttpRequest, explain_unknowable_body
+from extproc.similarity.document import NotCounted
 from extproc.store.memory import MemoryStore
-from extproc.windows import Count, Hit, Push
 
 
-class RecordedStore:
-    """The store in memory, at the time of the log; see `Store`.
+def prepare(engine: Engine, recorded: Recorded, request: HttpRequest) -> Evaluation | None:
+    """A recorded request as far as it can be known without counting it; None when no policy matches it.
 
-    Attributes:
-        now: in milliseconds since 1970.
+    Args:
+        engine: the policies.
+        recorded: what is known of the request.
+        request: made of that.
     """
-
-    def __init__(self, memory: MemoryStore) -> None:
-        """Start at no time at all."""
-        self.now = 0
-        self._memory = memory
-
-    def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count]:  # noqa: ARG002  # of tests of other stores
-        """Count at the time of the log."""
-        return self._memory.hit(hits, self.now)
-
-    def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:  # noqa: ARG002  # same
-        """Push at the time of the log."""
-        return self._memory.push(pushes, self.now)
-
-    def health(self) -> str:
-        """Memory is always well."""
-        return "ok"
-
-    async def start(self) -> None:
-        """Nothing to connect to."""
-
-    async def close(self) -> None:
-        """Nothing to let go of."""
-
-
-def prepare(engine: Engine, recorded: Recorded) -> Evaluation | None:
-    """A recorded request as far as it can be known without counting it; None when no policy matches it."""
-    evaluation = engine.prepare(recorded.make_request())
+    evaluation = engine.prepare(request)
     if evaluation is None:
         return None
     content = recorded.content
@@ -66,6 +39,8 @@ class Judge:
     """Decides about requests, one after the other.
 
     Attributes:
+        unmatched: requests that no policy matched.
+        killed: requests that a kill switch stopped before any policy was asked.
         evictions: live fingerprints that were dropped for want of room, so that some counts are too low.
     """
 
@@ -76,11 +51,12 @@ class Judge:
             engine: the policies.
             max_entries: of the store.
         """
+        self.unmatched = self.killed = 0
         self._engine = engine
         self._metrics = Metrics()
-        memory = MemoryStore(self._metrics, max_entries)
-        self._store = RecordedStore(memory)
-        self._counting = Counting(self._store, memory, self._metrics, reject=False)
+        self._now = 0  # by the log
+        memory = MemoryStore(self._metrics, max_entries, lambda: self._now)
+        self._counting = Counting(memory, memory, self._metrics, reject=False)
 
     @property
     def evictions(self) -> int:
@@ -88,13 +64,24 @@ class Judge:
         return int(self._metrics.registry.get_sample_value("loopguard_store_evictions_total") or 0)
 
     def judge(self, recorded: Recorded) -> tuple[Evaluation, Decision] | None:
-        """What the policies make of the next request; None when none matches it."""
-        evaluation = prepare(self._engine, recorded)
-        if evaluation is None:
+        """What the policies make of the next request; None when none is asked."""
+        request = recorded.make_request()
+        if self._is_killed(request, recorded.time):
+            self.killed += 1
             return None
-        self._store.now = recorded.time
+        evaluation = prepare(self._engine, recorded, request)
+        if evaluation is None:
+            self.unmatched += 1
+            return None
+        self._now = recorded.time
         counts, shadow_counts = self._count(evaluation.enforcing), self._count(evaluation.shadow)
         return evaluation, evaluation.decide(counts, shadow_counts)
+
+    def _is_killed(self, request: HttpRequest, time: int) -> bool:
+        try:
+            return self._engine.find_switch(request, time / 1000) is not None
+        except NotCounted:  # it reads what was not recorded; a request that was killed is never recorded
+            return False
 
     def _count(self, lane: Lane) -> Counts:
         counts = self._counting.count(lane)

@@ -94,18 +94,11 @@ class Report:
         self._tenants: Top[tuple[str, str, str], _Tenant] = Top(_MAX_TENANTS, _Tenant)
         self._failures: list[str] = []
         self._requests = 0
-        self._unmatched = 0
-
-    @property
-    def requests(self) -> int:
-        """Judged so far."""
-        return self._requests
 
     def add(self, entry: Entry, judged: tuple[Evaluation, Decision] | None) -> None:
         """One more request."""
         self._requests += 1
         if judged is None:
-            self._unmatched += 1
             return
         evaluation, decision = judged
         for outcome in group_by_policy(decision.trace):
@@ -150,7 +143,8 @@ class Report:
             "log": {
                 "lines": logs.lines,
                 "requests": self._requests,
-                "unmatched": self._unmatched,
+                "unmatched": judge.unmatched,
+                "killed": judge.killed,
                 "first": _write_time(logs.first),
                 "last": _write_time(logs.last),
                 "problems": _describe_problems(logs),

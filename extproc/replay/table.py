@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,11 +22,13 @@ def print_report(document: dict[str, Any]) -> None:
     console.print(_write(f"{log['requests']:,} requests in {log['lines']:,} lines, {log['first']} to {log['last']}"))
     if log["unmatched"]:
         console.print(_write(f"{log['unmatched']:,} of them match no policy"))
-    console.print(_tabulate_policies(document["policies"]))
+    if log["killed"]:
+        console.print(_write(f"{log['killed']:,} of them are stopped by a kill switch, before any policy is asked"))
+    print_table(console, "What each policy would have done", _tabulate_policies(document["policies"]))
     if any(policy["uncounted"] for policy in document["policies"]):
-        console.print(_tabulate_uncounted(document["policies"]))
+        print_table(console, "Not counted", _tabulate_uncounted(document["policies"]))
     if document["worst"]:
-        console.print(_tabulate_worst(document["worst"]))
+        print_table(console, "Worst offenders", _tabulate_worst(document["worst"]))
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -34,9 +37,16 @@ def make_console(*, stderr: bool = False) -> Console:
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDE)
 
 
-def make_table(title: str, *columns: str) -> Table:
+def print_table(console: Console, title: str, table: Table) -> None:
+    """A table below its title."""
+    console.print()
+    console.print(Text(title, style="bold"))
+    console.print(table)
+
+
+def make_table(*columns: str) -> Table:
     """An empty table; columns that begin with `#` hold numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
         table.add_column(column.removeprefix("#"), justify="right" if column.startswith("#") else "left")
     return table
@@ -52,9 +62,7 @@ def _write(text: str) -> Text:
 
 
 def _tabulate_policies(policies: list[dict[str, Any]]) -> Table:
-    table = make_table(
-        "What each policy would have done", "policy", "mode", *(f"#{name}" for name in _COUNTS), "#tenants", "#touched"
-    )
+    table = make_table("policy", "mode", *(f"#{name}" for name in _COUNTS), "#tenants", "#touched")
     for policy in policies:
         about = "" if policy["tenants_exact"] else "~"
         tenants = [f"{about}{policy[name]:,}" for name in ("tenants", "tenants_touched")]
@@ -63,18 +71,17 @@ def _tabulate_policies(policies: list[dict[str, Any]]) -> Table:
 
 
 def _tabulate_uncounted(policies: list[dict[str, Any]]) -> Table:
-    table = make_table("Not counted", "policy", "reason", "#requests", "what became of them")
+    table = make_table("policy", "reason", "#requests")
     for policy in policies:
         for reason, count in policy["uncounted"].items():
-            add_row(table, policy["policy"], reason, count, "")
+            add_row(table, policy["policy"], reason, count)
         if policy["refused_uncountable"]:
-            add_row(table, policy["policy"], "", policy["refused_uncountable"], "refused, as uncountable asks")
+            add_row(table, policy["policy"], "of these refused, as `uncountable` asks", policy["refused_uncountable"])
     return table
 
 
 def _tabulate_worst(worst: list[dict[str, Any]]) -> Table:
     table = make_table(
-        "Worst offenders",
         "policy",
         "tenant",
         "fingerprint",

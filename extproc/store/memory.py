@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 from urllib.parse import parse_qsl, urlsplit
 
@@ -45,11 +45,24 @@ _Entry: TypeAlias = bytes | bytearray
 _Shard: TypeAlias = dict[int, dict[str, _Entry]]  # lifetime in ms -> key -> entry
 
 
+def _read_clock() -> int:
+    return time.monotonic_ns() // 1_000_000
+
+
 class MemoryStore:
     """The `memory://` store; see `Store`."""
 
-    def __init__(self, metrics: Metrics, max_entries: int = DEFAULT_MAX_ENTRIES) -> None:
-        """Start empty; `max_entries` bounds the entries kept at once."""
+    def __init__(
+        self, metrics: Metrics, max_entries: int = DEFAULT_MAX_ENTRIES, clock: Callable[[], int] = _read_clock
+    ) -> None:
+        """Start empty.
+
+        Args:
+            metrics: is told how much is kept.
+            max_entries: bounds the entries kept at once.
+            clock: tells the time, in milliseconds.
+        """
+        self._clock = clock
         self._max_entries = max_entries
         self._shards: list[_Shard] = [{} for _ in range(max(1, max_entries // _SHARD_ENTRIES))]
         self._entries = 0
@@ -66,21 +79,21 @@ class MemoryStore:
 
     def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count]:
         """Count every hit once; answers at once and never raises a StoreError."""
-        moment = _read_clock() if now is None else now
+        moment = self._clock() if now is None else now
         return [self._count(hit, moment) for hit in hits]
 
     def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:
         """Push every entry once; answers at once and never raises a StoreError."""
-        moment = _read_clock() if now is None else now
+        moment = self._clock() if now is None else now
         return [self._push(pushed, moment) for pushed in pushes]
 
     async def publish(self, board: str, replica: str, document: bytes, seconds: float, now: int | None = None) -> None:
         """See `Store`; this process is the only replica."""
-        self._boards.publish(board, replica, document, int(seconds * 1000), _read_clock() if now is None else now)
+        self._boards.publish(board, replica, document, int(seconds * 1000), self._clock() if now is None else now)
 
     async def collect(self, board: str, now: int | None = None) -> dict[str, bytes]:
         """See `Store`."""
-        return self._boards.collect(board, _read_clock() if now is None else now)
+        return self._boards.collect(board, self._clock() if now is None else now)
 
     def health(self) -> str:
         """Memory is always well."""
@@ -178,10 +191,6 @@ class MemoryStore:
                 return
             position = (position + 1) % len(self._shards)
             shard = self._shards[position]
-
-
-def _read_clock() -> int:
-    return time.monotonic_ns() // 1_000_000
 
 
 def _read_tally(entry: bytes) -> Tally:
