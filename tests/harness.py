@@ -164,7 +164,7 @@ class Envoy(Process):
         super().__init__([ENVOY, *arguments, "-l", "warning", "--file-flush-interval-msec", "50"], folder / "envoy.log")
         try:
             eventually(lambda: admin.exists() and admin.read_text(), "Envoy's admin address")
-            self._admin = int(admin.read_text().rpartition(":")[2])
+            self.admin_port = int(admin.read_text().rpartition(":")[2])
             listeners = eventually(lambda: json.loads(self.admin("/listeners?format=json")).get("listener_statuses"))
             self.port = int(listeners[0]["local_address"]["socket_address"]["port_value"])
         except BaseException:
@@ -173,7 +173,7 @@ class Envoy(Process):
 
     def admin(self, path: str) -> str:
         """Body of an admin page; empty while Envoy does not answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._admin, timeout=PATIENCE)
+        connection = http.client.HTTPConnection("127.0.0.1", self.admin_port, timeout=PATIENCE)
         try:
             connection.request("GET", path)
             return connection.getresponse().read().decode()

@@ -29,6 +29,7 @@ WITH_RULES = policy("p", {"pathExact": "/a"}, limit_keys=["jwt:org_id"], **SAID)
 WITH_RULES["spec"]["rules"] = [{"name": "per-org"}]
 
 COMMANDS = ["serve", "init", "validate", "explain", "replay", "schema", "envoy-config", "healthcheck", "canary"]
+COMMANDS = ["serve", "init", "validate", "explain", "schema", "envoy-config", "check-envoy", "healthcheck", "canary"]
 
 
 @pytest.fixture(autouse=True)

@@ -71,11 +71,19 @@ FLOORS: list[list[str]] = [
     ["envoy_config", "envoy_config/options", "envoy_config/routes", "envoy_config/template"],
     ["envoy_config/render", "envoy_config/snippet"],
     ["replay", *(f"replay/{name}" for name in ("records", "logs", "counts", "judge", "report", "table", "command"))],
+    ["envoy_check", "envoy_check/document"],
+    ["envoy_check/config", "envoy_check/findings", "envoy_check/needs"],
+    [
+        "envoy_check/selectors",
+        *(f"envoy_check/checks/{name}" for name in ("callers", "clusters", "filters", "limits", "paths", "routes")),
+    ],
+    ["envoy_check/checks"],
+    ["envoy_check/inspect", "envoy_check/show"],
     [
         "commands",
         *(
             f"commands/{name}"
-            for name in ("serve", "init", "validate", "explain", "schema", "envoy_config", "healthcheck", "canary")
+            for name in ("serve", "init", "validate", "explain", "schema", "envoy_config", "check_envoy", "healthcheck", "canary")
         ),
         "commands/replay",
     ],

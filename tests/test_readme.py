@@ -410,10 +410,22 @@ def test_every_flag_of_envoy_config_is_documented(capsys: pytest.CaptureFixture[
     assert [flag for flag in sorted(flags) if f"| `{flag}` |" not in text] == []
 
 
+def test_every_flag_of_check_envoy_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of its flags stands in a table of the page about Envoy."""
+    with pytest.raises(SystemExit):
+        main(["check-envoy", "--help"])
+    flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    text = (ROOT / "docs" / "mesh.md").read_text()
+
+    assert len(flags) > 1
+    assert [flag for flag in sorted(flags) if f"| `{flag}` |" not in text] == []
+
+
 def test_no_flag_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     """Each flag that a page names is one of the command's, or of a tool of ours."""
     told = (ROOT / "tests" / "bench" / "__main__.py").read_text()
     for command in (*COMMANDS, "canary status", "canary review"):
+    for command in ("serve", "init", "validate", "explain", "envoy-config", "check-envoy", "healthcheck", "canary status"):
         with pytest.raises(SystemExit):
             main([*command.split(), "--help"])
         told += capsys.readouterr().out

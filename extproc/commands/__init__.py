@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from extproc.errors import UsageError
 from extproc.policy.loader import PolicySet, load
 
-COMMANDS = ("serve", "init", "validate", "explain", "replay", "schema", "envoy-config", "healthcheck", "canary")
+COMMANDS = ("serve", "init", "validate", "explain", "replay", "canary", "schema", "envoy-config", "check-envoy", "healthcheck")
 """In the order of `loopguard --help`; `envoy-config` is in `envoy_config.py`."""
 
 

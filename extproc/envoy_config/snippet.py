@@ -16,7 +16,7 @@ _HEAD = """\
 # What an Envoy that exists needs so that it asks Loopguard, part by part. Made by `loopguard envoy-config --snippet` for Envoy
 # 1.36 and newer. Above each part stands its place. A list there is to be added to the one that you have, a setting takes the
 # place of yours. Where configuration comes from a control plane, it has these places as well, under other names.
-# When all is in its place: envoy --mode validate -c FILE
+# When all is in its place: envoy --mode validate -c FILE && loopguard check-envoy FILE
 """
 
 _LISTENER = "static_resources.listeners[]"

@@ -1,0 +1,55 @@
+"""What routes say beside that they are guarded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from extproc.envoy_check.config import Guard, GuardedRoute, Resources
+from extproc.envoy_check.findings import Finding, note
+from extproc.envoy_check.needs import Needs
+
+_WARNING = re.compile(r"%DYNAMIC_METADATA\(\W*loopguard\W+warning\W*\)%")
+_HEADER = '{header: {key: x-fairvisor-warning, value: "%DYNAMIC_METADATA(loopguard:warning)%"}}'
+
+
+def check_client_header(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+    """A client hears of a warning by a header that Envoy makes of metadata."""
+    silent = [route for route in guard.guarded if not _tells_clients(route)]
+    if silent and needs.warns and not guard.observes:
+        place = silent[0].route.around[0].get("response_headers_to_add")
+        problem = "a client never hears that it was warned: no header is made of Loopguard's metadata"
+        yield Finding(
+            "client-header", place, problem, f"response_headers_to_add: [{_HEADER}]", [route.name for route in silent]
+        )
+
+
+def _tells_clients(route: GuardedRoute) -> bool:
+    headers = (
+        item.get("header", "value").text()
+        for level in route.route.levels
+        for item in level.get("response_headers_to_add").items()
+    )
+    return any(_WARNING.search(value) for value in headers)
+
+
+def check_retries(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+    """What Envoy sends again by itself is counted once."""
+    for route in guard.guarded:
+        places = (route.route.place.get("route", "retry_policy"), route.route.around[0].get("retry_policy"))
+        place = next((place for place in places if place.get("retry_on").text()), None)
+        if place is not None:
+            problem = (
+                f"Envoy itself sends a request again, up to {place.get('num_retries').number(1):g} times; it is counted once"
+            )
+            yield note("retries", place, problem, routes=[route.name])
+
+
+def check_overrides(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+    """What a route says to no effect."""
+    for route in guard.guarded:
+        for overrides in route.overrides:
+            place = overrides.get("request_attributes")
+            if place.is_there:
+                problem = "Envoy takes request_attributes of a route and ignores them"
+                yield Finding("overrides", place, problem, "request_attributes of the filter itself", [route.name])

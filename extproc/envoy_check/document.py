@@ -1,0 +1,201 @@
+"""A configuration as Envoy takes it, YAML or JSON, where each value knows its place."""
+
+from __future__ import annotations
+
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from extproc.errors import UsageError
+
+_TYPED_STRUCTS = (".udpa.type.v1.TypedStruct", ".xds.type.v3.TypedStruct")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)s\Z")
+_MAX_VALUES = 1_000_000
+"""A file has no more of them, or it is one of aliases of aliases."""
+
+_TIMEOUT = 10.0
+"""Seconds that Envoy may take to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A value and where it stands. What is not there is a place, too: the one where it would be, with None for its value.
+
+    Attributes:
+        value: of JSON.
+        pointer: to it (RFC 6901).
+        lines: line numbers by pointer, where they are known.
+    """
+
+    value: Any
+    pointer: str = ""
+    lines: Mapping[str, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_there(self) -> bool:
+        """It is said, be it with its default."""
+        return self.value is not None
+
+    @property
+    def line(self) -> int | None:
+        """Of the file, or that of the nearest thing around it that has one."""
+        pointer = self.pointer
+        while pointer not in self.lines:
+            if not pointer:
+                return None
+            pointer = pointer.rpartition("/")[0]
+        return self.lines[pointer]
+
+    def get(self, *names: str) -> Place:
+        """A field, or a field of a field, by its name in the .proto files; JSON may spell it in camelCase as well."""
+        place = self
+        for name in names:
+            value = place.value if isinstance(place.value, dict) else {}
+            spelt = name if name in value else _write_camel_case(name)
+            place = place._step(spelt if spelt in value else name, value.get(spelt))
+        return place
+
+    def entry(self, key: str) -> Place:
+        """What a map holds under this very key."""
+        return self._step(key, self.value.get(key) if isinstance(self.value, dict) else None)
+
+    def items(self) -> Iterator[Place]:
+        """Those of a list; none where there is no list."""
+        for number, value in enumerate(self.value if isinstance(self.value, list) else ()):
+            yield self._step(str(number), value)
+
+    def entries(self) -> Iterator[tuple[str, Place]]:
+        """Those of a map; none where there is no map."""
+        for key in self.value if isinstance(self.value, dict) else ():
+            yield key, self.entry(key)
+
+    def _step(self, step: str, value: object) -> Place:
+        return Place(value, f"{self.pointer}/{step.replace('~', '~0').replace('/', '~1')}", self.lines)
+
+    def text(self, default: str = "") -> str:
+        """A string, or the name of an enum's value."""
+        return self.value if isinstance(self.value, str) else default
+
+    def number(self, default: float) -> float:
+        """A number; JSON may have it as a string, and a message of its own around it."""
+        found = self.value.get("value") if isinstance(self.value, dict) else self.value
+        if isinstance(found, str):
+            found = float(found) if re.fullmatch(r"\d+(\.\d+)?", found) else None
+        return found if isinstance(found, int | float) and not isinstance(found, bool) else default
+
+    def flag(self, *, default: bool = False) -> bool:
+        """A bool, which may have a message of its own around it."""
+        found = self.value.get("value") if isinstance(self.value, dict) else self.value
+        return found if isinstance(found, bool) else default
+
+    def seconds(self, default: float) -> float:
+        """A duration."""
+        if isinstance(self.value, dict):
+            return self.get("seconds").number(0) + self.get("nanos").number(0) / 1e9
+        found = _DURATION.match(self.text())
+        return float(found[1]) if found else default
+
+    def names(self) -> list[str]:
+        """The strings of a list."""
+        return [item.text() for item in self.items()]
+
+    def message(self) -> tuple[str, Place]:
+        """The name of the message in an Any, and where its fields stand, which a TypedStruct has one step further in."""
+        kind = self.entry("@type").text().rpartition("/")[2]
+        if f".{kind}".endswith(_TYPED_STRUCTS):
+            return self.get("type_url").text().rpartition("/")[2], self.get("value")
+        return kind, self
+
+
+def _write_camel_case(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(part.capitalize() for part in rest)
+
+
+def read_file(path: str) -> Place:
+    """A bootstrap, a config dump, or resources of xDS.
+
+    Raises:
+        UsageError: it cannot be read, or is neither YAML nor JSON.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: {error.strerror if isinstance(error, OSError) else 'is not UTF-8'}") from None
+    if text.lstrip().startswith("{"):  # a config dump has megabytes, and JSON is read a hundred times as fast as YAML
+        try:
+            return Place(msgspec.json.decode(text))
+        except msgspec.DecodeError:
+            pass  # a mapping of YAML may begin like this as well
+    return _read_yaml(path, text)
+
+
+def _read_yaml(path: str, text: str) -> Place:
+    lines: dict[str, int] = {}
+    try:
+        loader = _Loader(text, lines)
+        return Place(loader.read(), "", lines)
+    except (yaml.YAMLError, RecursionError) as error:
+        told = " ".join(str(error).replace('"<unicode string>", ', "").split())
+        raise UsageError(f"{path}: is neither YAML nor JSON: {told}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Makes plain values, and notes on which line each of them starts."""
+
+    def __init__(self, text: str, lines: dict[str, int]) -> None:
+        super().__init__(text)
+        self._lines = lines
+
+    def read(self) -> Any:  # noqa: ANN401  # whatever the document holds
+        """The one document.
+
+        Raises:
+            YAMLError: it is malformed, or not alone.
+        """
+        node = self.get_single_node()
+        return None if node is None else self._note(node, "", ())
+
+    def _note(self, node: yaml.Node, pointer: str, around: tuple[yaml.Node, ...]) -> Any:  # noqa: ANN401  # as above
+        if node in around:
+            raise yaml.YAMLError("an alias stands inside of what it means")
+        if len(self._lines) >= _MAX_VALUES:
+            raise yaml.YAMLError(f"more than {_MAX_VALUES} values")
+        self._lines[pointer] = node.start_mark.line + 1
+        if isinstance(node, yaml.MappingNode):
+            self.flatten_mapping(node)
+            keys = [(str(self.construct_object(key)), key, value) for key, value in node.value]
+            made = {name: self._note(value, f"{pointer}/{_escape(name)}", (*around, node)) for name, _, value in keys}
+            self._lines.update({f"{pointer}/{_escape(name)}": key.start_mark.line + 1 for name, key, _ in keys})
+            return made
+        if isinstance(node, yaml.SequenceNode):
+            return [self._note(item, f"{pointer}/{number}", (*around, node)) for number, item in enumerate(node.value)]
+        return self.construct_object(node)
+
+
+def _escape(step: str) -> str:
+    return step.replace("~", "~0").replace("/", "~1")
+
+
+def fetch_dump(url: str) -> Place:
+    """What a running Envoy has in force, from its admin page.
+
+    Raises:
+        UsageError: nobody answers there, or no Envoy.
+    """
+    if not re.match(r"https?://", url):
+        raise UsageError(f"--admin must be a URL, such as http://127.0.0.1:9901, not {url!r}")
+    address = f"{url.rstrip('/')}/config_dump"
+    try:
+        with urllib.request.urlopen(address, timeout=_TIMEOUT) as answer:  # noqa: S310  # http or https, as was seen to
+            return Place(msgspec.json.decode(answer.read()))
+    except (OSError, msgspec.DecodeError) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise UsageError(f"--admin {url}: no Envoy answered with its configuration: {reason}") from None

@@ -1,0 +1,34 @@
+"""What a check has to say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from extproc.envoy_check.document import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that would hurt, or that whoever attaches Loopguard should know.
+
+    Attributes:
+        code: its name, by which it can be ignored.
+        place: where it stands, or would have to stand.
+        problem: what is, and what comes of it.
+        right: what would be right, in Envoy's words where it is a setting.
+        routes: the names of those that it is about; empty where it is about all that are guarded.
+        hurts: whether it is a finding; else it is a note, which is no reason to fail.
+    """
+
+    code: str
+    place: Place
+    problem: str
+    right: str = ""
+    routes: Sequence[str] = ()
+    hurts: bool = True
+
+
+def note(code: str, place: Place, problem: str, right: str = "", routes: Sequence[str] = ()) -> Finding:
+    """A finding that does not hurt."""
+    return Finding(code, place, problem, right, routes, hurts=False)
