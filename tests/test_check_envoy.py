@@ -435,6 +435,68 @@ def test_two_filters_on_one_route_count_twice() -> None:
 # ---- Forms
 
 
+EDGE = """
+static_resources:
+  listeners:
+    name: edge
+    address: {socket_address: {address: 0.0.0.0, port_value: 8443}}
+    per_connection_buffer_limit_bytes: 32768
+    filter_chains:
+      filters:
+        name: envoy.filters.network.http_connection_manager
+        typed_config:
+          "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
+          use_remote_address: true
+          normalize_path: true
+          merge_slashes: true
+          path_with_escaped_slashes_action: UNESCAPE_AND_REDIRECT
+          request_timeout: 300s
+          stream_idle_timeout: 300s
+          http2_protocol_options: {max_concurrent_streams: 100, initial_stream_window_size: 65536}
+          http_filters:
+          - name: picker
+            typed_config:
+              "@type": type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor
+              grpc_service: {envoy_grpc: {cluster_name: endpoint-picker}}
+              processing_mode: {request_body_mode: FULL_DUPLEX_STREAMED, response_body_mode: FULL_DUPLEX_STREAMED}
+          - name: envoy.filters.http.router
+          route_config:
+            virtual_hosts:
+              name: local
+              domains: "*"
+              routes:
+              - match: {prefix: /models}
+                route: {cluster: models, idle_timeout: 15s}
+              - match: {prefix: /}
+                direct_response: {status: 403}
+  clusters:
+    name: models
+"""
+"""As Envoy's own page on edges advises: small limits, and a filter of somebody else. Lists of one are no lists."""
+
+
+def test_an_edge_with_small_limits_would_break_uploads() -> None:
+    """With all of the snippet but its limits, that edge refuses long prompts; what others ask of Envoy is not judged."""
+    document = yaml.safe_load(EDGE)
+    ours, listener = good(), document["static_resources"]["listeners"]
+    manager = listener["filter_chains"]["filters"]["typed_config"]
+    before = found(document)
+    manager["early_header_mutation_extensions"] = find(ours, f"{MANAGER}/early_header_mutation_extensions")
+    manager["http_filters"].insert(0, find(ours, f"{MANAGER}/http_filters")[0])
+    host = manager["route_config"]["virtual_hosts"]
+    host["response_headers_to_add"] = find(ours, f"{HOST}/response_headers_to_add")
+    host["routes"][0]["typed_per_filter_config"] = find(ours, f"{GUARDED}/typed_per_filter_config")
+    document["static_resources"]["clusters"] = [find(ours, CLUSTER)]
+
+    place = "/static_resources/listeners/filter_chains/filters/typed_config"
+    assert [(code, hurts) for code, _, hurts in before] == [("nothing-guarded", True)]
+    assert [item for item in found(document, bundle(policy("all", {"pathPrefix": "/"}, action="throttle"))) if item[2]] == [
+        ("buffer-limit", "/static_resources/listeners/per_connection_buffer_limit_bytes", True),
+        ("http2-window", f"{place}/http2_protocol_options/initial_stream_window_size", True),
+        ("idle-timeout", f"{place}/route_config/virtual_hosts/routes/0/route/idle_timeout", True),
+    ]
+
+
 def test_somebody_elses_envoy_guards_nothing() -> None:
     """An Envoy that knows nothing of Loopguard is one finding, and what it needs is named."""
     made = report(theirs(good()))

@@ -20,6 +20,9 @@ _KINDS = {
     "envoy.config.core.v3.TypedExtensionConfig": "extensions",
 }
 
+_KINDS_BY_NAME = {"envoy.filters.http.router": "envoy.extensions.filters.http.router.v3.Router"}
+"""Of filters that older configurations only name."""
+
 
 @dataclass(slots=True)
 class Resources:
@@ -140,6 +143,11 @@ class Route:
         """Itself and what is around it: what is said nearer to it counts."""
         return (self.place, *self.around)
 
+    @property
+    def is_answered_here(self) -> bool:
+        """Envoy itself answers, and no upstream is asked."""
+        return any(self.place.get(name).is_there for name in ("direct_response", "redirect"))
+
     def describe_match(self) -> str:
         """Which requests it takes, in short."""
         match = self.place.get("match")
@@ -235,7 +243,7 @@ def _read_filter(place: Place, resources: Resources) -> HttpFilter:
         kind, config = (extension or place.get("config_discovery")).get("typed_config").message()
     else:
         kind, config = place.get("typed_config").message()
-    return HttpFilter(place, kind, config)
+    return HttpFilter(place, kind or _KINDS_BY_NAME.get(place.get("name").text(), ""), config)
 
 
 def _list_routes(configuration: Place) -> Iterator[Route]:

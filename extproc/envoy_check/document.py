@@ -67,8 +67,11 @@ class Place:
         return self._step(key, self.value.get(key) if isinstance(self.value, dict) else None)
 
     def items(self) -> Iterator[Place]:
-        """Those of a list; none where there is no list."""
-        for number, value in enumerate(self.value if isinstance(self.value, list) else ()):
+        """Those of a list; protobuf takes a single value for a list of one."""
+        if not isinstance(self.value, list):
+            yield from [self] if self.is_there else []
+            return
+        for number, value in enumerate(self.value):
             yield self._step(str(number), value)
 
     def entries(self) -> Iterator[tuple[str, Place]]:

@@ -111,7 +111,7 @@ def _check_selectors(manager: Manager, guards: Sequence[Guard], needs: Needs) ->
     guarded = {route.route.place.pointer for guard in guards for route in guard.guarded}
     for identity, selector in needs.selectors:
         missed = [route for route in find_taken(manager.routes, selector) if route.place.pointer not in guarded]
-        for route in missed:
+        for route in (route for route in missed if not route.is_answered_here):
             problem = f"policy {identity} selects requests that this route takes, and nobody asks Loopguard about them"
             place = route.place.get("typed_per_filter_config").entry(guards[0].filter.name)
             yield Finding("unguarded", place, problem, "an ExtProcPerRoute in a FilterConfig", [route.name])
