@@ -1,0 +1,224 @@
+"""What the chart renders, taken in by the control planes themselves: `make test-mesh` builds them, which takes Go and minutes.
+
+Istio's own discovery server gets the chart's objects and pushes what it makes of them to the real Envoy, over ADS.
+tests/chart/istio.py is the model of it that `make test` has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chart import NAME, Object, Values, objects, of_kind
+from tests.documents import bundle, policy
+from tests.harness import Process, Stack, eventually, stack
+from tests.servers import free_port
+from tests.test_check_envoy import found as check
+from tests.test_check_envoy import report
+
+BUILT = os.environ.get("LOOPGUARD_TEST_MESH", "")
+"""The folder with what `make test-mesh` has built."""
+
+pytestmark = pytest.mark.skipif(not BUILT, reason="`make test-mesh` was not asked for: the real control planes are NOT tested")
+
+GATEWAYS = "istio-ingress"
+LABELS = {"istio": "ingressgateway"}
+USER = {"x-user-id": "ann"}
+
+POLICIES = bundle(
+    policy("chat", {"pathPrefix": "/chat"}, limit_keys=["header:x-user-id"]),
+    policy("pinned", {"pathPrefix": "/nowhere"}, limit_keys=["header:x-user-id"], threshold_identical_requests=2),
+)
+OWN = bundle(policy("own", {"pathPrefix": "/"}, action="warn", limit_keys=["header:x-user-id"], threshold_identical_requests=2))
+VALUES: Values = {
+    "policies": {"bundle": POLICIES},
+    "istio": {
+        "enabled": True,
+        "namespace": GATEWAYS,
+        "workloadSelector": LABELS,
+        "tls": "DISABLE",  # nobody hands out certificates here
+        "routes": [
+            {"name": "chat"},
+            {"name": "pinned", "policies": ["pinned"]},
+            {"name": "own", "bundle": OWN},
+            {"name": "files", "bodyMode": "tolerant"},
+        ],
+    },
+}
+ROUTES = ("chat", "pinned", "own", "files", "rest")
+
+
+def write_mesh(port: int, upstream: int) -> Iterator[Object]:
+    """A gateway on a port of loopback, and an upstream with a route for each name."""
+    yield {
+        "apiVersion": "networking.istio.io/v1",
+        "kind": "Gateway",
+        "metadata": {"name": "gateway", "namespace": GATEWAYS},
+        "spec": {
+            "selector": LABELS,
+            "servers": [{"port": {"number": port, "name": "http", "protocol": "HTTP"}, "bind": "127.0.0.1", "hosts": ["*"]}],
+        },
+    }
+    yield {
+        "apiVersion": "networking.istio.io/v1",
+        "kind": "ServiceEntry",
+        "metadata": {"name": "upstream", "namespace": GATEWAYS},
+        "spec": {
+            "hosts": ["upstream.example"],
+            "resolution": "STATIC",
+            "ports": [{"number": 80, "name": "http", "protocol": "HTTP"}],
+            "endpoints": [{"address": "127.0.0.1", "ports": {"http": upstream}}],
+        },
+    }
+    to_upstream = [{"destination": {"host": "upstream.example", "port": {"number": 80}}}]
+    yield {
+        "apiVersion": "networking.istio.io/v1",
+        "kind": "VirtualService",
+        "metadata": {"name": "routes", "namespace": GATEWAYS},
+        "spec": {
+            "hosts": ["*"],
+            "gateways": ["gateway"],
+            "http": [{"name": name, "match": [{"uri": {"prefix": f"/{name}"}}], "route": to_upstream} for name in ROUTES],
+        },
+    }
+
+
+def write_endpoints(service: Object, port: int) -> Iterator[Object]:
+    """A Service with an address, and where its one pod is."""
+    yield {**service, "spec": {**service["spec"], "clusterIP": "10.0.0.1"}}
+    name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
+    yield {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {"name": name, "namespace": namespace, "labels": {"kubernetes.io/service-name": name}},
+        "addressType": "IPv4",
+        "endpoints": [{"addresses": ["127.0.0.1"], "conditions": {"ready": True}}],
+        "ports": [{"name": service["spec"]["ports"][0]["name"], "port": port, "protocol": "TCP"}],
+    }
+
+
+def write_bootstrap(printed: Object, istiod: int) -> Object:
+    """An Envoy that has everything from Istio; Loopguard's own cluster is there for `stack`, which waits for its health."""
+    http2 = printed["static_resources"]["clusters"][0]["typed_extension_protocol_options"]
+    discovery = {
+        "api_type": "GRPC",
+        "transport_api_version": "V3",
+        "grpc_services": [{"envoy_grpc": {"cluster_name": "istiod"}}],
+    }
+    ads: Object = {"ads": {}, "resource_api_version": "V3", "initial_fetch_timeout": "0s"}
+    address = {"socket_address": {"address": "127.0.0.1", "port_value": istiod}}
+    endpoints = [{"lb_endpoints": [{"endpoint": {"address": address}}]}]
+    return {
+        "admin": printed["admin"],
+        "node": {
+            "id": f"router~127.0.0.1~gateway.{GATEWAYS}~{GATEWAYS}.svc.cluster.local",
+            "cluster": "gateway",
+            "metadata": {"NAMESPACE": GATEWAYS, "LABELS": LABELS, "CLUSTER_ID": "Kubernetes", "ISTIO_VERSION": "1.30.0"},
+        },
+        "dynamic_resources": {"ads_config": discovery, "lds_config": ads, "cds_config": ads},
+        "static_resources": {
+            "clusters": [
+                printed["static_resources"]["clusters"][0],
+                {
+                    "name": "istiod",
+                    "type": "STATIC",
+                    "typed_extension_protocol_options": http2,
+                    "load_assignment": {"cluster_name": "istiod", "endpoints": endpoints},
+                },
+            ]
+        },
+    }
+
+
+@contextmanager
+def istio(values: Values, **more: Any) -> Iterator[Stack]:  # noqa: ANN401  # of `stack`
+    """Loopguard behind an Envoy whose configuration is Istio's, with the chart's objects in it."""
+    with tempfile.TemporaryDirectory(prefix="istio") as name, ExitStack() as ended:
+        folder = Path(name)
+
+        def edit(text: str) -> str:
+            printed, discovery = yaml.safe_load(text), free_port()
+            upstream = read_port(printed["static_resources"]["clusters"][1])
+            made = objects(values)
+            configs = [*of_kind(made, "EnvoyFilter"), *of_kind(made, "DestinationRule"), *write_mesh(free_port(), upstream)]
+            (service,) = (item for item in of_kind(made, "Service") if item["metadata"]["name"] == NAME)
+            kubernetes = write_endpoints(service, read_port(printed["static_resources"]["clusters"][0]))
+            for file, listed in (("configs.yaml", configs), ("objects.yaml", kubernetes)):
+                (folder / file).write_text("\n---\n".join(map(json.dumps, listed)))
+            arguments = [f"127.0.0.1:{discovery}", str(folder / "configs.yaml"), str(folder / "objects.yaml")]
+            istiod = Process([f"{BUILT}/istiod", *arguments], folder / "istiod.log")
+            ended.callback(istiod.stop)
+            istiod.wait_for("serving")
+            return json.dumps(write_bootstrap(printed, discovery))
+
+        with stack(POLICIES, "--listen", f"127.0.0.1:{free_port()}", edit=edit, **more) as made:
+            yield made
+
+
+def read_port(cluster: Object) -> int:
+    """Of its one endpoint."""
+    (group,) = cluster["load_assignment"]["endpoints"]
+    return int(group["lb_endpoints"][0]["endpoint"]["address"]["socket_address"]["port_value"])
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[Stack]:
+    """The gateway with all kinds of routes."""
+    with istio(VALUES) as made:
+        eventually(lambda: made.send("/rest").status == 200, "Istio's routes")
+        yield made
+
+
+def statuses(made: Stack, path: str, times: int, **more: Any) -> list[int]:  # noqa: ANN401  # of `send`
+    """The same request several times."""
+    return [made.send(path, method="POST", headers=USER, **more).status for _ in range(times)]
+
+
+def test_a_loop_is_refused(gateway: Stack) -> None:
+    """On a named route the third identical request is refused; a route that nobody named never meets Loopguard."""
+    before = gateway.loopguard.metric("unmatched_total")
+
+    assert statuses(gateway, "/chat", 3, body=b"same") == [200, 200, 429]
+    assert statuses(gateway, "/rest", 4, body=b"same") == [200] * 4
+    assert gateway.loopguard.metric("unmatched_total") == before
+
+
+def test_routes_hand_over_their_policies(gateway: Stack) -> None:
+    """By name, and in metadata: a warning that the client hears of."""
+    assert statuses(gateway, "/pinned", 2, body=b"same") == [200, 429]
+
+    answers = [gateway.send("/own", headers=USER) for _ in range(2)]
+
+    assert [answer.headers.get("x-fairvisor-warning") for answer in answers] == [None, "loop_warn"]
+    assert gateway.upstream.seen[-1].header("x-fairvisor-warning") == "loop_warn"
+
+
+def test_large_bodies(gateway: Stack) -> None:
+    """A body above Envoy's own limit is looked at; one above the chart's passes where its route is tolerant, as it was sent."""
+    assert statuses(gateway, "/chat/large", 3, body=b"x" * 3_000_000) == [200, 200, 429]
+    assert statuses(gateway, "/files", 1, body=b"x" * 11_000_000) == [200]
+
+    received = gateway.upstream.seen[-1]
+    assert (received.header("content-length"), len(received.body)) == ("11000000", 11_000_000)
+
+
+def test_check_envoy_reads_what_istio_pushes(gateway: Stack) -> None:
+    """All that hurts is what the docs tell: Istio merges no slashes, and the upstream's health is Kubernetes' affair."""
+    dump = json.loads(gateway.envoy.admin("/config_dump"))
+
+    made = report(dump, POLICIES)
+
+    assert {route.route.name: route.modes for route in made.routes} == {
+        "chat": ["BUFFERED"], "pinned": ["BUFFERED"], "own": ["BUFFERED"], "files": ["BUFFERED_PARTIAL"], "rest": [],
+    }  # fmt: skip
+    assert [(code, pointer.rpartition("/")[2]) for code, pointer, hurts in check(dump, POLICIES) if hurts] == [
+        ("path-spelling", "merge_slashes")
+    ]
