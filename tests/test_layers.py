@@ -83,7 +83,17 @@ FLOORS: list[list[str]] = [
         "commands",
         *(
             f"commands/{name}"
-            for name in ("serve", "init", "validate", "explain", "schema", "envoy_config", "check_envoy", "healthcheck", "canary")
+            for name in (
+                "serve",
+                "init",
+                "validate",
+                "explain",
+                "schema",
+                "envoy_config",
+                "check_envoy",
+                "healthcheck",
+                "canary",
+            )
         ),
         "commands/replay",
     ],
