@@ -11,7 +11,7 @@ from extproc.plan import Parts, Plan
 from extproc.policy.loader import PolicySet
 from extproc.policy.pairings import find_pairings
 from extproc.policy.routes import Index
-from extproc.request import NO_FACTS, HttpRequest
+from extproc.request import HttpRequest
 
 
 class Engine:
@@ -99,7 +99,7 @@ class Engine:
         evaluation.plans = plans
         for plan in plans:
             evaluation.admit(plan)
-        request.facts = NO_FACTS
+        request.facts = request.facts.let_go()
         return evaluation
 
     def _find_named(self, names: Sequence[str]) -> list[Plan]:

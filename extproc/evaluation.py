@@ -354,6 +354,7 @@ class Evaluation:
         document: the same, once somebody may have looked; None where it is not byte for byte what was sent.
         enforcing: the lane whose answer counts.
         shadow: the lane whose answer never does.
+        size: bytes of its body, 0 where that is not known.
         inspects: a body of so many bytes at most has to be kept to be looked into, 0 for none.
         steers: a body of so many bytes at most has to be kept to be changed, 0 for none.
         plans: the policies that matched.
@@ -372,6 +373,7 @@ class Evaluation:
         "plans",
         "request",
         "shadow",
+        "size",
         "steers",
         "trace",
     )
@@ -381,6 +383,7 @@ class Evaluation:
         self.request = request
         self.content: bytes | memoryview | None = None
         self.document: Document | None = None
+        self.size = 0
         self.enforcing = Lane(shadow=False)
         self.shadow = Lane(shadow=True)
         self.inspects = 0
@@ -451,6 +454,7 @@ class Evaluation:
         text, unreadable = self._read_text(content, withheld)
         self.content = text
         known = body if body is not None else NO_BODY
+        self.size = known.length
         if text is None:
             self._seal(known, None, unreadable)
             return

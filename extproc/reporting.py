@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from time import perf_counter
 
@@ -11,11 +12,17 @@ from extproc.evaluation import Evaluation, Lane, group_by_policy
 from extproc.guards.kill_switch import Switch
 from extproc.handover import POLICY_METADATA, RefusedPolicyError
 from extproc.logs import RateLimit, Reminder, make_extra
+from extproc.loop_table import Loop, LoopTable
 from extproc.metrics import Metrics
 
 _LOG = logging.getLogger("loopguard")
 
 _LINES_PER_SECOND = 20
+_DETECTIONS_PER_SECOND = 100
+_DETECTIONS_PER_TENANT = 5
+"""A second: a storm of one tenant's loops must not hide what another is stuck in."""
+
+_TENANTS = 1_000
 _PROBLEMS_SHOWN = 20
 _NAME_SHOWN = 128
 
@@ -29,13 +36,20 @@ _ADVICE = {
 
 
 class Reporter:
-    """Tells what became of requests."""
+    """Tells what became of requests.
 
-    def __init__(self, metrics: Metrics, *, log_descriptors: bool) -> None:
-        """Nothing has been logged; `log_descriptors` shows the descriptors' values in place of a hash."""
+    Attributes:
+        loops: of late.
+        show_callers: tell callers by the values of their descriptors, not by a hash alone; may change at any time.
+    """
+
+    def __init__(self, metrics: Metrics, *, show_callers: bool) -> None:
+        """Nothing has been reported."""
+        self.loops = LoopTable()
+        self.show_callers = show_callers
         self._metrics = metrics
-        self._log_descriptors = log_descriptors
-        self._detections = RateLimit(_LINES_PER_SECOND)
+        self._detections = RateLimit(_DETECTIONS_PER_SECOND)
+        self._tenants: OrderedDict[str, RateLimit] = OrderedDict()  # the one that has been quiet longest comes first
         self._failures = RateLimit(_LINES_PER_SECOND)
         self._missing = RateLimit(_LINES_PER_SECOND)
         self._killed: dict[str, Reminder] = {}  # by place in a policy file
@@ -47,7 +61,7 @@ class Reporter:
         for outcome in decision.trace:
             if outcome.action is not Action.ALLOW:
                 metrics.detections.labels(outcome.policy, outcome.detector, outcome.mode, outcome.action.value).inc()
-                self._log_detection(evaluation, outcome)
+                self._report_detection(evaluation, decision, outcome)
         for outcome in group_by_policy(decision.trace):
             metrics.decisions.add(outcome.policy, outcome.mode, outcome.action._value_)  # `value` costs two calls
         for policy in evaluation.list_compared_exactly():
@@ -133,23 +147,46 @@ class Reporter:
                 self._metrics.fail_open.labels("internal_error").inc()
                 self.report_failure("a detector failed, the others' verdict stands", error, policy=policy)
 
-    def _log_detection(self, evaluation: Evaluation, outcome: Outcome) -> None:
-        suppressed = self._detections.take(perf_counter())
+    def _report_detection(self, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> None:
+        try:
+            loop = self.loops.note(evaluation, decision, outcome)
+            if not loop.total & (loop.total - 1):  # the first, the second, the fourth, ...
+                self._log_loop(loop, outcome)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
+            self.report_failure("a loop could not be reported", error, policy=outcome.policy)
+
+    def _log_loop(self, loop: Loop, outcome: Outcome) -> None:
+        suppressed = self._take_line(loop.tenant)
         if suppressed is None:
             return
-        shown = None
-        if self._log_descriptors:
-            lane = evaluation.shadow if outcome.mode == "shadow" else evaluation.enforcing
-            shown = next(dict(candidate.values) for candidate in lane.candidates if candidate.plan.id == outcome.policy)
         extra = make_extra(
-            policy=outcome.policy,
-            detector=outcome.detector,
-            mode=outcome.mode,
+            policy=loop.policy,
+            detector=loop.detector,
+            mode=loop.mode,
             action=outcome.action.value,
             fingerprint=outcome.fingerprint,
             count=outcome.count,
-            tenant=outcome.tenant,
-            descriptors=shown,
+            requests=loop.total,
+            tenant=loop.tenant,
+            descriptors=dict(loop.caller) if self.show_callers else None,
+            session=loop.session or None,
+            tool=" ".join(loop.tools) or None,
+            route=loop.route or None,
+            path=loop.path,
             suppressed=suppressed or None,
         )
         _LOG.warning("loop detected", extra=extra)
+
+    def _take_line(self, tenant: str) -> int | None:
+        """None when the tenant, or all together, have had their lines; else how many were suppressed since the last."""
+        limit = self._tenants.get(tenant)
+        if limit is None:
+            limit = self._tenants[tenant] = RateLimit(_DETECTIONS_PER_TENANT)
+            if len(self._tenants) > _TENANTS:
+                self._tenants.popitem(last=False)
+        else:
+            self._tenants.move_to_end(tenant)
+        now = perf_counter()
+        own = limit.take(now)
+        every = None if own is None else self._detections.take(now)
+        return None if own is None or every is None else own + every

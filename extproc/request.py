@@ -37,6 +37,10 @@ class Facts:
         """A verified (or, by opt-in, merely decoded) JWT claim as a string, empty when there is none."""
         return ""
 
+    def let_go(self) -> Facts:
+        """What is left once the policies have read them: the route alone, for people, in little room."""
+        return NO_FACTS
+
 
 class StatedFacts(Facts):
     """Facts that somebody names one by one."""

@@ -14,6 +14,8 @@ from typing import Protocol
 
 import msgspec
 
+from extproc.admin.loop_pages import LoopPages
+from extproc.admin.loops import SharedLoops
 from extproc.admin.pages import Page, make_app, route_page
 from extproc.admin.server import AdminServer
 from extproc.canary.report import describe_canaries
@@ -23,6 +25,7 @@ from extproc.canary.verdict import Rules
 from extproc.engine import Engine
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
+from extproc.prices import Prices
 from extproc.reload import Reloader
 from extproc.service import Service
 from extproc.settings import Address, Settings
@@ -94,7 +97,10 @@ class Server:
             "/canary/states": self._canary_states,
             "/canary/samples": self._canary_samples,
         }
-        self._admin = AdminServer(make_app(metrics, [route_page(path, make) for path, make in pages.items()]))
+        self._loops = SharedLoops(self.service.reporter.loops, store, self._shows_callers)
+        loop_pages = LoopPages(self._loops, Prices(settings.price or None), self._shows_callers)
+        routes = [*(route_page(path, make) for path, make in pages.items()), *loop_pages.list_routes()]
+        self._admin = AdminServer(make_app(metrics, routes))
         self._stop = asyncio.Event()
         self._skip_delay = asyncio.Event()
         self._skip_grace = asyncio.Event()
@@ -114,7 +120,8 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
-        work = (self._reloader.watch(self._swap), self._heartbeat(), self._sharing.run())
+        loop.add_signal_handler(signal.SIGUSR1, self._on_show_callers)
+        work = (self._reloader.watch(self._swap), self._heartbeat(), self._sharing.run(), self._loops.share())
         tasks = [asyncio.create_task(each) for each in work]
         self._health.set(serving=True)
         gc.freeze()  # what is here now stays: full collections need not walk it
@@ -161,6 +168,14 @@ class Server:
     def _on_hangup(self) -> None:
         _LOG.info("SIGHUP: reloading policies")
         self._reloading = asyncio.create_task(self._reloader.reload(self._swap, force=True))
+
+    def _on_show_callers(self) -> None:
+        reporter = self.service.reporter
+        reporter.show_callers = not reporter.show_callers
+        _LOG.warning(f"SIGUSR1: callers are {'shown by their values' if reporter.show_callers else 'shown by a hash'}")
+
+    def _shows_callers(self) -> bool:
+        return self.service.reporter.show_callers
 
     def _swap(self, engine: Engine) -> None:
         self.service.follow(engine)

@@ -162,7 +162,7 @@ class Service:
         self.engine = engine
         self.counting = Counting(store, local, metrics, reject=settings.on_store_error == "reject")
         self.metrics = metrics
-        self.reporter = Reporter(metrics, log_descriptors=settings.log_descriptors)
+        self.reporter = Reporter(metrics, show_callers=settings.show_callers)
         self.settings = settings
         self.holds = Holds(settings.max_throttled)
         self.released = False

@@ -106,6 +106,12 @@ def _parse_timeout(text: str) -> float:
     return seconds
 
 
+def _parse_price(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text):
+        raise ValueError("must be US dollars for a million input tokens, such as 2.50")
+    return float(text)
+
+
 def is_scope(text: str) -> bool:
     """Whether an attachment may be called that."""
     return re.fullmatch(r"[A-Za-z0-9_.-]{0,64}", text) is not None
@@ -214,7 +220,14 @@ class Settings:
     log_level: str = option(
         "info", parse_one_of("debug", "info", "warning", "error"), "least severe lines written", "debug|info|warning|error"
     )
-    log_descriptors: bool = option(False, parse_switch, "detections log descriptor values instead of a hash of them")
+    show_callers: bool = option(
+        False,
+        parse_switch,
+        "logs and /loops tell callers by the values of their descriptors (SIGUSR1 turns it on and off)",
+    )
+    price: float = option(
+        0.0, _parse_price, "US dollars for a million input tokens, in /loops; else genai-prices says, if it is installed", "USD"
+    )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -33,6 +33,7 @@ DOORS = {
     "test_replay_envoy", "test_sessions_agents", "test_shadow", "test_soak", "test_steer_agents", "test_steering", "test_stopping",
     "test_store", "test_streams", "test_tls", "test_transport", "test_turns_agents", "test_uncountable",
     "test_check_envoy", "test_real_mesh",
+    "test_operations",
 }  # fmt: skip
 """They go through a door of Loopguard, and run on the compiled wheel."""
 
@@ -41,6 +42,7 @@ UNITS = {
     "test_escalation", "test_fingerprint", "test_kill_switches", "test_mcp", "test_ramp", "test_replay", "test_request", "test_routes",
     "test_service", "test_sessions", "test_steer", "test_tail", "test_tool_calls", "test_turns", "test_way_back",
     "test_windows", "test_wire",
+    "test_loops",
 }  # fmt: skip
 """They call what is compiled, and run on both. All that stand in neither list run on the sources."""
 

@@ -1219,17 +1219,17 @@ def test_nothing_that_a_body_says_is_logged_or_measured(loop: dict[str, Any], ca
 
 
 def test_descriptors_of_the_body_are_logged_only_on_request(caplog: pytest.LogCaptureFixture) -> None:
-    """With --log-descriptors the line of a detection shows who was calling, also where the body says it."""
+    """With --show-callers the line of a detection shows who was calling, also where the body says it."""
 
-    def shown(*, log_descriptors: bool) -> list[object]:
+    def shown(*, show_callers: bool) -> list[object]:
         caplog.clear()
-        service = make_service(policy("p", ANY, **CALLS, limit_keys=["body:/user"]), log_descriptors=log_descriptors)
+        service = make_service(policy("p", ANY, **CALLS, limit_keys=["body:/user"]), show_callers=show_callers)
         sent(service, looping(3, user="ann", result=SECRET))
         assert SECRET not in str([vars(record) for record in caplog.records])
         return [vars(record)["fields"].get("descriptors") for record in caplog.records if record.levelno == logging.WARNING]
 
-    assert shown(log_descriptors=False) == [None]
-    assert shown(log_descriptors=True) == [{"/user": "ann"}]
+    assert shown(show_callers=False) == [None]
+    assert shown(show_callers=True) == [{"/user": "ann"}]
 
 
 def test_the_refusal_of_calls_names_the_tool_alone() -> None:

@@ -23,6 +23,7 @@ FLOORS: list[list[str]] = [
         "notes",
         "logs",
         "options",
+        "prices",
         "settings",
         "tallies",
         "decision",
@@ -51,7 +52,7 @@ FLOORS: list[list[str]] = [
         "store/remote_boards",
     ],
     ["store/remote", "store/redis", "store/memory"],
-    ["wire", "counting", "throttle", "budget", "upload", "reporting"],
+    ["wire", "counting", "throttle", "budget", "upload", "loop_table", "reporting"],
     [
         "answers/apis/api",
         *(f"answers/apis/{api}" for api in ("openai", "responses", "anthropic", "gemini", "bedrock", "ollama", "rpc")),
@@ -66,7 +67,7 @@ FLOORS: list[list[str]] = [
     ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],
     ["transport/acceptor", "transport/tls"],
     ["transport/fast", "transport/grpcio"],
-    ["admin", "admin/client", "admin/pages", "admin/server"],
+    ["admin", "admin/client", "admin/pages", "admin/loops", "admin/loop_pages", "admin/server"],
     ["reload", "server"],
     ["envoy_config", "envoy_config/options", "envoy_config/routes", "envoy_config/template"],
     ["envoy_config/render", "envoy_config/snippet"],
@@ -94,6 +95,7 @@ FLOORS: list[list[str]] = [
                 "healthcheck",
                 "canary",
             )
+            for name in ("serve", "init", "validate", "explain", "schema", "envoy_config", "healthcheck", "canary", "top")
         ),
         "commands/replay",
     ],

@@ -402,7 +402,7 @@ def test_a_stream_that_ends_before_its_body_is_uncounted(messages: list[Processi
 def test_descriptors_come_from_where_envoy_puts_them() -> None:
     """Verified claims, the trusted address without its port, the route's name."""
     keys = ["jwt:org_id", "jwt:level", "ip:address"]
-    service = make_service(policy("p", {"routes": ["llm"]}, limit_keys=keys), log_descriptors=True)
+    service = make_service(policy("p", {"routes": ["llm"]}, limit_keys=keys), show_callers=True)
     message = headers(end=True, attributes={"source.address": "[2001:db8::1]:443", "xds.route_name": "llm"})
     metadata = message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"]
     metadata.update({"my_payload": {"org_id": "org-abc", "level": 7}})
@@ -633,11 +633,11 @@ def test_a_plain_allow_sends_no_metadata() -> None:
 
 
 def test_detections_are_logged_without_descriptor_values(caplog: pytest.LogCaptureFixture) -> None:
-    """One line per detection with policy, fingerprint, count and action; values only with --log-descriptors; rate-limited."""
+    """One line per detection with policy, fingerprint, count and action; values only with --show-callers; rate-limited."""
 
     def lines(*, shown: bool, times: int) -> list[dict[str, Any]]:
         caplog.clear()
-        service = make_service(policy("p", ANY, limit_keys=["header:x-a"]), log_descriptors=shown)
+        service = make_service(policy("p", ANY, limit_keys=["header:x-a"]), show_callers=shown)
         repeat(service, headers(end=True, x_a="secret"), times=times)
         return [vars(record)["fields"] for record in caplog.records if record.levelno == logging.WARNING]
 

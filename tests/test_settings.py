@@ -58,7 +58,8 @@ EVERY: list[tuple[str, list[str], str, object, object]] = [
     ("drain_timeout", ["86400"], "1e2", 86_400.0, 100.0),
     ("log_format", ["json"], "json", "json", "json"),
     ("log_level", ["debug"], "error", "debug", "error"),
-    ("log_descriptors", [], "true", True, True),
+    ("show_callers", [], "true", True, True),
+    ("price", ["2.50"], "3", 2.5, 3.0),
 ]
 
 
@@ -144,6 +145,7 @@ NO_ADDRESS += ["unix:", "unix:relative", "unix:80", "http://h:80", "a b:80", "h:
 
 BAD = [
     *(("listen", text, "must be HOST:PORT or unix:/PATH") for text in NO_ADDRESS),
+    ("price", "cheap", "must be US dollars for a million input tokens, such as 2.50"),
     ("admin", "9900", "must be HOST:PORT or unix:/PATH"),
     ("on_store_error", "ignore", "must be one of allow, reject"),
     *(("max_streams", text, "must be a positive integer") for text in ("0", "-1", "1.5", "many", "")),

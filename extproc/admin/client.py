@@ -1,4 +1,4 @@
-"""The client of the admin endpoints, for commands."""
+"""The client of the admin endpoints, for commands; httpx is imported by the first client that is made, not with this file."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from extproc.errors import LoopguardError, UsageError
 from extproc.settings import ENV_PREFIX, Address, parse_address
+
+if TYPE_CHECKING:
+    import httpx
 
 _SECONDS = 10.0
 _DEFAULT = "http://127.0.0.1:9900"
@@ -64,13 +65,17 @@ class AdminClient:
         Raises:
             UsageError: it is none of these.
         """
+        import httpx  # noqa: PLC0415  # takes 0.2 s
+
         self.url = url
         if url.startswith("unix:/"):
             base, transport = "http://localhost", httpx.HTTPTransport(uds=url.removeprefix("unix:"))
         else:
             base, transport = url if "://" in url else f"http://{url}", None
-        if not _is_base(base):
-            raise UsageError(f"--admin must be http://HOST:PORT or unix:/PATH, not {url!r}")
+        try:
+            _check_base(httpx.URL(base))
+        except (httpx.InvalidURL, ValueError):
+            raise UsageError(f"--admin must be http://HOST:PORT or unix:/PATH, not {url!r}") from None
         # The environment's proxies are for the world outside, and its ~/.netrc for nobody here.
         self._client = httpx.Client(base_url=base, transport=transport, timeout=_SECONDS, trust_env=False)
 
@@ -95,6 +100,8 @@ class AdminClient:
         Raises:
             LoopguardError: there is no answer, or one that refuses; the message has what the server said.
         """
+        import httpx  # noqa: PLC0415  # as above
+
         content = None if body is None else json.dumps(body)
         sent = {**({} if body is None else {"content-type": "application/json"}), **(headers or {})}
         try:
@@ -114,12 +121,9 @@ class AdminClient:
         self._client.close()
 
 
-def _is_base(base: str) -> bool:
-    try:
-        url = httpx.URL(base)
-    except httpx.InvalidURL:
-        return False
-    return url.scheme in ("http", "https") and bool(url.host) and url.path in ("", "/") and not url.query
+def _check_base(url: httpx.URL) -> None:
+    if url.scheme not in ("http", "https") or not url.host or url.path not in ("", "/") or url.query:
+        raise ValueError("not the address of a server")
 
 
 def _read_reason(answer: httpx.Response) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
+from ipaddress import IPv6Address, ip_address
 from typing import Any, NamedTuple
 
 from prometheus_client import generate_latest
@@ -73,6 +74,26 @@ async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
         return json.loads(body)
     except (ValueError, RecursionError):
         raise HTTPException(HTTPStatus.BAD_REQUEST, "the body is not JSON") from None
+
+
+def is_near(request: Request) -> bool:
+    """Whether who asks is on this machine, at a Unix socket or loopback, and no web page from elsewhere in a browser here.
+
+    Such a page (DNS rebinding) comes from loopback as well, but by a name of its own in `Host`.
+    """
+    if request.client is None:
+        return True
+    host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
+    return _is_loopback(request.client.host) and (host in ("localhost", "") or _is_loopback(host.strip("[]")))
+
+
+def _is_loopback(text: str) -> bool:
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def _expose(metrics: Metrics) -> Response:

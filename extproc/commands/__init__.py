@@ -13,7 +13,19 @@ from datetime import UTC, datetime
 from extproc.errors import UsageError
 from extproc.policy.loader import PolicySet, load
 
-COMMANDS = ("serve", "init", "validate", "explain", "replay", "canary", "schema", "envoy-config", "check-envoy", "healthcheck")
+COMMANDS = (
+    "serve",
+    "init",
+    "validate",
+    "explain",
+    "replay",
+    "canary",
+    "schema",
+    "envoy-config",
+    "check-envoy",
+    "top",
+    "healthcheck",
+)
 """In the order of `loopguard --help`; `envoy-config` is in `envoy_config.py`."""
 
 

@@ -1,0 +1,250 @@
+"""The loops of late, for people: who, since when, with which tool, and what became of their requests.
+
+Bounded: a thousand loops, a tenth of them one tenant's, so that nobody's loops hide another's; the one that has been quiet
+longest makes room. Only requests that are acted on cost anything. The event loop alone writes; `copy` is for everybody else.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from time import time
+from typing import Final
+
+from extproc.decision import SEVERITY, Action, Decision, Outcome
+from extproc.evaluation import Candidate, Evaluation
+from extproc.prices import read_model
+
+MAX_LOOPS: Final = 1_000
+MAX_PER_TENANT: Final = 100
+
+MINUTES: Final = 60
+"""Of the curve."""
+
+_MAX_CURVES = 1_000
+_NAME_SHOWN = 128
+_PATH_SHOWN = 256
+_NAMES_SHOWN = 8
+
+Key = tuple[str, str, str, str, str]
+"""Policy, detector, mode, tenant, and what repeats."""
+
+
+class Loop:
+    """One loop.
+
+    Attributes:
+        repeats: what makes requests parts of it: a fingerprint, or the tools of a cycle.
+        policy: its id.
+        detector: the name of its loop_detection entry.
+        mode: `enforce` or `shadow`.
+        tenant: hash of the caller, 16 hex digits.
+        caller: the names and values of its descriptors, cut to what can be shown.
+        session: hash of the session's name, empty where it has none.
+        fingerprint: of the newest request.
+        method: of HTTP.
+        path: of the request, cut to what can be shown.
+        route: Envoy's name, empty where it is unknown.
+        tools: that are called again and again.
+        model: that is asked, empty where it is unknown.
+        first: when it was first acted on, in seconds since 1970.
+        last: when it was last acted on.
+        count: what its detector counts.
+        total: requests of it that were acted on, or would have been.
+        requests: the same by action.
+        size: of these, bytes of their bodies.
+        stopped: of these, the ones that were not sent on for this loop's sake.
+        stopped_size: bytes of their bodies.
+        strictest: of its actions so far, as `SEVERITY` ranks them.
+    """
+
+    __slots__ = (
+        "caller",
+        "count",
+        "detector",
+        "fingerprint",
+        "first",
+        "last",
+        "method",
+        "mode",
+        "model",
+        "path",
+        "policy",
+        "repeats",
+        "requests",
+        "route",
+        "session",
+        "size",
+        "stopped",
+        "stopped_size",
+        "strictest",
+        "tenant",
+        "tools",
+        "total",
+    )
+
+    def __init__(self, evaluation: Evaluation, outcome: Outcome, repeats: str, now: float) -> None:
+        """Begin; `add` takes the requests."""
+        self.repeats = repeats
+        request, candidate = evaluation.request, _find_candidate(evaluation, outcome)
+        self.policy = outcome.policy
+        self.detector = outcome.detector
+        self.mode = outcome.mode
+        self.tenant = outcome.tenant
+        self.fingerprint = outcome.fingerprint
+        values = candidate.values if candidate is not None else []
+        self.caller = [(name[:_NAME_SHOWN], value[:_NAME_SHOWN]) for name, value in values[:_NAMES_SHOWN]]
+        self.session = candidate.session if candidate is not None else ""
+        self.method = request.method[:_NAME_SHOWN]
+        self.path = request.path[:_PATH_SHOWN]
+        self.route = request.facts.route()[:_NAME_SHOWN]
+        self.tools = [tool[:_NAME_SHOWN] for tool in _list_tools(outcome)[:_NAMES_SHOWN]]
+        self.model = read_model(request.path, evaluation.content)
+        self.first = self.last = now
+        self.count = 0
+        self.total = 0
+        self.requests: dict[str, int] = {}
+        self.size = 0
+        self.stopped = 0
+        self.stopped_size = 0
+        self.strictest = 0
+
+    def add(self, outcome: Outcome, size: int, now: float, *, stopped: bool) -> None:
+        """One more request of it."""
+        action = outcome.action.value
+        self.total += 1
+        self.requests[action] = self.requests.get(action, 0) + 1
+        self.strictest = max(self.strictest, SEVERITY[outcome.action])
+        self.fingerprint = outcome.fingerprint
+        self.count = outcome.count
+        self.last = now
+        self.size += size
+        if stopped:
+            self.stopped += 1
+            self.stopped_size += size
+
+
+class Curve:
+    """How many requests were acted on in each minute of the last hour.
+
+    Attributes:
+        minute: the newest one that counts anything, since 1970.
+        counts: a number for each minute, that of minute m at m modulo `MINUTES`.
+    """
+
+    __slots__ = ("counts", "minute")
+
+    def __init__(self, minute: int) -> None:
+        """Nothing has happened until now."""
+        self.minute = minute
+        self.counts = [0] * MINUTES
+
+    def add(self, minute: int) -> None:
+        """One more request."""
+        if minute != self.minute:
+            self._go_on_to(minute)
+        self.counts[minute % MINUTES] += 1
+
+    def list_counts(self, minute: int) -> list[int]:
+        """The hour that ends with this minute, oldest first."""
+        oldest = minute - MINUTES + 1
+        known = range(self.minute - MINUTES + 1, self.minute + 1)
+        return [self.counts[at % MINUTES] if at in known else 0 for at in range(oldest, minute + 1)]
+
+    def _go_on_to(self, minute: int) -> None:
+        for between in range(max(self.minute + 1, minute - MINUTES + 1), minute + 1):
+            self.counts[between % MINUTES] = 0
+        self.minute = minute
+
+
+class LoopTable:
+    """The loops of one process.
+
+    Attributes:
+        curves: by policy, mode and action.
+        changes: how often anything was noted.
+    """
+
+    def __init__(self) -> None:
+        """Nobody loops."""
+        self._loops: OrderedDict[Key, Loop] = OrderedDict()  # the one that has been quiet longest comes first
+        self._tenants: dict[str, OrderedDict[Key, None]] = {}  # in the same order
+        self.curves: dict[tuple[str, str, str], Curve] = {}
+        self.changes = 0
+
+    def note(self, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> Loop:
+        """One detector's outcome for one request, which is not ALLOW; returns its loop."""
+        now = time()
+        repeats = _name_repeated(outcome)
+        key = (outcome.policy, outcome.detector, outcome.mode, outcome.tenant, repeats)
+        loop = self._loops.get(key)
+        if loop is None:
+            loop = self._loops[key] = Loop(evaluation, outcome, repeats, now)
+            self._make_room(key)
+        else:
+            self._loops.move_to_end(key)
+            self._tenants[outcome.tenant].move_to_end(key)
+        loop.add(outcome, evaluation.size, now, stopped=outcome is decision.lead and outcome.action is Action.REJECT)
+        self._draw(outcome, int(now) // 60)
+        self.changes += 1
+        return loop
+
+    def copy(self) -> list[Loop]:
+        """All loops as of now; they go on changing."""
+        return list(self._loops.values())
+
+    def drop_quiet(self, before: float) -> None:
+        """Forget the loops that were last acted on before then, in seconds since 1970."""
+        while self._loops:
+            key = next(iter(self._loops))
+            if self._loops[key].last >= before:
+                return
+            self._drop(key)
+
+    def _make_room(self, key: Key) -> None:
+        """For a loop that has just been put in."""
+        own = self._tenants.get(key[3])
+        if own is None:
+            own = self._tenants[key[3]] = OrderedDict()
+        own[key] = None
+        if len(own) > MAX_PER_TENANT:
+            self._drop(next(iter(own)))
+        elif len(self._loops) > MAX_LOOPS:
+            self._drop(next(iter(self._loops)))
+
+    def _drop(self, key: Key) -> None:
+        del self._loops[key]
+        own = self._tenants[key[3]]
+        del own[key]
+        if not own:
+            del self._tenants[key[3]]
+
+    def _draw(self, outcome: Outcome, minute: int) -> None:
+        key = (outcome.policy, outcome.mode, outcome.action.value)
+        curve = self.curves.get(key)
+        if curve is None:
+            if len(self.curves) >= _MAX_CURVES:
+                return
+            curve = self.curves[key] = Curve(minute)
+        curve.add(minute)
+
+
+def _find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate | None:
+    lane = evaluation.shadow if outcome.mode == "shadow" else evaluation.enforcing
+    for candidate in lane.candidates:
+        if candidate.plan.id == outcome.policy and candidate.detector.name == outcome.detector:
+            return candidate
+    return None
+
+
+def _list_tools(outcome: Outcome) -> list[str]:
+    if outcome.repeat is not None:
+        return list(dict.fromkeys(outcome.repeat.tools))
+    tool = getattr(outcome.subject, "tool", "")  # of a call over HTTP
+    return [tool] if tool else []
+
+
+def _name_repeated(outcome: Outcome) -> str:
+    """What makes requests parts of one loop: the fingerprint, or in a cycle, where that changes, the tools that come round."""
+    if outcome.repeat is not None and len(outcome.repeat.tools) > 1:
+        return "\n".join(sorted(outcome.repeat.tools))[:_PATH_SHOWN]
+    return outcome.fingerprint
