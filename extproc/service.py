@@ -401,7 +401,7 @@ class Stream:
         facts = request.facts
         evaluation = engine.prepare(request, self._scope, self._pinned, handed_over)
         if evaluation is not None and self._service.settings.record:
-            self._record = record_head(request, facts, evaluation.plans, plain=self._service.settings.log_descriptors)
+            self._record = record_head(request, facts, evaluation.plans, plain=self._service.reporter.show_callers)
         return evaluation
 
     def _on_request_body(self, message: Message) -> MaybeLater:

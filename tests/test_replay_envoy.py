@@ -108,8 +108,8 @@ def test_the_access_log_names_nobody(recorded: Stack) -> None:
 
 
 def test_names_are_recorded_where_the_operator_wants_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --log-descriptors fingerprints and tenants of a replay are those of the live log."""
-    with stack(POLICIES, "--record", "--log-descriptors") as gate:
+    """With --show-callers fingerprints and tenants of a replay are those of the live log."""
+    with stack(POLICIES, "--record", "--show-callers") as gate:
         for _ in range(3):
             gate.send("/reject/plain?x=1", headers={"x-user-id": "ann"})
         entry = gate.envoy.logged("/reject/plain?x=1", loop_action="reject")
