@@ -42,6 +42,7 @@ FLOORS: list[list[str]] = [
     ["guards", "guards/kill_switch", "guards/loop", "guards/session"],
     ["ramp", "plan", "evaluation", "engine", "recording", "handover"],
     [
+        "store/orders",
         "store",
         "store/certain",
         "store/scripts",
@@ -49,7 +50,9 @@ FLOORS: list[list[str]] = [
         "store/client",
         "store/credentials",
         "store/topology",
+        "store/aside",
         "store/remote_boards",
+        "store/remote_orders",
     ],
     ["store/remote", "store/redis", "store/memory"],
     ["wire", "counting", "throttle", "budget", "upload", "loop_table", "reporting"],

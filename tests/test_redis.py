@@ -25,12 +25,14 @@ from extproc.errors import StoreError, UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import certain, open_store, redact_url
+from extproc.store.aside import Aside
 from extproc.store.client import Access, Place
 from extproc.store.credentials import Provided
 from extproc.store.redis import TAGS, RedisBackend
 from extproc.store.remote import RemoteStore
+from extproc.store.remote_orders import RemoteOrders
 from extproc.store.scripts import count_call
-from extproc.store.topology import SLOTS, Cluster, find_slot, spread_tags
+from extproc.store.topology import SLOTS, Cluster, One, find_slot, spread_tags
 from extproc.windows import Count, Hit
 from tests.harness import PATIENCE, eventually
 from tests.records import replace
@@ -182,7 +184,10 @@ def test_a_unix_socket(one: Server) -> None:
         assert one.client(db=2).exists(f"loopguard:{driver.key(make_hit())}")
 
 
-ACL = "~loopguard:* +evalsha +eval +time +get +set +del +pexpire +llen +lindex +lpush +lpop +rpush"
+ACL = (
+    "~loopguard:* +evalsha +eval +time +get +set +del +pexpire +llen +lindex +lpush +lpop +rpush "
+    "+zadd +zcard +zrange +zrangebyscore +zrem +zscore +hset +hdel +hmget"
+)
 """What the docs say a user needs."""
 
 
@@ -633,6 +638,9 @@ def test_nothing_is_ever_scanned() -> None:
             driver.push([make_push(str(now))], now)
             driver.run(driver.store.publish(driver.name("board"), "a", b"x", 60, now))
             driver.run(driver.store.collect(driver.name("board"), now))
+            driver.run(driver.store.put_order(driver.name("book"), str(now), b"x", 5, now))
+            driver.run(driver.store.drop_order(driver.name("book"), str(now - 3_000), now))
+            driver.run(driver.store.read_orders(driver.name("book"), "", now))
 
         assert {f"+{name}" for name in set(fresh.commands()) - before} - {"+info"} <= set(ACL.split())
 
@@ -701,6 +709,68 @@ def test_a_board_whose_document_is_gone_shows_the_others(driver: Driver, one: Se
     one.client().delete(f"loopguard:board:{board}:a")
 
     assert driver.run(driver.store.collect(board)) == {"b": b"x"}
+
+
+def test_orders_expire_by_themselves(driver: Driver, one: Server) -> None:
+    """The server forgets the orders a second after the last of them has ended, whichever was given last."""
+    book = driver.name("book")
+    driver.run(driver.store.put_order(book, "a", b"x", 60))
+    driver.run(driver.store.put_order(book, "b", b"x", 30))
+
+    lives = [one.client().pttl(f"loopguard:orders:{book}:{part}") for part in ("ends", "documents", "version")]
+
+    assert [round(life / 10_000) for life in lives] == [6, 6, 6]
+
+
+def test_an_order_whose_document_is_gone_leaves_the_others(driver: Driver, one: Server) -> None:
+    """What the server has evicted stands no longer, and disturbs nobody."""
+    book = driver.name("book")
+    for name in "ab":
+        driver.run(driver.store.put_order(book, name, b"x", 60))
+    one.client().hdel(f"loopguard:orders:{book}:documents", "a")
+
+    found = driver.run(driver.store.read_orders(book, ""))
+
+    assert found is not None
+    assert found.documents == {"b": b"x"}
+
+
+@pytest.mark.parametrize("rubbish", [b":1\r\n", b"*1\r\n:1\r\n", b"*2\r\n$1\r\n1\r\n$-1\r\n"])
+def test_a_list_of_orders_that_is_none_is_no_answer(rubbish: bytes) -> None:
+    """Whatever a server answers, whoever asks hears that it is no list of orders."""
+    with impostor(rubbish) as address:
+        host, _, port = address.rpartition(":")
+        aside = Aside(One(Place(host, int(port)), Access()), "")
+
+        async def ask() -> object:
+            try:
+                return await RemoteOrders(aside).read("book", "", None)
+            finally:
+                await aside.drop()
+
+        with pytest.raises(StoreError, match="no list of orders") as error:
+            asyncio.run(ask())
+
+        assert error.value.kind == "response"
+
+
+def test_orders_that_change_are_read_anew(driver: Driver, one: Server) -> None:
+    """A replica that asks hears of every change that another one makes, and of nothing where nothing has changed."""
+    book = driver.name("book")
+    with Driver(f"redis://{one.address}") as other:
+
+        def read(known: str) -> tuple[str, list[str]]:
+            found = driver.run(driver.store.read_orders(book, known))
+            return (found.version, sorted(found.documents)) if found is not None else (known, ["no news"])
+
+        first, nothing = read("")
+        other.run(other.store.put_order(book, "a", b"x", 60))
+        second, a = read(first)
+        third, quiet = read(second)
+        other.run(other.store.drop_order(book, "a"))
+        _, none = read(third)
+
+    assert (nothing, a, quiet, none) == (["no news"], ["a"], ["no news"], [])
 
 
 def test_a_board_that_fails_is_no_outage() -> None:

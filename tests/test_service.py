@@ -24,6 +24,7 @@ from extproc.service import Reply, Service, Stream
 from extproc.settings import Settings
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
+from extproc.store.orders import Orders
 from extproc.throttle import Holds
 from extproc.windows import Count, Hit, Push
 from extproc.wire import LARGE, MAX_HEADERS, parse_message, read_request
@@ -62,6 +63,24 @@ class FailingStore:
         if self._failing in board:
             raise self._error
         return await self._memory.collect(board, now)
+
+    async def put_order(self, book: str, name: str, document: bytes, seconds: float, now: int | None = None) -> None:
+        """Keep or fail."""
+        if self._failing in book:
+            raise self._error
+        await self._memory.put_order(book, name, document, seconds, now)
+
+    async def drop_order(self, book: str, name: str, now: int | None = None) -> bool:
+        """Take back or fail."""
+        if self._failing in book:
+            raise self._error
+        return await self._memory.drop_order(book, name, now)
+
+    async def read_orders(self, book: str, known: str, now: int | None = None) -> Orders | None:
+        """Read or fail."""
+        if self._failing in book:
+            raise self._error
+        return await self._memory.read_orders(book, known, now)
 
     def _answer(self, keys: Sequence[str], ask: Callable[[], list[T]]) -> list[T] | Awaitable[list[T]]:
         failing = any(self._failing in key for key in keys)

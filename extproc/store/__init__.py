@@ -9,6 +9,7 @@ from typing import Protocol
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
+from extproc.store.orders import Orders
 from extproc.windows import Count, Hit, Push
 
 
@@ -57,6 +58,37 @@ class Store(Protocol):
 
         Raises:
             StoreError: as for `publish`.
+        """
+        ...
+
+    async def put_order(self, book: str, name: str, document: bytes, seconds: float, now: int | None = None) -> None:
+        """Keep what an operator has ordered, in place of the order of that name, for every replica; no request waits for that.
+
+        Args:
+            book: what such orders are about, one of our own words.
+            name: of the order.
+            document: up to `orders.MAX_ORDER` bytes.
+            seconds: after which it ends.
+            now: as above.
+
+        Raises:
+            StoreError: the store is away (orders that stand are not lost), or there is no room for the order.
+        """
+        ...
+
+    async def drop_order(self, book: str, name: str, now: int | None = None) -> bool:
+        """Take an order back; whether it stood.
+
+        Raises:
+            StoreError: as for `put_order`.
+        """
+        ...
+
+    async def read_orders(self, book: str, known: str, now: int | None = None) -> Orders | None:
+        """Every order that stands, None where nothing has changed since the version that is known (empty for none).
+
+        Raises:
+            StoreError: as for `put_order`.
         """
         ...
 

@@ -22,6 +22,7 @@ from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store.boards import MemoryBoards
+from extproc.store.orders import MemoryOrders, Orders
 from extproc.windows import Count, Hit, Push, Tally, log, push, read_log_times, tally
 
 DEFAULT_MAX_ENTRIES = 1_000_000
@@ -70,6 +71,7 @@ class MemoryStore:
         self._puts = 0
         self._hand = 0
         self._boards = MemoryBoards()
+        self._orders = MemoryOrders()
         self._evictions = metrics.store_evictions
         metrics.store_entries.set_function(self.__len__)
 
@@ -94,6 +96,18 @@ class MemoryStore:
     async def collect(self, board: str, now: int | None = None) -> dict[str, bytes]:
         """See `Store`."""
         return self._boards.collect(board, self._clock() if now is None else now)
+
+    async def put_order(self, book: str, name: str, document: bytes, seconds: float, now: int | None = None) -> None:
+        """See `Store`."""
+        self._orders.put(book, name, document, int(seconds * 1000), _read_clock() if now is None else now)
+
+    async def drop_order(self, book: str, name: str, now: int | None = None) -> bool:
+        """See `Store`."""
+        return self._orders.drop(book, name, _read_clock() if now is None else now)
+
+    async def read_orders(self, book: str, known: str, now: int | None = None) -> Orders | None:
+        """See `Store`."""
+        return self._orders.read(book, known, _read_clock() if now is None else now)
 
     def health(self) -> str:
         """Memory is always well."""

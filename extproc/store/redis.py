@@ -21,10 +21,10 @@ from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import redact_url
+from extproc.store.aside import Aside
 from extproc.store.client import Access, Command, Link, Place, Reply, explain_refusal
 from extproc.store.credentials import Password, Provided
 from extproc.store.remote import RemoteStore
-from extproc.store.remote_boards import RemoteBoards
 from extproc.store.scripts import Call, Script, count_call
 from extproc.store.topology import Cluster, One, Topology, Watched
 from extproc.windows import Hit
@@ -260,8 +260,8 @@ def open_redis(url: str, metrics: Metrics, settings: Settings) -> RemoteStore:
     access = Access(_choose_credentials(parts, settings), _make_tls(parts))
     make_topology = _KINDS[parts.kind if parts.scheme != "unix" else "unix"]
     backend = RedisBackend(make_topology(parts, access), prefix)
-    boards = RemoteBoards(make_topology(parts, access), prefix)
-    return RemoteStore(backend, boards, metrics, settings.store_timeout)
+    aside = Aside(make_topology(parts, access), prefix)
+    return RemoteStore(backend, aside, metrics, settings.store_timeout)
 
 
 def _make_single(url: _Url, access: Access) -> Topology:

@@ -22,8 +22,11 @@ from typing import Any, Protocol, TypeAlias, cast
 from extproc.errors import StoreError
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
+from extproc.store.aside import Aside
 from extproc.store.certain import Certain
+from extproc.store.orders import Orders
 from extproc.store.remote_boards import RemoteBoards
+from extproc.store.remote_orders import RemoteOrders
 from extproc.store.scripts import Call, Verdict, count_call, push_call
 from extproc.windows import Count, Hit, Push
 
@@ -101,17 +104,19 @@ class _Flight:
 class RemoteStore:
     """A store behind a `Backend`; see `Store`."""
 
-    def __init__(self, backend: Backend, boards: RemoteBoards, metrics: Metrics, timeout: float) -> None:
+    def __init__(self, backend: Backend, aside: Aside, metrics: Metrics, timeout: float) -> None:
         """Nothing is connected yet.
 
         Args:
             backend: makes the round trips.
-            boards: are asked beside them.
+            aside: asks what no request waits for.
             metrics: is told of batches and failures.
             timeout: bounds what a request can wait, in seconds.
         """
         self._backend = backend
-        self._boards = boards
+        self._aside = aside
+        self._boards = RemoteBoards(aside)
+        self._orders = RemoteOrders(aside)
         self._metrics = metrics
         self._timeout = timeout
         self._queue: list[_Waiting] = []
@@ -168,6 +173,21 @@ class RemoteStore:
         self._check_open()
         return await self._boards.collect(board, now)
 
+    async def put_order(self, book: str, name: str, document: bytes, seconds: float, now: int | None = None) -> None:
+        """See `Store`."""
+        self._check_open()
+        await self._orders.put(book, name, document, int(seconds * 1000), now)
+
+    async def drop_order(self, book: str, name: str, now: int | None = None) -> bool:
+        """See `Store`."""
+        self._check_open()
+        return await self._orders.drop(book, name, now)
+
+    async def read_orders(self, book: str, known: str, now: int | None = None) -> Orders | None:
+        """See `Store`."""
+        self._check_open()
+        return await self._orders.read(book, known, now)
+
     def health(self) -> str:
         """`ok`, or what is wrong."""
         return "ok" if self._trouble is None else f"unavailable: {self._trouble}"
@@ -187,7 +207,7 @@ class RemoteStore:
         if self._clock is not None:
             self._clock.cancel()
         await self._backend.drop()
-        await self._boards.drop()
+        await self._aside.drop()
 
     def _check_open(self) -> None:
         """Ask nothing of a server that is away.

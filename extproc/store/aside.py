@@ -1,0 +1,78 @@
+"""Questions to Redis or Valkey beside those of requests, on connections of their own: what operators ask keeps nobody waiting.
+
+Each question has a deadline. What fails drops the connections, and the next question opens them anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Sequence
+
+from redis.exceptions import ResponseError
+
+from extproc.errors import StoreError
+from extproc.store.client import Command, Reply, explain_refusal
+from extproc.store.topology import Topology
+
+_SECONDS = 2.0
+"""What a question may take, that for all documents of a board included."""
+
+_MOVED = ("MOVED", "ASK")
+
+
+class Aside:
+    """The servers of a topology; all keys of one subject are in one hash slot."""
+
+    def __init__(self, topology: Topology, prefix: str) -> None:
+        """Nothing is connected yet; every key starts with `prefix`."""
+        self._topology = topology
+        self._prefix = prefix
+        self._lock = asyncio.Lock()  # a connection answers one question at a time
+
+    async def drop(self) -> None:
+        """Drop the connections."""
+        await self._topology.drop()
+
+    def name_key(self, kind: str, subject: str, *below: str) -> str:
+        """A whole key, of a kind of state and its subject."""
+        tag = self._find_tag(subject)
+        start = f"{self._prefix}{{{tag}}}:" if tag else self._prefix
+        return start + ":".join([kind, subject, *below])
+
+    def _find_tag(self, subject: str) -> str:
+        tags = self._topology.tags
+        return tags[zlib.crc32(subject.encode()) % len(tags)] if tags else ""
+
+    async def ask(self, subject: str, commands: Sequence[Command]) -> list[Reply]:
+        """The replies to commands that go out in one write; they may be sent twice, so that has to do no harm.
+
+        Raises:
+            StoreError: there are none, or one of them is an error.
+        """
+        async with self._lock:
+            try:
+                async with asyncio.timeout(_SECONDS):
+                    return await self._ask_twice(self._find_tag(subject), commands)
+            except TimeoutError:
+                await self.drop()
+                raise StoreError(f"no answer within {_SECONDS:g} s", kind="timeout") from None
+            except BaseException:  # nobody knows what is still on the connections
+                await self.drop()
+                raise
+
+    async def _ask_twice(self, tag: str, commands: Sequence[Command]) -> list[Reply]:
+        """Ask, and where the slot has moved ask its new owner."""
+        replies = await self._ask_once(tag, commands)
+        if any(isinstance(reply, ResponseError) and reply.status_code in _MOVED for reply in replies):
+            self._topology.forget()
+            replies = await self._ask_once(tag, commands)
+        for reply in replies:
+            if isinstance(reply, ResponseError):
+                raise explain_refusal(reply)
+        return replies
+
+    async def _ask_once(self, tag: str, commands: Sequence[Command]) -> list[Reply]:
+        link = await self._topology.find(tag)
+        await link.send(commands)
+        return await link.receive(len(commands))
