@@ -27,6 +27,7 @@ class Reason(str, Enum):
     STORE_UNAVAILABLE = "store_unavailable"
     UNCOUNTABLE = "uncountable"
     KILL_SWITCH = "kill_switch"
+    BLOCKED = "blocked"
 
 
 CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {

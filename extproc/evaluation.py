@@ -11,10 +11,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 
-from extproc.decision import CHOSEN_BY_CLIENTS, Decision, Outcome, Repeat, Subject, decide
+from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, Repeat, Subject, decide
 from extproc.encodings import UnreadableError, read_text
 from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, join_descriptors, write_head, write_query
 from extproc.guards.loop import Detector
+from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Seen, Standing, find_kind
 from extproc.notes import cut_notes
 from extproc.plan import Plan
 from extproc.request import HttpRequest
@@ -81,11 +82,13 @@ class Candidate:
         memory: what the request's session keeps of it, None for nothing.
         push: the same as the store is asked to keep it.
         needs_body: without the body this detector cannot count the request.
+        overrides: what operators have ordered about the request, as far as it is known.
     """
 
     __slots__ = (
         "_in_head",
         "_name",
+        "_standing",
         "body_crc32",
         "caller",
         "compared",
@@ -96,6 +99,7 @@ class Candidate:
         "hit",
         "memory",
         "needs_body",
+        "overrides",
         "plan",
         "push",
         "repeat",
@@ -126,6 +130,29 @@ class Candidate:
         self._in_head = session
         self._name = ("", "")
         self.needs_body = detector.needs_body or plan.reads_body
+        self.overrides: Sequence[Override] = ()
+        self._standing: Standing | None = None
+
+    def obey(self, standing: Standing) -> None:
+        """Look up what operators have ordered, now and again when more is known of the request."""
+        self._standing = standing
+        self._look_up("" if self.plan.reads_body else hash_tenant(self.caller))
+
+    @property
+    def is_allowed(self) -> bool:
+        """An operator has ordered that nothing is done about the request."""
+        return bool(self.overrides) and find_kind(self.overrides, ALLOW) is not None
+
+    def _look_up(self, tenant: str) -> None:
+        if self._standing is not None:
+            tools = self.repeat.tools if self.repeat is not None else self.subject.tools
+            seen = Seen(self.values, tenant, self.session, self.fingerprint, tools)
+            self.overrides = self._standing.overrides.find(self.plan.id, seen, self._standing.now)
+
+    def _renew(self, name: str) -> str:
+        """A part of a key, another one since a release: what was counted before it is not found again."""
+        release = find_kind(self.overrides, RELEASE) if self.overrides else None
+        return name if release is None else f"{release.epoch}.{name}"
 
     def seal(self, sealing: Sealing, missing: list[tuple[str, str]]) -> None:
         """Work out the names.
@@ -155,14 +182,17 @@ class Candidate:
         self.body_crc32 = body.crc32
         self.composite, self.fingerprint, check, self.tenant = sealing.name(body, self.caller)
         self._name = sealing.scope, self.fingerprint + check
+        self._look_up(self.tenant)
         self.hit = self._make_hit()
         if self.memory is not None and self.plan.sessions is not None:
-            self.push = self.plan.sessions.make_push(detector.name, sealing.scope, self.tenant, self.session, self.memory)
+            session = self._renew(self.session)
+            self.push = self.plan.sessions.make_push(detector.name, sealing.scope, self.tenant, session, self.memory)
 
     def recall(self, entries: Sequence[bytes]) -> None:
         """Take what the session's ring has to say, which may be another verdict."""
         if self.memory is not None and self.memory.waits:
             self.repeat = self.memory.recall(entries)
+            self._look_up(self.tenant)
             self.hit = self._make_hit()
 
     def judge(self, count: Count) -> Outcome:
@@ -181,7 +211,7 @@ class Candidate:
 
     def _make_hit(self) -> Hit | None:
         scope, digest = self._name
-        return self.detector.make_hit(scope, self.tenant, digest, self.subject, self.repeat)
+        return self.detector.make_hit(scope, self.tenant, self._renew(digest), self.subject, self.repeat)
 
     def _inspect(self, sealing: Sealing) -> Document:
         """The document, where it is small enough for this detector.
@@ -208,9 +238,10 @@ class Lane:
         missing: (policy, limit key) of descriptors that the request does not have.
         failures: (policy, error) of candidates that raised, or could not be counted for an error of ours.
         remembers: the session of some candidate keeps something of the request.
+        spared: what would have been done about the request, had no operator ordered to allow it.
     """
 
-    __slots__ = ("candidates", "failures", "forbidden", "left_out", "missing", "remembers", "shadow")
+    __slots__ = ("candidates", "failures", "forbidden", "left_out", "missing", "remembers", "shadow", "spared")
 
     def __init__(self, *, shadow: bool) -> None:
         """Start empty."""
@@ -221,6 +252,7 @@ class Lane:
         self.missing: list[tuple[str, str]] = []
         self.forbidden: tuple[str, str] | None = None
         self.remembers = False
+        self.spared: list[Outcome] = []
 
     @property
     def needs_body(self) -> bool:
@@ -254,6 +286,21 @@ class Lane:
             return False
         return True
 
+    def obey(self, standing: Standing) -> None:
+        """Look up what operators have ordered about the request, as far as its head tells."""
+        for candidate in self.candidates:
+            try:
+                candidate.obey(standing)
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
+                self.failures.append((candidate.plan.id, error))
+
+    def find_block(self) -> tuple[Candidate, Override] | None:
+        """The first candidate that an operator has ordered to be refused, None for none."""
+        for candidate in self.candidates:
+            if candidate.overrides and (block := find_kind(candidate.overrides, BLOCK)) is not None:
+                return candidate, block
+        return None
+
     def seal(self, sealing: Sealing) -> None:
         """Seal every candidate; one that cannot be is none any more."""
         sealed = []
@@ -261,7 +308,7 @@ class Lane:
             try:
                 candidate.seal(sealing, self.missing)
             except NotCounted as why:
-                self._leave_out(candidate.plan, candidate.detector.name, why.reason)
+                self._drop(candidate, why.reason)
             except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
                 self.failures.append((candidate.plan.id, error))
             else:
@@ -313,10 +360,19 @@ class Lane:
         for candidate in self.candidates:
             count = UNCOUNTED if candidate.hit is None else next(left)
             try:
-                trace.append(candidate.judge(count))
+                outcome = candidate.judge(count)
             except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
                 self.failures.append((candidate.plan.id, error))
+            else:
+                trace.append(self._spare(outcome) if candidate.is_allowed else outcome)
         return trace
+
+    def _spare(self, outcome: Outcome) -> Outcome:
+        """The same outcome, about which nothing is done."""
+        if outcome.action is Action.ALLOW:
+            return outcome
+        self.spared.append(outcome)
+        return outcome.change_action(Action.ALLOW)
 
     def fail(self, error: Exception) -> None:
         """Nobody in this lane can be counted."""
@@ -332,16 +388,19 @@ class Lane:
     def drop_body_readers(self, reason: str) -> None:
         """Those that need the body do not count the request."""
         for candidate in self.take_body_readers():
-            self._leave_out(candidate.plan, candidate.detector.name, reason)
+            self._drop(candidate, reason)
 
     def give_up(self, reason: str) -> None:
         """Nobody counts this request."""
         for candidate in self.candidates:
-            self._leave_out(candidate.plan, candidate.detector.name, reason)
+            self._drop(candidate, reason)
 
-    def _leave_out(self, plan: Plan, detector: str, reason: str) -> None:
+    def _drop(self, candidate: Candidate, reason: str) -> None:
+        self._leave_out(candidate.plan, candidate.detector.name, reason, allowed=candidate.is_allowed)
+
+    def _leave_out(self, plan: Plan, detector: str, reason: str, *, allowed: bool = False) -> None:
         self.left_out.append((plan.id, detector, reason))
-        if plan.refuses_uncountable and self.forbidden is None and reason in CHOSEN_BY_CLIENTS:
+        if plan.refuses_uncountable and not allowed and self.forbidden is None and reason in CHOSEN_BY_CLIENTS:
             self.forbidden = plan.id, reason
 
 
@@ -360,6 +419,7 @@ class Evaluation:
         plans: the policies that matched.
         paired: what some policy makes of it is compared with what another one does.
         trace: what each policy made of it, once that has been compared.
+        obeys: operators may have ordered something about it.
     """
 
     __slots__ = (
@@ -369,6 +429,7 @@ class Evaluation:
         "document",
         "enforcing",
         "inspects",
+        "obeys",
         "paired",
         "plans",
         "request",
@@ -392,6 +453,7 @@ class Evaluation:
         self.trace: list[Outcome] = []
         self.plans: Sequence[Plan] = ()
         self._earlier: Evaluation | None = None
+        self.obeys = False
         self._scope = scope
 
     @property
@@ -423,6 +485,12 @@ class Evaluation:
         if lane.admit(plan, self.request) and plan.needs_body:
             self.inspects = max(self.inspects, plan.inspects)
             self.steers = max(self.steers, plan.steers)
+
+    def obey(self, standing: Standing) -> None:
+        """Do what operators have ordered about the request; before it is sealed."""
+        self.obeys = True
+        for lane in self.lanes:
+            lane.obey(standing)
 
     def split(self) -> Evaluation:
         """Take the shadow policies that need the body out, into an evaluation of their own."""

@@ -57,8 +57,9 @@ class Metrics:
         self.unsteered = counter("unsteered_total", text, "policy", "reason")
         text = "Requests refused because a policy could not count them and forbids that"
         self.uncountable_rejected = counter("uncountable_rejected_total", text, "policy", "reason")
-        text = "Requests that a kill switch of a bundle stops"
-        self.kill_switched = counter("kill_switched_total", text, "scope_key", "mode")
+        self.kill_switched = counter("kill_switched_total", "Requests that a kill switch stops", "scope_key", "mode")
+        self.overrides = gauge("overrides", "Overrides that stand now", "kind")
+        self.overridden = counter("overridden_total", "Requests that an override has decided", "policy", "mode", "kind")
         text = "Requests that lacked one of a policy's limit keys"
         self.missing_descriptor = counter("missing_descriptor_total", text, "policy", "key")
         self.decision_seconds = histogram("decision_seconds", "From message to answer, holds excluded", _LATENCY_BUCKETS)
@@ -82,7 +83,10 @@ class Metrics:
         self.tls_reloads = counter("tls_reloads_total", "Rotations of the certificates by result", "result")
         self.tls_not_after = gauge("tls_not_after_seconds", "When the certificate in use expires, in seconds since 1970")
         self.tls_refused = counter("tls_refused_total", "Connections that ended in their TLS handshake (transport fast)")
-        # What is alerted on is there from the start: a counter's first event goes unseen where the series begins with it.
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have what is alerted on there from the start: a counter's first event goes unseen where the series begins with it."""
         for reason in ("internal_error", "store_error", "shadow_error"):
             self.fail_open.labels(reason)
         for reason in ("invalid", "too_large", "unenforced", "unknown_policy"):

@@ -140,6 +140,16 @@ class Plan:
             self.ramp = Ramp(spec.enforce_percent, chosen_by, copy_text(spec.ramp_seed or self.id))
             self.watching = Plan(policy, parts, shadow=True)
 
+    @property
+    def lifetime_seconds(self) -> int:
+        """How long after a request the store may still know something of it."""
+        lifetimes = [detector.lifetime_seconds for detector in self.detectors]
+        return max([*lifetimes, self.sessions.idle_seconds if self.sessions is not None else 0])
+
+    def list_names(self) -> list[str]:
+        """The names of the descriptors that tell its callers apart."""
+        return [item.name for item in self._descriptors] + [item.name for item, _ in self._body_descriptors]
+
     def read_descriptors(self, request: HttpRequest, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """The caller's descriptors by name, those in the body excepted.
 

@@ -10,6 +10,7 @@ from time import perf_counter
 from extproc.decision import Action, Decision, Outcome
 from extproc.evaluation import Evaluation, Lane, group_by_policy
 from extproc.guards.kill_switch import Switch
+from extproc.guards.override import ALLOW, Override
 from extproc.handover import POLICY_METADATA, RefusedPolicyError
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.loop_table import Loop, LoopTable
@@ -27,6 +28,7 @@ _PROBLEMS_SHOWN = 20
 _NAME_SHOWN = 128
 
 _REMIND_SECONDS = 60
+_MOST_REMINDERS = 10_000
 _ADVICE = {
     "jwt": ": is jwt_authn attached to their route, or --allow-unverified-jwt wanted?",
     "header": ": do clients send it, and does every proxy on the way pass it on?",
@@ -52,7 +54,7 @@ class Reporter:
         self._tenants: OrderedDict[str, RateLimit] = OrderedDict()  # the one that has been quiet longest comes first
         self._failures = RateLimit(_LINES_PER_SECOND)
         self._missing = RateLimit(_LINES_PER_SECOND)
-        self._killed: dict[str, Reminder] = {}  # by place in a policy file
+        self._stopped: dict[str, Reminder] = {}  # by place in a policy file, or by override
         self._reminders: dict[tuple[str, str], Reminder] = {}  # by policy and limit key, which no client chooses
 
     def report(self, evaluation: Evaluation, decision: Decision) -> None:
@@ -77,6 +79,8 @@ class Reporter:
                 self._report_missing(lane)
             if lane.failures:
                 self._report_failures(lane)
+            for spared in lane.spared:
+                self._metrics.overridden.labels(spared.policy, spared.mode, ALLOW).inc()
 
     def report_unsteered(self, decision: Decision, reason: str) -> None:
         """A request that was to get a note and cannot; once for each policy that wants one."""
@@ -93,12 +97,22 @@ class Reporter:
     def report_killed(self, switch: Switch, mode: str) -> None:
         """A request that a kill switch holds for; the first of them is logged, and every minute how many there were."""
         self._metrics.kill_switched.labels(switch.scope_key, mode).inc()
-        reminder = self._killed.get(switch.place)
-        if reminder is None:
-            reminder = self._killed[switch.place] = Reminder(_REMIND_SECONDS)
-        if requests := reminder.take(perf_counter()):
+        if requests := self._remind(switch.place):
             shown = {"scope_key": switch.scope_key, "reason": switch.reason or None}
             _LOG.warning("kill switch", extra=make_extra(place=switch.place, mode=mode, **shown, requests=requests))
+
+    def report_blocked(self, policy: str, block: Override) -> None:
+        """A request that an operator has blocked; logged as those of kill switches are."""
+        self._metrics.overridden.labels(policy, "enforce", block.kind).inc()
+        if requests := self._remind(block.name):
+            shown = {"reason": block.reason or None, "who": block.who or None}
+            _LOG.warning("blocked", extra=make_extra(override=block.name, policy=policy, **shown, requests=requests))
+
+    def _remind(self, name: str) -> int:
+        """One more request that something stopped; how many there were, once a minute, else 0."""
+        if name not in self._stopped and len(self._stopped) >= _MOST_REMINDERS:
+            self._stopped.clear()
+        return self._stopped.setdefault(name, Reminder(_REMIND_SECONDS)).take(perf_counter())
 
     def report_failure(self, message: str, error: BaseException, **more: object) -> None:
         """One line for something that went wrong, unless there are too many of them."""

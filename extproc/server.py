@@ -8,6 +8,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from importlib import import_module
 from typing import Protocol
@@ -23,8 +24,10 @@ from extproc.canary.sharing import Sharing
 from extproc.canary.states import State
 from extproc.canary.verdict import Rules
 from extproc.engine import Engine
+from extproc.errors import StoreError
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
+from extproc.overrides import Desk
 from extproc.prices import Prices
 from extproc.reload import Reloader
 from extproc.service import Service
@@ -86,6 +89,7 @@ class Server:
         # While a shared store is away a window local to this replica decides; in memory the store is that already.
         local = store if isinstance(store, MemoryStore) else MemoryStore(metrics)
         self.service = Service(self._reloader.engine, store, local, metrics, settings)
+        self._desk = Desk(store, self.service, metrics)
         self._health = Health()
         self._grpc = _import_transport(settings.transport)(self.service, self._health)
         self._sharing = Sharing(self.service.pairs, store)
@@ -114,6 +118,8 @@ class Server:
         """
         self._loop = loop = asyncio.get_running_loop()
         await self._store.start()
+        with suppress(StoreError):  # nobody knows then what was ordered; the desk keeps asking
+            await self._desk.refresh()
         admin = self._admin.start(self._settings.admin, self._settings.admin_socket)
         listening = await self._grpc.start(self._settings.listen, self._certificates)
         self._guard_the_port()
@@ -121,7 +127,13 @@ class Server:
             loop.add_signal_handler(number, self._on_stop, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         loop.add_signal_handler(signal.SIGUSR1, self._on_show_callers)
-        work = (self._reloader.watch(self._swap), self._heartbeat(), self._sharing.run(), self._loops.share())
+        work = (
+            self._reloader.watch(self._swap),
+            self._heartbeat(),
+            self._sharing.run(),
+            self._loops.share(),
+            self._desk.follow(),
+        )
         tasks = [asyncio.create_task(each) for each in work]
         self._health.set(serving=True)
         gc.freeze()  # what is here now stays: full collections need not walk it

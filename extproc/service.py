@@ -16,13 +16,14 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from math import ceil
 from time import perf_counter, thread_time, time
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from google.protobuf.message import DecodeError
 
 from extproc.answers.go_on import find_warning, let_go_on, make_metadata, make_wait
-from extproc.answers.refuse import refuse_killed, refuse_loop, refuse_uncountable, refuse_without_store
+from extproc.answers.refuse import refuse_blocked, refuse_killed, refuse_loop, refuse_uncountable, refuse_without_store
 from extproc.answers.steer import NotSteered, steer, write_note
 from extproc.budget import InspectionBudget
 from extproc.canary.pairs import Pairs
@@ -32,6 +33,7 @@ from extproc.engine import Engine
 from extproc.errors import ProtocolError
 from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY, Body, write_crc32
+from extproc.guards.override import Overrides, Standing
 from extproc.handover import POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicyError, parse_names
 from extproc.metrics import Metrics
 from extproc.recording import record_body, record_head
@@ -144,6 +146,7 @@ class Service:
         kept: bytes of bodies under way.
         budget: time for looking into them.
         pairs: what shadow policies would do in place of enforcing ones.
+        overrides: what operators have ordered; None where that is nothing. Assign to change it between two requests.
         streams: open now.
         waiting: of these, the ones that wait for a body, the oldest first.
         given_up: of these, the ones that decide nothing any more and only have to close.
@@ -171,6 +174,7 @@ class Service:
         self.pairs = Pairs(settings.shadow_samples, sample_bodies=settings.shadow_sample_bodies)
         self.pairs.follow(engine.pairings, time())
         self.pairs.show(metrics)
+        self.overrides: Overrides | None = None
         self.streams = 0
         self.waiting: OrderedDict[Stream, None] = OrderedDict()
         self.given_up = 0
@@ -342,6 +346,10 @@ class Stream:
         if evaluation is None:
             self._service.metrics.unmatched.inc()
             return _DONE["request_headers"]
+        if self._service.overrides is not None:
+            evaluation.obey(Standing(self._service.overrides, time()))
+            if (blocked := self._block(evaluation)) is not None:
+                return blocked
         if message.ended:
             return self._judge("request_headers", evaluation, NO_BODY, content=b"")
         if not evaluation.needs_body:
@@ -392,6 +400,19 @@ class Stream:
         reply = Reply(refuse_killed(request), done=True)
         self._service.metrics.decision_seconds.observe(perf_counter() - self._started)
         return reply
+
+    def _block(self, evaluation: Evaluation) -> Reply | None:
+        """The refusal of a request that an operator has blocked, as far as it is known."""
+        found = evaluation.enforcing.find_block()
+        if found is None:
+            return None
+        service, (candidate, block) = self._service, found
+        self._ended = True
+        service.reporter.report_blocked(candidate.plan.id, block)
+        seconds = max(1, ceil(block.ends - time()))
+        refusal = refuse_blocked(candidate.plan.id, seconds, evaluation.request, evaluation.content, candidate.subject)
+        service.metrics.decision_seconds.observe(perf_counter() - self._started)
+        return Reply(refusal, done=True)
 
     def _prepare(self, request: HttpRequest, handed_over: Engine | None) -> Evaluation | None:
         """What the policies of the request, and of its route, want to count."""
@@ -473,6 +494,8 @@ class Stream:
         if self._record is not None:
             self._record = record_body(self._record, body, reason, time())
         self._seal(evaluation, body, reason, content)
+        if evaluation.obeys and (blocked := self._block(evaluation)) is not None:
+            return blocked
         counting = self._service.counting
         counts = counting.count(evaluation.enforcing)
         shadow_counts = counting.count(evaluation.shadow)

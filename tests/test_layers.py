@@ -41,6 +41,8 @@ FLOORS: list[list[str]] = [
     ["policy/bundle", "policy/routes", "policy/rules", "policy/messages", "policy/pairings", "policy/loader"],
     ["guards", "guards/kill_switch", "guards/loop", "guards/session"],
     ["ramp", "plan", "evaluation", "engine", "recording", "handover"],
+    ["guards", "guards/kill_switch", "guards/loop", "guards/override", "guards/session"],
+    ["ramp", "plan", "evaluation", "engine", "handover"],
     [
         "store/orders",
         "store",
@@ -67,6 +69,7 @@ FLOORS: list[list[str]] = [
         *(f"canary/{name}" for name in ("sketch", "samples", "pairs", "states", "verdict", "report", "review", "sharing")),
     ],
     ["service"],
+    ["overrides"],
     ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],
     ["transport/acceptor", "transport/tls"],
     ["transport/fast", "transport/grpcio"],

@@ -11,7 +11,7 @@ from extproc.answers.apis import find_api
 from extproc.answers.apis.api import Completion, Question, Refusal
 from extproc.answers.clients import choose_status
 from extproc.answers.go_on import NAMESPACE, set_headers
-from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason
+from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason, Subject
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request import HttpRequest
 
@@ -65,11 +65,38 @@ def refuse_uncountable(policy: str, why: str, metadata: dict[str, Any], request:
 
 def refuse_killed(request: HttpRequest) -> bytes:
     """The immediate response to a request that a kill switch holds for."""
-    reason = Reason.KILL_SWITCH
-    words = "The operator has stopped the requests of this caller. Do not send them again: tell the user, and wait."
-    framed = _frame(Refusal(KILLED_STATUS, f"{words} ({reason.value})", reason.value, reason.value, {}), request, None)
-    headers = [("Retry-After", KILLED_SECONDS), ("x-should-retry", "false"), ("X-Fairvisor-Reason", reason.value)]
+    return _refuse_stopped(Reason.KILL_SWITCH, KILLED_SECONDS, "", request, None)
+
+
+def refuse_blocked(policy: str, seconds: int, request: HttpRequest, content: Content, subject: Subject) -> bytes:
+    """The immediate response to a request that an operator has blocked.
+
+    Args:
+        policy: in which the block holds for it.
+        seconds: until it ends.
+        request: that is refused.
+        content: its body.
+        subject: what it is about, which may have a shape of its own.
+    """
+    return _refuse_stopped(Reason.BLOCKED, str(seconds), policy, request, content, subject)
+
+
+def _refuse_stopped(  # noqa: PLR0913  # all that two kinds of it differ in
+    reason: Reason, seconds: str, policy: str, request: HttpRequest, content: Content, subject: Subject | None = None
+) -> bytes:
+    """A refusal that an operator has ordered, whose words are no client's business."""
+    message = (
+        "The operator has stopped requests such as this one. Do not send it again: tell the user, and wait for the operator."
+        f" ({reason.value})"
+    )
+    framed = subject.frame(message, request.read_header("accept")) if subject is not None else None
+    if framed is None:
+        framed = _frame(Refusal(KILLED_STATUS, message, reason.value, reason.value, {}), request, content)
+    headers = [("Retry-After", seconds), ("x-should-retry", "false"), ("X-Fairvisor-Reason", reason.value)]
     metadata: dict[str, Any] = {"action": Action.REJECT.value, "reason": reason.value}
+    if policy:
+        headers.append(("x-loopguard-policy", policy))
+        metadata["policy"] = policy
     return _make_immediate(framed, _RESOURCE_EXHAUSTED, reason, headers, metadata)
 
 

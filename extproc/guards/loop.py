@@ -89,6 +89,11 @@ class Detector:
         # Only a refusal can be left out: a request of any other action goes on, so it counts.
         self._count_refused = loop.count_refused or self.actions[-1] is not Action.REJECT
 
+    @property
+    def lifetime_seconds(self) -> int:
+        """How long after a request something of it may still be counted."""
+        return max(self._window_ms, self._cooldown_ms) // 1000
+
     def list_thresholds(self, subject: Subject) -> list[int]:
         """What holds for this subject: a threshold for each of the actions, the lowest first."""
         first = subject.threshold or self.threshold

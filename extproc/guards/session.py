@@ -25,6 +25,7 @@ class Sessions:
 
     Attributes:
         reads_body: some name may stand there.
+        idle_seconds: how long after its last request a session is forgotten.
     """
 
     def __init__(self, policy: str, session: Session, *, namespace: str) -> None:
@@ -33,6 +34,7 @@ class Sessions:
         self._keys = [(key, split_pointer(key.argument) if key.source == BODY else []) for key in keys]
         self.reads_body = any(key.source == BODY for key in keys)
         self._ring = f"{namespace}ring:{policy}:"
+        self.idle_seconds = session.idle_seconds
         self._idle_ms = session.idle_seconds * 1000
 
     def list_keys(self) -> list[Descriptor]:

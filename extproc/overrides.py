@@ -1,0 +1,388 @@
+"""What operators order about callers while the server runs: given, kept in the store, obeyed by every replica, revoked.
+
+Each replica asks the store once a second whether anything has changed, and goes on with what it knows while the store is away.
+The store has hashes of what clients are called, never the names themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from hashlib import blake2b
+from time import time
+from typing import Any, Final
+
+from extproc.errors import LoopguardError, StoreError
+from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Overrides, Target, hash_descriptor
+from extproc.logs import make_extra
+from extproc.metrics import Metrics
+from extproc.plan import Plan
+from extproc.policy.messages import describe
+from extproc.service import Service
+from extproc.store import Store
+from extproc.store.orders import MAX_ORDERS, refuse_more
+
+_LOG = logging.getLogger("loopguard")
+
+_BOOK = "overrides"
+_POLL_SECONDS = 1.0
+
+DEFAULT_SECONDS: Final = 1_800
+MAX_SECONDS: Final = 30 * 86_400
+_LEAST_RELEASE_SECONDS = 3_600
+"""A release stands at least that long, because policies that come with a route are not known here."""
+
+_MARGIN_SECONDS = 60
+_MAX_REASON = 256
+_MAX_WHO = 64
+_MAX_TOOL = 256
+_MAX_DESCRIPTORS = 16
+
+_HASH = re.compile(r"[0-9a-f]{16}")
+_FINGERPRINT = re.compile(r"[0-9a-f]{8}")
+_POLICY = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+class BadOrderError(LoopguardError):
+    """What was asked for is no override.
+
+    Attributes:
+        problems: everything that is wrong with it.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        """Say what is wrong."""
+        self.problems = list(problems)
+        super().__init__("; ".join(self.problems))
+
+
+class Desk:
+    """Where operators give orders, and where this replica learns of those that were given elsewhere."""
+
+    def __init__(self, store: Store, service: Service, metrics: Metrics) -> None:
+        """Nothing stands yet."""
+        self._store = store
+        self._service = service
+        self._version = ""
+        self._lock = asyncio.Lock()  # what was read first must not be put into force last
+        self._standing: dict[str, Override] = {}
+        for kind in (RELEASE, ALLOW, BLOCK):
+            metrics.overrides.labels(kind).set_function(partial(self._count, kind))
+
+    def list_standing(self) -> list[Override]:
+        """All that this replica obeys now, the newest first."""
+        now = time()
+        standing = [override for override in self._standing.values() if now < override.ends]
+        return sorted(standing, key=lambda override: -override.since)
+
+    async def give(self, order: object, who: str) -> tuple[Override, list[str]]:
+        """Have an override obeyed by every replica: here at once, elsewhere within a second.
+
+        Args:
+            order: as `parse_order` takes it.
+            who: gives it.
+
+        Returns:
+            the override, and what whoever gives it should know about it.
+
+        Raises:
+            BadOrderError: it is none.
+            StoreError: it could not be kept, or there are too many.
+        """
+        plans = self._service.engine.plans
+        override = parse_order(order, who, time(), plans)
+        if override.name not in self._standing and len(self.list_standing()) >= MAX_ORDERS:
+            raise refuse_more()  # without asking the store, which has other things to do
+        await self._store.put_order(_BOOK, override.name, write_override(override), override.ends - override.since)
+        _announce("override given", override, who)
+        await self.refresh()
+        return override, remark(override, plans)
+
+    async def revoke(self, name: str, who: str) -> bool:
+        """End an override before its time; whether it stood.
+
+        Raises:
+            StoreError: the store cannot be asked.
+        """
+        await self.refresh()
+        revoked = self._standing.get(name)
+        if not await self._store.drop_order(_BOOK, name):
+            return False
+        if revoked is not None:
+            _announce("override revoked", revoked, who)
+        await self.refresh()
+        return True
+
+    async def follow(self) -> None:
+        """Obey what is ordered anywhere, until cancelled."""
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            try:
+                await self.refresh()
+            except StoreError:
+                self._forget_ended()  # the last known ones hold until they end
+            except Exception:  # noqa: BLE001  # whatever is in the store, the next look may find something else
+                _LOG.exception("overrides cannot be read")
+
+    async def refresh(self) -> None:
+        """Obey what stands in the store, if that has changed.
+
+        Raises:
+            StoreError: nobody knows what stands there; what did stays in force.
+        """
+        async with self._lock:
+            found = await self._store.read_orders(_BOOK, self._version)
+            if found is None:
+                self._forget_ended()
+                return
+            standing = await asyncio.to_thread(_read_all, found.documents)
+            filed = await asyncio.to_thread(Overrides, standing.values()) if standing else None
+            self._version, self._standing, self._service.overrides = found.version, standing, filed
+
+    def _forget_ended(self) -> None:
+        """Where nothing stands any more, requests are not looked up."""
+        if self._standing and not self.list_standing():
+            self._standing = {}
+            self._service.overrides = None
+
+    def _count(self, kind: str) -> float:
+        return Counter(override.kind for override in self.list_standing())[kind]
+
+
+def _announce(what: str, override: Override, who: str) -> None:
+    """Tell of a change."""
+    shown = {name: value for name, value in describe_override(override).items() if name not in ("who", "since")}
+    _LOG.warning(what, extra=make_extra(**shown, who=who or None))
+
+
+# ---- What an operator says
+
+
+def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> Override:
+    """The override that an operator asks for.
+
+    Args:
+        order: an object with `kind`; at least one of `caller` (a hash, or values by name), `session` (a hash, or one value by
+            its key), `fingerprint` and `tool`; and `policy`, `seconds` and `reason`.
+        who: gives it.
+        now: in seconds since 1970.
+        plans: the policies that are in force.
+
+    Raises:
+        BadOrderError: with everything that is wrong.
+    """
+    given = _read_fields(order)
+    kind = str(given["kind"])
+    if kind == RELEASE and "seconds" in given:
+        raise BadOrderError(["seconds means nothing for a release, which stands until what was counted before has ended"])
+    policy = str(given.get("policy", ""))
+    seconds = _find_release_seconds(policy, plans) if kind == RELEASE else int(given.get("seconds", DEFAULT_SECONDS))
+    caller, session = given.get("caller", ""), given.get("session", "")
+    target = Target(
+        caller if isinstance(caller, str) else "",
+        caller if isinstance(caller, tuple) else (),
+        str(session),
+        str(given.get("fingerprint", "")),
+        str(given.get("tool", "")),
+    )
+    name = blake2b(json.dumps([kind, policy, target]).encode(), digest_size=6).hexdigest()
+    return Override(name, kind, target, policy, now, now + seconds, str(given.get("reason", "")), who[:_MAX_WHO])
+
+
+def _find_release_seconds(policy: str, plans: Iterable[Plan]) -> int:
+    """How long a release has to stand: until nothing is found any more of what was counted before it."""
+    lifetimes = [plan.lifetime_seconds for plan in plans if policy in ("", plan.id)]
+    return max([_LEAST_RELEASE_SECONDS, *[seconds + _MARGIN_SECONDS for seconds in lifetimes]])
+
+
+def _read_fields(order: object) -> dict[str, Any]:
+    if not isinstance(order, dict):
+        raise BadOrderError([f"an override is an object, not {describe(order)}"])
+    known = ", ".join(_READERS)
+    problems = [f"{describe(key)}: unknown key; there are {known}" for key in order if key not in _READERS]
+    given: dict[str, Any] = {}
+    for key, read in _READERS.items():
+        if order.get(key) is None:
+            continue
+        try:
+            given[key] = read(order[key])
+        except ValueError as error:
+            problems.append(f"{key} {error}, not {describe(order[key])}")
+    if order.get("kind") is None:
+        problems.append("kind is required")
+    if not {"caller", "session", "fingerprint", "tool"} & order.keys():
+        problems.append("whom it is about is required: caller, session, fingerprint or tool")
+    if problems:
+        raise BadOrderError(problems)
+    return given
+
+
+def _read_kind(value: object) -> str:
+    if value not in (RELEASE, ALLOW, BLOCK):
+        raise ValueError(f"must be one of {RELEASE}, {ALLOW}, {BLOCK}")
+    return str(value)
+
+
+def _read_caller(value: object) -> str | tuple[tuple[str, str], ...]:
+    if isinstance(value, dict) and 0 < len(value) <= _MAX_DESCRIPTORS and _are_texts(value):
+        return tuple(sorted((name.lower(), hash_descriptor(name.lower(), text)) for name, text in value.items()))
+    if isinstance(value, str) and _HASH.fullmatch(value):
+        return value
+    raise ValueError("must be the 16 hex digits that logs call the tenant, or an object of descriptors' values by name")
+
+
+def _read_session(value: object) -> str:
+    if isinstance(value, dict) and len(value) == 1 and _are_texts(value):
+        ((key, text),) = value.items()
+        return hash_descriptor(key.lower() if key.lower().startswith("header:") else key, text)
+    if isinstance(value, str) and _HASH.fullmatch(value):
+        return value
+    raise ValueError("must be 16 hex digits, or an object of one value by its key, such as header:x-session-id")
+
+
+def _are_texts(value: Mapping[object, object]) -> bool:
+    return all(isinstance(part, str) and part for pair in value.items() for part in pair)
+
+
+def _read_fingerprint(value: object) -> str:
+    if not (isinstance(value, str) and _FINGERPRINT.fullmatch(value)):
+        raise ValueError("must be 8 hex digits")
+    return value
+
+
+def _read_policy(value: object) -> str:
+    if not (isinstance(value, str) and _POLICY.fullmatch(value)):
+        raise ValueError("must be the id of a policy")
+    return value
+
+
+def _read_seconds(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_SECONDS:
+        raise ValueError(f"must be a number of seconds from 1 to {MAX_SECONDS}")
+    return value
+
+
+def _read_tool(value: object) -> str:
+    return _read_text(value, _MAX_TOOL)
+
+
+def _read_reason(value: object) -> str:
+    return _read_text(value, _MAX_REASON)
+
+
+def _read_text(value: object, longest: int) -> str:
+    if not (isinstance(value, str) and 0 < len(value) <= longest):
+        raise ValueError(f"must be a text of 1 to {longest} characters")
+    return value
+
+
+_READERS: dict[str, Callable[[object], object]] = {
+    "kind": _read_kind,
+    "caller": _read_caller,
+    "session": _read_session,
+    "fingerprint": _read_fingerprint,
+    "tool": _read_tool,
+    "policy": _read_policy,
+    "seconds": _read_seconds,
+    "reason": _read_reason,
+}
+"""What may stand in an order."""
+
+
+def remark(override: Override, plans: Sequence[Plan]) -> list[str]:
+    """What whoever gives an override should know about it, seen from the policies that are in force."""
+    target = override.target
+    meant = [plan for plan in plans if override.policy in ("", plan.id)]
+    said = []
+    if override.policy and not meant:
+        said.append(f"no policy {override.policy} is loaded")
+    known = {name for plan in meant for name in plan.list_names()}
+    lacking = [name for name, _ in target.descriptors if name not in known]
+    if lacking and meant:
+        there = ", ".join(sorted(known)) or "none"
+        said.append(f"no policy tells callers apart by {' or '.join(lacking)}: there are {there}")
+    if override.kind == BLOCK and meant and all(plan.shadow for plan in meant):
+        said.append("the policies that it is about are in shadow, so nobody is refused")
+    reading = [f"{plan.id} ({detector.name})" for plan in meant for detector in plan.detectors if detector.stateless]
+    if override.kind == RELEASE and reading:
+        said.append(
+            f"what a conversation shows itself cannot be forgotten, and this is what decides in {', '.join(reading[:10])}: "
+            "allow the caller for a while instead"
+        )
+    return said
+
+
+# ---- What stands in the store
+
+
+def write_override(override: Override) -> bytes:
+    """For the store."""
+    target = override.target
+    document = {
+        "kind": override.kind,
+        "policy": override.policy,
+        **target._asdict(),
+        "descriptors": dict(target.descriptors),
+        "since": override.since,
+        "ends": override.ends,
+        "reason": override.reason,
+        "who": override.who,
+    }
+    return json.dumps(document, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
+def read_override(name: str, document: bytes) -> Override:
+    """From the store, where another version may have put it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        found = json.loads(document)
+        descriptors = tuple(sorted((str(key), str(value)) for key, value in found["descriptors"].items()))
+        caller, session, fingerprint, tool = [str(found[key]) for key in ("caller", "session", "fingerprint", "tool")]
+        kind, policy, reason, who = [str(found[key]) for key in ("kind", "policy", "reason", "who")]
+        target = Target(caller, descriptors, session, fingerprint, tool)
+        return Override(name, kind, target, policy, float(found["since"]), float(found["ends"]), reason, who)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no override: {error}") from None
+
+
+def _read_all(documents: Mapping[str, bytes]) -> dict[str, Override]:
+    """Those that this version understands."""
+    read = {}
+    for name, document in documents.items():
+        try:
+            read[name] = read_override(name, document)
+        except ValueError as error:
+            _LOG.warning("an override in the store is not understood", extra=make_extra(override=name, error=str(error)))
+    return read
+
+
+def describe_override(override: Override) -> dict[str, Any]:
+    """For people and programs; what is not named is left out."""
+    target = override.target
+    shown: dict[str, Any] = {
+        "override": override.name,
+        "kind": override.kind,
+        "policy": override.policy,
+        "caller": target.caller or dict(target.descriptors),
+        "session": target.session,
+        "fingerprint": target.fingerprint,
+        "tool": target.tool,
+        "reason": override.reason,
+        "who": override.who,
+        "since": _write_time(override.since),
+        "ends": _write_time(override.ends),
+    }
+    return {name: value for name, value in shown.items() if value}
+
+
+def _write_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

@@ -1,0 +1,595 @@
+"""What operators order about callers: what is found for a request, what becomes of it, and how orders are given and kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from extproc import overrides
+from extproc.errors import StoreError
+from extproc.fingerprint import hash_tenant
+from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Overrides, Seen, Target, hash_descriptor
+from extproc.overrides import BadOrderError, Desk, describe_override, parse_order, read_override, write_override
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from extproc.service import Service
+from extproc.store.memory import MemoryStore
+from tests.documents import policy
+from tests.messages import body, headers
+from tests.test_engine import ANY, make_engine
+from tests.test_service import FailingStore, decoded, exchange, make_service, metadata_of
+from tests.test_sessions import agents, send_all, turn
+from tests.test_windows import WINDOW_TYPES
+
+T = TypeVar("T")
+
+USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
+ANN = Target(descriptors=(("x-user-id", hash_descriptor("x-user-id", "ann")),))
+
+
+def order(
+    kind: str, target: Target = ANN, *, name: str = "o", about: str = "", since: float = 0, lasts: float = 60
+) -> Override:
+    """An override that began a moment ago; `since` tells several apart."""
+    now = time.time()
+    return Override(name, kind, target, about, now - 1 + since / 1000, now + lasts, "", "")
+
+
+def obey(service: Service, *standing: Override) -> Service:
+    """The service with these overrides in force."""
+    service.overrides = Overrides(standing) if standing else None
+    return service
+
+
+def ask(service: Service, user: str = "ann", data: bytes = b"", path: str = "/") -> ProcessingResponse:
+    """The last answer to a request with a body."""
+    return decoded(exchange(service, headers(path, x_user_id=user), body(data))[-1])
+
+
+def find_status(answer: ProcessingResponse) -> int:
+    """What becomes of a request: the status of its refusal, or 200."""
+    return answer.immediate_response.status.code if answer.HasField("immediate_response") else 200
+
+
+def send(service: Service, times: int, user: str = "ann") -> list[int]:
+    """What becomes of equal requests, one after the other."""
+    return [find_status(ask(service, user)) for _ in range(times)]
+
+
+def find_headers(answer: ProcessingResponse) -> dict[str, str]:
+    """Of a refusal."""
+    sent = answer.immediate_response.headers.set_headers
+    return {item.header.key: item.header.raw_value.decode() for item in sent}
+
+
+def count(service: Service, kind: str, mode: str = "enforce", name: str = "p") -> float:
+    """How many requests overrides of a kind have decided."""
+    labels = {"policy": name, "mode": mode, "kind": kind}
+    return service.metrics.registry.get_sample_value("loopguard_overridden_total", labels) or 0
+
+
+# What holds for a request
+
+SEEN = Seen([("x-user-id", "ann"), ("x-team", "t")], "f" * 16, "a" * 16, "0" * 8, ("search", "read"))
+
+
+@pytest.mark.parametrize(
+    ("target", "holds"),
+    [
+        (Target(caller="f" * 16), True),
+        (Target(caller="e" * 16), False),
+        (ANN, True),
+        (Target(descriptors=(("x-user-id", hash_descriptor("x-user-id", "bob")),)), False),
+        (Target(descriptors=(("x-org", hash_descriptor("x-org", "ann")),)), False),
+        (Target(descriptors=(("x-team", hash_descriptor("x-team", "t")), *ANN.descriptors)), True),
+        (Target(session="a" * 16), True),
+        (Target(session="b" * 16), False),
+        (Target(fingerprint="0" * 8), True),
+        (Target(tool="read"), True),
+        (Target(tool="write"), False),
+        (Target(caller="f" * 16, tool="read", fingerprint="0" * 8), True),
+        (Target(caller="f" * 16, tool="write"), False),
+    ],
+)
+def test_all_that_is_named_must_hold(target: Target, holds: bool) -> None:
+    """An override holds for a request that has everything it names, whatever else the request has."""
+    standing = Overrides([order(BLOCK, target)])
+
+    assert bool(standing.find("p", SEEN, time.time())) is holds
+
+
+def test_what_is_not_known_is_not_matched() -> None:
+    """Before its body is known a request has no session, fingerprint or tool that anything could be about."""
+    head = Seen([("x-user-id", "ann")], "f" * 16)
+    targets = [Target(session="a" * 16), Target(fingerprint="0" * 8), Target(tool="read"), ANN._replace(tool="read")]
+
+    assert Overrides([order(BLOCK, target) for target in targets]).find("p", head, time.time()) == []
+    assert Overrides([order(BLOCK)]).find("p", head, time.time()) != []
+
+
+def test_one_policy_or_all() -> None:
+    """An override about one policy leaves the others alone."""
+    standing = Overrides([order(ALLOW, about="p", name="one"), order(BLOCK, name="all")])
+
+    assert [found.name for found in standing.find("p", SEEN, time.time())] == ["one", "all"]
+    assert [found.name for found in standing.find("q", SEEN, time.time())] == ["all"]
+
+
+def test_an_override_ends_by_itself() -> None:
+    """From its end on it is not found, without anybody having taken it out."""
+    standing = Overrides([order(BLOCK, lasts=60)])
+
+    assert len(standing.find("p", SEEN, time.time() + 59)) == 1
+    assert standing.find("p", SEEN, time.time() + 61) == []
+
+
+def test_the_number_of_overrides_does_not_matter() -> None:
+    """Ten thousand overrides of one shape are one look-up."""
+    users = [Target(descriptors=(("x-user-id", hash_descriptor("x-user-id", f"u{number}")),)) for number in range(10_000)]
+    standing = Overrides([order(BLOCK, target) for target in [*users, ANN]])
+
+    assert len(standing) == 1
+    assert len(standing.find("p", SEEN, time.time())) == 1
+
+
+def test_one_descriptor_is_a_caller_of_one() -> None:
+    """The hash of a value alone is the tenant that logs show, where callers are told apart by nothing else."""
+    assert hash_descriptor("x-user-id", "ann") == hash_tenant("x-user-id=ann")
+
+
+# Allow
+
+
+def test_an_allowed_caller_is_never_acted_on() -> None:
+    """A loop of an allowed caller goes on, is reported as allowed, and is counted; that of another is refused."""
+    service = obey(make_service(policy("p", ANY, **USER)), order(ALLOW))
+
+    assert send(service, 5) == [200] * 5
+    assert send(service, 3, "bob") == [200, 200, 429]
+    assert service.metrics.decisions.counts == {("p", "enforce", "allow"): 7, ("p", "enforce", "reject"): 1}
+    assert count(service, "allow") == 3
+    assert find_status(ask(obey(service))) == 429  # it was counted all the while
+
+
+@pytest.mark.parametrize("action", ["reject", "throttle", "warn", "steer"])
+def test_no_action_is_taken_about_an_allowed_caller(action: str) -> None:
+    """Neither refused, nor held, nor warned of, nor given a note."""
+    service = obey(make_service(policy("p", ANY, action=action, **USER)), order(ALLOW))
+
+    replies = [exchange(service, headers(x_user_id="ann"), body(b"{}"))[-1] for _ in range(4)]
+
+    assert {(reply.hold_ms, reply.answer) for reply in replies} == {(0, replies[0].answer)}
+    assert not decoded(replies[-1]).HasField("dynamic_metadata")
+
+
+def test_a_shadow_policy_allows_as_well() -> None:
+    """What a shadow policy would have done about an allowed caller is nothing, as in force it will be."""
+    service = obey(make_service(policy("p", ANY, mode="shadow", **USER)), order(ALLOW))
+
+    send(service, 3)
+
+    assert service.metrics.decisions.counts == {("p", "shadow", "allow"): 3}
+    assert count(service, "allow", "shadow") == 1
+
+
+def test_an_allowed_caller_may_be_uncountable() -> None:
+    """A policy that lets nothing pass uncounted lets the allowed pass."""
+    strict = policy("p", ANY, similarity="canonical", **USER)
+    strict["spec"]["uncountable"] = "reject"
+    service = make_service(strict)
+    message = headers(x_user_id="ann", content_encoding="unheard-of")
+
+    refused = find_status(decoded(exchange(service, message, body(b"{}"))[-1]))
+    allowed = find_status(decoded(exchange(obey(service, order(ALLOW)), message, body(b"{}"))[-1]))
+
+    assert (refused, allowed) == (415, 200)
+
+
+# Block
+
+
+def test_a_blocked_caller_is_refused_on_its_headers(caplog: pytest.LogCaptureFixture) -> None:
+    """The first request is refused with a reason of its own before its body is waited for; nothing is counted."""
+    service = obey(make_service(policy("p", ANY, **USER)), order(BLOCK, lasts=90)._replace(reason="runaway", who="eve"))
+
+    (reply,) = exchange(service, headers(x_user_id="ann"))
+    answer = decoded(reply)
+
+    assert find_status(answer) == 429
+    assert find_headers(answer)["Retry-After"] in ("89", "90")
+    assert find_headers(answer)["X-Fairvisor-Reason"] == "blocked"
+    assert find_headers(answer)["x-loopguard-policy"] == "p"
+    assert b"runaway" not in answer.immediate_response.body
+    assert json.loads(answer.immediate_response.body)["error"]["code"] == "blocked"
+    assert send(service, 1, "bob") == [200]
+    assert service.metrics.decisions.counts == {("p", "enforce", "allow"): 1}
+    assert count(service, "block") == 1
+    (line,) = [vars(record)["fields"] for record in caplog.records if record.getMessage() == "blocked"]
+    assert line == {"override": "o", "policy": "p", "reason": "runaway", "who": "eve", "requests": 1}
+
+
+def test_a_block_beats_an_allow() -> None:
+    """Whoever is allowed and blocked is blocked."""
+    assert send(obey(make_service(policy("p", ANY, **USER)), order(ALLOW), order(BLOCK)), 1) == [429]
+
+
+def test_a_blocked_request_is_known_by_its_body() -> None:
+    """A fingerprint is blocked once the body has come, and no other request of the caller is."""
+    service = make_service(policy("p", ANY, action="warn", threshold_identical_requests=2, **USER))
+    ask(service, data=b"same")
+    fingerprint = str(metadata_of(ask(service, data=b"same"))["fingerprint"])
+    obey(service, order(BLOCK, Target(fingerprint=fingerprint)))
+
+    assert find_status(ask(service, data=b"same")) == 429
+    assert find_status(ask(service, data=b"other")) == 200
+
+
+def test_a_blocked_caller_does_not_hide_behind_a_body() -> None:
+    """What nobody can count is refused all the same, because the headers say who sends it."""
+    service = obey(make_service(policy("p", ANY, similarity="canonical", **USER)), order(BLOCK))
+
+    assert find_status(decoded(exchange(service, headers(x_user_id="ann", upgrade="websocket"))[-1])) == 429
+
+
+def test_a_caller_in_the_body_is_blocked_once_it_is_known() -> None:
+    """Where limit keys stand in the body, the block waits for it."""
+    service = make_service(policy("p", ANY, limit_keys=["header:x-user-id", "body:/org"]))
+    tenant = hash_tenant("/org=o|x-user-id=ann")
+    obey(service, order(BLOCK, Target(caller=tenant)))
+
+    assert find_status(ask(service, data=b'{"org": "o"}')) == 429
+    assert find_status(ask(service, data=b'{"org": "p"}')) == 200
+
+
+def test_a_shadow_policy_blocks_nobody() -> None:
+    """A block that holds in a shadow policy alone has no effect."""
+    service = make_service(policy("p", ANY, mode="shadow", **USER), policy("q", {"pathExact": "/q"}, **USER))
+    obey(service, order(BLOCK))
+
+    assert send(service, 1) == [200]
+    assert find_status(ask(service, path="/q")) == 429
+    assert find_status(ask(obey(service, order(BLOCK, about="p")), path="/q")) == 200
+
+
+CALL = b'{"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "%s", "arguments": {}}}'
+
+
+def test_a_blocked_tool_is_a_call_that_failed() -> None:
+    """Of an MCP server one tool is blocked: the model reads that in the shape of a result, and the others work."""
+    service = obey(make_service(policy("p", ANY, similarity="mcp", **USER)), order(BLOCK, Target(tool="search")))
+
+    answer = json.loads(ask(service, data=CALL % b"search").immediate_response.body)
+
+    assert (answer["id"], answer["result"]["isError"]) == (7, True)
+    assert "blocked" in answer["result"]["content"][0]["text"]
+    assert find_status(ask(service, data=CALL % b"read")) == 200
+
+
+# Release
+
+
+@pytest.mark.parametrize("window_type", WINDOW_TYPES)
+@pytest.mark.parametrize("cooldown", [0, 600])
+def test_a_released_caller_begins_anew(window_type: str, cooldown: int) -> None:
+    """Counts and cooldowns of every window are forgotten, once: the next loop is refused again; others are not released."""
+    service = make_service(policy("p", ANY, window_type=window_type, cooldown_seconds=cooldown, **USER))
+    assert send(service, 4) == send(service, 4, "bob") == [200, 200, 429, 429]
+
+    obey(service, order(RELEASE))
+
+    assert send(service, 4) == [200, 200, 429, 429]
+    assert send(service, 1, "bob") == [429]
+    obey(service, order(RELEASE, since=1))
+    assert send(service, 3) == [200, 200, 429]
+
+
+def test_one_loop_is_released() -> None:
+    """A release of a fingerprint leaves the caller's other loops where they are."""
+    service = make_service(policy("p", ANY, **USER))
+    for data in (b"a", b"b"):
+        for _ in range(3):
+            answer = ask(service, data=data)
+    obey(service, order(RELEASE, Target(fingerprint=find_headers(answer)["x-loopguard-fingerprint"])))
+
+    assert find_status(ask(service, data=b"b")) == 200
+    assert find_status(ask(service, data=b"a")) == 429
+
+
+def test_the_newest_release_counts() -> None:
+    """Of several that hold for a request the newest begins its count, whatever the order in which they are known."""
+    older, newer = (
+        order(RELEASE, name="older"),
+        order(RELEASE, Target(caller=hash_tenant("x-user-id=ann")), since=5, name="newer"),
+    )
+    service = obey(make_service(policy("p", ANY, **USER)), newer)
+    assert send(service, 3) == [200, 200, 429]
+
+    assert send(obey(service, older, newer), 1) == [429]
+    assert send(obey(service, newer, older), 1) == [429]
+
+
+def test_what_a_shadow_policy_counted_is_released() -> None:
+    """Shadow counts begin anew as well."""
+    service = make_service(policy("p", ANY, mode="shadow", **USER))
+    send(service, 3)
+    obey(service, order(RELEASE))
+    send(service, 2)
+
+    assert service.metrics.decisions.counts == {("p", "shadow", "allow"): 4, ("p", "shadow", "reject"): 1}
+
+
+def test_a_released_session_s_ring_begins_anew() -> None:
+    """What earlier requests of a session have shown is forgotten, with the cooldown that it led to."""
+    service = make_service(agents(cooldown_seconds=600))
+    assert send_all(service, [turn(n) for n in range(1, 5)], session_id="s") == [200, 200, 429, 429]
+
+    obey(service, order(RELEASE, Target(session=hash_descriptor("header:session-id", "s"))))
+
+    assert send_all(service, [turn(n) for n in range(5, 8)], session_id="s") == [200, 200, 429]
+    assert send_all(service, [turn(8)], session_id="t") == [429]  # the caller's other sessions still cool down
+
+
+def test_a_window_local_to_a_replica_is_released() -> None:
+    """While the store is away the replica's own counts begin anew, on every replica that knows of the release."""
+    service = make_service(policy("p", ANY, **USER), store=FailingStore("loop:"))
+    assert send(service, 3) == [200, 200, 429]
+
+    assert send(obey(service, order(RELEASE)), 3) == [200, 200, 429]
+
+
+# The desk
+
+
+class Clock:
+    """A clock that tests put forward."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        """The time."""
+        return time.time() + self.ahead
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The desk's clock."""
+    made = Clock()
+    monkeypatch.setattr(overrides, "time", made)
+    return made
+
+
+class Replicas:
+    """Some replicas on one store, each with its desk, on one event loop."""
+
+    def __init__(self, number: int, *policies: dict[str, Any]) -> None:
+        self.store = MemoryStore(make_service().metrics)
+        self.services = [make_service(*(policies or (policy("p", ANY, **USER),)), store=self.store) for _ in range(number)]
+        self.desks = [Desk(self.store, service, service.metrics) for service in self.services]
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something."""
+        return asyncio.run(work)
+
+    def give(self, desk: int = 0, *, who: str = "eve", **given: Any) -> tuple[Override, list[str]]:  # noqa: ANN401  # an order
+        """Give an order at a desk."""
+        return self.run(self.desks[desk].give(given, who))
+
+    def refresh(self) -> None:
+        """Every desk asks the store once."""
+        for desk in self.desks:
+            self.run(desk.refresh())
+
+
+def test_every_replica_obeys_once_it_has_asked(caplog: pytest.LogCaptureFixture) -> None:
+    """An order holds at once where it was given, and elsewhere when the store is asked next; so does its end."""
+    caplog.set_level(logging.WARNING)
+    both = Replicas(2)
+
+    given, _ = both.give(kind="block", caller={"x-user-id": "ann"}, seconds=60, reason="runaway")
+    assert [send(service, 1) for service in both.services] == [[429], [200]]
+    both.refresh()
+    assert [send(service, 1) for service in both.services] == [[429], [429]]
+    assert both.run(both.desks[1].revoke(given.name, "adam"))
+    both.refresh()
+
+    assert [send(service, 1) for service in both.services] == [[200], [200]]
+    assert [service.overrides for service in both.services] == [None, None]
+    told = [(record.getMessage(), vars(record)["fields"]) for record in caplog.records if "override " in record.getMessage()]
+    assert [(what, line["kind"], line["who"]) for what, line in told] == [
+        ("override given", "block", "eve"),
+        ("override revoked", "block", "adam"),
+    ]
+    assert (told[0][1]["reason"], told[0][1]["override"]) == ("runaway", given.name)
+    assert "ann" not in caplog.text
+
+
+def test_a_replica_that_starts_obeys_what_stands() -> None:
+    """A restart loses nothing."""
+    one = Replicas(1)
+    one.give(kind="block", caller={"x-user-id": "ann"})
+    service = make_service(policy("p", ANY, **USER), store=one.store)
+
+    asyncio.run(Desk(one.store, service, service.metrics).refresh())
+
+    assert send(service, 1) == [429]
+
+
+def test_without_the_store_the_last_known_orders_hold_until_they_end(clock: Clock) -> None:
+    """A replica whose store is away obeys what it knows, tells whoever orders, and stops when that has ended."""
+    store = FailingStore("nothing")
+    service = make_service(policy("p", ANY, **USER), store=store)
+    desk = Desk(store, service, service.metrics)
+    asyncio.run(desk.give({"kind": "block", "caller": {"x-user-id": "ann"}, "seconds": 60}, "eve"))
+    store._failing = ""
+
+    for ask_store in (desk.refresh(), desk.revoke("x", "eve"), desk.give({"kind": "allow", "tool": "t"}, "eve")):
+        with pytest.raises(StoreError):
+            asyncio.run(ask_store)
+    assert send(service, 1) == [429]
+    clock.ahead = 61
+    desk._forget_ended()
+
+    assert service.overrides is None
+    assert desk.list_standing() == []
+
+
+def test_the_same_order_again_takes_the_place_of_the_first(clock: Clock) -> None:
+    """To block a caller longer is to block it again; a caller is released as often as that is ordered."""
+    one = Replicas(1)
+    first, _ = one.give(kind="block", caller={"x-user-id": "ann"}, seconds=60)
+    clock.ahead = 10
+    second, _ = one.give(kind="block", caller={"x-user-id": "ann"}, seconds=60, reason="longer")
+    other, _ = one.give(kind="block", caller={"x-user-id": "ann"}, policy="p")
+
+    assert first.name == second.name != other.name
+    assert [(standing.name, standing.reason) for standing in one.desks[0].list_standing()] in (
+        [(second.name, "longer"), (other.name, "")],
+        [(other.name, ""), (second.name, "longer")],
+    )
+
+
+def test_a_release_stands_until_nothing_is_left_of_what_was_counted() -> None:
+    """It stands longer than every window, cooldown and session that it is about, so that no count from before comes back."""
+    long = policy("long", ANY, window_seconds=7_200, cooldown_seconds=9_000, **USER)
+    patient = agents(session={"idle_seconds": 10_000})
+    one = Replicas(1, policy("p", ANY, **USER), long, patient)
+
+    stands = {name: one.give(kind="release", caller={"x-user-id": "ann"}, policy=name)[0] for name in ("p", "long", "agents")}
+    stands["all"] = one.give(kind="release", caller={"x-user-id": "ann"})[0]
+
+    seconds = {name: round(override.ends - override.since) for name, override in stands.items()}
+    assert seconds == {"p": 3_600, "long": 9_060, "agents": 10_060, "all": 10_060}
+
+
+def test_orders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the bound an order is refused without the store being asked; one that stands may be given again."""
+    monkeypatch.setattr(overrides, "MAX_ORDERS", 2)
+    one = Replicas(1)
+    for tool in ("a", "b", "a"):
+        one.give(kind="allow", tool=tool)
+
+    with pytest.raises(StoreError) as error:
+        one.give(kind="allow", tool="c")
+
+    assert error.value.kind == "full"
+    assert len(one.desks[0].list_standing()) == 2
+
+
+def test_the_store_is_told_no_names() -> None:
+    """What clients are called stays out of the store, and out of what is listed."""
+    one = Replicas(1)
+    given, _ = one.give(kind="block", caller={"X-User-Id": "ann"}, session={"header:X-Session-Id": "secret"})
+
+    document = write_override(given)
+
+    assert b"ann" not in document
+    assert b"secret" not in document
+    assert "secret" not in json.dumps(describe_override(given))
+    assert read_override(given.name, document) == given
+    assert describe_override(given)["caller"] == {"x-user-id": hash_descriptor("x-user-id", "ann")}
+    assert given.target.session == hash_descriptor("header:x-session-id", "secret")
+
+
+@pytest.mark.parametrize("document", [b"", b"[]", b"7", b"{}", b'{"kind": "block"}', b"\xff", b'{"descriptors": []}'])
+def test_what_another_version_has_ordered_is_passed_over(document: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever stands in the store, what is understood is obeyed, and the rest is logged."""
+    one = Replicas(1)
+    one.run(one.store.put_order("overrides", "odd", document, 60))
+    one.give(kind="block", caller={"x-user-id": "ann"})
+
+    assert send(one.services[0], 1) == [429]
+    assert "an override in the store is not understood" in caplog.text
+
+
+def test_a_kind_that_is_not_known_does_nothing() -> None:
+    """A newer version may give orders that this one has no idea of."""
+    assert send(obey(make_service(policy("p", ANY, **USER)), order("grant"), order("kill")), 3) == [200, 200, 429]
+
+
+SECONDS = "seconds must be a number of seconds from 1 to 2592000"
+NOBODY = "whom it is about is required: caller, session, fingerprint or tool"
+KINDS = "kind must be one of release, allow, block"
+CALLER = "caller must be the 16 hex digits that logs call the tenant, or an object of descriptors' values by name"
+
+
+@pytest.mark.parametrize(
+    ("given", "problems"),
+    [
+        ([], ["an override is an object, not an empty array"]),
+        ({}, ["kind is required", NOBODY]),
+        ({"kind": "kill", "tool": "t"}, [f"{KINDS}, not 'kill'"]),
+        ({"kind": ["block"], "tool": "t"}, [f"{KINDS}, not an array"]),
+        ({"kind": "block"}, [NOBODY]),
+        ({"kind": "block", "policy": "p"}, [NOBODY]),
+        ({"kind": "block", "caller": "ann"}, [f"{CALLER}, not 'ann'"]),
+        ({"kind": "block", "caller": {}}, [f"{CALLER}, not an empty object"]),
+        ({"kind": "block", "caller": {"x": 1}}, [f"{CALLER}, not an object"]),
+        ({"kind": "block", "caller": {"x": ""}}, [f"{CALLER}, not an object"]),
+        ({"kind": "block", "caller": {str(number): "v" for number in range(17)}}, [f"{CALLER}, not an object"]),
+        (
+            {"kind": "block", "session": {"a": "b", "c": "d"}},
+            ["session must be 16 hex digits, or an object of one value by its key, such as header:x-session-id, not an object"],
+        ),
+        ({"kind": "block", "fingerprint": "XYZ"}, ["fingerprint must be 8 hex digits, not 'XYZ'"]),
+        ({"kind": "block", "tool": "t" * 257}, [f"tool must be a text of 1 to 256 characters, not '{'t' * 60}...'"]),
+        ({"kind": "block", "tool": "t", "policy": "a b"}, ["policy must be the id of a policy, not 'a b'"]),
+        ({"kind": "allow", "tool": "t", "seconds": 0}, [f"{SECONDS}, not 0"]),
+        (
+            {"kind": "allow", "tool": "t", "seconds": 1e9},
+            [f"{SECONDS}, not 1000000000.0"],
+        ),
+        ({"kind": "allow", "tool": "t", "seconds": True}, [f"{SECONDS}, not true"]),
+        (
+            {"kind": "release", "tool": "t", "seconds": 60},
+            ["seconds means nothing for a release, which stands until what was counted before has ended"],
+        ),
+        (
+            {"kind": "allow", "tool": "t", "until": 7, "reason": ""},
+            [
+                "'until': unknown key; there are kind, caller, session, fingerprint, tool, policy, seconds, reason",
+                "reason must be a text of 1 to 256 characters, not ''",
+            ],
+        ),
+    ],
+)
+def test_a_bad_order_says_what_would_be_right(given: object, problems: list[str]) -> None:
+    """Everything that is wrong is told at once, and nothing is ordered."""
+    with pytest.raises(BadOrderError) as error:
+        parse_order(given, "", 0, [])
+
+    assert error.value.problems == problems
+
+
+def test_whoever_orders_is_told_what_it_will_not_do() -> None:
+    """A name that no policy knows, a policy that is not loaded, a shadow policy, and a conversation that cannot forget."""
+    one = Replicas(1, policy("p", ANY, **USER), policy("s", ANY, mode="shadow", **USER), agents(limit_keys=["jwt:org"]))
+
+    def remarks(**given: Any) -> list[str]:  # noqa: ANN401  # an order
+        return one.give(**given)[1]
+
+    assert remarks(kind="block", caller={"x-user-id": "ann"}) == []
+    assert remarks(kind="block", caller={"user": "ann"}) == [
+        "no policy tells callers apart by user: there are org, x-user-id",
+    ]
+    assert remarks(kind="allow", tool="t", policy="gone") == ["no policy gone is loaded"]
+    assert remarks(kind="block", tool="t", policy="s") == [
+        "the policies that it is about are in shadow, so nobody is refused",
+    ]
+    (said,) = remarks(kind="release", tool="t")
+    assert said.startswith("what a conversation shows itself cannot be forgotten, and this is what decides in agents (default)")
+
+
+def test_a_reload_keeps_what_is_ordered() -> None:
+    """Overrides are not part of the policies."""
+    one = Replicas(1)
+    one.give(kind="block", caller={"x-user-id": "ann"})
+    one.services[0].engine = make_engine(policy("q", ANY, **USER))
+
+    assert send(one.services[0], 1) == [429]
+    assert one.services[0].metrics.registry.get_sample_value("loopguard_overrides", {"kind": "block"}) == 1
