@@ -478,10 +478,10 @@ class Evaluation:
 
     def admit(self, plan: Plan) -> None:
         """Make every detector of the plan a candidate, or note why it does not count this request."""
+        self.paired = self.paired or plan.paired
         if plan.watching is not None and not self.enforcing.takes(plan, self.request):
             plan = plan.watching
         lane = self.shadow if plan.shadow else self.enforcing
-        self.paired = self.paired or plan.paired
         if lane.admit(plan, self.request) and plan.needs_body:
             self.inspects = max(self.inspects, plan.inspects)
             self.steers = max(self.steers, plan.steers)

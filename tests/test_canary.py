@@ -24,6 +24,8 @@ from extproc.metrics import Metrics
 from extproc.options import read_options
 from extproc.policy.loader import parse
 from extproc.policy.pairings import MAX_PAIRINGS, Pairing
+from extproc.ramp import Ramp
+from extproc.request import HttpRequest, compile_descriptors
 from extproc.service import Service
 from extproc.store.boards import MAX_DOCUMENT
 from extproc.store.memory import MemoryStore
@@ -82,6 +84,10 @@ PAIRINGS: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]]]] = {
     ),
     "another selector": ([LIVE, policy("s", {"pathExact": "/x"}, mode="shadow")], []),
     "two with the same selector": ([LIVE, policy("other", ANY), shadow()], []),
+    "one that acts on a share": (
+        [LIVE, policy("e", ANY, canary_of="live", enforce_percent=99, **USER), policy("f", ANY, enforce_percent=1, **USER)],
+        [("live", "e")],
+    ),
     "no live": ([shadow()], []),
     "no shadow": ([LIVE], []),
     "a live that does nothing": ([policy("live", ANY, enabled=False), shadow(canary_of="live")], []),
@@ -113,6 +119,16 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
         [LIVE, policy("e", ANY, canary_of="live")],
         "/policies/1/spec/canary_of",
         "belongs to a policy with mode shadow",
+    ),
+    "one that acts on everybody": (
+        [LIVE, policy("e", ANY, canary_of="live", enforce_percent=100)],
+        "/policies/1/spec/canary_of",
+        "belongs to a policy with mode shadow, or with an enforce_percent below 100; this one acts on all callers",
+    ),
+    "nobody, for a share": (
+        [LIVE, policy("e", ANY, canary_of="lvie", enforce_percent=99, **USER)],
+        "/policies/1/spec/canary_of",
+        "none is called 'lvie'; did you mean 'live'?",
     ),
     "no id": ([LIVE, shadow(canary_of="a b")], "/policies/1/spec/canary_of", "not 'a b'"),
 }
@@ -153,6 +169,20 @@ def test_both_verdicts_about_each_request() -> None:
     service = make_service(LIVE, shadow())
 
     assert send(service, 5) == [0, 0, 0, 429, 429]
+    assert counts_of(service) == {"neither": 1, "only_candidate": 2, "both": 2, "extra": 2, "already": 2, "refused": 2}
+
+
+def test_a_candidate_that_acts_on_a_share_is_compared_on_the_others() -> None:
+    """On whom it acts already it is no question any more, and nothing is said to be missing there."""
+    ramped = policy("strict", ANY, canary_of="live", enforce_percent=50, threshold_identical_requests=2, **USER)
+    ramp = Ramp(50, compile_descriptors(USER["limit_keys"]), "strict")
+    places = {name: ramp.find_place(HttpRequest("GET", "/", "", {"x-user-id": name.encode()})) for name in "abcdefgh"}
+    insider, outsider = min(places, key=lambda name: places[name]), max(places, key=lambda name: places[name])
+    service = make_service(LIVE, ramped)
+
+    assert send(service, 5, user=insider) == [0, 429, 429, 429, 429]
+    assert counts_of(service) == {}
+    assert send(service, 5, user=outsider) == [0, 0, 0, 429, 429]
     assert counts_of(service) == {"neither": 1, "only_candidate": 2, "both": 2, "extra": 2, "already": 2, "refused": 2}
 
 

@@ -32,7 +32,7 @@ FLOORS: list[list[str]] = [
         "request",
         "windows",
     ],
-    ["policy", "policy/objects", "policy/strict_json", "policy/files"],
+    ["policy", "policy/objects", "policy/strict_json", "policy/splice", "policy/files"],
     ["similarity/document"],
     [*SHARED, *(name for name in SHAPES if name not in SHARED), "similarity/shapes"],
     ["similarity/actions", "similarity/results", "similarity/tools", "similarity/turn"],
@@ -102,6 +102,7 @@ FLOORS: list[list[str]] = [
                 "canary",
             )
             for name in ("serve", "init", "validate", "explain", "schema", "envoy_config", "healthcheck", "canary", "top")
+            for name in ("serve", "init", "validate", "explain", "schema", "envoy_config", "healthcheck", "canary", "promote")
         ),
         "commands/replay",
     ],

@@ -255,15 +255,22 @@ class Pairs:
         trace = group_by_policy(decision.trace)
         evaluation.trace = trace
         for outcome in trace:
-            pair = self._by_candidate.get(outcome.policy)
-            if pair is not None:
-                live = _find_outcome(trace, pair.pairing.live) or _find_outcome(evaluation.earlier, pair.pairing.live)
-                about = pair.compare(live, outcome, refused=refused)
-                if about:
-                    _tell(pair, about, evaluation, outcome if live is None or about not in _LIVE_ALONE else live)
-            else:
-                for pair in self._by_live.get(outcome.policy, ()):
-                    pair.live_counted += 1
+            for pair in self._by_live.get(outcome.policy, ()):
+                pair.live_counted += 1
+            tried = self._by_candidate.get(outcome.policy)
+            if tried is not None:
+                live = _find_outcome(trace, tried.pairing.live) or _find_outcome(evaluation.earlier, tried.pairing.live)
+                _compare(tried, live, outcome, evaluation, refused=refused)
+
+
+def _compare(pair: Pair, live: Outcome | None, candidate: Outcome, evaluation: Evaluation, *, refused: bool) -> None:
+    """Count one request for a pair; one on which the candidate acts already is no question any more."""
+    if candidate.mode == "enforce":
+        pair.compared_with_live += live is not None
+        return
+    about = pair.compare(live, candidate, refused=refused)
+    if about:
+        _tell(pair, about, evaluation, candidate if live is None or about not in _LIVE_ALONE else live)
 
 
 def _find_outcome(trace: Sequence[Outcome], policy: str) -> Outcome | None:

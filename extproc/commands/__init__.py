@@ -20,6 +20,7 @@ COMMANDS = (
     "explain",
     "replay",
     "canary",
+    "promote",
     "schema",
     "envoy-config",
     "check-envoy",

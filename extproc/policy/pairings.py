@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from extproc.policy.bundle import Policy, Selector
+from extproc.policy.rules import is_watching
 
 MAX_PAIRINGS = 100
 """Of one load; what is compared of each is kept in memory. Those beyond are shadow policies like any other."""
@@ -21,7 +22,7 @@ class Pairing(NamedTuple):
 
     Attributes:
         live: id of the enforcing policy.
-        candidate: id of the shadow policy.
+        candidate: id of the shadow policy, or of one that acts on a share of its callers and watches the others.
         identity: of what both of them say, 16 hex digits; a policy that changes starts to be compared anew.
     """
 
@@ -31,16 +32,16 @@ class Pairing(NamedTuple):
 
 
 def find_pairings(policies: Sequence[Policy]) -> list[Pairing]:
-    """Every shadow policy that names an enforcing one, or has the selector of exactly one, in the order of the policies."""
-    shadows = [policy for policy in policies if policy.spec.mode == "shadow"]
-    if not shadows:
+    """Every policy that watches and names an enforcing one, or in shadow has the selector of exactly one, in their order."""
+    candidates = [policy for policy in policies if policy.spec.mode == "shadow" or policy.spec.canary_of is not None]
+    if not candidates:
         return []
     enforcing = {policy.id: policy for policy in policies if policy.spec.mode == "enforce"}
     by_selector: dict[str, list[Policy]] = {}
     for policy in enforcing.values():
         by_selector.setdefault(_write_selector(policy.spec.selector), []).append(policy)
     found = []
-    for candidate in shadows:
+    for candidate in candidates:
         live = enforcing.get(candidate.spec.canary_of or "")
         if candidate.spec.canary_of is None:
             alike = by_selector.get(_write_selector(candidate.spec.selector), [])
@@ -67,7 +68,7 @@ class Claim(NamedTuple):
     Attributes:
         identity: its id.
         mode: of it.
-        canary_of: the id that it names.
+        canary_of: the id that it names; None where it watches nobody, which is an error of its own.
     """
 
     identity: str
@@ -81,7 +82,8 @@ def read_claim(entry: Any) -> Claim | None:  # noqa: ANN401  # raw JSON
     if not isinstance(spec, dict) or not isinstance(entry.get("id"), str):
         return None
     mode, named = spec.get("mode", "enforce"), spec.get("canary_of")
-    return Claim(entry["id"], mode if isinstance(mode, str) else "", named if isinstance(named, str) else None)
+    named = named if isinstance(named, str) and is_watching(spec) else None
+    return Claim(entry["id"], mode if isinstance(mode, str) else "", named)
 
 
 def find_pairing_errors(claims: Iterable[Claim | None]) -> Iterator[tuple[int, str]]:
@@ -94,8 +96,8 @@ def find_pairing_errors(claims: Iterable[Claim | None]) -> Iterator[tuple[int, s
     modes = {claim.identity: claim.mode for claim in claimed if claim is not None}
     for place, claim in enumerate(claimed):
         named = claim.canary_of if claim is not None else None
-        if claim is None or named is None or claim.mode != "shadow":
-            continue  # one that acts and names another is told so by itself
+        if claim is None or named is None:
+            continue
         if named == claim.identity:
             yield place, "canary_of must name another policy, and this is the policy itself"
         elif named not in modes:

@@ -6,7 +6,7 @@ every error has to be reported at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -87,8 +87,9 @@ def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # ra
             many = f"hosts, methods and routes make {combinations} combinations, of which {MAX_COMBINATIONS} are taken"
             yield ("selector",), f"{many}; make several policies of it, or leave one of them out to match any"
     yield from _find_ramp_errors(spec)
-    if spec.get("canary_of") is not None and spec.get("mode", "enforce") == "enforce":
-        yield ("canary_of",), "canary_of belongs to a policy with mode shadow, and this one has enforce; leave one of them out"
+    if spec.get("canary_of") is not None and spec.get("mode", "enforce") == "enforce" and not is_watching(spec):
+        owners = "a policy with mode shadow, or with an enforce_percent below 100"
+        yield ("canary_of",), f"canary_of belongs to {owners}; this one acts on all callers"
     loops = spec.get("loop_detection")
     if isinstance(loops, list):
         for number, loop in enumerate(loops):
@@ -113,6 +114,12 @@ def _find_ramp_errors(spec: dict[str, Any]) -> Iterator[tuple[Place, str]]:
     elif percent < EVERYBODY and spec.get("ramp_by") is None and all(map(is_in_body, _list_limit_keys(spec))):
         needed = "no limit_keys tell callers apart by the head of their requests; name in ramp_by what does"
         yield place, f"enforce_percent chooses among callers, and {needed}"
+
+
+def is_watching(spec: Mapping[str, Any]) -> bool:
+    """Whether a raw policy spec is in shadow, for all callers or for some."""
+    percent = spec.get("enforce_percent")
+    return spec.get("mode") == SHADOW or (isinstance(percent, int) and percent < EVERYBODY)
 
 
 def _list_limit_keys(spec: dict[str, Any]) -> list[str]:

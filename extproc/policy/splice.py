@@ -1,0 +1,90 @@
+"""Changes of a JSON text that leave every other character as it was: white space, order, and how values are written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from extproc.policy.objects import Place
+
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\r\n]*")
+_BYTE_ORDER_MARK = "\ufeff"
+
+
+class _Item(NamedTuple):
+    """Where a member of an object stands in the text, or an element of an array, which has no key.
+
+    Attributes:
+        step: its key, or its number.
+        lead: where the white space in front of it starts.
+        start: where it starts itself.
+        value: where its value starts.
+        end: where its value ends.
+    """
+
+    step: str | int
+    lead: int
+    start: int
+    value: int
+    end: int
+
+
+def replace_value(text: str, place: Place, value: object) -> str:
+    """The text with another value at a place; it is JSON, and the place is there."""
+    item, _ = _find_item(text, place)
+    return text[: item.value] + json.dumps(value) + text[item.end :]
+
+
+def insert_behind(text: str, place: Place, key: str, value: object) -> str:
+    """The text with another member behind the one at a place, spaced as its neighbours are."""
+    item, follower = _find_item(text, place)
+    neighbour = follower or item
+    lead = text[neighbour.lead : neighbour.start]
+    colon = text[_DECODER.raw_decode(text, item.start)[1] : item.value]
+    return f"{text[: item.end]},{lead}{json.dumps(key)}{colon}{json.dumps(value)}{text[item.end :]}"
+
+
+def remove_member(text: str, place: Place) -> str:
+    """The text without the member at a place, which is not the only one of its object."""
+    item, follower = _find_item(text, place)
+    if follower is not None:
+        return text[: item.start] + text[follower.start :]
+    comma = text.rindex(",", 0, item.start)
+    return text[:comma] + text[item.end :]
+
+
+def _find_item(text: str, place: Place) -> tuple[_Item, _Item | None]:
+    """What stands at a place, and what stands behind it in the same object or array."""
+    at = _skip(text, len(_BYTE_ORDER_MARK) if text.startswith(_BYTE_ORDER_MARK) else 0)
+    for step in place[:-1]:
+        at = next(item.value for item in _list_items(text, at) if item.step == step)
+    items = _list_items(text, at)
+    item = next(item for item in items if item.step == place[-1])
+    return item, next(items, None)
+
+
+def _list_items(text: str, at: int) -> Iterator[_Item]:
+    """What the object or array has in it that starts here."""
+    named = text[at] == "{"
+    number, lead = 0, at + 1
+    start = _skip(text, lead)
+    while text[start] not in "}]":
+        step: str | int = number
+        value = start
+        if named:
+            step, behind = _DECODER.raw_decode(text, start)
+            value = _skip(text, text.index(":", behind) + 1)
+        _, end = _DECODER.raw_decode(text, value)
+        yield _Item(step, lead, start, value, end)
+        lead = _skip(text, end) + (text[_skip(text, end)] == ",")
+        start = _skip(text, lead)
+        number += 1
+
+
+def _skip(text: str, at: int) -> int:
+    """Where the white space ends that starts here."""
+    found = _SPACE.match(text, at)
+    return found.end() if found is not None else at
