@@ -11,13 +11,14 @@ from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from time import perf_counter
 from types import NoneType
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 from extproc.errors import StoreError
 from extproc.evaluation import Lane
 from extproc.metrics import Metrics
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
+from extproc.store.pending import Pending
 from extproc.windows import Count, Push
 
 Counts: TypeAlias = list[Count] | tuple[Count, ...] | None
@@ -32,29 +33,29 @@ HERE: Final = (list, tuple, NoneType)
 
 
 class Asked:
-    """Counts that the store has been asked for, and of which it has made a future.
+    """Counts that the store owes.
 
     Attributes:
-        future: of the store's; whoever cancels it wants no counts any more.
+        pending: of the store's; whoever cancels it wants no counts any more.
     """
 
-    __slots__ = ("_counting", "_lane", "_started", "future")
+    __slots__ = ("_counting", "_lane", "_started", "pending")
 
-    def __init__(self, counting: Counting, lane: Lane, future: asyncio.Future[list[Count]]) -> None:
+    def __init__(self, counting: Counting, lane: Lane, pending: Pending) -> None:
         """Start the clock."""
-        self.future = future
+        self.pending = pending
         self._counting = counting
         self._lane = lane
         self._started = perf_counter()
 
     def take(self) -> Counts:
-        """The counts, once the future is done."""
-        return self._counting.take(self._lane, self.future, self._started)
+        """The counts, once they are there."""
+        return self._counting.take(self._lane, self.pending, self._started)
 
     async def wait(self) -> Counts:
         """The counts."""
-        with suppress(Exception):  # it is taken out of the future below
-            await self.future
+        with suppress(StoreError):  # `take` sorts it out
+            await self.pending
         return self.take()
 
 
@@ -125,10 +126,12 @@ class Counting:
 
     def _watch(self, pushes: Sequence[Push], rings: Awaitable[Rings]) -> None:
         """Nobody waits for these, but a failure is one all the same. The store's own deadline bounds how many there are."""
-        asyncio.ensure_future(rings).add_done_callback(lambda done: self._finish(pushes, done))
+        if isinstance(rings, Pending):
+            rings.then(lambda: self._finish(pushes, rings.error))
+        else:
+            asyncio.ensure_future(rings).add_done_callback(lambda done: self._finish(pushes, done.exception()))
 
-    def _finish(self, pushes: Sequence[Push], done: asyncio.Future[Rings]) -> None:
-        error = done.exception() if not done.cancelled() else None
+    def _finish(self, pushes: Sequence[Push], error: BaseException | None) -> None:
         if error is not None:
             self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
             self._local.push(pushes)
@@ -143,18 +146,18 @@ class Counting:
             return self._do_without_store(lane, error)
         if isinstance(counts, HERE):
             return counts
-        return Asked(self, lane, counts) if isinstance(counts, asyncio.Future) else self._count_later(lane, counts)
+        return Asked(self, lane, counts) if isinstance(counts, Pending) else self._count_later(lane, counts)
 
-    def take(self, lane: Lane, future: asyncio.Future[list[Count]], started: float) -> Counts:
-        """What a future of the store's holds, or what takes its place.
+    def take(self, lane: Lane, pending: Pending, started: float) -> Counts:
+        """What the store has answered, or what takes its place.
 
         Args:
             lane: whose counts they are.
-            future: that is done.
+            pending: is done.
             started: when the store was asked, by `perf_counter`.
         """
         try:
-            return future.result()
+            return cast("list[Count]", pending.result())
         except Exception as error:  # noqa: BLE001  # sorted out by the callee
             return self._do_without_store(lane, error)
         finally:

@@ -30,7 +30,7 @@ from extproc.canary.pairs import Pairs
 from extproc.counting import HERE, Asked, Counting, Counts, MaybeCounts, settle
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine import Engine
-from extproc.errors import ProtocolError
+from extproc.errors import ProtocolError, StoreError
 from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY, Body, write_crc32
 from extproc.guards.override import Overrides, Standing
@@ -101,30 +101,33 @@ _NO_ANSWER: Final = Reply(None, done=True)
 
 
 class Later:
-    """A reply that waits for a future of the store's and nothing else, which whoever owns the socket can do without a task.
+    """A reply that waits for the store and nothing else, which whoever owns the socket can do without a task."""
 
-    Attributes:
-        future: that is waited for; to cancel it is to want no reply any more.
-    """
-
-    __slots__ = ("_asked", "_evaluation", "_kind", "_shadow_counts", "_stream", "future")
+    __slots__ = ("_asked", "_evaluation", "_kind", "_shadow_counts", "_stream")
 
     def __init__(self, stream: Stream, kind: str, evaluation: Evaluation, asked: Asked, shadow_counts: Counts) -> None:
         """See `Stream.settle`."""
-        self.future = asked.future
         self._stream = stream
         self._kind = kind
         self._evaluation = evaluation
         self._asked = asked
         self._shadow_counts = shadow_counts
 
+    def then(self, listener: Callable[[], object]) -> None:
+        """Call this as soon as the store has answered, for it to `settle`."""
+        self._asked.pending.then(listener)
+
+    def cancel(self) -> None:
+        """Want no reply any more."""
+        self._asked.pending.cancel()
+
     def settle(self) -> Reply:
-        """The reply, once the future is done."""
+        """The reply, once the store has answered."""
         return self._stream.settle(self._kind, self._evaluation, self._asked, self._shadow_counts)
 
     async def _wait(self) -> Reply:
-        with suppress(Exception):  # it is taken out of the future below
-            await self.future
+        with suppress(StoreError):  # `settle` sorts it out
+            await self._asked.pending
         return self.settle()
 
     def __await__(self) -> Generator[Any, None, Reply]:

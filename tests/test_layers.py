@@ -47,6 +47,7 @@ FLOORS: list[list[str]] = [
         "store/orders",
         "store",
         "store/certain",
+        "store/pending",
         "store/scripts",
         "store/boards",
         "store/client",

@@ -10,6 +10,7 @@ us keep or make room for has an end.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import ssl
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any, TypeAlias
 
 import hiredis
 from redis._parsers import _AsyncHiredisParser
+from redis._parsers.hiredis import NOT_ENOUGH_DATA
 from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -37,6 +39,7 @@ Reply: TypeAlias = "int | bytes | list[Any] | ResponseError | None"
 
 _pack: Callable[[Command], bytes] = hiredis.pack_command  # type: ignore[assignment]  # its stub takes one-tuples alone
 
+_READ_BYTES = 65_536
 _MAX_BYTES = 8 * 1024 * 1024
 _MAX_ELEMENTS = 500_000
 """Of one reply. A cluster whose every slot is a range of its own comes near; 256 answers of scripts are far below."""
@@ -73,7 +76,7 @@ class _WaryParser(_AsyncHiredisParser):
 
     async def read_response(self, disable_decoding: bool = False, push_request: bool = False) -> Any:  # noqa: ANN401, FBT001, FBT002  # as redis-py has it
         """See redis-py."""
-        self._bytes = self._elements = 0
+        self.begin()
         return await super().read_response(disable_decoding, push_request)
 
     async def read_from_socket(self) -> bool:
@@ -85,14 +88,43 @@ class _WaryParser(_AsyncHiredisParser):
         data = await self._stream.read(self._read_size)  # type: ignore[union-attr]  # there while connected
         if not data:
             raise ConnectionError("connection closed by the server")
+        self.feed(data)
+        return True
+
+    def begin(self) -> None:
+        """What comes now answers something new."""
+        self._bytes = self._elements = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take what has arrived.
+
+        Raises:
+            InvalidResponse: it is too much.
+        """
         text = self._line + data
         self._line = text[text.rfind(b"\n") :][:_LONGEST_TEXT]
         self._bytes += len(data)
         self._elements += sum(map(int, _LIST.findall(text)))
         if self._bytes > _MAX_BYTES or self._elements > _MAX_ELEMENTS:
             raise InvalidResponse("a reply without an end")
-        self._reader.feed(data)  # type: ignore[attr-defined]  # so is this
-        return True
+        self._reader.feed(data)  # type: ignore[attr-defined]  # there while connected
+
+    def take(self, number: int) -> list[Reply]:
+        """The next replies that are all there, at most so many.
+
+        Raises:
+            RedisError: the server says that it will not go on.
+        """
+        replies: list[Reply] = []
+        while len(replies) < number and (reply := self._reader.gets()) is not NOT_ENOUGH_DATA:  # type: ignore[attr-defined]
+            if isinstance(reply, RedisError) and not isinstance(reply, ResponseError):
+                raise reply
+            replies.append(reply)
+        return replies
+
+    def has_more(self) -> bool:
+        """Whether something is left that no reply was taken from."""
+        return bool(self._reader.has_data())  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,46 +155,42 @@ class Access:
     database: int = 0
 
 
-class Link:
-    """An open connection: commands go out in one write, replies come back in their order."""
+class Link(asyncio.Protocol):
+    """An open connection: commands go out in one write, replies come back in their order.
 
-    def __init__(self, place: Place, connection: AbstractConnection) -> None:
+    redis-py opens it and logs in. Then its transport is taken over, because redis-py's streams and coroutines would cost a
+    round trip as much as a dozen of its hits.
+    """
+
+    def __init__(self, place: Place, connection: AbstractConnection, parser: _WaryParser) -> None:
         """`place` is for error messages."""
         self._place = place
         self._connection = connection
+        self._parser = parser
+        self._asked = 0
+        self._replies: list[Reply] = []
+        self._answer: asyncio.Future[list[Reply]] | None = None
+        self._lost: StoreError | None = None
+        self._transport: Any = connection._writer.transport  # type: ignore[union-attr]  # noqa: SLF001  # redis-py hands out none
+        self._transport.set_protocol(self)
 
-    async def is_usable(self) -> bool:
-        """Whether it is open, with nothing on it that nobody asked for."""
-        return self._connection.is_connected and not await self._connection.can_read()
+    def is_usable(self) -> bool:
+        """Whether it is open, with nothing on it that somebody has not waited for."""
+        return self._lost is None and self._answer is None
 
-    async def send(self, commands: Sequence[Command]) -> None:
-        """Send commands in one write; each has one reply to be received.
-
-        Raises:
-            StoreError: the connection has ended.
-        """
-        try:
-            await self._connection.send_packed_command(b"".join(map(_pack, commands)), check_health=False)
-        except Exception as error:  # noqa: BLE001  # see explain
-            raise explain(error, self._place) from None
-
-    async def receive(self, number: int) -> list[Reply]:
-        """So many replies, error replies among them. Whoever gives up waiting for them ends the connection.
+    def exchange(self, commands: Sequence[Command]) -> asyncio.Future[list[Reply]]:
+        """Send commands in one write; their replies, error replies among them. After a wait given up the link is not usable.
 
         Raises:
-            StoreError: the connection ended first, or there is more.
+            StoreError: the connection has ended, at once or from the future.
         """
-        replies: list[Reply] = []
-        for _ in range(number):
-            try:
-                replies.append(await self._connection.read_response())
-            except ResponseError as error:
-                replies.append(error)
-            except Exception as error:  # noqa: BLE001  # see explain
-                raise explain(error, self._place) from None
-        if not await self.is_usable():
-            raise StoreError(f"{self._place}: more answers than questions, or the end", kind="response")
-        return replies
+        if self._lost is not None:
+            raise self._lost
+        self._asked, self._replies = len(commands), []
+        self._answer = asyncio.get_running_loop().create_future()
+        self._parser.begin()
+        self._transport.write(b"".join(map(_pack, commands)))
+        return self._answer
 
     async def ask(self, *commands: Command) -> Reply:
         """Send commands; the reply to the last one.
@@ -170,12 +198,42 @@ class Link:
         Raises:
             StoreError: the connection ended first.
         """
-        await self.send(commands)
-        return (await self.receive(len(commands)))[-1]
+        return (await self.exchange(commands))[-1]
 
     async def drop(self) -> None:
         """End the connection at once."""
+        self._lose(StoreError(f"{self._place}: the connection was dropped", kind="connection"))
         await self._connection.disconnect(nowait=True)
+
+    def data_received(self, data: bytes) -> None:
+        """The server said something."""
+        try:
+            self._parser.feed(data)
+            self._replies += self._parser.take(self._asked - len(self._replies))
+        except Exception as error:  # noqa: BLE001  # see explain
+            self._lose(explain(error, self._place))
+            return
+        if len(self._replies) < self._asked:
+            return
+        if self._parser.has_more():
+            self._lose(StoreError(f"{self._place}: more answers than questions", kind="response"))
+        elif self._answer is not None and not self._answer.done():
+            answer, self._answer = self._answer, None
+            answer.set_result(self._replies)
+            self._asked, self._replies = 0, []
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection has ended."""
+        self._lose(explain(exc or ConnectionError(), self._place))
+
+    def _lose(self, error: StoreError) -> None:
+        if self._lost is not None:
+            return
+        self._lost = error
+        self._transport.abort()
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+            self._answer.exception()  # nobody may be there to hear it, which is no reason for asyncio to complain
 
 
 async def connect(place: Place, access: Access) -> Link:
@@ -184,9 +242,12 @@ async def connect(place: Place, access: Access) -> Link:
     Raises:
         StoreError: no server, or it will not have us.
     """
-    connection = _make_connection(place, access)
+    parser = _WaryParser(_READ_BYTES)
+    connection = _make_connection(place, access, parser)
     try:
         await connection.connect()  # type: ignore[no-untyped-call]  # redis-py's own types say little
+        if await connection.can_read():
+            raise StoreError(f"{place}: more answers than questions, or the end", kind="response")  # noqa: TRY301  # handled alike
     except BaseException as error:
         await connection.disconnect(nowait=True)
         if not isinstance(error, Exception):
@@ -196,16 +257,16 @@ async def connect(place: Place, access: Access) -> Link:
             # What the server says may quote what it was sent.
             refused = StoreError(f"{place}: the server does not take this login, or has no such database", kind="auth")
         raise refused from None
-    return Link(place, connection)
+    return Link(place, connection, parser)
 
 
-def _make_connection(place: Place, access: Access) -> AbstractConnection:
+def _make_connection(place: Place, access: Access, parser: _WaryParser) -> AbstractConnection:
     more: dict[str, Any] = {
         "db": access.database,
         "credential_provider": access.credentials,
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
-        "parser_class": _WaryParser,
+        "parser_class": lambda socket_read_size: parser,  # noqa: ARG005  # as redis-py calls it
         "driver_info": None,
         "socket_timeout": None,
         "socket_connect_timeout": None,

@@ -104,11 +104,10 @@ class RedisBackend:
         parts: dict[Link, list[_Group]] = {}
         for group in groups:
             parts.setdefault(await self._topology.find(group.tag), []).append(group)
-        for link, mine in parts.items():
-            await link.send([self._command(group) for group in mine])
+        answers = [link.exchange([self._command(group) for group in mine]) for link, mine in parts.items()]
         found: list[tuple[_Group, Reply]] = []
-        for link, mine in parts.items():
-            found += zip(mine, await link.receive(len(mine)), strict=True)
+        for mine, answer in zip(parts.values(), answers, strict=True):
+            found += zip(mine, await answer, strict=True)
         return found
 
     async def _ask_again(self, group: _Group, error: ResponseError, answers: list[Any]) -> None:

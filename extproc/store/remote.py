@@ -25,6 +25,7 @@ from extproc.metrics import Metrics
 from extproc.store.aside import Aside
 from extproc.store.certain import Certain
 from extproc.store.orders import Orders
+from extproc.store.pending import Pending
 from extproc.store.remote_boards import RemoteBoards
 from extproc.store.remote_orders import RemoteOrders
 from extproc.store.scripts import Call, Verdict, count_call, push_call
@@ -83,10 +84,10 @@ class _Waiting:
 
     __slots__ = ("answer", "calls", "deadline", "finish")
 
-    def __init__(self, calls: list[Call], finish: _Finish, answer: asyncio.Future[Any], deadline: float) -> None:
+    def __init__(self, calls: list[Call], finish: _Finish, deadline: float) -> None:
         self.calls = calls
         self.finish = finish
-        self.answer = answer
+        self.answer = Pending()
         self.deadline = deadline
 
 
@@ -218,7 +219,7 @@ class RemoteStore:
         if self._trouble is not None:
             raise _make_unavailable(self._trouble)
 
-    def _ask(self, calls: list[Call], finish: _Finish) -> asyncio.Future[Any]:
+    def _ask(self, calls: list[Call], finish: _Finish) -> Pending:
         """Have calls made with the next round trip.
 
         Raises:
@@ -226,7 +227,7 @@ class RemoteStore:
         """
         self._check_open()
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(calls, finish, loop.create_future(), loop.time() + self._timeout)
+        waiting = _Waiting(calls, finish, loop.time() + self._timeout)
         self._queue.append(waiting)
         self._call_departure(loop)
         return waiting.answer
@@ -277,7 +278,7 @@ class RemoteStore:
                 break
         else:
             batch, self._queue = self._queue, []
-        return [waiting for waiting in batch if not waiting.answer.done() or waiting.answer.cancelled()]
+        return [waiting for waiting in batch if not waiting.answer.done or waiting.answer.cancelled]
 
     def _land(self, task: asyncio.Task[list[Any]]) -> None:
         flight = self._flight
@@ -294,15 +295,14 @@ class RemoteStore:
         for waiting in flight.batch:
             answer = waiting.finish(waiting.calls, answers[taken : taken + len(waiting.calls)])
             taken += len(waiting.calls)
-            if not waiting.answer.done():  # its client may have left
-                waiting.answer.set_result(answer)
+            waiting.answer.settle(answer)
         self._call_departure(asyncio.get_running_loop())
 
     def _watch(self) -> None:
         """Be back at the first deadline."""
         if self._clock is None:
             first = [self._flight.deadline] if self._flight is not None else []
-            first += [waiting.deadline for waiting in self._list_waiting() if not waiting.answer.done()][:1]
+            first += [waiting.deadline for waiting in self._list_waiting() if not waiting.answer.done][:1]
             if first:
                 loop = asyncio.get_running_loop()
                 self._clock = loop.call_at(min(first) - _SECOND_LOOK, loop.call_later, _SECOND_LOOK, self._expire)
@@ -317,7 +317,7 @@ class RemoteStore:
             return
         for waiting in self._list_waiting():
             if waiting.deadline <= now:
-                _tell(waiting, StoreError(str(error), kind=error.kind))
+                waiting.answer.settle(None, StoreError(str(error), kind=error.kind))
         self._watch()
 
     def _list_waiting(self) -> Sequence[_Waiting]:
@@ -327,8 +327,7 @@ class RemoteStore:
     def _fail(self, error: StoreError, batch: Sequence[_Waiting] = ()) -> None:
         """Open the breaker: everybody who waits hears of it, and the probe starts."""
         self._metrics.store_errors.labels(error.kind).inc()
-        for waiting in (*batch, *self._list_waiting()):
-            _tell(waiting, _make_unavailable(error))
+        told = (*batch, *self._list_waiting())
         flight, self._flight, self._queue = self._flight, None, []
         if flight is not None:
             flight.task.cancel()
@@ -337,6 +336,8 @@ class RemoteStore:
         self._trouble = error
         if self._probing is None:
             self._probing = asyncio.get_running_loop().create_task(self._probe())
+        for waiting in told:
+            waiting.answer.settle(None, _make_unavailable(error))
 
     async def _probe(self) -> None:
         loop = asyncio.get_running_loop()
@@ -389,12 +390,6 @@ def _blame_bug(bug: BaseException) -> StoreError:
 def _make_unavailable(trouble: StoreError) -> StoreError:
     """What a request hears, an error of its own: one that is raised again and again would grow with every traceback."""
     return StoreError(str(trouble), kind="unavailable")
-
-
-def _tell(waiting: _Waiting, error: StoreError) -> None:
-    if not waiting.answer.done():
-        waiting.answer.set_exception(error)
-        waiting.answer.exception()  # nobody may be there to hear it, which is no reason for asyncio to complain
 
 
 def _take_counts(_: list[Call], verdicts: list[Verdict]) -> list[Count]:

@@ -69,7 +69,7 @@ class One:
 
     async def find(self, tag: str) -> Link:  # noqa: ARG002  # one server has all keys
         """See `Topology`."""
-        if self._link is None or not await self._link.is_usable():
+        if self._link is None or not self._link.is_usable():
             await self.drop()
             self._link = await connect(await self._choose(), self._access)
         return self._link
@@ -164,7 +164,7 @@ class Cluster:
     async def at(self, place: Place) -> Link:
         """See `Topology`."""
         link = self._links.get(place)
-        if link is None or not await link.is_usable():
+        if link is None or not link.is_usable():
             if link is not None:
                 await link.drop()
             link = self._links[place] = await connect(place, self._access)

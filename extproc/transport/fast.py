@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from heapq import nsmallest
 from operator import attrgetter
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from google.protobuf.message import DecodeError
 
@@ -72,7 +72,7 @@ class _Serving:
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
-        self.task: asyncio.Future[Any] | None = None
+        self.task: asyncio.Task[None] | Later | None = None
 
 
 class _Peer(asyncio.Protocol):
@@ -244,16 +244,14 @@ class _Peer(asyncio.Protocol):
             return
         self._grpc.pause(call)
         if isinstance(reply, Later):
-            serving.task = reply.future
-            reply.future.add_done_callback(partial(self._settle, call, serving, reply))
+            serving.task = reply
+            reply.then(partial(self._settle, call, serving, reply))
         else:
             # Not by the loop's create_task, which makes up a name for it.
             serving.task = asyncio.Task(self._process_later(call, serving, reply), loop=self._loop, name="answer")
 
-    def _settle(self, call: Call, serving: _Serving, later: Later, future: asyncio.Future[Any]) -> None:
+    def _settle(self, call: Call, serving: _Serving, later: Later) -> None:
         """The store has answered."""
-        if future.cancelled():
-            return  # the call is over
         reply = later.settle()
         if reply.hold_ms:
             serving.task = asyncio.Task(self._process_later(call, serving, reply), loop=self._loop, name="answer")

@@ -1,0 +1,77 @@
+"""An answer that is on its way from a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from typing import Any
+
+from extproc.errors import StoreError
+
+
+class Pending:
+    """What a caller waits for: by `await`, or by `then` and `result`.
+
+    A future of asyncio's would tell each caller through the event loop, which costs as much as all else that is done for it.
+    Here whoever brings the answers of a round trip calls its callers.
+
+    Attributes:
+        done: the answer is there, or nobody wants it any more.
+        cancelled: nobody wants it.
+        error: why there will be none.
+    """
+
+    __slots__ = ("_answer", "_listener", "cancelled", "done", "error")
+
+    def __init__(self) -> None:
+        """Nothing is known."""
+        self.done = False
+        self.cancelled = False
+        self.error: StoreError | None = None
+        self._answer: Any = None
+        self._listener: Callable[[], object] | None = None
+
+    def then(self, listener: Callable[[], object]) -> None:
+        """Call this as soon as the answer is there, and never once it was cancelled; it must not be there yet."""
+        self._listener = listener
+
+    def cancel(self) -> None:
+        """Want no answer any more."""
+        if not self.done:
+            self.done = self.cancelled = True
+            self._listener = None
+
+    def settle(self, answer: Any, error: StoreError | None = None) -> None:  # noqa: ANN401  # the caller knows its type
+        """Tell the answer, or what went wrong, unless it is done."""
+        if self.done:
+            return
+        self.done, self._answer, self.error = True, answer, error
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        try:
+            listener()
+        except Exception as bug:  # noqa: BLE001  # whoever is told next must not pay for it
+            told = {"message": "an answer of the store's was not taken", "exception": bug}
+            asyncio.get_running_loop().call_exception_handler(told)
+
+    def result(self) -> Any:  # noqa: ANN401  # as above
+        """The answer, once it is done.
+
+        Raises:
+            StoreError: there is none.
+        """
+        if self.error is not None:
+            raise self.error
+        return self._answer
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """Wait for it."""
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:  # noqa: ANN401  # as above
+        if not self.done:
+            told = asyncio.Event()
+            self.then(told.set)
+            await told.wait()
+        return self.result()
