@@ -238,8 +238,10 @@ def _split_header_map(data: bytes, position: int, end: int) -> list[bytes]:
             raise _UnusualError
         size, start = _read_length(data, position + 1)
         position = start + size
+        if len(fields) == MAX_HEADERS:
+            raise _UnusualError
         fields.append(data[start:position])
-    if position != end or len(fields) > MAX_HEADERS:
+    if position != end:
         raise _UnusualError
     return fields
 

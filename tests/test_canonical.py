@@ -18,6 +18,7 @@ from extproc.similarity.document import (
     MAX_CONTAINERS,
     MAX_DIGITS,
     MAX_FRACTIONS,
+    MAX_MEMBERS,
     Document,
     NotCounted,
     NotJson,
@@ -429,8 +430,22 @@ def test_what_is_ignored_for_one_detector_is_there_for_the_next() -> None:
         (b"[" + b",".join([b"5"] * (MAX_FRACTIONS + 1)) + b"]", True),
         (b"[" + b"[],     " * MAX_CONTAINERS + b"0]", False),
         (b"[" + b"[],     " * (MAX_CONTAINERS - 1) + b"0]", True),
+        (b"{" + b",".join(rb'"%d\\\\" :0' % number for number in range(MAX_MEMBERS + 1)) + b"}", False),
+        (b"{" + b",".join(b'"%d":0' % number for number in range(MAX_MEMBERS)) + b"}", True),
+        (b'"' + b"06:14:33 " * MAX_MEMBERS + b'"', True),
+        (rb'"' + rb"\":0 " * (MAX_MEMBERS + 1) + b'"', True),
     ],
-    ids=["fractions", "one fraction more", "whole numbers", "containers", "one container less"],
+    ids=[
+        "fractions",
+        "one fraction more",
+        "whole numbers",
+        "containers",
+        "one container less",
+        "one member more",
+        "members",
+        "colons in a string",
+        "members in a string",
+    ],
 )
 def test_too_much_of_anything_is_not_looked_into(data: bytes, counted: bool) -> None:
     """Past a bound the body is not counted, under the reason inspect_limit, each time that somebody asks; up to it it is."""

@@ -23,6 +23,9 @@ from extproc.request import write_claim
 MAX_CONTAINERS = 100_000
 """Most `[` and `{` in a body that is looked into: decoding as many takes 10 to 20 ms, and so does copying them."""
 
+MAX_MEMBERS = 50_000
+"""Most members of objects in one that is decoded as a whole: to put their names in order takes longer than decoding them."""
+
 WORTH_COUNTING = 256 * 2**10
 """In a body of fewer bytes there is hardly room for more, and counting takes half as long as decoding."""
 
@@ -46,7 +49,7 @@ Json: TypeAlias = Any
 ABSENT = msgspec.Raw()
 """Stands where a value would have been left as it is, had there been one."""
 
-_NESTING = (dict, list)
+_NESTING = frozenset((dict, list))
 _MISSING: Json = object()
 
 
@@ -180,6 +183,7 @@ class Document:
         _Left.in_body = MAX_FRACTIONS
         try:
             check_containers(self._data)
+            _check_members(self._data)
             return decode_json(self._data, _decode_whole)
         except NotCounted as failure:
             return failure.renew()
@@ -194,6 +198,18 @@ def check_containers(data: bytes | memoryview | str) -> None:
     if len(data) > WORTH_COUNTING:
         data = data.encode() if isinstance(data, str) else bytes(data)
         if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
+            raise NotCounted("inspect_limit")
+
+
+def _check_members(data: bytes) -> None:
+    """See that the objects of JSON do not hold too many members.
+
+    Raises:
+        NotCounted: they do.
+    """
+    if data.count(b":") > MAX_MEMBERS:
+        packed = data.translate(None, b" \t\r\n").replace(rb"\\", b"")
+        if packed.count(b'":') - packed.count(rb"\":") > MAX_MEMBERS:  # those whose quote is escaped stand in a string
             raise NotCounted("inspect_limit")
 
 
@@ -251,6 +267,8 @@ def remove_at(value: Json, pointer: Sequence[str]) -> Json:
             return value | {name: remove_at(value[name], rest) for name in (value if step == "*" else (step,))}
         return {} if step == "*" else {name: item for name, item in value.items() if name != step}
     if isinstance(value, list) and step == "*":
+        if rest and _NESTING.isdisjoint(map(type, value)):
+            return value
         return [remove_at(item, rest) if type(item) in _NESTING else item for item in value] if rest else [None] * len(value)
     if isinstance(value, list) and _PLACE.match(step) and int(step) < len(value):
         place = int(step)

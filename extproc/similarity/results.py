@@ -8,6 +8,8 @@ since `3 failed` is not `4 failed`.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 
 MAX_NORMALIZED = 16_384
 """So much of a result is normalised, in characters; what is behind that is compared as it is."""
@@ -80,7 +82,6 @@ _UNITS = bytes.maketrans(b"dhmnsu\xb5ADFJMNOSTW/x", b"uuuuuuuDDDDDDDDDD--")
 _WORDS = bytes.maketrans(b"abcdefABCDEFILNOPRST\t\"':=#([", b"000000000000ilnoprst        ")
 
 _LONGEST_SHAPE = 512
-_ALL = [slice(None)]
 
 _ERRORS = (
     "error",
@@ -119,42 +120,45 @@ def normalize(text: str) -> str:
 def _normalize(text: str) -> str:
     if "\\" in text:  # JSON in a string: what it escapes must not stand before a word
         text = text.replace("\\n", "\n").replace("\\t", "\t").replace('\\"', '"')
-    data = text.encode("latin-1", "replace").translate(_DIGITS)
-    views = [view.decode("latin-1") for view in (data, data.translate(_UNITS), data.translate(_WORDS))]
-    if not _may_change(views[1], views[2]):
+    shapes = text.encode("latin-1", "replace").translate(_DIGITS)
+    if not _may_change(shapes):
         return text
-    known: dict[str, list[slice]] = {}  # what stays in lines of a shape
+    ascii_alone = text.isascii()
+    known: dict[bytes, Callable[[str], Iterable[str]] | None] = {}  # takes what stays out of a line of that shape; None: all
     lines = []
-    for line, shape, units, words in zip(text.split("\n"), *[view.split("\n") for view in views], strict=True):
-        if len(line) > _LONGEST_SHAPE or not line.isascii():  # whose shape nobody shares, or does not tell all
-            lines.append(_VOLATILE.sub(_GONE, line) if _may_change(units, words) else line)
+    for line, shape in zip(text.split("\n"), shapes.split(b"\n"), strict=True):
+        if len(line) > _LONGEST_SHAPE or not (ascii_alone or line.isascii()):  # whose shape nobody shares, or does not tell all
+            lines.append(_VOLATILE.sub(_GONE, line) if _may_change(shape) else line)
             continue
-        stays = known.get(shape)
-        if stays is None:
-            stays = known[shape] = _find_what_stays(shape) if _may_change(units, words) else _ALL
-        lines.append(line if stays is _ALL else _GONE.join([line[part] for part in stays]))
+        if shape not in known:
+            known[shape] = _find_what_stays(shape.decode()) if _may_change(shape) else None
+        take = known[shape]
+        lines.append(line if take is None else _GONE.join(take(line)))
     return "\n".join(lines)
 
 
-def _may_change(units: str, words: str) -> bool:
-    """Whether anything may change by itself in lines that look so; False is certain."""
-    if "0" in units:
-        if "0u" in units or "0 u" in units or ":0" in units or "0-" in units or "0D" in units:
+def _may_change(shape: bytes) -> bool:
+    """Whether anything may change by itself in lines of such shapes; False is certain."""
+    units = shape.translate(_UNITS)
+    if b"0" in units:
+        if b"0u" in units or b"0 u" in units or b":0" in units or b"0-" in units or b"0D" in units:
             return True
-        if "D" in units and " 0" in units:
+        if b"D" in units and b" 0" in units:
             return True
-        if "i0 " in words or "lin0 " in words or "st0p " in words or "port " in words:
-            return True
-    return "0000000" in words or "tmp/" in words
+    words = shape.translate(_WORDS)
+    if b"0" in units and (b"i0 " in words or b"lin0 " in words or b"st0p " in words or b"port " in words):
+        return True
+    return b"0000000" in words or b"tmp/" in words
 
 
-def _find_what_stays(line: str) -> list[slice]:
-    """The parts of a line between what changes by itself."""
+def _find_what_stays(line: str) -> Callable[[str], Iterable[str]] | None:
+    """Takes the parts between what changes by itself out of a line; None where nothing does."""
     places = [0]
     for found in _VOLATILE.finditer(line):
         places += found.span()
     places.append(len(line))
-    return [slice(start, end) for start, end in zip(places[::2], places[1::2], strict=True)]
+    stays = [slice(start, end) for start, end in zip(places[::2], places[1::2], strict=True)]
+    return itemgetter(*stays) if len(stays) > 1 else None
 
 
 def may_be_equal(one: str, other: str) -> bool:
