@@ -1,7 +1,7 @@
 """What a store across a network needs beside its wire: batches, deadlines, a breaker, and certainty about refused loops.
 
-- **Batches.** Calls that arrive while a round trip is under way go together in the next one, which under load waits a
-  millisecond for more of them. The cost of a request falls as load rises, and an idle server adds no delay.
+- **Batches.** Calls that arrive while a round trip is under way go together in the next one, which under load waits a few
+  milliseconds for more of them. The cost of a request falls as load rises, and an idle server adds no delay.
 - **Deadlines.** No call waits longer than the timeout, whether for its own round trip or for the one before.
 - **Breaker.** The first round trip that fails, or that takes longer than the timeout, opens it: calls fail at once, the caller
   counts for itself, and only a probe asks the server, until it answers.
@@ -37,7 +37,7 @@ MAX_BATCH = 256
 """Calls in one round trip: a script call of that size keeps the server busy for under a millisecond."""
 
 _GATHER_SECONDS = 0.0002
-_GATHER_AT_MOST = 0.002
+_GATHER_AT_MOST = 0.004
 """From one round trip to the next for each caller that shared the last one, and in all. A round trip costs as much as twenty of
 its calls, so that from some 5,000 requests a second on they gather; below that nobody waits for others."""
 
@@ -72,22 +72,21 @@ class Backend(Protocol):
 _Finish: TypeAlias = Callable[[list[Call], list[Any]], Any]
 
 
-class _Waiting:
-    """The calls of one caller.
+class _Waiting(Pending):
+    """What one caller waits for.
 
     Attributes:
         calls: what is asked.
         finish: makes the caller's answer of the calls and theirs.
-        answer: what the caller waits for.
         deadline: in seconds of the event loop's clock.
     """
 
-    __slots__ = ("answer", "calls", "deadline", "finish")
+    __slots__ = ("calls", "deadline", "finish")
 
     def __init__(self, calls: list[Call], finish: _Finish, deadline: float) -> None:
+        super().__init__()
         self.calls = calls
         self.finish = finish
-        self.answer = Pending()
         self.deadline = deadline
 
 
@@ -230,7 +229,7 @@ class RemoteStore:
         waiting = _Waiting(calls, finish, loop.time() + self._timeout)
         self._queue.append(waiting)
         self._call_departure(loop)
-        return waiting.answer
+        return waiting
 
     def _call_departure(self, loop: asyncio.AbstractEventLoop) -> None:
         """Let those who wait go, after whatever else is ready just now: it may have calls as well."""
@@ -278,7 +277,7 @@ class RemoteStore:
                 break
         else:
             batch, self._queue = self._queue, []
-        return [waiting for waiting in batch if not waiting.answer.done or waiting.answer.cancelled]
+        return [waiting for waiting in batch if not waiting.done or waiting.cancelled]
 
     def _land(self, task: asyncio.Task[list[Any]]) -> None:
         flight = self._flight
@@ -295,14 +294,14 @@ class RemoteStore:
         for waiting in flight.batch:
             answer = waiting.finish(waiting.calls, answers[taken : taken + len(waiting.calls)])
             taken += len(waiting.calls)
-            waiting.answer.settle(answer)
+            waiting.settle(answer)
         self._call_departure(asyncio.get_running_loop())
 
     def _watch(self) -> None:
         """Be back at the first deadline."""
         if self._clock is None:
             first = [self._flight.deadline] if self._flight is not None else []
-            first += [waiting.deadline for waiting in self._list_waiting() if not waiting.answer.done][:1]
+            first += [waiting.deadline for waiting in self._list_waiting() if not waiting.done][:1]
             if first:
                 loop = asyncio.get_running_loop()
                 self._clock = loop.call_at(min(first) - _SECOND_LOOK, loop.call_later, _SECOND_LOOK, self._expire)
@@ -317,7 +316,7 @@ class RemoteStore:
             return
         for waiting in self._list_waiting():
             if waiting.deadline <= now:
-                waiting.answer.settle(None, StoreError(str(error), kind=error.kind))
+                waiting.settle(None, StoreError(str(error), kind=error.kind))
         self._watch()
 
     def _list_waiting(self) -> Sequence[_Waiting]:
@@ -337,7 +336,7 @@ class RemoteStore:
         if self._probing is None:
             self._probing = asyncio.get_running_loop().create_task(self._probe())
         for waiting in told:
-            waiting.answer.settle(None, _make_unavailable(error))
+            waiting.settle(None, _make_unavailable(error))
 
     async def _probe(self) -> None:
         loop = asyncio.get_running_loop()

@@ -266,7 +266,11 @@ class Decoder:
         while position < end:
             start = position
             first = block[position]
-            if first >= _INDEXED:
+            known = self._recall(block, position, len(fields))
+            if known is not None:
+                field = known
+                position += len(field.encoded)
+            elif first >= _INDEXED:
                 index, position = read_integer(block, position, 0x7F)
                 field = self._find(index)
             else:
@@ -276,7 +280,7 @@ class Decoder:
                 middle = position if index else skip_string(block, position)
                 position = skip_string(block, middle)
                 encoded = block[start:position]
-                field = self._find_literal(encoded, len(fields)) or self._read_literal(encoded, index, middle - start)
+                field = self._cache.fields.found.get(encoded) or self._read_literal(encoded, index, middle - start)
                 if first >= _INDEXING and self._limit:
                     self._insert(field)
             fields.append(field)
@@ -299,12 +303,14 @@ class Decoder:
             self._evict()
         return position
 
-    def _find_literal(self, encoded: bytes, place: int) -> Field | None:
-        """A literal field that is known, most likely from the same place in the block before."""
+    def _recall(self, block: bytes, position: int, place: int) -> Field | None:
+        """The field that stood in this place of the block before, if it stands here: its bytes say where it ends."""
         before = self._cache.before
-        if place < len(before) and before[place].encoded == encoded:
-            return before[place]
-        return self._cache.fields.found.get(encoded)
+        if place < len(before) and not self._limit:
+            field = before[place]
+            if field.encoded and block.startswith(field.encoded, position):
+                return field
+        return None
 
     def _read_literal(self, encoded: bytes, index: int, middle: int) -> Field:
         """A literal field that is new. Its name is what `index` stands for, or spelled out; its value begins at `middle`."""
