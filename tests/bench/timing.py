@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from pathlib import Path
 from statistics import median, quantiles
 from time import clock_gettime, thread_time
 
 _CPU_CLOCK = 2
 """The kind of clock that counts a process' time on processors to the nanosecond (Linux, posix-timers_types.h)."""
+_MEGABYTE = bytes(2**20)
+_HASH_US = 1_300
+"""For that megabyte; from 1,050 to 1,650 were seen on the machine on which the limits were set."""
 _PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 1_000_000
 
 
@@ -18,6 +22,15 @@ def cpu_us(work: Callable[[], object], count: int) -> float:
     started = thread_time()
     work()
     return (thread_time() - started) / count * 1e6
+
+
+def measure_clock() -> float:
+    """How slow the processor is just now: 1 where it hashes a megabyte in the time that limits in microseconds are meant for.
+
+    The clock of a shared machine goes up and down by half. A hash needs nothing but the clock, so that a figure divided by this
+    is the same at every speed.
+    """
+    return cpu_us(lambda: blake2b(_MEGABYTE).digest(), 1) / _HASH_US
 
 
 def interleaved(rounds: int, works: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
