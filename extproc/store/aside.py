@@ -74,5 +74,4 @@ class Aside:
 
     async def _ask_once(self, tag: str, commands: Sequence[Command]) -> list[Reply]:
         link = await self._topology.find(tag)
-        await link.send(commands)
-        return await link.receive(len(commands))
+        return await link.exchange(commands)
