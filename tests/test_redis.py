@@ -28,6 +28,7 @@ from extproc.store import certain, open_store, redact_url
 from extproc.store.aside import Aside
 from extproc.store.client import Access, Place
 from extproc.store.credentials import Provided
+from extproc.store.pending import Pending
 from extproc.store.redis import TAGS, RedisBackend
 from extproc.store.remote import RemoteStore
 from extproc.store.remote_orders import RemoteOrders
@@ -953,6 +954,23 @@ def test_a_caller_who_leaves_disturbs_nobody(driver: Driver) -> None:
 
 async def _one(driver: Driver) -> int:
     return (await driver.ask([make_hit(threshold=100)], None))[0].count
+
+
+def test_callers_who_listen_are_told_once_unless_they_have_left(driver: Driver) -> None:
+    """An answer calls whoever listens for it, a listener that fails keeps it from nobody, and who has left hears nothing."""
+    told: list[object] = []
+
+    async def listen() -> list[object]:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(type(context["exception"])))
+        pending = [cast("Pending", driver.store.hit([make_hit(threshold=100)])) for _ in range(4)]
+        pending[0].then(lambda: told[len(told)])
+        pending[1].then(lambda: told.append("left"))
+        pending[1].cancel()
+        pending[2].then(lambda: told.append(pending[2].result()[0].count))
+        await pending[3]
+        return list(told)
+
+    assert driver.run(listen()) == [IndexError, 3]
 
 
 def test_pushes_and_hits_of_one_request_are_one_round_trip(driver: Driver) -> None:

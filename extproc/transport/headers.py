@@ -266,11 +266,7 @@ class Decoder:
         while position < end:
             start = position
             first = block[position]
-            known = self._recall(block, position, len(fields))
-            if known is not None:
-                field = known
-                position += len(field.encoded)
-            elif first >= _INDEXED:
+            if first >= _INDEXED:
                 index, position = read_integer(block, position, 0x7F)
                 field = self._find(index)
             else:
@@ -280,7 +276,7 @@ class Decoder:
                 middle = position if index else skip_string(block, position)
                 position = skip_string(block, middle)
                 encoded = block[start:position]
-                field = self._cache.fields.found.get(encoded) or self._read_literal(encoded, index, middle - start)
+                field = self._find_literal(encoded, len(fields)) or self._read_literal(encoded, index, middle - start)
                 if first >= _INDEXING and self._limit:
                     self._insert(field)
             fields.append(field)
@@ -303,14 +299,12 @@ class Decoder:
             self._evict()
         return position
 
-    def _recall(self, block: bytes, position: int, place: int) -> Field | None:
-        """The field that stood in this place of the block before, if it stands here: its bytes say where it ends."""
+    def _find_literal(self, encoded: bytes, place: int) -> Field | None:
+        """A literal field that is known, most likely from the same place in the block before."""
         before = self._cache.before
-        if place < len(before) and not self._limit:
-            field = before[place]
-            if field.encoded and block.startswith(field.encoded, position):
-                return field
-        return None
+        if place < len(before) and before[place].encoded == encoded:
+            return before[place]
+        return self._cache.fields.found.get(encoded)
 
     def _read_literal(self, encoded: bytes, index: int, middle: int) -> Field:
         """A literal field that is new. Its name is what `index` stands for, or spelled out; its value begins at `middle`."""
