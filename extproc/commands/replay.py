@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from extproc.commands import add_policy_flag, load_policies
+from extproc.errors import UsageError
 from extproc.replay.command import add_log_flags, compile_policies, open_logs, parse_count, tell_problems
 
 HELP = "run recorded traffic through policies: what they would have done to it"
 EXAMPLES = """examples:
   loopguard replay --policy policies/ access.log
   loopguard replay --policy candidate.json access.log access.log.1.gz --json | jq .policies
+  loopguard replay --policy candidate.json access.log --html replay.html
   kubectl logs deploy/envoy | loopguard replay --policy policies/ -
 
 Envoy's access log as `loopguard envoy-config` shapes it, written while `serve --record` ran, or records with bodies, one in a
@@ -28,6 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_policy_flag(parser)
     add_log_flags(parser)
     parser.add_argument("--top", type=parse_count, default=_TOP, metavar="N", help="worst offenders shown (default 10)")
+    parser.add_argument("--html", metavar="FILE", help="write one page with charts for a browser as well")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
     parser.add_argument("--shadow", action="store_true", help="as serve --shadow")
 
@@ -41,15 +45,20 @@ def run(options: argparse.Namespace) -> int:
         LoopguardError: a log cannot be read, or has no request that can be replayed.
     """
     from extproc.replay.judge import Judge  # noqa: PLC0415  # this and rich take 0.2 s to import; other commands need neither
+    from extproc.replay.page import write_page  # noqa: PLC0415  # same
     from extproc.replay.report import Report  # noqa: PLC0415  # same
     from extproc.replay.table import print_report  # noqa: PLC0415  # same
 
+    if options.html is not None and not (Path(options.html).parent.is_dir() and not Path(options.html).is_dir()):
+        raise UsageError(f"--html cannot be written to {options.html}: give a file in a folder that exists")
     engine = compile_policies(load_policies(options.policy), shadow=options.shadow)
     judge, report = Judge(engine, options.max_entries), Report(engine)
     with open_logs(options) as (logs, entries):
         for entry in entries:
             report.add(entry, judge.judge(entry.recorded))
     document = report.make_document(logs, judge, options.top)
+    if options.html is not None:
+        write_page(Path(options.html), document)
     if options.json:
         print(json.dumps(document))
     else:
