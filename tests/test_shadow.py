@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.documents import bundle, policy
-from tests.harness import Stack, stack
+from tests.harness import Stack, eventually, stack
 
 _KEYS: dict[str, Any] = {"limit_keys": ["header:x-user-id"], "threshold_identical_requests": 2}
 ENFORCING = [
@@ -17,10 +17,17 @@ ENFORCING = [
     policy("e-warn", {"pathExact": "/warn"}, action="warn", limit_keys=["header:x-user-id"]),
 ]
 SHADOW = [
-    policy("s-reject", {"pathPrefix": "/"}, mode="shadow", **_KEYS),
+    policy("s-reject", {"pathPrefix": "/"}, mode="shadow", canary_of="e-reject", **_KEYS),
     policy("s-throttle", {"pathPrefix": "/"}, mode="shadow", action="throttle", **_KEYS),
     policy("s-warn", {"pathPrefix": "/"}, mode="shadow", action="warn", **_KEYS),
-    policy("s-body", {"pathPrefix": "/"}, mode="shadow", limit_keys=["body:/user"], threshold_identical_requests=2),
+    policy(
+        "s-body",
+        {"pathPrefix": "/"},
+        mode="shadow",
+        canary_of="e-warn",
+        limit_keys=["body:/user"],
+        threshold_identical_requests=2,
+    ),
 ]
 LOOKING = policy("s-looks", {"pathPrefix": "/"}, mode="shadow", **_KEYS)
 LOOKING["spec"]["loop_detection"] = [
@@ -59,6 +66,16 @@ def broken(self, hits, now=None):
         raise StoreError("the store is down for shadow keys", kind="connection")
     return hit(self, hits, now)
 extproc.store.memory.MemoryStore.hit = broken
+"""
+_BROKEN_COMPARISON = """
+import extproc.server
+Service = extproc.server.Service
+def broken(*arguments, **options):
+    service = Service(*arguments, **options)
+    for pair in service.pairs.list_pairs():
+        pair.tenants._kept.append(None)
+    return service
+extproc.server.Service = broken
 """
 
 # What Envoy and the upstream make up anew for every request.
@@ -101,18 +118,18 @@ def without_shadow() -> list[tuple[bytes, ...]]:
 
 @pytest.mark.parametrize(
     "preamble",
-    ["", _BROKEN_EVALUATION, _BROKEN_LOOKS, _BROKEN_STORE],
-    ids=["healthy", "evaluation raises", "looking raises", "store fails"],
+    ["", _BROKEN_EVALUATION, _BROKEN_LOOKS, _BROKEN_STORE, _BROKEN_COMPARISON],
+    ids=["healthy", "evaluation raises", "looking raises", "store fails", "comparison raises"],
 )
 def test_shadow_changes_no_byte(without_shadow: list[tuple[bytes, ...]], preamble: str) -> None:
     """What client and upstream see is the same to the byte with shadow policies of every action, healthy or broken."""
-    with stack(bundle(*SHADOW, *ENFORCING), preamble=preamble) as made:
+    with stack(bundle(*SHADOW, *ENFORCING), "--shadow-samples", "5", preamble=preamble) as made:
         traffic = _traffic(made)
 
         assert traffic == without_shadow
         assert b"429" in traffic[3][0].splitlines()[0]
         assert made.loopguard.metric("loops_detected_total", policy="e-reject", mode="enforce") == 3
-        if preamble in (_BROKEN_EVALUATION, _BROKEN_LOOKS):
+        if preamble in (_BROKEN_EVALUATION, _BROKEN_LOOKS, _BROKEN_COMPARISON):
             assert made.loopguard.metric("fail_open_total", reason="shadow_error") > 0
         elif preamble == _BROKEN_STORE:
             assert made.loopguard.metric("store_errors_total", kind="connection") > 0
@@ -122,6 +139,45 @@ def test_shadow_changes_no_byte(without_shadow: list[tuple[bytes, ...]], preambl
             for detector in ("canonical", "tail", "tool_calls"):
                 assert made.loopguard.metric("detections_total", policy="s-looks", detector=detector, mode="shadow") > 0
             assert made.loopguard.metric("uncounted_total", policy="s-body", reason="inspect_limit") > 0
+
+
+@pytest.fixture(scope="module")
+def observed_without_shadow() -> list[tuple[bytes, ...]]:
+    """The traffic where Envoy ignores all answers, with the enforcing policies alone."""
+    alone = bundle(*ENFORCING, policy("never", {"pathPrefix": "/"}, threshold_identical_requests=1_000_000))
+    with stack(alone, shadow_mode="observability") as made:
+        return _traffic(made)
+
+
+@pytest.mark.parametrize(
+    ("preamble", "store"),
+    [("", "memory://"), (_BROKEN_EVALUATION, "memory://"), (_BROKEN_COMPARISON, "memory://"), ("", "redis://127.0.0.1:1")],
+    ids=["healthy", "evaluation raises", "comparison raises", "dead store"],
+)
+def test_shadow_changes_no_byte_where_envoy_only_looks_on(
+    observed_without_shadow: list[tuple[bytes, ...]], preamble: str, store: str
+) -> None:
+    """In observability mode all requests pass as they came, with shadow policies in any health; and they are seen."""
+    with stack(bundle(*SHADOW, *ENFORCING), "--store", store, preamble=preamble, shadow_mode="observability") as made:
+        traffic = _traffic(made)
+
+        assert traffic == observed_without_shadow
+        assert b"429" not in b"".join(part for parts in traffic for part in parts[:1])
+        eventually(lambda: made.loopguard.metric("loops_detected_total", policy="e-reject", mode="enforce"), "the loop")
+
+
+def test_shadow_changes_no_byte_beside_a_dead_store() -> None:
+    """Where nobody can be asked, each process counts for itself: with shadow policies beside them refusals are the same."""
+    flags = ("--store", "redis://127.0.0.1:1")
+    never = policy("never", {"pathPrefix": "/"}, threshold_identical_requests=1_000_000)
+    with stack(bundle(*ENFORCING, never), *flags) as alone:
+        expected = _traffic(alone)
+
+    with stack(bundle(*SHADOW, *ENFORCING), *flags) as made:
+        traffic = _traffic(made)
+
+    assert traffic == expected
+    assert b"429" in traffic[3][0].splitlines()[0]
 
 
 def test_shadow_counts_apart_and_shows_in_the_access_log(shared: Stack, user: dict[str, str]) -> None:
