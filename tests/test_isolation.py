@@ -138,7 +138,7 @@ def test_shadow_policies_change_nothing(health: str, shapes: list[dict[str, Any]
 
 
 def test_there_is_something_to_change() -> None:
-    """The traffic of these tests is refused, held, steered and warned about, and shadow policies would do the same elsewhere."""
+    """The traffic of these tests is refused, held, steered and warned about, and shadow policies would refuse more of it."""
     traffic = [Sent(path, "ann", BODIES[4]) for path in PATHS for _ in range(2)]
     shape = {
         "similarity": "exact", "action": "reject", "limit_keys": ["header:x-user-id"], "missing_descriptor": "skip",

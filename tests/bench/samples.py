@@ -36,6 +36,13 @@ def policy(number: int = 0, selector: dict[str, Any] | None = None, **loop: obje
     }
 
 
+def canary(number: int = 1, **loop: Any) -> dict[str, Any]:  # noqa: ANN401  # as `policy`
+    """A shadow policy that is compared with `policy(0)`."""
+    made = policy(number, **loop)
+    made["spec"] |= {"mode": "shadow", "canary_of": policy()["id"]}
+    return made
+
+
 def bundle(policies: Sequence[dict[str, Any]], version: int = 1) -> bytes:
     """A policy file."""
     return json.dumps({"bundle_version": version, "policies": policies}).encode()

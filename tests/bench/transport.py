@@ -24,6 +24,7 @@ TITLE = "transport: one request in process, an Envoy's bytes in to the answer's 
 
 _LIMIT_US = 24
 _LIMIT_CHANGING_US = 3
+_LIMIT_PAIRED = 1.3
 _METADATA = {"same": "0a1b2c3d-4e5f-4071-8293-a4b5c6d7e8f9", "changing": "%REQ(x-request-id)%"}
 """One header of the gRPC stream's metadata: always the same, or another one with each request, of the same length."""
 
@@ -35,8 +36,10 @@ def run(*, quick: bool) -> list[Row]:
     builds = {"pure Python": SOURCES} if compiled is None else {"compiled": compiled, "pure Python": SOURCES}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         directory = Path(name)
-        policy = directory / "policy.json"
-        policy.write_bytes(samples.bundle([samples.policy(window_seconds=3600)]))
+        policy, paired = directory / "policy.json", directory / "paired.json"
+        live = samples.policy(window_seconds=3600)
+        policy.write_bytes(samples.bundle([live]))
+        paired.write_bytes(samples.bundle([live, samples.canary(window_seconds=3600, threshold_identical_requests=3)]))
         progress("transport: recording", 1, 2)
         recordings = _record(directory, policy, requests)
         works: dict[str, Callable[[], float]] = {}
@@ -46,7 +49,7 @@ def run(*, quick: bool) -> list[Row]:
         progress("transport: replaying", 2, 2)
         interleaved(2, works)  # warm-up
         found = interleaved(rounds, works)
-    return [*_rows(found, "compiled", _LIMIT_US, _LIMIT_CHANGING_US), *_rows(found, "pure Python")]
+    return [*_rows(found, "compiled", _LIMIT_US, _LIMIT_CHANGING_US, _LIMIT_PAIRED), *_rows(found, "pure Python")]
 
 
 def _ask_both(ask: Callable[[str], float], recording: str) -> float:
@@ -57,9 +60,13 @@ def _ask_both(ask: Callable[[str], float], recording: str) -> float:
 
 
 def _rows(
-    found: Mapping[str, list[float]], build: str, limit: float | None = None, limit_changing: float | None = None
+    found: Mapping[str, list[float]],
+    build: str,
+    limit: float | None = None,
+    limit_changing: float | None = None,
+    limit_paired: float | None = None,
 ) -> list[Row]:
-    same, changing = f"{build}, same", f"{build}, changing"
+    same, changing, paired = (f"{build}, {name}" for name in ("same", "changing", "paired"))
     there = same in found
     note = "" if there else explain_missing()
     return [
@@ -67,6 +74,10 @@ def _rows(
         Row(
             f"{build}: a changing header in the stream's metadata, beyond one that is always the same",
             difference(found, changing, same) if there else None, "us", limit_changing, note,
+        ),
+        Row(
+            f"{build}: with a paired shadow policy, against the enforcing one alone",
+            min(found[paired]) / min(found[same]) if there else None, "", limit_paired, note,
         ),
     ]  # fmt: skip
 
