@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from extproc.commands import COMMANDS
+
 ROOT = Path(__file__).parent.parent / "extproc"
 
 SHARED = [f"similarity/shapes/{name}" for name in ("messages", "contents", "places", "conversation")]
@@ -39,10 +41,8 @@ FLOORS: list[list[str]] = [
     ["similarity/keys", "similarity/base", "similarity/loops"],
     ["similarity/canonical", "similarity/tail", "similarity/tool_calls", "similarity/turns", "similarity/mcp", "similarity"],
     ["policy/bundle", "policy/routes", "policy/rules", "policy/messages", "policy/pairings", "policy/loader"],
-    ["guards", "guards/kill_switch", "guards/loop", "guards/session"],
-    ["ramp", "plan", "evaluation", "engine", "recording", "handover"],
     ["guards", "guards/kill_switch", "guards/loop", "guards/override", "guards/session"],
-    ["ramp", "plan", "evaluation", "engine", "handover"],
+    ["ramp", "plan", "evaluation", "engine", "recording", "handover"],
     [
         "store/orders",
         "store",
@@ -89,23 +89,7 @@ FLOORS: list[list[str]] = [
     ["envoy_check/inspect", "envoy_check/show"],
     [
         "commands",
-        *(
-            f"commands/{name}"
-            for name in (
-                "serve",
-                "init",
-                "validate",
-                "explain",
-                "schema",
-                "envoy_config",
-                "check_envoy",
-                "healthcheck",
-                "canary",
-            )
-            for name in ("serve", "init", "validate", "explain", "schema", "envoy_config", "healthcheck", "canary", "top")
-            for name in ("serve", "init", "validate", "explain", "schema", "envoy_config", "healthcheck", "canary", "promote")
-        ),
-        "commands/replay",
+        *(f"commands/{name.replace('-', '_')}" for name in COMMANDS),
     ],
     ["cli"],
 ]
