@@ -15,7 +15,8 @@ from typing import Protocol
 
 import msgspec
 
-from extproc.admin.loop_pages import LoopPages
+from extproc.admin.loop_page import route_page as route_loop_page
+from extproc.admin.loop_report import LoopPages
 from extproc.admin.loops import SharedLoops
 from extproc.admin.pages import Page, make_app, route_page
 from extproc.admin.server import AdminServer
@@ -103,7 +104,11 @@ class Server:
         }
         self._loops = SharedLoops(self.service.reporter.loops, store, self._shows_callers)
         loop_pages = LoopPages(self._loops, Prices(settings.price or None), self._shows_callers)
-        routes = [*(route_page(path, make) for path, make in pages.items()), *loop_pages.list_routes()]
+        routes = [
+            *(route_page(path, make) for path, make in pages.items()),
+            route_loop_page(loop_pages),
+            *loop_pages.list_routes(),
+        ]
         self._admin = AdminServer(make_app(metrics, routes))
         self._stop = asyncio.Event()
         self._skip_delay = asyncio.Event()

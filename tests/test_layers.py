@@ -74,7 +74,7 @@ FLOORS: list[list[str]] = [
     ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],
     ["transport/acceptor", "transport/tls"],
     ["transport/fast", "transport/grpcio"],
-    ["admin", "admin/client", "admin/pages", "admin/loops", "admin/loop_pages", "admin/server"],
+    ["admin", "admin/client", "admin/pages", "admin/loops", "admin/loop_report", "admin/loop_page", "admin/server"],
     ["reload", "server"],
     ["envoy_config", "envoy_config/options", "envoy_config/routes", "envoy_config/template"],
     ["envoy_config/render", "envoy_config/snippet"],

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from extproc.admin.client import AdminClient
-from extproc.admin.loop_pages import LoopPages, Selection, make_report
+from extproc.admin.loop_report import LoopPages, Selection, make_report
 from extproc.admin.loops import (
     Document,
     Line,

@@ -42,6 +42,7 @@ class AdminServer:
             log_level=logging.ERROR,  # what clients do wrong is not worth a line each
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # who asks is who connects, whatever a header says
             timeout_graceful_shutdown=1,
         )
         self._server = Uvicorn(config)
