@@ -9,7 +9,7 @@ SOURCES := pyproject.toml hatch_build.py $(wildcard protos/*.proto) $(shell find
 WORKERS := -n auto --maxprocesses 4 --dist loadscope
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help run demo-agent test test-pure test-sources test-compiled test-envoys check bench chart clean
+.PHONY: help run demo-agent test test-pure test-sources test-compiled test-envoys test-mesh check bench chart clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -78,6 +78,21 @@ test-envoys: .venv/test.stamp $(ENVOYS:%=.venv/envoy-%/bin/envoy) ## the end-to-
 		echo "Envoy $$version"; \
 		LOOPGUARD_TEST_ENVOY=$(CURDIR)/.venv/envoy-$$version/bin/envoy $(BIN)/python -m pytest $(END_TO_END) || exit 1; \
 	done
+
+# Istio's discovery server and Envoy Gateway's translator, from the Go module proxy: some minutes the first time.
+GO ?= go
+MESH := .venv/mesh
+
+$(MESH)/istiod: tests/mesh/go.mod tests/mesh/go.sum tests/mesh/main.go
+	@echo "building Istio's discovery server into $@ ..."
+	@cd tests/mesh && $(GO) build -o $(CURDIR)/$@ .
+
+test-mesh: .venv/test.stamp ## the chart on Istio's own discovery server and the real Envoy; takes Go
+	@if ! command -v $(GO) >/dev/null; then \
+		echo "!!! GO IS NOT INSTALLED: what Istio itself makes of the chart is NOT tested"; \
+	else \
+		$(MAKE) --no-print-directory $(MESH)/istiod && LOOPGUARD_TEST_MESH=$(CURDIR)/$(MESH) $(BIN)/python -m pytest tests/test_real_mesh.py; \
+	fi
 
 bench: .venv/test.stamp $(COMPILED)/demo.stamp ## CPU, memory and stalls, as ratios measured in one run
 	@$(BIN)/python -m tests.bench

@@ -90,6 +90,20 @@ FLOORS: list[list[str]] = [
     [
         "commands",
         *(f"commands/{name.replace('-', '_')}" for name in COMMANDS),
+        *(
+            f"commands/{name}"
+            for name in (
+                "serve",
+                "init",
+                "validate",
+                "explain",
+                "schema",
+                "envoy_config",
+                "check_envoy",
+                "healthcheck",
+                "canary",
+            )
+        ),
     ],
     ["cli"],
 ]
