@@ -193,6 +193,15 @@ def test_alerts_say_what_to_do(name: str) -> None:
     assert "job" in labels
 
 
+def test_a_surge_is_looked_into_and_nobody_else_is_let_go() -> None:
+    """Whoever is woken by it is led to the page and to freeing one caller, not to switching the guard off for all."""
+    text = ALERTS["LoopguardLoopSurge"]["annotations"]["description"]
+
+    assert "admin port (`/`)" in text
+    assert "`loopguard release`" in text
+    assert "mode to shadow" not in text
+
+
 def test_rules_are_true_to_the_code() -> None:
     """Every expression is PromQL over metrics, labels and values that the code has."""
     assert {rule["expr"]: read(rule["expr"]).problems for rule in RULES} == {rule["expr"]: [] for rule in RULES}

@@ -100,6 +100,7 @@ FLOORS: list[list[str]] = [
                 "schema",
                 "envoy_config",
                 "check_envoy",
+                "dashboards",
                 "healthcheck",
                 "canary",
             )

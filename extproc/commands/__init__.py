@@ -18,14 +18,7 @@ COMMANDS = (
     "init",
     "validate",
     "explain",
-    "replay",
-    "canary",
-    "promote",
-    "schema",
-    "envoy-config",
-    "check-envoy",
-    "top",
-    "healthcheck",
+COMMANDS = ("replay", "canary", "promote", "schema", "envoy-config", "check-envoy", "dashboards", "top", "healthcheck")
 )
 """In the order of `loopguard --help`; `envoy-config` is in `envoy_config.py`."""
 
