@@ -13,7 +13,7 @@ _CPU_CLOCK = 2
 """The kind of clock that counts a process' time on processors to the nanosecond (Linux, posix-timers_types.h)."""
 _MEGABYTE = bytes(2**20)
 _HASH_US = 1_300
-"""For that megabyte; from 1,050 to 1,650 were seen on the machine on which the limits were set."""
+"""For that megabyte; from 1,100 to 1,700 were seen on the machine on which the limits were set."""
 _PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 1_000_000
 
 
