@@ -31,28 +31,13 @@ DOORS = {
     "test_envoy_config", "test_failures", "test_grpc", "test_handover", "test_headers", "test_honest_envoy",
     "test_hostile_bodies", "test_http2", "test_http2_bounds", "test_mcp_agents", "test_mesh", "test_operations",
     "test_promote", "test_ramping", "test_readme", "test_real_mesh", "test_redis", "test_reload", "test_replay_envoy",
-    "test_ramping", "test_readme", "test_real_mesh", "test_redis", "test_reload", "test_replay_envoy",
     "test_sessions_agents", "test_shadow", "test_soak", "test_steer_agents", "test_steering", "test_stopping",
     "test_store", "test_streams", "test_tls", "test_transport", "test_turns_agents", "test_uncountable",
-    "test_canary_stack", "test_check_envoy", "test_cli", "test_demo", "test_descriptors", "test_door", "test_envoy_config",
-    "test_failures", "test_grpc", "test_handover", "test_headers", "test_honest_envoy", "test_hostile_bodies", "test_http2",
-    "test_http2_bounds", "test_mcp_agents", "test_mesh", "test_operations", "test_promote", "test_ramping", "test_readme",
-    "test_real_mesh", "test_redis", "test_reload", "test_replay_envoy", "test_sessions_agents", "test_shadow", "test_soak",
-    "test_steer_agents", "test_steering", "test_stopping", "test_store", "test_streams", "test_tls", "test_transport",
-    "test_turns_agents", "test_uncountable",
 }  # fmt: skip
 """They go through a door of Loopguard, and run on the compiled wheel."""
 
 UNITS = {
     "test_answers", "test_canary", "test_canonical", "test_conversation", "test_detectors", "test_engine",
-    "test_escalation", "test_fingerprint", "test_kill_switches", "test_loops", "test_mcp", "test_overrides",
-    "test_ramp", "test_replay", "test_request", "test_routes", "test_service", "test_sessions", "test_steer",
-    "test_tail", "test_tool_calls", "test_turns", "test_way_back", "test_windows", "test_wire",
-    "test_escalation", "test_fingerprint", "test_kill_switches", "test_loops", "test_mcp", "test_ramp", "test_replay",
-    "test_request", "test_routes", "test_service", "test_sessions", "test_steer", "test_tail", "test_tool_calls",
-    "test_escalation", "test_fingerprint", "test_isolation", "test_kill_switches", "test_loops", "test_mcp", "test_ramp",
-    "test_replay", "test_request", "test_routes", "test_service", "test_sessions", "test_steer", "test_tail", "test_tool_calls",
-    "test_turns", "test_way_back", "test_windows", "test_wire",
     "test_escalation", "test_fingerprint", "test_isolation", "test_kill_switches", "test_loops", "test_mcp",
     "test_overrides", "test_ramp", "test_replay", "test_request", "test_routes", "test_service", "test_sessions",
     "test_steer", "test_tail", "test_tool_calls", "test_turns", "test_way_back", "test_windows", "test_wire",

@@ -29,19 +29,6 @@ GOOD = policy("p", {"pathExact": "/v1/chat/completions"}, limit_keys=["jwt:org_i
 WITH_RULES = policy("p", {"pathExact": "/a"}, limit_keys=["jwt:org_id"], **SAID)
 WITH_RULES["spec"]["rules"] = [{"name": "per-org"}]
 
-COMMANDS = [
-    "serve",
-    "init",
-    "validate",
-    "explain",
-    "schema",
-    "envoy-config",
-    "check-envoy",
-    "dashboards",
-    "healthcheck",
-    "canary",
-]
-
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

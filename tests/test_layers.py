@@ -90,21 +90,6 @@ FLOORS: list[list[str]] = [
     [
         "commands",
         *(f"commands/{name.replace('-', '_')}" for name in COMMANDS),
-        *(
-            f"commands/{name}"
-            for name in (
-                "serve",
-                "init",
-                "validate",
-                "explain",
-                "schema",
-                "envoy_config",
-                "check_envoy",
-                "dashboards",
-                "healthcheck",
-                "canary",
-            )
-        ),
     ],
     ["cli"],
 ]

@@ -26,6 +26,7 @@ import yaml
 from redis import CredentialProvider
 
 from extproc.cli import main
+from extproc.commands import COMMANDS
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from tests.chart import CHART, merged, rendered

@@ -18,7 +18,15 @@ COMMANDS = (
     "init",
     "validate",
     "explain",
-COMMANDS = ("replay", "canary", "promote", "schema", "envoy-config", "check-envoy", "dashboards", "top", "healthcheck")
+    "replay",
+    "canary",
+    "promote",
+    "schema",
+    "envoy-config",
+    "check-envoy",
+    "dashboards",
+    "top",
+    "healthcheck",
 )
 """In the order of `loopguard --help`; `envoy-config` is in `envoy_config.py`."""
 
