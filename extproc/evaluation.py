@@ -15,7 +15,7 @@ from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, Repea
 from extproc.encodings import UnreadableError, read_text
 from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, join_descriptors, write_head, write_query
 from extproc.guards.loop import Detector
-from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Seen, Standing, find_kind
+from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Overrides, find_kind
 from extproc.notes import cut_notes
 from extproc.plan import Plan
 from extproc.request import HttpRequest
@@ -88,6 +88,7 @@ class Candidate:
     __slots__ = (
         "_in_head",
         "_name",
+        "_now",
         "_standing",
         "body_crc32",
         "caller",
@@ -131,12 +132,21 @@ class Candidate:
         self._name = ("", "")
         self.needs_body = detector.needs_body or plan.reads_body
         self.overrides: Sequence[Override] = ()
-        self._standing: Standing | None = None
+        self._standing: Overrides | None = None
+        self._now = 0.0
 
-    def obey(self, standing: Standing) -> None:
-        """Look up what operators have ordered, now and again when more is known of the request."""
+    def obey(self, standing: Overrides, now: float) -> None:
+        """Look up what operators have ordered: at once if that may be a block, and again when all is known of the request."""
         self._standing = standing
-        self._look_up("" if self.plan.reads_body else hash_tenant(self.caller))
+        self._now = now
+        if standing.blocks_heads:
+            self._look_up("" if self.plan.reads_body else hash_tenant(self.caller))
+
+    def is_allowed_uncounted(self) -> bool:
+        """The same of a request of which no more will be known."""
+        if not self.overrides:
+            self._look_up("" if self.plan.reads_body else hash_tenant(self.caller))
+        return self.is_allowed
 
     @property
     def is_allowed(self) -> bool:
@@ -146,8 +156,9 @@ class Candidate:
     def _look_up(self, tenant: str) -> None:
         if self._standing is not None:
             tools = self.repeat.tools if self.repeat is not None else self.subject.tools
-            seen = Seen(self.values, tenant, self.session, self.fingerprint, tools)
-            self.overrides = self._standing.overrides.find(self.plan.id, seen, self._standing.now)
+            self.overrides = self._standing.find(
+                self.plan.id, self._now, self.values, tenant, self.session, self.fingerprint, tools
+            )
 
     def _renew(self, name: str) -> str:
         """A part of a key, another one since a release: what was counted before it is not found again."""
@@ -286,11 +297,11 @@ class Lane:
             return False
         return True
 
-    def obey(self, standing: Standing) -> None:
+    def obey(self, standing: Overrides, now: float) -> None:
         """Look up what operators have ordered about the request, as far as its head tells."""
         for candidate in self.candidates:
             try:
-                candidate.obey(standing)
+                candidate.obey(standing, now)
             except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
                 self.failures.append((candidate.plan.id, error))
 
@@ -396,7 +407,7 @@ class Lane:
             self._drop(candidate, reason)
 
     def _drop(self, candidate: Candidate, reason: str) -> None:
-        self._leave_out(candidate.plan, candidate.detector.name, reason, allowed=candidate.is_allowed)
+        self._leave_out(candidate.plan, candidate.detector.name, reason, allowed=candidate.is_allowed_uncounted())
 
     def _leave_out(self, plan: Plan, detector: str, reason: str, *, allowed: bool = False) -> None:
         self.left_out.append((plan.id, detector, reason))
@@ -486,11 +497,11 @@ class Evaluation:
             self.inspects = max(self.inspects, plan.inspects)
             self.steers = max(self.steers, plan.steers)
 
-    def obey(self, standing: Standing) -> None:
-        """Do what operators have ordered about the request; before it is sealed."""
+    def obey(self, standing: Overrides, now: float) -> None:
+        """Do what operators have ordered about the request, from before it is sealed; `now` in seconds since 1970."""
         self.obeys = True
-        for lane in self.lanes:
-            lane.obey(standing)
+        self.enforcing.obey(standing, now)
+        self.shadow.obey(standing, now)
 
     def split(self) -> Evaluation:
         """Take the shadow policies that need the body out, into an evaluation of their own."""

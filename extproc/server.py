@@ -15,9 +15,11 @@ from typing import Protocol
 
 import msgspec
 
+from extproc.admin.credentials import Credentials
 from extproc.admin.loop_page import route_page as route_loop_page
 from extproc.admin.loop_report import LoopPages
 from extproc.admin.loops import SharedLoops
+from extproc.admin.overrides import route_overrides
 from extproc.admin.pages import Page, make_app, route_page
 from extproc.admin.server import AdminServer
 from extproc.canary.report import describe_canaries
@@ -108,6 +110,7 @@ class Server:
             *(route_page(path, make) for path, make in pages.items()),
             route_loop_page(loop_pages),
             *loop_pages.list_routes(),
+            *route_overrides(self._desk, Credentials(settings.admin_token_file), lambda: self._loop),
         ]
         self._admin = AdminServer(make_app(metrics, routes))
         self._stop = asyncio.Event()

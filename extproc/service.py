@@ -33,7 +33,7 @@ from extproc.engine import Engine
 from extproc.errors import ProtocolError, StoreError
 from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY, Body, write_crc32
-from extproc.guards.override import Overrides, Standing
+from extproc.guards.override import Overrides
 from extproc.handover import POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicyError, parse_names
 from extproc.metrics import Metrics
 from extproc.recording import record_body, record_head
@@ -350,7 +350,7 @@ class Stream:
             self._service.metrics.unmatched.inc()
             return _DONE["request_headers"]
         if self._service.overrides is not None:
-            evaluation.obey(Standing(self._service.overrides, time()))
+            evaluation.obey(self._service.overrides, time())
             if (blocked := self._block(evaluation)) is not None:
                 return blocked
         if message.ended:

@@ -178,6 +178,7 @@ class Settings:
         "fast", parse_one_of("fast", "grpcio"), "fast: our own lean gRPC server; grpcio: the reference", "fast|grpcio"
     )
     admin: Address = option("127.0.0.1:9900", parse_address, "the page of loops, /metrics, /healthz and others", "HOST:PORT")
+    admin_token_file: str = option("", str, "tokens, one a line, of those who may give orders to the admin port", "PATH")
     admin_socket: str = option("", str, "the same on a Unix socket, which only this server's user may open", "PATH")
     store: str = option("memory://", str, "where counts are kept", "URL")
     store_timeout: float = option(0.05, _parse_timeout, "what a request waits for the store at most", "SECONDS")

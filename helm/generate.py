@@ -41,7 +41,7 @@ KUBERNETES = "kubernetes-json-schema/v1.37.0-local-strict/_definitions.json"
 OWN_VALUES = {
     *("policy", "listen", "admin", "shadow", "drain_delay", "drain_timeout"),
     *("store", "store_password", "store_password_file"),
-    *("tls_cert", "tls_key", "tls_client_ca", "tls_client_san", "allow_plaintext"),
+    *("admin_token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_client_san", "allow_plaintext"),
 }
 """Settings that the templates make from values of other names."""
 

@@ -186,7 +186,7 @@ def fill(root: Path, deployment: Object, made: list[Object]) -> None:
 def secret(name: str) -> dict[str, str]:
     """What a Secret of that name holds in the cases."""
     if "tls" not in name:
-        return {"password": "hush", "redis-password": "hush"}
+        return {"password": "hush", "redis-password": "hush", "tokens": f"{'t' * 16}\n", "admin": f"{'t' * 16}\n"}
     authority = trustme.CA()
     client = authority.issue_cert("client")
     chain = b"".join(blob.bytes() for blob in client.cert_chain_pems)
@@ -541,6 +541,18 @@ def test_a_network_policy_without_egress_rules_limits_no_egress() -> None:
 
     assert spec["policyTypes"] == ["Ingress"]
     assert "egress" not in spec
+
+
+def test_admin_tokens_come_from_a_secret() -> None:
+    """The key of the mounted Secret is the file that the process reads; without a Secret the admin port only reads."""
+    deployment = one(objects({"adminToken": {"existingSecret": "operators", "key": "night"}}), "Deployment")
+    spec = deployment["spec"]["template"]["spec"]
+
+    mounted = {mount["name"]: mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+    secrets = {volume["name"]: volume["secret"]["secretName"] for volume in spec["volumes"] if "secret" in volume}
+    assert secrets == {"admin-token": "operators"}
+    assert environment(deployment)["LOOPGUARD_ADMIN_TOKEN_FILE"] == f"{mounted['admin-token']}/night"
+    assert "LOOPGUARD_ADMIN_TOKEN_FILE" not in environment(one(objects({}), "Deployment"))
 
 
 # ---- Mutual TLS

@@ -14,7 +14,7 @@ import pytest
 from extproc import overrides
 from extproc.errors import StoreError
 from extproc.fingerprint import hash_tenant
-from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Overrides, Seen, Target, hash_descriptor
+from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Overrides, Target, hash_descriptor
 from extproc.overrides import BadOrderError, Desk, describe_override, parse_order, read_override, write_override
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.service import Service
@@ -75,7 +75,12 @@ def count(service: Service, kind: str, mode: str = "enforce", name: str = "p") -
 
 # What holds for a request
 
-SEEN = Seen([("x-user-id", "ann"), ("x-team", "t")], "f" * 16, "a" * 16, "0" * 8, ("search", "read"))
+
+def find(standing: Overrides, name: str = "p", *, ahead: float = 0) -> list[str]:
+    """The names of what holds for a request of which all is known."""
+    values = [("x-user-id", "ann"), ("x-team", "t")]
+    found = standing.find(name, time.time() + ahead, values, "f" * 16, "a" * 16, "0" * 8, ("search", "read"))
+    return [override.name for override in found]
 
 
 @pytest.mark.parametrize(
@@ -98,34 +103,34 @@ SEEN = Seen([("x-user-id", "ann"), ("x-team", "t")], "f" * 16, "a" * 16, "0" * 8
 )
 def test_all_that_is_named_must_hold(target: Target, holds: bool) -> None:
     """An override holds for a request that has everything it names, whatever else the request has."""
-    standing = Overrides([order(BLOCK, target)])
-
-    assert bool(standing.find("p", SEEN, time.time())) is holds
+    assert bool(find(Overrides([order(BLOCK, target)]))) is holds
 
 
 def test_what_is_not_known_is_not_matched() -> None:
     """Before its body is known a request has no session, fingerprint or tool that anything could be about."""
-    head = Seen([("x-user-id", "ann")], "f" * 16)
     targets = [Target(session="a" * 16), Target(fingerprint="0" * 8), Target(tool="read"), ANN._replace(tool="read")]
+    of_body, of_head = Overrides([order(BLOCK, target) for target in targets]), Overrides([order(BLOCK)])
+    head = "p", time.time(), [("x-user-id", "ann")], hash_tenant("x-user-id=ann")
 
-    assert Overrides([order(BLOCK, target) for target in targets]).find("p", head, time.time()) == []
-    assert Overrides([order(BLOCK)]).find("p", head, time.time()) != []
+    assert of_body.find(*head) == []
+    assert len(of_head.find(*head)) == 1
+    assert (of_body.blocks_heads, of_head.blocks_heads) == (False, True)
 
 
 def test_one_policy_or_all() -> None:
     """An override about one policy leaves the others alone."""
     standing = Overrides([order(ALLOW, about="p", name="one"), order(BLOCK, name="all")])
 
-    assert [found.name for found in standing.find("p", SEEN, time.time())] == ["one", "all"]
-    assert [found.name for found in standing.find("q", SEEN, time.time())] == ["all"]
+    assert find(standing) == ["one", "all"]
+    assert find(standing, "q") == ["all"]
 
 
 def test_an_override_ends_by_itself() -> None:
     """From its end on it is not found, without anybody having taken it out."""
     standing = Overrides([order(BLOCK, lasts=60)])
 
-    assert len(standing.find("p", SEEN, time.time() + 59)) == 1
-    assert standing.find("p", SEEN, time.time() + 61) == []
+    assert find(standing, ahead=58) == ["o"]
+    assert find(standing, ahead=61) == []
 
 
 def test_the_number_of_overrides_does_not_matter() -> None:
@@ -134,7 +139,7 @@ def test_the_number_of_overrides_does_not_matter() -> None:
     standing = Overrides([order(BLOCK, target) for target in [*users, ANN]])
 
     assert len(standing) == 1
-    assert len(standing.find("p", SEEN, time.time())) == 1
+    assert find(standing) == ["o"]
 
 
 def test_one_descriptor_is_a_caller_of_one() -> None:

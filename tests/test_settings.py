@@ -41,6 +41,7 @@ EVERY: list[tuple[str, list[str], str, object, object]] = [
     ("allow_plaintext", [], "yes", True, True),
     ("transport", ["grpcio"], "grpcio", "grpcio", "grpcio"),
     ("admin", ["h:2"], "h:1", Address("h:2", "h", 2), Address("h:1", "h", 1)),
+    ("admin_token_file", ["/a"], "/b", "/a", "/b"),
     ("admin_socket", ["/a"], "/b", "/a", "/b"),
     ("store", ["x://"], "y://", "x://", "y://"),
     ("store_timeout", ["1"], "0.5", 1.0, 0.5),

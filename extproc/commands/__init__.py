@@ -26,6 +26,10 @@ COMMANDS = (
     "check-envoy",
     "dashboards",
     "top",
+    "release",
+    "allow",
+    "block",
+    "overrides",
     "healthcheck",
 )
 """In the order of `loopguard --help`; `envoy-config` is in `envoy_config.py`."""

@@ -6,8 +6,7 @@ where there are none. Time is an argument, in seconds since 1970.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from extproc.fingerprint import hash_tenant, join_descriptors
@@ -66,87 +65,121 @@ class Override(NamedTuple):
         return f"{int(self.since * 1000):x}"
 
 
-class Seen(NamedTuple):
-    """What is known of a request, as far as it is known.
+class _Shape:
+    """Overrides that name the same fields, filed by what these are.
 
     Attributes:
-        values: its descriptors, (name, value).
-        caller: hash of all of them.
-        session: hash of its name.
-        fingerprint: of the request.
-        tools: that are called.
+        names: of the descriptors among them.
+        of_head: a request's headers tell whether they hold for it.
     """
 
-    values: Sequence[tuple[str, str]]
-    caller: str
-    session: str = ""
-    fingerprint: str = ""
-    tools: Sequence[str] = ()
+    __slots__ = ("_caller", "_filed", "_fingerprint", "_session", "_tool", "names", "of_head")
+
+    def __init__(self, target: Target) -> None:
+        """Nothing is filed yet; every target has the fields of this one."""
+        self._filed: dict[str, list[Override]] = {}
+        self._caller = bool(target.caller)
+        self._session = bool(target.session)
+        self._fingerprint = bool(target.fingerprint)
+        self._tool = bool(target.tool)
+        self.names = tuple([name for name, _ in target.descriptors])
+        self.of_head = not (self._session or self._fingerprint or self._tool)
+
+    def file(self, override: Override) -> None:
+        """File one more; all fields but the last have a length of their own, so that joined they stay apart."""
+        target = override.target
+        hashes = "".join([value for _, value in target.descriptors])
+        key = f"{target.caller}{hashes}{target.session}{target.fingerprint}{target.tool}"
+        self._filed.setdefault(key, []).append(override)
+
+    def find(
+        self, values: Sequence[tuple[str, str]], caller: str, session: str, fingerprint: str, tools: Sequence[str]
+    ) -> list[Override]:
+        """Those filed under what is known of a request; what is not known yet is empty."""
+        if (self._session and not session) or (self._fingerprint and not fingerprint):
+            return _NOTHING
+        key = caller if self._caller else ""
+        if self.names:
+            hashes = caller if len(values) == 1 and self.names == values[0][:1] else _hash_descriptors(self.names, values)
+            if not hashes:
+                return _NOTHING
+            key += hashes
+        if self._session:
+            key += session
+        if self._fingerprint:
+            key += fingerprint
+        if not self._tool:
+            return self._filed.get(key, _NOTHING)
+        return [override for tool in dict.fromkeys(tools) for override in self._filed.get(key + tool, _NOTHING)]
 
 
-class _Shape(NamedTuple):
-    """The fields that some overrides name."""
-
-    caller: bool
-    descriptors: tuple[str, ...]
-    session: bool
-    fingerprint: bool
-    tool: bool
-
-
-_Key = tuple[str, str, tuple[str, ...], str, str, str]
-"""Policy, caller, descriptors' hashes, session, fingerprint, tool; empty where they are not named."""
+_NOTHING: Final[list[Override]] = []
 
 
 class Overrides:
-    """Those that stand, filed."""
+    """Those that stand.
+
+    Attributes:
+        blocks_heads: some request may be blocked before its body has come.
+    """
+
+    __slots__ = ("_heads", "_shapes", "blocks_heads")
 
     def __init__(self, overrides: Iterable[Override] = ()) -> None:
         """File them."""
-        self._filed: dict[_Shape, dict[_Key, list[Override]]] = {}
+        shapes: dict[tuple[bool, tuple[str, ...], bool, bool, bool], _Shape] = {}
+        self.blocks_heads = False
         for override in overrides:
             target = override.target
             names = tuple([name for name, _ in target.descriptors])
-            shape = _Shape(bool(target.caller), names, bool(target.session), bool(target.fingerprint), bool(target.tool))
-            hashes = tuple([value for _, value in target.descriptors])
-            key = override.policy, target.caller, hashes, target.session, target.fingerprint, target.tool
-            self._filed.setdefault(shape, {}).setdefault(key, []).append(override)
+            fields = bool(target.caller), names, bool(target.session), bool(target.fingerprint), bool(target.tool)
+            shape = shapes.get(fields)
+            if shape is None:
+                shape = shapes[fields] = _Shape(target)
+            shape.file(override)
+            self.blocks_heads = self.blocks_heads or (override.kind == BLOCK and shape.of_head)
+        self._shapes = list(shapes.values())
+        self._heads = [shape for shape in self._shapes if shape.of_head]
 
     def __len__(self) -> int:
-        """How many combinations of fields are looked up for a request."""
-        return len(self._filed)
+        """How many look-ups a request costs."""
+        return len(self._shapes)
 
-    def find(self, policy: str, seen: Seen, now: float) -> list[Override]:
-        """All that hold for a request under a policy."""
+    def find(  # noqa: PLR0913  # what is known of a request
+        self,
+        policy: str,
+        now: float,
+        values: Sequence[tuple[str, str]],
+        caller: str,
+        session: str = "",
+        fingerprint: str = "",
+        tools: Sequence[str] = (),
+    ) -> list[Override]:
+        """All that hold for a request under a policy.
+
+        Args:
+            policy: its id.
+            now: in seconds since 1970.
+            values: the request's descriptors, (name, value).
+            caller: hash of all of them; empty while not all are known.
+            session: hash of its name; empty where it has none, or that is not known.
+            fingerprint: of the request; empty while it is not known.
+            tools: that are called, as far as that is known.
+        """
         found: list[Override] = []
-        for shape, filed in self._filed.items():
-            for key in _list_keys(shape, policy, seen):
-                found += [override for override in filed.get(key, ()) if now < override.ends]
+        for shape in self._shapes if fingerprint else self._heads:
+            for override in shape.find(values, caller, session, fingerprint, tools):
+                if now < override.ends and override.policy in (ALL_POLICIES, policy):
+                    found.append(override)  # noqa: PERF401  # compiled, a loop is what costs least
         return found
 
 
-def _list_keys(shape: _Shape, policy: str, seen: Seen) -> Iterator[_Key]:
-    """Under which overrides of this shape are filed that hold for a request."""
-    if (shape.session and not seen.session) or (shape.fingerprint and not seen.fingerprint):
-        return
-    hashes = _hash_descriptors(shape.descriptors, seen.values)
-    if hashes is None:
-        return
-    caller = seen.caller if shape.caller else ""
-    session = seen.session if shape.session else ""
-    fingerprint = seen.fingerprint if shape.fingerprint else ""
-    for owner, tool in product((policy, ALL_POLICIES), dict.fromkeys(seen.tools) if shape.tool else ("",)):
-        yield owner, caller, hashes, session, fingerprint, tool
-
-
-def _hash_descriptors(names: Sequence[str], values: Sequence[tuple[str, str]]) -> tuple[str, ...] | None:
-    """The hash of each of these descriptors of a request, None where it lacks one."""
-    if not names:
-        return ()
+def _hash_descriptors(names: Sequence[str], values: Sequence[tuple[str, str]]) -> str:
+    """The hashes of these descriptors of a request, joined; empty where it lacks one."""
     known = dict(values)
     if any(name not in known for name in names):
-        return None
-    return tuple([hash_descriptor(name, known[name]) for name in names])
+        return ""
+    return "".join([hash_descriptor(name, known[name]) for name in names])
 
 
 def hash_descriptor(name: str, value: str) -> str:
@@ -161,15 +194,3 @@ def find_kind(overrides: Sequence[Override], kind: str) -> Override | None:
         if override.kind == kind and (found is None or (override.since, override.name) > (found.since, found.name)):
             found = override
     return found
-
-
-class Standing(NamedTuple):
-    """The overrides that one request obeys, from its beginning to its end.
-
-    Attributes:
-        overrides: all of them.
-        now: when the request came.
-    """
-
-    overrides: Overrides
-    now: float

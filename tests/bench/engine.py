@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 from statistics import median
-from time import perf_counter_ns
+from time import perf_counter_ns, time
 
 from extproc.fingerprint import NO_BODY
+from extproc.guards.override import BLOCK, Override, Overrides, Target, hash_descriptor
 from extproc.pb.external_processor_pb2 import ProcessingRequest
 from extproc.service import Service
 from extproc.wire import parse_message, read_request
@@ -17,6 +18,7 @@ from tests.bench.timing import cpu_us, difference, interleaved
 TITLE = "engine: the guard's own work per request (POST 1 KB, 16 headers, one policy, counts in memory)"
 
 _LIMIT_US = 15
+_OVERRIDES_LIMIT_US = 3
 _STEPS = {
     "parse the headers": False,
     "read the headers": False,
@@ -43,9 +45,10 @@ class _Fixture:
             for number in range(count)
         ]
 
-    def whole(self) -> float:
-        """Streams from the first byte to the last."""
+    def whole(self, overrides: Overrides | None = None) -> float:
+        """Streams from the first byte to the last, perhaps with overrides to be looked up."""
         serving = samples.service(self.engine)
+        serving.overrides = overrides
         pairs = self.pairs
 
         def work() -> None:
@@ -114,6 +117,18 @@ class _Fixture:
         return clock
 
 
+def _make_overrides() -> Overrides:
+    """A thousand of four shapes, as operators mix them; none holds for a request that is measured."""
+    targets = [
+        *(Target(descriptors=(("x-user-id", hash_descriptor("x-user-id", f"other-{number}")),)) for number in range(250)),
+        *(Target(caller=f"{number:016x}") for number in range(250)),
+        *(Target(fingerprint=f"{number:08x}") for number in range(250)),
+        *(Target(caller=f"{number:016x}", fingerprint=f"{number:08x}") for number in range(250)),
+    ]
+    ends = time() + 3_600
+    return Overrides([Override(str(number), BLOCK, target, "", 0, ends, "", "") for number, target in enumerate(targets)])
+
+
 def _check_all_counted(serving: Service, count: int) -> None:
     """Were requests refused or not counted, the figure would be of something else."""
     labels = {"policy": "policy-00000", "mode": "enforce", "action": "allow"}
@@ -128,12 +143,21 @@ def run(*, quick: bool) -> list[Row]:
     progress("engine: step by step", 1, 2)
     spent = [median(step) for step in zip(*(fixture.steps() for _ in range(rounds)), strict=True)]
     progress("engine: whole streams", 2, 2)
-    found = interleaved(rounds, {"whole": fixture.whole, "parsing": fixture.parsing})
+    overrides = _make_overrides()
+    works = {"whole": fixture.whole, "overridden": lambda: fixture.whole(overrides), "parsing": fixture.parsing}
+    found = interleaved(rounds, works)
     steps = list(zip(_STEPS.items(), spent, strict=True))
     own = sum(time for (_, counted), time in steps if counted)
     return [
         Row("own work per request", own, "us", _LIMIT_US, "the steps marked *"),
         *(Row(f"  {'*' if counted else ' '} {name}", time, "us") for (name, counted), time in steps),
         Row("whole stream beyond parsing", difference(found, "whole", "parsing"), "us", note="with dispatch and metrics"),
+        Row(
+            "1,000 overrides, beyond none",
+            difference(found, "overridden", "whole"),
+            "us",
+            _OVERRIDES_LIMIT_US,
+            "of four shapes; looked up when the headers come and again with the body",
+        ),
         Row("parsing both messages", median(found["parsing"]), "us", note="every server has to"),
     ]

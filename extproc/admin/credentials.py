@@ -1,0 +1,108 @@
+"""Who may change something over the admin port: whoever has a token, or may open the server's own Unix socket.
+
+A browser cannot be tricked into it. It has no token to send of its own accord, and whatever a page makes it send says so.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from http import HTTPStatus
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from extproc.errors import UsageError
+
+OPERATOR_HEADER = "x-loopguard-operator"
+"""Who asks, in his own words."""
+
+_LEAST_TOKEN = 16
+_MOST_BYTES = 65_536
+_LONGEST_NAME = 48
+_ODD = re.compile(r"[^A-Za-z0-9_.@+-]")
+_BROWSERS = ("origin", "sec-fetch-site")
+"""Sent by every browser with whatever a page has it send, and by nobody else."""
+
+
+class Credentials:
+    """The tokens in a file, read whenever somebody shows one: a file that is replaced needs no restart."""
+
+    def __init__(self, path: str) -> None:
+        """Take the file as it is at the start.
+
+        Args:
+            path: of a file with a token in each line; empty for none, and nothing can be changed over TCP.
+
+        Raises:
+            UsageError: it cannot be read, or a token is too short to be one.
+        """
+        self._path = path
+        if path:
+            try:
+                self._read()
+            except (OSError, ValueError) as error:
+                raise UsageError(f"--admin-token-file {path}: {_explain(error)}") from None
+
+    def check(self, request: Request) -> str:
+        """Let a request that changes something pass.
+
+        Returns:
+            who asks, and what that is known by.
+
+        Raises:
+            HTTPException: it may not.
+        """
+        if any(header in request.headers for header in _BROWSERS):
+            raise HTTPException(HTTPStatus.FORBIDDEN, "nothing is changed for a browser; use the loopguard command, or curl")
+        if request.method == "POST" and not _is_json(request):
+            raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type must be application/json")
+        name = _ODD.sub("?", request.headers.get(OPERATOR_HEADER, "somebody"))[:_LONGEST_NAME]
+        if _is_unix(request):
+            return f"{name} (socket)"
+        self._check_token(request)
+        return f"{name} (token)"
+
+    def _check_token(self, request: Request) -> None:
+        if not self._path:
+            raise HTTPException(
+                HTTPStatus.FORBIDDEN, "this port only reads: start with --admin-token-file, or ask over --admin-socket"
+            )
+        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+        try:
+            tokens = self._read()
+        except (OSError, ValueError) as error:
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"the token file: {_explain(error)}") from None
+        given = shown.strip().encode("utf-8", "surrogateescape")
+        good = [hmac.compare_digest(given, token) for token in tokens]  # each of them, so that the time tells nothing
+        if scheme.lower() != "bearer" or not any(good):
+            challenge = {"www-authenticate": 'Bearer realm="loopguard"'}
+            raise HTTPException(HTTPStatus.UNAUTHORIZED, "this takes a token of --admin-token-file", challenge)
+
+    def _read(self) -> list[bytes]:
+        """The tokens.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: there is none, or one is too short.
+        """
+        with Path(self._path).open("rb") as file:
+            tokens = [line.strip() for line in file.read(_MOST_BYTES).splitlines() if line.strip()]
+        if not tokens or any(len(token) < _LEAST_TOKEN for token in tokens):
+            raise ValueError(f"it must hold a token of at least {_LEAST_TOKEN} characters in each line")
+        return tokens
+
+
+def _explain(error: OSError | ValueError) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+def _is_json(request: Request) -> bool:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+
+
+def _is_unix(request: Request) -> bool:
+    """Whether the request came by the socket, which the file system guards: its address has no port."""
+    server = request.scope.get("server")
+    return server is not None and server[1] is None
