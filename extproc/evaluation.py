@@ -615,7 +615,8 @@ class Evaluation:
 
 def group_by_policy(trace: list[Outcome]) -> list[Outcome]:
     """The strictest outcome of each policy, whose detectors stand side by side in the trace."""
-    if len(trace) < 2:  # noqa: PLR2004  # nothing to group, as for most requests
+    size = len(trace)
+    if size < 2 or (size == 2 and trace[0].policy != trace[1].policy):  # noqa: PLR2004  # nothing to group, as for most requests
         return trace
     grouped = trace[:1]
     for outcome in trace[1:]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from extproc.canary.samples import Samples, cut_text
 from extproc.canary.sketch import Sketch
@@ -21,6 +21,7 @@ from extproc.policy.pairings import Pairing
 VERDICTS = ("both", "only_live", "only_candidate", "neither")
 """Which of the two does something about a request, be it a refusal or a warning."""
 
+_ALLOW: Final = Action.ALLOW
 _LABELS = ("policy", "canary_of")
 _LIVE_ALONE = ("missed", "only_live")
 
@@ -156,11 +157,13 @@ class Pair:
             what they disagree about, `extra`, `missed`, `only_live` or `only_candidate`; empty where they agree.
         """
         self.tenants.add(candidate.tenant)
-        if refused:
-            self.refused += 1
+        live_acts = False
         if live is not None:
             self.compared_with_live += 1
-        acts, live_acts = candidate.action is not Action.ALLOW, live is not None and live.action is not Action.ALLOW
+            live_acts = live.action is not _ALLOW
+        if refused:
+            self.refused += 1
+        acts = candidate.action is not _ALLOW
         if not acts and not live_acts:
             self.neither += 1
             return ""

@@ -46,6 +46,8 @@ def run(*, quick: bool) -> list[Row]:
         for build, programs in builds.items():
             ask = stack.enter_context(_replaying(programs, policy, requests, recordings))
             works |= {f"{build}, {recording}": partial(_ask_both, ask, recording) for recording in recordings}
+            ask = stack.enter_context(_replaying(programs, paired, requests, recordings))
+            works[f"{build}, paired"] = partial(_ask_both, ask, "same")
         progress("transport: replaying", 2, 2)
         interleaved(2, works)  # warm-up
         found = interleaved(rounds, works)
