@@ -18,7 +18,7 @@ from tests.bench.envoy_config import Listener, running_envoy
 from tests.bench.load import load
 from tests.bench.processes import free_port, running
 from tests.bench.report import Row, progress
-from tests.bench.timing import difference, interleaved, measure_clock
+from tests.bench.timing import difference, interleaved, measure_clock, ratio
 
 TITLE = "transport: one request in process, an Envoy's bytes in to the answer's bytes out (POST 1 KB, counts in memory)"
 
@@ -79,7 +79,7 @@ def _rows(
         ),
         Row(
             f"{build}: with a paired shadow policy, against the enforcing one alone",
-            min(found[paired]) / min(found[same]) if there else None, "", limit_paired, note,
+            ratio(found, paired, same) if there else None, "", limit_paired, note,
         ),
     ]  # fmt: skip
 
