@@ -225,6 +225,13 @@ class Outcome:
         self.subject = subject
         self.repeat = repeat
 
+    def list_tools(self) -> list[str]:
+        """The tools that are called again and again, each once; none where it is not tools that repeat."""
+        if self.repeat is not None:
+            return list(dict.fromkeys(self.repeat.tools))
+        tool = getattr(self.subject, "tool", "")  # of a call over HTTP
+        return [tool] if tool else []
+
     def strictness(self) -> tuple[int, int]:
         """Orders outcomes: reject > throttle > steer > warn > allow, then the longest delay or Retry-After."""
         return SEVERITY[self.action], self.delay_ms or self.retry_after or 0

@@ -97,7 +97,7 @@ class Loop:
         self.method = request.method[:_NAME_SHOWN]
         self.path = request.path[:_PATH_SHOWN]
         self.route = request.facts.route()[:_NAME_SHOWN]
-        self.tools = [tool[:_NAME_SHOWN] for tool in _list_tools(outcome)[:_NAMES_SHOWN]]
+        self.tools = [tool[:_NAME_SHOWN] for tool in outcome.list_tools()[:_NAMES_SHOWN]]
         self.model = read_model(request.path, evaluation.content)
         self.first = self.last = now
         self.count = 0
@@ -234,13 +234,6 @@ def _find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate | Non
         if candidate.plan.id == outcome.policy and candidate.detector.name == outcome.detector:
             return candidate
     return None
-
-
-def _list_tools(outcome: Outcome) -> list[str]:
-    if outcome.repeat is not None:
-        return list(dict.fromkeys(outcome.repeat.tools))
-    tool = getattr(outcome.subject, "tool", "")  # of a call over HTTP
-    return [tool] if tool else []
 
 
 def _name_repeated(outcome: Outcome) -> str:

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime
@@ -26,6 +26,7 @@ from extproc.engine import Engine
 from extproc.errors import BundleError, BundleErrors
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
+from extproc.policy.bundle import Policy
 from extproc.policy.files import find_directories, read_files
 from extproc.policy.loader import Source, list_raw, load, parse
 from extproc.settings import Settings
@@ -53,8 +54,25 @@ _FREED_AT_ONCE = 1_000
 _READ_SECONDS = 10.0
 """How long a file system may take to answer; one on a network that is gone may never."""
 
+_NAMES_SHOWN = 10
+_PROBLEMS_SHOWN = 20
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Refusal(NamedTuple):
+    """A reload that was refused.
+
+    Attributes:
+        at: when.
+        errors: the first of them, as `loopguard validate` prints them.
+        count: how many there are.
+    """
+
+    at: datetime
+    errors: list[str]
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls
 
 
 class Reloader:
@@ -67,6 +85,7 @@ class Reloader:
 
     engine: Engine
     sources: tuple[Source, ...]
+    _digests: dict[str, int]
     _archive: _Archive
     _shadowed: list[bool]
     _overridden: list[bool]
@@ -89,11 +108,17 @@ class Reloader:
         self._files = _FileSystem()
         self._unreadable = ""
         self._refused = False
+        self._refusal: Refusal | None = None
         metrics.policy_reload_refused.set_function(lambda: bool(self._refused or self._unreadable))
         loaded = _compile(files, settings, _now())
         self._take(loaded)
         for warning in loaded.warnings:
             _LOG.warning(str(warning))
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why the files are not what is in force, None where they are."""
+        return self._refusal if self._refused or self._unreadable else None
 
     def list_policies(self) -> list[tuple[Source, list[Any]]]:
         """Every source that is in force, and its policies as they are written."""
@@ -161,10 +186,11 @@ class Reloader:
         loaded = await asyncio.to_thread(_compile, files, self._settings, _now())
         self._warn_about_versions(loaded.sources)
         self._refused = False
+        changes = compare_policies(self._digests, loaded.digests)
         await self._swap(loaded, swap)
         await _log_all(logging.WARNING, loaded.warnings)
         self._metrics.policy_reloads.labels("ok").inc()
-        _LOG.info("policies reloaded", extra=make_extra(policies=len(self.engine.plans), files=len(files)))
+        _LOG.info("policies reloaded", extra=make_extra(policies=len(self.engine.plans), files=len(files), **changes))
 
     async def _swap(self, loaded: _Loaded, swap: Callable[[Engine], None]) -> None:
         """Put new policies into force, and free the old ones."""
@@ -175,6 +201,7 @@ class Reloader:
 
     def _take(self, loaded: _Loaded) -> None:
         self.sources, self.engine, self._archive = loaded.sources, loaded.engine, loaded.archive
+        self._digests = loaded.digests
         info = self._metrics.policy_info
         info.clear()
         for source in self.sources:
@@ -191,6 +218,7 @@ class Reloader:
     async def _refuse(self, error: Exception) -> None:
         self._metrics.policy_reloads.labels("error").inc()
         problems: Sequence[object] = error.errors if isinstance(error, BundleErrors) else [error]
+        self._refusal = Refusal(_now(), [str(problem) for problem in problems[:_PROBLEMS_SHOWN]], len(problems))
         await _log_all(logging.ERROR, problems)
         _LOG.error("policies not reloaded, the last good ones stay in force", extra=make_extra(errors=len(problems)))
 
@@ -284,6 +312,7 @@ class _Loaded(NamedTuple):
     engine: Engine
     archive: _Archive
     now: datetime
+    digests: dict[str, int]
 
 
 def _read(paths: Iterable[str]) -> tuple[dict[str, bytes], dict[str, str]]:
@@ -307,12 +336,38 @@ def _compile(files: dict[str, bytes], settings: Settings, now: datetime, checked
         if policies.unenforced and not settings.allow_unenforced:
             raise BundleErrors(policies.list_refusals())
         engine = Engine(policies, now, shadow=settings.shadow)
+        digests = {policy.id: _digest(policy) for source in policies.sources for policy in source.policies}
         for source in policies.sources:
             _free(source.policies)
             _free(source.kill_switches)
         _free(policies.scrap)
     _trim()
-    return _Loaded(policies.sources, (*policies.warnings, *policies.unenforced), engine, archive, now)
+    return _Loaded(policies.sources, (*policies.warnings, *policies.unenforced), engine, archive, now, digests)
+
+
+def _digest(policy: Policy) -> int:
+    """A number that another policy hardly has."""
+    return zlib.crc32(policy.model_dump_json().encode())
+
+
+def compare_policies(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, str | None]:
+    """What a reload did: the ids of policies that it `added`, `removed` and `changed`, None for none.
+
+    Args:
+        before: a digest of each policy, by its id.
+        after: the same.
+    """
+    found = {
+        "added": [name for name in after if name not in before],
+        "removed": [name for name in before if name not in after],
+        "changed": [name for name, digest in after.items() if before.get(name, digest) != digest],
+    }
+    return {kind: _list_names(names) if names else None for kind, names in found.items()}
+
+
+def _list_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{', '.join(names[:_NAMES_SHOWN])}{more}"
 
 
 def _free(items: list[Any]) -> None:

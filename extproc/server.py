@@ -240,7 +240,9 @@ class Server:
             for source, policies in self._reloader.list_policies()
         ]
         modes = {plan.id: plan.mode for plan in self.service.engine.plans}
-        return Page(HTTPStatus.OK, {"modes": modes, "files": sources})
+        refusal = self._reloader.refusal
+        refused = refusal and {"at": refusal.at.isoformat(), "errors": refusal.errors, "count": refusal.count}
+        return Page(HTTPStatus.OK, {"modes": modes, "refused": refused, "files": sources})
 
     def _canary(self) -> Page:
         states = [state for replica in self._collect_states().values() for state in replica]

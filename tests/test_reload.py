@@ -357,6 +357,39 @@ def test_parts_that_are_not_enforced_are_refused_in_a_reload(place: Place, caplo
     assert (ids, [plan.id for plan in place.reloader.engine.plans]) == (["p"], ["q"])
 
 
+def test_a_reload_says_what_changed(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """The line names the policies that came, went and changed, a few of each; a reload of the same names none."""
+    place.write(bundle(guard("same"), guard("gone"), guard("other")))
+    place.start()
+    place.write(bundle(guard("same"), guard("other", action="warn"), *(guard(f"new-{number}") for number in range(12))))
+    with caplog.at_level(logging.INFO):
+        place.reload()
+        place.reload(force=True)
+
+    first, second = (vars(record)["fields"] for record in caplog.records if record.message == "policies reloaded")
+    added = ", ".join(f"new-{number}" for number in range(10))
+    assert (first["added"], first["removed"], first["changed"]) == (f"{added} and 2 more", "gone", "other")
+    assert not {"added", "removed", "changed"} & second.keys()
+
+
+def test_a_refused_reload_is_shown_until_the_files_are_good_again(place: Place) -> None:
+    """Errors are kept for people as long as the files are not what is in force."""
+    place.write(guard())
+    place.start()
+    before = place.reloader.refusal
+    place.write(b"{")
+    place.reload()
+    refusal = place.reloader.refusal
+    place.write(guard("q"))
+    place.reload()
+
+    assert before is None
+    assert refusal is not None
+    assert refusal.count == len(refusal.errors) == 1
+    assert refusal.errors[0].startswith(f"{place.folder}/p.json: ")
+    assert place.reloader.refusal is None
+
+
 def test_the_first_load_raises(place: Place) -> None:
     """A server does not start without good policies."""
     with pytest.raises(BundleErrors):

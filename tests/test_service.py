@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
+from zlib import crc32
 
 import pytest
 from google.protobuf.json_format import MessageToDict
@@ -17,6 +18,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from extproc.errors import ProtocolError, StoreError
+from extproc.fingerprint import hash_tenant, write_crc32
 from extproc.metrics import Metrics
 from extproc.pb.base_pb2 import HeaderMap, HeaderValue
 from extproc.pb.external_processor_pb2 import HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse
@@ -256,6 +258,7 @@ def test_a_refusal_carries_everything_a_client_needs() -> None:
         "policy": "p",
         "fingerprint": fingerprint,
         "count": 3,
+        "tenant": hash_tenant("x-a=1"),
     }
 
 
@@ -482,7 +485,8 @@ def test_shadow_reports_and_does_nothing_else() -> None:
     answer = repeat(service, headers(end=True), times=3)
 
     shadow = {"shadow_action": "reject", "shadow_policy": "s", "shadow_count": 3}
-    assert metadata_of(answer) == shadow
+    named = {"shadow_fingerprint": write_crc32(crc32(b"POST|/||00000000")), "shadow_tenant": hash_tenant("")}
+    assert metadata_of(answer) == {**shadow, **named}
     answer.ClearField("dynamic_metadata")
     assert answer == decoded(exchange(make_service(policy("s", ANY)), headers(end=True))[-1])
     assert sample(service, "loops_detected_total", policy="s", mode="shadow", action="reject") == 1

@@ -13,6 +13,8 @@ from extproc.policy.bundle import DEFAULT_DETECTOR
 NAMESPACE = "loopguard"
 """Of the dynamic metadata that answers carry."""
 
+_TOOLS_SHOWN = 256
+
 _WARNING = "X-Fairvisor-Warning"
 _STEERED = ("x-loopguard-steered", "1")
 
@@ -68,14 +70,23 @@ def make_metadata(decision: Decision) -> dict[str, Any]:
             "policy": lead.policy,
             "fingerprint": lead.fingerprint,
             "count": lead.count,
+            "tenant": lead.tenant,
         }
+        if tools := lead.list_tools():
+            metadata["tool"] = " ".join(tools)[:_TOOLS_SHOWN]
         if lead.detector != DEFAULT_DETECTOR:
             metadata["detector"] = lead.detector
         warning = find_warning(decision)
         if warning and lead.action is not Action.REJECT:
             metadata["warning"] = warning
     if shadow is not None:
-        metadata |= {"shadow_action": shadow.action.value, "shadow_policy": shadow.policy, "shadow_count": shadow.count}
+        metadata |= {
+            "shadow_action": shadow.action.value,
+            "shadow_policy": shadow.policy,
+            "shadow_count": shadow.count,
+            "shadow_fingerprint": shadow.fingerprint,
+            "shadow_tenant": shadow.tenant,
+        }
     return metadata
 
 
