@@ -71,6 +71,7 @@ class Metrics:
         self.store_batch_size = histogram("store_batch_size", "Hits sent to the store in one go", _BATCH_BUCKETS)
         self.store_entries = gauge("store_entries", "Fingerprints kept in memory now")
         self.store_evictions = counter("store_evictions_total", "Live fingerprints dropped for want of room")
+        self.events = counter("events_total", "Events for other programs, by what became of them", "result")
         self.policy_reloads = counter("policy_reloads_total", "Reloads by result", "result")
         self.policy_reload_refused = gauge("policy_reload_refused", "1 while the policy files are not what is in force")
         self.enforce_percent = gauge(
@@ -91,6 +92,8 @@ class Metrics:
             self.fail_open.labels(reason)
         for reason in ("invalid", "too_large", "unenforced", "unknown_policy"):
             self.handover_errors.labels(reason)
+        for result in ("sent", "dropped"):
+            self.events.labels(result)
         for result in ("ok", "error"):
             self.policy_reloads.labels(result)
             self.tls_reloads.labels(result)

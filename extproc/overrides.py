@@ -63,10 +63,15 @@ class BadOrderError(LoopguardError):
 
 
 class Desk:
-    """Where operators give orders, and where this replica learns of those that were given elsewhere."""
+    """Where operators give orders, and where this replica learns of those that were given elsewhere.
+
+    Attributes:
+        tell: is called with the kind of event (`events.TYPES`) for each change that is made here.
+    """
 
     def __init__(self, store: Store, service: Service, metrics: Metrics) -> None:
         """Nothing stands yet."""
+        self.tell: Callable[[str, Override], None] = lambda _, __: None
         self._store = store
         self._service = service
         self._version = ""
@@ -101,6 +106,7 @@ class Desk:
             raise refuse_more()  # without asking the store, which has other things to do
         await self._store.put_order(_BOOK, override.name, write_override(override), override.ends - override.since)
         _announce("override given", override, who)
+        self.tell("loop_released" if override.kind == RELEASE else "override_given", override)
         await self.refresh()
         return override, remark(override, plans)
 
@@ -116,6 +122,7 @@ class Desk:
             return False
         if revoked is not None:
             _announce("override revoked", revoked, who)
+            self.tell("override_revoked", revoked)
         await self.refresh()
         return True
 

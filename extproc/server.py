@@ -28,14 +28,16 @@ from extproc.canary.states import State
 from extproc.canary.verdict import Rules
 from extproc.engine import Engine
 from extproc.errors import StoreError
+from extproc.events import LoopEvents, open_events
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
-from extproc.overrides import Desk
+from extproc.overrides import Desk, describe_override
 from extproc.prices import Prices
 from extproc.reload import Reloader
 from extproc.service import Service
 from extproc.settings import Address, Settings
 from extproc.store import open_store, redact_url
+from extproc.store.boards import make_replica_name
 from extproc.store.memory import MemoryStore
 from extproc.transport.health import Health
 from extproc.transport.tls import Certificates, open_certificates
@@ -50,6 +52,8 @@ _YOUNG_OBJECTS = 10_000
 
 _ANSWER_SECONDS = 5.0
 """How long an admin page waits for the event loop and the store."""
+
+_LOOK_SECONDS = 1.0
 
 _LAST_WORDS_SECONDS = 1.0
 """How long streams that were released at the end of the drain have to send their answer."""
@@ -104,6 +108,7 @@ class Server:
             "/canary/states": self._canary_states,
             "/canary/samples": self._canary_samples,
         }
+        self._events = open_events(settings, f"loopguard/{make_replica_name()}", metrics)
         self._loops = SharedLoops(self.service.reporter.loops, store, self._shows_callers)
         loop_pages = LoopPages(self._loops, Prices(settings.price or None), self._shows_callers)
         routes = [
@@ -141,6 +146,7 @@ class Server:
             self._sharing.run(),
             self._loops.share(),
             self._desk.follow(),
+            self._watch_for_events(),
         )
         tasks = [asyncio.create_task(each) for each in work]
         self._health.set(serving=True)
@@ -161,6 +167,8 @@ class Server:
             await self._sharing.publish()
             await self._store.close()
             self._admin.stop()
+            if self._events is not None:
+                await asyncio.to_thread(self._events.close)
             if self._certificates is not None:
                 self._certificates.stop()
         _LOG.info("stopped")
@@ -198,7 +206,27 @@ class Server:
         return self.service.reporter.show_callers
 
     def _swap(self, engine: Engine) -> None:
+        if self._events is not None:
+            watched = {plan.id for plan in self.service.engine.plans if plan.shadow}
+            for plan in engine.plans:
+                if plan.id in watched and not plan.shadow:
+                    self._events.tell("policy_promoted", plan.id, {"policy": plan.id, "mode": plan.mode})
         self.service.follow(engine)
+
+    async def _watch_for_events(self) -> None:
+        """Tell of what happens to loops and to the store, a second later at most; what operators do, at once."""
+        if self._events is None:
+            return
+        tell = self._events.tell
+        self._desk.tell = lambda kind, override: tell(kind, override.name, describe_override(override))
+        loops, health = LoopEvents(tell, self._shows_callers), "ok"
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            loops.look(self.service.reporter.loops.copy(), time.time())
+            now = self._store.health()
+            if (now == "ok") != (health == "ok"):
+                tell("store_back" if now == "ok" else "store_lost", redact_url(self._settings.store), {"health": now})
+            health = now
 
     async def _drain(self) -> None:
         """Turn Envoy away while still serving, then let streams in flight finish, then let the rest through."""

@@ -226,6 +226,9 @@ class Settings:
         parse_switch,
         "logs and /loops tell callers by the values of their descriptors (SIGUSR1 turns it on and off)",
     )
+    events: str = option("", str, "tell other programs of loops, as CloudEvents", "FILE|-|https://...")
+    events_secret_file: str = option("", str, "file with the secret that signs what is sent there", "PATH")
+    events_ca: str = option("", str, "authorities of the receiver's certificate, in place of the system's", "PATH")
     price: float = option(
         0.0, _parse_price, "US dollars for a million input tokens, in /loops; else genai-prices says, if it is installed", "USD"
     )

@@ -58,7 +58,7 @@ FLOORS: list[list[str]] = [
         "store/remote_orders",
     ],
     ["store/remote", "store/redis", "store/memory"],
-    ["wire", "counting", "throttle", "budget", "upload", "loop_table", "reporting"],
+    ["wire", "counting", "throttle", "budget", "upload", "loop_table", "events", "reporting"],
     [
         "answers/apis/api",
         *(f"answers/apis/{api}" for api in ("openai", "responses", "anthropic", "gemini", "bedrock", "ollama", "rpc")),

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,6 +121,38 @@ def test_the_log_names_the_stuck_agent_beside_the_storm(night: Stack) -> None:
     assert any("tool=search" in line and "path=/v1/chat/completions" in line for line in lines)
     assert len([line for line in lines if "policy=storm" in line]) <= 2 * len(night.replicas) * 6
     assert all(re.search(r"requests=(1|2|4|8|16|32)\b", line) for line in lines)
+
+
+def test_other_programs_are_told(tmp_path: Path) -> None:
+    """A loop, an override, a policy that begins to act, and a store that goes and comes back are events, each once."""
+    file = tmp_path / "events.jsonl"
+    looked = policy("p", {"pathPrefix": "/"}, mode="shadow", **_USER)
+    with server() as valkey, stack(bundle(looked), "--store", f"redis://{valkey.address}", "--events", str(file)) as made:
+
+        def wait_for(kind: str) -> dict[str, Any]:
+            return eventually(lambda: _find_event(file, kind), f"an event {kind}")
+
+        for _ in range(4):
+            made.send("/", headers={"x-user-id": "ann"})
+        began = wait_for("loop.began")
+        made.write_policies(bundle({**looked, "spec": {**looked["spec"], "mode": "enforce"}}))
+        promoted = wait_for("policy.promoted")
+        valkey.kill()
+        made.send("/", headers={"x-user-id": "bob"})
+        wait_for("store.lost")
+        valkey.start()
+        wait_for("store.back")
+
+    kinds = [json.loads(line)["type"] for line in file.read_text().splitlines()]
+    assert (began["data"]["mode"], began["data"]["requests"]) == ("shadow", {"reject": 2})
+    assert (promoted["subject"], promoted["data"]["mode"]) == ("p", "enforce")
+    assert len(kinds) == len(set(kinds))
+
+
+def _find_event(file: Path, kind: str) -> dict[str, Any] | None:
+    """The first event of a type in a file."""
+    events = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return next((event for event in events if event["type"] == f"io.loopguard.{kind}.v1"), None)
 
 
 def test_a_replica_that_ends_loses_nothing(night: Stack) -> None:

@@ -62,6 +62,9 @@ EVERY: list[tuple[str, list[str], str, object, object]] = [
     ("log_format", ["json"], "json", "json", "json"),
     ("log_level", ["debug"], "error", "debug", "error"),
     ("show_callers", [], "true", True, True),
+    ("events", ["-"], "/a", "-", "/a"),
+    ("events_secret_file", ["/a"], "/b", "/a", "/b"),
+    ("events_ca", ["/a"], "/b", "/a", "/b"),
     ("price", ["2.50"], "3", 2.5, 3.0),
 ]
 
