@@ -88,7 +88,10 @@ FLOORS: list[list[str]] = [
     ["reload", "server"],
     ["envoy_config", "envoy_config/options", "envoy_config/routes", "envoy_config/template"],
     ["envoy_config/render", "envoy_config/snippet"],
-    ["replay", *(f"replay/{name}" for name in ("records", "logs", "counts", "judge", "report", "table", "page", "command"))],
+    [
+        "replay",
+        *(f"replay/{name}" for name in ("records", "logs", "counts", "judge", "report", "table", "page", "tune", "command")),
+    ],
     ["envoy_check", "envoy_check/document"],
     ["envoy_check/config", "envoy_check/findings", "envoy_check/needs"],
     [

@@ -19,6 +19,7 @@ COMMANDS = (
     "validate",
     "explain",
     "replay",
+    "tune",
     "canary",
     "promote",
     "schema",

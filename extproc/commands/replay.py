@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from extproc.commands import add_policy_flag, load_policies
 from extproc.errors import UsageError
-from extproc.replay.command import add_log_flags, compile_policies, open_logs, parse_count, tell_problems
+from extproc.replay.command import add_log_flags, compile_policies, open_logs, parse_count, tell_lines
 
 HELP = "run recorded traffic through policies: what they would have done to it"
 EXAMPLES = """examples:
@@ -63,5 +64,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document))
     else:
         print_report(document)
-    tell_problems(document)
+    tell_lines(logs, judge.evictions)
+    for failure in document["failures"]:
+        print(f"warning: a detector failed: {failure}", file=sys.stderr)
     return 1 if options.strict and logs.problems.harmful else 0

@@ -7,13 +7,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
-from typing import Any
 
 from extproc.engine import Engine
 from extproc.errors import LoopguardError, UsageError
 from extproc.logs import escape_controls
 from extproc.policy.loader import PolicySet
-from extproc.replay.logs import PROBLEMS, Entry, Logs
+from extproc.replay.logs import HARMLESS, PROBLEMS, Entry, Logs
 
 _REORDER_SECONDS = 5.0
 _MAX_ENTRIES = 1_000_000
@@ -131,15 +130,14 @@ def _count_lines(count: int) -> str:
     return "1 line" if count == 1 else f"{count:,} lines"
 
 
-def tell_problems(document: dict[str, Any]) -> None:
-    """Say on stderr what was wrong with lines, and why numbers may be too low."""
-    for problem in document["log"]["problems"].values():
-        kind = "note" if problem["harmless"] else "warning"
-        example = f": {problem['example']}" if "example" in problem else ""
-        told = f"{kind}: {_count_lines(problem['lines'])}: {problem['what']}{example}"
-        print(f"{told} ({', '.join(problem['first'])})", file=sys.stderr)
-    if document["evicted"]:
-        text = f"warning: {document['evicted']:,} live fingerprints were dropped for want of room, so counts may be too low"
+def tell_lines(logs: Logs, evictions: int) -> None:
+    """Say on stderr what was wrong with lines, and why counts may be too low."""
+    for kind, problem in logs.problems.by_kind.items():
+        severity = "note" if kind in HARMLESS else "warning"
+        example = f": {problem.example}" if problem.example else ""
+        places = ", ".join(map(str, problem.places))
+        told = f"{severity}: {_count_lines(problem.count)}: {PROBLEMS[kind]}{example} ({places})"
+        print(escape_controls(told), file=sys.stderr)
+    if evictions:
+        text = f"warning: {evictions:,} live fingerprints were dropped for want of room, so counts may be too low"
         print(f"{text}; give a higher --max-entries", file=sys.stderr)
-    for failure in document.get("failures", ()):
-        print(f"warning: a detector failed: {failure}", file=sys.stderr)

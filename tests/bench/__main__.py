@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from tests.bench import door, engine, envoy, hostile, memory, policies, redis, reload, similarity, transport
+from tests.bench import door, engine, envoy, hostile, logs, memory, policies, redis, reload, similarity, transport
 from tests.bench.report import Section, progress_done, table, verdict, write_json
 
 _SECTIONS = {
@@ -18,6 +18,7 @@ _SECTIONS = {
     "similarity": (similarity.TITLE, similarity.run),
     "policies": (policies.TITLE, policies.run),
     "memory": (memory.TITLE, memory.run),
+    "logs": (logs.TITLE, logs.run),
     "reload": (reload.TITLE, reload.run),
     "hostile": (hostile.TITLE, hostile.run),
     "redis": (redis.TITLE, redis.run),
