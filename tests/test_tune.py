@@ -109,8 +109,8 @@ def test_the_advice_is_the_most_that_touches_few() -> None:
 
     assert advice.pair == Pair(30, 6, 90, 2)
     assert advice.reason == (
-        "6 within 30 s acts on 90 of 5,000 requests, the most of all pairs that touch at most 2 of 200 callers (1%); it touches 2. "
-        "The next one, 3 within 60 s, touches 40"
+        "6 within 30 s acts on 90 of 5,000 requests, the most of all pairs that touch at most 2 of 200 callers (1%); "
+        "it touches 2. The next one, 3 within 60 s, touches 40"
     )
 
 

@@ -167,8 +167,8 @@ def recommend(pairs: Sequence[Pair], requests: int, tenants: int, percent: float
         return Advice(None, f"{text}. Look at the worst offenders of a replay: what repeats there may be wanted")
     best = max(fitting, key=lambda pair: (pair.requests, -pair.window_seconds, pair.threshold))
     text = (
-        f"{_describe(best)} acts on {best.requests:,} of {requests:,} requests, the most of all pairs that touch at most {bound}"
-        f"; it touches {best.tenants:,}"
+        f"{_describe(best)} acts on {best.requests:,} of {requests:,} requests, "
+        f"the most of all pairs that touch at most {bound}; it touches {best.tenants:,}"
     )
     if stricter:
         following = min(stricter, key=lambda pair: (pair.tenants, pair.requests))
