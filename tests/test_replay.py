@@ -246,9 +246,9 @@ def test_a_line_of_50_mb_takes_no_room(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_clock_that_is_set_back_is_followed_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first line after each jump is named, and loops are found before and after it."""
+    """The first line after each jump is named; before and after it loops are found, and lines are put in order."""
     before = [make_record(10_000 + number * 4, "ann") for number in range(4)]
-    after = [make_record(number, "bob") for number in range(4)]
+    after = [make_record(number, "bob") for number in (1, 0, 3, 2)]
 
     found = Replayed(tmp_path, capsys, write_lines([*before, *after]))
 
@@ -492,6 +492,15 @@ def test_the_top_is_kept_and_says_what_it_may_have_missed() -> None:
 
     assert {key for key, _ in first} == {0, 1, 2}
     assert all(true[key] - top.dropped <= item.count <= true[key] for key, item in first)
+
+
+def test_what_left_the_top_is_told() -> None:
+    """The highest count that was forgotten is known, and who comes back starts anew."""
+    top: Top[str, Tally] = Top(4, Tally)
+    for key, count in {"a": 3, "b": 5, "c": 6, "d": 7, "e": 1}.items():
+        top.find(key).count += count
+
+    assert (top.dropped, top.find("a").count, top.find("d").count) == (5, 0, 7)
 
 
 def test_a_timeline_coarsens_and_loses_nothing() -> None:
