@@ -11,6 +11,7 @@ from typing import Any
 import promql_parser as promql
 from prometheus_client import CollectorRegistry
 
+from extproc.canary.pairs import Pairs
 from extproc.metrics import Metrics
 
 TARGET = frozenset({"namespace", "job", "instance"})
@@ -34,7 +35,9 @@ def list_labels(registry: CollectorRegistry) -> dict[str, tuple[str, ...]]:
 def series() -> Series:
     """Name of every series that Loopguard exposes -> its own labels."""
     found = {}
-    registry = Metrics().registry
+    metrics = Metrics()
+    Pairs().show(metrics)
+    registry = metrics.registry
     labels = list_labels(registry)
     for family in registry.collect():
         for suffix in _SUFFIXES[family.type]:

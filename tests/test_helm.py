@@ -42,13 +42,14 @@ from tests.chart import (
     with_policies,
 )
 from tests.chart.envoy_gateway import ENVOY_GATEWAY
+from tests.chart.rollouts import CLUSTER_WIDE, ROLLOUTS
 from tests.documents import policy
 
 KUBERNETES = ("1.27", "1.32", "1.37")
 """The oldest version that the chart takes, a middle one, and the newest whose schemas there are."""
 
 MODELS = (ServiceMonitor, PodMonitor, PrometheusRule, EnvoyFilter, DestinationRule)
-CRDS: dict[str, Any] = {model.__name__: model.model_json_schema() for model in MODELS} | ENVOY_GATEWAY
+CRDS: dict[str, Any] = {model.__name__: model.model_json_schema() for model in MODELS} | ENVOY_GATEWAY | ROLLOUTS
 
 each_case = pytest.mark.parametrize("values", CASES.values(), ids=CASES)
 
@@ -117,6 +118,9 @@ def test_every_object_is_what_kubernetes_takes(values: Values, kubernetes: str) 
         ("EnvoyExtensionPolicy", ("spec", "extProc", 0, "maxMessageTimeout"), "'maxMessageTimeout' was unexpected"),
         ("ClientTrafficPolicy", ("spec", "connection", "limit"), "'limit' was unexpected"),
         ("ReferenceGrant", ("spec", "to", 0, "namespace"), "'namespace' was unexpected"),
+        ("ClusterAnalysisTemplate", ("metadata", "namespace"), "'namespace' was unexpected"),
+        ("ClusterAnalysisTemplate", ("spec", "metrics", 0, "failCondition"), "'failCondition' was unexpected"),
+        ("MetricTemplate", ("spec", "provider", "url"), "'url' was unexpected"),
     ],
 )
 def test_a_key_too_many_is_seen(kind: str, place: tuple[str | int, ...], complaint: str) -> None:
@@ -138,7 +142,8 @@ def test_names_are_unique_and_in_the_namespace(values: Values) -> None:
 
     for item in made:
         mesh = values.get(elsewhere.get(item["kind"], ""), {})
-        assert item["metadata"]["namespace"] == mesh.get("namespace", NAMESPACE)
+        expected = None if item["kind"] in CLUSTER_WIDE else mesh.get("namespace", NAMESPACE)
+        assert item["metadata"].get("namespace") == expected
     assert max(Counter((item["kind"], item["metadata"]["name"]) for item in made).values()) == 1
 
 
@@ -359,6 +364,19 @@ def test_the_defaults_make_what_runs_and_nothing_that_needs_more() -> None:
         ({"monitoring": {"podMonitor": {"enabled": True}}}, {("PodMonitor", NAME)}, set()),
         ({"monitoring": {"prometheusRule": {"enabled": True}}}, {("PrometheusRule", NAME)}, set()),
         ({"monitoring": {"grafanaDashboard": {"enabled": True}}}, {("ConfigMap", f"{NAME}-dashboards")}, set()),
+        (
+            {"analysis": {"argoRollouts": {"enabled": True}, "prometheusAddress": "http://p:9090"}},
+            {("ClusterAnalysisTemplate", f"{NAMESPACE}-{NAME}")},
+            set(),
+        ),
+        (
+            {"analysis": {"flagger": {"enabled": True}, "prometheusAddress": "http://p:9090"}},
+            {
+                ("MetricTemplate", f"{NAME}-{name}")
+                for name in ("extra-refusals", "disagreement", "requests", "fail-open", "decision-p99")
+            },
+            set(),
+        ),
         ({"canary": {"enabled": True}}, {("Deployment", f"{NAME}-canary"), ("Service", f"{NAME}-canary")}, set()),
         (
             {"canary": {"enabled": True, "policies": {"bundle": {"bundle_version": 2, "policies": []}}}},

@@ -112,6 +112,14 @@ PROBLEMS: list[tuple[Values, str]] = [
         "policies.bundle is empty, and a pod does not start without policies: give a bundle, whose list of policies may be",
         "empty, or name a ConfigMap in policies.existingConfigMap.",
     ),
+    *(
+        row(
+            {"analysis": {tool: {"enabled": True}}},
+            "analysis.argoRollouts and analysis.flagger ask Prometheus, and nothing says where that is: set",
+            "analysis.prometheusAddress, such as http://prometheus-operated.monitoring:9090.",
+        )
+        for tool in ("argoRollouts", "flagger")
+    ),
     row(
         {"envoy": {"shadowMode": "observability"}},
         "envoy.shadowMode=observability is for the filter that istio.enabled makes, and it is off, so nothing would keep",
