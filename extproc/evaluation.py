@@ -283,11 +283,21 @@ class Lane:
             self.missing += [(plan.id, key) for key in plan.ramp.keys if not plan.is_told_apart_by(key)]
         return plan.ramp.takes(place)
 
-    def admit(self, plan: Plan, request: HttpRequest) -> bool:
-        """Make the plan's detectors candidates, or note why they are none; returns whether they are."""
+    def admit(self, plan: Plan, request: HttpRequest, last: Candidate | None = None) -> bool:
+        """Make the plan's detectors candidates, or note why they are none; returns whether they are.
+
+        Args:
+            plan: that matches.
+            request: the request.
+            last: the candidate before, of whichever lane; what was read for that one need not be read again.
+        """
         try:
-            values = plan.read_descriptors(request, self.missing)
-            joined, session = join_descriptors(values), plan.read_session(request)
+            if last is not None and plan.reads_like(last.plan, last.values):
+                values, joined = last.values, last.caller
+            else:
+                values = plan.read_descriptors(request, self.missing)
+                joined = join_descriptors(values)
+            session = plan.read_session(request)
             self.candidates += [Candidate(plan, detector, values, joined, session) for detector in plan.detectors]
         except NotCounted as why:
             self._leave_out(plan, "", why.reason)
@@ -435,6 +445,7 @@ class Evaluation:
 
     __slots__ = (
         "_earlier",
+        "_last",
         "_scope",
         "content",
         "document",
@@ -464,6 +475,7 @@ class Evaluation:
         self.trace: list[Outcome] = []
         self.plans: Sequence[Plan] = ()
         self._earlier: Evaluation | None = None
+        self._last: Candidate | None = None
         self.obeys = False
         self._scope = scope
 
@@ -493,9 +505,11 @@ class Evaluation:
         if plan.watching is not None and not self.enforcing.takes(plan, self.request):
             plan = plan.watching
         lane = self.shadow if plan.shadow else self.enforcing
-        if lane.admit(plan, self.request) and plan.needs_body:
-            self.inspects = max(self.inspects, plan.inspects)
-            self.steers = max(self.steers, plan.steers)
+        if lane.admit(plan, self.request, self._last):
+            self._last = lane.candidates[-1] if lane.candidates else None
+            if plan.needs_body:
+                self.inspects = max(self.inspects, plan.inspects)
+                self.steers = max(self.steers, plan.steers)
 
     def obey(self, standing: Overrides, now: float) -> None:
         """Do what operators have ordered about the request, from before it is sealed; `now` in seconds since 1970."""

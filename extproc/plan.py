@@ -177,6 +177,11 @@ class Plan:
             self._check_missing(values, may_follow=self.reads_body)
         return values
 
+    def reads_like(self, other: Plan, values: Sequence[tuple[str, str]]) -> bool:
+        """Whether it would read of a request what another one has read, which is so of a canary and its policy mostly."""
+        alike = self._descriptors is other._descriptors and not self._bypass and not other._bypass
+        return alike and len(values) == len(self._descriptors)
+
     def is_told_apart_by(self, key: str) -> bool:
         """Whether it is one of the policy's limit keys that stand in a request's head."""
         return any(descriptor.key == key for descriptor in self._descriptors)
