@@ -280,6 +280,7 @@ NOTES: dict[str, tuple[Edit, str]] = {
         put(f"{MANAGER}/internal_address_config", {"cidr_ranges": [{"address_prefix": "10.0.0.0", "prefix_len": 8}]}),
         "envoy-headers",
     ),
+    "clients that wait": (put(f"{MANAGER}/proxy_100_continue", value=True), "expect"),
     "%2F": (drop(f"{MANAGER}/path_with_escaped_slashes_action"), "escaped-slashes"),
     "retries": (put(f"{GUARDED}/route/retry_policy", {"retry_on": "5xx"}), "retries"),
     "a 413 that is not told": (put(f"{FILTER}/processing_mode/response_header_mode", "SKIP"), "processing-mode"),

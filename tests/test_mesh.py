@@ -748,6 +748,17 @@ def test_pods_have_the_sidecar_that_mtls_needs(values: Values, labels: Values, a
     assert template.get("annotations", {}) == annotations
 
 
+def test_istioctl_analyze_has_nothing_to_say() -> None:
+    """An EnvoyFilter with relative patches has a priority (IST0151), and a workload of the mesh a version."""
+    made = objects(CASES["istio-gateway"])
+
+    (found,) = of_kind(made, "EnvoyFilter")
+    assert found["spec"]["priority"] != 0
+    for deployment in of_kind(made, "Deployment"):
+        assert deployment["spec"]["template"]["metadata"]["labels"]["version"]
+        assert "version" not in deployment["spec"]["selector"]["matchLabels"]  # or no upgrade could change it
+
+
 @pytest.mark.parametrize(("sidecar", "native"), [(False, None), (True, "true")])
 def test_the_test_pod_ends_whatever_injects_sidecars(sidecar: bool, native: str | None) -> None:
     """It has none, or one that ends with it; an ordinary sidecar would run on, and `helm test` wait for ever."""

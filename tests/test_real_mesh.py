@@ -107,7 +107,8 @@ def write_endpoints(service: Object, port: int) -> Iterator[Object]:
 
 def write_bootstrap(printed: Object, istiod: int) -> Object:
     """An Envoy that has everything from Istio; Loopguard's own cluster is there for `stack`, which waits for its health."""
-    http2 = printed["static_resources"]["clusters"][0]["typed_extension_protocol_options"]
+    options = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    http2 = {"@type": f"type.googleapis.com/{options}", "explicit_http_config": {"http2_protocol_options": {}}}
     discovery = {
         "api_type": "GRPC",
         "transport_api_version": "V3",
@@ -130,7 +131,7 @@ def write_bootstrap(printed: Object, istiod: int) -> Object:
                 {
                     "name": "istiod",
                     "type": "STATIC",
-                    "typed_extension_protocol_options": http2,
+                    "typed_extension_protocol_options": {options: http2},
                     "load_assignment": {"cluster_name": "istiod", "endpoints": endpoints},
                 },
             ]

@@ -25,6 +25,7 @@ CHECKS: tuple[Check, ...] = (
     limits.check_http2_window,
     limits.check_request_timeout,
     limits.check_idle_timeout,
+    limits.check_expect,
     callers.check_address,
     callers.check_envoy_headers,
     callers.check_marks,

@@ -72,6 +72,15 @@ def check_request_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[
         yield Finding("request-timeout", place, problem, f"request_timeout: {max(60, needs.hold + 1):g}s")
 
 
+def check_expect(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+    """An upstream that sees nothing before the whole body is there cannot ask for it."""
+    place = guard.manager.place.get("proxy_100_continue")
+    waiting = [route.name for route in guard.guarded if route.body_mode.startswith("BUFFERED")]
+    if place.flag() and waiting and not guard.observes:
+        problem = "a client that sends Expect: 100-continue waits: the upstream is to answer, and sees nothing before the body"
+        yield note("expect", place, problem, "proxy_100_continue: false, so that Envoy answers", waiting)
+
+
 def check_idle_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
     """Nothing happens on a request that is held."""
     place = guard.manager.place.get("stream_idle_timeout")

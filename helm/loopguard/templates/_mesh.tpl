@@ -118,13 +118,13 @@ so that whole seconds are told as such. Takes root.
 
 {{/*
 Labels and annotations with which Istio gives Loopguard's own pods a sidecar, as JSON: one that stays as long as the process drains,
-and that Prometheus scrapes past, as it has no mesh certificate. Takes root.
+and that Prometheus scrapes past, as it has no mesh certificate. The version is by what Istio's telemetry tells workloads apart. Takes root.
 */}}
 {{- define "loopguard.sidecar" -}}
 {{- $made := dict "labels" dict "annotations" dict -}}
 {{- if and .Values.istio.enabled (eq .Values.istio.tls "ISTIO_MUTUAL") -}}
 {{- $drain := addf .Values.drain.delaySeconds .Values.drain.timeoutSeconds | ceil | int -}}
-{{- $_ := set $made "labels" (dict "sidecar.istio.io/inject" "true") -}}
+{{- $_ := set $made "labels" (dict "sidecar.istio.io/inject" "true" "version" .Chart.AppVersion) -}}
 {{- $_ := set $made "annotations" (dict
       "proxy.istio.io/config" (dict "terminationDrainDuration" (printf "%ds" $drain) | toJson)
       "traffic.sidecar.istio.io/excludeInboundPorts" "9900") -}}
