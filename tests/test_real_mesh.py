@@ -17,12 +17,16 @@ from typing import Any
 import pytest
 import yaml
 
+from extproc.envoy_check.config import find_managers, find_resources
+from extproc.envoy_check.document import Place
 from tests.chart import NAME, Object, Values, objects, of_kind
+from tests.chart.istio import LEFT
 from tests.documents import bundle, policy
 from tests.harness import Process, Stack, eventually, stack
 from tests.servers import free_port
 from tests.test_check_envoy import found as check
 from tests.test_check_envoy import report
+from tests.test_mesh import FILTER
 
 BUILT = os.environ.get("LOOPGUARD_TEST_MESH", "")
 """The folder with what `make test-mesh` has built."""
@@ -120,7 +124,8 @@ def write_bootstrap(printed: Object, istiod: int) -> Object:
     return {
         "admin": printed["admin"],
         "node": {
-            "id": f"router~127.0.0.1~gateway.{GATEWAYS}~{GATEWAYS}.svc.cluster.local",
+            # Nobody has this address: of an endpoint's, such as 127.0.0.1, Istio would take that endpoint's labels.
+            "id": f"router~192.0.2.1~gateway.{GATEWAYS}~{GATEWAYS}.svc.cluster.local",
             "cluster": "gateway",
             "metadata": {"NAMESPACE": GATEWAYS, "LABELS": LABELS, "CLUSTER_ID": "Kubernetes", "ISTIO_VERSION": "1.30.0"},
         },
@@ -209,6 +214,16 @@ def test_large_bodies(gateway: Stack) -> None:
 
     received = gateway.upstream.seen[-1]
     assert (received.header("content-length"), len(received.body)) == ("11000000", 11_000_000)
+
+
+def test_the_model_of_istio_is_true(gateway: Stack) -> None:
+    """What tests/chart/istio.py leaves as Istio has it is what Istio pushes, and the chart's patches are in the same places."""
+    (manager,) = find_managers(find_resources(Place(json.loads(gateway.envoy.admin("/config_dump")))))
+
+    assert {name: manager.place.get(name).value for name in LEFT} == LEFT
+    assert manager.listener.get("per_connection_buffer_limit_bytes").value == 10_485_760
+    assert manager.place.get("internal_address_config", "cidr_ranges").value
+    assert [item.name for item in manager.filters][-2:] == [FILTER, "envoy.filters.http.router"]
 
 
 def test_check_envoy_reads_what_istio_pushes(gateway: Stack) -> None:

@@ -14,6 +14,10 @@ PORTS = {"GATEWAY": (8443, 443), "SIDECAR_INBOUND": (15006, 8080), "SIDECAR_OUTB
 its routes go by the port of the Gateway's server; one inbound listener takes in every port of a workload."""
 
 
+LEFT = {"use_remote_address": True, "normalize_path": True, "merge_slashes": None, "proxy_100_continue": True}
+"""What Istio says of a gateway's HTTP connections, and the chart leaves alone; tests/test_real_mesh.py asks Istio itself."""
+
+
 def without_loopguard(bootstrap: Object) -> Object:
     """The bootstrap of `loopguard envoy-config` without all that attaches Loopguard: what an EnvoyFilter finds."""
     (listener,) = bootstrap["static_resources"]["listeners"]
@@ -21,6 +25,9 @@ def without_loopguard(bootstrap: Object) -> Object:
     manager = http_manager(bootstrap)
     for key in ("request_timeout", "http2_protocol_options", "early_header_mutation_extensions"):
         del manager[key]
+    for key, value in LEFT.items():
+        manager.pop(key, None)
+        manager |= {} if value is None else {key: value}
     manager["internal_address_config"] = {}  # as older Envoys have it where nothing is said
     manager["http_filters"] = [item for item in manager["http_filters"] if item["name"] == "envoy.filters.http.router"]
     for host in manager["route_config"]["virtual_hosts"]:
