@@ -42,8 +42,11 @@ def frame_note(text: str) -> str:
 
 
 def ends_with_note(data: bytes | memoryview, end: int) -> bool:
-    """Whether a note stands before a place in a body."""
-    return data[max(0, end - len(_CLOSING)) : end] == _CLOSING
+    """Whether a note stands before a place in a body; its last mark alone is no note."""
+    if data[max(0, end - len(_CLOSING)) : end] != _CLOSING:
+        return False
+    before = bytes(data[:end])
+    return before.rfind(_OPENING) > before.rfind(b'"')
 
 
 def cut_notes(data: bytes) -> bytes:
@@ -61,7 +64,7 @@ def cut_notes(data: bytes) -> bytes:
         if end < 0:
             start = _find_note(data, quote)
             continue
-        first, last = _widen(data, start, end + len(_CLOSING))
+        first, last = _widen(data, data.rfind(_OPENING, start, end), end + len(_CLOSING))
         kept.append(data[done:first])
         done = last
         start = _find_note(data, done)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from extproc.answers.steer import MAX_PLACES
@@ -71,6 +71,8 @@ def test_a_loop_goes_on_with_a_note() -> None:
         "policy": "p",
         "fingerprint": metadata_of(answer)["fingerprint"],
         "count": 3,
+        "tenant": metadata_of(answer)["tenant"],
+        "tool": "read_file",
         "warning": "loop_steer",
     }
     assert sample(service, "requests_total", policy="p", mode="enforce", action="steer") == 1
@@ -92,6 +94,8 @@ def test_every_request_of_a_loop_gets_the_note_until_it_is_refused() -> None:
 
 
 @given(st.text(), st.sampled_from([None, 1, 2]))
+@example(CLOSING, None)
+@example(f"{OPENING} {CLOSING.removeprefix('~')}", None)
 def test_nothing_but_the_note_is_added(result: str, indent: int | None) -> None:
     """Whatever the results are and however the body is spelled, cutting the note out gives the very bytes that were sent."""
     sent = json.dumps(json.loads(looping(3, result=result)), indent=indent, ensure_ascii=indent != 1).encode("utf-8", "replace")
