@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from extproc.canary.pairs import _MAX_DISAGREEMENTS, SHOWN, Disagreements, Kind, Pair
 from extproc.canary.report import describe_canaries
 from extproc.canary.sharing import Sharing
-from extproc.canary.sketch import SIZE, Sketch
 from extproc.canary.states import State, decode_state, encode_state, merge_states, take_state
 from extproc.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Rules, find_bounds, judge
 from extproc.errors import BundleErrors, LoopguardError, StoreError
@@ -27,6 +26,7 @@ from extproc.policy.pairings import MAX_PAIRINGS, Pairing
 from extproc.ramp import Ramp
 from extproc.request import HttpRequest, compile_descriptors
 from extproc.service import Service
+from extproc.sketch import SIZE, Sketch
 from extproc.store.boards import MAX_DOCUMENT
 from extproc.store.memory import MemoryStore
 from tests.documents import bundle, policy

@@ -27,6 +27,7 @@ FLOORS: list[list[str]] = [
         "options",
         "prices",
         "settings",
+        "sketch",
         "tallies",
         "decision",
         "metrics",
@@ -67,7 +68,7 @@ FLOORS: list[list[str]] = [
     ["answers", "answers/clients", "answers/go_on", "answers/refuse", "answers/steer"],
     [
         "canary",
-        *(f"canary/{name}" for name in ("sketch", "samples", "pairs", "states", "verdict", "report", "review", "sharing")),
+        *(f"canary/{name}" for name in ("samples", "pairs", "states", "verdict", "report", "review", "sharing")),
     ],
     ["service"],
     ["overrides"],

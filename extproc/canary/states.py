@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import msgspec
 
 from extproc.canary.pairs import REFUSALS, SHOWN, VERDICTS, Pair
-from extproc.canary.sketch import HASH_DIGITS, Sketch
 from extproc.errors import LoopguardError
 from extproc.policy.pairings import Pairing
+from extproc.sketch import HASH_DIGITS, Sketch
 
 _COUNTS = (*VERDICTS, *REFUSALS, "uncompared", "refused")
 _SKETCHES = ("tenants", "refused_tenants", "refused_sessions")

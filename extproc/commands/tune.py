@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     with open_logs(options) as (logs, entries):
         for entry in entries:
             sweep.add(entry.recorded)
-    pairs, tenants = sweep.list_pairs(), sweep.tenants.estimate()
+    pairs, tenants = sweep.list_pairs(), sweep.tenants.count()
     advice = recommend(pairs, sweep.requests, tenants, options.max_touched)
     source = next(policy for source in policies.sources for policy in source.policies if policy.id == detector.policy)
     ready = None if advice.pair is None else write_policy(source, detector.name, advice.pair)

@@ -1,53 +1,13 @@
-"""Counting what may be many, in bounded room: how many different ones, which most often, and when."""
+"""Counting what may be many, in bounded room: which most often, and when."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heappop, heappush, nlargest
+from heapq import nlargest
 from typing import Generic, Protocol, TypeVar
 
-_KEPT = 4_096
-_HASHES = 2**64
 _BUCKETS = 240
 _FINEST_MS = 1_000
-
-
-class Distinct:
-    """How many different hashes there were: exact up to 4,096, and from there on within a few percent.
-
-    The smallest hashes are kept. Where they are spread evenly, how close together they lie says how many there are (Bar-Yossef
-    et al., Counting Distinct Elements in a Data Stream, 2002).
-    """
-
-    __slots__ = ("_heap", "_kept", "_largest", "_limit")
-
-    def __init__(self, limit: int = _KEPT) -> None:
-        """None yet; `limit` hashes are kept."""
-        self._limit = limit
-        self._kept: set[str] = set()
-        self._heap: list[int] = []
-        self._largest = ""  # of those that are kept, once there are as many as may be
-
-    def add(self, digest: str) -> None:
-        """One more, of 16 hex digits."""
-        if digest in self._kept or (self._largest and digest >= self._largest):
-            return
-        self._kept.add(digest)
-        heappush(self._heap, -int(digest, 16))
-        if len(self._heap) > self._limit:
-            self._kept.discard(f"{-heappop(self._heap):016x}")
-            self._largest = f"{-self._heap[0]:016x}"
-
-    @property
-    def exact(self) -> bool:
-        """All of them are kept."""
-        return not self._largest
-
-    def estimate(self) -> int:
-        """How many there were."""
-        if self.exact:
-            return len(self._kept)
-        return (self._limit - 1) * _HASHES // -self._heap[0]
 
 
 class Ranked(Protocol):

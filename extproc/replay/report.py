@@ -10,10 +10,11 @@ from extproc.decision import Action, Decision, Outcome
 from extproc.engine import Engine
 from extproc.evaluation import Evaluation, group_by_policy
 from extproc.logs import escape_controls
-from extproc.replay.counts import Distinct, Timeline, Top
+from extproc.replay.counts import Timeline, Top
 from extproc.replay.judge import Judge
 from extproc.replay.logs import HARMLESS, PROBLEMS, Entry, Logs, Place
 from extproc.request import HttpRequest
+from extproc.sketch import Sketch
 
 VERSION = 1
 """Of the document."""
@@ -30,6 +31,8 @@ _MAX_TENANTS = 500
 _MAX_REASONS = 64
 _OTHER = "other"
 _SHOWN = 200
+_EXACT = 4_096
+"""Callers that are counted exactly, but for one."""
 _MAX_EXAMPLES = 5
 
 
@@ -42,8 +45,8 @@ class _Policy:
         self.uncountable = 0
         self.failed = 0
         self.held_ms = 0
-        self.tenants = Distinct()
-        self.touched = Distinct()
+        self.tenants = Sketch(size=_EXACT)
+        self.touched = Sketch(size=_EXACT)
         self.timeline = Timeline(len(SERIES))
 
     @property
@@ -184,8 +187,8 @@ def _describe_policy(name: str, mode: str, policy: _Policy) -> dict[str, Any]:
         "uncounted": dict(policy.uncounted.most_common()),
         "refused_uncountable": policy.uncountable,
         "failed": policy.failed,
-        "tenants": policy.tenants.estimate(),
-        "tenants_touched": policy.touched.estimate(),
+        "tenants": policy.tenants.count(),
+        "tenants_touched": policy.touched.count(),
         "tenants_exact": policy.tenants.exact and policy.touched.exact,
         "timeline": _describe_timeline(policy.timeline),
     }

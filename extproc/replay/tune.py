@@ -14,9 +14,9 @@ from extproc.engine import Engine
 from extproc.evaluation import Candidate
 from extproc.metrics import Metrics
 from extproc.policy.bundle import Policy
-from extproc.replay.counts import Distinct
 from extproc.replay.judge import prepare
 from extproc.replay.records import Recorded
+from extproc.sketch import Sketch
 from extproc.store.memory import MemoryStore
 from extproc.windows import Hit
 
@@ -60,7 +60,7 @@ class _Cell:
 
     def __init__(self) -> None:
         self.requests = 0
-        self.tenants = Distinct(_KEPT)
+        self.tenants = Sketch(size=_KEPT)
 
 
 class Sweep:
@@ -85,7 +85,7 @@ class Sweep:
             max_entries: fingerprints kept at once, for all windows together.
         """
         self.requests = self.uncounted = 0
-        self.tenants = Distinct()
+        self.tenants = Sketch(size=4 * _KEPT)
         self._engine = engine
         self._target = target
         self._windows = windows
@@ -140,7 +140,7 @@ class Sweep:
 
     def list_pairs(self) -> list[Pair]:
         """What each pair would have done, by window and then by threshold."""
-        return [Pair(*key, cell.requests, cell.tenants.estimate()) for key, cell in self._cells.items()]
+        return [Pair(*key, cell.requests, cell.tenants.count()) for key, cell in self._cells.items()]
 
 
 def recommend(pairs: Sequence[Pair], requests: int, tenants: int, percent: float) -> Advice:
