@@ -9,7 +9,7 @@ SOURCES := pyproject.toml hatch_build.py $(wildcard protos/*.proto) $(shell find
 WORKERS := -n auto --maxprocesses 4 --dist loadscope
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help run demo-agent test test-pure test-sources test-compiled test-envoys test-mesh check bench chart clean
+.PHONY: help run demo-agent test test-pure test-sources test-rest test-compiled test-envoys test-mesh check bench chart clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -45,12 +45,13 @@ demo-agent: $(COMPILED)/agent-demo.stamp ## looping agents on the real SDKs, sto
 	@exec $(COMPILED)/bin/python envoy/agent_demo.py $(ARGS)
 
 # tests/conftest.py says which tests run on what.
-test: .venv/wheel.stamp ## all tests: units on the sources, what goes through a door on the compiled wheel, with the real Envoy 1.40
+test: ## all tests: units on the sources, what goes through a door on the compiled wheel, with the real Envoy 1.40
+	@$(MAKE) --no-print-directory --jobs 2 test-sources .venv/wheel.stamp
 	@case $$(echo .venv/wheel/*.whl) in \
 	*-none-any.whl) \
 		echo "!!! NOTHING IS COMPILED: no C compiler works here, or LOOPGUARD_PURE is set ('pip wheel -v .' says more). All tests run on the sources."; \
-		$(MAKE) --no-print-directory test-pure ;; \
-	*) $(MAKE) --no-print-directory test-sources test-compiled ;; \
+		$(MAKE) --no-print-directory test-rest ;; \
+	*) $(MAKE) --no-print-directory test-compiled ;; \
 	esac
 
 test-pure: .venv/test.stamp ## all tests on the sources
@@ -59,6 +60,9 @@ test-pure: .venv/test.stamp ## all tests on the sources
 test-sources: .venv/test.stamp
 	@echo "on the sources: unit tests, and a look through both doors ..."
 	@$(BIN)/python -m pytest $(WORKERS) -m sources
+
+test-rest: .venv/test.stamp
+	@$(BIN)/python -m pytest $(WORKERS) -m 'not sources'
 
 test-compiled: $(COMPILED)/test.stamp
 	@echo "on the compiled wheel: everything that goes through a door, and unit tests of what is compiled ..."

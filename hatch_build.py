@@ -72,6 +72,8 @@ class BuildHook(BuildHookInterface[Any]):
 def generate_protos() -> None:
     """Write `extproc/pb/`: one module and one type stub for each file in `protos/`.
 
+    What is there already is not written again: somebody may be reading it.
+
     Raises:
         RuntimeError: protoc refused a file; its own message is on stderr.
     """
@@ -79,13 +81,18 @@ def generate_protos() -> None:
     from grpc_tools import protoc
 
     well_known = Path(grpc_tools.__file__).parent / "_proto"
-    PB.mkdir(exist_ok=True)
-    (PB / "__init__.py").write_text('"""Generated from protos/ by hatch_build.py; never edited."""\n')
     files = sorted(f"extproc/pb/{path.name}" for path in PROTOS.glob("*.proto"))
-    # The first -I maps the flat protos/ folder onto the import path of the generated modules.
-    arguments = [f"-Iextproc/pb={PROTOS}", f"-I{well_known}", f"--python_out={ROOT}", f"--pyi_out={ROOT}"]
-    if protoc.main(["protoc", *arguments, *files]) != 0:
-        raise RuntimeError("protoc failed: see its message above")
+    with TemporaryDirectory() as folder:
+        # The first -I maps the flat protos/ folder onto the import path of the generated modules.
+        arguments = [f"-Iextproc/pb={PROTOS}", f"-I{well_known}", f"--python_out={folder}", f"--pyi_out={folder}"]
+        if protoc.main(["protoc", *arguments, *files]) != 0:
+            raise RuntimeError("protoc failed: see its message above")
+        made = Path(folder) / "extproc" / "pb"
+        (made / "__init__.py").write_text('"""Generated from protos/ by hatch_build.py; never edited."""\n')
+        PB.mkdir(exist_ok=True)
+        for file in made.iterdir():
+            if not (PB / file.name).exists() or (PB / file.name).read_bytes() != file.read_bytes():
+                (PB / file.name).write_bytes(file.read_bytes())
 
 
 def select_modules(config: Mapping[str, Any]) -> list[str]:

@@ -71,7 +71,8 @@ def setup(log_format: LogFormat, level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if log_format == "json" else _Text())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("watchfiles").setLevel(logging.WARNING)  # it tells of every change of any file
+    for talker in ("watchfiles", "httpx"):  # they tell of every change of any file, and of every request
+        logging.getLogger(talker).setLevel(logging.WARNING)
 
 
 def _stamp(record: logging.LogRecord) -> str:

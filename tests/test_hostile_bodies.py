@@ -172,7 +172,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], Reasons, bool]] = {
     ),
     "a model of another type": (lambda: _chat(_user(), model="[1,{}]"), NONE, False),
     "a huge model": (lambda: _chat(_user(), model='"' + "m" * 100_000 + '"'), {"descriptor_too_long"}, False),
-    "a hundred thousand keys": (lambda: json.dumps({f"{n}": 0 for n in range(60_000)}).encode(), NO_MESSAGES, False),
+    "too many keys": (lambda: json.dumps({f"{n}": 0 for n in range(60_000)}).encode(), LIMIT, False),
     "one key again and again": (lambda: b"{" + b",".join([b'"messages":[]'] * 50_000) + b"}", NO_MESSAGES, False),
     "keys in escapes": (lambda: _repeated(_call(), _result()).replace(b'"t', b'"\\u0074'), NONE, True),
     "a huge tool name": (lambda: _repeated(_call(name='"' + "n" * 200_000 + '"'), _result()), NONE, True),

@@ -40,15 +40,16 @@ class _Refusal:
         asked: how often it said so since `began`.
         began: when it started to be hammered, or to be looked at for that.
         owed: refusals that the server has not been told of.
+        told: refusals that are on their way to it, and not in what it said last.
     """
 
-    __slots__ = ("answer", "asked", "began", "hit", "learned", "owed", "until")
+    __slots__ = ("answer", "asked", "began", "hit", "learned", "owed", "told", "until")
 
     def __init__(self, hit: Hit, answer: Count) -> None:
         self.hit = hit
         self.answer = answer
         self.learned = self.until = self.began = 0
-        self.asked = self.owed = 0
+        self.asked = self.owed = self.told = 0
 
 
 class Certain:
@@ -63,13 +64,14 @@ class Certain:
         """Loops known now."""
         return len(self._known)
 
-    def learn(self, hit: Hit, answer: Count, stands_ms: int) -> None:
+    def learn(self, hit: Hit, answer: Count, stands_ms: int, told: int) -> None:
         """Remember, or forget, what the server said last.
 
         Args:
             hit: what was counted.
             answer: what that found.
             stands_ms: how long a looping verdict would stand if nothing more were counted.
+            told: refusals that were answered here, and that the server was told of with this hit.
         """
         known = self._known.get(hit.key)
         lasts = min(stands_ms - SETTLE_MS, SETTLE_MS)  # leaves time to send what is owed
@@ -82,6 +84,7 @@ class Certain:
                 del self._known[next(iter(self._known))]
             known = self._known[hit.key] = _Refusal(hit, answer)
         known.answer, known.learned = answer, _read_clock()
+        known.told = max(0, known.told - told)
         known.until = known.learned + lasts
         if known.learned >= known.began + _HAMMERED_MS:
             known.began, known.asked = known.learned, 0
@@ -100,7 +103,7 @@ class Certain:
             if known.owed == 1:
                 asyncio.get_running_loop().call_later(SETTLE_MS / 1000, self._pay, known)
         age = now - known.learned
-        count, span = known.answer.count + known.owed, known.answer.span_ms + age
+        count, span = known.answer.count + known.told + known.owed, known.answer.span_ms + age
         cooldown = max(0, known.answer.cooldown_ms - age)
         if hit.window_type == "sliding_log":
             return Count(min(count, hit.count_to), True, cooldown, min(span, hit.window_ms))
@@ -111,8 +114,12 @@ class Certain:
         known = self._known.get(hit.key)
         if known is None or known.hit != hit:
             return 0
-        owed, known.owed = known.owed, 0
-        return owed
+        return _take_owed(known)
+
+    def forget_told(self) -> None:
+        """What was on its way to the server is lost."""
+        for known in self._known.values():
+            known.told = 0
 
     def close(self) -> None:
         """Settle everything now."""
@@ -121,11 +128,14 @@ class Certain:
         self._known.clear()
 
     def _pay(self, known: _Refusal) -> None:
-        owed, known.owed = known.owed, 0
-        if owed:
-            told = known.answer
-            known.answer = Count(told.count + owed, told.looping, told.cooldown_ms, told.span_ms)
+        if owed := _take_owed(known):
             self._settle(known.hit, owed)
+
+
+def _take_owed(known: _Refusal) -> int:
+    owed, known.owed = known.owed, 0
+    known.told += owed
+    return owed
 
 
 def _read_clock() -> int:

@@ -146,7 +146,7 @@ class RemoteStore:
         """
         known = [self._certain.answer(hit) if now is None else None for hit in hits]
         asked = [
-            count_call(hit, 1 + self._certain.take_owed(hit), now) for place, hit in enumerate(hits) if known[place] is None
+            count_call(hit, 1, now, self._certain.take_owed(hit)) for place, hit in enumerate(hits) if known[place] is None
         ]
         if not asked:
             return [answer for answer in known if answer is not None]
@@ -243,12 +243,12 @@ class RemoteStore:
     def _settle(self, hit: Hit, times: int) -> None:
         """Send what was answered from memory."""
         if self._trouble is None:
-            self._ask([count_call(hit, times)], self._learn)
+            self._ask([count_call(hit, 0, None, times)], self._learn)
 
     def _learn(self, calls: list[Call], verdicts: list[Verdict]) -> list[Count]:
         for place, call in enumerate(calls):
             verdict = verdicts[place]
-            self._certain.learn(cast("Hit", call.subject), verdict.answer, verdict.stands_ms)
+            self._certain.learn(cast("Hit", call.subject), verdict.answer, verdict.stands_ms, call.owed)
         return _take_counts(calls, verdicts)
 
     def _depart(self) -> None:
@@ -333,6 +333,7 @@ class RemoteStore:
         if self._trouble is None:
             _LOG.error("store unavailable, each replica counts for itself", extra=make_extra(kind=error.kind, error=str(error)))
         self._trouble = error
+        self._certain.forget_told()
         if self._probing is None:
             self._probing = asyncio.get_running_loop().create_task(self._probe())
         for waiting in told:

@@ -55,12 +55,14 @@ class Call:
         script: what to run.
         subject: what the store was asked to do; has the key, without the prefix that the store puts before every key.
         arguments: what the script takes for each key.
+        owed: of the counts among these, those that this process has answered already.
     """
 
-    __slots__ = ("arguments", "script", "subject")
+    __slots__ = ("arguments", "owed", "script", "subject")
 
-    def __init__(self, script: Script, subject: Hit | Push, arguments: tuple[int | bytes, ...]) -> None:
+    def __init__(self, script: Script, subject: Hit | Push, arguments: tuple[int | bytes, ...], owed: int = 0) -> None:
         """Keep them as given."""
+        self.owed = owed
         self.script = script
         self.subject = subject
         self.arguments = arguments
@@ -104,13 +106,16 @@ def _read_ring(values: list[bytes]) -> list[bytes]:
 _RING = Script("ring", 1, bytes, _read_ring)
 
 
-def count_call(hit: Hit, times: int = 1, now: int | None = None) -> Call:
-    """Count a hit so many times at once; `now` in milliseconds is for tests, None takes the server's clock."""
+def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) -> Call:
+    """Count a hit so many times at once, and what is owed beside.
+
+    `now` in milliseconds is for tests, None takes the server's clock.
+    """
     moment = -1 if now is None else now
     is_log = hit.window_type == "sliding_log"
     last = hit.count_to if is_log else int(hit.window_type == "fixed")
-    arguments = (hit.window_ms, hit.threshold, hit.cooldown_ms, int(hit.count_refused), last, times, moment)
-    return Call(_LOG if is_log else _TALLY, hit, arguments)
+    arguments = (hit.window_ms, hit.threshold, hit.cooldown_ms, int(hit.count_refused), last, times + owed, moment)
+    return Call(_LOG if is_log else _TALLY, hit, arguments, owed)
 
 
 def push_call(pushed: Push, now: int | None = None) -> Call:
