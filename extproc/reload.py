@@ -29,6 +29,7 @@ from extproc.metrics import Metrics
 from extproc.policy.bundle import Policy
 from extproc.policy.files import find_directories, read_files
 from extproc.policy.loader import Source, list_raw, load, parse
+from extproc.policy.routes import copy_text
 from extproc.settings import Settings
 
 _LOG = logging.getLogger("loopguard")
@@ -336,7 +337,8 @@ def _compile(files: dict[str, bytes], settings: Settings, now: datetime, checked
         if policies.unenforced and not settings.allow_unenforced:
             raise BundleErrors(policies.list_refusals())
         engine = Engine(policies, now, shadow=settings.shadow)
-        digests = {policy.id: _digest(policy) for source in policies.sources for policy in source.policies}
+        # A decoded text keeps all the memory around it alive, so what outlives the file is copied.
+        digests = {copy_text(policy.id): _digest(policy) for source in policies.sources for policy in source.policies}
         for source in policies.sources:
             _free(source.policies)
             _free(source.kill_switches)
