@@ -35,7 +35,7 @@ FLOORS: list[list[str]] = [
         "request",
         "windows",
     ],
-    ["policy", "policy/objects", "policy/strict_json", "policy/splice", "policy/files"],
+    ["policy", "policy/objects", "policy/session_limits", "policy/strict_json", "policy/splice", "policy/files"],
     ["similarity/document"],
     [*SHARED, *(name for name in SHAPES if name not in SHARED), "similarity/shapes"],
     ["similarity/actions", "similarity/results", "similarity/tools", "similarity/turn"],

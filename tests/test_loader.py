@@ -1062,7 +1062,15 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
             ],
         ),
         (spec(selector={"pathExact": "/v1/%7Bid%7D/a:b@c;d=e"}), []),
-        (spec(session={}), [("/spec/session", "no detector of this policy looks at sessions; similarity turns does")]),
+        (
+            spec(session={}),
+            [
+                (
+                    "/spec/session",
+                    "no detector of this policy looks at sessions; similarity turns does, and so do session_limits",
+                )
+            ],
+        ),
         (
             spec(ramp_by=["jwt:org"], ramp_seed="s", keep_counts=True),
             [

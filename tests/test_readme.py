@@ -376,7 +376,8 @@ def test_every_key_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
     text = "".join((ROOT / "docs" / name).read_text() for name in ("policies.md", "detectors.md"))
     rows = "".join(re.findall(r"^\|[^|]+\|", text, re.MULTILINE))
 
-    keys = [key for part in ("Selector", "Bypass", "Tool", "LoopDetection") for key in parts[part]["properties"]]
+    parts_of_policies = ("Selector", "Bypass", "Tool", "LoopDetection", "Session", "SessionLimits")
+    keys = [key for part in parts_of_policies for key in parts[part]["properties"]]
     assert [key for key in keys if f"`{key}`" not in rows] == []
     assert [key for key in parts["Spec"]["properties"] if f"`{key}`" not in text and f'"{key}"' not in text] == []
 

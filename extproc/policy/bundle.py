@@ -28,6 +28,7 @@ from pydantic import (
 from extproc.fingerprint import normalize_path
 from extproc.notes import PLACEHOLDERS
 from extproc.policy.objects import MAX_SECONDS, JsonObject, is_pointer, make_error
+from extproc.policy.session_limits import MAX_COUNT, SessionLimits
 from extproc.similarity import KINDS
 from extproc.similarity.keys import SimilarityKeys
 
@@ -312,17 +313,38 @@ SESSION_HEADERS = (
 )
 """Headers by which clients and gateways name a conversation of their own accord, in the order in which they are looked for."""
 
+_AGENTS = frozenset({"x-claude-code-agent-id", "thread-id"})
+"""Those of them that tell agents of one session apart."""
+
+BUDGET_KEYS = [
+    *(f"{HEADER}:{name}" for name in SESSION_HEADERS if name not in _AGENTS),
+    f"{HEADER}:thread-id",
+    *(f"{BODY}:{pointer}" for pointer in ("/prompt_cache_key", "/conversation", "/conversation/id", "/metadata/session_id")),
+    f"{BODY}:/metadata/user_id",  # Anthropic's, in which clients name a session
+]
+"""The same for `session_limits`, where agents count together with the one that started them; what bodies say comes last."""
+
+_MAX_SESSIONS = 10_000
+
 
 class Session(JsonObject):
     """Which conversation a request belongs to, below the caller that the limit keys name.
 
     Attributes:
-        keys: the first of these that a request has names its session; default: the headers that agents send anyway.
+        keys: the first of these that a request has names its session; default: the headers that agents send anyway, and for
+            `session_limits` fields of the body behind them.
         idle_seconds: a session that has been silent for so long is forgotten, in seconds.
+        max_sessions_per_tenant: so many sessions may one caller begin within `idle_seconds`; further ones share the
+            `session_limits` of one.
     """
 
     keys: Annotated[list[LimitKey], Field(min_length=1)] = [f"{HEADER}:{name}" for name in SESSION_HEADERS]
     idle_seconds: Annotated[int, Field(gt=0, le=MAX_SECONDS)] = 3600
+    max_sessions_per_tenant: Annotated[int, Field(ge=1, le=MAX_COUNT)] = _MAX_SESSIONS
+
+    def list_budget_keys(self) -> list[str]:
+        """Where `session_limits` look for the name."""
+        return self.keys if "keys" in self.model_fields_set else BUDGET_KEYS
 
 
 class Spec(JsonObject):
@@ -349,6 +371,7 @@ class Spec(JsonObject):
     uncountable: Literal["allow", "reject"] = "allow"
     bypass: list[Bypass] = []
     session: Session | None = None
+    session_limits: SessionLimits | None = None
     loop_detection: Detections | None = None
     rules: list[Rule] = []
     fallback_limit: FallbackLimit | None = None
@@ -363,9 +386,14 @@ class Spec(JsonObject):
         """The limit keys that choose the callers of `enforce_percent`."""
         return self.ramp_by or [key for key in self.all_limit_keys() if not is_in_body(key)]
 
+    def is_enabled(self) -> bool:
+        """Something of it looks at requests."""
+        return self.session_limits is not None or bool(self.detectors())
+
     def keeps_counts(self) -> bool:
         """Some detector stores something that callers without descriptors would share."""
-        return any(not KINDS[loop.similarity].stateless or loop.cooldown_seconds for _, loop in self.detectors())
+        counting = any(not KINDS[loop.similarity].stateless or loop.cooldown_seconds for _, loop in self.detectors())
+        return counting or self.session_limits is not None
 
     def detectors(self) -> list[tuple[str, LoopDetection]]:
         """The enabled entries of `loop_detection`, by name: their own, else their similarity, or `default` for a single one."""

@@ -293,7 +293,7 @@ def _parse_policy(entry: Any, place: Place, report: _Report) -> Policy | None:  
 
 def _remark(policy: Policy, place: Place, report: _Report) -> None:
     """Report what the user should know about a good policy."""
-    if not policy.spec.detectors():
+    if not policy.spec.is_enabled():
         report.warn((*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing")
     elif bundle.UNSUPPORTED_KEYS.issuperset(policy.spec.all_limit_keys()) and policy.spec.keeps_counts():
         report.warn((*place, "spec"), f"no limit_keys: all callers of policy {policy.id} share its counts")

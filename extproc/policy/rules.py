@@ -24,6 +24,7 @@ from extproc.policy.bundle import (
     is_in_body,
 )
 from extproc.policy.objects import MAX_THRESHOLD, Place, is_annotation
+from extproc.policy.session_limits import find_limit_errors
 from extproc.policy.strict_json import write_pointer
 from extproc.similarity import KINDS, Similarity
 from extproc.similarity.keys import Escalation, LoopKeys
@@ -97,7 +98,13 @@ def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # ra
         yield from _find_name_errors(loops)
     else:
         yield from _find_loop_errors(loops, ("loop_detection",))
-    bypasses = spec.get("bypass")
+    for below, message in find_limit_errors(spec.get("session_limits")):
+        yield ("session_limits", *below), message
+    yield from _find_bypass_errors(spec.get("bypass"))
+
+
+def _find_bypass_errors(bypasses: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
+    """Entries of a raw `bypass` that name nothing."""
     for number, entry in enumerate(bypasses if isinstance(bypasses, list) else ()):
         if isinstance(entry, dict) and all(entry.get(key) is None for key in Bypass.model_fields):
             needed = f"needs at least one of {', '.join(Bypass.model_fields)}, and has {_list_keys(entry)}"
@@ -261,8 +268,10 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
         the place below the policy, and what may have been meant.
     """
     remembering = [name for name, kind in KINDS.items() if kind.remembers]
-    if policy.spec.session is not None and not any(loop.similarity in remembering for _, loop in policy.spec.detectors()):
-        yield ("spec", "session"), f"no detector of this policy looks at sessions; similarity {' or '.join(remembering)} does"
+    looks = policy.spec.session_limits is not None or any(loop.similarity in remembering for _, loop in policy.spec.detectors())
+    if policy.spec.session is not None and not looks:
+        looking = f"similarity {' or '.join(remembering)} does, and so do session_limits"
+        yield ("spec", "session"), f"no detector of this policy looks at sessions; {looking}"
     yield from _find_idle_steering(policy)
     yield from _find_idle_ramp(policy.spec)
     selector = policy.spec.selector
@@ -333,7 +342,7 @@ def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
     spec = policy.spec
     keys = [key for key in spec.all_limit_keys() if key not in UNSUPPORTED_KEYS]
     always = _ALWAYS_THERE.intersection(keys)
-    if "missing_descriptor" in spec.model_fields_set or not spec.detectors() or len(always) == len(keys):
+    if "missing_descriptor" in spec.model_fields_set or not spec.is_enabled() or len(always) == len(keys):
         return
     if always:
         named = " and ".join(sorted(always))
