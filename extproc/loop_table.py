@@ -10,8 +10,9 @@ from collections import OrderedDict
 from time import time
 from typing import Final
 
+from extproc.candidates import Candidate
 from extproc.decision import SEVERITY, Action, Decision, Outcome
-from extproc.evaluation import Candidate, Evaluation
+from extproc.evaluation import Evaluation
 from extproc.prices import read_model
 
 MAX_LOOPS: Final = 1_000

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.candidates import Candidate
 from extproc.decision import Action, Outcome, RefusalForm, Repeat
 from extproc.engine import Engine
-from extproc.evaluation import Candidate, group_by_policy
+from extproc.evaluation import group_by_policy
 from extproc.fingerprint import NO_BODY, Body
 from extproc.metrics import Metrics
 from extproc.policy.bundle import LoopDetection

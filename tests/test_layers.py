@@ -43,7 +43,7 @@ FLOORS: list[list[str]] = [
     ["similarity/canonical", "similarity/tail", "similarity/tool_calls", "similarity/turns", "similarity/mcp", "similarity"],
     ["policy/bundle", "policy/routes", "policy/rules", "policy/messages", "policy/pairings", "policy/loader"],
     ["guards", "guards/kill_switch", "guards/loop", "guards/override", "guards/session"],
-    ["ramp", "plan", "evaluation", "engine", "recording", "handover"],
+    ["ramp", "plan", "candidates", "evaluation", "engine", "recording", "handover"],
     [
         "store/orders",
         "store",

@@ -12,8 +12,9 @@ from random import Random
 from time import time
 from typing import Any
 
+from extproc.candidates import Candidate
 from extproc.decision import Outcome
-from extproc.evaluation import Candidate, Evaluation
+from extproc.evaluation import Evaluation
 from extproc.fingerprint import write_crc32
 
 _TEXT = 2_000

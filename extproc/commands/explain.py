@@ -15,11 +15,11 @@ from urllib.parse import SplitResult, urlsplit
 from extproc.answers.clients import AUTO_STATUS
 from extproc.answers.refuse import KILLED_SECONDS, KILLED_STATUS
 from extproc.answers.steer import NotSteered, steer, write_note
+from extproc.candidates import Candidate
 from extproc.commands import add_policy_flag, load_policies
 from extproc.decision import Action, Outcome
 from extproc.engine import Engine
 from extproc.errors import UsageError
-from extproc.evaluation import Candidate
 from extproc.fingerprint import NO_BODY
 from extproc.guards.kill_switch import Switch
 from extproc.logs import escape_controls

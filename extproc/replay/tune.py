@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from extproc.candidates import Candidate
 from extproc.engine import Engine
-from extproc.evaluation import Candidate
 from extproc.metrics import Metrics
 from extproc.policy.bundle import Policy
 from extproc.replay.judge import prepare
