@@ -34,6 +34,7 @@ FLOORS: list[list[str]] = [
         "fingerprint",
         "request",
         "windows",
+        "ledger",
     ],
     ["policy", "policy/objects", "policy/session_limits", "policy/strict_json", "policy/splice", "policy/files"],
     ["similarity/document"],
