@@ -7,12 +7,9 @@ from functools import lru_cache
 
 import msgspec
 
-BYTES_PER_TOKEN = 4
-"""An estimate, and said to be one wherever it is shown: what a request's body holds is mostly English text in JSON."""
+from extproc.rates import look_up
 
 _MAX_MODEL = 128
-_SAMPLE = 1_000
-"""Tokens of the request whose price is asked: long ones cost more at some vendors."""
 
 _IN_PATH = re.compile(r"/models?/([^/:]{1,128})")  # Gemini's and Bedrock's
 
@@ -41,11 +38,6 @@ def read_model(path: str, content: bytes | memoryview | None) -> str:
         return ""
 
 
-def estimate_tokens(size: int) -> int:
-    """Input tokens in so many bytes."""
-    return size // BYTES_PER_TOKEN
-
-
 class Prices:
     """Rates for input tokens."""
 
@@ -62,12 +54,5 @@ class Prices:
 @lru_cache(maxsize=1_000)
 def _find_rate(model: str) -> float | None:
     """The package's rate for a million input tokens; clients choose a model's name, so what is not known is kept as well."""
-    if not model:
-        return None
-    try:
-        from genai_prices import Usage, calc_price  # noqa: PLC0415  # optional, and takes a second to import
-
-        price = calc_price(Usage(input_tokens=_SAMPLE), model_ref=model)
-    except (ImportError, LookupError, ValueError):
-        return None
-    return float(price.input_price) * (1_000_000 / _SAMPLE)
+    tiers = look_up(model)
+    return float(tiers[-1][1].input) if tiers else None

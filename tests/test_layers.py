@@ -25,6 +25,7 @@ FLOORS: list[list[str]] = [
         "notes",
         "logs",
         "options",
+        "rates",
         "prices",
         "settings",
         "sketch",

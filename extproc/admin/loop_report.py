@@ -16,7 +16,8 @@ from starlette.routing import Route
 
 from extproc.admin.loops import Line, Row, SharedLoops, View
 from extproc.admin.pages import Page, is_near, send_page
-from extproc.prices import BYTES_PER_TOKEN, Prices, estimate_tokens
+from extproc.prices import Prices
+from extproc.rates import BYTES_PER_TOKEN, estimate_tokens
 
 VERSION = 1
 """Of the JSON: fields may be added to it, none changes its meaning."""
