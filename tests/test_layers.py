@@ -40,7 +40,7 @@ FLOORS: list[list[str]] = [
     ["policy", "policy/objects", "policy/session_limits", "policy/strict_json", "policy/splice", "policy/files"],
     ["similarity/document"],
     [*SHARED, *(name for name in SHAPES if name not in SHARED), "similarity/shapes"],
-    ["similarity/actions", "similarity/results", "similarity/tools", "similarity/turn"],
+    ["similarity/actions", "similarity/history", "similarity/results", "similarity/tools", "similarity/turn"],
     ["similarity/keys", "similarity/base", "similarity/loops"],
     ["similarity/canonical", "similarity/tail", "similarity/tool_calls", "similarity/turns", "similarity/mcp", "similarity"],
     ["policy/bundle", "policy/routes", "policy/rules", "policy/messages", "policy/pairings", "policy/loader"],

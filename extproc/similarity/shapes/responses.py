@@ -89,7 +89,7 @@ def _read(item: Item) -> list[Part]:
 def _read_call(item: Item) -> list[Part]:
     """A call, and what the server itself brought back for it."""
     name = read_string(item.name) or (item.type or "").removesuffix("_call")
-    identity = read_string(item.call_id)
+    identity = read_string(item.id if item.call_id is ABSENT else item.call_id)  # nobody answers to what the server runs
     parts = [Part(CALL, _find_input(item), name, identity)]
     if is_given(item.output) or is_given(item.error):
         parts.append(Part(RESULT, item.output, id=identity, failed=is_given(item.error)))
