@@ -10,8 +10,9 @@ import asyncio
 import json
 import logging
 import re
+import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import blake2b
@@ -19,7 +20,21 @@ from time import time
 from typing import Any, Final
 
 from extproc.errors import LoopguardError, StoreError
-from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Overrides, Target, hash_descriptor
+from extproc.guards.override import (
+    ALL_POLICIES,
+    BLOCK,
+    GRANT,
+    KILL,
+    KINDS,
+    MAX_GRANT,
+    NANOS_PER_DOLLAR,
+    RELEASE,
+    Grant,
+    Override,
+    Overrides,
+    Target,
+    hash_descriptor,
+)
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.plan import Plan
@@ -34,6 +49,9 @@ _BOOK = "overrides"
 _POLL_SECONDS = 1.0
 
 DEFAULT_SECONDS: Final = 1_800
+SESSION_SECONDS: Final = 86_400
+"""How long a kill or a grant stands unless that is said: longer than most sessions last."""
+
 MAX_SECONDS: Final = 30 * 86_400
 _LEAST_RELEASE_SECONDS = 3_600
 """A release stands at least that long, because policies that come with a route are not known here."""
@@ -43,6 +61,9 @@ _MAX_REASON = 256
 _MAX_WHO = 64
 _MAX_TOOL = 256
 _MAX_DESCRIPTORS = 16
+_MAX_KEY = 64
+
+_AMOUNTS = Grant._fields
 
 _HASH = re.compile(r"[0-9a-f]{16}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{8}")
@@ -77,7 +98,7 @@ class Desk:
         self._version = ""
         self._lock = asyncio.Lock()  # what was read first must not be put into force last
         self._standing: dict[str, Override] = {}
-        for kind in (RELEASE, ALLOW, BLOCK):
+        for kind in KINDS:
             metrics.overrides.labels(kind).set_function(partial(self._count, kind))
 
     def list_standing(self) -> list[Override]:
@@ -104,6 +125,9 @@ class Desk:
         override = parse_order(order, who, time(), plans)
         if override.name not in self._standing and len(self.list_standing()) >= MAX_ORDERS:
             raise refuse_more()  # without asking the store, which has other things to do
+        if override.kind == RELEASE:
+            await self.refresh()
+            override = outlast_kills(override, self.list_standing())
         await self._store.put_order(_BOOK, override.name, write_override(override), override.ends - override.since)
         _announce("override given", override, who)
         self.tell("loop_released" if override.kind == RELEASE else "override_given", override)
@@ -176,7 +200,8 @@ def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> O
 
     Args:
         order: an object with `kind`; at least one of `caller` (a hash, or values by name), `session` (a hash, or one value by
-            its key), `fingerprint` and `tool`; and `policy`, `seconds` and `reason`.
+            its key), `fingerprint` and `tool`; and `policy`, `seconds` and `reason`. A grant has at least one of `steps`,
+            `tool_calls` and `cost` (in dollars), and may have a `key`: what is ordered again with the same one is one grant.
         who: gives it.
         now: in seconds since 1970.
         plans: the policies that are in force.
@@ -186,10 +211,11 @@ def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> O
     """
     given = _read_fields(order)
     kind = str(given["kind"])
-    if kind == RELEASE and "seconds" in given:
-        raise BadOrderError(["seconds means nothing for a release, which stands until what was counted before has ended"])
-    policy = str(given.get("policy", ""))
-    seconds = _find_release_seconds(policy, plans) if kind == RELEASE else int(given.get("seconds", DEFAULT_SECONDS))
+    if problems := list(_find_misfits(kind, given)):
+        raise BadOrderError(problems)
+    policy = str(given.get("policy", ALL_POLICIES))
+    default = SESSION_SECONDS if kind in (KILL, GRANT) else DEFAULT_SECONDS
+    seconds = _find_release_seconds(policy, plans) if kind == RELEASE else int(given.get("seconds", default))
     caller, session = given.get("caller", ""), given.get("session", "")
     target = Target(
         caller if isinstance(caller, str) else "",
@@ -198,8 +224,42 @@ def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> O
         str(given.get("fingerprint", "")),
         str(given.get("tool", "")),
     )
-    name = blake2b(json.dumps([kind, policy, target]).encode(), digest_size=6).hexdigest()
-    return Override(name, kind, target, policy, now, now + seconds, str(given.get("reason", "")), who[:_MAX_WHO])
+    identity: list[object] = [kind, policy, target]
+    if kind == GRANT:
+        identity.append(given.get("key") or secrets.token_hex(8))  # another grant adds to the first
+    name = blake2b(json.dumps(identity).encode(), digest_size=6).hexdigest()
+    grant = Grant(*(int(given.get(amount, 0)) for amount in _AMOUNTS))
+    return Override(name, kind, target, policy, now, now + seconds, str(given.get("reason", "")), who[:_MAX_WHO], grant)
+
+
+def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
+    """What is said that means nothing for this kind, or has to be said for it."""
+    if kind == RELEASE and "seconds" in given:
+        yield "seconds means nothing for a release, which stands until what was counted before has ended"
+    if kind in (KILL, GRANT):
+        for key in ("fingerprint", "tool"):
+            if key in given:
+                yield f"{key} means nothing for a {kind}, which is about whole sessions: name a session, or a caller"
+    if kind == GRANT and not given.keys() & set(_AMOUNTS):
+        yield f"what is granted is required: {', '.join(_AMOUNTS)}"
+    if kind != GRANT:
+        for key in (*_AMOUNTS, "key"):
+            if key in given:
+                yield f"{key} belongs to a grant, and this is of the kind {kind}"
+
+
+def outlast_kills(release: Override, standing: Iterable[Override]) -> Override:
+    """The release, which stands no shorter than the kills that it undoes: they must not be back when it has ended."""
+    undone = [kill.ends for kill in standing if kill.kind == KILL and _may_meet(kill, release)]
+    return release._replace(ends=max([release.ends, *undone]))
+
+
+def _may_meet(one: Override, other: Override) -> bool:
+    """Whether both may hold for one request, as far as what they name tells."""
+    named = [(one.policy, other.policy), (one.target.caller, other.target.caller), (one.target.session, other.target.session)]
+    others = dict(other.target.descriptors)
+    named += [(value, others.get(name, "")) for name, value in one.target.descriptors]
+    return all(not mine or not theirs or mine == theirs for mine, theirs in named)
 
 
 def _find_release_seconds(policy: str, plans: Iterable[Plan]) -> int:
@@ -231,8 +291,8 @@ def _read_fields(order: object) -> dict[str, Any]:
 
 
 def _read_kind(value: object) -> str:
-    if value not in (RELEASE, ALLOW, BLOCK):
-        raise ValueError(f"must be one of {RELEASE}, {ALLOW}, {BLOCK}")
+    if value not in KINDS:
+        raise ValueError(f"must be one of {', '.join(KINDS)}")
     return str(value)
 
 
@@ -283,6 +343,32 @@ def _read_reason(value: object) -> str:
     return _read_text(value, _MAX_REASON)
 
 
+def _read_key(value: object) -> str:
+    return _read_text(value, _MAX_KEY)
+
+
+def _read_steps(value: object) -> int:
+    return _read_count(value, MAX_GRANT.steps)
+
+
+def _read_tool_calls(value: object) -> int:
+    return _read_count(value, MAX_GRANT.tool_calls)
+
+
+def _read_count(value: object, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise ValueError(f"must be a number from 1 to {most}")
+    return value
+
+
+def _read_cost(value: object) -> int:
+    """Dollars as nano-dollars."""
+    most = MAX_GRANT.cost // NANOS_PER_DOLLAR
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most:
+        return max(1, round(value * NANOS_PER_DOLLAR))
+    raise ValueError(f"must be dollars, more than 0 and at most {most}")
+
+
 def _read_text(value: object, longest: int) -> str:
     if not (isinstance(value, str) and 0 < len(value) <= longest):
         raise ValueError(f"must be a text of 1 to {longest} characters")
@@ -298,6 +384,10 @@ _READERS: dict[str, Callable[[object], object]] = {
     "policy": _read_policy,
     "seconds": _read_seconds,
     "reason": _read_reason,
+    "steps": _read_steps,
+    "tool_calls": _read_tool_calls,
+    "cost": _read_cost,
+    "key": _read_key,
 }
 """What may stand in an order."""
 
@@ -314,7 +404,7 @@ def remark(override: Override, plans: Sequence[Plan]) -> list[str]:
     if lacking and meant:
         there = ", ".join(sorted(known)) or "none"
         said.append(f"no policy tells callers apart by {' or '.join(lacking)}: there are {there}")
-    if override.kind == BLOCK and meant and all(plan.shadow for plan in meant):
+    if override.kind in (BLOCK, KILL) and meant and all(plan.shadow for plan in meant):
         said.append("the policies that it is about are in shadow, so nobody is refused")
     reading = [f"{plan.id} ({detector.name})" for plan in meant for detector in plan.detectors if detector.stateless]
     if override.kind == RELEASE and reading:
@@ -340,6 +430,7 @@ def write_override(override: Override) -> bytes:
         "ends": override.ends,
         "reason": override.reason,
         "who": override.who,
+        "grant": override.grant,
     }
     return json.dumps(document, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
@@ -356,8 +447,9 @@ def read_override(name: str, document: bytes) -> Override:
         caller, session, fingerprint, tool = [str(found[key]) for key in ("caller", "session", "fingerprint", "tool")]
         kind, policy, reason, who = [str(found[key]) for key in ("kind", "policy", "reason", "who")]
         target = Target(caller, descriptors, session, fingerprint, tool)
-        return Override(name, kind, target, policy, float(found["since"]), float(found["ends"]), reason, who)
-    except (KeyError, TypeError, AttributeError) as error:
+        grant = Grant(*(min(max(0, int(given)), most) for given, most in zip(found.get("grant", ()), MAX_GRANT, strict=False)))
+        return Override(name, kind, target, policy, float(found["since"]), float(found["ends"]), reason, who, grant)
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no override: {error}") from None
 
 
@@ -383,6 +475,9 @@ def describe_override(override: Override) -> dict[str, Any]:
         "session": target.session,
         "fingerprint": target.fingerprint,
         "tool": target.tool,
+        "steps": override.grant.steps,
+        "tool_calls": override.grant.tool_calls,
+        "cost": override.grant.cost / NANOS_PER_DOLLAR,
         "reason": override.reason,
         "who": override.who,
         "since": _write_time(override.since),

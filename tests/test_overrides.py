@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Coroutine
+from decimal import Decimal
 from typing import Any, TypeVar
 
 import pytest
@@ -14,7 +15,22 @@ import pytest
 from extproc import overrides
 from extproc.errors import StoreError
 from extproc.fingerprint import hash_tenant
-from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Overrides, Target, hash_descriptor
+from extproc.guards.override import (
+    ALLOW,
+    BLOCK,
+    GRANT,
+    KILL,
+    MAX_GRANT,
+    RELEASE,
+    Grant,
+    Override,
+    Overrides,
+    Target,
+    find_kill,
+    find_kind,
+    hash_descriptor,
+    sum_grants,
+)
 from extproc.overrides import BadOrderError, Desk, describe_override, parse_order, read_override, write_override
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.service import Service
@@ -347,6 +363,53 @@ def test_a_window_local_to_a_replica_is_released() -> None:
     assert send(obey(service, order(RELEASE)), 3) == [200, 200, 429]
 
 
+# Kill and grant
+
+SESSION = Target(session="a" * 16)
+
+
+def find_all(*standing: Override, name: str = "p", session: str = "a" * 16) -> list[Override]:
+    """What holds for a request of a session of Ann's."""
+    return Overrides(standing).find(name, time.time(), [("x-user-id", "ann")], hash_tenant("x-user-id=ann"), session, "0" * 8)
+
+
+def test_a_session_is_killed_and_the_others_are_not() -> None:
+    """A kill holds for the session that it names, or for every session of the caller that it names."""
+    one, all_of_ann = order(KILL, SESSION), order(KILL)
+
+    assert find_kill(find_all(one)) is one
+    assert find_kill(find_all(one, session="b" * 16)) is None
+    assert find_kill(find_all(order(ALLOW), all_of_ann, session="b" * 16)) is all_of_ann
+
+
+def test_a_newer_release_undoes_a_kill() -> None:
+    """Whichever of the two was ordered last counts, and the newest of several kills."""
+    kill, release, again = order(KILL, SESSION), order(RELEASE, SESSION, since=5), order(KILL, since=9)
+
+    assert find_kill(find_all(kill, release)) is None
+    assert find_kill(find_all(kill, release, again)) is again
+    assert find_kind(find_all(kill, release, again), KILL) is again
+
+
+def test_grants_add_up() -> None:
+    """Each that holds for a session adds to its limits: those of its caller as well, those of other sessions not."""
+    grants = [
+        order(GRANT, SESSION)._replace(grant=Grant(10, 0, 5)),
+        order(GRANT)._replace(grant=Grant(1, 2, 0)),
+        order(GRANT, about="q")._replace(grant=Grant(100, 100, 100)),
+    ]
+
+    assert sum_grants(find_all(*grants, order(BLOCK))) == (11, 2, 5)
+    assert sum_grants(find_all(*grants, session="b" * 16)) == (1, 2, 0)
+    assert sum_grants(find_all(*grants, name="q")) == (111, 102, 105)
+    assert sum_grants([]) == (0, 0, 0)
+
+
+def test_grants_are_bounded_together() -> None:
+    """However many are given, what they add stays in the range in which everything is counted exactly."""
+    assert sum_grants([order(GRANT)._replace(grant=MAX_GRANT)] * 10_000) == MAX_GRANT
+
+
 # The desk
 
 
@@ -459,6 +522,86 @@ def test_the_same_order_again_takes_the_place_of_the_first(clock: Clock) -> None
     )
 
 
+def test_every_replica_knows_what_is_killed_and_granted() -> None:
+    """A kill and grants that are given here stand there as well, whole, until they are revoked."""
+    both = Replicas(2)
+    kill, _ = both.give(kind="kill", session="a" * 16)
+    grant, _ = both.give(kind="grant", session="a" * 16, steps=10, tool_calls=3, cost=0.1)
+    more, _ = both.give(1, kind="grant", caller={"x-user-id": "ann"}, cost=5, seconds=60)
+    both.refresh()
+
+    def find_there() -> list[Override]:
+        return find_all(*both.desks[1].list_standing())
+
+    assert (find_kill(find_there()), sum_grants(find_there())) == (kill, (10, 3, 5_100_000_000))
+    assert [round(given.ends - given.since) for given in (kill, grant, more)] == [86_400, 86_400, 60]
+    assert describe_override(grant).items() >= {"kind": "grant", "steps": 10, "tool_calls": 3, "cost": 0.1}.items()
+    assert describe_override(kill).keys().isdisjoint({"steps", "tool_calls", "cost"})
+    for given in (kill, more):
+        both.run(both.desks[0].revoke(given.name, "eve"))
+    both.refresh()
+    assert (find_kill(find_there()), sum_grants(find_there())) == (None, (10, 3, 100_000_000))
+
+
+def test_a_grant_given_again_adds_unless_it_has_the_same_key() -> None:
+    """Two equal grants are two; one that is sent to several replicas, or sent again for want of an answer, is one."""
+    both = Replicas(2)
+    for _ in range(2):
+        both.give(kind="grant", session="a" * 16, steps=10)
+    for desk in (0, 1, 1):
+        both.give(desk, kind="grant", session="a" * 16, steps=10, key="k")
+    both.give(kind="grant", session="b" * 16, steps=10, key="k")
+    both.refresh()
+
+    standing = both.desks[1].list_standing()
+    assert sum_grants([grant for grant in standing if grant.target == SESSION]) == (30, 0, 0)
+    assert len(standing) == 4
+
+
+@pytest.mark.parametrize("cost", [1e-12, 0.07, 4.35, 999_999.999999999, 10**6])
+def test_dollars_are_exact(cost: float) -> None:
+    """An amount in dollars is the nearest number of nano-dollars, and never none."""
+    given = parse_order({"kind": "grant", "session": "a" * 16, "cost": cost}, "", 0, [])
+
+    assert given.grant.cost == max(1, int((Decimal(str(cost)) * 10**9).to_integral_value()))
+
+
+def test_a_kill_is_not_back_when_its_release_has_ended() -> None:
+    """A release outlasts the kills that it undoes, wherever they were given, and no others."""
+    both = Replicas(2)
+    both.give(kind="kill", session="a" * 16, caller={"x-user-id": "ann"}, policy="p")
+    released = [
+        both.give(1, kind="release", session="a" * 16)[0],
+        both.give(1, kind="release", caller={"x-user-id": "ann", "x-team": "t"}, policy="p")[0],
+        both.give(1, kind="release", session="b" * 16)[0],
+        both.give(1, kind="release", caller={"x-user-id": "bob"})[0],
+        both.give(1, kind="release", session="a" * 16, policy="q")[0],
+    ]
+
+    assert [round((release.ends - release.since) / 3_600) for release in released] == [24, 24, 1, 1, 1]
+
+
+@pytest.mark.parametrize("grant", [b"7", b'["x"]', b"[Infinity]", b"{}", b"[-5, 1e30]", b"[1, 2, 3, 4]"])
+def test_what_another_version_grants_stays_in_bounds(grant: bytes) -> None:
+    """Whatever stands in the store as a grant, it is passed over, or adds between nothing and the bounds."""
+    one = Replicas(1)
+    known = write_override(order(GRANT, SESSION)).replace(b"[0, 0, 0]", grant)
+    one.run(one.store.put_order("overrides", "odd", known, 60))
+    one.refresh()
+
+    total = sum_grants(one.desks[0].list_standing())
+    assert all(0 <= given <= most for given, most in zip(total, MAX_GRANT, strict=True))
+
+
+def test_what_was_ordered_before_there_were_grants_is_read() -> None:
+    """An override that a version without grants has written is obeyed."""
+    given = order(BLOCK)
+    older = json.loads(write_override(given))
+    del older["grant"]
+
+    assert read_override("o", json.dumps(older).encode()) == given
+
+
 def test_a_release_stands_until_nothing_is_left_of_what_was_counted() -> None:
     """It stands longer than every window, cooldown and session that it is about, so that no count from before comes back."""
     long = policy("long", ANY, window_seconds=7_200, cooldown_seconds=9_000, **USER)
@@ -514,12 +657,14 @@ def test_what_another_version_has_ordered_is_passed_over(document: bytes, caplog
 
 def test_a_kind_that_is_not_known_does_nothing() -> None:
     """A newer version may give orders that this one has no idea of."""
-    assert send(obey(make_service(policy("p", ANY, **USER)), order("grant"), order("kill")), 3) == [200, 200, 429]
+    assert send(obey(make_service(policy("p", ANY, **USER)), order("pardon")), 3) == [200, 200, 429]
 
 
 SECONDS = "seconds must be a number of seconds from 1 to 2592000"
 NOBODY = "whom it is about is required: caller, session, fingerprint or tool"
-KINDS = "kind must be one of release, allow, block"
+KINDS = "kind must be one of release, allow, block, kill, grant"
+KEYS = ["kind", "caller", "session", "fingerprint", "tool", "policy", "seconds", "reason", "steps", "tool_calls", "cost", "key"]
+WHOLE = "which is about whole sessions: name a session, or a caller"
 CALLER = "caller must be the 16 hex digits that logs call the tenant, or an object of descriptors' values by name"
 
 
@@ -528,7 +673,33 @@ CALLER = "caller must be the 16 hex digits that logs call the tenant, or an obje
     [
         ([], ["an override is an object, not an empty array"]),
         ({}, ["kind is required", NOBODY]),
-        ({"kind": "kill", "tool": "t"}, [f"{KINDS}, not 'kill'"]),
+        ({"kind": "pardon", "tool": "t"}, [f"{KINDS}, not 'pardon'"]),
+        (
+            {"kind": "kill", "tool": "t", "fingerprint": "0" * 8, "steps": 1},
+            [
+                f"fingerprint means nothing for a kill, {WHOLE}",
+                f"tool means nothing for a kill, {WHOLE}",
+                "steps belongs to a grant, and this is of the kind kill",
+            ],
+        ),
+        ({"kind": "grant", "session": "a" * 16}, ["what is granted is required: steps, tool_calls, cost"]),
+        (
+            {"kind": "grant", "session": "a" * 16, "steps": 0, "tool_calls": 10_001, "cost": 1e6 + 1},
+            [
+                "steps must be a number from 1 to 1000000000, not 0",
+                "tool_calls must be a number from 1 to 10000, not 10001",
+                "cost must be dollars, more than 0 and at most 1000000, not 1000001.0",
+            ],
+        ),
+        (
+            {"kind": "grant", "session": "a" * 16, "steps": 1.5, "tool_calls": True, "cost": float("nan"), "key": ""},
+            [
+                "steps must be a number from 1 to 1000000000, not 1.5",
+                "tool_calls must be a number from 1 to 10000, not true",
+                "cost must be dollars, more than 0 and at most 1000000, not NaN",
+                "key must be a text of 1 to 64 characters, not ''",
+            ],
+        ),
         ({"kind": ["block"], "tool": "t"}, [f"{KINDS}, not an array"]),
         ({"kind": "block"}, [NOBODY]),
         ({"kind": "block", "policy": "p"}, [NOBODY]),
@@ -557,7 +728,7 @@ CALLER = "caller must be the 16 hex digits that logs call the tenant, or an obje
         (
             {"kind": "allow", "tool": "t", "until": 7, "reason": ""},
             [
-                "'until': unknown key; there are kind, caller, session, fingerprint, tool, policy, seconds, reason",
+                f"'until': unknown key; there are {', '.join(KEYS)}",
                 "reason must be a text of 1 to 256 characters, not ''",
             ],
         ),
@@ -583,9 +754,9 @@ def test_whoever_orders_is_told_what_it_will_not_do() -> None:
         "no policy tells callers apart by user: there are org, x-user-id",
     ]
     assert remarks(kind="allow", tool="t", policy="gone") == ["no policy gone is loaded"]
-    assert remarks(kind="block", tool="t", policy="s") == [
-        "the policies that it is about are in shadow, so nobody is refused",
-    ]
+    in_shadow = ["the policies that it is about are in shadow, so nobody is refused"]
+    assert remarks(kind="block", tool="t", policy="s") == in_shadow
+    assert remarks(kind="kill", session="a" * 16, policy="s") == in_shadow
     (said,) = remarks(kind="release", tool="t")
     assert said.startswith("what a conversation shows itself cannot be forgotten, and this is what decides in agents (default)")
 

@@ -10,12 +10,18 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from extproc.fingerprint import hash_tenant, join_descriptors
+from extproc.policy.session_limits import MAX_COST, MAX_COUNT, MAX_TOOL_CALLS
 
 RELEASE: Final = "release"
 ALLOW: Final = "allow"
 BLOCK: Final = "block"
+KILL: Final = "kill"
+GRANT: Final = "grant"
+KINDS: Final = (RELEASE, ALLOW, BLOCK, KILL, GRANT)
 
 ALL_POLICIES: Final = ""
+
+NANOS_PER_DOLLAR: Final = 10**9
 
 
 class Target(NamedTuple):
@@ -36,18 +42,37 @@ class Target(NamedTuple):
     tool: str = ""
 
 
+class Grant(NamedTuple):
+    """What a session may use beyond its limits.
+
+    Attributes:
+        steps: requests that are let through.
+        tool_calls: calls that its histories show.
+        cost: in nano-dollars.
+    """
+
+    steps: int = 0
+    tool_calls: int = 0
+    cost: int = 0
+
+
+MAX_GRANT: Final = Grant(MAX_COUNT, MAX_TOOL_CALLS, int(MAX_COST) * NANOS_PER_DOLLAR)
+"""Of one, and of all together that hold for a session: with its limits they stay exact wherever they are counted."""
+
+
 class Override(NamedTuple):
     """One order; times in seconds since 1970.
 
     Attributes:
-        name: the same for two overrides that differ in nothing but times and words.
-        kind: `release`, `allow` or `block`; others are another version's and do nothing here.
+        name: the same for two overrides that differ in nothing but times and words; each grant has one of its own.
+        kind: one of `KINDS`; others are another version's and do nothing here.
         target: whom it is about.
         policy: the id of the one that it is about; empty for all.
         since: when it was given.
         ends: when it ends.
         reason: why.
         who: gave it.
+        grant: what it grants.
     """
 
     name: str
@@ -58,6 +83,7 @@ class Override(NamedTuple):
     ends: float
     reason: str
     who: str
+    grant: Grant = Grant()
 
     @property
     def epoch(self) -> str:
@@ -194,3 +220,21 @@ def find_kind(overrides: Sequence[Override], kind: str) -> Override | None:
         if override.kind == kind and (found is None or (override.since, override.name) > (found.since, found.name)):
             found = override
     return found
+
+
+def find_kill(overrides: Sequence[Override]) -> Override | None:
+    """The newest kill, None where there is none, or where a release was ordered after it."""
+    kill = find_kind(overrides, KILL)
+    release = find_kind(overrides, RELEASE)
+    return None if kill is None or (release is not None and release.since > kill.since) else kill
+
+
+def sum_grants(overrides: Sequence[Override]) -> tuple[int, int, int]:
+    """What all grants add together, at most `MAX_GRANT`: steps, tool calls and nano-dollars."""
+    steps = tool_calls = cost = 0
+    for override in overrides:
+        if override.kind == GRANT:
+            steps += override.grant.steps
+            tool_calls += override.grant.tool_calls
+            cost += override.grant.cost
+    return min(steps, MAX_GRANT.steps), min(tool_calls, MAX_GRANT.tool_calls), min(cost, MAX_GRANT.cost)
