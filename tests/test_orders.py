@@ -178,7 +178,7 @@ def test_tokens_are_read_again(running: Running) -> None:
         (b"{", 400, "not JSON"),
         (b"[" * 5_000, 400, "not JSON"),
         (b"7", 400, "an override is an object, not 7"),
-        (b'{"kind": "kill", "tool": "t"}', 400, "kind must be one of release, allow, block, not 'kill'"),
+        (b'{"kind": "pardon", "tool": "t"}', 400, "kind must be one of release, allow, block, kill, grant, not"),
         (b'{"kind": "block", "tool": "' + b"t" * 65_536, 413, "65536 bytes"),
     ],
 )
@@ -224,6 +224,10 @@ def test_a_flood_of_orders_is_bounded(tmp_path: Path) -> None:
         ),
         (["allow", "--caller", "a=b", "--caller", "hash"], "--caller must be NAME=VALUE or 16 hex digits, not 'hash'"),
         (["release", "--session", "=x"], "--session must be NAME=VALUE or 16 hex digits, not '=x'"),
+        (["kill", "--reason", "r"], "say whom it is about: --caller or --session"),
+        (["kill", "--tool", "t"], "unrecognized arguments: --tool t"),
+        (["grant", "--session", "a=b"], "say what is granted: --steps, --tool-calls or --cost"),
+        (["grant", "--session", "a=b", "--steps", "few"], "argument --steps: invalid int value: 'few'"),
         (["block", "--tool", "t", "--token-file", "/nowhere"], "--token-file /nowhere: cannot be read"),
     ],
 )
@@ -246,6 +250,29 @@ def test_a_command_says_what_the_server_refused(running: Running, capsys: pytest
     said = capsys.readouterr()
     assert "note: no policy tells callers apart by user: there are x-user-id" in said.err
     assert main(["overrides", "--revoke", said.out.split()[1], *good]) == 0
+
+
+def test_sessions_are_killed_and_granted_more(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server that is asked twice takes a grant once; another command adds; the list says what was granted."""
+    good = ["--admin", running.url, "--admin", running.url, "--token-file", str(running.tokens)]
+    session = ["--session", "header:x-session-id=abc"]
+    assert main(["kill", *session, "--caller", "x-user-id=ann", *good]) == 0
+    for amount in (["--steps", "10", "--cost", "0.07"], ["--tool-calls", "1000"]):
+        assert main(["grant", *session, *amount, *good]) == 0
+    assert main(["grant", *session, "--steps", "0", "--cost", "5", *good]) == 1
+    said = capsys.readouterr()
+    assert "steps must be a number from 1 to 1000000000, not 0" in said.err
+    names = {line.split()[1] for line in said.out.splitlines()}
+
+    assert main(["overrides", "--admin", running.url]) == 0
+    listed = capsys.readouterr().out
+
+    assert {line.split()[0] for line in listed.splitlines()} == names
+    assert [line.split()[1] for line in listed.splitlines()] == ["grant", "grant", "kill"]
+    assert ", +10 steps, +0.07 dollars  in all policies" in listed
+    assert ", +1000 tool calls  in all policies" in listed
+    for name in names:
+        assert main(["overrides", "--revoke", name, *good[2:]]) == 0
 
 
 @pytest.mark.parametrize("content", [None, "", "short"])

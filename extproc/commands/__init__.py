@@ -30,6 +30,8 @@ COMMANDS = (
     "release",
     "allow",
     "block",
+    "kill",
+    "grant",
     "overrides",
     "healthcheck",
 )

@@ -23,6 +23,13 @@ _OPERATOR_HEADER = "x-loopguard-operator"
 
 def add_order_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that say whom an order is about."""
+    add_session_flags(parser)
+    parser.add_argument("--fingerprint", metavar="HEX", help="of one loop, as logs and refusals show it")
+    parser.add_argument("--tool", metavar="NAME", help="that is called")
+
+
+def add_session_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of an order that is about whole sessions."""
     parser.add_argument(
         "--caller",
         action="append",
@@ -31,17 +38,15 @@ def add_order_flags(parser: argparse.ArgumentParser) -> None:
         help="a descriptor of the caller, named as `explain` names it, repeatable; or the tenant that logs show",
     )
     parser.add_argument("--session", metavar="KEY=VALUE|HASH", help="such as header:x-session-id=abc")
-    parser.add_argument("--fingerprint", metavar="HEX", help="of one loop, as logs and refusals show it")
-    parser.add_argument("--tool", metavar="NAME", help="that is called")
     parser.add_argument("--policy", metavar="ID", help="in this policy alone (default: in all)")
     parser.add_argument("--reason", metavar="TEXT", help="why, for the log and for others")
     add_asking_flags(parser)
 
 
-def add_duration_flag(parser: argparse.ArgumentParser) -> None:
+def add_duration_flag(parser: argparse.ArgumentParser, default: str = "30m") -> None:
     """The flag that says for how long."""
-    text = "such as 90s, 30m, 2h, 1d (default 30m)"
-    parser.add_argument("--for", dest="duration", default="30m", metavar="DURATION", help=text)
+    text = f"such as 90s, 30m, 2h, 1d (default {default})"
+    parser.add_argument("--for", dest="duration", default=default, metavar="DURATION", help=text)
 
 
 def add_asking_flags(parser: argparse.ArgumentParser) -> None:
@@ -54,14 +59,19 @@ def add_asking_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def give(kind: str, options: argparse.Namespace) -> int:
+def give(kind: str, options: argparse.Namespace, **more: object) -> int:
     """Have the servers take an order; returns the exit code.
+
+    Args:
+        kind: of order.
+        options: of the command.
+        more: fields of the order that not every kind has; None is left out.
 
     Raises:
         UsageError: a flag cannot be used.
         LoopguardError: a server does not take it.
     """
-    order = make_order(kind, options)
+    order = make_order(kind, options) | {name: value for name, value in more.items() if value is not None}
     headers = make_headers(options)
     for client in open_clients(options.admin):
         given = client.ask("/overrides", method="POST", body=order, headers=headers)
@@ -77,17 +87,15 @@ def make_order(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: a flag cannot be used.
     """
-    order: dict[str, Any] = {
-        "kind": kind,
+    about: dict[str, Any] = {
         "caller": _read_caller(options.caller),
         "session": _split(options.session, "--session") if options.session and "=" in options.session else options.session,
-        "fingerprint": options.fingerprint,
-        "tool": options.tool,
-        "policy": options.policy,
-        "reason": options.reason,
     }
-    if not any(order[key] for key in ("caller", "session", "fingerprint", "tool")):
-        raise UsageError("say whom it is about: --caller, --session, --fingerprint or --tool")
+    about |= {name: getattr(options, name) for name in ("fingerprint", "tool") if name in options}
+    if not any(about.values()):
+        *flags, last = [f"--{name}" for name in about]
+        raise UsageError(f"say whom it is about: {', '.join(flags)} or {last}")
+    order = {"kind": kind, **about, "policy": options.policy, "reason": options.reason}
     if "duration" in options:
         order["seconds"] = read_duration(options.duration)
     return {key: value for key, value in order.items() if value}

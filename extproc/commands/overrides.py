@@ -11,12 +11,13 @@ from extproc.admin.client import open_clients
 from extproc.commands.ordering import add_asking_flags, make_headers
 from extproc.logs import escape_controls
 
-HELP = "list what release, allow and block have ordered, or revoke it"
+HELP = "list what release, allow, block, kill and grant have ordered, or revoke it"
 EXAMPLES = """examples:
   loopguard overrides
   loopguard overrides --revoke 3f9c0ab81d22"""
 
 _ABOUT = ("caller", "session", "fingerprint", "tool")
+_GRANTED = {"steps": "steps", "tool_calls": "tool calls", "cost": "dollars"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
 def describe(override: Mapping[str, Any]) -> str:
     """One override in a line."""
     about = [f"{name} {_join(override[name])}" for name in _ABOUT if override.get(name)]
+    about += [f"+{override[name]:.10g} {words}" for name, words in _GRANTED.items() if override.get(name)]
     policy = f"in {override['policy']}" if override.get("policy") else "in all policies"
     said = [f"by {override['who']}" if override.get("who") else "", override.get("reason", "")]
     words = ": ".join(word for word in said if word)

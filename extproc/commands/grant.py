@@ -1,0 +1,39 @@
+"""`loopguard grant`: let a session go on beyond its limits."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+
+from extproc.commands.ordering import add_duration_flag, add_session_flags, give
+from extproc.errors import UsageError
+
+HELP = "add steps, tool calls or dollars to what a session may use, or each of a caller's"
+EXAMPLES = """examples:
+  loopguard grant --session header:x-session-id=abc --caller x-team=red --steps 10 --cost 5
+  loopguard grant --session 9f2c51a07be3d418 --tool-calls 20 --for 2h --reason 'nearly done'
+
+Each grant adds to those before it."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `loopguard grant`."""
+    add_session_flags(parser)
+    parser.add_argument("--steps", type=int, metavar="N", help="so many more requests")
+    parser.add_argument("--tool-calls", type=int, metavar="N", help="so many more calls of tools")
+    parser.add_argument("--cost", type=float, metavar="USD", help="so many more dollars")
+    add_duration_flag(parser, "1d")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Have the servers do it; returns the exit code.
+
+    Raises:
+        UsageError: a flag cannot be used.
+        LoopguardError: a server does not answer, or refuses.
+    """
+    amounts = {"steps": options.steps, "tool_calls": options.tool_calls, "cost": options.cost}
+    if all(amount is None for amount in amounts.values()):
+        raise UsageError("say what is granted: --steps, --tool-calls or --cost")
+    key = secrets.token_hex(8)  # servers that share a store take it once, however many of them are asked
+    return give("grant", options, **amounts, key=key)
