@@ -14,6 +14,7 @@ from extproc.candidates import Candidate
 from extproc.decision import SEVERITY, Action, Decision, Outcome
 from extproc.evaluation import Evaluation
 from extproc.prices import read_model
+from extproc.request import cut_text
 
 MAX_LOOPS: Final = 1_000
 MAX_PER_TENANT: Final = 100
@@ -93,13 +94,13 @@ class Loop:
         self.tenant = outcome.tenant
         self.fingerprint = outcome.fingerprint
         values = candidate.values if candidate is not None else []
-        self.caller = [(name[:_NAME_SHOWN], value[:_NAME_SHOWN]) for name, value in values[:_NAMES_SHOWN]]
+        self.caller = [(cut_text(name, _NAME_SHOWN), cut_text(value, _NAME_SHOWN)) for name, value in values[:_NAMES_SHOWN]]
         self.session = candidate.session if candidate is not None else ""
-        self.method = request.method[:_NAME_SHOWN]
-        self.path = request.path[:_PATH_SHOWN]
-        self.route = request.facts.route()[:_NAME_SHOWN]
-        self.tools = [tool[:_NAME_SHOWN] for tool in outcome.list_tools()[:_NAMES_SHOWN]]
-        self.model = read_model(request.path, evaluation.content)
+        self.method = cut_text(request.method, _NAME_SHOWN)
+        self.path = cut_text(request.path, _PATH_SHOWN)
+        self.route = cut_text(request.facts.route(), _NAME_SHOWN)
+        self.tools = [cut_text(tool, _NAME_SHOWN) for tool in outcome.list_tools()[:_NAMES_SHOWN]]
+        self.model = cut_text(read_model(request.path, evaluation.content), _NAME_SHOWN)
         self.first = self.last = now
         self.count = 0
         self.total = 0

@@ -128,6 +128,11 @@ class HttpRequest:
         return next((value for key, value in self.read_query() if key == name), "")
 
 
+def cut_text(text: str, length: int) -> str:
+    """So much of a text that a client has chosen, for people; bytes that are no UTF-8, which nothing can write, are spelled."""
+    return text[:length].encode("utf-8", "backslashreplace").decode()
+
+
 def explain_unknowable_body(request: HttpRequest) -> str:
     """Why the request has no body that could be compared, whoever sends it on; empty when it may have one.
 

@@ -165,6 +165,7 @@ class Server:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._sharing.publish()
+            await self._loops.publish()
             await self._store.close()
             self._admin.stop()
             if self._events is not None:

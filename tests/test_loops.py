@@ -164,6 +164,19 @@ def test_what_is_kept_of_a_client_is_short() -> None:
     assert (len(loop.path), [len(value) for _, value in loop.caller]) == (256, [128])
 
 
+def test_bytes_that_are_no_text_are_spelled() -> None:
+    """Paths, callers and models that nothing can write as they are do not keep a table from being published."""
+    service = make_service(policy("p", ANY, similarity="tool_calls", **BY_USER), show_callers=True)
+    conversation = json.dumps({"messages": [STUCK, FOUND] * 4}).encode()
+    exchange(service, headers("/models/\udcff/v1/chat/completions", x_user_id="bob\udcfe"), body(conversation))
+
+    (found,) = unpack_all({"r": pack(make_document(service.reporter.loops, shows_callers=True))}, "").values()
+
+    (row,) = found.rows
+    assert (row.path, row.model) == ("/models/\\udcff/v1/chat/completions", "\\udcff")
+    assert row.caller == [("x-user-id", "bob\\udcfe")]
+
+
 def test_lines_in_the_log_come_at_powers_of_two(caplog: pytest.LogCaptureFixture) -> None:
     """The first request of a loop is logged, then the second, the fourth and so on, with where and what it was."""
     service = make_service(policy("p", ANY, **BY_USER))

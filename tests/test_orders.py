@@ -6,7 +6,6 @@ import http.client
 import json
 import re
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ import pytest
 
 from extproc.cli import main
 from tests.documents import bundle, policy
-from tests.harness import Loopguard, Stack, eventually, stack, write_policies
-from tests.servers import Server, server
+from tests.harness import Loopguard, write_policies
 
 TOKEN = "correct-horse-battery-staple"
 USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
@@ -284,102 +282,3 @@ def test_a_token_file_that_cannot_be_used_is_told_at_the_start(content: str | No
 
     with pytest.raises(AssertionError, match="--admin-token-file"):
         Loopguard(tmp_path, "--admin-token-file", str(tmp_path / "tokens"))
-
-
-# The night, on two replicas
-
-AGENT = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
-
-
-@pytest.fixture(scope="module")
-def night() -> Iterator[tuple[Stack, Server, list[str]]]:
-    """Envoy, two replicas and Valkey, and how their admin ports are asked."""
-    policies = bundle(
-        policy("chat", {"pathPrefix": "/chat"}, cooldown_seconds=600, **USER),
-        policy("poll", {"pathPrefix": "/poll"}, threshold_identical_requests=2, **USER),
-    )
-    with tempfile.TemporaryDirectory(prefix="lg") as name, server() as valkey:
-        tokens = Path(name) / "tokens"
-        tokens.write_text(TOKEN)
-        flags = ("--store", f"redis://{valkey.address}", "--admin-token-file", str(tokens))
-        with stack(policies, *flags, replicas=2) as made:
-            asked = [f"http://127.0.0.1:{replica._admin}" for replica in made.replicas]
-            yield made, valkey, [asked[0], "--token-file", str(tokens)]
-
-
-def _send(made: Stack, path: str, user: str, times: int) -> list[int]:
-    return [made.send(path, headers={"x-user-id": user}).status for _ in range(times)]
-
-
-def _give(made: Stack, *arguments: str) -> None:
-    """Give an order, and wait until every replica obeys it."""
-    known = made.replicas[0].get("/overrides")[1]
-    assert main(list(arguments)) == 0
-    eventually(lambda: made.replicas[0].get("/overrides")[1] != known, "an order")
-    eventually(lambda: len({replica.get("/overrides")[1] for replica in made.replicas}) == 1, "the same order everywhere")
-
-
-def test_a_poller_is_freed_and_a_runaway_is_stopped_everywhere(
-    night: tuple[Stack, Server, list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One command each: the poller stays free on both replicas, the runaway is refused on both, nobody else notices."""
-    made, _, asked = night
-    assert _send(made, "/poll", "poller", 3) == [200, 429, 429]
-    assert _send(made, "/chat", "runaway", 1) == [200]
-
-    _give(made, "allow", "--caller", "x-user-id=poller", "--for", "30m", "--reason", "polls", "--admin", *asked)
-    _give(made, "block", "--caller", "x-user-id=runaway", "--for", "30m", "--admin", *asked)
-
-    assert _send(made, "/poll", "poller", 8) == [200] * 8
-    answer = made.send("/chat/other", method="POST", body=b"{}", headers={"x-user-id": "runaway"})
-    assert (answer.status, answer.headers["x-fairvisor-reason"]) == (429, "blocked")
-    assert int(answer.headers["retry-after"]) > 1_700
-    assert _send(made, "/chat", "healthy", 2) == [200, 200]
-    assert made.envoy.logged("/chat/other", status=429)["loop_reason"] == "blocked"
-    assert {line.split()[1] for line in capsys.readouterr().out.splitlines()} == {
-        override["override"] for override in json.loads(made.replicas[1].get("/overrides")[1])["overrides"]
-    }
-
-
-def test_a_release_holds_on_both_replicas(night: tuple[Stack, Server, list[str]]) -> None:
-    """A cooldown of ten minutes is over for the released caller everywhere, and a new loop begins a new count."""
-    made, _, asked = night
-    assert _send(made, "/chat", "carl", 6) == [200, 200, 429, 429, 429, 429]
-
-    _give(made, "release", "--caller", "x-user-id=carl", "--admin", *asked)
-
-    assert _send(made, "/chat", "carl", 4) == [200, 200, 429, 429]
-
-
-def test_a_replica_that_restarts_loses_nothing(night: tuple[Stack, Server, list[str]]) -> None:
-    """What stands in the store is obeyed by a replica from its first request on."""
-    made, valkey, asked = night
-    assert main(["block", "--caller", "x-user-id=late", "--admin", *asked]) == 0
-
-    fresh = Loopguard(made.folder, "--store", f"redis://{valkey.address}", listen=f"unix:{made.folder}/fresh.sock")
-    try:
-        assert "block" in fresh.get("/overrides")[1]
-        assert fresh.metric("overrides", kind="block") >= 1
-    finally:
-        fresh.stop()
-
-
-def test_without_the_store_what_is_known_holds(
-    night: tuple[Stack, Server, list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """While the store is away blocks hold, and a new order is refused with the reason; requests go on."""
-    made, valkey, asked = night
-    _give(made, "block", "--caller", "x-user-id=dora", "--admin", *asked)
-
-    valkey.stop()
-    eventually(lambda: _send(made, "/chat", f"user-{time.monotonic_ns()}", 2) and _know_that_it_is_away(made))
-
-    answers = [made.send(f"/chat/{number}", headers={"x-user-id": "dora"}) for number in range(6)]
-    assert {answer.headers.get("x-fairvisor-reason") for answer in answers} == {"blocked"}
-    capsys.readouterr()
-    assert main(["block", "--caller", "x-user-id=emil", "--admin", *asked]) == 1
-    assert "503" in capsys.readouterr().err
-
-
-def _know_that_it_is_away(made: Stack) -> bool:
-    return all("unavailable" in replica.get("/readyz")[1] for replica in made.replicas)

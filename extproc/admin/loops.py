@@ -1,7 +1,8 @@
 """The loops of all replicas: each publishes its table on a board in the store, and whoever is asked merges what it finds there.
 
 Publishing is asked for on the server's event loop, with a few milliseconds' work in a thread; merging is done in the thread
-that answers. No request waits for either. A replica that is gone keeps its place for an hour, so that a restart loses nothing.
+that answers. No request waits for either. A replica that drains publishes once more, and keeps its place for an hour when it
+is gone, so that a restart loses nothing; one that is killed loses the last two seconds.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from time import time
 from typing import Any
 
@@ -122,6 +124,8 @@ class SharedLoops:
         self._shows_callers = shows_callers
         self._replica = make_replica_name()
         self._home: asyncio.AbstractEventLoop | None = None
+        self._published = 0  # of the table's changes
+        self._published_at = 0.0
         self._collected: dict[str, Document] = {}
         self._collected_at = 0.0
         self._problem = ""
@@ -129,19 +133,20 @@ class SharedLoops:
     async def share(self) -> None:
         """Publish what changes, until cancelled."""
         self._home = asyncio.get_running_loop()
-        published, published_at = 0, time()
         while True:
             await asyncio.sleep(_PUBLISH_SECONDS)
-            self._table.drop_quiet(time() - KEPT_SECONDS)
-            changes = self._table.changes
-            if not changes or (changes == published and time() - published_at < _REFRESH_SECONDS):
-                continue
-            document = await asyncio.to_thread(self._pack)
-            try:
-                await self._store.publish(BOARD, self._replica, document, KEPT_SECONDS)
-            except StoreError:
-                continue  # the store tells that itself; what it missed is published again
-            published, published_at = changes, time()
+            await self.publish()
+
+    async def publish(self) -> None:
+        """Publish the table if it has changed; what the store misses is published the next time."""
+        self._table.drop_quiet(time() - KEPT_SECONDS)
+        changes = self._table.changes
+        if not changes or (changes == self._published and time() - self._published_at < _REFRESH_SECONDS):
+            return
+        document = await asyncio.to_thread(self._pack)
+        with suppress(StoreError):  # the store tells that itself
+            await self._store.publish(BOARD, self._replica, document, KEPT_SECONDS)
+            self._published, self._published_at = changes, time()
 
     def view(self) -> View:
         """What all replicas know; called from any thread but the event loop's."""

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final, TypeAlias
 
-from extproc.canary.samples import Samples, cut_text
+from extproc.canary.samples import Samples
 from extproc.decision import Action, Decision, Outcome
 from extproc.evaluation import Evaluation, group_by_policy
 from extproc.metrics import Counts, Metrics
 from extproc.policy.bundle import SESSION_HEADERS
 from extproc.policy.pairings import Pairing
+from extproc.request import cut_text
 from extproc.sketch import Sketch
 
 VERDICTS = ("both", "only_live", "only_candidate", "neither")

@@ -16,6 +16,7 @@ from extproc.candidates import Candidate
 from extproc.decision import Outcome
 from extproc.evaluation import Evaluation
 from extproc.fingerprint import write_crc32
+from extproc.request import cut_text
 
 _TEXT = 2_000
 """Most characters of what was compared."""
@@ -79,11 +80,6 @@ class Samples:
         """What was compared, or the start of the body where that was; empty where nobody has looked into it."""
         text = candidate.compared if candidate.compared is not None else evaluation.content
         return bytes(text[:_TEXT]).translate(_SEPARATORS).decode("utf-8", "replace") if text is not None else ""
-
-
-def cut_text(text: str, length: int) -> str:
-    """So much of a text that a client has chosen, in characters that can be written."""
-    return text[:length].encode("utf-8", "backslashreplace").decode()
 
 
 def _find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate:
