@@ -84,6 +84,7 @@ class Metrics:
         self.tls_reloads = counter("tls_reloads_total", "Rotations of the certificates by result", "result")
         self.tls_not_after = gauge("tls_not_after_seconds", "When the certificate in use expires, in seconds since 1970")
         self.tls_refused = counter("tls_refused_total", "Connections that ended in their TLS handshake (transport fast)")
+        self.access_log_entries = counter("access_log_entries_total", "What Envoy told about requests of sessions", "result")
         self._begin()
 
     def _begin(self) -> None:
@@ -92,6 +93,8 @@ class Metrics:
             self.fail_open.labels(reason)
         for reason in ("invalid", "too_large", "unenforced", "unknown_policy"):
             self.handover_errors.labels(reason)
+        for result in ("taken", "dropped", "error"):
+            self.access_log_entries.labels(result)
         for result in ("sent", "dropped"):
             self.events.labels(result)
         for result in ("ok", "error"):

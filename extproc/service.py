@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from google.protobuf.message import DecodeError
 
+from extproc.access_log import AccessLog, Entry
 from extproc.answers.go_on import find_warning, let_go_on, make_metadata, make_wait
 from extproc.answers.refuse import refuse_blocked, refuse_killed, refuse_loop, refuse_uncountable, refuse_without_store
 from extproc.answers.steer import NotSteered, steer, write_note
@@ -150,6 +151,7 @@ class Service:
         budget: time for looking into them.
         pairs: what shadow policies would do in place of enforcing ones.
         overrides: what operators have ordered; None where that is nothing. Assign to change it between two requests.
+        access_log: is told what became of requests.
         streams: open now.
         waiting: of these, the ones that wait for a body, the oldest first.
         given_up: of these, the ones that decide nothing any more and only have to close.
@@ -178,6 +180,7 @@ class Service:
         self.pairs.follow(engine.pairings, time())
         self.pairs.show(metrics)
         self.overrides: Overrides | None = None
+        self.access_log = AccessLog(_forget, metrics)
         self.streams = 0
         self.waiting: OrderedDict[Stream, None] = OrderedDict()
         self.given_up = 0
@@ -230,6 +233,10 @@ class Service:
             return found
         self.metrics.handover_errors.labels(found.reason).inc()
         return None
+
+
+def _forget(_: Entry) -> None:
+    """Nobody has asked yet."""
 
 
 class Stream:

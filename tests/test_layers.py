@@ -72,6 +72,7 @@ FLOORS: list[list[str]] = [
         "canary",
         *(f"canary/{name}" for name in ("samples", "pairs", "states", "verdict", "report", "review", "sharing")),
     ],
+    ["access_log"],
     ["service"],
     ["overrides"],
     ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],
@@ -113,7 +114,16 @@ FLOORS: list[list[str]] = [
 PLACE = {name: (floor, number) for floor, names in enumerate(FLOORS) for number, name in enumerate(names)}
 
 GENERATED = "pb"
-MAY_READ_PB = {"service", "wire", "answers/go_on", "answers/refuse", "transport/fast", "transport/grpcio", "transport/health"}
+MAY_READ_PB = {
+    "access_log",
+    "service",
+    "wire",
+    "answers/go_on",
+    "answers/refuse",
+    "transport/fast",
+    "transport/grpcio",
+    "transport/health",
+}
 
 FILES = sorted(file for file in ROOT.rglob("*.py") if file.relative_to(ROOT).parts[0] not in {GENERATED, "__init__.py"})
 

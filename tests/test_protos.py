@@ -37,10 +37,12 @@ for name in sys.argv[1:]:
 print(json.dumps(found))
 """
 
-_OURS = ["base", "external_processor", "health", "http_status", "processing_mode"]
+_OURS = ["accesslog", "als", "base", "external_processor", "health", "http_status", "processing_mode"]
 _OFFICIAL = [
     "envoy.config.core.v3.base_pb2",
+    "envoy.data.accesslog.v3.accesslog_pb2",
     "envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2",
+    "envoy.service.accesslog.v3.als_pb2",
     "envoy.service.ext_proc.v3.external_processor_pb2",
     "envoy.type.v3.http_status_pb2",
 ]

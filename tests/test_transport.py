@@ -99,7 +99,8 @@ async def _exchange(call: Any, *messages: Any) -> list[str | None]:  # noqa: ANN
     return kinds
 
 
-async def _until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what tells nobody that it has happened."""
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110  # what is waited for knows no events
             await asyncio.sleep(0.01)
@@ -184,7 +185,7 @@ def test_a_client_that_cancels_frees_its_hold(run: Run) -> None:
         assert first.HasField("override_message_timeout")
         assert service.holds.held == 1
         call.cancel()
-        await _until(lambda: not service.holds.held and not service.streams)
+        await until(lambda: not service.holds.held and not service.streams)
 
     run(service, steps)
 
@@ -327,7 +328,7 @@ def test_streams_are_counted_back(run: Run) -> None:
         for call in calls[:50]:
             call.cancel()
         await asyncio.gather(*(_exchange(call, body(b"x")) for call in calls[50:]))
-        await _until(lambda: not service.streams)
+        await until(lambda: not service.streams)
         assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == 50
 
     run(service, steps)

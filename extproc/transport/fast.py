@@ -1,4 +1,4 @@
-"""The lean transport: sockets and tasks around `grpc.Connection`, serving ext_proc and grpc.health.v1 on one port.
+"""The lean transport: sockets and tasks around `grpc.Connection`, serving ext_proc, Envoy's access log and grpc.health.v1.
 
 What arrives in one read is answered in one write, so the cost of the sockets falls as load rises. A message that the service
 answers at once never becomes a task; one does only to wait for a store or for a throttled request's time.
@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 
 from extproc.errors import ProtocolError
 from extproc.logs import RateLimit, make_extra
+from extproc.pb.als_pb2 import StreamAccessLogsResponse
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.service import Later, Reply, Service, Stream
 from extproc.settings import Address
@@ -29,7 +30,7 @@ from extproc.transport import grpc
 from extproc.transport.acceptor import Acceptor
 from extproc.transport.grpc import Call, HalfClosed, MessageReceived
 from extproc.transport.headers import Cache
-from extproc.transport.health import EXT_PROC, HEALTH, Health
+from extproc.transport.health import ACCESS_LOG, EXT_PROC, HEALTH, Health
 from extproc.transport.http2 import Limits, Pool
 from extproc.transport.sockets import keep_alive, open_listening_socket
 from extproc.transport.tls import Certificates
@@ -57,7 +58,13 @@ _RETIRED_AT_ONCE: Final = 100
 _PROCESS: Final = f"/{EXT_PROC}/Process".encode()
 _CHECK: Final = f"/{HEALTH}/Check".encode()
 _WATCH: Final = f"/{HEALTH}/Watch".encode()
-_METHODS: Final = {_PROCESS: False, _CHECK: True, _WATCH: True}
+_LOG_ACCESS: Final = f"/{ACCESS_LOG}/StreamAccessLogs".encode()
+_METHODS: Final = {_PROCESS: False, _LOG_ACCESS: False, _CHECK: True, _WATCH: True}
+
+_LOGGED: Final = StreamAccessLogsResponse().SerializeToString()
+
+_ENTRY_WORK: Final = 4
+"""What an entry of an access log costs of a turn, in frames."""
 
 
 class _Serving:
@@ -101,6 +108,11 @@ class _Peer(asyncio.Protocol):
         """Calls that are not over."""
         return len(self._grpc.calls)
 
+    @property
+    def decides(self) -> bool:
+        """Some of them will end by themselves; access logs go on as long as the connection does."""
+        return any(call.method != _LOG_ACCESS for call in self._grpc.calls.values())
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A peer connected."""
         self._transport = cast("asyncio.Transport", transport)  # what a stream server hands out, uvloop's own class included
@@ -143,7 +155,7 @@ class _Peer(asyncio.Protocol):
     def release(self) -> None:
         """End every call with OK, which makes Envoy go on with its request."""
         for call in list(self._grpc.calls.values()):
-            self._finish(call, grpc.OK)
+            self._end(call)
         self._flush()
 
     def retire(self) -> None:
@@ -175,7 +187,7 @@ class _Peer(asyncio.Protocol):
                 if isinstance(event, MessageReceived):
                     self._on_message(event.call, event.message)
                 elif isinstance(event, HalfClosed):
-                    self._finish(event.call, grpc.OK)
+                    self._end(event.call)
                 else:
                     self._drop(event.call.number)
         self._flush()
@@ -221,6 +233,8 @@ class _Peer(asyncio.Protocol):
         try:
             if call.method == _PROCESS:
                 self._process(call, message)
+            elif call.method == _LOG_ACCESS:
+                self._grpc.charge(self._server.service.access_log.receive(message) * _ENTRY_WORK)
             elif call.method == _CHECK:
                 self._check_health(call, message)
             else:
@@ -286,6 +300,13 @@ class _Peer(asyncio.Protocol):
         """End a call with a status, and what is done for it."""
         self._grpc.finish(call, status, message)
         self._drop(call.number)
+
+    def _end(self, call: Call) -> None:
+        """End a call with OK."""
+        if call.method == _LOG_ACCESS:
+            self._grpc.answer(call, _LOGGED)
+        else:
+            self._finish(call, grpc.OK)
 
     def _give_up(self, call: Call) -> None:
         """Nobody waits for the body any more: ending with OK makes Envoy go on with the request."""
@@ -408,7 +429,7 @@ class FastServer:
         self._acceptor.close()
         for peer in list(self.peers):
             peer.shut()
-        await _until(lambda: not any(peer.calls for peer in self.peers), grace)
+        await _until(lambda: not any(peer.decides for peer in self.peers), grace)
         for peer in list(self.peers):
             peer.release()
         # A peer that has been asked to leave hangs up by itself once it has read its last answer.

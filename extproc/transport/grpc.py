@@ -237,6 +237,10 @@ class Connection:
             self._http.respond(call.stream, encode_trailers(status, message, only=True), end=True)
         self._close(call)
 
+    def charge(self, work: int) -> None:
+        """What a message costs of a turn beyond what all of them do, in frames."""
+        self._http.work += work
+
     def pause(self, call: Call) -> None:
         """Deliver nothing more of this call until it is resumed."""
         call.busy = True

@@ -1,4 +1,4 @@
-"""The reference transport: grpc.aio serving ext_proc and grpc.health.v1 on one port, and the client of the health check."""
+"""The reference transport: grpc.aio serving ext_proc, Envoy's access log and grpc.health.v1, and the health check's client."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import grpc
 import grpc.aio
 
 from extproc.errors import LoopguardError, ProtocolError
+from extproc.pb.als_pb2 import StreamAccessLogsResponse
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.service import Service
 from extproc.settings import Address, SubjectName
 from extproc.transport.grpc import MAX_MESSAGE
-from extproc.transport.health import EXT_PROC, HEALTH, Health
+from extproc.transport.health import ACCESS_LOG, EXT_PROC, HEALTH, Health
 from extproc.transport.sockets import open_listening_socket
 from extproc.transport.tls import Certificates, Pem, make_name, read_file
 
@@ -47,6 +48,8 @@ class GrpcServer:
         most = ("grpc.max_allowed_incoming_connections", service.settings.max_connections)
         self._server = grpc.aio.server(options=[*_OPTIONS, most])
         process = grpc.stream_stream_rpc_method_handler(self._process)  # bytes in, bytes out: the service parses
+        log_access = grpc.stream_unary_rpc_method_handler(self._log_access, None, StreamAccessLogsResponse.SerializeToString)
+        self._logs: set[asyncio.Task[None]] = set()
         self._health = health
         self._certificates: Certificates | None = None
         check = grpc.unary_unary_rpc_method_handler(
@@ -58,6 +61,7 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers(
             (
                 grpc.method_handlers_generic_handler(EXT_PROC, {"Process": process}),
+                grpc.method_handlers_generic_handler(ACCESS_LOG, {"StreamAccessLogs": log_access}),
                 grpc.method_handlers_generic_handler(HEALTH, {"Check": check, "Watch": watch}),
             )
         )
@@ -82,7 +86,9 @@ class GrpcServer:
         return address.text if address.is_unix else f"{address.text.rpartition(':')[0]}:{port}"
 
     async def stop(self, grace: float) -> None:
-        """Take no more streams, give those in flight `grace` seconds, then end them."""
+        """Take no more streams, give those in flight `grace` seconds, then end them; access logs would never end."""
+        for log in self._logs:
+            log.cancel()
         await self._server.stop(grace)
 
     def _add_port(self, address: str, certificates: Certificates | None) -> int:
@@ -125,6 +131,19 @@ class GrpcServer:
             await context.abort(_STATUS[error.code], str(error))
         finally:
             stream.close()
+
+    async def _log_access(self, messages: AsyncIterator[bytes], context: Any) -> StreamAccessLogsResponse:  # noqa: ANN401  # grpc is untyped
+        await self._check_peer(context)
+        call = cast("asyncio.Task[None]", asyncio.current_task())
+        self._logs.add(call)
+        try:
+            async for message in messages:
+                self._service.access_log.receive(message)
+        except ProtocolError as error:
+            await context.abort(_STATUS[error.code], str(error))
+        finally:
+            self._logs.discard(call)
+        return StreamAccessLogsResponse()
 
     async def _check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:  # noqa: ANN401  # grpc is untyped
         await self._check_peer(context)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from extproc.pb.health_pb2 import HealthCheckResponse
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
+ACCESS_LOG = "envoy.service.accesslog.v3.AccessLogService"
 HEALTH = "grpc.health.v1.Health"
 
 

@@ -1,0 +1,273 @@
+"""What Envoy's access log tells about requests of sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.access_log import MAX_ENTRIES, MAX_MESSAGE, AccessLog, Entry, read_entries
+from extproc.errors import ProtocolError
+from extproc.metrics import Metrics
+from extproc.pb.als_pb2 import StreamAccessLogsMessage, StreamAccessLogsResponse
+from extproc.rates import Usage
+from extproc.transport.health import ACCESS_LOG
+from tests.documents import policy
+from tests.test_engine import ANY
+from tests.test_service import make_service
+from tests.test_transport import Run, Running, run, until  # noqa: F401  # the fixture
+
+SESSION = {"policy": "p", "mode": "enforce", "name": "0123456789abcdef", "call": "00" * 8, "model": "gpt-4o", "reserve": 1500.0}
+JSON = {"content-type": "application/json"}
+STREAM = {"content-type": "text/event-stream; charset=utf-8"}
+
+
+def log(*entries: Mapping[str, Any]) -> bytes:
+    """A message of Envoy's with such entries: see `add_entry`."""
+    message = StreamAccessLogsMessage()
+    message.http_logs.SetInParent()
+    for entry in entries:
+        add_entry(message, **entry)
+    return message.SerializeToString()
+
+
+def add_entry(
+    message: StreamAccessLogsMessage,
+    told: Mapping[str, Any] | None = None,
+    sessions: list[Any] | None = None,
+    status: int = 200,
+    sizes: tuple[int, int] = (4_000, 800),
+    headers: Mapping[str, str] | None = None,
+    action: str = "",
+    **flags: bool,
+) -> None:
+    """One request that is over; `told` is what the filters have read in its answer."""
+    entry = message.http_logs.log_entry.add()
+    entry.request.request_body_bytes, entry.response.response_body_bytes = sizes
+    entry.response.response_code.value = status
+    entry.response.response_headers.update(JSON if headers is None else headers)
+    decided: dict[str, Any] = {"sessions": [SESSION] if sessions is None else sessions}
+    if action:
+        decided["action"] = action
+    metadata = entry.common_properties.metadata.filter_metadata
+    metadata["loopguard"].update(decided)
+    if told:
+        metadata["loopguard.usage"].update(told)
+    for name, value in flags.items():
+        setattr(entry.common_properties.response_flags, name, value)
+
+
+def read(**entry: Any) -> Entry:  # noqa: ANN401  # see `add_entry`
+    """The one entry, read."""
+    (found,) = read_entries(log(entry))
+    return found
+
+
+def test_an_entry_says_what_became_of_a_request() -> None:
+    """Sessions as the guard named them, sizes and status as Envoy saw them, model and tokens as the answer told them."""
+    entry = read(told={"model": "gpt-4o-2024-08-06", "input": 900, "output": 40})
+
+    assert entry == Entry((SESSION,), 200, False, 4_000, 800, "gpt-4o-2024-08-06", Usage(900, 40, 0, 0), False, False)
+
+
+@pytest.mark.parametrize(
+    ("told", "usage"),
+    [
+        ({"input": 1_000, "output": 50, "cached": 800}, Usage(200, 50, 800, 0)),
+        ({"input": 10, "output": 50, "cache_read": 800, "cache_write": 90}, Usage(10, 50, 800, 90)),
+        ({"input": 1_000, "output": 50, "cached": 300, "thoughts": 70, "tool_input": 9}, Usage(709, 120, 300, 0)),
+        ({"input": 5, "output": 1, "cached": 800}, Usage(0, 1, 800, 0)),
+    ],
+    ids=["openai", "anthropic", "gemini", "more cached than there was"],
+)
+def test_each_token_is_counted_once(told: dict[str, int], usage: Usage) -> None:
+    """Some APIs count cached tokens as part of the prompt and others beside it; thoughts are output."""
+    entry = read(told=told)
+
+    assert (entry.usage, entry.estimated) == (usage, False)
+
+
+@pytest.mark.parametrize(
+    ("headers", "output"),
+    [
+        (JSON, 200),
+        (STREAM, 6),
+        ({"content-type": "application/vnd.amazon.eventstream"}, 6),
+        ({**JSON, "content-encoding": "gzip"}, 800),
+        ({**STREAM, "content-encoding": "br"}, 25),
+        ({**JSON, "content-encoding": "identity"}, 200),
+        ({}, 200),
+    ],
+)
+def test_what_an_answer_does_not_say_is_estimated(headers: dict[str, str], output: int) -> None:
+    """From the sizes of both bodies; a stream has an event for each few letters, and what is compressed has less air."""
+    entry = read(headers=headers)
+
+    assert (entry.usage, entry.estimated) == (Usage(1_000, output, 0, 0), True)
+
+
+def test_a_stream_that_was_cut_off_has_the_prompt_it_told() -> None:
+    """Only the part that is missing is estimated."""
+    entry = read(told={"input": 20, "cache_read": 5_000}, headers=STREAM, sizes=(4_000, 1_280))
+
+    assert (entry.usage, entry.estimated) == (Usage(20, 10, 5_000, 0), True)
+
+
+@pytest.mark.parametrize("status", [400, 404, 429, 500, 503, 529])
+def test_errors_cost_nothing(status: int) -> None:
+    """Nobody bills a request that got an error."""
+    entry = read(status=status)
+
+    assert (entry.usage, entry.estimated, entry.failed) == (Usage(0, 0, 0, 0), False, status >= 500)
+
+
+@pytest.mark.parametrize(
+    "flag", ["upstream_remote_reset", "upstream_connection_termination", "upstream_protocol_error", "local_reset"]
+)
+def test_an_answer_that_broke_off_upstream_failed(flag: str) -> None:
+    """Whatever its status was; and what came of it is paid for."""
+    entry = read(**{flag: True})
+
+    assert (entry.failed, entry.status, entry.estimated) == (True, 200, True)
+
+
+def test_a_client_that_hung_up_is_no_failure() -> None:
+    """There is no status then, and the call is paid for."""
+    entry = read(status=0, headers={}, sizes=(400, 0))
+
+    assert (entry.failed, entry.usage, entry.estimated) == (False, Usage(100, 0, 0, 0), True)
+
+
+def test_what_we_refused_is_said_to_be_refused() -> None:
+    """It is nobody's failure, whatever status a policy gives it."""
+    entry = read(action="reject", status=503)
+
+    assert (entry.refused, entry.failed) == (True, False)
+    assert not read(action="warn").refused
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"input": -5, "output": float("nan"), "cached": float("inf"), "model": 7},
+        {"input": "900", "output": True, "cache_read": None, "model": ["x"]},
+        {"input": 1e300, "output": {"a": 1}, "cache_write": -1e9},
+    ],
+)
+def test_numbers_that_are_none_are_not_believed(told: dict[str, Any]) -> None:
+    """What an answer tells is what a model, or whoever plays one, wrote."""
+    entry = read(told=told)
+
+    assert (entry.usage, entry.estimated, entry.model) == (Usage(1_000, 200, 0, 0), True, "")
+
+
+def test_requests_of_no_session_are_left_out() -> None:
+    """And so are those that are not over yet."""
+    message = StreamAccessLogsMessage.FromString(log({}, {}, {}))
+    message.http_logs.log_entry[0].common_properties.metadata.filter_metadata["loopguard"].Clear()
+    message.http_logs.log_entry[1].common_properties.intermediate_log_entry = True
+
+    assert len(read_entries(message.SerializeToString())) == 1
+    assert read_entries(b"") == []
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_entries_or_a_protocol_error(data: bytes) -> None:
+    """Nothing else comes of them."""
+    for message in (data, log({}) + data):
+        try:
+            found = read_entries(message)
+        except ProtocolError:
+            continue
+        assert len(found) <= MAX_ENTRIES
+
+
+def _make_log(take: Callable[[Entry], None]) -> tuple[AccessLog, Callable[[str], float | None]]:
+    metrics = Metrics()
+    counted = "loopguard_access_log_entries_total"
+    return AccessLog(take, metrics), lambda result: metrics.registry.get_sample_value(counted, {"result": result})
+
+
+def test_an_entry_that_cannot_be_taken_does_not_cost_the_others() -> None:
+    """What goes wrong with one is counted, and logged once a second."""
+    taken: list[Entry] = []
+
+    def take(entry: Entry) -> None:
+        if entry.status == 201:
+            raise ValueError
+        taken.append(entry)
+
+    access_log, counted = _make_log(take)
+    access_log.receive(log({}, {"status": 201}, {"status": 202}))
+
+    assert [entry.status for entry in taken] == [200, 202]
+    assert (counted("taken"), counted("error"), counted("dropped")) == (2, 1, 0)
+
+
+def test_a_flood_in_one_message_is_bounded() -> None:
+    """Of too many entries the first are taken, and a message that is too large is not even parsed."""
+    taken: list[Entry] = []
+    access_log, counted = _make_log(taken.append)
+    message = StreamAccessLogsMessage.FromString(log({}))
+    for _ in range(MAX_ENTRIES + 4):
+        message.http_logs.log_entry.add()
+
+    assert access_log.receive(message.SerializeToString()) == MAX_ENTRIES + 5
+    assert access_log.receive(b"\xff" * (MAX_MESSAGE + 1)) == 0
+    assert (len(taken), counted("taken"), counted("dropped")) == (1, 1, 6)
+
+
+def _open(made: Running) -> Any:  # noqa: ANN401  # grpc is untyped
+    return made.channel.stream_unary(f"/{ACCESS_LOG}/StreamAccessLogs")(timeout=20)
+
+
+def test_entries_come_through_the_port(run: Run) -> None:  # noqa: F811  # the fixture
+    """One message after the other on one call, whose end is answered."""
+    service = make_service(policy("p", ANY))
+    taken: list[Entry] = []
+    service.access_log = AccessLog(taken.append, service.metrics)
+
+    async def steps(made: Running) -> None:
+        call = _open(made)
+        await call.write(log({}, {"status": 201}))
+        await call.write(log({"status": 202}))
+        await call.done_writing()
+
+        assert await call == StreamAccessLogsResponse().SerializeToString()
+        assert await call.code() is grpc.StatusCode.OK
+        assert [entry.status for entry in taken] == [200, 201, 202]
+
+    run(service, steps)
+
+
+def test_what_is_no_access_log_ends_its_call_alone(run: Run) -> None:  # noqa: F811  # the fixture
+    """The peer hears why, and the port goes on."""
+
+    async def steps(made: Running) -> None:
+        call = _open(made)
+        await call.write(b"\xff\xff")
+
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await made.check()).status == 1
+
+    run(make_service(policy("p", ANY)), steps)
+
+
+def test_a_stop_does_not_wait_for_access_logs(run: Run) -> None:  # noqa: F811  # the fixture
+    """Envoy never ends them by itself."""
+
+    async def steps(made: Running) -> None:
+        call = _open(made)
+        await call.write(log({}))
+        counted = made.service.metrics.access_log_entries.labels("taken")
+        await until(lambda: counted._value.get() > 0)
+        async with asyncio.timeout(20):
+            await made.server.stop(60)
+            await call.code()
+
+    run(make_service(policy("p", ANY)), steps)
