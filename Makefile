@@ -86,16 +86,22 @@ test-envoys: .venv/test.stamp $(ENVOYS:%=.venv/envoy-%/bin/envoy) ## the end-to-
 # Istio's discovery server and Envoy Gateway's translator, from the Go module proxy: some minutes the first time.
 GO ?= go
 MESH := .venv/mesh
+ENVOY_GATEWAY := v1.9.1
 
 $(MESH)/istiod: tests/mesh/go.mod tests/mesh/go.sum tests/mesh/main.go
 	@echo "building Istio's discovery server into $@ ..."
 	@cd tests/mesh && $(GO) build -o $(CURDIR)/$@ .
 
-test-mesh: .venv/test.stamp ## the chart on Istio's own discovery server and the real Envoy; takes Go
+$(MESH)/egctl:
+	@echo "building Envoy Gateway's translator into $@ ..."
+	@GOBIN=$(CURDIR)/$(MESH) $(GO) install github.com/envoyproxy/gateway/cmd/egctl@$(ENVOY_GATEWAY)
+
+test-mesh: .venv/test.stamp ## the chart on Istio's and Envoy Gateway's own control planes and the real Envoy; takes Go
 	@if ! command -v $(GO) >/dev/null; then \
-		echo "!!! GO IS NOT INSTALLED: what Istio itself makes of the chart is NOT tested"; \
+		echo "!!! GO IS NOT INSTALLED: what Istio and Envoy Gateway themselves make of the chart is NOT tested"; \
 	else \
-		$(MAKE) --no-print-directory $(MESH)/istiod && LOOPGUARD_TEST_MESH=$(CURDIR)/$(MESH) $(BIN)/python -m pytest tests/test_real_mesh.py; \
+		$(MAKE) --no-print-directory $(MESH)/istiod $(MESH)/egctl && \
+		LOOPGUARD_TEST_MESH=$(CURDIR)/$(MESH) $(BIN)/python -m pytest tests/test_real_mesh.py tests/test_real_gateway.py; \
 	fi
 
 bench: .venv/test.stamp $(COMPILED)/demo.stamp ## CPU, memory and stalls, as ratios measured in one run

@@ -443,6 +443,15 @@ def test_one_route_of_a_gateway_is_tolerant() -> None:
 
 # ---- Envoy Gateway
 
+GATEWAY_LEFT = {
+    "use_remote_address": True,
+    "normalize_path": True,
+    "merge_slashes": True,
+    "path_with_escaped_slashes_action": "UNESCAPE_AND_REDIRECT",
+    "proxy_100_continue": None,
+}
+"""What Envoy Gateway says of HTTP connections, and the chart leaves alone; tests/test_real_gateway.py asks its translator."""
+
 BODY_MODES = {"Streamed": "STREAMED", "Buffered": "BUFFERED", "BufferedPartial": "BUFFERED_PARTIAL"}
 
 
@@ -454,7 +463,7 @@ def seconds(duration: str) -> float:
 
 def retry_policy(retry: Object) -> Object:
     """Envoy's own words for what a backend's settings say of retries."""
-    back_off = {name: f"{seconds(text)}s" for name, text in retry["perRetry"]["backOff"].items()}
+    back_off = {name: f"{seconds(text):.3f}s" for name, text in retry["perRetry"]["backOff"].items()}
     return {
         "retry_on": ",".join(retry["retryOn"]["triggers"]),
         "num_retries": retry["numRetries"],
@@ -463,15 +472,20 @@ def retry_policy(retry: Object) -> Object:
 
 
 def gateway_configuration(text: str, values: Values) -> str:
-    """An Envoy as Envoy Gateway would configure it, from its translator's source: the filter is off, and on where targeted."""
+    """An Envoy as Envoy Gateway would configure it: the filter is off, and on where targeted."""
     made = without_loopguard(yaml.safe_load(text))
     made_of = objects(values)
     (extension,) = of_kind(made_of, "EnvoyExtensionPolicy")
     (client,) = of_kind(made_of, "ClientTrafficPolicy")
     (proc,) = extension["spec"]["extProc"]
     manager = http_manager(made)
+    manager |= GATEWAY_LEFT
     manager["request_timeout"] = client["spec"]["timeout"]["http"]["requestReceivedTimeout"]
-    manager["http2_protocol_options"] = {"initial_stream_window_size": int(client["spec"]["http2"]["initialStreamWindowSize"])}
+    manager["http2_protocol_options"] = {
+        "initial_connection_window_size": 1_048_576,
+        "initial_stream_window_size": int(client["spec"]["http2"]["initialStreamWindowSize"]),
+        "max_concurrent_streams": 100,
+    }
     removed = [{"remove": name} for name in client["spec"]["headers"]["earlyRequestHeaders"]["remove"]]
     extension_type = "type.googleapis.com/envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation"
     manager["early_header_mutation_extensions"] = [
@@ -490,8 +504,8 @@ def gateway_configuration(text: str, values: Values) -> str:
             "timeout": "10s",
             "retry_policy": retry_policy(proc["backendSettings"]["retry"]),
         },
-        "failure_mode_allow": proc["failOpen"],
-        "message_timeout": f"{seconds(proc['messageTimeout'])}s",
+        **({"failure_mode_allow": True} if proc["failOpen"] else {}),
+        "message_timeout": f"{seconds(proc['messageTimeout']):.3f}s",
         "processing_mode": {
             "request_header_mode": "SEND",
             "request_body_mode": BODY_MODES[request["body"]],
@@ -553,7 +567,7 @@ def test_a_gateway_would_cut_off_a_throttle() -> None:
     values = merged(CASES["envoy-gateway"], {"envoy": {"failureMode": "deny"}})
 
     def hasty(text: str) -> str:
-        return gateway_configuration(text, values).replace('"message_timeout": "3.5s"', '"message_timeout": "0.2s"')
+        return gateway_configuration(text, values).replace('"message_timeout": "3.500s"', '"message_timeout": "0.2s"')
 
     with stack(values["policies"]["bundle"], edit=hasty) as made:
         held = statuses(made, "/slow", 4, "ann")

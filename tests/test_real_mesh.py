@@ -1,6 +1,6 @@
-"""What the chart renders, taken in by the control planes themselves: `make test-mesh` builds them, which takes Go and minutes.
+"""What the chart renders for Istio, taken in by Istio itself, which `make test-mesh` builds: that takes Go, and minutes.
 
-Istio's own discovery server gets the chart's objects and pushes what it makes of them to the real Envoy, over ADS.
+Its own discovery server gets the chart's objects and pushes what it makes of them to the real Envoy, over ADS.
 tests/chart/istio.py is the model of it that `make test` has.
 """
 
@@ -31,7 +31,7 @@ from tests.test_mesh import FILTER
 BUILT = os.environ.get("LOOPGUARD_TEST_MESH", "")
 """The folder with what `make test-mesh` has built."""
 
-pytestmark = pytest.mark.skipif(not BUILT, reason="`make test-mesh` was not asked for: the real control planes are NOT tested")
+pytestmark = pytest.mark.skipif(not BUILT, reason="`make test-mesh` was not asked for: the real Istio is NOT tested")
 
 GATEWAYS = "istio-ingress"
 LABELS = {"istio": "ingressgateway"}
