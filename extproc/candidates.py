@@ -6,16 +6,31 @@ then it judges. Pure, as all that stands above it in `evaluation`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 from extproc.decision import Outcome, Repeat, Subject
 from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, join_descriptors
 from extproc.guards.loop import Detector
-from extproc.guards.override import ALLOW, RELEASE, Override, Overrides, find_kind
+from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Overrides, find_kill, find_kind, sum_grants
+from extproc.guards.session import MAX_INSPECT_BYTES, NO_CALLS, NO_GRANTS, Narrowing, SessionGuard, SessionSubject
+from extproc.ledger import Settlement, Standing, Step
 from extproc.plan import Plan
 from extproc.similarity.base import Memory
 from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.history import read_tool_calls
 from extproc.windows import Count, Hit, Push
+
+Guard: TypeAlias = Detector | SessionGuard
+"""What can stop a request."""
+
+Answer: TypeAlias = Count | Standing
+"""What the store says to what a guard asks."""
+
+_CALL = 8
+_NO_HISTORY = frozenset({"no_messages", "not_json", "no_history"})
+"""Of a body that is no conversation, in which no calls can hide."""
 
 
 class Sealing:
@@ -51,34 +66,45 @@ class Sealing:
             self._names = composite, fingerprint, check, hash_tenant(caller)
         return self._names
 
+    def inspect(self, most: int) -> Document:
+        """The document, where it is small enough for a guard that looks into so many bytes.
+
+        Raises:
+            NotCounted: it is not, or nobody can look into it.
+        """
+        if self.document is None:
+            raise NotCounted(self.unreadable)
+        if len(self.document) > most:
+            raise NotCounted("inspect_limit")
+        return self.document
+
 
 class Candidate:
-    """One detector's part in a request; everything below `values` is set by `seal`.
+    """One guard's part in a request; everything below `values` is set by `seal`.
 
     Attributes:
         plan: the policy.
-        detector: of it.
+        guard: of it.
         values: the descriptors that the request has, by name.
         caller: the same as the composite has them.
         composite: the whole composite.
         fingerprint: its CRC32, 8 hex digits.
         tenant: hash of the descriptors, 16 hex digits.
-        body_crc32: of the body as this detector compares it.
+        body_crc32: of the body as this guard compares it.
         repeat: what the request itself says about a loop, None where requests are counted.
         subject: what the request is about.
         compared: what was compared in place of the body, None where the body was.
         compared_exactly: the body was compared because it is not what the similarity is for.
         hit: what the store is asked to count, None for nothing.
-        session: the name of the request's session, empty where the request alone is compared.
+        session: the name of the request's session, empty where the request alone is looked at.
         memory: what the request's session keeps of it, None for nothing.
         push: the same as the store is asked to keep it.
-        needs_body: without the body this detector cannot count the request.
+        needs_body: without the body this guard cannot say anything about the request.
         overrides: what operators have ordered about the request, as far as it is known.
     """
 
     __slots__ = (
         "_in_head",
-        "_name",
         "_now",
         "_standing",
         "body_crc32",
@@ -86,8 +112,8 @@ class Candidate:
         "compared",
         "compared_exactly",
         "composite",
-        "detector",
         "fingerprint",
+        "guard",
         "hit",
         "memory",
         "needs_body",
@@ -101,28 +127,33 @@ class Candidate:
         "values",
     )
 
-    def __init__(
-        self, plan: Plan, detector: Detector, values: list[tuple[str, str]], descriptors: str, session: Sequence[str] = ()
+    def __init__(  # noqa: PLR0913  # all that a request's head tells
+        self,
+        plan: Plan,
+        guard: Guard,
+        values: list[tuple[str, str]],
+        descriptors: str,
+        session: Sequence[str],
+        subject: Subject,
     ) -> None:
         """Not sealed yet; `session` is what the request's head says about it."""
         self.plan = plan
-        self.detector = detector
+        self.guard = guard
         self.values = values
         self.caller = descriptors
         self.composite = self.fingerprint = self.tenant = ""
         self.body_crc32 = 0
         self.repeat: Repeat | None = None
-        self.subject: Subject = detector.similarity
+        self.subject = subject
         self.compared: bytes | None = None
         self.compared_exactly = False
-        self.hit: Hit | None = None
+        self.hit: Hit | Step | None = None
         self.memory: Memory | None = None
         self.push: Push | None = None
         self.session = ""
-        self._in_head = session
-        self._name = ("", "")
-        self.needs_body = detector.needs_body or plan.reads_body
+        self.needs_body = True
         self.overrides: Sequence[Override] = ()
+        self._in_head = session
         self._standing: Overrides | None = None
         self._now = 0.0
 
@@ -144,6 +175,38 @@ class Candidate:
         """An operator has ordered that nothing is done about the request."""
         return bool(self.overrides) and find_kind(self.overrides, ALLOW) is not None
 
+    def find_stop(self) -> Override | None:
+        """What an operator has ordered that refuses the request; None for nothing."""
+        return find_kind(self.overrides, BLOCK) if self.overrides else None
+
+    @property
+    def is_anonymous(self) -> bool:
+        """Nothing tells the caller from others. A session, whose name is anybody's choice, is no caller."""
+        return not self.caller and self.plan.tells_callers_apart
+
+    def goes_on_without_body(self) -> bool:
+        """Whether it has something to say about the request although its body is not known."""
+        return False
+
+    def seal(self, sealing: Sealing, missing: list[tuple[str, str]]) -> None:
+        """Work out the names.
+
+        Args:
+            sealing: the request.
+            missing: takes (policy, limit key) of what the body does not have.
+
+        Raises:
+            NotCounted: what this guard compares cannot be had.
+        """
+        raise NotImplementedError
+
+    def recall(self, entries: Sequence[bytes]) -> None:
+        """Take what the session's ring has to say, which may be another verdict."""
+
+    def judge(self, count: Answer) -> Outcome:
+        """What this guard makes of the request."""
+        raise NotImplementedError
+
     def _look_up(self, tenant: str) -> None:
         if self._standing is not None:
             tools = self.repeat.tools if self.repeat is not None else self.subject.tools
@@ -156,25 +219,40 @@ class Candidate:
         release = find_kind(self.overrides, RELEASE) if self.overrides else None
         return name if release is None else f"{release.epoch}.{name}"
 
+    def _read_body_descriptors(self, document: Document, missing: list[tuple[str, str]]) -> None:
+        """Know the whole caller."""
+        self.values = self.plan.read_body_descriptors(document, self.values, missing)
+        self.caller = join_descriptors(self.values)
+
+
+class LoopCandidate(Candidate):
+    """A detector's part in a request.
+
+    Attributes:
+        detector: the guard.
+    """
+
+    __slots__ = ("_name", "detector")
+
+    def __init__(
+        self, plan: Plan, detector: Detector, values: list[tuple[str, str]], descriptors: str, session: Sequence[str] = ()
+    ) -> None:
+        """See `Candidate`."""
+        super().__init__(plan, detector, values, descriptors, session, detector.similarity)
+        self.detector = detector
+        self._name = ("", "")
+        self.needs_body = detector.needs_body or plan.reads_body
+
     def seal(self, sealing: Sealing, missing: list[tuple[str, str]]) -> None:
-        """Work out the names.
-
-        Args:
-            sealing: the request.
-            missing: takes (policy, limit key) of what the body does not have.
-
-        Raises:
-            NotCounted: what this detector compares cannot be had.
-        """
+        """See `Candidate`."""
         body = sealing.body
         detector = self.detector
         if self.plan.reads_body:
-            self.values = self.plan.read_body_descriptors(self._inspect(sealing), self.values, missing)
-            self.caller = join_descriptors(self.values)
+            self._read_body_descriptors(sealing.inspect(detector.max_inspect_bytes), missing)
         if not detector.needs_body:
             body = NO_BODY
         elif detector.looks:
-            document = self._inspect(sealing)
+            document = sealing.inspect(detector.max_inspect_bytes)
             self._compare(document)
             self.subject = detector.similarity.find_subject(document)
             if self.compared is not None:
@@ -186,26 +264,27 @@ class Candidate:
         self._name = sealing.scope, self.fingerprint + check
         self._look_up(self.tenant)
         self.hit = self._make_hit()
-        if self.memory is not None and self.plan.sessions is not None:
+        if self.memory is not None and self.plan.rings is not None:
             session = self._renew(self.session)
-            self.push = self.plan.sessions.make_push(detector.name, sealing.scope, self.tenant, session, self.memory)
+            self.push = self.plan.rings.make_push(detector.name, sealing.scope, self.tenant, session, self.memory)
 
     def recall(self, entries: Sequence[bytes]) -> None:
-        """Take what the session's ring has to say, which may be another verdict."""
+        """See `Candidate`."""
         if self.memory is not None and self.memory.waits:
             self.repeat = self.memory.recall(entries)
             self._look_up(self.tenant)
             self.hit = self._make_hit()
 
-    def judge(self, count: Count) -> Outcome:
-        """What this detector makes of the request."""
+    def judge(self, count: Answer) -> Outcome:
+        """See `Candidate`."""
+        if not isinstance(count, Count):
+            raise TypeError("a hit is answered with a count")
         return self.detector.judge(self.fingerprint, self.tenant, count, self.subject, self.repeat)
 
     def _compare(self, document: Document) -> None:
-        similarity, sessions = self.detector.similarity, self.plan.sessions
-        anonymous = not self.caller and self.plan.tells_callers_apart  # a session, whose name is anybody's choice, is no caller
-        if similarity.remembers and sessions is not None and not anonymous:
-            self.session = sessions.find(self._in_head, document)
+        similarity, rings = self.detector.similarity, self.plan.rings
+        if similarity.remembers and rings is not None and not self.is_anonymous:
+            self.session = rings.find(self._in_head, document)
         if self.session:
             self.compared, self.repeat, self.memory = similarity.compare_in_session(document)
         else:
@@ -215,15 +294,152 @@ class Candidate:
         scope, digest = self._name
         return self.detector.make_hit(scope, self.tenant, self._renew(digest), self.subject, self.repeat)
 
-    def _inspect(self, sealing: Sealing) -> Document:
-        """The document, where it is small enough for this detector.
 
-        Raises:
-            NotCounted: it is not, or nobody can look into it.
-        """
-        document = sealing.document
-        if document is None:
-            raise NotCounted(sealing.unreadable)
-        if len(document) > self.detector.max_inspect_bytes:
-            raise NotCounted("inspect_limit")
+class SessionCandidate(Candidate):
+    """The session guard's part in a request.
+
+    Attributes:
+        limiter: the guard.
+        calls: that the request's history shows.
+        call: the name of the request, 8 bytes, for its settlement.
+        model: that is asked, empty where the request does not say.
+        reserve: what it will cost, in nano-dollars.
+        standing: of the session, once the store has counted the request; None before.
+        narrowing: the tools that the request must not offer any more, None for none.
+        unreadable: why nobody could look for calls, empty where somebody could.
+    """
+
+    __slots__ = (
+        "_grants",
+        "_ledger",
+        "_unknown",
+        "call",
+        "calls",
+        "limiter",
+        "model",
+        "narrowing",
+        "reserve",
+        "standing",
+        "unreadable",
+    )
+
+    def __init__(  # noqa: PLR0913  # as there
+        self,
+        plan: Plan,
+        limiter: SessionGuard,
+        values: list[tuple[str, str]],
+        descriptors: str,
+        session: Sequence[str],
+        model: str,
+    ) -> None:
+        """See `Candidate`; `model` is what the request's path says about it, empty for nothing."""
+        super().__init__(plan, limiter, values, descriptors, session, SessionSubject("", 0, 0))
+        self.limiter = limiter
+        self.calls = NO_CALLS
+        self.call = b""
+        self.model = model
+        self.reserve = 0
+        self.standing: Standing | None = None
+        self.narrowing: Narrowing | None = None
+        self.unreadable = ""
+        self._grants = NO_GRANTS
+        self._ledger = ""
+        self._unknown = False
+
+    def find_stop(self) -> Override | None:
+        """See `Candidate`; a session can be killed as well."""
+        return super().find_stop() or (find_kill(self.overrides) if self.overrides else None)
+
+    def goes_on_without_body(self) -> bool:
+        """A step is a step, whatever is in it."""
+        self._unknown = not self.plan.reads_body
+        return self._unknown
+
+    def seal(self, sealing: Sealing, missing: list[tuple[str, str]]) -> None:
+        """See `Candidate`."""
+        if self.plan.reads_body:
+            self._read_body_descriptors(sealing.inspect(MAX_INSPECT_BYTES), missing)
+        body = sealing.body
+        self.body_crc32 = body.crc32
+        self.composite, self.fingerprint, check, self.tenant = sealing.name(body, self.caller)
+        document = self._open(sealing)
+        self.session = "" if self.is_anonymous else self.limiter.names.find(self._in_head, document)
+        if not self.session:
+            raise NotCounted("no_session")
+        self.call = os.urandom(_CALL)
+        self.model = self.calls.model or self.model
+        self.reserve = self.limiter.rates.estimate(self.model, body.length, 0)
+        self._look_up(self.tenant)
+        self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
+        self.hit = self.limiter.make_step(
+            sealing.scope,
+            self.tenant,
+            self._renew(self.session),
+            self.call if self._unknown else bytes.fromhex(check),
+            self.call,
+            self.reserve,
+            self.calls,
+            self._grants,
+            allowed=self.is_allowed,
+        )
+
+    def judge(self, count: Answer) -> Outcome:
+        """See `Candidate`."""
+        if not isinstance(count, Standing):
+            raise TypeError("a step is answered with a standing")
+        self.standing = count
+        if not count.limit and not self.is_allowed:
+            self.narrowing = self.limiter.find_narrowing(count, self.calls, self._grants)
+        outcome = self.limiter.judge(self.fingerprint, self.tenant, count, self.calls, self._grants)
+        self.subject = outcome.subject
+        return outcome
+
+    def kill(self) -> Outcome:
+        """The verdict on a session that an operator has killed."""
+        return self.limiter.kill(self.fingerprint, self.tenant)
+
+    @property
+    def is_let_through(self) -> bool:
+        """The store has counted the request, and no limit stops it."""
+        return self.standing is not None and not self.standing.limit
+
+    def describe_call(self) -> dict[str, Any]:
+        """What an entry of the access log has to repeat, so that it is known whose call it is about."""
+        return {
+            "policy": self.plan.id,
+            "mode": self.guard.mode,
+            "name": self.name_ledger(),
+            "call": self.call.hex(),
+            "model": self.model,
+            "reserve": self.reserve,
+        }
+
+    def refuse_unnarrowed(self) -> Outcome:
+        """The verdict where the request's tools cannot be taken away."""
+        return self.limiter.refuse_unnarrowed(self.fingerprint, self.tenant, self.standing or Standing(), self._grants)
+
+    def settle(self, outcome: int) -> Settlement | None:
+        """What the ledger is told of a request that was let through and yet goes no further; None where it was not."""
+        if not self.is_let_through:
+            return None
+        return Settlement(self.name_ledger(), self.limiter.limits, self.call, 0, estimated=False, outcome=outcome)
+
+    def name_ledger(self) -> str:
+        """The key of the ledger that has counted the request."""
+        step = self.hit
+        if not isinstance(step, Step):
+            return ""
+        return step.shared if self.standing is not None and self.standing.shared else step.key
+
+    def _open(self, sealing: Sealing) -> Document | None:
+        """Look for calls; the document, None where nobody can look into it."""
+        try:
+            document = sealing.inspect(MAX_INSPECT_BYTES)
+        except NotCounted as why:
+            self.unreadable = why.reason
+            return None
+        try:
+            self.calls = read_tool_calls(document)
+        except NotCounted as why:
+            self.unreadable = "" if why.reason in _NO_HISTORY else why.reason
         return document

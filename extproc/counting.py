@@ -13,15 +13,17 @@ from time import perf_counter
 from types import NoneType
 from typing import Final, TypeAlias, cast
 
+from extproc.candidates import Answer
 from extproc.errors import StoreError
 from extproc.evaluation import Lane
+from extproc.ledger import Settlement
 from extproc.metrics import Metrics
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.store.pending import Pending
-from extproc.windows import Count, Push
+from extproc.windows import Push
 
-Counts: TypeAlias = list[Count] | tuple[Count, ...] | None
+Counts: TypeAlias = list[Answer] | tuple[Answer, ...] | None
 """Of a lane's hits; None when they could not be had and `--on-store-error reject` wants that refused."""
 
 
@@ -136,6 +138,24 @@ class Counting:
             self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
             self._local.push(pushes)
 
+    def settle(self, settlements: Sequence[Settlement]) -> None:
+        """Tell ledgers what became of requests; nobody waits for that."""
+        if not settlements:
+            return
+        try:
+            answers = self.store.hit(settlements)
+        except StoreError as error:
+            self._metrics.store_errors.labels(error.kind).inc()
+            self._local.hit(settlements)
+            return
+        if isinstance(answers, Pending):
+            answers.then(lambda: self._finish_settling(settlements, answers.error))
+
+    def _finish_settling(self, settlements: Sequence[Settlement], error: StoreError | None) -> None:
+        if error is not None:  # what it counted instead is settled there as well
+            self._metrics.store_errors.labels(error.kind).inc()
+            self._local.hit(settlements)
+
     def _count(self, lane: Lane) -> MaybeCounts:
         hits = lane.list_hits()
         if not hits:
@@ -157,7 +177,7 @@ class Counting:
             started: when the store was asked, by `perf_counter`.
         """
         try:
-            return cast("list[Count]", pending.result())
+            return cast("list[Answer]", pending.result())
         except Exception as error:  # noqa: BLE001  # sorted out by the callee
             return self._do_without_store(lane, error)
         finally:

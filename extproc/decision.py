@@ -28,6 +28,7 @@ class Reason(str, Enum):
     UNCOUNTABLE = "uncountable"
     KILL_SWITCH = "kill_switch"
     BLOCKED = "blocked"
+    SESSION_LIMIT_EXCEEDED = "session_limit_exceeded"
 
 
 CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
@@ -43,6 +44,7 @@ CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
     "no_history": (400, "the history of its conversation is not in its body"),
     "batch": (400, "it is one of several requests in a body"),
     "missing_descriptor": (400, "it does not say who sends it"),
+    "no_session": (400, "it does not say which session it belongs to"),
     "descriptor_too_long": (400, "what says who sends it is too long"),
     "target_too_long": (400, "its path and query are too long"),
 }
@@ -85,11 +87,13 @@ class Advice(NamedTuple):
         what: repeated, and how often; the start of a sentence.
         reason: the operator's words about it, empty when there are none.
         instead: what to do, in whole sentences.
+        about: what kind of thing it is that they are told.
     """
 
     what: str
     reason: str
     instead: str
+    about: str = "Loop detected"
 
 
 class Framed(NamedTuple):
@@ -173,6 +177,7 @@ class Outcome:
         detector: the name of its loop_detection entry.
         subject: what was compared, and how a model is told.
         repeat: what the request's own history says, None where requests are counted.
+        reason: why it is what it is.
     """
 
     __slots__ = (
@@ -183,6 +188,7 @@ class Outcome:
         "fingerprint",
         "mode",
         "policy",
+        "reason",
         "refusal",
         "repeat",
         "retry_after",
@@ -208,8 +214,10 @@ class Outcome:
         detector: str,
         subject: Subject,
         repeat: Repeat | None = None,
+        reason: Reason = Reason.LOOP_DETECTED,
     ) -> None:
         """Keep them as given."""
+        self.reason = reason
         self.policy = policy
         self.mode = mode
         self.action = action
@@ -253,6 +261,7 @@ class Outcome:
             self.detector,
             self.subject,
             self.repeat,
+            self.reason,
         )
 
 
@@ -260,7 +269,7 @@ class Decision:
     """What all policies together make of one request.
 
     Attributes:
-        lead: the strictest outcome of the enforcing policies that saw a loop; None lets the request through untouched.
+        lead: the strictest outcome of the enforcing policies that saw something; None lets the request through untouched.
         steer: the first outcome that puts a note into the request; None for none.
         warning: a policy with action warn fired.
         shadow: the strictest outcome that a shadow policy would have had; never has an effect.

@@ -35,14 +35,14 @@ class Engine:
         entries = [
             (policy.spec.selector, Plan(policy, parts, shadow=shadow or forced or policy.spec.mode == "shadow"))
             for forced, policy in every
-            if policy.spec.detectors()
+            if policy.spec.is_enabled()
         ]
         self.plans = [plan for _, plan in entries]
         self._places = {plan.id: place for place, plan in enumerate(self.plans)}
-        self._idle = frozenset(policy.id for _, policy in every if not policy.spec.detectors())
+        self._idle = frozenset(policy.id for _, policy in every if not policy.spec.is_enabled())
         self._index = Index(entries)
         self._switches = KillSwitches(policies.sources)
-        self.pairings = find_pairings([policy for _, policy in every if policy.spec.detectors()])
+        self.pairings = find_pairings([policy for _, policy in every if policy.spec.is_enabled()])
         for pairing in self.pairings:
             for name in (pairing.live, pairing.candidate):
                 self.plans[self._places[name]].paired = True
@@ -55,6 +55,11 @@ class Engine:
         """The policies whose selectors take the request, in bundle order."""
         route = request.facts.route() if self._index.uses_routes else ""
         return self._index.match(request.method, request.authority, request.path, route)
+
+    def find_plan(self, policy: str) -> Plan | None:
+        """The enabled policy of that id, None for none."""
+        place = self._places.get(policy)
+        return self.plans[place] if place is not None else None
 
     def holds(self, policy: str) -> bool:
         """Whether a policy has that id, also one that is not enabled."""

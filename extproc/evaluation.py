@@ -11,17 +11,19 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 
-from extproc.candidates import Candidate, Sealing
+from extproc.candidates import Answer, Candidate, Guard, LoopCandidate, Sealing, SessionCandidate
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
 from extproc.encodings import UnreadableError, read_text
 from extproc.fingerprint import NO_BODY, Body, join_descriptors, write_head, write_query
-from extproc.guards.loop import Detector
-from extproc.guards.override import BLOCK, Override, Overrides, find_kind
+from extproc.guards.override import Override, Overrides
+from extproc.guards.session import SessionGuard
+from extproc.ledger import Settlement, Step
 from extproc.notes import cut_notes
 from extproc.plan import Plan
+from extproc.prices import read_model
 from extproc.request import HttpRequest
 from extproc.similarity.document import Document, NotCounted
-from extproc.windows import UNCOUNTED, Count, Hit, Push
+from extproc.windows import UNCOUNTED, Hit, Push
 
 _MANY_OBJECTS = 32_768
 """A body of so many bytes may hold enough objects for the garbage collector to become a nuisance."""
@@ -32,16 +34,17 @@ class Lane:
 
     Attributes:
         shadow: they only watch.
-        candidates: the detectors that count the request.
+        candidates: the guards that have something to say about the request.
         left_out: (policy, detector, reason) of what matched and does not count this request; no detector where all are meant.
         forbidden: (policy, reason) of the first of these whose policy lets nothing pass uncounted; None for none.
         missing: (policy, limit key) of descriptors that the request does not have.
         failures: (policy, error) of candidates that raised, or could not be counted for an error of ours.
         remembers: the session of some candidate keeps something of the request.
+        limits: some candidate limits sessions.
         spared: what would have been done about the request, had no operator ordered to allow it.
     """
 
-    __slots__ = ("candidates", "failures", "forbidden", "left_out", "missing", "remembers", "shadow", "spared")
+    __slots__ = ("candidates", "failures", "forbidden", "left_out", "limits", "missing", "remembers", "shadow", "spared")
 
     def __init__(self, *, shadow: bool) -> None:
         """Start empty."""
@@ -52,6 +55,7 @@ class Lane:
         self.missing: list[tuple[str, str]] = []
         self.forbidden: tuple[str, str] | None = None
         self.remembers = False
+        self.limits = False
         self.spared: list[Outcome] = []
 
     @property
@@ -87,7 +91,9 @@ class Lane:
                 values = plan.read_descriptors(request, self.missing)
                 joined = join_descriptors(values)
             session = plan.read_session(request)
-            self.candidates += [Candidate(plan, detector, values, joined, session) for detector in plan.detectors]
+            self.candidates += [LoopCandidate(plan, detector, values, joined, session) for detector in plan.detectors]
+            if plan.limiter is not None:
+                self._limit(plan, plan.limiter, request, values, joined)
         except NotCounted as why:
             self._leave_out(plan, "", why.reason)
             return False
@@ -95,6 +101,25 @@ class Lane:
             self.failures.append((plan.id, error))
             return False
         return True
+
+    def _limit(
+        self, plan: Plan, limiter: SessionGuard, request: HttpRequest, values: list[tuple[str, str]], joined: str
+    ) -> None:
+        """Make the plan's session guard a candidate."""
+        self.limits = True
+        names = limiter.names.read(request)
+        self.candidates.append(SessionCandidate(plan, limiter, values, joined, names, read_model(request.path, None)))
+
+    def list_sessions(self) -> list[SessionCandidate]:
+        """The candidates that limit sessions."""
+        if not self.limits:
+            return []
+        return [candidate for candidate in self.candidates if isinstance(candidate, SessionCandidate)]
+
+    def list_settlements(self, outcome: int) -> list[Settlement]:
+        """What ledgers are told of a request that they have let through, and that goes no further."""
+        settled = [candidate.settle(outcome) for candidate in self.list_sessions()]
+        return [settlement for settlement in settled if settlement is not None]
 
     def obey(self, standing: Overrides, now: float) -> None:
         """Look up what operators have ordered about the request, as far as its head tells."""
@@ -107,8 +132,8 @@ class Lane:
     def find_block(self) -> tuple[Candidate, Override] | None:
         """The first candidate that an operator has ordered to be refused, None for none."""
         for candidate in self.candidates:
-            if candidate.overrides and (block := find_kind(candidate.overrides, BLOCK)) is not None:
-                return candidate, block
+            if candidate.overrides and (stop := candidate.find_stop()) is not None:
+                return candidate, stop
         return None
 
     def seal(self, sealing: Sealing) -> None:
@@ -124,6 +149,8 @@ class Lane:
             else:
                 sealed.append(candidate)
                 self.remembers = self.remembers or candidate.push is not None
+                if self.limits and isinstance(candidate, SessionCandidate) and candidate.unreadable:
+                    self._drop(candidate, candidate.unreadable)  # of what it could not look into it counts no calls
         self.candidates = sealed
 
     def list_pushes(self) -> list[Push]:
@@ -153,11 +180,11 @@ class Lane:
                 recalled.append(candidate)
         self.candidates = recalled
 
-    def list_hits(self) -> list[Hit]:
+    def list_hits(self) -> list[Hit | Step]:
         """What the store is asked to count."""
         return [candidate.hit for candidate in self.candidates if candidate.hit is not None]
 
-    def judge(self, counts: Sequence[Count] | None) -> list[Outcome]:
+    def judge(self, counts: Sequence[Answer] | None) -> list[Outcome]:
         """What the candidates make of the request.
 
         Args:
@@ -168,7 +195,7 @@ class Lane:
         left = iter(counts)
         trace = []
         for candidate in self.candidates:
-            count = UNCOUNTED if candidate.hit is None else next(left)
+            count: Answer = UNCOUNTED if candidate.hit is None else next(left)
             try:
                 outcome = candidate.judge(count)
             except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
@@ -197,8 +224,13 @@ class Lane:
 
     def drop_body_readers(self, reason: str) -> None:
         """Those that need the body do not count the request."""
-        for candidate in self.take_body_readers():
-            self._drop(candidate, reason)
+        kept = []
+        for candidate in self.candidates:
+            if not candidate.needs_body or candidate.goes_on_without_body():
+                kept.append(candidate)
+            else:
+                self._drop(candidate, reason)
+        self.candidates = kept
 
     def give_up(self, reason: str) -> None:
         """Nobody counts this request."""
@@ -206,7 +238,7 @@ class Lane:
             self._drop(candidate, reason)
 
     def _drop(self, candidate: Candidate, reason: str) -> None:
-        self._leave_out(candidate.plan, candidate.detector.name, reason, allowed=candidate.is_allowed_uncounted())
+        self._leave_out(candidate.plan, candidate.guard.name, reason, allowed=candidate.is_allowed_uncounted())
 
     def _leave_out(self, plan: Plan, detector: str, reason: str, *, allowed: bool = False) -> None:
         self.left_out.append((plan.id, detector, reason))
@@ -277,6 +309,11 @@ class Evaluation:
     def lanes(self) -> tuple[Lane, Lane]:
         """Enforcing ones first."""
         return self.enforcing, self.shadow
+
+    @property
+    def limits(self) -> bool:
+        """Some candidate limits sessions."""
+        return self.enforcing.limits or self.shadow.limits
 
     @property
     def needs_body(self) -> bool:
@@ -381,17 +418,17 @@ class Evaluation:
                 return candidate.caller
         return ""
 
-    def decide(self, counts: Sequence[Count] | None, shadow_counts: Sequence[Count] | None = ()) -> Decision:
+    def decide(self, counts: Sequence[Answer] | None, shadow_counts: Sequence[Answer] | None = ()) -> Decision:
         """The answer to a request that has been counted; the counts are those for `Lane.judge`."""
         trace = self.enforcing.judge(counts)
         return decide(trace, self.shadow.judge(shadow_counts) if self.shadow.candidates else ())
 
-    def find_detector(self, outcome: Outcome) -> Detector:
-        """The enforcing detector of an outcome."""
+    def find_guard(self, outcome: Outcome) -> Guard:
+        """The enforcing guard of an outcome."""
         return next(
-            candidate.detector
+            candidate.guard
             for candidate in self.enforcing.candidates
-            if (candidate.plan.id, candidate.detector.name) == (outcome.policy, outcome.detector)
+            if (candidate.plan.id, candidate.guard.name) == (outcome.policy, outcome.detector)
         )
 
     def give_up(self, reason: str) -> None:

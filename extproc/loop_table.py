@@ -233,7 +233,7 @@ class LoopTable:
 def _find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate | None:
     lane = evaluation.shadow if outcome.mode == "shadow" else evaluation.enforcing
     for candidate in lane.candidates:
-        if candidate.plan.id == outcome.policy and candidate.detector.name == outcome.detector:
+        if candidate.plan.id == outcome.policy and candidate.guard.name == outcome.detector:
             return candidate
     return None
 

@@ -11,7 +11,6 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from extproc.decision import Action
 from extproc.tallies import Buckets, Decisions
 
 _PREFIX = "loopguard"
@@ -41,13 +40,12 @@ class Metrics:
             registry.register(_Shown(lambda: _show_buckets(f"{_PREFIX}_{name}", text, buckets)))
             return buckets
 
-        def decided(name: str, text: str, *actions: Action) -> None:
-            registry.register(_Shown(lambda: _show_decisions(f"{_PREFIX}_{name}", text, self.decisions, actions)))
+        def decided(name: str, text: str, decisions: Decisions) -> Decisions:
+            registry.register(_Shown(lambda: _show_decisions(f"{_PREFIX}_{name}", text, decisions)))
+            return decisions
 
-        self.decisions = Decisions()
-        decided("requests_total", "Requests that a policy counted, by what it made of them", *Action)
-        loops = [action for action in Action if action is not Action.ALLOW]
-        decided("loops_detected_total", "Requests that a policy saw as part of a loop", *loops)
+        self.decisions = decided("requests_total", "Requests that a policy counted, by what it made of them", Decisions())
+        self.loops = decided("loops_detected_total", "Requests that a policy saw as part of a loop", Decisions())
         by_detector = ("policy", "detector", "mode", "action")
         self.detections = counter("detections_total", "Requests that a detector saw as part of a loop", *by_detector)
         self.compared_exactly = counter("compared_exactly_total", "Bodies that are not JSON, compared byte for byte", "policy")
@@ -84,8 +82,22 @@ class Metrics:
         self.tls_reloads = counter("tls_reloads_total", "Rotations of the certificates by result", "result")
         self.tls_not_after = gauge("tls_not_after_seconds", "When the certificate in use expires, in seconds since 1970")
         self.tls_refused = counter("tls_refused_total", "Connections that ended in their TLS handshake (transport fast)")
-        self.access_log_entries = counter("access_log_entries_total", "What Envoy told about requests of sessions", "result")
+        self._add_sessions()
         self._begin()
+
+    def _add_sessions(self) -> None:
+        """Register those of the limits of sessions."""
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, namespace=_PREFIX, registry=self.registry)
+
+        self.access_log_entries = counter("access_log_entries_total", "What Envoy told about requests of sessions", "result")
+        by_limit = ("policy", "mode", "limit", "action")
+        self.session_limits = counter("session_limits_total", "Requests that met a limit of their session", *by_limit)
+        text = "Requests whose caller has begun so many sessions that further ones share the limits of one"
+        self.session_overflow = counter("session_overflow_total", text, "policy")
+        text = "Requests that should lose tools of which nothing is left, and could not"
+        self.unnarrowed = counter("unnarrowed_total", text, "policy", "reason")
 
     def _begin(self) -> None:
         """Have what is alerted on there from the start: a counter's first event goes unseen where the series begins with it."""
@@ -125,9 +137,8 @@ def _show_counts(name: str, text: str, labels: Sequence[str], counts: Iterable[C
     return shown
 
 
-def _show_decisions(name: str, text: str, decisions: Decisions, actions: Sequence[Action]) -> Metric:
-    counts = decisions.counts.copy().items()
-    return _show_counts(name, text, ("policy", "mode", "action"), [entry for entry in counts if Action(entry[0][2]) in actions])
+def _show_decisions(name: str, text: str, decisions: Decisions) -> Metric:
+    return _show_counts(name, text, ("policy", "mode", "action"), decisions.counts.copy().items())
 
 
 def _show_buckets(name: str, text: str, buckets: Buckets) -> Metric:

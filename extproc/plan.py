@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from extproc.fingerprint import is_too_long
 from extproc.guards.loop import Detector
-from extproc.guards.session import Sessions
-from extproc.policy.bundle import BODY, EVERYBODY, UNSUPPORTED_KEYS, Bypass, LoopDetection, Policy
+from extproc.guards.session import MAX_INSPECT_BYTES, SessionGuard
+from extproc.guards.session_names import Rings
+from extproc.policy.bundle import BODY, EVERYBODY, UNSUPPORTED_KEYS, Bypass, LoopDetection, Policy, Session
 from extproc.policy.routes import copy_text, is_below
 from extproc.ramp import Ramp
 from extproc.request import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors
@@ -89,13 +90,14 @@ class Plan:
         "detectors",
         "id",
         "inspects",
+        "limiter",
         "mode",
         "needs_body",
         "paired",
         "ramp",
         "reads_body",
         "refuses_uncountable",
-        "sessions",
+        "rings",
         "shadow",
         "steers",
         "tells_callers_apart",
@@ -121,17 +123,25 @@ class Plan:
         self._descriptors, self._body_descriptors = parts.find_descriptors(spec.all_limit_keys())
         self.tells_callers_apart = bool(self._descriptors or self._body_descriptors)
         self.reads_body = bool(self._body_descriptors)
-        self.needs_body = self.reads_body or any(detector.needs_body for detector in self.detectors)
-        self.sessions: Sessions | None = None
+        self.limiter: SessionGuard | None = None
+        if spec.session_limits is not None:
+            session = spec.session or Session()
+            self.limiter = SessionGuard(self.id, spec.session_limits, session, shadow=shadow, namespace=namespace)
+        self.needs_body = self.reads_body or self.limiter is not None or any(detector.needs_body for detector in self.detectors)
+        self.rings: Rings | None = None
         if spec.session is not None and any(detector.similarity.remembers for detector in self.detectors):
-            self.sessions = Sessions(self.id, spec.session, namespace=namespace)
+            self.rings = Rings(self.id, spec.session, namespace=namespace)
         looking = [
             detector.max_inspect_bytes
             for detector in self.detectors
             if self.reads_body or detector.looks or detector.refusal.completes
         ]
-        self.inspects = max(looking, default=0)
         steering = [detector.max_inspect_bytes for detector in self.detectors if detector.steers and not shadow]
+        if self.limiter is not None:
+            looking.append(MAX_INSPECT_BYTES)
+            if (self.limiter.steers or self.limiter.narrows) and not shadow:
+                steering.append(MAX_INSPECT_BYTES)
+        self.inspects = max(looking, default=0)
         self.steers = max(steering, default=0)
         self.ramp: Ramp | None = None
         self.watching: Plan | None = None
@@ -144,7 +154,9 @@ class Plan:
     def lifetime_seconds(self) -> int:
         """How long after a request the store may still know something of it."""
         lifetimes = [detector.lifetime_seconds for detector in self.detectors]
-        return max([*lifetimes, self.sessions.idle_seconds if self.sessions is not None else 0])
+        lifetimes += [self.rings.idle_seconds] if self.rings is not None else []
+        lifetimes += [self.limiter.lifetime_seconds] if self.limiter is not None else []
+        return max(lifetimes)
 
     def list_names(self) -> list[str]:
         """The names of the descriptors that tell its callers apart."""
@@ -188,14 +200,15 @@ class Plan:
 
     def list_reads(self) -> list[tuple[str, str]]:
         """What the policy reads of a request's head beside its selector: (source, argument) as in limit keys."""
-        keys = [*self._descriptors, *(self.sessions.list_keys() if self.sessions is not None else ())]
+        keys = [*self._descriptors, *(self.rings.list_keys() if self.rings is not None else ())]
+        keys += self.limiter.names.list_keys() if self.limiter is not None else []
         bypassing = [("header", entry.header) for entry in self._bypass if entry.header is not None]
         ramp = [key.partition(":")[::2] for key in (self.ramp.keys if self.ramp is not None else ())]
         return [*[(key.source, key.argument) for key in keys], *ramp, *bypassing]
 
     def read_session(self, request: HttpRequest) -> Sequence[str]:
-        """What a request's head says about its session, for `Sessions.find`."""
-        return self.sessions.read(request) if self.sessions is not None else ()
+        """What a request's head says about its session, for `Rings.find`."""
+        return self.rings.read(request) if self.rings is not None else ()
 
     def read_body_descriptors(
         self, document: Document, values: list[tuple[str, str]], missing: list[tuple[str, str]]

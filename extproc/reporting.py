@@ -7,10 +7,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from time import perf_counter
 
-from extproc.decision import Action, Decision, Outcome
+from extproc.decision import Action, Decision, Outcome, Reason
 from extproc.evaluation import Evaluation, Lane, group_by_policy
 from extproc.guards.kill_switch import Switch
 from extproc.guards.override import ALLOW, Override
+from extproc.guards.session import NARROW, SessionSubject
 from extproc.handover import POLICY_METADATA, RefusedPolicyError
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.loop_table import Loop, LoopTable
@@ -61,11 +62,15 @@ class Reporter:
         """One decided request."""
         metrics = self._metrics
         for outcome in decision.trace:
-            if outcome.action is not Action.ALLOW:
+            if outcome.action is not Action.ALLOW and outcome.reason is Reason.LOOP_DETECTED:
                 metrics.detections.labels(outcome.policy, outcome.detector, outcome.mode, outcome.action.value).inc()
                 self._report_detection(evaluation, decision, outcome)
         for outcome in group_by_policy(decision.trace):
             metrics.decisions.add(outcome.policy, outcome.mode, outcome.action._value_)  # `value` costs two calls
+            if outcome.action is not Action.ALLOW and outcome.reason is Reason.LOOP_DETECTED:
+                metrics.loops.add(outcome.policy, outcome.mode, outcome.action._value_)
+        if evaluation.limits:
+            self._report_sessions(evaluation, decision)
         for policy in evaluation.list_compared_exactly():
             metrics.compared_exactly.labels(policy).inc()
         self.report_uncounted(evaluation)
@@ -89,6 +94,26 @@ class Reporter:
         ]
         for policy in dict.fromkeys(steering):
             self._metrics.unsteered.labels(policy, reason).inc()
+
+    def report_unnarrowed(self, policies: Sequence[str], reason: str) -> None:
+        """A request that was to lose tools and cannot."""
+        for policy in policies:
+            self._metrics.unnarrowed.labels(policy, reason).inc()
+
+    def _report_sessions(self, evaluation: Evaluation, decision: Decision) -> None:
+        """What limits of sessions have done."""
+        metrics = self._metrics
+        for outcome in decision.trace:
+            if isinstance(outcome.subject, SessionSubject) and outcome.action is not Action.ALLOW:
+                labels = outcome.policy, outcome.mode, outcome.subject.limit, outcome.action.value
+                metrics.session_limits.labels(*labels).inc()
+        for lane in evaluation.lanes:
+            for candidate in lane.list_sessions():
+                if candidate.narrowing is not None:
+                    limit = "max_tool_calls" if candidate.narrowing.every else "max_calls_per_tool"
+                    metrics.session_limits.labels(candidate.plan.id, candidate.guard.mode, limit, NARROW).inc()
+                if candidate.standing is not None and candidate.standing.shared:
+                    metrics.session_overflow.labels(candidate.plan.id).inc()
 
     def report_forbidden(self, policy: str, reason: str) -> None:
         """A request that is refused because it cannot be counted."""

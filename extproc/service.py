@@ -23,24 +23,28 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from google.protobuf.message import DecodeError
 
 from extproc.access_log import AccessLog, Entry
-from extproc.answers.go_on import find_warning, let_go_on, make_metadata, make_wait
-from extproc.answers.refuse import refuse_blocked, refuse_killed, refuse_loop, refuse_uncountable, refuse_without_store
+from extproc.answers.go_on import NARROWED, STEERED, Header, find_warning, let_go_on, make_metadata, make_wait
+from extproc.answers.narrow import NotNarrowed, narrow
+from extproc.answers.refuse import refuse, refuse_blocked, refuse_killed, refuse_uncountable, refuse_without_store
 from extproc.answers.steer import NotSteered, steer, write_note
 from extproc.budget import InspectionBudget
 from extproc.canary.pairs import Pairs
+from extproc.candidates import SessionCandidate
 from extproc.counting import HERE, Asked, Counting, Counts, MaybeCounts, settle
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine import Engine
 from extproc.errors import ProtocolError, StoreError
 from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY, Body, write_crc32
-from extproc.guards.override import Overrides
+from extproc.guards.override import KILL, Overrides
 from extproc.handover import POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicyError, parse_names
+from extproc.ledger import REFUSED
 from extproc.metrics import Metrics
 from extproc.recording import record_body, record_head
 from extproc.reporting import Reporter
 from extproc.request import HttpRequest, explain_unknowable_body, is_grpc
 from extproc.settings import Settings, is_scope
+from extproc.settlements import list_settlements
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.throttle import Holds
@@ -85,6 +89,20 @@ class Reply(NamedTuple):
     hold_ms: int = 0
     first: bytes = b""
 
+
+class Changed(NamedTuple):
+    """What has become of a request's body.
+
+    Attributes:
+        body: all of it; None where it is as it was.
+        marks: headers that tell the upstream.
+    """
+
+    body: bytes | None
+    marks: tuple[Header, ...]
+
+
+_UNCHANGED: Final = Changed(None, ())
 
 MaybeLater: TypeAlias = Reply | Awaitable[Reply]
 
@@ -180,7 +198,7 @@ class Service:
         self.pairs.follow(engine.pairings, time())
         self.pairs.show(metrics)
         self.overrides: Overrides | None = None
-        self.access_log = AccessLog(_forget, metrics)
+        self.access_log = AccessLog(self.settle_entry, metrics)
         self.streams = 0
         self.waiting: OrderedDict[Stream, None] = OrderedDict()
         self.given_up = 0
@@ -214,6 +232,10 @@ class Service:
             overloaded = False
         return Stream(self, scope, list(dict.fromkeys(pinned)) if pinned else pinned, overloaded=overloaded)
 
+    def settle_entry(self, entry: Entry) -> None:
+        """Take what became of a request."""
+        self.counting.settle(list_settlements(self.engine, entry))
+
     def release(self) -> None:
         """End every hold and every wait for a body, now and from now on: the server is about to stop."""
         self.released = True
@@ -233,10 +255,6 @@ class Service:
             return found
         self.metrics.handover_errors.labels(found.reason).inc()
         return None
-
-
-def _forget(_: Entry) -> None:
-    """Nobody has asked yet."""
 
 
 class Stream:
@@ -419,8 +437,13 @@ class Stream:
         service, (candidate, block) = self._service, found
         self._ended = True
         service.reporter.report_blocked(candidate.plan.id, block)
-        seconds = max(1, ceil(block.ends - time()))
-        refusal = refuse_blocked(candidate.plan.id, seconds, evaluation.request, evaluation.content, candidate.subject)
+        if block.kind == KILL and isinstance(candidate, SessionCandidate):
+            outcome = candidate.kill()
+            metadata = make_metadata(Decision(outcome, None, [outcome], warning=False))
+            refusal = refuse(outcome, metadata, evaluation.request, evaluation.content)
+        else:
+            seconds = max(1, ceil(block.ends - time()))
+            refusal = refuse_blocked(candidate.plan.id, seconds, evaluation.request, evaluation.content, candidate.subject)
         service.metrics.decision_seconds.observe(perf_counter() - self._started)
         return Reply(refusal, done=True)
 
@@ -549,13 +572,21 @@ class Stream:
         decision = evaluation.decide(counts, shadow_counts)
         if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self._observed:
             decision = self._hold(decision, decision.lead)
-        body = None
+        changed = _UNCHANGED
+        if evaluation.limits and decision.action is not Action.REJECT:
+            decision, changed = self._narrow(kind, evaluation, decision)
         if decision.steer is not None and decision.action is not Action.REJECT:
-            body = self._steer(kind, evaluation, decision, decision.steer)
-            if body is None:
+            steered = self._steer(kind, evaluation, decision, decision.steer, changed)
+            if steered is None:
                 decision = decision.warn_instead()
+            else:
+                changed = steered
         service.reporter.report(evaluation, decision)
-        reply = self._refuse(evaluation, decision, counts) or self._encode(kind, evaluation, decision, body)
+        reply = self._refuse(evaluation, decision, counts) or self._encode(kind, evaluation, decision, changed)
+        if evaluation.limits and self._ended:
+            service.counting.settle(
+                [*evaluation.enforcing.list_settlements(REFUSED), *evaluation.shadow.list_settlements(REFUSED)]
+            )
         if evaluation.paired:
             self._compare(evaluation, decision)
         service.metrics.decision_seconds.observe(perf_counter() - self._started)
@@ -581,13 +612,40 @@ class Stream:
         recorded = {} if self._record is None else {"record": self._record}
         return Reply(refuse_uncountable(*forbidden, recorded, request, evaluation.content), done=True)
 
-    def _steer(self, kind: str, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> bytes | None:
-        """The request's body with a note; None where it cannot have one, which is counted."""
+    def _narrow(self, kind: str, evaluation: Evaluation, decision: Decision) -> tuple[Decision, Changed]:
+        """Take tools out of the request that have no budget left, or refuse it where that cannot be."""
+        sessions = evaluation.enforcing.list_sessions()
+        narrowed = [(session, session.narrowing) for session in sessions if session.narrowing is not None]
+        if not narrowed:
+            return decision, _UNCHANGED
+        began = thread_time()
+        strictest = next((candidate for candidate, narrowing in narrowed if narrowing.every), None)
+        tools = {tool for _, narrowing in narrowed for tool in narrowing.tools}
+        try:
+            content = self._take_content(kind)
+            body = narrow(evaluation.request, content, None if strictest is not None else tools, evaluation.document)
+        except (NotNarrowed, NotSteered) as why:
+            self._service.reporter.report_unnarrowed([candidate.plan.id for candidate, _ in narrowed], why.reason)
+            if strictest is None or self._observed or why.reason == "no_body":
+                return decision, _UNCHANGED
+            refused = strictest.refuse_unnarrowed()
+            return Decision(refused, decision.shadow, [refused, *decision.trace], warning=decision.warning), _UNCHANGED
+        else:
+            return decision, Changed(body, (NARROWED,))
+        finally:
+            self._service.budget.spend(evaluation.find_tenant(), thread_time() - began)
+
+    def _steer(
+        self, kind: str, evaluation: Evaluation, decision: Decision, outcome: Outcome, changed: Changed
+    ) -> Changed | None:
+        """The request's body, or what it was changed to, with a note; None where it cannot have one, which is counted."""
         began = thread_time()
         try:
             content = self._take_content(kind)
-            note = write_note(outcome, evaluation.request, evaluation.find_detector(outcome))
-            return steer(evaluation.request, content, note, evaluation.document)
+            note = write_note(outcome, evaluation.request, evaluation.find_guard(outcome))
+            if changed.body is not None:
+                return Changed(steer(evaluation.request, changed.body, note), (*changed.marks, STEERED))
+            return Changed(steer(evaluation.request, content, note, evaluation.document), (STEERED,))
         except NotSteered as why:
             self._service.reporter.report_unsteered(decision, why.reason)
             return None
@@ -619,18 +677,32 @@ class Stream:
         trace = [refused if outcome is lead else outcome for outcome in decision.trace]
         return Decision(refused, decision.shadow, trace, warning=decision.warning, steer=decision.steer)
 
-    def _encode(self, kind: str, evaluation: Evaluation, decision: Decision, body: bytes | None = None) -> Reply:
+    def _encode(self, kind: str, evaluation: Evaluation, decision: Decision, changed: Changed) -> Reply:
         lead = decision.lead
-        if lead is None and decision.shadow is None and self._record is None:
+        if lead is None and decision.shadow is None and self._record is None and not evaluation.limits:
             return _DONE[kind]
         metadata = self._describe(evaluation, decision)
         if lead is not None and lead.action is Action.REJECT:
             self._ended = True
-            return Reply(refuse_loop(lead, metadata, evaluation.request, evaluation.content), done=True)
-        answer = let_go_on(kind, metadata, warning=find_warning(decision), body=body)
+            return Reply(refuse(lead, metadata, evaluation.request, evaluation.content), done=True)
+        if evaluation.limits:
+            metadata = self._name_calls(evaluation, metadata)
+            if not metadata and changed.body is None:
+                return _DONE[kind]
+        answer = let_go_on(kind, metadata or None, warning=find_warning(decision), body=changed.body, marks=changed.marks)
         if lead is None or self._holding is None:
             return Reply(answer, done=True)
         return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))
+
+    def _name_calls(self, evaluation: Evaluation, metadata: dict[str, Any]) -> dict[str, Any]:
+        """The metadata with what an entry of the access log has to say whose call it is about."""
+        calls = [
+            candidate.describe_call()
+            for lane in evaluation.lanes
+            for candidate in lane.list_sessions()
+            if candidate.is_let_through
+        ]
+        return {**metadata, "sessions": calls} if calls and not self._observed else metadata
 
     def _describe(self, evaluation: Evaluation, decision: Decision) -> dict[str, Any]:
         """The dynamic metadata of the answer."""

@@ -23,7 +23,7 @@ from extproc.request import HttpRequest
 from extproc.similarity import make_similarity
 from extproc.similarity.base import format_duration
 from extproc.store.memory import MemoryStore
-from extproc.windows import Count
+from extproc.windows import Count, Hit
 from tests.documents import bundle, policy
 from tests.records import replace
 
@@ -100,7 +100,7 @@ def test_callers_count_alone_wherever_the_bundle_names_the_key(keys: dict[str, A
         for user in ("alice", "bob", "carol"):
             (candidate,), _ = sealed(engine, get(x_user=user))
             (expected,), _ = sealed(reference, get(x_user=user))
-            counts += [count.count for count in store.hit([hit for hit in [candidate.hit] if hit is not None], 0)]
+            counts += [count.count for count in store.hit([hit for hit in [candidate.hit] if isinstance(hit, Hit)], 0)]
             assert candidate.hit == expected.hit
 
     assert counts == [1, 1, 1, 2, 2, 2]
@@ -298,7 +298,7 @@ def test_count_refused_is_about_refusals_alone() -> None:
 
     live, _ = sealed(engine, get())
 
-    assert [candidate.hit.count_refused for candidate in live if candidate.hit is not None] == [False, True, True]
+    assert [candidate.hit.count_refused for candidate in live if isinstance(candidate.hit, Hit)] == [False, True, True]
 
 
 def test_an_error_in_a_shadow_policy_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ FLOORS: list[list[str]] = [
     ["similarity/keys", "similarity/base", "similarity/loops"],
     ["similarity/canonical", "similarity/tail", "similarity/tool_calls", "similarity/turns", "similarity/mcp", "similarity"],
     ["policy/bundle", "policy/routes", "policy/rules", "policy/messages", "policy/pairings", "policy/loader"],
-    ["guards", "guards/kill_switch", "guards/loop", "guards/override", "guards/session"],
+    ["guards", "guards/kill_switch", "guards/loop", "guards/override", "guards/session_names", "guards/session"],
     ["ramp", "plan", "candidates", "evaluation", "engine", "recording", "handover"],
     [
         "store/orders",
@@ -67,12 +67,12 @@ FLOORS: list[list[str]] = [
         *(f"answers/apis/{api}" for api in ("openai", "responses", "anthropic", "gemini", "bedrock", "ollama", "rpc")),
         "answers/apis",
     ],
-    ["answers", "answers/clients", "answers/go_on", "answers/refuse", "answers/steer"],
+    ["answers", "answers/clients", "answers/go_on", "answers/narrow", "answers/refuse", "answers/steer"],
     [
         "canary",
         *(f"canary/{name}" for name in ("samples", "pairs", "states", "verdict", "report", "review", "sharing")),
     ],
-    ["access_log"],
+    ["access_log", "settlements"],
     ["service"],
     ["overrides"],
     ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],

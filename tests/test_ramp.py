@@ -49,7 +49,7 @@ def hit(engine: Engine, request: HttpRequest) -> Hit:
     assert evaluation is not None
     evaluation.seal(NO_BODY)
     (candidate,) = [*evaluation.enforcing.candidates, *evaluation.shadow.candidates]
-    assert candidate.hit is not None
+    assert isinstance(candidate.hit, Hit)
     return candidate.hit
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 from extproc.decision import Action, Decision, Reason
+from extproc.guards.session import SessionSubject
 from extproc.pb.base_pb2 import HeaderValueOption
 from extproc.pb.external_processor_pb2 import HeaderMutation, ProcessingResponse
 from extproc.policy.bundle import DEFAULT_DETECTOR
@@ -16,13 +17,26 @@ NAMESPACE = "loopguard"
 _TOOLS_SHOWN = 256
 
 _WARNING = "X-Fairvisor-Warning"
-_STEERED = ("x-loopguard-steered", "1")
+Header: TypeAlias = tuple[str, str]
+
+STEERED: Final[Header] = ("x-loopguard-steered", "1")
+NARROWED: Final[Header] = ("x-loopguard-narrowed", "1")
+
+_KIND = {Reason.LOOP_DETECTED: "loop", Reason.SESSION_LIMIT_EXCEEDED: "session"}
+"""What a warning is about."""
 
 # By name: looking an enum's value up on its message class costs microseconds.
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
-def let_go_on(kind: str, metadata: dict[str, Any] | None = None, *, warning: str = "", body: bytes | None = None) -> bytes:
+def let_go_on(
+    kind: str,
+    metadata: dict[str, Any] | None = None,
+    *,
+    warning: str = "",
+    body: bytes | None = None,
+    marks: Sequence[Header] = (),
+) -> bytes:
     """The answer of a phase that lets the request go on.
 
     Args:
@@ -30,6 +44,7 @@ def let_go_on(kind: str, metadata: dict[str, Any] | None = None, *, warning: str
         metadata: dynamic metadata that goes with it.
         warning: tells the upstream that a loop was seen, empty for none.
         body: in place of the request's own, which was buffered; None leaves that as it is.
+        marks: headers that tell the upstream what was done to the body.
     """
     response = ProcessingResponse()
     phase = getattr(response, kind)
@@ -40,7 +55,7 @@ def let_go_on(kind: str, metadata: dict[str, Any] | None = None, *, warning: str
         set_headers(phase.response.header_mutation, [(_WARNING, warning)])
     if body is not None:
         # Envoy compares the body with its content-length, and answers 500 where they differ.
-        set_headers(phase.response.header_mutation, [_STEERED, ("content-length", str(len(body)))])
+        set_headers(phase.response.header_mutation, [*marks, ("content-length", str(len(body)))])
         phase.response.body_mutation.body = body
     return response.SerializeToString()
 
@@ -55,8 +70,10 @@ def make_wait(milliseconds: int) -> bytes:
 def find_warning(decision: Decision) -> str:
     """What a request that goes on is marked with, empty for nothing."""
     if decision.steer is not None:
-        return "loop_steer"
-    return "loop_warn" if decision.warning else ""
+        return f"{_KIND[decision.steer.reason]}_steer"
+    if not decision.warning:
+        return ""
+    return f"{_KIND[decision.lead.reason if decision.lead is not None else Reason.LOOP_DETECTED]}_warn"
 
 
 def make_metadata(decision: Decision) -> dict[str, Any]:
@@ -66,7 +83,7 @@ def make_metadata(decision: Decision) -> dict[str, Any]:
     if lead is not None:
         metadata = {
             "action": lead.action.value,
-            "reason": Reason.LOOP_DETECTED.value,
+            "reason": lead.reason.value,
             "policy": lead.policy,
             "fingerprint": lead.fingerprint,
             "count": lead.count,
@@ -76,6 +93,9 @@ def make_metadata(decision: Decision) -> dict[str, Any]:
             metadata["tool"] = " ".join(tools)[:_TOOLS_SHOWN]
         if lead.detector != DEFAULT_DETECTOR:
             metadata["detector"] = lead.detector
+        if isinstance(lead.subject, SessionSubject):
+            used, allowed = lead.subject.shown
+            metadata |= {"limit": lead.subject.limit, "used": used, "allowed": allowed}
         warning = find_warning(decision)
         if warning and lead.action is not Action.REJECT:
             metadata["warning"] = warning

@@ -12,6 +12,7 @@ from extproc.answers.apis.api import Completion, Question, Refusal
 from extproc.answers.clients import choose_status
 from extproc.answers.go_on import NAMESPACE, set_headers
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason, Subject
+from extproc.guards.session import SessionSubject
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request import HttpRequest
 
@@ -21,12 +22,45 @@ KILLED_STATUS: Final = 429
 KILLED_SECONDS: Final = "3600"
 """When to ask again, as Fairvisor says it: nobody knows when an operator changes his mind."""
 
+_PAYMENT_REQUIRED = 402
+_QUOTA = "insufficient_quota"
+"""What OpenAI calls it that money is used up, which its clients take for final."""
+
 _INVALID_ARGUMENT = 3
 _RESOURCE_EXHAUSTED = 8
 _UNAVAILABLE = 14
 
 Content = bytes | memoryview | None
 """A request's body, None where nobody could look into it."""
+
+
+def refuse(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
+    """The immediate response of what the strictest of all outcomes is about."""
+    if isinstance(lead.subject, SessionSubject):
+        return refuse_session(lead, lead.subject, metadata, request, content)
+    return refuse_loop(lead, metadata, request, content)
+
+
+def refuse_session(
+    lead: Outcome, subject: SessionSubject, metadata: dict[str, Any], request: HttpRequest, content: Content
+) -> bytes:
+    """The immediate response of a session that has used up one of its limits: there is nothing to wait for."""
+    reason = Reason.SESSION_LIMIT_EXCEEDED
+    status = lead.refusal.status or choose_status(request)
+    code = _QUOTA if status == _PAYMENT_REQUIRED else reason.value
+    message = f"{subject.tell(lead, request.method, request.path)} ({reason.value})"
+    used, allowed = subject.shown
+    detail = {"error": reason.value, "message": message, "limit": subject.limit, "used": used, "allowed": allowed}
+    framed = _frame(Refusal(status, message, code, code, detail), request, content)
+    headers = [
+        ("x-should-retry", "false"),
+        ("X-Fairvisor-Reason", reason.value),
+        ("x-loopguard-policy", lead.policy),
+        ("x-loopguard-limit", subject.limit),
+        ("x-loopguard-used", f"{used:.9g}"),
+        ("x-loopguard-allowed", f"{allowed:.9g}"),
+    ]
+    return _make_immediate(framed, _RESOURCE_EXHAUSTED, reason, headers, metadata)
 
 
 def refuse_loop(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from codecs import BOM_UTF8
 from typing import Final
 
+from extproc.candidates import Guard
 from extproc.decision import Outcome
 from extproc.encodings import list_encodings
-from extproc.guards.loop import Detector
 from extproc.notes import ends_with_note, frame_note
 from extproc.request import HttpRequest
 from extproc.similarity.document import Document, NotCounted
@@ -71,12 +71,12 @@ def _split_mark(body: bytes) -> tuple[bytes, bytes]:
     return body[:size], body[size:]
 
 
-def write_note(outcome: Outcome, request: HttpRequest, detector: Detector) -> str:
-    """What the model is told about the outcome of a detector that steers: in the operator's words, or in our own."""
+def write_note(outcome: Outcome, request: HttpRequest, guard: Guard) -> str:
+    """What the model is told about the outcome of a guard that steers: in the operator's words, or in our own."""
     advice = outcome.subject.advise(outcome, request.method, request.path)
     repeat = outcome.repeat
-    if detector.steer_note:
-        return detector.steer_note.format(
+    if guard.steer_note:
+        return guard.steer_note.format(
             what=advice.what,
             count=outcome.count,
             tools=", ".join(repeat.tools) if repeat is not None else "",
@@ -84,5 +84,5 @@ def write_note(outcome: Outcome, request: HttpRequest, detector: Detector) -> st
             reason=advice.reason,
             policy=outcome.policy,
         )
-    sentences = [f"Loop detected: {advice.what}.", advice.reason, advice.instead, _OUTLOOK if detector.refuses_later else ""]
+    sentences = [f"{advice.about}: {advice.what}.", advice.reason, advice.instead, _OUTLOOK if guard.refuses_later else ""]
     return " ".join([sentence for sentence in sentences if sentence])

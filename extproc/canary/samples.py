@@ -62,7 +62,7 @@ class Samples:
             "at": time(),
             "policy": outcome.policy,
             "detector": outcome.detector,
-            "similarity": candidate.detector.similarity_name,
+            "similarity": candidate.guard.similarity_name,
             "method": cut_text(request.method, _NAME),
             "path": cut_text(request.path, _NAME),
             "fingerprint": outcome.fingerprint,
@@ -86,5 +86,5 @@ def _find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate:
     return next(
         candidate
         for candidate in evaluation.shadow.candidates
-        if (candidate.plan.id, candidate.detector.name) == (outcome.policy, outcome.detector)
+        if (candidate.plan.id, candidate.guard.name) == (outcome.policy, outcome.detector)
     )

@@ -15,20 +15,22 @@ from urllib.parse import SplitResult, urlsplit
 from extproc.answers.clients import AUTO_STATUS
 from extproc.answers.refuse import KILLED_SECONDS, KILLED_STATUS
 from extproc.answers.steer import NotSteered, steer, write_note
-from extproc.candidates import Candidate
+from extproc.candidates import Candidate, LoopCandidate, SessionCandidate
 from extproc.commands import add_policy_flag, load_policies
 from extproc.decision import Action, Outcome
 from extproc.engine import Engine
 from extproc.errors import UsageError
 from extproc.fingerprint import NO_BODY
 from extproc.guards.kill_switch import Switch
+from extproc.guards.session import NANO_DOLLARS
+from extproc.ledger import RECORD
 from extproc.logs import escape_controls
 from extproc.notes import cut_notes
 from extproc.policy.bundle import DEFAULT_DETECTOR, EVERYBODY, METHOD
 from extproc.ramp import Ramp
 from extproc.request import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body
 from extproc.similarity.document import Document
-from extproc.windows import Count
+from extproc.windows import Count, Hit
 
 HELP = "show what the policies make of one request"
 EXAMPLES = """examples:
@@ -121,6 +123,33 @@ def _explain_missing(key: str, request: HttpRequest) -> str:
 
 
 def _print_candidate(candidate: Candidate, request: HttpRequest, body: bytes, more: _Rows) -> None:
+    """What one guard of a policy sees in the request, and what it will do about it."""
+    if isinstance(candidate, LoopCandidate):
+        _print_detector(candidate, request, body, more)
+    elif isinstance(candidate, SessionCandidate):
+        _print_session(candidate, more)
+
+
+def _print_session(candidate: SessionCandidate, more: _Rows) -> None:
+    """Which session the request is of, and what that may use up."""
+    guard = candidate.limiter
+    calls = len(candidate.calls.records) // RECORD
+    shown = f"{calls} {'call' if calls == 1 else 'calls'} of tools" if not candidate.unreadable else candidate.unreadable
+    dollars, model = candidate.reserve / NANO_DOLLARS, candidate.model or "no model"
+    rows = [
+        ("policy", f"{candidate.plan.id} ({guard.mode})"),
+        ("session", candidate.session),
+        *more,
+        ("tenant", candidate.tenant),
+        ("key", candidate.name_ledger()),
+        ("history", shown),
+        ("cost", f"{dollars:.6f} dollars for the prompt, estimated, with {model}"),
+    ]
+    told = f"up to {guard.describe()}, then {'report: would reject' if guard.shadow else 'reject'} with "
+    _print_rows([*rows, ("decision", f"allow {told}{guard.refusal.status}")])
+
+
+def _print_detector(candidate: LoopCandidate, request: HttpRequest, body: bytes, more: _Rows) -> None:
     """What one detector of a policy sees in the request, and what it will do about it."""
     detector, hit = candidate.detector, candidate.hit
     rows = [("policy", f"{candidate.plan.id} ({detector.mode})")]
@@ -140,7 +169,7 @@ def _print_candidate(candidate: Candidate, request: HttpRequest, body: bytes, mo
     _print_rows(rows)
 
 
-def _show_note(candidate: Candidate, request: HttpRequest, body: bytes) -> _Rows:
+def _show_note(candidate: LoopCandidate, request: HttpRequest, body: bytes) -> _Rows:
     """What the model is told, and why it is not where it cannot be."""
     detector = candidate.detector
     note = write_note(_make_outcome(candidate, detector.actions.index(Action.STEER)), request, detector)
@@ -157,7 +186,7 @@ def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
     print()
 
 
-def _describe_decision(candidate: Candidate) -> str:
+def _describe_decision(candidate: LoopCandidate) -> str:
     """What is done about this request, or about the one that reaches the threshold."""
     detector, found = candidate.detector, candidate.repeat
     if not detector.stateless:
@@ -174,7 +203,7 @@ def _describe_decision(candidate: Candidate) -> str:
     return f"allow below {found.threshold} equal calls, then {_describe_steps(candidate)}; {state}"
 
 
-def _describe_steps(candidate: Candidate) -> str:
+def _describe_steps(candidate: LoopCandidate) -> str:
     """What is done from each of the thresholds on."""
     first, *others = candidate.detector.list_thresholds(candidate.subject)
     begins = candidate.repeat.threshold if candidate.repeat is not None else first  # a tool may have one of its own
@@ -183,19 +212,19 @@ def _describe_steps(candidate: Candidate) -> str:
     return ", ".join([_describe_action(candidate, 0), *described])
 
 
-def _make_outcome(candidate: Candidate, step: int) -> Outcome:
+def _make_outcome(candidate: LoopCandidate, step: int) -> Outcome:
     """What the detector makes of the request that reaches the threshold of this step."""
     detector, found, subject = candidate.detector, candidate.repeat, candidate.subject
     threshold = detector.list_thresholds(subject)[step]
     last = step == len(detector.actions) - 1
-    cooldown_ms = candidate.hit.cooldown_ms if candidate.hit is not None and last else 0
+    cooldown_ms = candidate.hit.cooldown_ms if isinstance(candidate.hit, Hit) and last else 0
     if found is not None and not found.looping:
         found = found._replace(count=found.threshold, step=step)
     count = Count(threshold, looping=last, cooldown_ms=cooldown_ms, span_ms=0)
     return detector.judge(candidate.fingerprint, candidate.tenant, count, subject, found)
 
 
-def _describe_action(candidate: Candidate, step: int) -> str:
+def _describe_action(candidate: LoopCandidate, step: int) -> str:
     """What is done about the request that reaches the threshold of this step."""
     outcome = _make_outcome(candidate, step)
     framed = candidate.subject.frame("", "")

@@ -1,72 +1,384 @@
-"""Sessions: which conversation a request belongs to, and where the store keeps what that has shown.
-
-A client chooses these names, so they only ever tell conversations of one tenant apart, and none of them is longer in a key than
-any other.
-"""
+"""The session guard: a policy's session_limits, ready to run. What a session has used up is the ledger's, in the store."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from hashlib import blake2b
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Final, NamedTuple
 
-from extproc.fingerprint import join_descriptors
-from extproc.policy.bundle import BODY, UNSUPPORTED_KEYS, Session
-from extproc.request import Descriptor, HttpRequest, compile_descriptors
-from extproc.similarity.base import Memory
-from extproc.similarity.document import Document, NotJson, find, split_pointer
-from extproc.similarity.loops import MAX_TURNS
-from extproc.windows import Push
+from extproc.decision import Action, Advice, Framed, Outcome, Reason, RefusalForm
+from extproc.guards.session_names import SessionNames
+from extproc.ledger import LIMITS, Limits, Standing, Step
+from extproc.policy.bundle import Session
+from extproc.policy.session_limits import Notice, SessionLimits
+from extproc.policy.session_limits import Price as PolicyPrice
+from extproc.rates import Price, Rates
+from extproc.similarity.history import RECORD, ToolCalls, digest_tool
 
-_DIGEST = 8
+DETECTOR: Final = "session"
+"""Where outcomes name their detector."""
+
+NARROW: Final = "narrow"
+"""What is done to a request that loses tools, beside the actions."""
+
+NANO_DOLLARS: Final = 10**9
+MAX_INSPECT_BYTES: Final = 2**20
+NO_CALLS: Final = ToolCalls(b"", (), "")
+NO_GRANTS: Final = (0, 0, 0)
+
+KILLED, MAX_STEPS, MAX_TOOL_CALLS, MAX_COST, PER_TOOL, LOOP = LIMITS[1:]
+
+_SHARED = "shared"
+_NONE = -1
+_ACTION = slice(RECORD - 4, RECORD)
+_TOOL = slice(6, 10)
+
+_WORDS: Final = {
+    MAX_STEPS: "steps",
+    MAX_TOOL_CALLS: "tool calls",
+    MAX_COST: "dollars",
+}
+"""What the limits count."""
 
 
-class Sessions:
-    """A policy's, ready to be told apart.
+class Narrowing(NamedTuple):
+    """Tools that a request must not offer any more.
 
     Attributes:
-        reads_body: some name may stand there.
-        idle_seconds: how long after its last request a session is forgotten.
+        every: all of them.
+        tools: these, by name.
     """
 
-    def __init__(self, policy: str, session: Session, *, namespace: str) -> None:
+    every: bool
+    tools: frozenset[str]
+
+
+class SessionSubject:
+    """What a model is told about its session: a `Subject`.
+
+    Attributes:
+        limit: one of `ledger.LIMITS`.
+        used: of that.
+        allowed: of that.
+        tool: that it is about, empty where that is no single one.
+    """
+
+    __slots__ = ("allowed", "limit", "tool", "used")
+
+    def __init__(self, limit: str, used: int, allowed: int, tool: str = "") -> None:
+        """Keep them as given; money in nano-dollars."""
+        self.limit = limit
+        self.used = used
+        self.allowed = allowed
+        self.tool = tool
+
+    @property
+    def threshold(self) -> int | None:
+        """See `Subject`."""
+        return None
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """See `Subject`."""
+        return (self.tool,) if self.tool else ()
+
+    @property
+    def shown(self) -> tuple[float, float]:
+        """Used and allowed in the limit's own unit."""
+        if self.limit == MAX_COST:
+            return round(self.used / NANO_DOLLARS, 6), round(self.allowed / NANO_DOLLARS, 6)
+        return self.used, self.allowed
+
+    def tell(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
+        """See `Subject`."""
+        return (
+            f"Session limit reached: {self._explain()}. Further requests of this session are refused. "
+            "Do not retry: report the result you have so far to the user, who can have the session continued."
+        )
+
+    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002  # a Subject's signature
+        """See `Subject`."""
+        used, allowed = self.shown
+        left = f"{max(allowed - used, 0):.6g} of this session's {allowed:.6g} {_WORDS[self.limit]} are left"
+        return Advice(left, "", "Finish now: give the result you have, and say what is missing.", "Session limit near")
+
+    def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002  # a Subject's signature
+        """See `Subject`."""
+        return None
+
+    def _explain(self) -> str:
+        used, allowed = self.shown
+        if self.limit == KILLED:
+            return "this session was stopped, because too many of its requests in a row were refused or failed"
+        if self.limit == PER_TOOL:
+            return f"the tool {self.tool or '(unnamed)'} was called {used} times in this session, of {allowed} that are allowed"
+        if self.limit == LOOP:
+            return f"the tool {self.tool or '(unnamed)'} was called {used} times with the same arguments"
+        return f"this session has used {used:.6g} of its {allowed:.6g} {_WORDS[self.limit]}"
+
+
+class SessionGuard:
+    """What does not depend on the request is worked out once, at the load.
+
+    Attributes:
+        policy: its id.
+        name: of it among the policy's detectors.
+        similarity_name: the same, where a detector says what it compares.
+        mode: `enforce` or `shadow`.
+        shadow: it only watches.
+        names: of sessions.
+        limits: as the ledger takes them.
+        rates: what models cost.
+        looks: into histories, for the calls that they show.
+        steers: some notice puts a note into requests.
+        steer_note: the operator's words for it; the guard has its own.
+        refuses_later: what is noticed ends in refusals.
+        narrows: it may take tools out of requests.
+        needs_answers: some limit is about what came back from upstream.
+        refusal: how it refuses.
+    """
+
+    __slots__ = (
+        "_key",
+        "_roster",
+        "_steer",
+        "_tool_names",
+        "_warn",
+        "limits",
+        "looks",
+        "mode",
+        "name",
+        "names",
+        "narrows",
+        "needs_answers",
+        "policy",
+        "rates",
+        "refusal",
+        "refuses_later",
+        "shadow",
+        "similarity_name",
+        "steer_note",
+        "steers",
+    )
+
+    def __init__(self, policy: str, limits: SessionLimits, session: Session, *, shadow: bool, namespace: str) -> None:
         """Compile; every key starts with the namespace."""
-        keys = compile_descriptors([key for key in session.keys if key not in UNSUPPORTED_KEYS])
-        self._keys = [(key, split_pointer(key.argument) if key.source == BODY else []) for key in keys]
-        self.reads_body = any(key.source == BODY for key in keys)
-        self._ring = f"{namespace}ring:{policy}:"
-        self.idle_seconds = session.idle_seconds
-        self._idle_ms = session.idle_seconds * 1000
+        self.policy = policy
+        self.name = self.similarity_name = DETECTOR
+        self.steer_note = ""
+        self.refuses_later = True
+        self.shadow = shadow
+        self.mode = "shadow" if shadow else "enforce"
+        self.names = SessionNames(session.list_budget_keys())
+        self.limits = compile_limits(limits, session)
+        self.needs_answers = limits.needs_answers()
+        self.rates = Rates(
+            {name: _read_price(price) for name, price in limits.prices.items()},
+            _read_price(limits.unknown_model) if limits.unknown_model is not None else None,
+        )
+        self._tool_names = {digest_tool(name): name for name in limits.max_calls_per_tool}
+        self._steer = _compile_notice(limits.escalate.steer)
+        self._warn = _compile_notice(limits.escalate.warn)
+        self.looks = True
+        self.steers = bool(self._steer)
+        self.narrows = self.limits.narrows or bool(self.limits.tools)
+        self.refusal = RefusalForm(limits.reject_status)
+        self._key = f"{namespace}session:{policy}:"
+        self._roster = f"{namespace}sessions:{policy}:"
 
-    def list_keys(self) -> list[Descriptor]:
-        """Where the name may stand."""
-        return [key for key, _ in self._keys]
+    @property
+    def lifetime_seconds(self) -> int:
+        """How long after a request something of it may still be known."""
+        return self.limits.idle_ms // 1000
 
-    def read(self, request: HttpRequest) -> list[str]:
-        """A request's value for each key; empty where it has none, or where that stands in the body."""
-        return [key.read(request, key.argument) for key, _ in self._keys]
+    def describe(self) -> str:
+        """The limits in a few words for people."""
+        limits = self.limits
+        shown = [(limits.steps, "steps"), (limits.tool_calls, "tool calls")]
+        words = [f"{limit} {unit}" for limit, unit in shown if limit != _NONE]
+        words += [f"{limits.cost / NANO_DOLLARS:g} dollars"] if limits.cost != _NONE else []
+        words += [f"{limit} calls of {self._tool_names[digest]}" for digest, limit in limits.tools]
+        words += [f"{limits.threshold} equal calls among {limits.window}"] if limits.threshold != _NONE else []
+        words += [f"{limits.blocks} refusals in a row"] if limits.blocks != _NONE else []
+        return ", ".join([*words, f"{limits.errors} errors in a row"] if limits.errors != _NONE else words)
 
-    def find(self, values: Sequence[str], document: Document) -> str:
-        """The name of a request's session, 16 hex digits; empty where it has none.
+    def owns(self, key: str) -> bool:
+        """Whether a key may be that of one of its ledgers."""
+        return key.startswith(self._key)
+
+    def name_ledger(self, scope: str, tenant: str, session: str) -> str:
+        """The key of a session's ledger."""
+        return f"{self._key}{scope}:{session}:{tenant}"
+
+    def make_step(  # noqa: PLR0913  # all that a ledger is told
+        self,
+        scope: str,
+        tenant: str,
+        session: str,
+        identity: bytes,
+        call: bytes,
+        reserve: int,
+        calls: ToolCalls,
+        grants: tuple[int, int, int],
+        *,
+        allowed: bool,
+    ) -> Step:
+        """What the store is asked about a request.
 
         Args:
-            values: what `read` returned.
-            document: the body.
+            scope: attachment name.
+            tenant: hash of the descriptors.
+            session: hash of its name, or what takes the place of that since a release.
+            identity: digest of the request, 8 bytes.
+            call: name of it, 8 bytes.
+            reserve: what it will cost, in nano-dollars.
+            calls: that its history shows.
+            grants: from `sum_grants`.
+            allowed: an operator has ordered that it is let through.
         """
-        for (key, pointer), value in zip(self._keys, values, strict=True):
-            found = _find_in_body(document, pointer) if pointer else value
-            if found:
-                name = join_descriptors([(key.key, found)])
-                return blake2b(name.encode("utf-8", "surrogateescape"), digest_size=_DIGEST).hexdigest()
+        shared = f"{self._key}{scope}:{_SHARED}:{tenant}"
+        limits = _lift(self.limits) if allowed else self.limits
+        key, roster = self.name_ledger(scope, tenant, session), f"{self._roster}{scope}:{tenant}"
+        return Step(key, roster, shared, limits, identity, call, reserve, calls.records, calls.tools, grants)
+
+    def judge(
+        self, fingerprint: str, tenant: str, standing: Standing, calls: ToolCalls, grants: tuple[int, int, int]
+    ) -> Outcome:
+        """What the guard makes of a request that the store has counted."""
+        if standing.limit:
+            tool = self._find_tool_name(standing.tool, calls)
+            subject = SessionSubject(LIMITS[standing.limit], standing.used, standing.allowed, tool)
+            return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject)
+        for action, notice in ((Action.STEER, self._steer), (Action.WARN, self._warn)):
+            met = _find_notice(notice, standing)
+            if met:
+                subject = SessionSubject(met, _read_used(standing, met), self._read_allowed(met, grants))
+                return self._make_outcome(action, fingerprint, tenant, subject.used, subject)
+        subject = SessionSubject("", standing.steps, self.limits.steps)
+        return self._make_outcome(Action.ALLOW, fingerprint, tenant, standing.steps, subject)
+
+    def find_narrowing(self, standing: Standing, calls: ToolCalls, grants: tuple[int, int, int]) -> Narrowing | None:
+        """The tools that have no budget left, of a request that is let through; None for none."""
+        limits = self.limits
+        every = limits.narrows and standing.tool_calls >= limits.tool_calls + grants[1]
+        counts = {digest: count for digest, _, count in standing.tools}
+        used_up = [self._tool_names[digest] for digest, limit in limits.tools if counts.get(digest, 0) >= limit]
+        if limits.narrows and limits.threshold > 0 and calls.records:
+            repeated = _find_last_but_one(calls, limits.window, limits.threshold)
+            if repeated:
+                used_up.append(repeated)
+        return Narrowing(every, frozenset(used_up)) if every or used_up else None
+
+    def kill(self, fingerprint: str, tenant: str) -> Outcome:
+        """The verdict on a session that an operator has killed."""
+        return self._make_outcome(Action.REJECT, fingerprint, tenant, 0, SessionSubject(KILLED, 0, 0))
+
+    def refuse_unnarrowed(self, fingerprint: str, tenant: str, standing: Standing, grants: tuple[int, int, int]) -> Outcome:
+        """The verdict on a request that should go on without any tools, and cannot."""
+        subject = SessionSubject(MAX_TOOL_CALLS, standing.tool_calls, self.limits.tool_calls + grants[1])
+        return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.tool_calls, subject)
+
+    def _read_allowed(self, limit: str, grants: tuple[int, int, int]) -> int:
+        steps, tool_calls, cost = grants
+        if limit == MAX_STEPS:
+            return self.limits.steps + steps
+        return self.limits.tool_calls + tool_calls if limit == MAX_TOOL_CALLS else self.limits.cost + cost
+
+    def _find_tool_name(self, digest: bytes, calls: ToolCalls) -> str:
+        if not digest:
+            return ""
+        return self._tool_names.get(digest) or next((name for known, name in calls.tools if known == digest), "")
+
+    def _make_outcome(self, action: Action, fingerprint: str, tenant: str, count: int, subject: SessionSubject) -> Outcome:
+        return Outcome(
+            self.policy,
+            self.mode,
+            action,
+            fingerprint,
+            tenant,
+            count,
+            0,
+            0,
+            0,
+            None,
+            self.refusal,
+            self.name,
+            subject,
+            None,
+            Reason.SESSION_LIMIT_EXCEEDED,
+        )
+
+
+def compile_limits(limits: SessionLimits, session: Session) -> Limits:
+    """A policy's limits as the ledger takes them."""
+    breaker, recent = limits.circuit_breaker, limits.loop_detection
+    cost = limits.max_cost_per_session
+    return Limits(
+        idle_ms=session.idle_seconds * 1000,
+        max_sessions=session.max_sessions_per_tenant,
+        steps=_or_none(limits.max_steps),
+        tool_calls=_or_none(limits.max_tool_calls),
+        narrows=limits.max_tool_calls_mode == "narrow",
+        cost=_NONE if cost is None else round(cost * NANO_DOLLARS),
+        tools=tuple(sorted((digest_tool(name), limit) for name, limit in limits.max_calls_per_tool.items())),
+        window=_NONE if recent is None else recent.window,
+        threshold=_NONE if recent is None else recent.threshold,
+        blocks=_or_none(breaker.consecutive_blocks if breaker is not None else None),
+        errors=_or_none(breaker.consecutive_errors if breaker is not None else None),
+    )
+
+
+def _or_none(limit: int | None) -> int:
+    return _NONE if limit is None else limit
+
+
+def _lift(limits: Limits) -> Limits:
+    """The same without an end to anything."""
+    return limits._replace(
+        steps=_NONE, tool_calls=_NONE, cost=_NONE, tools=(), window=_NONE, threshold=_NONE, blocks=_NONE, errors=_NONE
+    )
+
+
+def _read_price(price: PolicyPrice) -> Price:
+    """As rates take it: what stands in a file is decimal, and stays what it says."""
+    given = (price.input, price.output, price.cache_read, price.cache_write)
+    first, second, third, fourth = [None if rate is None else Decimal(str(rate)) for rate in given]
+    return Price(first or Decimal(), second or Decimal(), third, fourth)
+
+
+def _compile_notice(notice: Notice) -> dict[str, int]:
+    """From when on, for each limit that it is about."""
+    cost = notice.max_cost_per_session
+    starts = {
+        MAX_STEPS: notice.max_steps,
+        MAX_TOOL_CALLS: notice.max_tool_calls,
+        MAX_COST: None if cost is None else round(cost * NANO_DOLLARS),
+    }
+    return {limit: start for limit, start in starts.items() if start is not None}
+
+
+def _find_notice(notice: Mapping[str, int], standing: Standing) -> str:
+    """The first limit of which notice is to be given; empty for none."""
+    for limit, start in notice.items():
+        if _read_used(standing, limit) >= start:
+            return limit
+    return ""
+
+
+def _read_used(standing: Standing, limit: str) -> int:
+    if limit == MAX_STEPS:
+        return standing.steps
+    return standing.tool_calls if limit == MAX_TOOL_CALLS else standing.cost + standing.reserved
+
+
+def _find_last_but_one(calls: ToolCalls, window: int, threshold: int) -> str:
+    """The tool that one more equal call would refuse the session for; empty for none."""
+    records = calls.records[-RECORD * (window - 1) :]
+    newest: Sequence[bytes] = [records[at : at + RECORD] for at in range(0, len(records), RECORD)]
+    if not newest:
         return ""
-
-    def make_push(self, detector: str, scope: str, tenant: str, session: str, memory: Memory) -> Push:
-        """What the store is asked to keep of a request for one detector."""
-        key = f"{self._ring}{detector}:{scope}:{tenant}:{session}"
-        return Push(key, memory.entry, memory.identity, MAX_TURNS, self._idle_ms)
-
-
-def _find_in_body(document: Document, pointer: Sequence[str]) -> str:
-    try:
-        return find(document.value(), pointer)
-    except NotJson:
+    action = newest[-1][_ACTION]
+    if sum(record[_ACTION] == action for record in newest) < threshold - 1:
         return ""
+    tool = newest[-1][_TOOL]
+    return next((name for digest, name in calls.tools if digest == tool), "")

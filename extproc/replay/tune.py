@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from extproc.candidates import Candidate
+from extproc.candidates import Candidate, LoopCandidate
 from extproc.engine import Engine
 from extproc.metrics import Metrics
 from extproc.policy.bundle import Policy
@@ -105,13 +105,13 @@ class Sweep:
         evaluation = prepare(self._engine, recorded, recorded.make_request())
         if evaluation is None:
             return
-        candidates = [candidate for lane in evaluation.lanes for candidate in lane.candidates]
+        candidates = [each for lane in evaluation.lanes for each in lane.candidates if isinstance(each, LoopCandidate)]
         found = [each for each in candidates if (each.plan.id, each.detector.name) == self._target]
         self._now = recorded.time
         for candidate in found:
             self.requests += 1
             self.tenants.add(candidate.tenant)
-            if candidate.hit is not None:
+            if isinstance(candidate.hit, Hit):
                 self._count(candidate, candidate.hit)
         if not found and any(plan.id == self._target[0] for plan in evaluation.plans):
             self.uncounted += 1

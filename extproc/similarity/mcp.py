@@ -76,9 +76,9 @@ class Call:
 
     def tell(self, outcome: Outcome, method: str, path: str) -> str:  # the tool says more than the path
         """See `Similarity`; what the tool was called with stays out of it."""
-        what, reason, instead = self.advise(outcome, method, path)
-        reason = f" {reason}" if reason else ""
-        return f"Loop detected: {what}, and was refused.{reason} Doing it again will be refused again. {instead}"
+        advice = self.advise(outcome, method, path)
+        reason = f" {advice.reason}" if advice.reason else ""
+        return f"Loop detected: {advice.what}, and was refused.{reason} Doing it again will be refused again. {advice.instead}"
 
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002  # as above
         """See `Similarity`."""

@@ -1,0 +1,57 @@
+"""What an entry of the access log says to the ledgers of the sessions that its request belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from extproc.access_log import Entry
+from extproc.engine import Engine
+from extproc.guards.session import SessionGuard
+from extproc.ledger import FAILED, SUCCEEDED, Settlement
+
+_CALL = 8
+_SHADOW = "shadow"
+
+
+def list_settlements(engine: Engine, entry: Entry) -> list[Settlement]:
+    """A settlement for each of the sessions; none for those whose policy is not there any more.
+
+    Args:
+        engine: the policies in force.
+        entry: of the access log.
+    """
+    made = [_make_settlement(engine, named, entry) for named in entry.sessions]
+    return [settlement for settlement in made if settlement is not None]
+
+
+def _make_settlement(engine: Engine, named: Mapping[str, Any], entry: Entry) -> Settlement | None:
+    guard = _find_guard(engine, named)
+    if guard is None:
+        return None
+    key, call = named.get("name"), _read_call(named.get("call"))
+    if not isinstance(key, str) or not guard.owns(key) or not call:
+        return None
+    asked = named.get("model")
+    cost = guard.rates.find_cost(entry.model or (asked if isinstance(asked, str) else ""), entry.usage)
+    outcome = FAILED if entry.failed else SUCCEEDED
+    return Settlement(key, guard.limits, call, cost, entry.estimated, outcome)
+
+
+def _find_guard(engine: Engine, named: Mapping[str, Any]) -> SessionGuard | None:
+    """The guard that has let the request through, in the mode in which it did."""
+    policy = named.get("policy")
+    plan = engine.find_plan(policy) if isinstance(policy, str) else None
+    if plan is not None and plan.watching is not None and named.get("mode") == _SHADOW:
+        plan = plan.watching
+    return plan.limiter if plan is not None else None
+
+
+def _read_call(text: object) -> bytes:
+    """The name of a call; empty for what is none."""
+    if not isinstance(text, str) or len(text) != 2 * _CALL:
+        return b""
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""
