@@ -2,11 +2,21 @@
 
 A ledger is kept for each session. A request of the session asks for a `Step`; a `Settlement` says later what became of it.
 Money is counted in nano-dollars, 1e-9 $.
+
+Every store answers as `take_step` and `settle` do. A ledger is one packed value, the same for all of them: a head, the
+identities of the newest requests, what is reserved for calls that are not settled, how often each tool was called, the tools'
+names, and the newest tool calls. A fresh one takes 120 bytes.
+
+A ledger is forgotten some time after the last request that was let through; refused ones do not keep it. What a clock that is
+set back makes of that is what it makes of rings, see `windows`.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+import struct
+from typing import Final, NamedTuple, TypeAlias
+
+from extproc.windows import Hit
 
 LIMITS: Final = (
     "",
@@ -221,3 +231,393 @@ class Standing:
         self.shared = shared
         self.retry = retry
         self.tools = tools
+
+    def __eq__(self, other: object) -> bool:
+        """Stores are compared by what they answer."""
+        return isinstance(other, Standing) and self._list() == other._list()
+
+    def __hash__(self) -> int:
+        """As equality asks."""
+        return hash(self._list())
+
+    def __repr__(self) -> str:
+        """With the names of its fields, which are many."""
+        return f"Standing({', '.join(f'{name}={getattr(self, name)!r}' for name in self.__slots__)})"
+
+    def _list(self) -> tuple[object, ...]:
+        return tuple([getattr(self, name) for name in self.__slots__])
+
+
+Question: TypeAlias = Hit | Step | Settlement
+"""What stores are asked in one go; they answer a hit with a `Count` and the others with a `Standing`."""
+
+_HEAD = struct.Struct(">QQQQQIIIIIIBBBBH")
+"""Last, began, cost, estimated, reserved; steps, tool_calls, narrowed_at, blocks, consecutive_blocks, consecutive_errors;
+killed; and how much follows: identities, reservations, tools, bytes of their names."""
+
+_RESERVATION = struct.Struct(">8s8sQQIIB")
+"""The call's name and identity; when, how much; what to go back to if it is no step: ms since the step before it, consecutive
+blocks, and whether it was a retry."""
+
+_TOOL = struct.Struct(">4sI")
+_ROSTER = struct.Struct(">QQI")
+"""When the newest of a tenant's sessions began, when the first did, and how many have since then."""
+
+_IDENTITY = 8
+_IDENTITIES = 16
+_OPEN = 32
+_OPEN_MS = 600_000
+"""So many calls, and for so long, can wait for their settlement; then what was reserved for them is their cost."""
+
+_TOOLS = 64
+_ID = 6
+_NAME = 10
+"""Where the digest of the tool's name ends in a record."""
+
+_RECORDS = 256
+MAX_RECORDS: Final = 10_000
+"""A session's tool calls are known again while they are among its newest: so many, or more where a limit is higher."""
+
+_SPARE_RECORDS = 64
+_MOST_TOOLS = 255
+_TOOL_NAME = 64
+_MAX = 2**32 - 1
+MAX_MONEY: Final = 2**52
+"""Nano-dollars, some millions of dollars: the scripts of stores count in doubles."""
+
+MAX_RESERVE: Final = MAX_MONEY // (2 * _OPEN)
+
+
+def recall(state: bytes | None, limits: Limits, now: int) -> bytes | None:
+    """The ledger, or None where there is none or it is to be forgotten."""
+    return state if state is not None and abs(now - _HEAD.unpack_from(state)[0]) < limits.idle_ms else None
+
+
+def enter(roster: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
+    """Begin a session of a tenant's: the roster as it is then, and whether there was room for one more."""
+    _, began, count = _ROSTER.unpack(roster) if roster is not None else (0, now, 0)
+    if abs(now - began) >= limits.idle_ms:
+        began, count = now, 0
+    room = count < limits.max_sessions
+    return _ROSTER.pack(now, began, count + room), room
+
+
+def take_step(state: bytes | None, asked: Step, now: int, *, shared: bool = False) -> tuple[bytes, Standing]:
+    """Let a request through, or refuse it; the ledger as it is then.
+
+    Args:
+        state: the ledger, None for a new one.
+        asked: the request.
+        now: milliseconds of the store's clock.
+        shared: whether it is the ledger of sessions that are too many.
+    """
+    ledger = _Ledger(state, now)
+    ledger.close_old(now)
+    ledger.learn(asked)
+    retry = _find(ledger.identities, asked.identity, _IDENTITY) >= 0
+    limit, used, allowed, tool = ledger.judge(asked, retry)
+    if limit:
+        ledger.block(asked.limits)
+    else:
+        ledger.let_through(asked, retry, now)
+    return ledger.pack(), ledger.describe(now, limit, used, allowed, tool, shared, retry)
+
+
+def settle(state: bytes | None, asked: Settlement, now: int) -> tuple[bytes | None, Standing]:
+    """Close a call, once: what is not open any more, or was never, changes nothing."""
+    if state is None:
+        return None, Standing()
+    ledger = _Ledger(state, now)
+    at = _find(ledger.open, asked.call, _RESERVATION.size)
+    if at >= 0:
+        ledger.close(at, asked)
+    ledger.close_old(now)
+    return ledger.pack(), ledger.describe(now, 0, 0, 0, b"", False, False)
+
+
+class _Ledger:
+    """A session's, unpacked.
+
+    Attributes:
+        narrowed_at: how many tool calls there were when a request was let through that had used up all of them; or 0.
+        identities: of the newest steps, oldest first.
+        open: reservations, oldest first.
+        counts: a digest and a number for each tool.
+        names: theirs, each behind its length.
+        records: the newest tool calls, in the order in which they were first seen.
+    """
+
+    __slots__ = (
+        "began",
+        "blocks",
+        "consecutive_blocks",
+        "consecutive_errors",
+        "cost",
+        "counts",
+        "estimated",
+        "identities",
+        "killed",
+        "last",
+        "names",
+        "narrowed_at",
+        "open",
+        "records",
+        "reserved",
+        "steps",
+        "tool_calls",
+    )
+
+    def __init__(self, state: bytes | None, now: int) -> None:
+        self.last = self.began = now
+        self.cost = self.estimated = self.reserved = 0
+        self.steps = self.tool_calls = self.narrowed_at = 0
+        self.blocks = self.consecutive_blocks = self.consecutive_errors = self.killed = 0
+        self.identities = self.open = self.counts = self.names = self.records = b""
+        if state is not None:
+            self._unpack(state)
+
+    def _unpack(self, state: bytes) -> None:
+        head = _HEAD.unpack_from(state)
+        self.last, self.began, self.cost, self.estimated, self.reserved = head[:5]
+        self.steps, self.tool_calls, self.narrowed_at = head[5:8]
+        self.blocks, self.consecutive_blocks, self.consecutive_errors, self.killed = head[8:12]
+        identities, reservations, tools, names = head[12:]
+        start = _HEAD.size
+        end = start + identities * _IDENTITY
+        self.identities = state[start:end]
+        start, end = end, end + reservations * _RESERVATION.size
+        self.open = state[start:end]
+        start, end = end, end + tools * _TOOL.size
+        self.counts = state[start:end]
+        start, end = end, end + names
+        self.names = state[start:end]
+        self.records = state[end:]
+
+    def pack(self) -> bytes:
+        """As it is stored."""
+        head = _HEAD.pack(
+            self.last,
+            self.began,
+            self.cost,
+            self.estimated,
+            self.reserved,
+            self.steps,
+            self.tool_calls,
+            self.narrowed_at,
+            self.blocks,
+            self.consecutive_blocks,
+            self.consecutive_errors,
+            self.killed,
+            len(self.identities) // _IDENTITY,
+            len(self.open) // _RESERVATION.size,
+            len(self.counts) // _TOOL.size,
+            len(self.names),
+        )
+        return b"".join((head, self.identities, self.open, self.counts, self.names, self.records))
+
+    def learn(self, asked: Step) -> None:
+        """Count the tool calls that are new."""
+        known, calls = self.records, asked.calls
+        start = len(known) if calls.startswith(known) else 0
+        if start == len(calls):
+            return
+        ids = {known[at : at + _ID] for at in range(0, len(known), RECORD)}
+        forgot = not start and self.tool_calls * RECORD > len(known)
+        new: dict[bytes, bytes] = {}
+        for at in range(start, len(calls), RECORD):
+            name = calls[at : at + _ID]
+            if name not in ids:
+                new.setdefault(name, calls[at : at + RECORD])
+            elif forgot:  # what stands before the first one that is known is older, and was counted once
+                new.clear()
+                forgot = False
+        for record in new.values():
+            self._count_tool(record[_ID:_NAME], asked)
+        self.tool_calls = min(self.tool_calls + len(new), _MAX)
+        self.records = b"".join((known, *new.values()))[-count_records(asked) * RECORD :]
+
+    def _count_tool(self, tool: bytes, asked: Step) -> None:
+        at = _find(self.counts, tool, _TOOL.size)
+        if at >= 0:
+            counted = _TOOL.pack(tool, min(self._count_calls(tool) + 1, _MAX))
+            self.counts = self.counts[:at] + counted + self.counts[at + _TOOL.size :]
+        elif len(self.counts) < self._count_room(tool, asked.limits) * _TOOL.size:
+            self.counts += _TOOL.pack(tool, 1)
+            self.names += pack_name(next((name for digest, name in asked.tools if digest == tool), ""))
+
+    def _count_room(self, tool: bytes, limits: Limits) -> int:
+        """How many tools there may be besides this one; others leave room for those that have limits of their own."""
+        missing = 0
+        for digest, _ in limits.tools:
+            if digest == tool:
+                return _MOST_TOOLS
+            missing += _find(self.counts, digest, _TOOL.size) < 0
+        return _TOOLS - missing
+
+    def judge(self, asked: Step, retry: bool) -> tuple[int, int, int, bytes]:  # noqa: FBT001, PLR0911  # a limit each
+        """Which limit refuses a request, an index into `LIMITS`; used and allowed of it; the tool that it is about."""
+        limits = asked.limits
+        if self.killed:
+            by_blocks = self.killed == 1
+            used, allowed = (self.consecutive_blocks, limits.blocks) if by_blocks else (self.consecutive_errors, limits.errors)
+            return 1, used, allowed, b""
+        allowed = limits.steps + asked.grants[0]
+        if limits.steps >= 0 and self.steps >= allowed and not retry:
+            return 2, self.steps, allowed, b""
+        allowed = limits.tool_calls + asked.grants[1]
+        goes_on = not limits.narrows or 0 < self.narrowed_at < self.tool_calls
+        if limits.tool_calls >= 0 and self.tool_calls > allowed and goes_on:
+            return 3, self.tool_calls, allowed, b""
+        allowed = limits.cost + asked.grants[2]
+        if limits.cost >= 0 and self.cost + self.reserved >= allowed:
+            return 4, self.cost + self.reserved, allowed, b""
+        for tool, allowed in limits.tools:
+            count = self._count_calls(tool)
+            if count > allowed:
+                return 5, count, allowed, tool
+        equal = self._count_equal(asked.calls, limits.window) if limits.threshold >= 0 else -1
+        if equal >= max(limits.threshold, 1):
+            return 6, equal, limits.threshold, asked.calls[_ID - RECORD : _NAME - RECORD]
+        return 0, 0, 0, b""
+
+    def _count_calls(self, tool: bytes) -> int:
+        at = _find(self.counts, tool, _TOOL.size)
+        return int.from_bytes(self.counts[at + len(tool) : at + _TOOL.size]) if at >= 0 else 0
+
+    def _count_equal(self, calls: bytes, window: int) -> int:
+        """How often the newest tool call stands among the last: those shown, and where they are few, those known before."""
+        recent = calls[-window * RECORD :]
+        missing = window - len(recent) // RECORD
+        if recent and missing > 0 and self.records != calls:
+            shown = {calls[at : at + _ID] for at in range(0, len(calls), RECORD)}
+            older = [self.records[at : at + RECORD] for at in range(0, len(self.records), RECORD)]
+            recent = b"".join([record for record in older if record[:_ID] not in shown][-missing:]) + recent
+        newest = calls[-RECORD:][_NAME:]
+        return sum([recent[at + _NAME : at + RECORD] == newest for at in range(0, len(recent), RECORD)])
+
+    def block(self, limits: Limits) -> None:
+        """One more request was refused."""
+        self.blocks = min(self.blocks + 1, _MAX)
+        self.consecutive_blocks = min(self.consecutive_blocks + 1, _MAX)
+        if not self.killed and 0 <= limits.blocks <= self.consecutive_blocks:
+            self.killed = 1
+
+    def let_through(self, asked: Step, retry: bool, now: int) -> None:  # noqa: FBT001  # a bit of what is stored
+        """One more request was not."""
+        limits = asked.limits
+        if not retry:
+            self.steps = min(self.steps + 1, _MAX)
+            self.identities = (self.identities + asked.identity)[-_IDENTITIES * _IDENTITY :]
+        if not limits.narrows or self.tool_calls < limits.tool_calls + asked.grants[1]:
+            self.narrowed_at = 0
+        elif not self.narrowed_at:
+            self.narrowed_at = self.tool_calls
+        reserve, quiet = min(asked.reserve, MAX_RESERVE), min(max(0, now - self.last), _MAX)
+        self.open += _RESERVATION.pack(asked.call, asked.identity, now, reserve, quiet, self.consecutive_blocks, retry)
+        self.reserved += reserve
+        self.consecutive_blocks = 0
+        self.last = now
+        self.close_old(now)
+
+    def close_old(self, now: int) -> None:
+        """What nobody has settled in time costs what was reserved."""
+        while self.open:
+            _, _, begun, reserve, _, _, _ = _RESERVATION.unpack_from(self.open)
+            if len(self.open) <= _OPEN * _RESERVATION.size and now - begun < _OPEN_MS:
+                break
+            self.open = self.open[_RESERVATION.size :]
+            self.reserved -= reserve
+            self._pay(reserve, reserve)
+
+    def close(self, at: int, asked: Settlement) -> None:
+        """Settle the reservation that stands there."""
+        _, identity, begun, reserve, quiet, blocks, retry = _RESERVATION.unpack_from(self.open, at)
+        self.open = self.open[:at] + self.open[at + _RESERVATION.size :]
+        self.reserved -= reserve
+        if asked.outcome == REFUSED:
+            self._take_back(identity, begun, quiet, blocks, retry)
+            self.block(asked.limits)
+            return
+        cost = min(asked.cost, MAX_MONEY)
+        self._pay(cost, cost if asked.estimated else 0)
+        self.consecutive_errors = min(self.consecutive_errors + 1, _MAX) if asked.outcome == FAILED else 0
+        if not self.killed and 0 <= asked.limits.errors <= self.consecutive_errors:
+            self.killed = 2
+
+    def _pay(self, cost: int, estimated: int) -> None:
+        self.cost = min(self.cost + cost, MAX_MONEY)
+        self.estimated = min(self.estimated + estimated, MAX_MONEY)
+
+    def _take_back(self, identity: bytes, begun: int, quiet: int, blocks: int, retry: int) -> None:
+        """As if the step had not been let through; refusals since then stay in the same row."""
+        self.consecutive_blocks = min(self.consecutive_blocks + blocks, _MAX)
+        if self.last == begun:
+            self.last -= quiet
+        at = _find(self.identities, identity, _IDENTITY)
+        if not retry:
+            self.steps -= 1
+            if at >= 0:
+                self.identities = self.identities[:at] + self.identities[at + _IDENTITY :]
+
+    def describe(  # noqa: PLR0913  # what the ledger does not hold
+        self,
+        now: int,
+        limit: int,
+        used: int,
+        allowed: int,
+        tool: bytes,
+        shared: bool,  # noqa: FBT001  # a field
+        retry: bool,  # noqa: FBT001  # a field
+    ) -> Standing:
+        """How the session stands."""
+        return Standing(
+            limit,
+            used,
+            allowed,
+            tool,
+            self.steps,
+            self.tool_calls,
+            self.blocks,
+            self.consecutive_blocks,
+            self.consecutive_errors,
+            self.cost,
+            self.estimated,
+            self.reserved,
+            self.killed,
+            max(0, now - self.began),
+            shared,
+            retry,
+            list_tools(self.counts, self.names),
+        )
+
+
+def _find(joined: bytes, start: bytes, width: int) -> int:
+    """Where the item that starts so stands among items of one width; -1 where none does."""
+    at = joined.find(start)
+    while at >= 0 and at % width:
+        at = joined.find(start, at + 1)
+    return at
+
+
+def count_records(asked: Step) -> int:
+    """How many tool calls are known again."""
+    limits = asked.limits
+    highest = max(limits.tool_calls + asked.grants[1], *(allowed for _, allowed in limits.tools), 0)
+    return min(MAX_RECORDS, max(_RECORDS, highest + _SPARE_RECORDS, limits.window))
+
+
+def pack_name(name: str) -> bytes:
+    """The start of a tool's name behind its length in bytes."""
+    encoded = name[:_TOOL_NAME].encode("utf-8", "replace")[:255]
+    return bytes((len(encoded),)) + encoded
+
+
+def list_tools(counts: bytes, names: bytes) -> tuple[tuple[bytes, str, int], ...]:
+    """Tools as `Standing` has them."""
+    tools = []
+    at = 0
+    for tool, count in _TOOL.iter_unpack(counts):
+        end = at + 1 + names[at]
+        tools.append((tool, names[at + 1 : end].decode("utf-8", "ignore"), count))
+        at = end
+    return tuple(tools)

@@ -17,10 +17,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from extproc.handover import MAX_POLICY_JSON, POLICY_ATTRIBUTE, POLICY_METADATA
+from extproc.ledger import Question
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.policy import loader
 from extproc.service import Service
-from extproc.windows import Count, Hit
 from tests.documents import bundle, policy
 from tests.harness import Stack, envoy_version, eventually, stack
 from tests.messages import body, headers
@@ -42,7 +42,7 @@ class Recording(FailingStore):
         self.keys: list[str] = []
         service.counting.store = self
 
-    def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count] | Awaitable[list[Count]]:
+    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
         """Count."""
         self.keys += [hit.key for hit in hits]
         return super().hit(hits, now)

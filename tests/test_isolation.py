@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.ledger import Question
 from extproc.service import Service
-from extproc.windows import Count, Hit, Push
+from extproc.windows import Push
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_service import FailingStore, decoded, exchange, make_service
@@ -79,7 +80,7 @@ HEALTH = ["healthy", "slow", "raises", "store fails", "store fails later"]
 class Still(FailingStore):
     """A store whose clock stands, so that no answer depends on how busy the machine is."""
 
-    def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count] | Awaitable[list[Count]]:  # noqa: ARG002  # stands
+    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:  # noqa: ARG002  # stands
         """Count or fail."""
         return super().hit(hits, 1_000_000)
 

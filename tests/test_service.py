@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from extproc.errors import ProtocolError, StoreError
 from extproc.fingerprint import hash_tenant, write_crc32
+from extproc.ledger import Question
 from extproc.metrics import Metrics
 from extproc.pb.base_pb2 import HeaderMap, HeaderValue
 from extproc.pb.external_processor_pb2 import HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse
@@ -28,7 +29,7 @@ from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.store.orders import Orders
 from extproc.throttle import Holds
-from extproc.windows import Count, Hit, Push
+from extproc.windows import Push
 from extproc.wire import LARGE, MAX_HEADERS, parse_message, read_request
 from tests.documents import policy
 from tests.messages import MODES, body, headers
@@ -46,7 +47,7 @@ class FailingStore:
         self._later = later
         self._memory = MemoryStore(Metrics())
 
-    def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count] | Awaitable[list[Count]]:
+    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
         """Count or fail."""
         return self._answer([hit.key for hit in hits], lambda: self._memory.hit(hits, now))
 

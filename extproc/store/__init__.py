@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 from extproc.errors import UsageError
+from extproc.ledger import Question
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store.orders import Orders
-from extproc.windows import Count, Hit, Push
+from extproc.windows import Push
 
 
 class Store(Protocol):
     """Shared state, of several kinds: each call reads and writes its keys, and decides, in one atomic step for each of them.
 
-    Every store answers exactly as `extproc.windows` does; one in this process at once, a remote one with an awaitable. Keys in
-    one call are distinct. `now`, in milliseconds, is for tests alone; None takes the store's own clock.
+    Every store answers exactly as `extproc.windows` and `extproc.ledger` do; one in this process at once, a remote one with an
+    awaitable. Keys in one call are distinct. `now`, in milliseconds, is for tests alone; None takes the store's own clock.
     """
 
-    def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count] | Awaitable[list[Count]]:
+    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
         """Count every hit once, and decide whether each is to be acted on; answers come in the order of the hits.
+
+        What sessions ask goes along: a hit is answered with a `Count`, a step and a settlement with a `Standing`.
 
         Raises:
             StoreError: at once or from the awaitable; nothing else ever.

@@ -15,10 +15,11 @@ import itertools
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
 
 from extproc.errors import UsageError
+from extproc.ledger import Limits, Question, Settlement, Standing, Step, enter, recall, settle, take_step
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store.boards import MemoryBoards
@@ -37,9 +38,9 @@ _MEAN_BYTES = 256
 """Of state in an entry: a count takes 28, a log or a ring can take thousands."""
 
 # A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never looks at it. Every entry but a log
-# begins with when it was last used, and until when it lasts whatever its lifetime says.
-_TIMES = struct.Struct("<qq")
-_TALLY = struct.Struct("<qqqI")
+# begins with when it was last used, and until when it lasts whatever its lifetime says: where it began, for one of a session.
+_TIMES = struct.Struct(">qq")
+_TALLY = struct.Struct(">qqqI")
 _MAX_COUNT = 2**32 - 1
 
 _Entry: TypeAlias = bytes | bytearray
@@ -79,10 +80,10 @@ class MemoryStore:
         """Entries kept now, some of which may have expired."""
         return self._entries
 
-    def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count]:
+    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any]:
         """Count every hit once; answers at once and never raises a StoreError."""
         moment = self._clock() if now is None else now
-        return [self._count(hit, moment) for hit in hits]
+        return [self._answer(hit, moment) for hit in hits]
 
     def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:
         """Push every entry once; answers at once and never raises a StoreError."""
@@ -119,6 +120,11 @@ class MemoryStore:
     async def close(self) -> None:
         """Nothing to let go of."""
 
+    def _answer(self, asked: Question, now: int) -> Count | Standing:
+        if isinstance(asked, Hit):
+            return self._count(asked, now)
+        return self._step(asked, now) if isinstance(asked, Step) else self._settle(asked, now)
+
     def _count(self, hit: Hit, now: int) -> Count:
         window = hit.window_ms
         shard = self._find_shard(hit.key)
@@ -132,6 +138,35 @@ class MemoryStore:
             entry = _TALLY.pack(state[2], state[3], state[1], min(state[0], _MAX_COUNT))
         self._put(shard, hit.key, hit.cooldown_ms if count.cooldown_ms and hit.cooldown_ms > window else window, entry, now)
         return count
+
+    def _step(self, asked: Step, now: int) -> Standing:
+        key = asked.key
+        ledger = self._take_ledger(key, asked.limits, now)
+        shared = ledger is None and not self._enter(asked, now)
+        if shared:
+            key = asked.shared
+            ledger = self._take_ledger(key, asked.limits, now)
+        ledger, standing = take_step(ledger, asked, now, shared=shared)
+        self._put(self._find_shard(key), key, asked.limits.idle_ms, ledger, now)
+        return standing
+
+    def _settle(self, asked: Settlement, now: int) -> Standing:
+        ledger, standing = settle(self._take_ledger(asked.key, asked.limits, now), asked, now)
+        if ledger is not None:
+            self._put(self._find_shard(asked.key), asked.key, asked.limits.idle_ms, ledger, now)
+        return standing
+
+    def _enter(self, asked: Step, now: int) -> bool:
+        """Whether the tenant may begin one more session."""
+        shard, lifetime = self._find_shard(asked.roster), asked.limits.idle_ms
+        entry = self._take(shard, asked.roster, lifetime)
+        roster, room = enter(entry if isinstance(entry, bytes) else None, asked.limits, now)
+        self._put(shard, asked.roster, lifetime, roster, now)
+        return room
+
+    def _take_ledger(self, key: str, limits: Limits, now: int) -> bytes | None:
+        entry = self._take(self._find_shard(key), key, limits.idle_ms)
+        return recall(entry, limits, now) if isinstance(entry, bytes) else None
 
     def _push(self, pushed: Push, now: int) -> list[bytes]:
         shard = self._find_shard(pushed.key)
