@@ -32,17 +32,17 @@ class Engine:
         """
         parts = Parts()
         every = [(source.forces_shadow(now), policy) for source in policies.sources for policy in source.policies]
+        guarding = [(forced, policy) for forced, policy in every if policy.spec.is_enabled()]
         entries = [
             (policy.spec.selector, Plan(policy, parts, shadow=shadow or forced or policy.spec.mode == "shadow"))
-            for forced, policy in every
-            if policy.spec.is_enabled()
+            for forced, policy in guarding
         ]
         self.plans = [plan for _, plan in entries]
         self._places = {plan.id: place for place, plan in enumerate(self.plans)}
         self._idle = frozenset(policy.id for _, policy in every if not policy.spec.is_enabled())
         self._index = Index(entries)
         self._switches = KillSwitches(policies.sources)
-        self.pairings = find_pairings([policy for _, policy in every if policy.spec.is_enabled()])
+        self.pairings = find_pairings([policy for _, policy in guarding])
         for pairing in self.pairings:
             for name in (pairing.live, pairing.candidate):
                 self.plans[self._places[name]].paired = True

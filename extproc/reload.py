@@ -349,7 +349,7 @@ def _compile(files: dict[str, bytes], settings: Settings, now: datetime, checked
 
 def _digest(policy: Policy) -> int:
     """A number that another policy hardly has."""
-    return zlib.crc32(policy.model_dump_json().encode())
+    return zlib.crc32(policy.model_dump_json(exclude_defaults=True).encode())
 
 
 def compare_policies(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, str | None]:

@@ -27,7 +27,7 @@ from pydantic import (
 
 from extproc.fingerprint import normalize_path
 from extproc.notes import PLACEHOLDERS
-from extproc.policy.objects import MAX_SECONDS, JsonObject, is_pointer, make_error
+from extproc.policy.objects import MAX_SECONDS, NO_ITEMS, JsonObject, is_pointer, make_error
 from extproc.policy.session_limits import MAX_COUNT, SessionLimits
 from extproc.similarity import KINDS
 from extproc.similarity.keys import SimilarityKeys
@@ -284,7 +284,7 @@ class Rule(JsonObject):
     """A Fairvisor rate-limit rule: its `limit_keys` are united with the policy's; the limit itself is not enforced."""
 
     name: str
-    limit_keys: list[LimitKey] = []
+    limit_keys: list[LimitKey] = NO_ITEMS
     algorithm: Literal["token_bucket", "cost_based", "token_bucket_llm"] | None = None
     algorithm_config: dict[str, Any] | None = None
     match: dict[str, Any] | None = None
@@ -295,7 +295,7 @@ class FallbackLimit(JsonObject):
 
     model_config = ConfigDict(extra="allow")
 
-    limit_keys: list[LimitKey] = []
+    limit_keys: list[LimitKey] = NO_ITEMS
 
 
 SESSION_HEADERS = (
@@ -366,14 +366,14 @@ class Spec(JsonObject):
     ramp_seed: Id | None = None
     keep_counts: bool = False
     canary_of: Id | None = None
-    limit_keys: list[LimitKey] = []
+    limit_keys: list[LimitKey] = NO_ITEMS
     missing_descriptor: Literal["require_one", "skip", "share"] = "require_one"
     uncountable: Literal["allow", "reject"] = "allow"
-    bypass: list[Bypass] = []
+    bypass: list[Bypass] = NO_ITEMS
     session: Session | None = None
     session_limits: SessionLimits | None = None
     loop_detection: Detections | None = None
-    rules: list[Rule] = []
+    rules: list[Rule] = NO_ITEMS
     fallback_limit: FallbackLimit | None = None
     circuit_breaker: dict[str, Any] | None = None
 
@@ -450,7 +450,7 @@ class Envelope(JsonObject):
     expires_at: Timestamp | None = None
     global_shadow: Override | None = None
     kill_switch_override: Override | None = None
-    kill_switches: list[Any] = []
+    kill_switches: list[Any] = NO_ITEMS
     defaults: Any = None
 
 
@@ -458,7 +458,7 @@ class Bundle(Envelope):
     """A whole bundle file; what `loopguard schema` describes."""
 
     policies: list[Policy]
-    kill_switches: list[KillSwitch] = []
+    kill_switches: list[KillSwitch] = NO_ITEMS
 
 
 def _read_attributes(model: type[JsonObject]) -> dict[str, str]:

@@ -59,6 +59,9 @@ _OWNERS = {
 }
 """The keys that mean something with some similarities only, and which those are."""
 
+_REMEMBERING = [name for name, kind in KINDS.items() if kind.remembers]
+"""The similarities that look at sessions."""
+
 
 def anchor_on_route(policy: Any) -> Any:  # noqa: ANN401  # raw JSON
     """A raw policy that came with a route: without a path or a route of its own it takes all requests of that one."""
@@ -267,10 +270,11 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
     Yields:
         the place below the policy, and what may have been meant.
     """
-    remembering = [name for name, kind in KINDS.items() if kind.remembers]
-    looks = policy.spec.session_limits is not None or any(loop.similarity in remembering for _, loop in policy.spec.detectors())
+    looks = policy.spec.session_limits is not None or any(
+        loop.similarity in _REMEMBERING for _, loop in policy.spec.detectors()
+    )
     if policy.spec.session is not None and not looks:
-        looking = f"similarity {' or '.join(remembering)} does, and so do session_limits"
+        looking = f"similarity {' or '.join(_REMEMBERING)} does, and so do session_limits"
         yield ("spec", "session"), f"no detector of this policy looks at sessions; {looking}"
     yield from _find_idle_steering(policy)
     yield from _find_idle_ramp(policy.spec)
@@ -313,7 +317,7 @@ def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
     if spec.rules:
         names = ", ".join(rule.name for rule in spec.rules)
         yield ("spec", "rules"), f"rate-limit rules are not enforced by Loopguard: {names}"
-    if spec.fallback_limit not in (None, FallbackLimit()):
+    if spec.fallback_limit is not None and spec.fallback_limit != FallbackLimit():
         yield ("spec", "fallback_limit"), "fallback_limit is not enforced by Loopguard"
     if spec.circuit_breaker and spec.circuit_breaker.get("enabled", True):
         yield ("spec", "circuit_breaker"), "circuit_breaker is not enforced by Loopguard"

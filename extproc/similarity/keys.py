@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from extproc.policy.objects import MAX_SECONDS, MAX_THRESHOLD, JsonObject, Pointer
+from extproc.policy.objects import MAX_SECONDS, MAX_THRESHOLD, NO_ITEMS, JsonObject, Pointer
 from extproc.similarity.actions import THOUGHTS
 from extproc.similarity.tools import Limit, Limits
 
@@ -34,7 +34,7 @@ class Escalation(JsonObject):
 
     def list_steps(self) -> list[tuple[str, int]]:
         """Actions and their thresholds, the mildest first."""
-        steps = [(name, getattr(self, name)) for name in type(self).model_fields]
+        steps = [("steer", self.steer), ("throttle", self.throttle), ("reject", self.reject)]
         return [(name, threshold) for name, threshold in steps if threshold is not None]
 
 
@@ -59,7 +59,7 @@ class CanonicalKeys(LoopKeys):
         ignore_fields: of `canonical`: JSON Pointers to what is not compared; `*` stands for any one step.
     """
 
-    ignore_fields: list[Pointer] = []
+    ignore_fields: list[Pointer] = NO_ITEMS
 
 
 class TailKeys(LoopKeys):
