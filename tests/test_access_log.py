@@ -8,13 +8,13 @@ from typing import Any
 
 import grpc
 import pytest
-from extproc.pb.als_pb2 import StreamAccessLogsMessage, StreamAccessLogsResponse
 from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.access_log import MAX_ENTRIES, MAX_MESSAGE, AccessLog, Entry, read_entries
 from extproc.errors import ProtocolError
 from extproc.metrics import Metrics
+from extproc.pb.als_pb2 import StreamAccessLogsMessage, StreamAccessLogsResponse
 from extproc.rates import Usage
 from extproc.transport.health import ACCESS_LOG
 from tests.documents import policy

@@ -321,8 +321,6 @@ def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
         yield ("spec", "fallback_limit"), "fallback_limit is not enforced by Loopguard"
     if spec.circuit_breaker and spec.circuit_breaker.get("enabled", True):
         yield ("spec", "circuit_breaker"), "circuit_breaker is not enforced by Loopguard"
-    if spec.session_limits is not None:
-        yield ("spec", "session_limits"), "session_limits are not enforced yet by this version of Loopguard"
     places: list[tuple[Place, list[str]]] = [
         (("spec", "limit_keys"), spec.limit_keys),
         *((("spec", "rules", number, "limit_keys"), rule.limit_keys) for number, rule in enumerate(spec.rules)),

@@ -1,0 +1,301 @@
+"""Limits of sessions, from a request's headers to the answer: each one at the exact request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from extproc.access_log import Entry
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from extproc.policy.bundle import BUDGET_KEYS
+from extproc.rates import Usage
+from extproc.service import Service
+from tests.messages import body, headers
+from tests.test_engine import ANY
+from tests.test_service import decoded, exchange, headers_of, make_service, metadata_of, sample
+from tests.turn_writers import Did, as_chat
+
+PRICES = {"*": {"input": 1_000_000, "output": 1_000_000}}
+"""A dollar for each token, so that sums can be read."""
+
+TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
+
+
+def limited(mode: str = "enforce", session: dict[str, Any] | None = None, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
+    """A policy with these limits of sessions, and nothing beside them."""
+    named = {} if session is None else {"session": session}
+    spec = {"selector": ANY, "mode": mode, "limit_keys": ["header:x-team"], **named, "session_limits": limits}
+    return {"id": "agents", "spec": spec}
+
+
+def turns(count: int, tool: str = "run", **more: Any) -> bytes:  # noqa: ANN401  # of a body
+    """A request whose history shows so many calls, each with arguments of its own."""
+    done = [Did(((tool, {"step": number}),), (f"result {number}",), number=number) for number in range(1, count + 1)]
+    return json.dumps({**as_chat(done), "tools": [TOOL], **more}).encode()
+
+
+def ask(service: Service, data: bytes, session: str = "s", team: str = "t", **more: str) -> ProcessingResponse:
+    """The answer to one request."""
+    named: dict[str, Any] = {"x_team": team, **({"x_session_id": session} if session else {}), **more}
+    return decoded(exchange(service, headers("/v1/chat/completions", **named), body(data))[-1])
+
+
+def status(answer: ProcessingResponse) -> int:
+    """Of the refusal, 200 for none."""
+    return answer.immediate_response.status.code if answer.HasField("immediate_response") else 200
+
+
+def send(service: Service, bodies: Sequence[bytes], **more: str) -> list[int]:
+    """What becomes of requests, one after the other."""
+    return [status(ask(service, data, **more)) for data in bodies]
+
+
+def told(answer: ProcessingResponse) -> dict[str, Any]:
+    """What the body of a refusal says about its limit."""
+    return dict(json.loads(answer.immediate_response.body)["detail"])
+
+
+def entry(answer: ProcessingResponse, status: int = 200, tokens: int = 0, *, failed: bool = False) -> Entry:
+    """What the access log says when the request is over that was answered so."""
+    named = tuple(metadata_of(answer)["sessions"])
+    return Entry(named, status, failed, 0, 0, "", Usage(tokens, 0), estimated=False, refused=False)
+
+
+def test_steps_are_requests_that_were_let_through() -> None:
+    """The request behind the last step is refused, whatever is in it; a retry of one that went through is not."""
+    service = make_service(limited(max_steps=3))
+
+    assert send(service, [turns(n) for n in range(5)]) == [200, 200, 200, 429, 429]
+    assert send(service, [turns(2), turns(3)]) == [200, 429]
+    assert send(service, [turns(9)], session="other") == [200]
+    assert send(service, [turns(9)], team="other") == [200]
+    assert sample(service, "session_limits_total", policy="agents", mode="enforce", limit="max_steps", action="reject") == 3
+    assert sample(service, "requests_total", policy="agents", mode="enforce", action="reject") == 3
+    assert sample(service, "loops_detected_total", policy="agents", mode="enforce", action="reject") == 0
+
+
+def test_a_refusal_says_which_limit_and_how_much_of_it() -> None:
+    """It is final for clients: nothing says when to come back."""
+    service = make_service(limited(max_steps=1))
+    ask(service, turns(1))
+
+    refused = ask(service, turns(2))
+
+    assert status(refused) == 429
+    assert {key: told(refused)[key] for key in ("error", "limit", "used", "allowed")} == {
+        "error": "session_limit_exceeded",
+        "limit": "max_steps",
+        "used": 1,
+        "allowed": 1,
+    }
+    assert headers_of(refused) == {
+        "content-type": "application/json",
+        "x-should-retry": "false",
+        "X-Fairvisor-Reason": "session_limit_exceeded",
+        "x-loopguard-policy": "agents",
+        "x-loopguard-limit": "max_steps",
+        "x-loopguard-used": "1",
+        "x-loopguard-allowed": "1",
+    }
+    assert metadata_of(refused) | {"fingerprint": "", "tenant": ""} == {
+        "action": "reject",
+        "reason": "session_limit_exceeded",
+        "policy": "agents",
+        "detector": "session",
+        "limit": "max_steps",
+        "count": 1,
+        "used": 1,
+        "allowed": 1,
+        "fingerprint": "",
+        "tenant": "",
+    }
+    assert refused.immediate_response.details == "session_limit_exceeded"
+
+
+def test_payment_required_says_what_clients_take_for_final() -> None:
+    """With reject_status 402 the error has the code of a quota that is used up."""
+    service = make_service(limited(max_steps=1, reject_status=402))
+
+    assert send(service, [turns(1), turns(2)]) == [200, 402]
+    error = json.loads(ask(service, turns(3)).immediate_response.body)["error"]
+    assert (error["type"], error["code"]) == ("insufficient_quota", "insufficient_quota")
+
+
+def test_calls_of_tools_are_counted_each_once() -> None:
+    """They count when a history shows them, also when that has lost its older turns."""
+    service = make_service(limited(max_tool_calls=3))
+    short = json.dumps(as_chat([Did((("run", {"step": 4}),), ("ok",), number=4)])).encode()
+
+    assert send(service, [turns(1), turns(2), turns(3), turns(3)]) == [200, 200, 200, 200]
+    refused = ask(service, short)
+    assert (status(refused), told(refused)["limit"], told(refused)["used"], told(refused)["allowed"]) == (
+        429,
+        "max_tool_calls",
+        4,
+        3,
+    )
+
+
+def test_a_tool_of_its_own_limit_refuses_once_it_was_called_too_often() -> None:
+    """Other tools have their own count."""
+    service = make_service(limited(max_calls_per_tool={"issue_refund": 1}))
+
+    assert send(service, [turns(5, "run"), turns(1, "issue_refund")]) == [200, 200]
+    refused = ask(service, turns(2, "issue_refund"))
+    assert (status(refused), told(refused)["limit"]) == (429, "max_calls_per_tool")
+    assert "issue_refund" in told(refused)["message"]
+
+
+def test_equal_calls_in_a_row_are_a_loop_whatever_they_bring() -> None:
+    """Three of the last five calls with the same arguments refuse the request that shows them."""
+    service = make_service(limited(loop_detection={"window": 5, "threshold": 3}))
+
+    def stuck(count: int) -> bytes:
+        done = [Did((("run", {"tests": "all"}),), (f"result {number}",), number=number) for number in range(1, count + 1)]
+        return json.dumps(as_chat(done)).encode()
+
+    assert send(service, [stuck(1), stuck(2), stuck(3)]) == [200, 200, 429]
+
+
+def test_money_is_what_the_access_log_says() -> None:
+    """The call that passes the limit has run, the next one is refused; what was reserved is settled."""
+    service = make_service(limited(max_cost_per_session=1_000, prices=PRICES))
+    first = ask(service, b"{}")
+    service.settle_entry(entry(first, tokens=999))
+    second = ask(service, b'{"a": 1}')
+    service.settle_entry(entry(second, tokens=1))
+
+    refused = ask(service, b'{"a": 2}')
+
+    assert [status(first), status(second), status(refused)] == [200, 200, 429]
+    assert (told(refused)["limit"], told(refused)["used"], told(refused)["allowed"]) == ("max_cost_per_session", 1_000, 1_000)
+
+
+def test_what_is_not_settled_yet_is_estimated() -> None:
+    """Four bytes of a prompt are a token, until the access log says otherwise."""
+    service = make_service(limited(max_cost_per_session=100, prices=PRICES))
+    large = json.dumps({"prompt": "x" * 500}).encode()
+
+    first = ask(service, large)
+    assert [status(first), *send(service, [b"{}"])] == [200, 429]
+    service.settle_entry(entry(first, tokens=3))
+    assert send(service, [b"{}"]) == [200]
+
+
+def test_failures_in_a_row_kill_a_session() -> None:
+    """One that succeeds begins the count anew; a killed session stays killed."""
+    service = make_service(limited(circuit_breaker={"consecutive_errors": 2}))
+
+    for number, failed in enumerate((True, False, True, True)):
+        service.settle_entry(entry(ask(service, turns(number)), 503 if failed else 200, failed=failed))
+
+    refused = ask(service, turns(9))
+    assert (status(refused), told(refused)["limit"]) == (429, "killed")
+    assert send(service, [turns(1)], session="other") == [200]
+
+
+def test_refusals_in_a_row_kill_a_session() -> None:
+    """From then on it is killed, whatever it was refused for at first."""
+    service = make_service(limited(max_steps=1, circuit_breaker={"consecutive_blocks": 2}))
+
+    answers = [ask(service, turns(number)) for number in range(4)]
+
+    assert [status(answer) for answer in answers] == [200, 429, 429, 429]
+    assert [told(answer)["limit"] for answer in answers[1:]] == ["max_steps", "max_steps", "killed"]
+
+
+def test_a_request_that_a_detector_refuses_is_no_step() -> None:
+    """It counts as a refusal of the session."""
+    document = limited(max_steps=3, circuit_breaker={"consecutive_blocks": 2})
+    document["spec"]["loop_detection"] = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2}
+    service = make_service(document)
+
+    assert send(service, [turns(1), turns(1), turns(2), turns(3), turns(4)]) == [200, 429, 200, 200, 429]
+    assert send(service, [turns(1)], session="b") == [429]
+
+
+def test_a_session_without_a_name_is_not_limited() -> None:
+    """That is counted; a policy that lets nothing pass uncounted refuses it."""
+    service = make_service(limited(max_steps=1))
+    strict = limited(max_steps=1)
+    strict["spec"]["uncountable"] = "reject"
+
+    assert send(service, [turns(n) for n in range(3)], session="") == [200] * 3
+    assert sample(service, "uncounted_total", policy="agents", reason="no_session") == 3
+    assert send(make_service(strict), [turns(1)], session="") == [400]
+
+
+@pytest.mark.parametrize("key", BUDGET_KEYS)
+def test_what_clients_send_anyway_names_a_session(key: str) -> None:
+    """Each header and each field by itself is enough, and each value is a session of its own."""
+    service = make_service(limited(max_steps=1))
+    source, _, name = key.partition(":")
+
+    def once(value: str, number: int) -> int:
+        if source == "header":
+            return status(ask(service, turns(number), session="", **{name.replace("-", "_"): value}))
+        fields: Any = value
+        for step in reversed(name.split("/")[1:]):
+            fields = {step: fields}
+        return status(ask(service, turns(number, **fields), session=""))
+
+    assert [once("a", 1), once("a", 2), once("b", 3), once("b", 4)] == [200, 429, 200, 429]
+
+
+def test_agents_of_a_session_count_together() -> None:
+    """Whoever another agent starts uses up what that one has."""
+    service = make_service(limited(max_steps=2))
+    named = {"x_claude_code_session_id": "run"}
+
+    assert send(service, [turns(1)], session="", x_claude_code_agent_id="a", **named) == [200]
+    assert send(service, [turns(2)], session="", x_claude_code_agent_id="b", **named) == [200]
+    assert send(service, [turns(3)], session="", x_claude_code_agent_id="c", **named) == [429]
+
+
+def test_a_caller_who_begins_ever_new_sessions_is_one_in_the_end() -> None:
+    """Past the bound, new names share the limits of one session, and that is counted."""
+    service = make_service(limited(max_steps=2, session={"max_sessions_per_tenant": 3}))
+
+    assert [send(service, [turns(1)], session=f"s{number}") for number in range(7)] == [[200]] * 5 + [[429]] * 2
+    assert sample(service, "session_overflow_total", policy="agents") == 4
+    assert send(service, [turns(2)], session="s0") == [200]
+    assert send(service, [turns(1)], team="other", session="s9") == [200]
+
+
+def test_shadow_limits_watch_and_count_apart() -> None:
+    """Nobody is refused, and what would have been is counted."""
+    service = make_service(limited("shadow", max_steps=1, max_tool_calls=1, max_tool_calls_mode="narrow"))
+
+    answers = [ask(service, turns(number)) for number in range(1, 4)]
+
+    assert [status(answer) for answer in answers] == [200] * 3
+    assert not any(answer.request_body.response.HasField("body_mutation") for answer in answers)
+    assert metadata_of(answers[2])["shadow_action"] == "reject"
+    assert sample(service, "session_limits_total", policy="agents", mode="shadow", limit="max_steps", action="reject") == 2
+
+
+def test_a_model_is_told_what_is_left_before_it_is_refused() -> None:
+    """`escalate` lets requests go on with a note from the given step on."""
+    service = make_service(limited(max_steps=4, escalate={"warn": {"max_steps": 2}, "steer": {"max_steps": 3}}))
+
+    answers = [ask(service, turns(number)) for number in range(1, 6)]
+
+    assert [status(answer) for answer in answers] == [200, 200, 200, 200, 429]
+    warned, steered = answers[1].request_body.response, answers[2].request_body.response
+    assert [(item.header.key, item.header.raw_value) for item in warned.header_mutation.set_headers] == [
+        ("X-Fairvisor-Warning", b"session_warn")
+    ]
+    assert "1 of this session's 4 steps are left" in steered.body_mutation.body.decode()
+    assert metadata_of(answers[2])["warning"] == "session_steer"
+
+
+def test_a_body_that_nobody_can_look_into_is_a_step_all_the_same() -> None:
+    """Whatever a client does to its body, the steps of its session count, and what could not be looked at is counted too."""
+    service = make_service(limited(max_steps=2))
+
+    assert send(service, [b"\x00", b"\x01", b"\x02"], content_encoding="br") == [200, 200, 429]
+    cut = [decoded(exchange(service, headers("/", x_team="t", x_session_id="c", mode="NONE"))[0]) for _ in range(3)]
+    assert [status(answer) for answer in cut] == [200, 200, 429]
