@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Struct
 
-from extproc.answers.go_on import NAMESPACE
+from extproc.answers.metadata import NAMESPACE
 from extproc.decision import Action
 from extproc.errors import ProtocolError
 from extproc.logs import RateLimit, make_extra

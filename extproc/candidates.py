@@ -446,5 +446,5 @@ class SessionCandidate(Candidate):
 
 
 def _mix(check: str, session: str) -> bytes:
-    """What tells a request from others, 8 bytes; the same body in another session is another one, where sessions share limits."""
+    """What tells a request from others, 8 bytes: the same body in another session is another one, where sessions share limits."""
     return (int(check, 16) ^ int(session, 16)).to_bytes(_CALL)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
+from extproc.answers.metadata import write_metadata
 from extproc.decision import Action, Decision, Reason
 from extproc.guards.session import SessionSubject
 from extproc.pb.base_pb2 import HeaderValueOption
 from extproc.pb.external_processor_pb2 import HeaderMutation, ProcessingResponse
 from extproc.policy.bundle import DEFAULT_DETECTOR
-
-NAMESPACE = "loopguard"
-"""Of the dynamic metadata that answers carry."""
 
 _TOOLS_SHOWN = 256
 
@@ -49,15 +47,14 @@ def let_go_on(
     response = ProcessingResponse()
     phase = getattr(response, kind)
     phase.SetInParent()
-    if metadata is not None:
-        response.dynamic_metadata.update({NAMESPACE: metadata})
     if warning and kind != "request_trailers":  # headers have gone by then
         set_headers(phase.response.header_mutation, [(_WARNING, warning)])
     if body is not None:
         # Envoy compares the body with its content-length, and answers 500 where they differ.
         set_headers(phase.response.header_mutation, [*marks, ("content-length", str(len(body)))])
         phase.response.body_mutation.body = body
-    return response.SerializeToString()
+    answer = response.SerializeToString()
+    return answer if metadata is None else answer + write_metadata(metadata)
 
 
 def make_wait(milliseconds: int) -> bytes:

@@ -10,7 +10,8 @@ from uuid import uuid4
 from extproc.answers.apis import find_api
 from extproc.answers.apis.api import Completion, Question, Refusal
 from extproc.answers.clients import choose_status
-from extproc.answers.go_on import NAMESPACE, set_headers
+from extproc.answers.go_on import set_headers
+from extproc.answers.metadata import write_metadata
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason, Subject
 from extproc.guards.session import SessionSubject
 from extproc.pb.external_processor_pb2 import ProcessingResponse
@@ -167,5 +168,4 @@ def _make_immediate(
     immediate.details = reason.value
     immediate.body = framed.body
     set_headers(immediate.headers, [("content-type", framed.content_type), *framed.headers, *headers])
-    response.dynamic_metadata.update({NAMESPACE: metadata})
-    return response.SerializeToString()
+    return response.SerializeToString() + write_metadata(metadata)

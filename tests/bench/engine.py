@@ -19,6 +19,7 @@ TITLE = "engine: the guard's own work per request (POST 1 KB, 16 headers, one po
 
 _LIMIT_US = 15
 _OVERRIDES_LIMIT_US = 3
+_SESSION_LIMIT_US = 6
 _STEPS = {
     "parse the headers": False,
     "read the headers": False,
@@ -39,15 +40,16 @@ class _Fixture:
 
     def __init__(self, count: int) -> None:
         self.engine = samples.engine([samples.policy()])
+        self.limited = samples.engine([samples.budget()])
         self.count = count
         self.pairs = [
             (samples.headers_message(user=f"user-{number % 1000}"), samples.body_message(samples.chat_body(number)))
             for number in range(count)
         ]
 
-    def whole(self, overrides: Overrides | None = None) -> float:
-        """Streams from the first byte to the last, perhaps with overrides to be looked up."""
-        serving = samples.service(self.engine)
+    def whole(self, overrides: Overrides | None = None, *, limited: bool = False) -> float:
+        """Streams from the first byte to the last, perhaps with overrides to be looked up, or with limits of sessions."""
+        serving = samples.service(self.limited if limited else self.engine)
         serving.overrides = overrides
         pairs = self.pairs
 
@@ -144,7 +146,12 @@ def run(*, quick: bool) -> list[Row]:
     spent = [median(step) for step in zip(*(fixture.steps() for _ in range(rounds)), strict=True)]
     progress("engine: whole streams", 2, 2)
     overrides = _make_overrides()
-    works = {"whole": fixture.whole, "overridden": lambda: fixture.whole(overrides), "parsing": fixture.parsing}
+    works = {
+        "whole": fixture.whole,
+        "overridden": lambda: fixture.whole(overrides),
+        "limited": lambda: fixture.whole(limited=True),
+        "parsing": fixture.parsing,
+    }
     found = interleaved(rounds, works)
     steps = list(zip(_STEPS.items(), spent, strict=True))
     own = sum(time for (_, counted), time in steps if counted)
@@ -158,6 +165,13 @@ def run(*, quick: bool) -> list[Row]:
             "us",
             _OVERRIDES_LIMIT_US,
             "of four shapes; looked up when the headers come and again with the body",
+        ),
+        Row(
+            "limits of a session, beyond none",
+            difference(found, "limited", "whole"),
+            "us",
+            _SESSION_LIMIT_US,
+            "of steps, tool calls, one tool and money, beside the detector",
         ),
         Row("parsing both messages", median(found["parsing"]), "us", note="every server has to"),
     ]

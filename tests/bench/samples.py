@@ -43,6 +43,20 @@ def canary(number: int = 1, **loop: Any) -> dict[str, Any]:  # noqa: ANN401  # a
     return made
 
 
+def budget(number: int = 0, **loop: Any) -> dict[str, Any]:  # noqa: ANN401  # as `policy`
+    """`policy` with limits of sessions beside its detector, which are met by nobody."""
+    made = policy(number, **loop)
+    limits = {
+        "max_steps": 1_000,
+        "max_tool_calls": 1_000,
+        "max_calls_per_tool": {"send_email": 5},
+        "max_cost_per_session": 100.0,
+    }
+    price = {"input": 2.5, "output": 10}
+    made["spec"] |= {"session": {"keys": ["header:x-user-id"]}, "session_limits": {**limits, "unknown_model": price}}
+    return made
+
+
 def bundle(policies: Sequence[dict[str, Any]], version: int = 1) -> bytes:
     """A policy file."""
     return json.dumps({"bundle_version": version, "policies": policies}).encode()

@@ -1,0 +1,75 @@
+"""Dynamic metadata in the bytes that Envoy is sent: protobuf's own Struct takes ten times as long to be filled.
+
+The field is appended to the rest of a ProcessingResponse: a message's fields may come in any order (protobuf.dev, Encoding).
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Any, Final
+
+NAMESPACE: Final = "loopguard"
+"""Of the dynamic metadata that answers carry."""
+
+_DYNAMIC_METADATA: Final = 8
+"""The number of the field in envoy.service.ext_proc.v3.ProcessingResponse."""
+
+# Of google.protobuf.Struct, Value and ListValue.
+_FIELDS, _KEY, _VALUE = 1, 1, 2
+_STRING, _STRUCT, _LIST, _VALUES = 3, 5, 6, 1
+_NULL: Final = b"\x08\x00"
+_BOOLS: Final = (b"\x20\x00", b"\x20\x01")
+_NUMBER: Final = Struct("<Bd")
+_NUMBER_TAG: Final = 0x11
+
+_DELIMITED: Final = 2
+"""The wire type of strings and messages."""
+
+_SEVEN_BITS: Final = 0x7F
+_MORE: Final = 0x80
+
+
+def write_metadata(metadata: dict[str, Any]) -> bytes:
+    """The field of a ProcessingResponse that carries it, in our namespace.
+
+    Args:
+        metadata: texts, numbers, switches, None, and dicts and lists of these.
+    """
+    return _write_field(_DYNAMIC_METADATA, _write_entry(NAMESPACE, _write_value(metadata)))
+
+
+def _write_value(value: Any) -> bytes:  # noqa: ANN401  # what a Value can hold
+    if isinstance(value, str):
+        return _write_field(_STRING, _write_text(value))
+    if isinstance(value, bool):
+        return _BOOLS[value]
+    if isinstance(value, int | float):
+        return _NUMBER.pack(_NUMBER_TAG, value)
+    if isinstance(value, dict):
+        return _write_field(_STRUCT, b"".join([_write_entry(key, _write_value(item)) for key, item in value.items()]))
+    if isinstance(value, list):
+        return _write_field(_LIST, b"".join([_write_field(_VALUES, _write_value(item)) for item in value]))
+    return _NULL
+
+
+def _write_entry(key: str, value: bytes) -> bytes:
+    """One field of a Struct."""
+    return _write_field(_FIELDS, _write_field(_KEY, _write_text(key)) + _write_field(_VALUE, value))
+
+
+def _write_text(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _write_field(number: int, content: bytes) -> bytes:
+    """A string or a message, behind its tag and its length."""
+    length = len(content)
+    tag = number << 3 | _DELIMITED
+    if length <= _SEVEN_BITS:
+        return bytes((tag, length)) + content
+    head = bytearray((tag,))
+    while length > _SEVEN_BITS:
+        head.append(length & _SEVEN_BITS | _MORE)
+        length >>= 7
+    head.append(length)
+    return bytes(head) + content
