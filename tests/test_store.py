@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from extproc.errors import StoreError, UsageError
 from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY
+from extproc.ledger import Limits
 from extproc.metrics import Metrics
 from extproc.request import HttpRequest
 from extproc.store import open_store
@@ -27,6 +28,7 @@ from tests.documents import policy
 from tests.records import replace
 from tests.servers import REDIS, Driver, cluster, server
 from tests.test_engine import make_engine
+from tests.test_ledger import CASES, LIMITS_OF_ALL_KINDS, MOVES, Book, play, tell
 from tests.test_windows import (
     COOLDOWN_STEPS,
     PUSH_STEPS,
@@ -237,6 +239,26 @@ def test_a_store_keeps_rings_as_the_definition_does(opened: Driver, steps: list[
     found = [store.push([pushed], now)[0] for pushed, now in place_pushes(steps)]
 
     assert found == rings_of(place_pushes(steps))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_session_in_every_store(store: Driver, case: str) -> None:
+    """Each limit of a session refuses at its number, in its order, and every store forgets when it should."""
+    told = [tell(store.account(asked, now)) for now, asked, _ in CASES[case]]
+
+    assert told == [expected for _, _, expected in CASES[case]]
+
+
+@given(moves=MOVES, limits=LIMITS_OF_ALL_KINDS)
+def test_a_store_keeps_sessions_as_the_rules_say(
+    opened: Driver, moves: list[tuple[int, str, int, int]], limits: Limits
+) -> None:
+    """For any sessions of a tenant, on a clock that may be set back, every store answers as a plain reading of the rules."""
+    store = opened.fresh()
+    if isinstance(store.store, MemoryStore):  # may have let go, before the clock goes back, of what was to be forgotten
+        moves = [(who, move, amount, abs(gap)) for who, move, amount, gap in moves]
+
+    assert play(moves, limits, store.account) == play(moves, limits, Book().ask)
 
 
 class Published(NamedTuple):

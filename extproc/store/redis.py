@@ -141,8 +141,9 @@ class RedisBackend:
     def _command(self, group: _Group, *, whole: bool = False) -> Command:
         start = f"{self._prefix}{{{group.tag}}}:" if group.tag else self._prefix
         command: list[str | int | bytes] = ["EVAL", group.script.text] if whole else ["EVALSHA", group.script.sha]
-        command.append(len(group.calls))
-        command += [start + call.subject.key for call in group.calls]
+        keys = [start + key for call in group.calls for key in call.keys]
+        command.append(len(keys))
+        command += keys
         first = group.calls[0].arguments
         alike = all(call.arguments == first for call in group.calls)  # as hits of one policy are
         for call in group.calls[:1] if alike else group.calls:

@@ -17,9 +17,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 from extproc.errors import StoreError
+from extproc.ledger import Question
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.store.aside import Aside
@@ -28,7 +29,7 @@ from extproc.store.orders import Orders
 from extproc.store.pending import Pending
 from extproc.store.remote_boards import RemoteBoards
 from extproc.store.remote_orders import RemoteOrders
-from extproc.store.scripts import Call, Verdict, count_call, push_call
+from extproc.store.scripts import Call, Verdict, count_call, push_call, session_call
 from extproc.windows import Count, Hit, Push
 
 _LOG = logging.getLogger("loopguard")
@@ -138,19 +139,17 @@ class RemoteStore:
         except StoreError as error:
             self._fail(error)
 
-    def hit(self, hits: Sequence[Hit], now: int | None = None) -> list[Count] | Awaitable[list[Count]]:
+    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
         """Count every hit once; answers at once where that is certain.
 
         Raises:
             StoreError: the breaker is open.
         """
-        known = [self._certain.answer(hit) if now is None else None for hit in hits]
-        asked = [
-            count_call(hit, 1, now, self._certain.take_owed(hit)) for place, hit in enumerate(hits) if known[place] is None
-        ]
+        known = [self._certain.answer(hit) if now is None and isinstance(hit, Hit) else None for hit in hits]
+        asked = [self._make_call(hit, now) for place, hit in enumerate(hits) if known[place] is None]
         if not asked:
             return [answer for answer in known if answer is not None]
-        counts = self._ask(asked, self._learn if now is None else _take_counts)
+        counts = self._ask(asked, self._learn if now is None else _take_answers)
         return counts if len(asked) == len(hits) else _merge(known, counts)
 
     def push(
@@ -245,11 +244,17 @@ class RemoteStore:
         if self._trouble is None:
             self._ask([count_call(hit, 0, None, times)], self._learn)
 
-    def _learn(self, calls: list[Call], verdicts: list[Verdict]) -> list[Count]:
+    def _make_call(self, asked: Question, now: int | None) -> Call:
+        if isinstance(asked, Hit):
+            return count_call(asked, 1, now, self._certain.take_owed(asked))
+        return session_call(asked, now)
+
+    def _learn(self, calls: list[Call], answers: list[Any]) -> list[Any]:
         for place, call in enumerate(calls):
-            verdict = verdicts[place]
-            self._certain.learn(cast("Hit", call.subject), verdict.answer, verdict.stands_ms, call.owed)
-        return _take_counts(calls, verdicts)
+            if isinstance(call.subject, Hit):
+                verdict: Verdict = answers[place]
+                self._certain.learn(call.subject, verdict.answer, verdict.stands_ms, call.owed)
+        return _take_answers(calls, answers)
 
     def _depart(self) -> None:
         """Send those who wait, unless a round trip is under way."""
@@ -392,15 +397,15 @@ def _make_unavailable(trouble: StoreError) -> StoreError:
     return StoreError(str(trouble), kind="unavailable")
 
 
-def _take_counts(_: list[Call], verdicts: list[Verdict]) -> list[Count]:
-    return [verdict.answer for verdict in verdicts]
+def _take_answers(_: list[Call], answers: list[Any]) -> list[Any]:
+    return [answer.answer if isinstance(answer, Verdict) else answer for answer in answers]
 
 
 def _take_all(_: list[Call], answers: list[Any]) -> list[Any]:
     return answers
 
 
-async def _merge(known: list[Count | None], asked: Awaitable[list[Count]]) -> list[Count]:
+async def _merge(known: list[Count | None], asked: Awaitable[list[Any]]) -> list[Any]:
     """Answers that were certain, and those that had to be asked for, in the order of the hits."""
     fresh = iter(await asked)
     return [answer if answer is not None else next(fresh) for answer in known]

@@ -1,7 +1,7 @@
 """The kinds of state that a Redis store keeps: one Lua file each, what it is asked for one key, and what its answer means.
 
 A script takes any number of keys, and reads and writes all of them in one atomic step; its contract stands on top of its file.
-It answers one list with as many values for every key, so that a batch is few calls whatever is in it.
+It answers one list with as many values for everything it is asked, so that a batch is few calls whatever is in it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from extproc.errors import StoreError
+from extproc.ledger import Question, Settlement, Standing, Step, pack_question, read_standing
 from extproc.windows import Count, Hit, Push, read_entries, split_records
 
 
@@ -56,12 +57,16 @@ class Call:
         subject: what the store was asked to do; has the key, without the prefix that the store puts before every key.
         arguments: what the script takes for each key.
         owed: of the counts among these, those that this process has answered already.
+        keys: all that the script takes for it, in one hash slot; mostly the subject's alone.
     """
 
-    __slots__ = ("arguments", "owed", "script", "subject")
+    __slots__ = ("arguments", "keys", "owed", "script", "subject")
 
-    def __init__(self, script: Script, subject: Hit | Push, arguments: tuple[int | bytes, ...], owed: int = 0) -> None:
-        """Keep them as given."""
+    def __init__(
+        self, script: Script, subject: Question | Push, arguments: tuple[int | bytes, ...], owed: int = 0, *others: str
+    ) -> None:
+        """Keep them as given; `others` are keys behind the subject's."""
+        self.keys = (subject.key, *others)
         self.owed = owed
         self.script = script
         self.subject = subject
@@ -116,6 +121,23 @@ def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) 
     last = hit.count_to if is_log else int(hit.window_type == "fixed")
     arguments = (hit.window_ms, hit.threshold, hit.cooldown_ms, int(hit.count_refused), last, times + owed, moment)
     return Call(_LOG if is_log else _TALLY, hit, arguments, owed)
+
+
+def _read_standing(values: list[bytes]) -> Standing:
+    try:
+        return read_standing(values[0])
+    except ValueError:
+        raise _make_error() from None
+
+
+_SESSION = Script("session", 1, bytes, _read_standing)
+
+
+def session_call(asked: Step | Settlement, now: int | None = None) -> Call:
+    """Take a step of a session's, or settle one; `now` as for counts."""
+    arguments = (-1 if now is None else now, *pack_question(asked))
+    others = (asked.roster, asked.shared) if isinstance(asked, Step) else ()
+    return Call(_SESSION, asked, arguments, 0, *others)
 
 
 def push_call(pushed: Push, now: int | None = None) -> Call:
