@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from tests.bench import door, engine, envoy, hostile, logs, memory, policies, redis, reload, similarity, transport
+from tests.bench import door, engine, envoy, hostile, logs, memory, page, policies, redis, reload, similarity, transport
 from tests.bench.report import Section, progress_done, table, verdict, write_json
 
 _SECTIONS = {
@@ -25,6 +25,7 @@ _SECTIONS = {
     "transport": (transport.TITLE, transport.run),
     "door": (door.TITLE, door.run),
     "envoy": (envoy.TITLE, envoy.run),
+    "page": (page.TITLE, page.run),
 }
 
 _EPILOG = """examples:

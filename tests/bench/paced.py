@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from time import perf_counter
+from typing import cast
 
 from tests.bench.load import content_length, request
 
@@ -20,6 +23,27 @@ _BODY_BYTES = 1024
 _CONNECTIONS = 128
 _TIMEOUT = 60
 QUANTILES = (0.5, 0.99, 0.999)
+
+Meanwhile = Callable[[], None]
+"""What happens while the pace is kept."""
+
+
+def run_paced(port: int, rate: int, seconds: int, first: int, meanwhile: Meanwhile | None = None) -> list[float]:
+    """Keep a pace from a process of its own; latencies in milliseconds, by quantile.
+
+    Raises:
+        RuntimeError: not every request was answered 200.
+    """
+    command = [sys.executable, "-m", "tests.bench.paced", *map(str, (port, rate, seconds, first))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        if meanwhile is not None:
+            meanwhile()
+        found = json.loads(process.stdout.read())
+    if found["statuses"] != {"200": rate * seconds}:
+        raise RuntimeError(f"{rate * seconds} requests were answered {found['statuses']}")
+    return cast("list[float]", found["milliseconds"])
 
 
 class _Client(asyncio.Protocol):

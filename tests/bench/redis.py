@@ -7,9 +7,6 @@ measured in this process, where exactly 64 requests are in flight.
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -29,6 +26,7 @@ from tests.bench import samples
 from tests.bench.builds import SOURCES, explain_missing, find_compiled, serve
 from tests.bench.envoy_config import Listener, running_envoy
 from tests.bench.load import load
+from tests.bench.paced import Meanwhile, run_paced
 from tests.bench.processes import apart, free_port, running
 from tests.bench.report import Row, progress
 from tests.bench.timing import interleaved, process_cpu, ratio, spread
@@ -228,7 +226,11 @@ def _behind_envoy(*, quick: bool) -> list[Row]:
         progress("redis: CPU behind Envoy", 4, 5)
         cost = interleaved(rounds, {name: lambda name=name: cpu(name) for name in lab.ports})  # type: ignore[misc]
         progress("redis: 1,000 requests/s and faults", 5, 5)
-        found = _latencies(lab, 1 if quick else 3, lambda name, fault: _paced(lab.ports[name], seconds, next(sent), fault))
+
+        def pace(name: str, fault: Meanwhile | None) -> list[float]:
+            return run_paced(lab.ports[name], _RATE, seconds, next(sent), fault)
+
+        found = _latencies(lab, 1 if quick else 3, pace)
     calm = found["redis"]
     rows = [_cpu_row(cost)]
     for at, quantile in enumerate(_QUANTILES[:2]):
@@ -253,10 +255,7 @@ def _cpu_row(cost: Mapping[str, list[float]]) -> Row:
     )  # fmt: skip
 
 
-_Fault = Callable[[], None]
-
-
-def _latencies(lab: _Lab, rounds: int, pace: Callable[[str, _Fault | None], list[float]]) -> dict[str, list[float]]:
+def _latencies(lab: _Lab, rounds: int, pace: Callable[[str, Meanwhile | None], list[float]]) -> dict[str, list[float]]:
     """Quantiles of calm and of troubled seconds, each the median of some rounds."""
     valkey = lab.valkey
     found: dict[str, list[list[float]]] = {name: [] for name in ("memory", "redis", "hung", "killed")}
@@ -273,17 +272,3 @@ def _fault(harm: Callable[[], None], cure: Callable[[], None]) -> None:
     harm()
     time.sleep(1)
     cure()
-
-
-def _paced(port: int, seconds: int, first: int, meanwhile: _Fault | None) -> list[float]:
-    """Latencies in milliseconds, by quantile, at a fixed rate; and what happens to the server meanwhile."""
-    command = [sys.executable, "-m", "tests.bench.paced", *map(str, (port, _RATE, seconds, first))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        if meanwhile is not None:
-            meanwhile()
-        found = json.loads(process.stdout.read())
-    if found["statuses"] != {"200": _RATE * seconds}:
-        raise RuntimeError(f"{_RATE * seconds} requests were answered {found['statuses']}")
-    return cast("list[float]", found["milliseconds"])
