@@ -26,8 +26,8 @@ limit_integers()  # as the command does
 
 # `make test` runs tests on the sources and on the compiled wheel, `make test-pure` all of them on the sources. By module:
 DOORS = {
-    "test_acceptor", "test_actions", "test_agent_demo", "test_agents", "test_answers_sdks", "test_attach",
-    "test_canary_stack", "test_check_envoy", "test_cli", "test_demo", "test_descriptors", "test_door",
+    "test_acceptor", "test_access_log", "test_actions", "test_agent_demo", "test_agents", "test_answers_sdks",
+    "test_attach", "test_canary_stack", "test_check_envoy", "test_cli", "test_demo", "test_descriptors", "test_door",
     "test_envoy_config", "test_failures", "test_grpc", "test_handover", "test_headers", "test_honest_envoy",
     "test_hostile_bodies", "test_http2", "test_http2_bounds", "test_mcp_agents", "test_mesh", "test_night",
     "test_operations", "test_orders", "test_promote", "test_ramping", "test_readme", "test_real_gateway",
@@ -38,11 +38,11 @@ DOORS = {
 """They go through a door of Loopguard, and run on the compiled wheel."""
 
 UNITS = {
-    "test_access_log", "test_answers", "test_canary", "test_canonical", "test_conversation", "test_detectors",
-    "test_engine", "test_escalation", "test_fingerprint", "test_history", "test_isolation", "test_kill_switches",
-    "test_ledger", "test_loops", "test_mcp", "test_overrides", "test_ramp", "test_rates", "test_replay",
-    "test_request", "test_routes", "test_service", "test_session_guard", "test_session_limits", "test_sessions",
-    "test_steer", "test_tail", "test_tool_calls", "test_turns", "test_way_back", "test_windows", "test_wire",
+    "test_answers", "test_canary", "test_canonical", "test_conversation", "test_detectors", "test_engine",
+    "test_escalation", "test_fingerprint", "test_history", "test_isolation", "test_kill_switches", "test_ledger",
+    "test_loops", "test_mcp", "test_overrides", "test_ramp", "test_rates", "test_replay", "test_request",
+    "test_routes", "test_service", "test_session_guard", "test_session_limits", "test_sessions", "test_steer",
+    "test_tail", "test_tool_calls", "test_turns", "test_way_back", "test_windows", "test_wire",
 }  # fmt: skip
 """They call what is compiled, and run on both. All that stand in neither list run on the sources."""
 

@@ -242,7 +242,7 @@ def test_a_thousand_holds_cost_no_threads_and_a_stop_serves_them_all() -> None:
 
         held = _hold(made, [{"x-user-id": "one"}], each=1_000)
 
-        assert _threads(made.loopguard.pid) <= threads + 1  # the admin endpoint answers in a thread of its own
+        assert _threads(made.loopguard.pid) < threads + 10  # a few of them do what takes long, for the whole process
         made.loopguard.stop()
         assert _served(held) == {b"HTTP/1.1 200 OK\r\n"}
 
