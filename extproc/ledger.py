@@ -634,7 +634,7 @@ def read_standing(answer: bytes) -> Standing:
         listed = list_tools(answer[_STANDING.size : names], answer[names:])
     except (struct.error, IndexError):
         raise ValueError from None
-    if limit >= len(LIMITS) or killed >= len(KILLED):
+    if limit >= len(LIMITS) or killed >= len(KILLED) or len(listed) != tools:
         raise ValueError
     steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated, reserved, age = amounts
     return Standing(

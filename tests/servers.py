@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import redis
 from redis.backoff import NoBackoff
@@ -333,17 +333,19 @@ class Driver:
         answer = self.store.hit([replace(hit, key=self.key(hit)) for hit in hits], now)
         return await answer if inspect.isawaitable(answer) else answer
 
-    def account(self, asked: Step | Settlement, now: int | None = None) -> Standing:
-        """What a session asks, whose keys have their digits already."""
-        keys = ("key", "roster", "shared") if isinstance(asked, Step) else ("key",)
-        placed = replace(asked, **{key: self.name(getattr(asked, key)) for key in keys})
+    def account(self, asked: Sequence[Step | Settlement], now: int | None = None) -> list[Standing]:
+        """What sessions ask, whether the store answers at once or later."""
 
-        async def settled() -> Standing:
-            answer = self.store.hit([placed], now)
-            (standing,) = await answer if inspect.isawaitable(answer) else answer
-            return cast("Standing", standing)
+        async def settled() -> list[Any]:
+            answer = self.store.hit([self.place(one) for one in asked], now)
+            return await answer if inspect.isawaitable(answer) else answer
 
         return self._runner.run(settled())
+
+    def place(self, asked: Step | Settlement) -> Step | Settlement:
+        """The same under keys of this driver's, which have their digits already."""
+        keys = ("key", "roster", "shared") if isinstance(asked, Step) else ("key",)
+        return replace(asked, **{key: self.name(getattr(asked, key)) for key in keys})
 
     def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:
         """Push, whether the store answers at once or later."""

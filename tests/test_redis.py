@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from redis.credentials import CredentialProvider
 
 from extproc.errors import StoreError, UsageError
+from extproc.ledger import Step
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import certain, open_store, redact_url
@@ -32,12 +33,13 @@ from extproc.store.pending import Pending
 from extproc.store.redis import TAGS, RedisBackend
 from extproc.store.remote import RemoteStore
 from extproc.store.remote_orders import RemoteOrders
-from extproc.store.scripts import count_call
+from extproc.store.scripts import count_call, session_call
 from extproc.store.topology import SLOTS, Cluster, One, find_slot, spread_tags
 from extproc.windows import Count, Hit
 from tests.harness import PATIENCE, eventually
 from tests.records import replace
 from tests.servers import Driver, Server, cluster, impostor, listening, relay, replicated, sentinels, server
+from tests.test_ledger import NO_LIMITS, limit, make_step, settle_step, tell
 from tests.test_windows import WINDOW_TYPES, cooldown_hits, make_hit, make_push, oracle
 
 SECRET = "hunter2"
@@ -593,15 +595,18 @@ def test_a_store_that_comes_to_its_senses_is_taken_back(one: Server) -> None:
 
 
 def test_a_server_that_forgot_the_scripts_is_given_them_again(driver: Driver, one: Server) -> None:
-    """After SCRIPT FLUSH the next hits of every window type count on, rings are pushed to, and nobody notices."""
+    """After SCRIPT FLUSH the next hits of every window type count on, as do rings and sessions, and nobody notices."""
     hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
     driver.count(hits, 0)
     driver.push([make_push("a")], 0)
+    driver.account([make_step(1, NO_LIMITS)], 0)
     one.client().script_flush()
 
     answers = driver.count(hits, 1)
     entries = driver.push([make_push("b")], 1)
+    standings = driver.account([make_step(2, NO_LIMITS)], 1)
 
+    assert [standing.steps for standing in standings] == [2]
     assert [answer.count for answer in answers] == [2, 2, 2]
     assert entries == [[b"a", b"b"]]
     assert driver.store.health() == "ok"
@@ -631,12 +636,14 @@ def test_rings_expire_by_themselves(driver: Driver, one: Server) -> None:
 
 
 def test_nothing_is_ever_scanned() -> None:
-    """Counting and pushing call the commands that an ACL user needs, and no others."""
+    """What is counted, pushed and accounted for calls the commands that an ACL user needs, and no others."""
     with server() as fresh, Driver(f"redis://{fresh.address}") as driver:
         before = set(fresh.commands())
         for now in range(0, 60_000, 3_000):
             driver.count([make_hit(kind, key=kind, cooldown_ms=5_000) for kind in WINDOW_TYPES], now)
             driver.push([make_push(str(now))], now)
+            step = make_step(now, limit(max_sessions=1), key=f"session:{now}:7f")
+            driver.account([step, settle_step(step)], now)
             driver.run(driver.store.publish(driver.name("board"), "a", b"x", 60, now))
             driver.run(driver.store.collect(driver.name("board"), now))
             driver.run(driver.store.put_order(driver.name("book"), str(now), b"x", 5, now))
@@ -675,6 +682,68 @@ def test_a_ring_s_key_of_somebody_else_is_replaced(driver: Driver, one: Server, 
     entries = driver.push([good._replace(request=b"another."), bad])
 
     assert entries == [[b"a", b"a"], [b"a"]]
+
+
+@pytest.mark.parametrize(
+    "poison", ["set x y", "set x ''", f"set x {'y' * 70}", f"set x {'y' * 20}", "hset x a b", "rpush x y", "sadd x y"]
+)
+@pytest.mark.parametrize("kind", ["key", "roster", "shared"])
+def test_a_session_s_key_of_somebody_else_is_replaced(driver: Driver, one: Server, kind: str, poison: str) -> None:
+    """Where a key of a session holds something else, that begins anew, and the others of its batch are not disturbed."""
+    good = make_step(1, NO_LIMITS, key="good:7f", roster="others:7f", shared="more:7f")
+    bad = make_step(1, limit(max_sessions=0) if kind == "shared" else NO_LIMITS)
+    driver.account([good])
+    command, _, *values = poison.split(" ")
+    one.client().execute_command(command, f"loopguard:{getattr(driver.place(bad), kind)}", *values)
+
+    first = driver.account([bad, replace(good, identity=b"another.")])
+    second = driver.account([replace(bad, identity=b"another.")])
+
+    assert [standing.steps for standing in (*first, *second)] == [1, 2, 2]
+    assert driver.store.health() == "ok"
+
+
+def test_sessions_expire_by_themselves(driver: Driver, one: Server) -> None:
+    """A ledger and a roster live as long as a session may be idle, from its last request on, and a second longer."""
+    step = make_step(1, NO_LIMITS)
+
+    driver.account([step])
+    placed = cast("Step", driver.place(step))
+
+    for key in (placed.key, placed.roster):
+        assert 60_000 < one.client().pttl(f"loopguard:{key}") <= 61_000
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        bytes(76),
+        b"\x07" + bytes(76),
+        b"\x00\x03" + bytes(75),
+        bytes(76) + b"\x01",
+        bytes(76) + b"\x01" + bytes(8),
+        bytes(76) + b"\x01" + bytes(7),
+    ],
+    ids=["nothing", "too short", "no limit", "no killer", "a tool is missing", "a name is missing", "half a tool"],
+)
+def test_a_standing_that_is_none_is_no_answer(answer: bytes) -> None:
+    """What cannot be a session's standing is not taken for one."""
+    with pytest.raises(StoreError) as error:
+        session_call(make_step(1, NO_LIMITS)).script.read([answer], 1)
+
+    assert error.value.kind == "response"
+
+
+def test_replicas_share_the_steps_of_a_session(driver: Driver, one: Server) -> None:
+    """Whichever replicas the requests of a session meet at the same moment, as many are let through as may be."""
+    with Driver(f"redis://{one.address}") as other:
+        other._name = driver._name
+        steps = [make_step(number, limit(steps=7)) for number in range(10)]
+
+        told = [tell((driver, other)[number % 3 == 0].account([step])[0]) for number, step in enumerate(steps)]
+
+    assert told == ["ok"] * 7 + ["max_steps 7/7"] * 3
 
 
 @pytest.mark.parametrize("poison", ["set x y", "set x ''", "set x 12345678\x05abc", "hset x a b", "rpush x y", "sadd x y"])
@@ -1323,6 +1392,39 @@ def test_slots_that_move_are_followed(six: list[Server]) -> None:
         assert count() == [3] * len(hits)
         assert driver.store.health() == "ok"
         assert driver.run(driver.store.collect(board)) == {"a": b"x"}
+
+
+def test_sessions_in_slots_that_move_are_followed(six: list[Server]) -> None:
+    """While a slot's keys move to another primary every session is found where its ledger is, and new ones begin."""
+    source, target = six[0], six[1]
+    with Driver("redis+cluster://" + six[2].address) as driver:
+        tag = next(tag for tag in spread_tags(TAGS)[1:] if find_slot(tag) < SLOTS // 3)
+        digits = f"{spread_tags(TAGS).index(tag):02x}"
+        roster, shared = f"sessions:{digits}", f"shared:{digits}"
+        limits = limit(idle_ms=600_000)
+
+        def step(number: int, sessions: int) -> list[int]:
+            steps = [
+                make_step(number, limits, key=f"walking:{name}:{digits}", roster=roster, shared=shared)
+                for name in range(sessions)
+            ]
+            return [standing.steps for standing in driver.account(steps)]
+
+        assert step(1, 20) == [1] * 20
+        ids = [node.client().execute_command("CLUSTER", "MYID").decode() for node in (source, target)]
+        target.client().execute_command("CLUSTER", "SETSLOT", find_slot(tag), "IMPORTING", ids[0])
+        source.client().execute_command("CLUSTER", "SETSLOT", find_slot(tag), "MIGRATING", ids[1])
+        for key in source.client().keys("loopguard:*walking*")[::2]:
+            source.client().migrate("127.0.0.1", target.port, key, 0, 1_000)
+
+        assert step(2, 25) == [2] * 20 + [1] * 5
+        for key in source.client().execute_command("CLUSTER", "GETKEYSINSLOT", find_slot(tag), 10_000):
+            source.client().migrate("127.0.0.1", target.port, key, 0, 1_000)
+        for node in (target, source, six[2]):
+            node.client().execute_command("CLUSTER", "SETSLOT", find_slot(tag), "NODE", ids[1])
+
+        assert step(3, 25) == [3] * 20 + [2] * 5
+        assert driver.store.health() == "ok"
 
 
 def test_a_server_of_a_cluster_is_not_a_single_one(six: list[Server]) -> None:

@@ -28,7 +28,7 @@ from tests.documents import policy
 from tests.records import replace
 from tests.servers import REDIS, Driver, cluster, server
 from tests.test_engine import make_engine
-from tests.test_ledger import CASES, LIMITS_OF_ALL_KINDS, MOVES, Book, play, tell
+from tests.test_ledger import CASES, LIMITS_OF_ALL_KINDS, MOVES, Book, in_session, limit, play, settle_step, tell
 from tests.test_windows import (
     COOLDOWN_STEPS,
     PUSH_STEPS,
@@ -244,9 +244,23 @@ def test_a_store_keeps_rings_as_the_definition_does(opened: Driver, steps: list[
 @pytest.mark.parametrize("case", CASES)
 def test_a_session_in_every_store(store: Driver, case: str) -> None:
     """Each limit of a session refuses at its number, in its order, and every store forgets when it should."""
-    told = [tell(store.account(asked, now)) for now, asked, _ in CASES[case]]
+    told = [tell(standing) for now, asked, _ in CASES[case] for standing in store.account([asked], now)]
 
     assert told == [expected for _, _, expected in CASES[case]]
+
+
+def test_sessions_and_counters_are_asked_together(store: Driver) -> None:
+    """Answers come in the order of what is asked, to each its own kind, and each session is judged by its own limits."""
+    sessions = [in_session(str(number), 1, limit(steps=number % 2), roster=f"sessions:p::{number}:7f") for number in range(6)]
+    settled = settle_step(sessions[5], cost=7)
+    store.account(sessions[4:], 1_000)
+
+    found = store.account([*sessions[:3], settled, sessions[3]], 1_001)
+    counted = store.count([make_hit()], 1_002)
+
+    assert [tell(standing) for standing in found] == ["max_steps 0/0", "ok", "max_steps 0/0", "ok", "ok"]
+    assert [standing.cost for standing in found] == [0, 0, 0, 7, 0]
+    assert [count.count for count in counted] == [1]
 
 
 @given(moves=MOVES, limits=LIMITS_OF_ALL_KINDS)
@@ -258,7 +272,9 @@ def test_a_store_keeps_sessions_as_the_rules_say(
     if isinstance(store.store, MemoryStore):  # may have let go, before the clock goes back, of what was to be forgotten
         moves = [(who, move, amount, abs(gap)) for who, move, amount, gap in moves]
 
-    assert play(moves, limits, store.account) == play(moves, limits, Book().ask)
+    found = play(moves, limits, lambda asked, now: store.account([asked], now)[0])
+
+    assert found == play(moves, limits, Book().ask)
 
 
 class Published(NamedTuple):

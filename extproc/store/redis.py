@@ -52,6 +52,15 @@ class _Group:
         self.positions.append(position)
         return self
 
+    def count_keys(self) -> int:
+        """Keys of all calls."""
+        return sum([len(call.keys) for call in self.calls])
+
+    def split(self) -> list[_Group]:
+        """A group for each call; one call that takes several keys goes with its first alone, without which it is nothing."""
+        calls = self.calls if len(self.calls) > 1 else [call.narrow() for call in self.calls]
+        return [_Group(self.script, self.tag).add(call, position) for call, position in zip(calls, self.positions, strict=True)]
+
 
 class RedisBackend:
     """See `Backend`."""
@@ -124,13 +133,11 @@ class RedisBackend:
             self._topology.forget()
             link = await self._topology.at(_read_place(error))
             _read(group, await link.ask(self._command(group, whole=True)), answers)
-        elif word == "ASK" and len(group.calls) == 1:  # the slot is on its way to another server
+        elif word == "ASK" and group.count_keys() == 1:  # the slot is on its way to another server
             link = await self._topology.at(_read_place(error))
             _read(group, await link.ask(("ASKING",), self._command(group, whole=True)), answers)
-        elif word in ("ASK", "TRYAGAIN") and len(group.calls) > 1:  # some keys have gone, some not
-            places = zip(group.calls, group.positions, strict=True)
-            singles = [_Group(group.script, group.tag).add(call, position) for call, position in places]
-            for single, reply in await self._round_trip(singles):
+        elif word in ("ASK", "TRYAGAIN") and group.count_keys() > 1:  # some keys have gone, some not
+            for single, reply in await self._round_trip(group.split()):
                 if isinstance(reply, ResponseError):
                     await self._ask_again(single, reply, answers)
                 else:

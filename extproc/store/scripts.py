@@ -72,6 +72,10 @@ class Call:
         self.subject = subject
         self.arguments = arguments
 
+    def narrow(self) -> Call:
+        """The same with the subject's key alone."""
+        return Call(self.script, self.subject, self.arguments, self.owed)
+
 
 class Verdict:
     """What a script answers for one counter.

@@ -1,7 +1,7 @@
 -- session: what sessions have used up, and whether one more request is let through; or what became of one that was.
 --
 -- KEYS     for each step three keys, all in one hash slot: the session's ledger, the tenant's roster, the ledger of sessions that
---          are too many; for each settlement the ledger's
+--          are too many; for each settlement the ledger's. One step may come with its first key alone: then there is room
 -- ARGV     for each step or settlement, or once where they are the same for all, five values: now_ms (-1: the server's clock);
 --          what is asked, packed as ASKED; the tools that have limits, packed as TOOL; the names of the tools in the history, each
 --          a digest and a length before it; the tool calls in the history
@@ -257,7 +257,7 @@ end
 
 local function take_step(key, roster, shared_key, asked)
   local l = recall(key, asked)
-  local shared = not l and not enter(roster, asked)
+  local shared = not l and roster and not enter(roster, asked)
   if shared then
     key = shared_key
     l = recall(key, asked)
