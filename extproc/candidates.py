@@ -7,14 +7,15 @@ then it judges. Pure, as all that stands above it in `evaluation`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any, TypeAlias
 
 from extproc.decision import Outcome, Repeat, Subject
 from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, join_descriptors
 from extproc.guards.loop import Detector
 from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Overrides, find_kill, find_kind, sum_grants
-from extproc.guards.session import MAX_INSPECT_BYTES, NO_CALLS, NO_GRANTS, Narrowing, SessionGuard, SessionSubject
+from extproc.guards.session import MAX_INSPECT_BYTES, NO_CALLS, NO_GRANTS, WITHIN, Narrowing, SessionGuard
 from extproc.ledger import Settlement, Standing, Step
 from extproc.plan import Plan
 from extproc.similarity.base import Memory
@@ -29,6 +30,8 @@ Answer: TypeAlias = Count | Standing
 """What the store says to what a guard asks."""
 
 _CALL = 8
+_calls: Iterator[int] = count(int.from_bytes(os.urandom(_CALL)))
+_EVERY_CALL = 2 ** (8 * _CALL) - 1
 _NO_HISTORY = frozenset({"no_messages", "not_json", "no_history"})
 """Of a body that is no conversation, in which no calls can hide."""
 
@@ -333,7 +336,7 @@ class SessionCandidate(Candidate):
         model: str,
     ) -> None:
         """See `Candidate`; `model` is what the request's path says about it, empty for nothing."""
-        super().__init__(plan, limiter, values, descriptors, session, SessionSubject("", 0, 0))
+        super().__init__(plan, limiter, values, descriptors, session, WITHIN)
         self.limiter = limiter
         self.calls = NO_CALLS
         self.call = b""
@@ -366,7 +369,7 @@ class SessionCandidate(Candidate):
         self.session = "" if self.is_anonymous else self.limiter.names.find(self._in_head, document)
         if not self.session:
             raise NotCounted("no_session")
-        self.call = os.urandom(_CALL)
+        self.call = _name_call()
         self.model = self.calls.model or self.model
         self.reserve = self.limiter.rates.estimate(self.model, body.length, 0)
         self._look_up(self.tenant)
@@ -445,6 +448,11 @@ class SessionCandidate(Candidate):
         return document
 
 
+def _name_call() -> bytes:
+    """Another name than any other request of this process has, or of another one, but for the unlikeliest chance."""
+    return (next(_calls) & _EVERY_CALL).to_bytes(_CALL)
+
+
 def _mix(check: str, session: str) -> bytes:
-    """What tells a request from others, 8 bytes: the same body in another session is another one, where sessions share limits."""
+    """What tells a request from others, 8 bytes; the same body in another session, with which it may share limits, is another."""
     return (int(check, 16) ^ int(session, 16)).to_bytes(_CALL)

@@ -117,6 +117,10 @@ class SessionSubject:
         return f"this session has used {used:.6g} of its {allowed:.6g} {_WORDS[self.limit]}"
 
 
+WITHIN: Final = SessionSubject("", 0, 0)
+"""Of a session that has not used up anything."""
+
+
 class SessionGuard:
     """What does not depend on the request is worked out once, at the load.
 
@@ -254,15 +258,16 @@ class SessionGuard:
             if met:
                 subject = SessionSubject(met, _read_used(standing, met), self._read_allowed(met, grants))
                 return self._make_outcome(action, fingerprint, tenant, subject.used, subject)
-        subject = SessionSubject("", standing.steps, self.limits.steps)
-        return self._make_outcome(Action.ALLOW, fingerprint, tenant, standing.steps, subject)
+        return self._make_outcome(Action.ALLOW, fingerprint, tenant, standing.steps, WITHIN)
 
     def find_narrowing(self, standing: Standing, calls: ToolCalls, grants: tuple[int, int, int]) -> Narrowing | None:
         """The tools that have no budget left, of a request that is let through; None for none."""
         limits = self.limits
         every = limits.narrows and standing.tool_calls >= limits.tool_calls + grants[1]
-        counts = {digest: count for digest, _, count in standing.tools}
-        used_up = [self._tool_names[digest] for digest, limit in limits.tools if counts.get(digest, 0) >= limit]
+        used_up = []
+        if limits.tools:
+            counts = {digest: count for digest, _, count in standing.tools}
+            used_up = [self._tool_names[digest] for digest, limit in limits.tools if counts.get(digest, 0) >= limit]
         if limits.narrows and limits.threshold > 0 and calls.records:
             repeated = _find_last_but_one(calls, limits.window, limits.threshold)
             if repeated:

@@ -7,6 +7,7 @@ other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import cast
 
@@ -57,8 +58,7 @@ class SessionNames:
         for (key, pointer), value in zip(self._keys, values, strict=True):
             found = fields.find(pointer) if pointer else value
             if found:
-                name = join_descriptors([(key.key, found)])
-                return blake2b(name.encode("utf-8", "surrogateescape"), digest_size=_DIGEST).hexdigest()
+                return hash_session(key.key, found)
         return ""
 
 
@@ -80,6 +80,12 @@ class Rings(SessionNames):
         """What the store is asked to keep of a request for one detector."""
         key = f"{self._ring}{detector}:{scope}:{tenant}:{session}"
         return Push(key, memory.entry, memory.identity, MAX_TURNS, self._idle_ms)
+
+
+@lru_cache(maxsize=4096)
+def hash_session(key: str, value: str) -> str:
+    """What a session is called, by the limit key that names it and the value of that: 16 hex digits."""
+    return blake2b(join_descriptors([(key, value)]).encode("utf-8", "surrogateescape"), digest_size=_DIGEST).hexdigest()
 
 
 class _Fields:
