@@ -450,9 +450,10 @@ class SessionCandidate(Candidate):
 
 def _name_call() -> bytes:
     """Another name than any other request of this process has, or of another one, but for the unlikeliest chance."""
-    return (next(_calls) & _EVERY_CALL).to_bytes(_CALL)
+    number: int = next(_calls) & _EVERY_CALL
+    return number.to_bytes(_CALL)
 
 
 def _mix(check: str, session: str) -> bytes:
-    """What tells a request from others, 8 bytes; the same body in another session, with which it may share limits, is another."""
+    """What tells a request from others, 8 bytes; the same body in another session, which may share its limits, is another."""
     return (int(check, 16) ^ int(session, 16)).to_bytes(_CALL)

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from google.protobuf.message import DecodeError
 
-from extproc.access_log import AccessLog, Entry
+from extproc.access_log import SESSIONS, AccessLog, Entry, write_sessions
 from extproc.answers.go_on import NARROWED, STEERED, Header, find_warning, let_go_on, make_metadata, make_wait
 from extproc.answers.metadata import write_metadata
 from extproc.answers.narrow import NotNarrowed, narrow
@@ -712,7 +712,7 @@ class Stream:
             for candidate in lane.list_sessions()
             if candidate.is_let_through
         ]
-        return {**metadata, "sessions": calls} if calls and not self._observed else metadata
+        return {**metadata, SESSIONS: write_sessions(calls)} if calls and not self._observed else metadata
 
     def _describe(self, evaluation: Evaluation, decision: Decision) -> dict[str, Any]:
         """The dynamic metadata of the answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,7 +52,7 @@ def add_entry(
     entry.request.request_body_bytes, entry.response.response_body_bytes = sizes
     entry.response.response_code.value = status
     entry.response.response_headers.update(JSON if headers is None else headers)
-    decided: dict[str, Any] = {"sessions": [SESSION] if sessions is None else sessions}
+    decided: dict[str, Any] = {"sessions": json.dumps([SESSION] if sessions is None else sessions)}
     if action:
         decided["action"] = action
     metadata = entry.common_properties.metadata.filter_metadata

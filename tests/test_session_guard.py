@@ -60,7 +60,7 @@ def told(answer: ProcessingResponse) -> dict[str, Any]:
 
 def entry(answer: ProcessingResponse, status: int = 200, tokens: int = 0, *, failed: bool = False) -> Entry:
     """What the access log says when the request is over that was answered so."""
-    named = tuple(metadata_of(answer)["sessions"])
+    named = tuple(json.loads(metadata_of(answer)["sessions"]))
     return Entry(named, status, failed, 0, 0, "", Usage(tokens, 0), estimated=False, refused=False)
 
 
