@@ -62,6 +62,12 @@ def list_encodings(content_encoding: bytes) -> list[bytes]:
     return [name for name in names if name not in (b"", b"identity")]
 
 
+def split_mark(body: bytes) -> tuple[bytes, bytes]:
+    """A body's byte order mark, which is no part of its JSON, and the rest."""
+    size = len(BOM_UTF8) if body.startswith(BOM_UTF8) else 0
+    return body[:size], body[size:]
+
+
 def _unpack(unpack: Callable[[bytes | memoryview, int], bytes], body: bytes | memoryview, limit: int) -> bytes:
     try:
         unpacked = unpack(body, limit)

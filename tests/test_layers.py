@@ -67,7 +67,16 @@ FLOORS: list[list[str]] = [
         *(f"answers/apis/{api}" for api in ("openai", "responses", "anthropic", "gemini", "bedrock", "ollama", "rpc")),
         "answers/apis",
     ],
-    ["answers", "answers/clients", "answers/metadata", "answers/go_on", "answers/narrow", "answers/refuse", "answers/steer"],
+    [
+        "answers",
+        "answers/clients",
+        "answers/metadata",
+        "answers/go_on",
+        "answers/edits",
+        "answers/narrow",
+        "answers/refuse",
+        "answers/steer",
+    ],
     [
         "canary",
         *(f"canary/{name}" for name in ("samples", "pairs", "states", "verdict", "report", "review", "sharing")),

@@ -1,15 +1,56 @@
-"""placeholder until narrow-2"""
+"""Narrowing: tools are taken out of those that a request declares, so that the model cannot call them.
+
+No other byte changes but the choice among the tools. Some APIs refuse a history with calls where no tool is declared: then the
+one that was called last stays, and the choice is that none is called. What servers of tools (MCP) offer is not declared one by
+one, and is left alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
+from enum import Enum
+from typing import Final, NamedTuple
 
+from extproc.answers.edits import Edits, NotEdited
+from extproc.encodings import list_encodings, split_mark
 from extproc.request import HttpRequest
-from extproc.similarity.document import Document
+from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.history import list_used
+from extproc.similarity.shapes.contents import read_string
+from extproc.similarity.shapes.places import Member, Value, is_list, is_object, open_body
+
+Fields = dict[str, Member]
+Changes = dict[str, bytes | None]
+"""New values of an object's members; None where one goes."""
+
+_CONVERSATIONS: Final = ("messages", "input", "contents")
+"""What a conversation is called; of a body that has two of them nobody can tell which one is read."""
+
+_WRAPPERS: Final = ("function", "custom", "toolSpec", "systemTool", "tool")
+"""An object of these names says what a tool is called."""
+
+_WITHOUT_CHOICE: Final = "/api/chat"
+"""Ollama's, which has no choice among tools, and needs none declared."""
+
+_SERVERS: Final = frozenset({"mcp", "mcp_toolset", "mcpServers", "mcp_servers"})
+_NO_TOOLS: Final = frozenset({"cachePoint"})
+_MODES: Final = frozenset({"auto", "any", "none", "required"})
+
+_EDITION = re.compile(r"(?:_preview)?(?:_\d{4}_?\d\d_?\d\d)?\Z")
+_SECOND_WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_CALLED: Final = {"computer_use": "computer"}
 
 
-class NotNarrowed(Exception):
+class NotNarrowed(Exception):  # says what becomes of the request
+    """The tools of a request cannot be narrowed.
+
+    Attributes:
+        reason: why.
+    """
+
     def __init__(self, reason: str) -> None:
+        """Say why."""
         super().__init__(reason)
         self.reason = reason
 
@@ -17,4 +58,386 @@ class NotNarrowed(Exception):
 def narrow(
     request: HttpRequest, body: bytes | memoryview, without: Collection[str] | None, document: Document | None = None
 ) -> bytes:
-    raise NotNarrowed("x")
+    """The request's body, in which some tools are not declared any more.
+
+    Args:
+        request: whose body it is.
+        body: all of it.
+        without: the tools, as they are declared or as their calls go by; None for all of them.
+        document: the same body, as somebody has looked into it, which saves doing it again.
+
+    Raises:
+        NotNarrowed: it cannot be had.
+    """
+    if list_encodings(request.headers.get("content-encoding", b"")):
+        raise NotNarrowed("content_encoding")
+    mark = b""
+    if document is None:
+        mark, rest = split_mark(bytes(body))
+        document = Document(rest)
+    try:
+        needed = [] if request.path.endswith(_WITHOUT_CHOICE) else _list_used(document)
+        edits = Edits(document.data())
+        _Narrowing(edits, without, needed).narrow(open_body(document.data()))
+        return mark + edits.apply()
+    except (NotCounted, NotEdited) as why:
+        raise NotNarrowed(why.reason) from None
+
+
+def _list_used(document: Document) -> list[str]:
+    try:
+        return list_used(document)
+    except NotCounted as why:
+        if why.reason != "no_messages":
+            raise
+        return []
+
+
+class _Api(NamedTuple):
+    """How an API declares tools, in members of one object.
+
+    Attributes:
+        tools: the list.
+        choice: among them.
+        none: the choice of none; empty where the API has no such choice.
+        auto: the choice that is the model's.
+        along: what may not stand there without tools either.
+    """
+
+    tools: str
+    choice: str
+    none: bytes = b'"none"'
+    auto: bytes = b'"auto"'
+    along: tuple[str, ...] = ()
+
+
+_CHAT: Final = _Api("tools", "tool_choice", along=("parallel_tool_calls",))
+_FUNCTIONS: Final = _Api("functions", "function_call")
+_RESPONSES: Final = _Api("tools", "tool_choice")
+_ANTHROPIC: Final = _Api("tools", "tool_choice", b'{"type":"none"}', b'{"type":"auto"}')
+_BEDROCK: Final = _Api("tools", "toolChoice", b"", b'{"auto":{}}')
+
+
+class _Group:
+    """A list of tools, or an object whose members are tools; where none is left, the group itself goes from its own group."""
+
+    __slots__ = ("_place", "_within", "gone", "members")
+
+    def __init__(self, members: Sequence[Member], within: _Group | None = None, place: int = 0) -> None:
+        """Start with all of them.
+
+        Args:
+            members: the tools, and what else stands there.
+            within: the group in which this one stands.
+            place: there.
+        """
+        self.members = members
+        self.gone: set[int] = set()
+        self._within = within
+        self._place = place
+
+    def remove(self, place: int) -> None:
+        """Take one out."""
+        self.gone.add(place)
+        if self._within is not None and len(self.gone) == len(self.members):
+            self._within.remove(self._place)
+
+    @property
+    def stays(self) -> bool:
+        """It has not gone as a whole."""
+        return self._within is None or len(self.gone) < len(self.members)
+
+
+class _Tool(NamedTuple):
+    """A tool that is declared.
+
+    Attributes:
+        names: as which it is declared, and by which its calls go.
+        group: in which it stands.
+        place: there.
+        built_in: the API runs it, whatever the choice is.
+    """
+
+    names: tuple[str, ...]
+    group: _Group
+    place: int
+    built_in: bool = False
+
+
+class _Tools:
+    """The tools in one list.
+
+    Attributes:
+        found: all of them, as declared.
+        served: there are servers that offer others.
+        plain: names stand in the tools themselves, as Anthropic has them.
+    """
+
+    __slots__ = ("_edits", "_groups", "found", "plain", "served")
+
+    def __init__(self, edits: Edits, value: Value) -> None:
+        """Read the list.
+
+        Raises:
+            NotEdited: it cannot be read in one way alone, or is too much.
+        """
+        self._edits = edits
+        self._groups: list[_Group] = []
+        self.found: list[_Tool] = []
+        self.served = False
+        self.plain = False
+        group = self._open(edits.open_list(value))
+        for place, entry in enumerate(group.members):
+            self._read(edits.open_object(entry.value), group, place)
+
+    def remove(self, tools: Sequence[_Tool]) -> None:
+        """Take some out; call it once."""
+        for tool in tools:
+            tool.group.remove(tool.place)
+        for group in self._groups:
+            if group.stays:
+                self._edits.remove(group.members, group.gone)
+
+    def _open(self, members: Sequence[Member], within: _Group | None = None, place: int = 0) -> _Group:
+        group = _Group(members, within, place)
+        self._groups.append(group)
+        return group
+
+    def _read(self, fields: Fields, group: _Group, place: int) -> None:
+        """An element of the list: a tool, several, a server, or something else."""
+        kind = _read_text(fields, "type")
+        self.plain = self.plain or kind == "mcp_toolset" or ("name" in fields and "function" not in fields)
+        if kind in _SERVERS:
+            self.served = True
+        elif kind == "namespace" and "tools" in fields:
+            self._read_list(fields["tools"].value, group, place)
+        elif names := _read_names(self._edits, fields):
+            self.found.append(_Tool(names, group, place))
+        else:
+            self._read_members(fields, group, place)
+
+    def _read_list(self, value: Value, group: _Group, place: int) -> None:
+        """Tools in a list of their own."""
+        inner = self._open(self._edits.open_list(value), group, place)
+        for number, entry in enumerate(inner.members):
+            names = _read_names(self._edits, self._edits.open_object(entry.value))
+            self.found.append(_Tool(names, inner, number))
+
+    def _read_members(self, fields: Fields, group: _Group, place: int) -> None:
+        """Members that are tools each, or lists of them, as Gemini has them."""
+        inner = self._open(list(fields.values()), group, place)
+        for number, (key, member) in enumerate(fields.items()):
+            if key in {"functionDeclarations", "function_declarations"} and is_list(member.value):
+                self._read_list(member.value, inner, number)
+            elif key in _SERVERS:
+                self.served = True
+            elif key not in _NO_TOOLS:
+                self.found.append(_Tool((key, _SECOND_WORD.sub("_", key).lower()), inner, number, built_in=True))
+
+
+def _read_names(edits: Edits, fields: Fields) -> tuple[str, ...]:
+    """As what a tool is declared or chosen, and by which its calls go; none where it is not named."""
+    wrappers = [fields[key].value for key in _WRAPPERS if key in fields and is_object(fields[key].value)]
+    named = [edits.open_object(wrapper) for wrapper in wrappers] + [fields]
+    if names := tuple([_read_text(inner, "name") for inner in named if "name" in inner]):
+        return names
+    kind = _read_text(fields, "type")
+    if not kind or kind in _MODES:
+        return ()
+    called = _EDITION.sub("", kind)
+    return kind, _CALLED.get(called, called)
+
+
+def _read_text(fields: Fields, key: str) -> str:
+    return read_string(fields[key].value.raw) if key in fields else ""
+
+
+class _Outcome(Enum):
+    """What has become of the tools in a list."""
+
+    SAME = "all stay"
+    FEWER = "some stay"
+    FORBIDDEN = "some stay that may not be called"
+    GONE = "none stays"
+
+
+class _Narrowing:
+    """One body's narrowing."""
+
+    __slots__ = ("_edits", "_gone", "_needed", "_without")
+
+    def __init__(self, edits: Edits, without: Collection[str] | None, needed: Sequence[str]) -> None:
+        """Take what to do.
+
+        Args:
+            edits: of the body.
+            without: the names of tools; None for all of them.
+            needed: tools of which one stays, the first that is declared; none where the API does without.
+        """
+        self._edits = edits
+        self._without = None if without is None else frozenset(without)
+        self._needed = needed
+        self._gone: set[str] = set()
+
+    def narrow(self, body: Value) -> None:
+        """Edit a body of any API.
+
+        Raises:
+            NotEdited: it cannot be done.
+        """
+        fields = self._edits.open_object(body)
+        conversations = [key for key in _CONVERSATIONS if key in fields]
+        wrapped = not conversations and "request" in fields and is_object(fields["request"].value)
+        configured = "messages" in fields and "toolConfig" in fields
+        if len(conversations) > 1 or ((wrapped or configured) and "tools" in fields):
+            raise NotEdited("ambiguous_body")
+        if "contents" in fields:
+            self._narrow_gemini(body, fields)
+        elif wrapped:
+            inner = fields["request"].value
+            self._narrow_gemini(inner, self._edits.open_object(inner))
+        elif configured:
+            self._narrow_bedrock(body, fields)
+        elif "messages" in fields:
+            changes = self._narrow_members(fields, _CHAT) | self._narrow_members(fields, _FUNCTIONS)
+            self._edits.change(body, fields, changes)
+        else:
+            self._edits.change(body, fields, self._narrow_members(fields, _RESPONSES))
+
+    def _narrow_members(self, fields: Fields, api: _Api) -> Changes:
+        """Edit a list of tools, and say what becomes of the members beside it."""
+        tools = self._open_tools(fields, api.tools)
+        if tools is None:
+            return {}
+        if api is _CHAT and tools.plain:
+            api = _ANTHROPIC
+        outcome = self._take_out(tools)
+        if outcome is _Outcome.GONE:
+            return dict.fromkeys((api.tools, api.choice, *api.along))
+        if outcome is _Outcome.FORBIDDEN:
+            return {api.choice: _forbid(api)}
+        choice = fields.get(api.choice)
+        if outcome is _Outcome.FEWER and choice is not None and is_object(choice.value):
+            return self._mend_choice(choice.value, api)
+        return {}
+
+    def _narrow_bedrock(self, body: Value, fields: Fields) -> None:
+        config = fields["toolConfig"].value
+        inner = self._edits.open_object(config)
+        changes = self._narrow_members(inner, _BEDROCK)
+        if _BEDROCK.tools in changes:
+            self._edits.change(body, fields, {"toolConfig": None})
+        else:
+            self._edits.change(config, inner, changes)
+
+    def _narrow_gemini(self, owner: Value, fields: Fields) -> None:
+        tools = self._open_tools(fields, "tools")
+        if tools is None:
+            return
+        outcome = self._take_out(tools)
+        changes: Changes = {"tools": None} if outcome is _Outcome.GONE else {}
+        self._edits.change(owner, fields, changes | self._choose_gemini(fields, outcome))
+
+    def _choose_gemini(self, fields: Fields, outcome: _Outcome) -> Changes:
+        """Edit the choice among Gemini's tools, and say what becomes of the member in which it stands."""
+        key = _pick(fields, "toolConfig", "tool_config")
+        if key not in fields or not is_object(fields[key].value):
+            forbidden = b'{"functionCallingConfig":{"mode":"NONE"}}'
+            return {key: forbidden} if outcome is _Outcome.FORBIDDEN else {}
+        config = fields[key].value
+        inner = self._edits.open_object(config)
+        calling = _pick(inner, "functionCallingConfig", "function_calling_config")
+        if outcome is _Outcome.FEWER and calling in inner and is_object(inner[calling].value):
+            outcome = self._mend_names(self._edits.open_object(inner[calling].value))
+        if outcome is _Outcome.FORBIDDEN:
+            self._edits.change(config, inner, {calling: b'{"mode":"NONE"}'})
+        elif outcome is _Outcome.GONE and calling in inner:
+            self._edits.change(config, inner, {calling: None})
+        return {}
+
+    def _mend_names(self, calling: Fields) -> _Outcome:
+        """Edit the list of functions that Gemini may call; one of which none is left forbids all."""
+        key = _pick(calling, "allowedFunctionNames", "allowed_function_names")
+        if key not in calling or not is_list(calling[key].value):
+            return _Outcome.FEWER
+        names = self._edits.open_list(calling[key].value)
+        gone = {place for place, name in enumerate(names) if read_string(name.value.raw) in self._gone}
+        if gone and len(gone) == len(names):
+            return _Outcome.FORBIDDEN
+        self._edits.remove(names, gone)
+        return _Outcome.FEWER
+
+    def _open_tools(self, fields: Fields, key: str) -> _Tools | None:
+        """The tools in a member; None where it is not there, or null."""
+        if key not in fields or bytes(fields[key].value.raw) == b"null":
+            return None
+        return _Tools(self._edits, fields[key].value)
+
+    def _take_out(self, tools: _Tools) -> _Outcome:
+        """Edit a list of tools, unless all of it goes."""
+        gone = [tool for tool in tools.found if self._without is None or not self._without.isdisjoint(tool.names)]
+        forbidden = self._without is None and tools.served
+        if not gone and not forbidden:
+            return _Outcome.SAME
+        if len(gone) == len(tools.found) and not tools.served:
+            candidates = [tool for tool in gone if not tool.built_in] if self._needed else []
+            if not candidates:
+                return _Outcome.GONE
+            gone.remove(self._find_needed(candidates))
+            forbidden = True
+        self._gone.update([name for tool in gone for name in tool.names])
+        tools.remove(gone)
+        return _Outcome.FORBIDDEN if forbidden else _Outcome.FEWER
+
+    def _find_needed(self, tools: Sequence[_Tool]) -> _Tool:
+        """The one that was called last, else the first."""
+        ranks = {name: rank for rank, name in enumerate(self._needed)}
+        return min(tools, key=lambda tool: min([ranks.get(name, len(ranks)) for name in tool.names], default=len(ranks)))
+
+    def _mend_choice(self, value: Value, api: _Api) -> Changes:
+        """Edit a choice among tools, or say what stands in its place: it may be one that has gone, or a list of such."""
+        choice = self._edits.open_object(value)
+        if _read_text(choice, "type") == "allowed_tools":
+            return self._mend_allowed(choice, api)
+        if self._gone.isdisjoint(_read_names(self._edits, choice)):
+            return {}
+        if "disable_parallel_tool_use" not in choice:
+            return {api.choice: api.auto}
+        self._edits.change(value, choice, {"type": b'"auto"', "name": None})
+        return {}
+
+    def _mend_allowed(self, choice: Fields, api: _Api) -> Changes:
+        """The same of a list of tools that may be called."""
+        if "allowed_tools" in choice:
+            choice = self._edits.open_object(choice["allowed_tools"].value)
+        allowed = self._open_tools(choice, "tools")
+        if allowed is None:
+            return {}
+        gone = [tool for tool in allowed.found if not self._gone.isdisjoint(tool.names)]
+        if gone and len(gone) == len(allowed.found) and not allowed.served:
+            return {api.choice: _forbid(api)}
+        allowed.remove(gone)
+        return {}
+
+
+def _forbid(api: _Api) -> bytes:
+    """The choice of none.
+
+    Raises:
+        NotEdited: the API has no such choice.
+    """
+    if not api.none:
+        raise NotEdited("no_choice")
+    return api.none
+
+
+def _pick(fields: Fields, *keys: str) -> str:
+    """Which spelling of a key is there, the first where none is.
+
+    Raises:
+        NotEdited: there are several.
+    """
+    found = [key for key in keys if key in fields]
+    if len(found) > 1:
+        raise NotEdited("ambiguous_body")
+    return found[0] if found else keys[0]

@@ -5,12 +5,11 @@ A body is changed where it can be done safely, and is left alone everywhere else
 
 from __future__ import annotations
 
-from codecs import BOM_UTF8
 from typing import Final
 
 from extproc.candidates import Guard
 from extproc.decision import Outcome
-from extproc.encodings import list_encodings
+from extproc.encodings import list_encodings, split_mark
 from extproc.notes import ends_with_note, frame_note
 from extproc.request import HttpRequest
 from extproc.similarity.document import Document, NotCounted
@@ -52,7 +51,7 @@ def steer(request: HttpRequest, body: bytes | memoryview, note: str, document: D
         raise NotSteered("content_encoding")
     mark = b""
     if document is None:
-        mark, rest = _split_mark(bytes(body))
+        mark, rest = split_mark(bytes(body))
         document = Document(rest)
     try:
         data = document.data()
@@ -63,12 +62,6 @@ def steer(request: HttpRequest, body: bytes | memoryview, note: str, document: D
         raise NotSteered("no_result")
     free = [place for place in places[-MAX_PLACES:] if not ends_with_note(data, place.offset)]
     return mark + splice(data, free, frame_note(note))
-
-
-def _split_mark(body: bytes) -> tuple[bytes, bytes]:
-    """A body's byte order mark, which is no part of its JSON, and the rest."""
-    size = len(BOM_UTF8) if body.startswith(BOM_UTF8) else 0
-    return body[:size], body[size:]
 
 
 def write_note(outcome: Outcome, request: HttpRequest, guard: Guard) -> str:

@@ -76,6 +76,17 @@ def read_tool_calls(document: Document) -> ToolCalls:
     return ToolCalls(b"".join(records), named, conversation.model[:_LONGEST_MODEL])
 
 
+def list_used(document: Document) -> list[str]:
+    """The tools that a history uses, the last to be called first; an empty name for calls of which it does not say it.
+
+    Raises:
+        NotCounted: as `read_tool_calls`.
+    """
+    conversation = open_conversation(document)
+    used = [part.name for part in reversed(_list_calls(conversation))]
+    return list(dict.fromkeys([*used, ""] if conversation.before.after else used))
+
+
 def digest_tool(name: str) -> bytes:
     """4 bytes that tell a tool from others, as records have it."""
     return _digest(name.encode("utf-8", "surrogateescape"), _TOOL)

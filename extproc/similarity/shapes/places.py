@@ -1,4 +1,4 @@
-"""Where a note can be spliced into a body, every other byte of which stays.
+"""Where a body can be changed, every other byte of which stays.
 
 msgspec finds out how long each value is, so offsets are walked without a parser of our own: behind a bracket, space and a key
 comes a value of known length. Nothing recurses, and objects of very many keys are left alone. In whatever does not add up, such
@@ -26,6 +26,7 @@ _FEW_BYTES = 8_192
 _SPACE = b" \t\n\r"
 _KEY = re.compile(rb'[ \t\n\r]*+"((?:[^"\\]|\\.)*+)"[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL)
 _COLON = re.compile(rb"[ \t\n\r]*+:[ \t\n\r]*+")
+_SPACES = re.compile(rb"[ \t\n\r]*+")
 _NEXT = re.compile(rb"[ \t\n\r]*+,")
 _END = re.compile(rb"[ \t\n\r]*+\}")
 
@@ -80,6 +81,20 @@ class Value(NamedTuple):
         return Raw(self.body[self.start : self.end])
 
 
+class Member(NamedTuple):
+    """A member of an object.
+
+    Attributes:
+        key: unescaped.
+        start: the offset at which the key starts, with its quote.
+        value: what stands behind it.
+    """
+
+    key: str
+    start: int
+    value: Value
+
+
 Fields = dict[str, Value]
 
 
@@ -104,29 +119,35 @@ def open_body(body: bytes) -> Value:
     return Value(body, len(body) - len(body.lstrip(_SPACE)), len(body.rstrip(_SPACE)))
 
 
-def open_fields(value: Value) -> Fields:
-    """The fields of an object; none where it is no object, or does not add up."""
+def open_members(value: Value) -> list[Member]:
+    """The members of an object, in their order; none where it is no object, or does not add up."""
     raw = value.body[value.start : value.end]
     fields = _decode_object(raw)
     if len(fields) > _MAX_KEYS:
-        return {}
-    found: Fields = {}
+        return []
+    found: list[Member] = []
     place = 1
     for _ in range(_MAX_KEYS):
         key = _KEY.match(raw, place)
         if key is None:
-            return {}
+            return []
         name = _read_key(key.group(1))
         item = fields.get(name)
         if item is None or not raw.startswith(bytes(item), key.end()):
-            return {}
-        found[name] = Value(value.body, value.start + key.end(), value.start + key.end() + len(item))
+            return []
+        start, end = value.start + key.start(1) - 1, value.start + key.end()
+        found.append(Member(name, start, Value(value.body, end, end + len(item))))
         following = _NEXT.match(raw, key.end() + len(item))
         if following is None:
-            end = _END.match(raw, key.end() + len(item))
-            return found if end is not None and end.end() == len(raw) else {}
+            last = _END.match(raw, key.end() + len(item))
+            return found if last is not None and last.end() == len(raw) else []
         place = following.end()
-    return {}
+    return []
+
+
+def open_fields(value: Value) -> Fields:
+    """The fields of an object by their keys; none where it is no object, or does not add up."""
+    return {member.key: member.value for member in open_members(value)}
 
 
 def open_field(value: Value, key: str) -> Value | None:
@@ -160,6 +181,20 @@ def _decode_object(raw: bytes) -> dict[str, Raw]:
 
 def _read_key(key: bytes) -> str:
     return decode_json(b'"%b"' % key) if b"\\" in key else key.decode()
+
+
+def open_items(value: Value, most: int) -> list[Value]:
+    """The first elements of a list, at most so many; none where it is no list."""
+    body = value.body
+    items = _decode_list(body[value.start : value.end])
+    found: list[Value] = []
+    place = value.start + 1
+    for item in items[:most]:
+        start = place + len(_SPACES.match(body, place)[0])  # type: ignore[index]  # matches everywhere
+        found.append(Value(body, start, start + len(item)))
+        following = _NEXT.match(body, start + len(item))
+        place = following.end() if following is not None else value.end
+    return found
 
 
 def open_newest(value: Value, count: int) -> list[Value]:
