@@ -299,3 +299,95 @@ def test_a_body_that_nobody_can_look_into_is_a_step_all_the_same() -> None:
     assert send(service, [b"\x00", b"\x01", b"\x02"], content_encoding="br") == [200, 200, 429]
     cut = [decoded(exchange(service, headers("/", x_team="t", x_session_id="c", mode="NONE"))[0]) for _ in range(3)]
     assert [status(answer) for answer in cut] == [200, 200, 429]
+
+
+def tools_of(answer: ProcessingResponse) -> list[str] | None:
+    """The tools that the model is offered, None where the body is as it was sent."""
+    response = answer.request_body.response
+    if not response.HasField("body_mutation"):
+        return None
+    return [tool["function"]["name"] for tool in json.loads(response.body_mutation.body).get("tools", [])]
+
+
+def test_narrow_takes_the_tools_away_before_they_are_called_again() -> None:
+    """A session that has used up its tool calls goes on without tools; a model that calls one all the same is refused."""
+    service = make_service(limited(max_tool_calls=2, max_tool_calls_mode="narrow"))
+
+    answers = [ask(service, turns(number)) for number in (1, 2, 2)]
+    last = json.loads(answers[1].request_body.response.body_mutation.body)
+
+    assert [status(answer) for answer in answers] == [200, 200, 200]
+    assert [tools_of(answer) for answer in answers] == [None, ["run"], ["run"]]  # a history with calls needs one declared
+    assert last["tool_choice"] == "none"
+    assert {key: last[key] for key in ("model", "messages")} == {
+        key: json.loads(turns(2))[key] for key in ("model", "messages")
+    }
+    assert [item.header.key for item in answers[1].request_body.response.header_mutation.set_headers] == [
+        "x-loopguard-narrowed",
+        "content-length",
+    ]
+    assert told(ask(service, turns(3)))["limit"] == "max_tool_calls"
+    narrowed = {"policy": "agents", "mode": "enforce", "limit": "max_tool_calls", "action": "narrow"}
+    assert sample(service, "session_limits_total", **narrowed) == 2
+
+
+def test_a_tool_that_is_used_up_is_offered_no_more_in_either_mode() -> None:
+    """The others stay; called all the same, it refuses the next request."""
+    service = make_service(limited(max_calls_per_tool={"issue_refund": 1}))
+    offered = [TOOL, {"type": "function", "function": {"name": "issue_refund", "parameters": {}}}]
+
+    answers = [ask(service, turns(number, "issue_refund", tools=offered)) for number in (0, 1, 2)]
+
+    assert [tools_of(answer) for answer in answers[:2]] == [None, ["run"]]
+    assert told(answers[2])["limit"] == "max_calls_per_tool"
+
+
+def test_a_request_that_cannot_be_narrowed_is_refused() -> None:
+    """Where its tools cannot be taken away: nothing may be called that has no budget."""
+    service = make_service(limited(max_tool_calls=1, max_tool_calls_mode="narrow"))
+    bedrock = {
+        "messages": [
+            {"role": "user", "content": [{"text": "Fix it."}]},
+            {"role": "assistant", "content": [{"toolUse": {"toolUseId": "1", "name": "run", "input": {}}}]},
+            {"role": "user", "content": [{"toolResult": {"toolUseId": "1", "content": [{"text": "ok"}]}}]},
+        ],
+        "toolConfig": {"tools": [{"toolSpec": {"name": "run", "inputSchema": {"json": {}}}}]},
+    }
+    named = headers("/model/m/converse", x_team="t", x_session_id="s")
+
+    refused = decoded(exchange(service, named, body(json.dumps(bedrock).encode()))[-1])
+
+    assert (status(refused), told(refused)["limit"]) == (429, "max_tool_calls")
+    assert sample(service, "unnarrowed_total", policy="agents", reason="no_choice") == 1
+
+
+def test_the_tool_of_a_loop_is_taken_away_before_it_is_called_once_more() -> None:
+    """With narrow, a model is not offered the tool whose next equal call would be refused."""
+    limits: dict[str, Any] = {
+        "max_tool_calls": 50,
+        "max_tool_calls_mode": "narrow",
+        "loop_detection": {"window": 5, "threshold": 3},
+    }
+    service = make_service(limited(**limits))
+    done = [Did((("run", {"tests": "all"}),), (f"result {number}",), number=number) for number in (1, 2)]
+    other = {"type": "function", "function": {"name": "ask", "parameters": {}}}
+
+    answer = ask(service, json.dumps({**as_chat(done), "tools": [TOOL, other]}).encode())
+
+    assert (status(answer), tools_of(answer)) == (200, ["ask"])
+
+
+def test_a_note_goes_into_what_was_narrowed() -> None:
+    """A request can lose its tools and be told what is left of its steps."""
+    limits: dict[str, Any] = {
+        "max_steps": 3,
+        "max_tool_calls": 1,
+        "max_tool_calls_mode": "narrow",
+        "escalate": {"steer": {"max_steps": 1}},
+    }
+    service = make_service(limited(**limits))
+
+    changed = json.loads(ask(service, turns(1)).request_body.response.body_mutation.body)
+
+    assert changed["tool_choice"] == "none"
+    assert "2 of this session's 3 steps are left" in json.dumps(changed["messages"])
