@@ -52,6 +52,9 @@ _ERROR: Final = 400
 _FAILURE: Final = 500
 _LINES_PER_SECOND: Final = 1
 
+_MOST_OUTPUT: Final = 131_072
+"""Tokens. No answer has more; what is larger holds pictures."""
+
 _STREAMS: Final = ("text/event-stream", "application/x-ndjson", "application/vnd.amazon.eventstream")
 _BYTES_PER_EVENT: Final = 128
 """For each token of a stream: a few letters in an event of JSON."""
@@ -236,4 +239,4 @@ def _estimate_output(response: HTTPResponseProperties) -> int:
     per_token = _BYTES_PER_EVENT if streams else BYTES_PER_TOKEN
     if "content-encoding" in headers and headers["content-encoding"] != "identity":
         per_token = per_token * _BYTES_PER_COMPRESSED_TOKEN // BYTES_PER_TOKEN
-    return response.response_body_bytes // per_token
+    return min(response.response_body_bytes // per_token, _MOST_OUTPUT)

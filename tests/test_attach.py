@@ -254,6 +254,25 @@ def test_every_part_has_its_place() -> None:
             assert any(part.items() <= place.items() for place in places)
 
 
+def test_what_answers_cost_has_its_places() -> None:
+    """A policy that limits it adds an access log and filters, and turns them on where Loopguard is."""
+    limits = {"max_cost_per_session": 1, "unknown_model": {"input": 1, "output": 1}}
+    spec = {"selector": {"pathPrefix": "/v1/"}, "limit_keys": ["header:x-user-id"], "session_limits": limits}
+    costs = loaded(bundle({"id": "agents", "spec": spec}))
+
+    parts = list(read_parts(render_snippet(costs, read_options(EnvoyOptions, {"snippet": True}))))
+
+    assert [path.rpartition(".")[2] for path, _, _ in parts] == [
+        "listeners[]", "typed_config", "access_log", "json_format", "http_filters", "http_filters", "virtual_hosts[]",
+        "routes[]", "clusters",
+    ]  # fmt: skip
+    (route,) = [part for path, _, part in parts if path.endswith("routes[]")]
+    assert [name.rpartition(".")[2] for name in route["typed_per_filter_config"]] == [
+        "sse_to_metadata", "json_to_metadata", "ext_proc",
+    ]  # fmt: skip
+    assert route["request_headers_to_remove"] == ["accept-encoding"]
+
+
 def test_routes_are_told_by_the_paths_of_policies() -> None:
     """Without names, the snippet lists what each policy asks for; tolerant routes have a part of their own."""
     parts = list(read_parts(print_snippet("--tolerant-routes", "/files")))

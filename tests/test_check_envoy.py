@@ -31,6 +31,18 @@ Json = Any
 CHAT = bundle(policy("chat", {"pathPrefix": "/chat"}, action="throttle", limit_keys=["header:x-user-id"]))
 """Holds requests for 30 s at most."""
 
+COSTS = bundle(
+    {
+        "id": "agents",
+        "spec": {
+            "selector": {"pathPrefix": "/v1/"},
+            "limit_keys": ["header:x-user-id"],
+            "session_limits": {"max_cost_per_session": 1, "unknown_model": {"input": 1, "output": 1}},
+        },
+    }
+)
+"""Needs to hear what answers cost."""
+
 MANAGER = "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config"
 FILTER = f"{MANAGER}/http_filters/0/typed_config"
 HOST = f"{MANAGER}/route_config/virtual_hosts/0"
@@ -308,6 +320,41 @@ def test_what_is_a_choice_is_a_note(edit: Edit, code: str) -> None:
 
 
 # ---- What policies need
+
+
+def test_what_answers_cost_is_told() -> None:
+    """What we print for a policy that limits costs is good for it."""
+    assert found(yaml.safe_load(bootstrap(COSTS)), COSTS) == []
+
+
+def test_nobody_tells_how_requests_end() -> None:
+    """Without an access log that goes to the cluster which the filter asks, costs stay as they were estimated."""
+    document = yaml.safe_load(bootstrap(COSTS))
+    log = f"{MANAGER}/access_log"
+    put(f"{log}/0/typed_config/common_config/grpc_service/envoy_grpc/cluster_name", "other")(document)
+    elsewhere = found(document, COSTS)
+    drop(log)(document)
+
+    assert elsewhere == found(document, COSTS) == [("outcomes", log, True)]
+    assert found(document, CHAT)[0][0] != "outcomes"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        drop(f"{GUARDED}/typed_per_filter_config/envoy.filters.http.sse_to_metadata"),
+        drop(f"{GUARDED}/typed_per_filter_config/envoy.filters.http.json_to_metadata"),
+        lambda document: find(document, f"{MANAGER}/http_filters").pop(1),
+    ],
+    ids=["off for events", "off for JSON", "no filter for events"],
+)
+def test_tokens_that_nobody_reads_are_estimated(edit: Edit) -> None:
+    """That may be meant: a filter that is missing, or off on a guarded route, is a note."""
+    document = yaml.safe_load(bootstrap(COSTS))
+    edit(document)
+
+    assert [(code, hurts) for code, _, hurts in found(document, COSTS)] == [("usage", False)]
+
 
 JWT = {
     "name": "envoy.filters.http.jwt_authn",

@@ -152,6 +152,34 @@ def test_envoy_accepts_it(document: object, options: Mapping[str, Any], tmp_path
     assert verdict(text, tmp_path).endswith("OK\n")
 
 
+COSTS: dict[str, Any] = {"max_cost_per_session": 1, "unknown_model": {"input": 1, "output": 1}}
+ERRORS: dict[str, Any] = {"circuit_breaker": {"consecutive_errors": 3}}
+
+
+@pytest.mark.parametrize(
+    ("limits", "options", "told", "read"),
+    [
+        (COSTS, {}, True, True),
+        (COSTS, {"usage": "estimated"}, True, False),
+        (COSTS, {"shadow_mode": "observability"}, False, False),
+        (COSTS, {"buffer_limit": 65_535}, True, True),
+        (ERRORS, {}, True, False),
+        ({"max_steps": 3}, {}, False, False),
+    ],
+)
+def test_envoy_tells_what_answers_cost(
+    limits: dict[str, Any], options: dict[str, Any], told: bool, read: bool, tmp_path: Path
+) -> None:
+    """Where a policy limits it, and as exactly as Envoy can; no other configuration looks into answers."""
+    spec = {"selector": {"pathPrefix": "/v1/"}, "limit_keys": ["header:x-user-id"], "session_limits": limits}
+
+    text = bootstrap(bundle({"id": "agents", "spec": spec}), **options)
+
+    assert verdict(text, tmp_path).endswith("OK\n")
+    assert ("envoy.access_loggers.http_grpc" in text) == told
+    assert [name in text for name in ("sse_to_metadata", "json_to_metadata", "accept-encoding")] == [read] * 3
+
+
 @pytest.mark.parametrize("protocol", ["http1", "http2", "as-client"])
 @pytest.mark.parametrize("upstream", ["api.example.com:443", "192.0.2.1:443", "[2001:db8::1]:443"])
 def test_envoy_accepts_tls(upstream: str, protocol: str, tmp_path: Path) -> None:

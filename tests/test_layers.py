@@ -99,7 +99,7 @@ FLOORS: list[list[str]] = [
         "admin/server",
     ],
     ["reload", "server"],
-    ["envoy_config", "envoy_config/options", "envoy_config/routes", "envoy_config/template"],
+    ["envoy_config", "envoy_config/options", "envoy_config/routes", "envoy_config/template", "envoy_config/usage"],
     ["envoy_config/render", "envoy_config/snippet"],
     [
         "replay",
@@ -109,7 +109,7 @@ FLOORS: list[list[str]] = [
     ["envoy_check/config", "envoy_check/findings", "envoy_check/needs"],
     [
         "envoy_check/selectors",
-        *(f"envoy_check/checks/{name}" for name in ("callers", "clusters", "filters", "limits", "paths", "routes")),
+        *(f"envoy_check/checks/{name}" for name in ("answers", "callers", "clusters", "filters", "limits", "paths", "routes")),
     ],
     ["envoy_check/checks"],
     ["envoy_check/inspect", "envoy_check/show"],

@@ -335,20 +335,25 @@ def _mentions_loopguard(item: HttpFilter) -> bool:
 
 def _list_guarded(manager: Manager, item: HttpFilter) -> Iterator[GuardedRoute]:
     for route in manager.routes:
-        said = [level.get("typed_per_filter_config").entry(item.name) for level in route.levels]
-        said = [entry for entry in said if entry.is_there]
-        if _is_on(item, said):
-            overrides = [_read_per_route(entry).get("overrides") for entry in said]
+        if is_on(item, route):
+            overrides = [_read_per_route(entry).get("overrides") for entry in _list_said(item, route)]
             modes = [place.get("processing_mode") for place in overrides]
             mode = next((place for place in modes if place.is_there), item.config.get("processing_mode"))
             yield GuardedRoute(route, mode, [place for place in overrides if place.is_there])
 
 
-def _is_on(item: HttpFilter, said: Sequence[Place]) -> bool:
-    """Whether a filter is on where this is said of it, the nearest first: what is nearest counts."""
+def is_on(item: HttpFilter, route: Route) -> bool:
+    """Whether a filter looks at the route's requests: what is said nearest to it counts."""
+    said = _list_said(item, route)
     if not said:
         return not item.place.get("disabled").flag()
     return not (said[0].get("disabled").flag() or _read_per_route(said[0]).get("disabled").flag())
+
+
+def _list_said(item: HttpFilter, route: Route) -> list[Place]:
+    """What is said of a filter, the nearest first."""
+    said = [level.get("typed_per_filter_config").entry(item.name) for level in route.levels]
+    return [entry for entry in said if entry.is_there]
 
 
 def _read_per_route(entry: Place) -> Place:

@@ -21,6 +21,8 @@ class Needs:
         warns: some request goes on with a warning.
         keys: limit keys.
         selectors: of the policies that do something, by id.
+        outcomes: some policy limits what comes of answers: what they cost, or whether they are errors.
+        usage: some policy limits what they cost.
     """
 
     known: bool
@@ -29,6 +31,8 @@ class Needs:
     warns: bool
     keys: Sequence[str]
     selectors: Sequence[tuple[str, Selector]]
+    outcomes: bool = False
+    usage: bool = False
 
     def reads(self, source: str) -> bool:
         """Whether some limit key begins like this."""
@@ -45,8 +49,9 @@ def find_needs(policies: PolicySet | None, uploads: int) -> Needs:
     if policies is None:
         hold = (MAX_DELAY_MS + HOLD_MARGIN_MS) / 1000
         return Needs(known=False, uploads=uploads, hold=hold, warns=True, keys=["ip:address"], selectors=())
-    acting = [policy for source in policies.sources for policy in source.policies if policy.spec.detectors()]
+    acting = [policy for source in policies.sources for policy in source.policies if policy.spec.is_enabled()]
     enforced = list(_list_enforced(acting))
+    limits = [policy.spec.session_limits for policy in acting if policy.spec.session_limits is not None]
     holds = [loop.max_delay_ms + HOLD_MARGIN_MS for loop in enforced if "throttle" in _list_actions(loop)]
     return Needs(
         known=True,
@@ -55,6 +60,8 @@ def find_needs(policies: PolicySet | None, uploads: int) -> Needs:
         warns=any({"warn", "steer"} & _list_actions(loop) for loop in enforced),
         keys=[key for policy in acting for key in policy.spec.all_limit_keys()],
         selectors=[(policy.id, policy.spec.selector) for policy in acting],
+        outcomes=any(limit.needs_answers() for limit in limits),
+        usage=any(limit.max_cost_per_session is not None for limit in limits),
     )
 
 

@@ -151,6 +151,13 @@ class EnvoyOptions:
         "partial: no body is refused, for serve --shadow",
         "off|observability|partial",
     )
+    usage: str = option(
+        "exact",
+        parse_one_of("exact", "estimated"),
+        "how policies that limit costs learn about tokens: exact: Envoy reads them in answers, from 1.38 on; "
+        "estimated: from the sizes of requests and answers",
+        "exact|estimated",
+    )
     snippet: bool = option(
         False, parse_switch, "print what a configuration needs that exists, part by part, each with its place"
     )

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.resources import files
 
 from extproc.envoy_config.options import EnvoyOptions, is_ip
-from extproc.envoy_config.routes import GuardedRoute, plan_routes
+from extproc.envoy_config.routes import GuardedRoute, find_acting, plan_routes
 from extproc.envoy_config.template import fill
+from extproc.envoy_config.usage import write_event_rules, write_rules
 from extproc.errors import UsageError
 from extproc.policy.loader import PolicySet
 from extproc.settings import Address, parse_subject_name
@@ -41,10 +42,10 @@ def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
     return fill(
         read_template("bootstrap"),
         {
-            **describe_guard(options),
+            **describe_guard(policies, options),
             **upstream,
             "action": action,
-            "guarded_routes": "".join(_render_routes(routes, tolerant, action)),
+            "guarded_routes": "".join(_render_routes(routes, tolerant, action, usage=reads_usage(policies, options))),
             "unguarded": not any(route.path == "/" and not route.exact for route in routes),
         },
     )
@@ -63,10 +64,11 @@ def find_tolerant(routes: Sequence[GuardedRoute], wanted: Sequence[str]) -> set[
     return {route for route in routes if route.name in wanted or route.path in wanted}
 
 
-def describe_guard(options: EnvoyOptions) -> Mapping[str, str | bool]:
-    """The templates' values, but for those of policies and of the upstream."""
+def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, str | bool]:
+    """The templates' values, but for those of routes and of the upstream."""
     return {
         **_describe_mode(options),
+        **_describe_answers(policies, options),
         **_describe_loopguard(options.endpoints),
         **_describe_loopguard_tls(options),
         "listen": _write_address(options.listen),
@@ -89,6 +91,27 @@ def _describe_mode(options: EnvoyOptions) -> Mapping[str, str | bool]:
         "keeps_length": body_mode == _BODY_MODES["tolerant"] or bool(options.tolerant_routes),
         "response_headers": "SKIP" if options.shadow_mode == "observability" else "SEND",
         "failure_mode_allow": _FAILURE_MODES[options.failure_mode],
+    }
+
+
+def reads_usage(policies: PolicySet, options: EnvoyOptions) -> bool:
+    """Whether Envoy looks for tokens in answers."""
+    limits = [policy.spec.session_limits for policy in find_acting(policies)]
+    costs = any(each is not None and each.max_cost_per_session is not None for each in limits)
+    return costs and options.usage == "exact" and options.shadow_mode != "observability"
+
+
+def _describe_answers(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, str | bool]:
+    """What Loopguard is told about answers, and how Envoy finds it."""
+    limits = [policy.spec.session_limits for policy in find_acting(policies)]
+    needed = any(each is not None and each.needs_answers() for each in limits)
+    return {
+        "outcomes": needed and options.shadow_mode != "observability",
+        "usage": reads_usage(policies, options),
+        "event_rules": write_event_rules(),
+        "answer_rules": write_rules(),
+        # As many digits as the limit has, or more, are no less than a tenth of it.
+        "large_digits": str(len(str(options.buffer_limit))),
     }
 
 
@@ -131,7 +154,9 @@ def _describe_upstream(upstream: Address, options: EnvoyOptions) -> Mapping[str,
     }
 
 
-def _render_routes(routes: Sequence[GuardedRoute], tolerant: Collection[GuardedRoute], action: str) -> Iterator[str]:
+def _render_routes(
+    routes: Sequence[GuardedRoute], tolerant: Collection[GuardedRoute], action: str, *, usage: bool
+) -> Iterator[str]:
     template = read_template("guarded_route")
     for route in routes:
         yield fill(
@@ -142,6 +167,7 @@ def _render_routes(routes: Sequence[GuardedRoute], tolerant: Collection[GuardedR
                 "match": _write_match(route),
                 "action": action,
                 "tolerant": route in tolerant,
+                "usage": usage,
             },
         )
 

@@ -88,7 +88,7 @@ def find_acting(policies: PolicySet) -> Iterator[Policy]:
     """The policies that do something."""
     for source in policies.sources:
         for policy in source.policies:
-            if policy.spec.detectors():
+            if policy.spec.is_enabled():
                 yield policy
 
 

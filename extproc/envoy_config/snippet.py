@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from extproc.envoy_config.options import EnvoyOptions
-from extproc.envoy_config.render import describe_guard, find_tolerant, read_template
+from extproc.envoy_config.render import describe_guard, find_tolerant, read_template, reads_usage
 from extproc.envoy_config.routes import GuardedRoute, find_acting, plan_routes
 from extproc.envoy_config.template import cut_parts
 from extproc.policy.loader import PolicySet
@@ -34,6 +34,7 @@ class _Place(NamedTuple):
 _PLACES = {  # by their names in the templates, in the order of the templates
     "listener": _Place(_LISTENER, "the listener through which the requests come"),
     "manager": _Place(_MANAGER, "its envoy.filters.network.http_connection_manager"),
+    "entries": _Place(f"{_MANAGER}.access_log", "one more access log, which goes to Loopguard"),
     "access_log": _Place(
         f"{_MANAGER}.access_log[].typed_config.log_format.json_format", "what was decided, where you want to read it"
     ),
@@ -41,6 +42,7 @@ _PLACES = {  # by their names in the templates, in the order of the templates
         f"{_MANAGER}.http_filters",
         "before envoy.filters.http.router, and behind envoy.filters.http.jwt_authn where there is one",
     ),
+    "usage": _Place(f"{_MANAGER}.http_filters", "right before envoy.filters.http.router"),
     "virtual_host": _Place(_HOST, "those that have routes to guard"),
     "route": _Place(f"{_HOST}.routes[]", ""),  # which, is told by the routes themselves
     "cluster": _Place("static_resources.clusters", "one more cluster"),
@@ -74,7 +76,7 @@ def find_unseen(policies: PolicySet, names: Sequence[str]) -> list[str]:
 
 
 def _make_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[_Part]:
-    values = defaultdict[str, str | bool](str, describe_guard(options))  # what stands in no part is left blank
+    values = defaultdict[str, str | bool](str, describe_guard(policies, options))  # what stands in no part is left blank
     found = cut_parts(read_template("bootstrap"), values)
     for name, place in _PLACES.items():
         if name == "route":
@@ -90,7 +92,7 @@ def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[_P
     for is_tolerant in (False, True):
         chosen = [route for route in routes if (route in tolerant) == is_tolerant]
         if chosen:
-            values = defaultdict[str, str | bool](str, tolerant=is_tolerant)
+            values = defaultdict[str, str | bool](str, tolerant=is_tolerant, usage=reads_usage(policies, options))
             place = _PLACES["route"]._replace(words=_name_routes(chosen))
             yield _Part(place, cut_parts(read_template("guarded_route"), values)["route"])
 

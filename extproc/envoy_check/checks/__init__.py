@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from extproc.envoy_check.checks import callers, clusters, filters, limits, paths, routes
+from extproc.envoy_check.checks import answers, callers, clusters, filters, limits, paths, routes
 from extproc.envoy_check.config import Guard, Resources
 from extproc.envoy_check.findings import Finding
 from extproc.envoy_check.needs import Needs
@@ -35,4 +35,6 @@ CHECKS: tuple[Check, ...] = (
     routes.check_retries,
     routes.check_overrides,
     clusters.check_cluster,
+    answers.check_entries,
+    answers.check_usage,
 )

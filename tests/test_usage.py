@@ -1,0 +1,445 @@
+"""What the real Envoy reads in answers, and tells when they are over: tokens of every API, errors, what was cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import http.client
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from extproc.access_log import AccessLog, Entry
+from extproc.envoy_config.options import EnvoyOptions
+from extproc.options import read_options
+from extproc.rates import Usage
+from extproc.settings import parse_address
+from extproc.transport.health import Health
+from tests.documents import bundle
+from tests.harness import PATIENCE, Envoy, eventually, write_policies
+from tests.test_service import make_service
+from tests.test_transport import TRANSPORTS
+
+JSON = "application/json; charset=utf-8"
+EVENTS = "text/event-stream; charset=utf-8"
+LIMIT = 2**20
+
+AGENTS: dict[str, Any] = {
+    "id": "agents",
+    "spec": {
+        "selector": {"pathPrefix": "/v1/"},
+        "limit_keys": ["header:x-user-id"],
+        "session": {"keys": ["header:x-session-id"]},
+        "session_limits": {"max_cost_per_session": 10.0, "unknown_model": {"input": 1, "output": 2}},
+    },
+}
+
+
+class Reply(NamedTuple):
+    """What the model answers.
+
+    Attributes:
+        parts: written one after the other; a function is called in between, and what it returns is written.
+        kind: its content-type.
+        status: of HTTP.
+        headers: besides.
+        whole: its length is told beforehand; else it comes in chunks.
+        cut: the connection is closed where more was promised.
+    """
+
+    parts: Sequence[bytes | Callable[[], bytes]]
+    kind: str = JSON
+    status: int = 200
+    headers: Mapping[str, str] = {}
+    whole: bool = False
+    cut: bool = False
+
+
+class Model:
+    """An upstream that answers as it is told.
+
+    Attributes:
+        reply: to the next requests.
+        encodings: what the newest request accepted.
+    """
+
+    def __init__(self) -> None:
+        """Listen, in threads of this process."""
+        self.reply = Reply([b"{}"])
+        self.encodings: str | None = None
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers.get("content-length") or 0))
+                outer.encodings = self.headers.get("accept-encoding")
+                self._answer(outer.reply)
+
+            def _answer(self, reply: Reply) -> None:
+                self.send_response(reply.status)
+                for name, value in {"content-type": reply.kind, **reply.headers}.items():
+                    self.send_header(name, value)
+                size = sum(len(part) for part in reply.parts if isinstance(part, bytes))
+                self.send_header(*(("content-length", str(size)) if reply.whole else ("transfer-encoding", "chunked")))
+                self.end_headers()
+                for part in reply.parts:
+                    data = part if isinstance(part, bytes) else part()
+                    self.wfile.write(data if reply.whole else b"%x\r\n%b\r\n" % (len(data), data))
+                if reply.cut:
+                    self.close_connection = True
+                elif not reply.whole:
+                    self.wfile.write(b"0\r\n\r\n")
+
+            def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                """Clients hang up as they please."""
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class Gateway:
+    """Envoy between a client and the model, and what it tells Loopguard."""
+
+    def __init__(self, envoy: Envoy, model: Model, entries: list[Entry]) -> None:
+        self.envoy = envoy
+        self.model = model
+        self._entries = entries
+        self._seen = 0
+
+    @contextmanager
+    def send(
+        self, reply: Reply, path: str = "/v1/x", body: bytes = b"x" * 400, **headers: str
+    ) -> Iterator[http.client.HTTPResponse]:
+        """A request of a session, and its answer as far as the headers."""
+        self.model.reply = reply
+        connection = http.client.HTTPConnection("127.0.0.1", self.envoy.port, timeout=PATIENCE)
+        try:
+            connection.request("POST", path, body, {"x-user-id": "ann", "x-session-id": "s", **headers})
+            yield connection.getresponse()
+        finally:
+            connection.close()
+
+    def tell(self) -> Entry:
+        """The one entry about the newest request."""
+        eventually(lambda: len(self._entries) > self._seen, "an entry")
+        self._seen += 1
+        assert len(self._entries) == self._seen
+        return self._entries[-1]
+
+    def ask(self, reply: Reply, path: str = "/v1/x", **headers: str) -> Entry:
+        """What is told about a request whose answer was read to its end, as far as there was one."""
+        with self.send(reply, path, **headers) as answer:
+            try:
+                answer.read()
+            except http.client.IncompleteRead:
+                assert reply.cut
+        return self.tell()
+
+
+@contextmanager
+def _serving(transport: str, folder: Path) -> Iterator[tuple[str, list[Entry]]]:
+    """Loopguard in a thread of this process; yields its address and the entries that it gets."""
+    entries: list[Entry] = []
+    service = make_service(AGENTS)
+    service.access_log = AccessLog(entries.append, service.metrics)
+    listening: list[str] = []
+    ready, stop = threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        health = Health()
+        server = TRANSPORTS[transport](service, health)
+        listening.append(await server.start(parse_address(f"unix:{folder}/loopguard.sock")))
+        health.set(serving=True)
+        listening.append("")
+        ready.set()
+        await stop.wait()
+        await server.stop(0)
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
+    thread.start()
+    assert ready.wait(PATIENCE)
+    try:
+        yield listening[0], entries
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(PATIENCE)
+        loop.close()
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def gateway(request: pytest.FixtureRequest) -> Iterator[Gateway]:
+    """One for all tests."""
+    with tempfile.TemporaryDirectory(prefix="lg") as name:
+        folder = Path(name)
+        write_policies(folder, bundle(AGENTS))
+        model = Model()
+        with _serving(request.param, folder) as (address, entries):
+            flags = {"listen": "127.0.0.1:0", "admin": "127.0.0.1:0", "buffer_limit": str(LIMIT)}
+            options = read_options(EnvoyOptions, {"upstream": model.address, "endpoints": [address], **flags})
+            envoy = Envoy(folder, options)
+            try:
+                eventually(lambda: envoy.stat("cluster.loopguard.membership_healthy"), "a healthy Loopguard")
+                yield Gateway(envoy, model, entries)
+            finally:
+                envoy.stop()
+                model.stop()
+
+
+def whole(**answer: Any) -> Reply:  # noqa: ANN401  # JSON
+    """An answer in one document."""
+    return Reply([json.dumps({"id": "1", "text": "a" * 2_000, **answer}).encode()])
+
+
+def stream(*events: Mapping[str, Any] | str, named: bool = False, **more: Any) -> Reply:  # noqa: ANN401  # see `Reply`
+    """An answer in events."""
+    return Reply([write_event(event, named=named) for event in events], EVENTS, **more)
+
+
+def write_event(event: Mapping[str, Any] | str, *, named: bool = False) -> bytes:
+    """One event, with its type before it where the API has that."""
+    if isinstance(event, str):
+        return f"data: {event}\n\n".encode()
+    head = f"event: {event['type']}\n" if named else ""
+    return f"{head}data: {json.dumps(event)}\n\n".encode()
+
+
+DELTA = {"model": "gpt-4o-2024-08-06", "choices": [{"index": 0, "delta": {"content": "word"}}], "usage": None}
+CHAT_USAGE = {
+    "prompt_tokens": 1_200,
+    "completion_tokens": 34,
+    "total_tokens": 1_234,
+    "prompt_tokens_details": {"cached_tokens": 1_024, "audio_tokens": 0},
+    "completion_tokens_details": {"reasoning_tokens": 20},
+}
+RESPONSE_USAGE = {
+    "input_tokens": 500,
+    "input_tokens_details": {"cached_tokens": 100},
+    "output_tokens": 60,
+    "output_tokens_details": {"reasoning_tokens": 10},
+    "total_tokens": 560,
+}
+MESSAGE_USAGE = {"input_tokens": 12, "cache_creation_input_tokens": 300, "cache_read_input_tokens": 9_000, "output_tokens": 77}
+STARTED = {
+    "type": "message_start",
+    "message": {"type": "message", "model": "claude-sonnet-4-5", "usage": {**MESSAGE_USAGE, "output_tokens": 1}},
+}
+WORD = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "word"}}
+GEMINI_USAGE = {
+    "promptTokenCount": 90,
+    "candidatesTokenCount": 8,
+    "thoughtsTokenCount": 40,
+    "toolUsePromptTokenCount": 5,
+    "cachedContentTokenCount": 30,
+    "totalTokenCount": 143,
+}
+CONVERSE_USAGE = {
+    "inputTokens": 20,
+    "outputTokens": 6,
+    "totalTokens": 26,
+    "cacheReadInputTokens": 700,
+    "cacheWriteInputTokens": 80,
+}
+COMPRESSED = gzip.compress(json.dumps({"model": "gpt-4o", "usage": CHAT_USAGE}).encode())
+LONG = "x" * 100_000
+"""A response's last event repeats all of it."""
+
+TOLD: dict[str, tuple[Reply, str, Usage]] = {
+    "chat": (whole(model="gpt-4o", usage=CHAT_USAGE), "gpt-4o", Usage(176, 34, 1_024, 0)),
+    "chat stream": (
+        stream(DELTA, DELTA, {**DELTA, "choices": [], "usage": CHAT_USAGE}, "[DONE]"),
+        "gpt-4o-2024-08-06",
+        Usage(176, 34, 1_024, 0),
+    ),
+    "responses": (whole(model="gpt-5", usage=RESPONSE_USAGE), "gpt-5", Usage(400, 60, 100, 0)),
+    "responses stream": (
+        stream(
+            {"type": "response.created", "response": {"model": "gpt-5", "usage": None}},
+            {"type": "response.output_text.delta", "delta": "word"},
+            {"type": "response.completed", "response": {"model": "gpt-5", "output": LONG, "usage": RESPONSE_USAGE}},
+            named=True,
+        ),
+        "gpt-5",
+        Usage(400, 60, 100, 0),
+    ),
+    "messages": (whole(model="claude-opus-4-5", usage=MESSAGE_USAGE), "claude-opus-4-5", Usage(12, 77, 9_000, 300)),
+    "messages stream": (
+        stream(
+            STARTED,
+            {"type": "ping"},
+            WORD,
+            {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 77}},
+            {"type": "message_stop"},
+            named=True,
+        ),
+        "claude-sonnet-4-5",
+        Usage(12, 77, 9_000, 300),
+    ),
+    "messages stream of a gateway that counts at the end": (
+        stream(
+            {"type": "message_start", "message": {"model": "m", "usage": {"input_tokens": 0, "output_tokens": 0}}},
+            {"type": "message_delta", "delta": {}, "usage": MESSAGE_USAGE},
+            named=True,
+        ),
+        "m",
+        Usage(12, 77, 9_000, 300),
+    ),
+    "gemini": (
+        whole(modelVersion="gemini-2.5-pro", usageMetadata=GEMINI_USAGE),
+        "gemini-2.5-pro",
+        Usage(65, 48, 30, 0),
+    ),
+    "gemini stream": (
+        stream(
+            {"modelVersion": "gemini-2.5-pro", "usageMetadata": {"promptTokenCount": 90, "candidatesTokenCount": 2}},
+            {"modelVersion": "gemini-2.5-pro", "usageMetadata": GEMINI_USAGE},
+        ),
+        "gemini-2.5-pro",
+        Usage(65, 48, 30, 0),
+    ),
+    "converse": (whole(output={}, usage=CONVERSE_USAGE), "", Usage(20, 6, 700, 80)),
+    "ollama": (whole(model="qwen3", prompt_eval_count=26, eval_count=298), "qwen3", Usage(26, 298, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("api", TOLD)
+def test_tokens_are_those_that_the_answer_tells(gateway: Gateway, api: str) -> None:
+    """Of each API, whole and in a stream, each token once and none estimated."""
+    reply, model, usage = TOLD[api]
+
+    entry = gateway.ask(reply)
+
+    assert (entry.model, entry.usage, entry.estimated) == (model, usage, False)
+    assert (entry.status, entry.failed, entry.refused, entry.request_bytes) == (200, False, False, 400)
+    assert entry.response_bytes == sum(len(part) for part in reply.parts if isinstance(part, bytes))
+    assert [session["policy"] for session in entry.sessions] == ["agents"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "output"),
+    [
+        (stream(*[DELTA] * 20, "[DONE]"), 18),
+        (Reply([b"a" * 1_000], "application/vnd.amazon.eventstream"), 7),
+        (Reply([COMPRESSED], headers={"content-encoding": "gzip"}), len(COMPRESSED)),
+        (Reply([b"a" * 1_000], "text/plain"), 250),
+        (Reply([b'{"usage": "none", "text": "' + b"a" * 971 + b'"}']), 250),
+    ],
+    ids=["stream without usage", "converse stream", "gzip all the same", "text", "JSON without usage"],
+)
+def test_tokens_that_the_answer_does_not_tell_are_estimated(gateway: Gateway, reply: Reply, output: int) -> None:
+    """From the sizes, and marked so."""
+    entry = gateway.ask(reply)
+
+    assert (entry.usage.input, entry.estimated) == (100, True)
+    assert entry.usage.output == pytest.approx(output, rel=0.2)
+
+
+def test_upstreams_are_not_asked_to_compress(gateway: Gateway) -> None:
+    """SDKs ask for it, and what is compressed tells Envoy nothing."""
+    entry = gateway.ask(whole(usage=CHAT_USAGE), **{"accept-encoding": "gzip, br"})
+
+    assert gateway.model.encodings is None
+    assert not entry.estimated
+
+
+def test_a_stream_that_breaks_off_upstream_has_failed(gateway: Gateway) -> None:
+    """Its status is 200 all the same; of what it cost the prompt is known."""
+    entry = gateway.ask(stream(STARTED, *[WORD] * 40, named=True, cut=True))
+
+    assert (entry.status, entry.failed, entry.model, entry.estimated) == (200, True, "claude-sonnet-4-5", True)
+    assert entry.usage._replace(output=0) == Usage(12, 0, 9_000, 300)
+    assert 20 <= entry.usage.output <= 80
+
+
+def test_a_client_that_hangs_up_pays_for_what_it_got(gateway: Gateway) -> None:
+    """It is no failure of the upstream's."""
+    gone = threading.Event()
+
+    def wait() -> bytes:
+        gone.wait(PATIENCE)
+        return write_event(WORD, named=True)
+
+    with gateway.send(stream(STARTED, WORD, named=True)._replace(parts=[write_event(STARTED, named=True), wait])) as answer:
+        assert answer.readline() == b"event: message_start\n"
+    entry = gateway.tell()
+    gone.set()
+
+    assert (entry.status, entry.failed, entry.estimated) == (200, False, True)
+    assert entry.usage._replace(output=0) == Usage(12, 0, 9_000, 300)
+
+
+@pytest.mark.parametrize(("status", "failed"), [(500, True), (503, True), (529, True), (429, False), (400, False)])
+def test_errors_of_the_upstream_are_told(gateway: Gateway, status: int, failed: bool) -> None:
+    """They cost nothing, and those that are not the client's fault are failures."""
+    entry = gateway.ask(whole(error={"message": "no"})._replace(status=status))
+
+    assert (entry.status, entry.failed, entry.usage, entry.estimated) == (status, failed, Usage(0, 0, 0, 0), False)
+
+
+def test_an_answer_that_never_came_has_failed(gateway: Gateway) -> None:
+    """Envoy answers in place of an upstream that closed the connection."""
+
+    def hang_up() -> bytes:
+        raise ConnectionAbortedError
+
+    entry = gateway.ask(Reply([hang_up], cut=True)._replace(headers={"content-length": "5"}))
+
+    assert (entry.failed, entry.refused) == (True, False)
+
+
+@pytest.mark.parametrize("path", ["/v1/x", "/v1beta/models/m:streamGenerateContent"])
+def test_a_stream_is_not_held(gateway: Gateway, path: str) -> None:
+    """Its first event is with the client before the upstream writes the second one; Gemini streams JSON, too."""
+    got = threading.Event()
+
+    def wait() -> bytes:
+        assert got.wait(PATIENCE), "the first part was held"
+        return b", {}]"
+
+    first = b'[{"usageMetadata": {}}'
+    kind = EVENTS if path == "/v1/x" else JSON
+    with gateway.send(Reply([first, wait], kind), path.replace("/v1beta", "/v1/beta")) as answer:
+        assert answer.read(len(first)) == first
+        got.set()
+        assert answer.read() == b", {}]"
+    gateway.tell()
+
+
+def test_a_large_answer_passes_unread(gateway: Gateway) -> None:
+    """It would not fit into Envoy's buffer; its tokens are estimated, and never more than a model writes."""
+    data = json.dumps({"usage": CHAT_USAGE, "b64_json": "a" * 2 * LIMIT}).encode()
+    with gateway.send(Reply([data], whole=True)) as answer:
+        assert answer.read() == data
+    entry = gateway.tell()
+
+    assert (entry.status, entry.usage, entry.estimated) == (200, Usage(100, 131_072, 0, 0), True)
+
+
+def test_requests_of_no_session_are_not_told(gateway: Gateway) -> None:
+    """Envoy sends no entry for a request outside of the guarded routes: the next entry is about the next request."""
+    with gateway.send(whole(usage=CHAT_USAGE), "/other") as answer:
+        answer.read()
+
+    assert gateway.ask(whole(usage=RESPONSE_USAGE)).usage == Usage(400, 60, 100, 0)
