@@ -175,7 +175,7 @@ def test_envoy_tells_what_answers_cost(
 
     text = bootstrap(bundle({"id": "agents", "spec": spec}), **options)
 
-    assert verdict(text, tmp_path).endswith("OK\n")
+    assert verdict(text, tmp_path).endswith("OK\n") == (version() >= (1, 38) or not read)
     assert ("envoy.access_loggers.http_grpc" in text) == told
     assert [name in text for name in ("sse_to_metadata", "json_to_metadata", "accept-encoding")] == [read] * 3
 

@@ -23,9 +23,11 @@ from extproc.rates import Usage
 from extproc.settings import parse_address
 from extproc.transport.health import Health
 from tests.documents import bundle
-from tests.harness import PATIENCE, Envoy, eventually, write_policies
+from tests.harness import PATIENCE, Envoy, envoy_version, eventually, write_policies
 from tests.test_service import make_service
 from tests.test_transport import TRANSPORTS
+
+pytestmark = pytest.mark.skipif(envoy_version() < (1, 38), reason="this Envoy reads no events: tokens are NOT tested")
 
 JSON = "application/json; charset=utf-8"
 EVENTS = "text/event-stream; charset=utf-8"
@@ -149,12 +151,9 @@ class Gateway:
         return self._entries[-1]
 
     def ask(self, reply: Reply, path: str = "/v1/x", **headers: str) -> Entry:
-        """What is told about a request whose answer was read to its end, as far as there was one."""
-        with self.send(reply, path, **headers) as answer:
-            try:
-                answer.read()
-            except http.client.IncompleteRead:
-                assert reply.cut
+        """What is told about a request whose answer was read to its end."""
+        with self.send(reply, path, b"x" * 400, **headers) as answer:
+            answer.read()
         return self.tell()
 
 
@@ -366,7 +365,19 @@ def test_upstreams_are_not_asked_to_compress(gateway: Gateway) -> None:
 
 def test_a_stream_that_breaks_off_upstream_has_failed(gateway: Gateway) -> None:
     """Its status is 200 all the same; of what it cost the prompt is known."""
-    entry = gateway.ask(stream(STARTED, *[WORD] * 40, named=True, cut=True))
+    got = threading.Event()
+
+    def wait() -> bytes:
+        assert got.wait(PATIENCE)
+        return write_event(WORD, named=True)
+
+    started = stream(STARTED, *[WORD] * 40, named=True)
+    with gateway.send(started._replace(parts=[*started.parts, wait], cut=True)) as answer:
+        assert answer.readline() == b"event: message_start\n"
+        got.set()
+        with pytest.raises(http.client.IncompleteRead):
+            answer.read()
+    entry = gateway.tell()
 
     assert (entry.status, entry.failed, entry.model, entry.estimated) == (200, True, "claude-sonnet-4-5", True)
     assert entry.usage._replace(output=0) == Usage(12, 0, 9_000, 300)
