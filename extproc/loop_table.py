@@ -6,7 +6,6 @@ longest makes room. Only requests that are acted on cost anything. The event loo
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from time import time
 from typing import Final
 
@@ -14,6 +13,7 @@ from extproc.candidates import Candidate
 from extproc.decision import SEVERITY, Action, Decision, Outcome
 from extproc.evaluation import Evaluation
 from extproc.prices import read_model
+from extproc.recent import Recent
 from extproc.request import cut_text
 
 MAX_LOOPS: Final = 1_000
@@ -26,9 +26,6 @@ _MAX_CURVES = 1_000
 _NAME_SHOWN = 128
 _PATH_SHOWN = 256
 _NAMES_SHOWN = 8
-
-Key = tuple[str, str, str, str, str]
-"""Policy, detector, mode, tenant, and what repeats."""
 
 
 class Loop:
@@ -168,8 +165,7 @@ class LoopTable:
 
     def __init__(self) -> None:
         """Nobody loops."""
-        self._loops: OrderedDict[Key, Loop] = OrderedDict()  # the one that has been quiet longest comes first
-        self._tenants: dict[str, OrderedDict[Key, None]] = {}  # in the same order
+        self._loops: Recent[Loop] = Recent(MAX_LOOPS, MAX_PER_TENANT)
         self.curves: dict[tuple[str, str, str], Curve] = {}
         self.changes = 0
 
@@ -177,14 +173,11 @@ class LoopTable:
         """One detector's outcome for one request, which is not ALLOW; returns its loop."""
         now = time()
         repeats = _name_repeated(outcome)
-        key = (outcome.policy, outcome.detector, outcome.mode, outcome.tenant, repeats)
-        loop = self._loops.get(key)
+        key = (outcome.tenant, outcome.policy, outcome.detector, outcome.mode, repeats)
+        loop = self._loops.see(key)
         if loop is None:
-            loop = self._loops[key] = Loop(evaluation, outcome, repeats, now)
-            self._make_room(key)
-        else:
-            self._loops.move_to_end(key)
-            self._tenants[outcome.tenant].move_to_end(key)
+            loop = Loop(evaluation, outcome, repeats, now)
+            self._loops.put(key, loop)
         loop.add(outcome, evaluation.size, now, stopped=outcome is decision.lead and outcome.action is Action.REJECT)
         self._draw(outcome, int(now) // 60)
         self.changes += 1
@@ -192,33 +185,12 @@ class LoopTable:
 
     def copy(self) -> list[Loop]:
         """All loops as of now; they go on changing."""
-        return list(self._loops.values())
+        return self._loops.list_values()
 
     def drop_quiet(self, before: float) -> None:
         """Forget the loops that were last acted on before then, in seconds since 1970."""
-        while self._loops:
-            key = next(iter(self._loops))
-            if self._loops[key].last >= before:
-                return
-            self._drop(key)
-
-    def _make_room(self, key: Key) -> None:
-        """For a loop that has just been put in."""
-        own = self._tenants.get(key[3])
-        if own is None:
-            own = self._tenants[key[3]] = OrderedDict()
-        own[key] = None
-        if len(own) > MAX_PER_TENANT:
-            self._drop(next(iter(own)))
-        elif len(self._loops) > MAX_LOOPS:
-            self._drop(next(iter(self._loops)))
-
-    def _drop(self, key: Key) -> None:
-        del self._loops[key]
-        own = self._tenants[key[3]]
-        del own[key]
-        if not own:
-            del self._tenants[key[3]]
+        while (quietest := self._loops.find_quietest()) is not None and quietest.last < before:
+            self._loops.drop_quietest()
 
     def _draw(self, outcome: Outcome, minute: int) -> None:
         key = (outcome.policy, outcome.mode, outcome.action.value)

@@ -16,6 +16,7 @@ from extproc.handover import POLICY_METADATA, RefusedPolicyError
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.loop_table import Loop, LoopTable
 from extproc.metrics import Metrics
+from extproc.session_table import SessionTable
 
 _LOG = logging.getLogger("loopguard")
 
@@ -43,12 +44,14 @@ class Reporter:
 
     Attributes:
         loops: of late.
+        sessions: of late.
         show_callers: tell callers by the values of their descriptors, not by a hash alone; may change at any time.
     """
 
     def __init__(self, metrics: Metrics, *, show_callers: bool) -> None:
         """Nothing has been reported."""
         self.loops = LoopTable()
+        self.sessions = SessionTable()
         self.show_callers = show_callers
         self._metrics = metrics
         self._detections = RateLimit(_DETECTIONS_PER_SECOND)

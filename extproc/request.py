@@ -130,6 +130,8 @@ class HttpRequest:
 
 def cut_text(text: str, length: int) -> str:
     """So much of a text that a client has chosen, for people; bytes that are no UTF-8, which nothing can write, are spelled."""
+    if len(text) <= length and text.isascii():
+        return text
     return text[:length].encode("utf-8", "backslashreplace").decode()
 
 

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
+from extproc.admin.board import Board
 from extproc.admin.credentials import Credentials
 from extproc.admin.loop_page import route_page as route_loop_page
 from extproc.admin.loop_report import LoopPages
@@ -22,6 +23,8 @@ from extproc.admin.loops import SharedLoops
 from extproc.admin.overrides import route_overrides
 from extproc.admin.pages import Page, make_app, route_page
 from extproc.admin.server import AdminServer
+from extproc.admin.session_report import SessionPages
+from extproc.admin.sessions import SharedSessions
 from extproc.canary.report import describe_canaries
 from extproc.canary.sharing import Sharing
 from extproc.canary.states import State
@@ -108,13 +111,19 @@ class Server:
             "/canary/states": self._canary_states,
             "/canary/samples": self._canary_samples,
         }
-        self._events = open_events(settings, f"loopguard/{make_replica_name()}", metrics)
-        self._loops = SharedLoops(self.service.reporter.loops, store, self._shows_callers)
-        loop_pages = LoopPages(self._loops, Prices(settings.price or None), self._shows_callers)
+        replica = make_replica_name()
+        self._events = open_events(settings, f"loopguard/{replica}", metrics)
+        reporter = self.service.reporter
+        loops = SharedLoops(reporter.loops, store, self._shows_callers, replica)
+        sessions = SharedSessions(reporter.sessions, store, self._shows_callers, replica)
+        self._boards: list[Board[Any]] = [loops.board, sessions.board]
+        loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers)
+        session_pages = SessionPages(sessions, self._shows_callers)
         routes = [
             *(route_page(path, make) for path, make in pages.items()),
-            route_loop_page(loop_pages),
+            route_loop_page(loop_pages, session_pages),
             *loop_pages.list_routes(),
+            *session_pages.list_routes(),
             *route_overrides(self._desk, Credentials(settings.admin_token_file), lambda: self._loop),
         ]
         self._admin = AdminServer(make_app(metrics, routes))
@@ -144,7 +153,7 @@ class Server:
             self._reloader.watch(self._swap),
             self._heartbeat(),
             self._sharing.run(),
-            self._loops.share(),
+            *(board.share() for board in self._boards),
             self._desk.follow(),
             self._watch_for_events(),
         )
@@ -165,7 +174,8 @@ class Server:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._sharing.publish()
-            await self._loops.publish()
+            for board in self._boards:
+                await board.publish()
             await self._store.close()
             self._admin.stop()
             if self._events is not None:

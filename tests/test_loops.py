@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from extproc.admin.board import unpack_all
 from extproc.admin.client import AdminClient
 from extproc.admin.loop_report import LoopPages, Selection, make_report
 from extproc.admin.loops import (
@@ -20,11 +21,11 @@ from extproc.admin.loops import (
     Row,
     SharedLoops,
     View,
+    decode,
     make_document,
     merge_lines,
     merge_rows,
     pack,
-    unpack_all,
 )
 from extproc.admin.pages import make_app
 from extproc.admin.server import AdminServer
@@ -170,7 +171,7 @@ def test_bytes_that_are_no_text_are_spelled() -> None:
     conversation = json.dumps({"messages": [STUCK, FOUND] * 4}).encode()
     exchange(service, headers("/models/\udcff/v1/chat/completions", x_user_id="bob\udcfe"), body(conversation))
 
-    (found,) = unpack_all({"r": pack(make_document(service.reporter.loops, shows_callers=True))}, "").values()
+    (found,) = unpack_all({"r": pack(make_document(service.reporter.loops, shows_callers=True))}, decode).values()
 
     (row,) = found.rows
     assert (row.path, row.model) == ("/models/\\udcff/v1/chat/completions", "\\udcff")
@@ -232,9 +233,9 @@ def test_tables_are_packed_for_a_board_and_unpacked() -> None:
     repeat(service, headers("/a", x_user_id="secret", end=True), times=3)
     hidden, shown = (make_document(service.reporter.loops, shows_callers=shows) for shows in (False, True))
 
-    found = unpack_all({"b": pack(shown), "me": pack(hidden), "broken": b"x"}, but="me")
+    found = unpack_all({"b": pack(shown), "c": pack(hidden), "broken": b"x"}, decode)
 
-    assert found == {"b": shown}
+    assert found == {"b": shown, "c": hidden}
     assert "secret" not in str(hidden)
     assert "secret" in str(shown)
 
@@ -245,7 +246,7 @@ def test_a_table_that_does_not_fit_keeps_what_is_largest() -> None:
     rows = [make_row(path=noise.randbytes(128).hex(), repeats=f"{size}", size=size) for size in range(999, -1, -1)]
 
     packed = pack(Document(rows, []))
-    (found,) = unpack_all({"b": packed}, but="").values()
+    (found,) = unpack_all({"b": packed}, decode).values()
 
     assert len(packed) <= MAX_DOCUMENT
     assert 0 < len(found.rows) < 1_000

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ from extproc.admin.loop_report import LoopPages
 from extproc.admin.loops import SharedLoops
 from extproc.admin.pages import make_app
 from extproc.admin.server import AdminServer
+from extproc.admin.session_report import SessionPages
+from extproc.admin.sessions import SharedSessions
+from extproc.ledger import LIMITS, Standing
 from extproc.loop_table import MINUTES, Curve
 from extproc.metrics import Metrics
 from extproc.prices import Prices
@@ -42,6 +46,17 @@ USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 CALL = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "search_the_web", "arguments": "{}"}}]}
 FOUND = {"role": "tool", "tool_call_id": "1", "content": "nothing"}
 CONVERSATION = json.dumps({"model": "gpt-4o", "messages": [CALL, FOUND] * 4}).encode()
+
+
+def note_session(service: Service, name: str = "ann", **changes: Any) -> None:  # noqa: ANN401  # fields of a session
+    """A session that has met a limit."""
+    tools, limit = ((b"t", name, 3),), LIMITS.index("max_calls_per_tool")
+    standing = Standing(limit, 3, 3, b"t", steps=1_234, blocks=1, cost=2 * 10**9, estimated=1, tools=tools)
+    fields: dict[str, Any] = {"policy": "agents", "mode": "enforce", "tenant": "a" * 16, "session": "5" * 16}
+    caller, now = [("x-user-id", name)], time.time()
+    service.reporter.sessions.note(
+        **{**fields, **changes}, caller=caller, standing=standing, model=name, tools=[name], call=b"", now=now
+    )
 
 
 def make_night(name: str = "storm") -> Service:
@@ -78,8 +93,10 @@ def serving(service: Service, looked: threading.Event | None = None) -> Iterator
             looked.set()
         return service.reporter.show_callers
 
-    pages = LoopPages(SharedLoops(service.reporter.loops, MemoryStore(Metrics()), shows), Prices(None), shows)
-    server = AdminServer(make_app(Metrics(), [route_page(pages), *pages.list_routes()]))
+    store = MemoryStore(Metrics())
+    pages = LoopPages(SharedLoops(service.reporter.loops, store, shows), Prices(None), shows)
+    sessions = SessionPages(SharedSessions(service.reporter.sessions, store, shows), shows)
+    server = AdminServer(make_app(Metrics(), [route_page(pages, sessions), *pages.list_routes(), *sessions.list_routes()]))
     try:
         yield f"http://{server.start(parse_address('127.0.0.1:0'))}/"
     finally:
@@ -126,6 +143,21 @@ def test_the_page_shows_who_loops() -> None:
     assert text.count("<svg") == 3
 
 
+def test_the_page_shows_sessions() -> None:
+    """What each has used up and what stops it, with a link to its run; narrowed down as the loops are."""
+    service = make_night()
+    note_session(service, "runner")
+    note_session(service, "walker", policy="other", mode="shadow")
+    with serving(service) as url:
+        text, narrowed = (re.sub(r"\s+", " ", fetch(url + query)[1]) for query in ("", "?policy=other&sort=count"))
+
+    for shown in ("<h2>Sessions</h2>", "x-user-id: <b>runner</b>", "1,234", "~$2.00", "max_calls_per_tool: runner"):
+        assert shown in text, shown
+    assert f'<a href="/sessions/{"5" * 16}">' in text
+    assert "walker" in narrowed
+    assert "runner" not in narrowed
+
+
 def test_the_page_of_a_quiet_night() -> None:
     """Where nobody loops, that is what it says."""
     with serving(make_service(policy("p", {"pathPrefix": "/"}))) as url:
@@ -133,6 +165,7 @@ def test_the_page_of_a_quiet_night() -> None:
 
     assert "Nobody loops" in text
     assert "No loop in the last hour" in text
+    assert "<h2>Sessions</h2>" not in text
 
 
 def test_the_page_can_be_narrowed_down() -> None:
@@ -155,6 +188,8 @@ def test_scripts_in_names_are_text() -> None:
         loop.tools = [SCRIPT]
     for key, curve in list(service.reporter.loops.curves.items()):
         service.reporter.loops.curves[SCRIPT, key[1], key[2]] = curve
+    note_session(service, SCRIPT)
+    note_session(service, SCRIPT, policy=SCRIPT, tenant=SCRIPT, session=SCRIPT, mode=SCRIPT)
     with serving(service) as url:
         outline = Outline(fetch(f"{url}?policy=%3Cscript%3E%22")[1])
         full = Outline(fetch(url)[1])
@@ -171,7 +206,7 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
         (first, text), (second, _) = fetch(url), fetch(url)
 
     policies = [answer["content-security-policy"] for answer in (first, second)]
-    assert Outline(text).loads == ["/loops"]
+    assert Outline(text).loads == ["/loops", "/sessions"]
     assert policies[0].startswith("default-src 'none'; style-src 'nonce-")
     assert policies[0] != policies[1]
     assert "unsafe" not in policies[0]

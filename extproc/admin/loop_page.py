@@ -1,4 +1,4 @@
-"""The page on the admin port's `/`: the loops of all replicas and the curve of the last hour, for a browser or a phone.
+"""The page on the admin port's `/`: loops and sessions of all replicas and the last hour's curve, for a browser or a phone.
 
 Rendered here with every value escaped. It loads nothing from anywhere, and its Content-Security-Policy lets it run nothing but
 its own few lines, which fetch it anew.
@@ -19,6 +19,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from extproc.admin.loop_report import ACTIONS, SORTS, LoopPages, read_selection
+from extproc.admin.session_report import SessionPages, SessionSelection
 from extproc.loop_table import MINUTES
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 REFRESH_SECONDS = 3
 
 _MAX_ROWS = 200
+_MAX_RUNS = 100
 _MAX_CHARTS = 12
 
 _BAR = 6
@@ -65,9 +67,9 @@ class Chart(NamedTuple):
     bars: list[Bar]
 
 
-def route_page(pages: LoopPages) -> Route:
+def route_page(pages: LoopPages, sessions: SessionPages) -> Route:
     """The route of the page."""
-    return Route("/", lambda request: _send(request, pages))
+    return Route("/", lambda request: _send(request, pages, sessions))
 
 
 def draw_charts(curves: list[dict[str, Any]]) -> list[Chart]:
@@ -100,15 +102,18 @@ def _draw(policy: str, mode: str, curves: list[dict[str, Any]]) -> Chart:
     return Chart(policy, mode, [(curve["action"], sum(curve["minutes"])) for curve in curves], most, bars)
 
 
-def _send(request: Request, pages: LoopPages) -> Response:
+def _send(request: Request, pages: LoopPages, sessions: SessionPages) -> Response:
     report = pages.report(request)
+    selection = read_selection(request.query_params)
+    runs = sessions.report(request, SessionSelection(selection.policy, selection.caller))
     charts = draw_charts(report["curves"])
     nonce = secrets.token_urlsafe(16)
     html = _load_template().render(
         report={**report, "loops": report["loops"][:_MAX_ROWS]},
         charts=charts[:_MAX_CHARTS],
         more_charts=max(0, len(charts) - _MAX_CHARTS),
-        selection=read_selection(request.query_params),
+        runs={**runs, "sessions": runs["sessions"][:_MAX_RUNS]},
+        selection=selection,
         sorts=SORTS,
         actions=dict(reversed(ACTIONS.items())),
         refresh=REFRESH_SECONDS,

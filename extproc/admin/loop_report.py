@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from http import HTTPStatus
 from time import time
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from extproc.admin.loops import Line, Row, SharedLoops, View
-from extproc.admin.pages import Page, is_near, send_page
+from extproc.admin.pages import Page, is_near, read_order, send_page, write_time
 from extproc.prices import Prices
 from extproc.rates import BYTES_PER_TOKEN, estimate_tokens
 
@@ -58,7 +57,7 @@ class Selection(NamedTuple):
     policy: str = ""
     caller: str = ""
     tool: str = ""
-    sort: str = "cost"
+    sort: str = SORTS[0]
     limit: int = _MAX_LOOPS
     price: float | None = None
 
@@ -69,15 +68,12 @@ def read_selection(query: Mapping[str, str]) -> Selection:
     Raises:
         HTTPException: 400, where something in it is wrong; it says what would be right.
     """
-    sort, limit, price = query.get("sort", "cost"), query.get("limit", str(_MAX_LOOPS)), query.get("price", "")
-    if sort not in _SORTS:
-        raise HTTPException(HTTPStatus.BAD_REQUEST, f"sort must be one of {', '.join(SORTS)}")
-    if not (re.fullmatch("[0-9]{1,4}", limit) and 1 <= int(limit) <= _MAX_LOOPS):
-        raise HTTPException(HTTPStatus.BAD_REQUEST, f"limit must be 1 to {_MAX_LOOPS}")
+    sort, limit = read_order(query, SORTS, _MAX_LOOPS)
+    price = query.get("price", "")
     if price and not _RATE.fullmatch(price):
         raise HTTPException(HTTPStatus.BAD_REQUEST, "price must be US dollars for a million input tokens, such as 2.50")
     named = {name: query.get(name, "") for name in ("policy", "caller", "tool")}
-    return Selection(**named, sort=sort, limit=int(limit), price=float(price) if price else None)
+    return Selection(**named, sort=sort, limit=limit, price=float(price) if price else None)
 
 
 class LoopPages:
@@ -121,7 +117,7 @@ def make_report(view: View, selection: Selection, prices: Prices, *, shows_calle
         found.reverse()
     return {
         "version": VERSION,
-        "at": _write_time(now),
+        "at": write_time(now),
         "replica": view.replica,
         "replicas": view.replicas,
         "problem": view.problem or None,
@@ -149,8 +145,8 @@ def _describe(row: Row, prices: Prices, *, shows_callers: bool, now: float) -> d
         "tools": row.tools,
         "model": row.model or None,
         "fingerprint": row.fingerprint,
-        "first_seen": _write_time(row.first),
-        "last_seen": _write_time(row.last),
+        "first_seen": write_time(row.first),
+        "last_seen": write_time(row.last),
         "looping": now - row.last < LOOPING_SECONDS,
         "count": row.count,
         "requests": sum(row.requests.values()),
@@ -196,7 +192,3 @@ def _draw(line: Line) -> dict[str, Any]:
 
 def _round(cost: float | None) -> float | None:
     return None if cost is None else round(cost, 4)
-
-
-def _write_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

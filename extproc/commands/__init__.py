@@ -27,6 +27,7 @@ COMMANDS = (
     "check-envoy",
     "dashboards",
     "top",
+    "sessions",
     "release",
     "allow",
     "block",

@@ -1,0 +1,259 @@
+"""The sessions of late, for people: what each has used up, what refuses it, and its newest calls, which is the report of a run.
+
+Bounded: a thousand sessions, a tenth of them one tenant's, and of each its 64 newest calls; the one that has been quiet longest
+makes room. What a session has used up comes from its ledger, which all replicas share; this table only shows it. The event loop
+alone writes; `copy` is for everybody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from extproc.ledger import LIMITS, Standing
+from extproc.rates import Usage
+from extproc.recent import Recent
+from extproc.request import cut_text
+
+MAX_SESSIONS: Final = 1_000
+MAX_PER_TENANT: Final = 100
+MAX_CALLS: Final = 64
+
+OVERFLOW: Final = "shared"
+"""In place of a session's name: all those of a tenant that share one ledger, because it has begun too many."""
+
+_KILLED_LIMIT: Final = LIMITS.index("killed")
+
+_NAME_SHOWN = 128
+_NAMES_SHOWN = 8
+
+
+class Call:
+    """One request of a session that was let through.
+
+    Attributes:
+        at: when it was seen first, in seconds since 1970.
+        model: that is asked, empty where it is unknown.
+        tools: that its newest turn has called.
+        status: of the answer; 0 while that is not known, or where there was none.
+        usage: its tokens, None where nobody said.
+        settled: what became of it is known.
+        refused: another guard refused it after all.
+    """
+
+    __slots__ = ("at", "model", "refused", "settled", "status", "tools", "usage")
+
+    def __init__(self, at: float, model: str, tools: Sequence[str]) -> None:
+        """Nothing is known of its answer."""
+        self.at = at
+        self.model = cut_text(model, _NAME_SHOWN)
+        self.tools = [cut_text(tool, _NAME_SHOWN) for tool in tools[:_NAMES_SHOWN]]
+        self.status = 0
+        self.usage: Usage | None = None
+        self.settled = False
+        self.refused = False
+
+
+class Refusal:
+    """What a session was refused for.
+
+    Attributes:
+        at: when, in seconds since 1970.
+        limit: its name.
+        used: of the limit.
+        allowed: by it, with what was granted.
+        tool: that it is about, empty for all.
+    """
+
+    __slots__ = ("allowed", "at", "limit", "tool", "used")
+
+    def __init__(self, standing: Standing, at: float) -> None:
+        """As the ledger tells it."""
+        self.at = at
+        self.limit = LIMITS[standing.limit]
+        self.used = standing.used
+        self.allowed = standing.allowed
+        self.tool = _find_tool(standing)
+
+
+class Run:
+    """One session, under one policy.
+
+    Attributes:
+        policy: its id.
+        mode: `enforce` or `shadow`.
+        tenant: hash of the caller, 16 hex digits.
+        session: hash of its name, or `OVERFLOW`.
+        caller: the names and values of its descriptors, cut to what can be shown.
+        last: when its last request came, in seconds since 1970.
+        standing: the newest that is known.
+        told: when that was.
+        ordered: an operator has killed it.
+        refusal: the newest, None for none.
+        refusals: how many this process has seen.
+        calls: by the calls' names, oldest first.
+    """
+
+    __slots__ = (
+        "caller",
+        "calls",
+        "last",
+        "mode",
+        "ordered",
+        "policy",
+        "refusal",
+        "refusals",
+        "session",
+        "standing",
+        "tenant",
+        "told",
+    )
+
+    def __init__(self, policy: str, mode: str, tenant: str, session: str, now: float) -> None:
+        """Nothing is known of it until now."""
+        self.policy = policy
+        self.mode = mode
+        self.tenant = tenant
+        self.session = session
+        self.caller: list[tuple[str, str]] = []
+        self.last = now
+        self.standing = Standing()
+        self.told = now
+        self.ordered = False
+        self.refusal: Refusal | None = None
+        self.refusals = 0
+        self.calls: dict[bytes, Call] = {}
+
+    @property
+    def began(self) -> float:
+        """When the session began, in seconds since 1970."""
+        return self.told - self.standing.age_ms / 1000
+
+    def take(self, standing: Standing, now: float) -> None:
+        """Know what it has used up, where anything is said about that."""
+        if standing.steps or standing.blocks or standing.cost or standing.tool_calls:
+            self.standing = standing
+            self.told = now
+
+    def find_call(self, name: bytes, model: str, tools: Sequence[str], now: float) -> Call:
+        """A call that is known, or becomes so; the oldest makes room."""
+        call = self.calls.get(name)
+        if call is None:
+            call = self.calls[name] = Call(now, model, tools)
+            if len(self.calls) > MAX_CALLS:
+                del self.calls[next(iter(self.calls))]
+        return call
+
+
+class SessionTable:
+    """The sessions of one process.
+
+    Attributes:
+        changes: how often anything was noted.
+    """
+
+    def __init__(self) -> None:
+        """There are none."""
+        self._runs: Recent[Run] = Recent(MAX_SESSIONS, MAX_PER_TENANT)
+        self.changes = 0
+
+    def note(  # noqa: PLR0913  # what is known of a request
+        self,
+        policy: str,
+        mode: str,
+        tenant: str,
+        session: str,
+        caller: Sequence[tuple[str, str]],
+        standing: Standing,
+        model: str,
+        tools: Sequence[str],
+        call: bytes,
+        now: float,
+    ) -> None:
+        """One request of a session.
+
+        Args:
+            policy: its id.
+            mode: `enforce` or `shadow`.
+            tenant: hash of the caller.
+            session: hash of its name.
+            caller: names and values of the caller's descriptors.
+            standing: what its step was answered.
+            model: that it asks.
+            tools: that its newest turn has called.
+            call: the step's name.
+            now: in seconds since 1970.
+        """
+        run = self._find(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
+        if not run.caller and caller:
+            run.caller = [(cut_text(name, _NAME_SHOWN), cut_text(value, _NAME_SHOWN)) for name, value in caller[:_NAMES_SHOWN]]
+        run.last = now
+        run.ordered = standing.limit == _KILLED_LIMIT and not standing.killed
+        run.take(standing, now)
+        if standing.limit:
+            run.refusal = Refusal(standing, now)
+            run.refusals += 1
+        else:
+            run.find_call(call, model, tools, now)
+
+    def settle(  # noqa: PLR0913  # what is known of an answer
+        self,
+        policy: str,
+        mode: str,
+        tenant: str,
+        session: str,
+        standing: Standing,
+        model: str,
+        call: bytes,
+        status: int,
+        usage: Usage | None,
+        now: float,
+        *,
+        refused: bool = False,
+    ) -> None:
+        """What became of a request, which another replica may have let through.
+
+        Args:
+            policy: its id.
+            mode: `enforce` or `shadow`.
+            tenant: hash of the caller.
+            session: hash of its name.
+            standing: what the settlement was answered.
+            model: that was asked.
+            call: the step's name.
+            status: of the answer, 0 where there was none.
+            usage: its tokens, None where nobody said.
+            now: in seconds since 1970.
+            refused: another guard of ours has refused it.
+        """
+        run = self._find(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
+        run.take(standing, now)
+        found = run.find_call(call, model, (), now)
+        found.status, found.usage, found.settled, found.refused = status, usage, True, refused
+
+    def copy(self) -> list[Run]:
+        """All sessions as of now, the quietest first; they go on changing."""
+        return self._runs.list_values()
+
+    def drop_quiet(self, before: float) -> None:
+        """Forget those whose last request came before then, in seconds since 1970."""
+        while (quietest := self._runs.find_quietest()) is not None and quietest.last < before:
+            self._runs.drop_quietest()
+
+    def _find(self, policy: str, mode: str, tenant: str, session: str, now: float) -> Run:
+        """The session under that name; it is new where there is none."""
+        self.changes += 1
+        key = (tenant, policy, mode, session)
+        run = self._runs.see(key)
+        if run is None:
+            run = Run(policy, mode, tenant, session, now)
+            self._runs.put(key, run)
+        return run
+
+
+def _find_tool(standing: Standing) -> str:
+    """The name of the tool that a limit is about; its digest where the name is not kept."""
+    for digest, name, _ in standing.tools:
+        if digest == standing.tool:
+            return name
+    return standing.tool.hex()
