@@ -15,8 +15,8 @@ from extproc.decision import Outcome, Repeat, Subject
 from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, join_descriptors
 from extproc.guards.loop import Detector
 from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Overrides, find_kill, find_kind, sum_grants
-from extproc.guards.session import MAX_INSPECT_BYTES, NO_CALLS, NO_GRANTS, WITHIN, Narrowing, SessionGuard
-from extproc.ledger import Settlement, Standing, Step
+from extproc.guards.session import KILLED, MAX_INSPECT_BYTES, NO_CALLS, NO_GRANTS, WITHIN, Narrowing, SessionGuard
+from extproc.ledger import LIMITS, REFUSED, Settlement, Standing, Step
 from extproc.plan import Plan
 from extproc.similarity.base import Memory
 from extproc.similarity.document import Document, NotCounted
@@ -32,6 +32,7 @@ Answer: TypeAlias = Count | Standing
 _CALL = 8
 _calls: Iterator[int] = count(int.from_bytes(os.urandom(_CALL)))
 _EVERY_CALL = 2 ** (8 * _CALL) - 1
+_KILLED = LIMITS.index(KILLED)
 _NO_HISTORY = frozenset({"no_messages", "not_json", "no_history"})
 """Of a body that is no conversation, in which no calls can hide."""
 
@@ -399,6 +400,7 @@ class SessionCandidate(Candidate):
 
     def kill(self) -> Outcome:
         """The verdict on a session that an operator has killed."""
+        self.standing = Standing(_KILLED)
         return self.limiter.kill(self.fingerprint, self.tenant)
 
     @property
@@ -421,11 +423,13 @@ class SessionCandidate(Candidate):
         """The verdict where the request's tools cannot be taken away."""
         return self.limiter.refuse_unnarrowed(self.fingerprint, self.tenant, self.standing or Standing(), self._grants)
 
-    def settle(self, outcome: int) -> Settlement | None:
-        """What the ledger is told of a request that was let through and yet goes no further; None where it was not."""
-        if not self.is_let_through:
-            return None
-        return Settlement(self.name_ledger(), self.limiter.limits, self.call, 0, estimated=False, outcome=outcome)
+    def take_back(self) -> Settlement:
+        """What the ledger is told of a request that it has let through, and another guard has not."""
+        return Settlement(self.name_ledger(), self.limiter.limits, self.call, 0, estimated=False, outcome=REFUSED)
+
+    def find_last_tool(self) -> str:
+        """The tool that was called last, empty for none."""
+        return self.limiter.find_last_tool(self.calls)
 
     def name_ledger(self) -> str:
         """The key of the ledger that has counted the request."""

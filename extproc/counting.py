@@ -7,7 +7,7 @@ verdict depends on what earlier requests have left; else nobody does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
 from types import NoneType
@@ -138,23 +138,39 @@ class Counting:
             self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
             self._local.push(pushes)
 
-    def settle(self, settlements: Sequence[Settlement]) -> None:
-        """Tell ledgers what became of requests; nobody waits for that."""
+    def settle(self, settlements: Sequence[Settlement], take: Callable[[Sequence[Answer]], None]) -> None:
+        """Tell ledgers what became of requests.
+
+        Args:
+            settlements: what became of them.
+            take: is told how their sessions stand then, now or when the store has answered.
+        """
         if not settlements:
             return
         try:
             answers = self.store.hit(settlements)
         except StoreError as error:
-            self._metrics.store_errors.labels(error.kind).inc()
-            self._local.hit(settlements)
-            return
-        if isinstance(answers, Pending):
-            answers.then(lambda: self._finish_settling(settlements, answers.error))
+            self._settle_without_store(settlements, take, error)
+        else:
+            if isinstance(answers, Pending):
+                answers.then(lambda: self._finish_settling(settlements, take, answers))
+            elif isinstance(answers, HERE):
+                take(answers)
 
-    def _finish_settling(self, settlements: Sequence[Settlement], error: StoreError | None) -> None:
-        if error is not None:  # what it counted instead is settled there as well
-            self._metrics.store_errors.labels(error.kind).inc()
-            self._local.hit(settlements)
+    def _finish_settling(
+        self, settlements: Sequence[Settlement], take: Callable[[Sequence[Answer]], None], pending: Pending
+    ) -> None:
+        if pending.error is not None:
+            self._settle_without_store(settlements, take, pending.error)
+        else:
+            take(pending.result())
+
+    def _settle_without_store(
+        self, settlements: Sequence[Settlement], take: Callable[[Sequence[Answer]], None], error: StoreError
+    ) -> None:
+        """What was counted in this process is settled here as well."""
+        self._metrics.store_errors.labels(error.kind).inc()
+        take(self._local.hit(settlements))
 
     def _count(self, lane: Lane) -> MaybeCounts:
         hits = lane.list_hits()

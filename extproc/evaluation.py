@@ -17,7 +17,7 @@ from extproc.encodings import UnreadableError, read_text
 from extproc.fingerprint import NO_BODY, Body, join_descriptors, write_head, write_query
 from extproc.guards.override import Override, Overrides
 from extproc.guards.session import SessionGuard
-from extproc.ledger import Settlement, Step
+from extproc.ledger import Step
 from extproc.notes import cut_notes
 from extproc.plan import Plan
 from extproc.prices import read_model
@@ -115,11 +115,6 @@ class Lane:
         if not self.limits:
             return []
         return [candidate for candidate in self.candidates if isinstance(candidate, SessionCandidate)]
-
-    def list_settlements(self, outcome: int) -> list[Settlement]:
-        """What ledgers are told of a request that they have let through, and that goes no further."""
-        settled = [candidate.settle(outcome) for candidate in self.list_sessions()]
-        return [settlement for settlement in settled if settlement is not None]
 
     def obey(self, standing: Overrides, now: float) -> None:
         """Look up what operators have ordered about the request, as far as its head tells."""

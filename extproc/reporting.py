@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from time import perf_counter
+from time import perf_counter, time
 
+from extproc.access_log import Entry
+from extproc.candidates import Answer, SessionCandidate
 from extproc.decision import Action, Decision, Outcome, Reason
 from extproc.evaluation import Evaluation, Lane, group_by_policy
 from extproc.guards.kill_switch import Switch
 from extproc.guards.override import ALLOW, Override
 from extproc.guards.session import NARROW, SessionSubject
 from extproc.handover import POLICY_METADATA, RefusedPolicyError
+from extproc.ledger import Standing
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.loop_table import Loop, LoopTable
 from extproc.metrics import Metrics
 from extproc.session_table import SessionTable
+from extproc.settlements import Settled
 
 _LOG = logging.getLogger("loopguard")
 
@@ -31,6 +35,9 @@ _NAME_SHOWN = 128
 
 _REMIND_SECONDS = 60
 _MOST_REMINDERS = 10_000
+_REFUSED_STATUS = 429
+"""Of requests that another guard has refused, whatever it says exactly."""
+
 _ADVICE = {
     "jwt": ": is jwt_authn attached to their route, or --allow-unverified-jwt wanted?",
     "header": ": do clients send it, and does every proxy on the way pass it on?",
@@ -111,12 +118,41 @@ class Reporter:
                 labels = outcome.policy, outcome.mode, outcome.subject.limit, outcome.action.value
                 metrics.session_limits.labels(*labels).inc()
         for lane in evaluation.lanes:
-            for candidate in lane.list_sessions():
-                if candidate.narrowing is not None:
-                    limit = "max_tool_calls" if candidate.narrowing.every else "max_calls_per_tool"
-                    metrics.session_limits.labels(candidate.plan.id, candidate.guard.mode, limit, NARROW).inc()
-                if candidate.standing is not None and candidate.standing.shared:
-                    metrics.session_overflow.labels(candidate.plan.id).inc()
+            self.report_sessions(lane.list_sessions())
+
+    def report_sessions(self, candidates: Sequence[SessionCandidate]) -> None:
+        """How the sessions of a request stand."""
+        metrics, now = self._metrics, time()
+        for candidate in candidates:
+            standing, policy, mode = candidate.standing, candidate.plan.id, candidate.guard.mode
+            if standing is None:
+                continue
+            if candidate.narrowing is not None:
+                limit = "max_tool_calls" if candidate.narrowing.every else "max_calls_per_tool"
+                metrics.session_limits.labels(policy, mode, limit, NARROW).inc()
+            if standing.shared:
+                metrics.session_overflow.labels(policy).inc()
+            tool, names = candidate.find_last_tool(), (candidate.tenant, candidate.session, candidate.values)
+            tools = (tool,) if tool else ()
+            self.sessions.note(policy, mode, *names, standing, candidate.model, tools, candidate.call, now)
+
+    def report_taken_back(self, candidates: Sequence[SessionCandidate], standings: Sequence[Answer]) -> None:
+        """Requests that sessions have let through, and another guard has not."""
+        now = time()
+        for candidate, standing in zip(candidates, standings, strict=True):
+            if isinstance(standing, Standing):
+                names = (candidate.plan.id, candidate.guard.mode, candidate.tenant, candidate.session)
+                model, call = candidate.model, candidate.call
+                self.sessions.settle(*names, standing, model, call, _REFUSED_STATUS, None, now, refused=True)
+
+    def report_settled(self, settled: Sequence[Settled], entry: Entry, standings: Sequence[Answer]) -> None:
+        """What became of requests of sessions."""
+        now = time()
+        for each, standing in zip(settled, standings, strict=True):
+            if isinstance(standing, Standing):
+                names = (each.policy, each.mode, each.tenant, each.session)
+                usage = None if entry.estimated else entry.usage
+                self.sessions.settle(*names, standing, each.model, each.settlement.call, entry.status, usage, now)
 
     def report_forbidden(self, policy: str, reason: str) -> None:
         """A request that is refused because it cannot be counted."""

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from math import ceil
 from time import perf_counter, thread_time, time
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -39,7 +40,6 @@ from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY, Body, write_crc32
 from extproc.guards.override import KILL, Overrides
 from extproc.handover import POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicyError, parse_names
-from extproc.ledger import REFUSED
 from extproc.metrics import Metrics
 from extproc.recording import record_body, record_head
 from extproc.reporting import Reporter
@@ -240,7 +240,9 @@ class Service:
 
     def settle_entry(self, entry: Entry) -> None:
         """Take what became of a request."""
-        self.counting.settle(list_settlements(self.engine, entry))
+        settled = list_settlements(self.engine, entry)
+        take = partial(self.reporter.report_settled, settled, entry)
+        self.counting.settle([each.settlement for each in settled], take)
 
     def release(self) -> None:
         """End every hold and every wait for a body, now and from now on: the server is about to stop."""
@@ -445,6 +447,7 @@ class Stream:
         service.reporter.report_blocked(candidate.plan.id, block)
         if block.kind == KILL and isinstance(candidate, SessionCandidate):
             outcome = candidate.kill()
+            service.reporter.report_sessions([candidate])
             metadata = make_metadata(Decision(outcome, None, [outcome], warning=False))
             refusal = refuse(outcome, metadata, evaluation.request, evaluation.content)
         else:
@@ -594,13 +597,18 @@ class Stream:
         service.reporter.report(evaluation, decision)
         reply = self._refuse(evaluation, decision, counts) or self._encode(kind, evaluation, decision, changed)
         if evaluation.limits and self._ended:
-            service.counting.settle(
-                [*evaluation.enforcing.list_settlements(REFUSED), *evaluation.shadow.list_settlements(REFUSED)]
-            )
+            self._take_back(evaluation)
         if evaluation.paired:
             self._compare(evaluation, decision)
         service.metrics.decision_seconds.observe(perf_counter() - self._started)
         return reply
+
+    def _take_back(self, evaluation: Evaluation) -> None:
+        """Tell ledgers that a request which they have let through goes no further."""
+        service = self._service
+        sessions = [session for lane in evaluation.lanes for session in lane.list_sessions() if session.is_let_through]
+        settlements = [session.take_back() for session in sessions]
+        service.counting.settle(settlements, partial(service.reporter.report_taken_back, sessions))
 
     def _compare(self, evaluation: Evaluation, decision: Decision) -> None:
         """Count for canaries what this request says about them."""

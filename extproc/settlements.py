@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from extproc.access_log import Entry
 from extproc.engine import Engine
@@ -14,18 +14,38 @@ _CALL = 8
 _SHADOW = "shadow"
 
 
-def list_settlements(engine: Engine, entry: Entry) -> list[Settlement]:
-    """A settlement for each of the sessions; none for those whose policy is not there any more.
+class Settled(NamedTuple):
+    """A request that is over, as one policy has let it through.
+
+    Attributes:
+        settlement: for the ledger.
+        policy: its id.
+        mode: `enforce` or `shadow`.
+        tenant: hash of the caller.
+        session: hash of its name.
+        model: that was asked, or that has answered.
+    """
+
+    settlement: Settlement
+    policy: str
+    mode: str
+    tenant: str
+    session: str
+    model: str
+
+
+def list_settlements(engine: Engine, entry: Entry) -> list[Settled]:
+    """What is settled for each of the sessions; nothing for those whose policy is not there any more.
 
     Args:
         engine: the policies in force.
         entry: of the access log.
     """
-    made = [_make_settlement(engine, named, entry) for named in entry.sessions]
-    return [settlement for settlement in made if settlement is not None]
+    made = [_settle(engine, named, entry) for named in entry.sessions]
+    return [settled for settled in made if settled is not None]
 
 
-def _make_settlement(engine: Engine, named: Mapping[str, Any], entry: Entry) -> Settlement | None:
+def _settle(engine: Engine, named: Mapping[str, Any], entry: Entry) -> Settled | None:
     guard = _find_guard(engine, named)
     if guard is None:
         return None
@@ -33,9 +53,11 @@ def _make_settlement(engine: Engine, named: Mapping[str, Any], entry: Entry) -> 
     if not isinstance(key, str) or not guard.owns(key) or not call:
         return None
     asked = named.get("model")
-    cost = guard.rates.find_cost(entry.model or (asked if isinstance(asked, str) else ""), entry.usage)
-    outcome = FAILED if entry.failed else SUCCEEDED
-    return Settlement(key, guard.limits, call, cost, entry.estimated, outcome)
+    model = entry.model or (asked if isinstance(asked, str) else "")
+    cost = guard.rates.find_cost(model, entry.usage)
+    settlement = Settlement(key, guard.limits, call, cost, entry.estimated, FAILED if entry.failed else SUCCEEDED)
+    _, session, tenant = key.rsplit(":", 2)
+    return Settled(settlement, guard.policy, guard.mode, tenant, session.rpartition(".")[2], model)
 
 
 def _find_guard(engine: Engine, named: Mapping[str, Any]) -> SessionGuard | None:

@@ -61,7 +61,7 @@ FLOORS: list[list[str]] = [
         "store/remote_orders",
     ],
     ["store/remote", "store/redis", "store/memory"],
-    ["wire", "counting", "throttle", "budget", "upload", "recent", "loop_table", "session_table", "events", "reporting"],
+    ["wire", "counting", "throttle", "budget", "upload", "recent", "loop_table", "session_table", "events"],
     [
         "answers/apis/api",
         *(f"answers/apis/{api}" for api in ("openai", "responses", "anthropic", "gemini", "bedrock", "ollama", "rpc")),
@@ -81,7 +81,7 @@ FLOORS: list[list[str]] = [
         "canary",
         *(f"canary/{name}" for name in ("samples", "pairs", "states", "verdict", "report", "review", "sharing")),
     ],
-    ["access_log", "settlements"],
+    ["access_log", "settlements", "reporting"],
     ["service"],
     ["overrides"],
     ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],

@@ -289,6 +289,10 @@ class SessionGuard:
             return self.limits.steps + steps
         return self.limits.tool_calls + tool_calls if limit == MAX_TOOL_CALLS else self.limits.cost + cost
 
+    def find_last_tool(self, calls: ToolCalls) -> str:
+        """The tool that a history shows to be called last, empty for none."""
+        return self._find_tool_name(calls.records[-RECORD:][_TOOL], calls)
+
     def _find_tool_name(self, digest: bytes, calls: ToolCalls) -> str:
         if not digest:
             return ""
