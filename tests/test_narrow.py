@@ -280,6 +280,24 @@ def test_a_choice_keeps_what_else_it_says() -> None:
     assert found["tool_choice"] == {"type": "auto", "disable_parallel_tool_use": True}
 
 
+def test_servers_of_tools_stay_allowed() -> None:
+    """Of what may be called no more goes than is named."""
+    server = {"type": "mcp", "server_label": "a"}
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [_flat("f"), server]}
+    found = json.loads(narrowed(_responses([_SERVER, _flat("f")], tool_choice=choice), "f"))
+
+    assert found["tool_choice"] == choice | {"tools": [server]}
+
+
+@pytest.mark.parametrize("config", [{}, {"retrievalConfig": {}}, {"functionCallingConfig": {"mode": "ANY"}}])
+def test_gemini_is_told_in_the_configuration_that_is_there(config: dict[str, Any]) -> None:
+    """An empty one included."""
+    called = {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {}}}]}
+    body = json.dumps({"contents": [called], "tools": [_declare("f")], "toolConfig": config}).encode()
+
+    assert json.loads(narrowed(body, "f"))["toolConfig"] == config | {"functionCallingConfig": {"mode": "NONE"}}
+
+
 def test_a_history_that_the_server_keeps_may_have_calls() -> None:
     """So one tool stays declared, and is not called."""
     found = json.loads(narrowed(_responses([_flat("f"), _flat("g")], previous_response_id="r"), every=True))
