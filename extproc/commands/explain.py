@@ -146,7 +146,7 @@ def _print_session(candidate: SessionCandidate, more: _Rows) -> None:
         ("cost", f"{dollars:.6f} dollars for the prompt, estimated, with {model}"),
     ]
     told = f"up to {guard.describe()}, then {'report: would reject' if guard.shadow else 'reject'} with "
-    _print_rows([*rows, ("decision", f"allow {told}{guard.refusal.status}")])
+    _print_rows([*rows, ("decision", f"allow {told}{guard.refusal.status or AUTO_STATUS}")])
 
 
 def _print_detector(candidate: LoopCandidate, request: HttpRequest, body: bytes, more: _Rows) -> None:

@@ -186,7 +186,7 @@ class SessionGuard:
         self.looks = True
         self.steers = bool(self._steer)
         self.narrows = self.limits.narrows or bool(self.limits.tools)
-        self.refusal = RefusalForm(limits.reject_status)
+        self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
         self._key = f"{namespace}session:{policy}:"
         self._roster = f"{namespace}sessions:{policy}:"
 

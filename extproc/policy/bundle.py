@@ -22,12 +22,11 @@ from pydantic import (
     Field,
     Tag,
     TypeAdapter,
-    WithJsonSchema,
 )
 
 from extproc.fingerprint import normalize_path
 from extproc.notes import PLACEHOLDERS
-from extproc.policy.objects import MAX_SECONDS, NO_ITEMS, JsonObject, is_pointer, make_error
+from extproc.policy.objects import MAX_SECONDS, NO_ITEMS, JsonObject, Status, is_pointer, make_error
 from extproc.policy.session_limits import MAX_COUNT, SessionLimits
 from extproc.similarity import KINDS
 from extproc.similarity.keys import SimilarityKeys
@@ -36,10 +35,6 @@ MAX_INSPECT_BYTES = 16 * 2**20
 
 MAX_DELAY_MS = 30_000
 """Default and top of `max_delay_ms` (Fairvisor's cap on a throttled request)."""
-
-AUTO: Final = "auto"
-_STATUSES = (400, 599)
-"""Lowest and highest status of a refusal: those of errors."""
 
 HEADER = "header"
 IP_ADDRESS = "ip:address"
@@ -170,26 +165,8 @@ def _check_timestamp(value: object) -> object:
     return moment
 
 
-def _check_status(value: object) -> object:
-    if value == AUTO:
-        return value
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise make_error(f"must be an integer or '{AUTO}'")
-    if value < _STATUSES[0]:
-        raise make_error(f"must be >= {_STATUSES[0]}")
-    if value > _STATUSES[1]:
-        raise make_error(f"must be <= {_STATUSES[1]}")
-    return value
-
-
 _TOKEN: dict[str, Any] = {"pattern": r"^[A-Za-z0-9!#\x24%&'*+.^_`|~-]+$"}
 _HOST_PATTERN: dict[str, Any] = {"pattern": r"^([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$"}
-_STATUS: dict[str, Any] = {
-    "type": ["integer", "string"],
-    "minimum": _STATUSES[0],
-    "maximum": _STATUSES[1],
-    "pattern": f"^{AUTO}$",
-}
 _KEY_IN_HEAD = "(jwt|query|[Hh][Ee][Aa][Dd][Ee][Rr]):[A-Za-z0-9_-]+|ip:(address|country|asn|type|tor)|ua:(bot|bot_category)"
 _KEY_PATTERN: dict[str, Any] = {"pattern": f"^({_KEY_IN_HEAD}|body:(/([^~/]|~[01])*)+)$"}
 _HEAD_KEY_PATTERN: dict[str, Any] = {"pattern": f"^({_KEY_IN_HEAD})$"}
@@ -206,7 +183,6 @@ HeadKey = Annotated[
 ]
 Header = Annotated[str, AfterValidator(_check_header), Field(json_schema_extra=_TOKEN)]
 Id = Annotated[str, AfterValidator(_check_id), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,128}$"})]
-Status = Annotated[int | Literal["auto"], BeforeValidator(_check_status), WithJsonSchema(_STATUS)]
 NoteTemplate = Annotated[str, Field(max_length=1_000), AfterValidator(_check_note)]
 Timestamp = Annotated[AwareDatetime, BeforeValidator(_check_timestamp)]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 Place = tuple[str | int, ...]
@@ -15,6 +15,10 @@ MAX_SECONDS = 31_536_000
 """Longest window or cooldown: a year, so that milliseconds always fit the stores' 64-bit fields."""
 
 MAX_THRESHOLD = 1_000_000_000
+
+AUTO: Final = "auto"
+_STATUSES = (400, 599)
+"""Lowest and highest status of a refusal: those of errors."""
 
 _POINTER = re.compile(r"(?:/(?:[^~/]|~[01])*)+\Z")  # RFC 6901, without the empty one, which is the whole document
 
@@ -40,7 +44,27 @@ def _check_pointer(value: str) -> str:
     return value
 
 
+def _check_status(value: object) -> object:
+    if value == AUTO:
+        return value
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise make_error(f"must be an integer or '{AUTO}'")
+    if value < _STATUSES[0]:
+        raise make_error(f"must be >= {_STATUSES[0]}")
+    if value > _STATUSES[1]:
+        raise make_error(f"must be <= {_STATUSES[1]}")
+    return value
+
+
+_STATUS: dict[str, Any] = {
+    "type": ["integer", "string"],
+    "minimum": _STATUSES[0],
+    "maximum": _STATUSES[1],
+    "pattern": f"^{AUTO}$",
+}
+
 Pointer = Annotated[str, AfterValidator(_check_pointer), Field(json_schema_extra={"pattern": "^(/([^~/]|~[01])*)+$"})]
+Status = Annotated[int | Literal["auto"], BeforeValidator(_check_status), WithJsonSchema(_STATUS)]
 
 
 NO_ITEMS: Any = Field(default_factory=list, json_schema_extra={"default": []})

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from extproc.policy.objects import JsonObject, Place
+from extproc.policy.objects import JsonObject, Place, Status
 
 MAX_COUNT: Final = 1_000_000_000
 MAX_TOOL_CALLS: Final = 10_000
@@ -113,7 +113,7 @@ class SessionLimits(JsonObject):
         circuit_breaker: what kills a session.
         prices: of models, by name, in which `*` stands for anything; the longest name that fits counts.
         unknown_model: the price of those that nothing else tells.
-        reject_status: HTTP status of a refusal.
+        reject_status: HTTP status of a refusal; `auto`: 429, but 400 for clients that are known to retry that whatever it says.
         escalate: what is done earlier.
     """
 
@@ -126,7 +126,7 @@ class SessionLimits(JsonObject):
     circuit_breaker: SessionBreaker | None = None
     prices: dict[Model, Price] = {}
     unknown_model: Price | None = None
-    reject_status: Annotated[int, Field(ge=400, le=599)] = 429
+    reject_status: Status = 429
     escalate: SessionEscalation = SessionEscalation()
 
     def needs_answers(self) -> bool:
