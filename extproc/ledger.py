@@ -84,7 +84,7 @@ class Step:
         identity: 8 bytes, a digest of the request; one of the session's last 16 again is a retry.
         call: 8 bytes, a name for this request, for its settlement.
         reserve: what it is estimated to cost, in nano-dollars.
-        calls: the tool calls that its history shows, oldest first, `RECORD` bytes each.
+        calls: the tool calls that its history shows, oldest first and none twice, `RECORD` bytes each.
         tools: the digest and the name of each tool among them.
         grants: what is added to the limits of steps, tool calls and cost.
     """
@@ -255,9 +255,13 @@ _HEAD = struct.Struct(">QQQQQIIIIIIBBBBH")
 """Last, began, cost, estimated, reserved; steps, tool_calls, narrowed_at, blocks, consecutive_blocks, consecutive_errors;
 killed; and how much follows: identities, reservations, tools, bytes of their names."""
 
+_LAST = struct.Struct(">Q")
 _RESERVATION = struct.Struct(">8s8sQQIIB")
 """The call's name and identity; when, how much; what to go back to if it is no step: ms since the step before it, consecutive
 blocks, and whether it was a retry."""
+
+_BEGUN = struct.Struct(">QQ")
+"""The part of a reservation that says when and how much."""
 
 _TOOL = struct.Struct(">4sI")
 _ROSTER = struct.Struct(">QQI")
@@ -290,7 +294,7 @@ MAX_RESERVE: Final = MAX_MONEY // (2 * _OPEN)
 
 def recall(state: bytes | None, limits: Limits, now: int) -> bytes | None:
     """The ledger, or None where there is none or it is to be forgotten."""
-    return state if state is not None and abs(now - _HEAD.unpack_from(state)[0]) < limits.idle_ms else None
+    return state if state is not None and abs(now - _LAST.unpack_from(state)[0]) < limits.idle_ms else None
 
 
 def enter(roster: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
@@ -312,7 +316,6 @@ def take_step(state: bytes | None, asked: Step, now: int, *, shared: bool = Fals
         shared: whether it is the ledger of sessions that are too many.
     """
     ledger = _Ledger(state, now)
-    ledger.close_old(now)
     ledger.learn(asked)
     retry = _find(ledger.identities, asked.identity, _IDENTITY) >= 0
     limit, used, allowed, tool = ledger.judge(asked, retry)
@@ -320,6 +323,7 @@ def take_step(state: bytes | None, asked: Step, now: int, *, shared: bool = Fals
         ledger.block(asked.limits)
     else:
         ledger.let_through(asked, retry, now)
+    ledger.close_old(now)
     return ledger.pack(), ledger.describe(now, limit, used, allowed, tool, shared, retry)
 
 
@@ -416,25 +420,31 @@ class _Ledger:
         return b"".join((head, self.identities, self.open, self.counts, self.names, self.records))
 
     def learn(self, asked: Step) -> None:
-        """Count the tool calls that are new."""
+        """Count the tool calls that are new; no history shows one twice."""
         known, calls = self.records, asked.calls
-        start = len(known) if calls.startswith(known) else 0
-        if start == len(calls):
+        new = calls[len(known) :] if calls.startswith(known) else self._pick_new(calls)
+        if not new:
             return
+        for at in range(0, len(new), RECORD):
+            self._count_tool(new[at + _ID : at + _NAME], asked)
+        self.tool_calls = min(self.tool_calls + len(new) // RECORD, _MAX)
+        self.records = known + new
+        if len(self.records) > _RECORDS * RECORD:
+            self.records = self.records[-count_records(asked) * RECORD :]
+
+    def _pick_new(self, calls: bytes) -> bytes:
+        """Those that are not known, in a history that has lost some or has been shown some others."""
+        known = self.records
         ids = {known[at : at + _ID] for at in range(0, len(known), RECORD)}
-        forgot = not start and self.tool_calls * RECORD > len(known)
-        new: dict[bytes, bytes] = {}
-        for at in range(start, len(calls), RECORD):
-            name = calls[at : at + _ID]
-            if name not in ids:
-                new.setdefault(name, calls[at : at + RECORD])
+        forgot = self.tool_calls * RECORD > len(known)
+        new = []
+        for at in range(0, len(calls), RECORD):
+            if calls[at : at + _ID] not in ids:
+                new.append(calls[at : at + RECORD])
             elif forgot:  # what stands before the first one that is known is older, and was counted once
                 new.clear()
                 forgot = False
-        for record in new.values():
-            self._count_tool(record[_ID:_NAME], asked)
-        self.tool_calls = min(self.tool_calls + len(new), _MAX)
-        self.records = b"".join((known, *new.values()))[-count_records(asked) * RECORD :]
+        return b"".join(new)
 
     def _count_tool(self, tool: bytes, asked: Step) -> None:
         at = _find(self.counts, tool, _TOOL.size)
@@ -492,8 +502,12 @@ class _Ledger:
             shown = {calls[at : at + _ID] for at in range(0, len(calls), RECORD)}
             older = [self.records[at : at + RECORD] for at in range(0, len(self.records), RECORD)]
             recent = b"".join([record for record in older if record[:_ID] not in shown][-missing:]) + recent
-        newest = calls[-RECORD:][_NAME:]
-        return sum([recent[at + _NAME : at + RECORD] == newest for at in range(0, len(recent), RECORD)])
+        newest = calls[_NAME - RECORD :]
+        equal, at = 0, recent.find(newest, _NAME) if recent else -1
+        while at >= 0:
+            equal += at % RECORD == _NAME
+            at = recent.find(newest, at + 1)
+        return equal
 
     def block(self, limits: Limits) -> None:
         """One more request was refused."""
@@ -517,12 +531,11 @@ class _Ledger:
         self.reserved += reserve
         self.consecutive_blocks = 0
         self.last = now
-        self.close_old(now)
 
     def close_old(self, now: int) -> None:
         """What nobody has settled in time costs what was reserved."""
         while self.open:
-            _, _, begun, reserve, _, _, _ = _RESERVATION.unpack_from(self.open)
+            begun, reserve = _BEGUN.unpack_from(self.open, _IDENTITY + _IDENTITY)
             if len(self.open) <= _OPEN * _RESERVATION.size and now - begun < _OPEN_MS:
                 break
             self.open = self.open[_RESERVATION.size :]

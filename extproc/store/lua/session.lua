@@ -143,24 +143,26 @@ local function count_tool(l, tool, asked)
   end
 end
 
-local function learn(l, asked)
-  local known, calls = l.records, asked.calls
-  local start = sub(calls, 1, #known) == known and #known or 0
-  if start == #calls then return end
-  local ids, new, seen = {}, {}, {}
+local function pick_new(l, calls)
+  local known, ids, new = l.records, {}, {}
   for at = 1, #known, RECORD do ids[sub(known, at, at + ID - 1)] = true end
-  local forgot = start == 0 and l.tool_calls * RECORD > #known
-  for at = start + 1, #calls, RECORD do
-    local id = sub(calls, at, at + ID - 1)
-    if not ids[id] then
-      if not seen[id] then new[#new + 1], seen[id] = sub(calls, at, at + RECORD - 1), true end
+  local forgot = l.tool_calls * RECORD > #known
+  for at = 1, #calls, RECORD do
+    if not ids[sub(calls, at, at + ID - 1)] then
+      new[#new + 1] = sub(calls, at, at + RECORD - 1)
     elseif forgot then -- what stands before the first one that is known is older, and was counted once
-      new, seen, forgot = {}, {}, false
+      new, forgot = {}, false
     end
   end
-  for _, record in ipairs(new) do count_tool(l, sub(record, ID + 1, NAME), asked) end
-  l.tool_calls = math.min(l.tool_calls + #new, MAX)
-  l.records = sub(known .. table.concat(new), -asked.records * RECORD)
+  return table.concat(new)
+end
+
+local function learn(l, asked)
+  local known, calls = l.records, asked.calls
+  local new = sub(calls, 1, #known) == known and sub(calls, #known + 1) or pick_new(l, calls)
+  for at = 1, #new, RECORD do count_tool(l, sub(new, at + ID, at + NAME - 1), asked) end
+  l.tool_calls = math.min(l.tool_calls + #new / RECORD, MAX)
+  l.records = sub(known .. new, -asked.records * RECORD)
 end
 
 local function count_equal(l, calls, window)
@@ -223,7 +225,6 @@ local function let_through(l, asked, retry)
     retry and 1 or 0)
   l.reserved = l.reserved + asked.money
   l.consecutive_blocks, l.last = 0, asked.now
-  close_old(l, asked.now)
 end
 
 local function take_back(l, identity, begun, quiet, blocks, retry)
@@ -263,11 +264,11 @@ local function take_step(key, roster, shared_key, asked)
     l = recall(key, asked)
   end
   l = l or make(asked.now)
-  close_old(l, asked.now)
   learn(l, asked)
   local retry = find(l.identities, asked.identity, IDENTITY) ~= nil
   local limit, used, allowed, tool = judge(l, asked, retry)
   if limit > 0 then block(l, asked) else let_through(l, asked, retry) end
+  close_old(l, asked.now)
   keep(key, l, asked)
   return describe(l, asked.now, shared, retry, limit, used, allowed, tool)
 end
