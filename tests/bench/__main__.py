@@ -10,7 +10,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from tests.bench import door, engine, envoy, hostile, logs, memory, page, policies, redis, reload, similarity, transport
+from tests.bench import (
+    door,
+    engine,
+    envoy,
+    hostile,
+    logs,
+    memory,
+    page,
+    policies,
+    redis,
+    reload,
+    sessions,
+    similarity,
+    transport,
+)
 from tests.bench.report import Section, progress_done, table, verdict, write_json
 
 _SECTIONS = {
@@ -22,6 +36,7 @@ _SECTIONS = {
     "reload": (reload.TITLE, reload.run),
     "hostile": (hostile.TITLE, hostile.run),
     "redis": (redis.TITLE, redis.run),
+    "sessions": (sessions.TITLE, sessions.run),
     "transport": (transport.TITLE, transport.run),
     "door": (door.TITLE, door.run),
     "envoy": (envoy.TITLE, envoy.run),

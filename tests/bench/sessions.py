@@ -1,0 +1,153 @@
+"""What limits of sessions cost a store: a step beside a hit, in memory and on a real Valkey, and the room that a million take.
+
+Every step is of a session whose ledger knows seven tool calls, and shows one more. The room is measured in a process of its own
+(`python -m tests.bench.sessions COUNT`), as that of fingerprints is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+from collections.abc import Awaitable, Sequence
+from statistics import median
+from time import thread_time
+from typing import cast
+
+from extproc.ledger import SUCCEEDED, Limits, Question, Settlement, Step
+from extproc.metrics import Metrics
+from extproc.settings import Settings
+from extproc.store import Store, open_store
+from extproc.store.memory import MemoryStore
+from extproc.windows import Hit
+from tests.bench.processes import run_module
+from tests.bench.report import Row, progress
+from tests.bench.timing import cpu_us, difference, interleaved, process_cpu, resident_mb
+from tests.servers import Server, server
+
+TITLE = "sessions: a step beside a hit, in the store; 1,000,000 sessions in memory"
+
+_MILLION = 1_000_000
+_TOGETHER = 64
+_LIMIT_STALL_MS = 50
+_LIMITS = Limits(3_600_000, _MILLION, 1_000, 1_000, False, 10**11, ((b"tl_0", 1_000), (b"tl_1", 1_000)), 5, 3, 5, 5)
+_CALLS = [number.to_bytes(6) + b"tl_%d" % (number % 3) + number.to_bytes(4) for number in range(8)]
+_TOOLS = tuple((b"tl_%d" % number, f"tool_{number}") for number in range(3))
+
+
+def _hit(number: int) -> Hit:
+    return Hit(f"loop:p:default:fixed::{number:016x}:{number:032x}", "fixed", 3_600_000, 5, 0, count_refused=True, count_to=10)
+
+
+def _step(number: int, calls: int, request: int = 0) -> Step:
+    """A request of the session of that number, whose history shows so many calls."""
+    tenant = f"{number % 1000:016x}"
+    keys = (f"session:p::{number:016x}:{tenant}", f"sessions:p::{tenant}", f"session:p::shared:{tenant}")
+    name = (number << 8 | request).to_bytes(8)
+    return Step(*keys, _LIMITS, name, name, 1_000, b"".join(_CALLS[:calls]), _TOOLS, (0, 0, 0))
+
+
+def _settle(step: Step) -> Settlement:
+    return Settlement(step.key, _LIMITS, step.call, 1_000, estimated=False, outcome=SUCCEEDED)
+
+
+class _Fixture:
+    """As many sessions as a round asks about; every round has a store of its own."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._began = [_step(number, 7) for number in range(count)]
+        self.hits: list[list[Question]] = [[_hit(number)] for number in range(count)]
+        self.steps: list[list[Question]] = [[_hit(number), _step(number, 8, 1)] for number in range(count)]
+        self.settlements: list[list[Question]] = [[_settle(step)] for step in self._began]
+
+    def measure(self, asked: Sequence[Sequence[Question]]) -> float:
+        """Microseconds for each."""
+        store = MemoryStore(Metrics())
+        for step in self._began:
+            store.hit([step])
+
+        def work() -> None:
+            for questions in asked:
+                store.hit(questions)
+
+        return cpu_us(work, self._count)
+
+    async def drive(self, store: Store, asked: Sequence[Sequence[Question]]) -> None:
+        """Ask a remote store, as many at a time as wait for one in a busy server."""
+        for start in range(0, len(asked), _TOGETHER):
+            answers = [cast("Awaitable[object]", store.hit(questions)) for questions in asked[start : start + _TOGETHER]]
+            for answer in answers:
+                await answer
+
+    def measure_server(self, valkey: Server) -> tuple[dict[str, float], dict[str, float]]:
+        """Microseconds of the server's for each request, and round trips, by what is asked."""
+        spent, trips = {}, {}
+        metrics = Metrics()
+        with asyncio.Runner() as runner:
+            store = open_store(f"redis://{valkey.address}", metrics, Settings(store_timeout=1.0))
+            runner.run(store.start())
+            valkey.client().flushall()
+            runner.run(self.drive(store, [[step] for step in self._began]))
+            for name, asked in {"hit": self.hits, "hit and step": self.steps}.items():
+                cpu, before = process_cpu(valkey.pid), _count_trips(metrics)
+                runner.run(self.drive(store, asked))
+                spent[name] = (process_cpu(valkey.pid) - cpu) / self._count * 1e6
+                trips[name] = (_count_trips(metrics) - before) / self._count
+            runner.run(store.close())
+        return spent, trips
+
+
+def _count_trips(metrics: Metrics) -> float:
+    return metrics.registry.get_sample_value("loopguard_store_batch_size_count") or 0.0
+
+
+def run(*, quick: bool) -> list[Row]:
+    """Measure in memory, on Valkey, and the room that sessions take."""
+    rounds, count = (5, 1_000) if quick else (15, 5_000)
+    fixture = _Fixture(count)
+    progress("sessions: in memory", 1, 3)
+    works = {"hit": fixture.hits, "hit and step": fixture.steps, "settlement": fixture.settlements}
+    found = interleaved(rounds, {name: lambda asked=asked: fixture.measure(asked) for name, asked in works.items()})  # type: ignore[misc]
+    progress("sessions: on Valkey", 2, 3)
+    with server() as valkey:
+        served = [fixture.measure_server(valkey) for _ in range(rounds)]
+    spent = {name: median(cpu[name] for cpu, _ in served) for name in served[0][0]}
+    trips = {name: median(made[name] for _, made in served) for name in served[0][1]}
+    progress("sessions: a million", 3, 3)
+    sessions = _MILLION // 10 if quick else _MILLION
+    room = run_module("tests.bench.sessions", str(sessions))
+    return [
+        Row(
+            "in memory: a step beside a hit",
+            difference(found, "hit and step", "hit"),
+            "us",
+            None,
+            "8 tool calls, one of them new",
+        ),
+        Row("in memory: a settlement", median(found["settlement"]), "us"),
+        Row("Valkey's CPU: a hit", spent["hit"], "us"),
+        Row("Valkey's CPU: a hit and a step", spent["hit and step"], "us", None, "in the same round trip"),
+        Row("round trips, with a step against without", trips["hit and step"] / trips["hit"], "x", 1),
+        Row(f"{sessions:,} sessions begin: memory", room["mb"], "MB", None, f"{room['kept']:,.0f} are kept"),
+        Row(f"{sessions:,} sessions begin: longest call", room["longest_ms"], "ms", _LIMIT_STALL_MS, "CPU"),
+    ]
+
+
+def fill(count: int) -> dict[str, float]:
+    """Let so many sessions begin, each with a history of eight calls."""
+    store = MemoryStore(Metrics())
+    gc.collect()
+    gc.freeze()  # as the server does once it has started
+    before, longest = resident_mb(), 0.0
+    for number in range(count):
+        step = _step(number, 8)
+        started = thread_time()
+        store.hit((step,))
+        longest = max(longest, thread_time() - started)
+    return {"mb": resident_mb() - before, "kept": len(store), "longest_ms": longest * 1e3}
+
+
+if __name__ == "__main__":
+    print(json.dumps(fill(int(sys.argv[1]))))
