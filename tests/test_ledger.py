@@ -447,6 +447,10 @@ CASES: dict[str, Case] = {
     "equal calls that lie too far back": [
         (0, make_step(1, limit(window=5, threshold=3), repeat(3, "read", "list", "send")), "ok")
     ],
+    "digests that stand in others": [  # in ids, and across items
+        (0, make_step(1, _LOOP, [number.to_bytes(6) + b"xxxx" + bytes([0, 0, 0, number % 5]) for number in range(6)]), "ok"),
+        (1, make_step(2, limit(tools=((bytes(4), 1),)), [b"abcdef" + bytes(3) + b"\x01xxxx"]), "ok"),
+    ],
     "equal calls that are not shown any more": [
         (0, make_step(1, _LOOP, repeat(2, "read")), "ok"),
         (1, make_step(2, _LOOP, repeat(3, "read")[2:]), "loop_detection 3/3 read"),
