@@ -421,7 +421,8 @@ class SessionCandidate(Candidate):
 
     def refuse_unnarrowed(self) -> Outcome:
         """The verdict where the request's tools cannot be taken away."""
-        return self.limiter.refuse_unnarrowed(self.fingerprint, self.tenant, self.standing or Standing(), self._grants)
+        standing, narrowing = self.standing or Standing(), self.narrowing or Narrowing(every=True, tools=frozenset())
+        return self.limiter.refuse_unnarrowed(self.fingerprint, self.tenant, standing, narrowing, self._grants)
 
     def take_back(self) -> Settlement:
         """What the ledger is told of a request that it has let through, and another guard has not."""

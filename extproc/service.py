@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from google.protobuf.message import DecodeError
 
 from extproc.access_log import SESSIONS, AccessLog, Entry, write_sessions
+from extproc.answers.edits import AMBIGUOUS
 from extproc.answers.go_on import NARROWED, STEERED, Header, find_warning, let_go_on, make_metadata, make_wait
 from extproc.answers.metadata import write_metadata
 from extproc.answers.narrow import NotNarrowed, narrow
@@ -644,12 +645,12 @@ class Stream:
             body = narrow(evaluation.request, content, None if strictest is not None else tools, evaluation.document)
         except (NotNarrowed, NotSteered) as why:
             self._service.reporter.report_unnarrowed([candidate.plan.id for candidate, _ in narrowed], why.reason)
-            if strictest is None or self._observed or why.reason == "no_body":
-                return decision, _UNCHANGED
-            refused = strictest.refuse_unnarrowed()
+            if self._observed or (strictest is None and why.reason != AMBIGUOUS) or why.reason == "no_body":
+                return decision, _UNCHANGED  # a tool that is called all the same refuses the next request
+            refused = (strictest or narrowed[0][0]).refuse_unnarrowed()
             return Decision(refused, decision.shadow, [refused, *decision.trace], warning=decision.warning), _UNCHANGED
         else:
-            return decision, Changed(body, (NARROWED,))
+            return decision, Changed(body, (NARROWED,)) if body != content else _UNCHANGED
         finally:
             self._service.budget.spend(evaluation.find_tenant(), thread_time() - began)
 

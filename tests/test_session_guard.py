@@ -391,3 +391,11 @@ def test_a_note_goes_into_what_was_narrowed() -> None:
 
     assert changed["tool_choice"] == "none"
     assert "2 of this session's 3 steps are left" in json.dumps(changed["messages"])
+
+
+def test_a_body_that_can_be_read_in_two_ways_is_no_way_around() -> None:
+    """No client of an API writes one, so it is refused where its tools would have to go."""
+    service = make_service(limited(max_calls_per_tool={"run": 1}))
+    twice = turns(1)[:-1] + b', "tools": []}'
+
+    assert send(service, [twice]) == [429]

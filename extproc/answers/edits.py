@@ -10,6 +10,9 @@ from typing import Final, NamedTuple
 
 from extproc.similarity.shapes.places import Member, Value, open_items, open_members
 
+AMBIGUOUS: Final = "ambiguous_body"
+"""Of a body that two readers may read in two ways, as no client of an API writes it."""
+
 _MOST_OPENED: Final = 10_000
 """Most members and elements that are looked at in one body; each takes two to four microseconds."""
 
@@ -57,7 +60,7 @@ class Edits:
         self._count(value, b"{}", len(members))
         found = {member.key: member for member in members}
         if len(found) < len(members):
-            raise NotEdited("ambiguous_body")
+            raise NotEdited(AMBIGUOUS)
         return found
 
     def open_list(self, value: Value) -> list[Member]:
@@ -78,7 +81,7 @@ class Edits:
         if self._left < 0:
             raise NotEdited("inspect_limit")
         if not found and b"".join(bytes(value.raw).split()) != brackets:
-            raise NotEdited("ambiguous_body")
+            raise NotEdited(AMBIGUOUS)
 
     def replace(self, value: Value, text: bytes) -> None:
         """Put another value in place of one."""

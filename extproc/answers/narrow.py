@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
-from extproc.answers.edits import Edits, NotEdited
+from extproc.answers.edits import AMBIGUOUS, Edits, NotEdited
 from extproc.encodings import list_encodings, split_mark
 from extproc.request import HttpRequest
 from extproc.similarity.document import Document, NotCounted
@@ -290,7 +290,7 @@ class _Narrowing:
         wrapped = not conversations and "request" in fields and is_object(fields["request"].value)
         configured = "messages" in fields and "toolConfig" in fields
         if len(conversations) > 1 or ((wrapped or configured) and "tools" in fields):
-            raise NotEdited("ambiguous_body")
+            raise NotEdited(AMBIGUOUS)
         if "contents" in fields:
             self._narrow_gemini(body, fields)
         elif wrapped:
@@ -439,5 +439,5 @@ def _pick(fields: Fields, *keys: str) -> str:
     """
     found = [key for key in keys if key in fields]
     if len(found) > 1:
-        raise NotEdited("ambiguous_body")
+        raise NotEdited(AMBIGUOUS)
     return found[0] if found else keys[0]

@@ -278,10 +278,17 @@ class SessionGuard:
         """The verdict on a session that an operator has killed."""
         return self._make_outcome(Action.REJECT, fingerprint, tenant, 0, SessionSubject(KILLED, 0, 0))
 
-    def refuse_unnarrowed(self, fingerprint: str, tenant: str, standing: Standing, grants: tuple[int, int, int]) -> Outcome:
-        """The verdict on a request that should go on without any tools, and cannot."""
-        subject = SessionSubject(MAX_TOOL_CALLS, standing.tool_calls, self.limits.tool_calls + grants[1])
-        return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.tool_calls, subject)
+    def refuse_unnarrowed(
+        self, fingerprint: str, tenant: str, standing: Standing, narrowing: Narrowing, grants: tuple[int, int, int]
+    ) -> Outcome:
+        """The verdict on a request that should go on without these tools, and cannot."""
+        if narrowing.every:
+            subject = SessionSubject(MAX_TOOL_CALLS, standing.tool_calls, self.limits.tool_calls + grants[1])
+        else:
+            tool = min(narrowing.tools)
+            allowed = dict(self.limits.tools).get(digest_tool(tool), self.limits.threshold)
+            subject = SessionSubject(PER_TOOL, allowed, allowed, tool)
+        return self._make_outcome(Action.REJECT, fingerprint, tenant, subject.used, subject)
 
     def _read_allowed(self, limit: str, grants: tuple[int, int, int]) -> int:
         steps, tool_calls, cost = grants
