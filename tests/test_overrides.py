@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from decimal import Decimal
 from typing import Any, TypeVar
 
@@ -39,6 +39,8 @@ from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_engine import ANY, make_engine
 from tests.test_service import FailingStore, decoded, exchange, make_service, metadata_of
+from tests.test_session_guard import ask as ask_in_session
+from tests.test_session_guard import limited, told, turns
 from tests.test_sessions import agents, send_all, turn
 from tests.test_windows import WINDOW_TYPES
 
@@ -457,7 +459,7 @@ class Replicas:
 def test_every_replica_obeys_once_it_has_asked(caplog: pytest.LogCaptureFixture) -> None:
     """An order holds at once where it was given, and elsewhere when the store is asked next; so does its end."""
     caplog.set_level(logging.WARNING)
-    both = Replicas(2)
+    both = Replicas(2, policy("p", ANY, threshold_identical_requests=9, **USER))
 
     given, _ = both.give(kind="block", caller={"x-user-id": "ann"}, seconds=60, reason="runaway")
     assert [send(service, 1) for service in both.services] == [[429], [200]]
@@ -541,6 +543,46 @@ def test_every_replica_knows_what_is_killed_and_granted() -> None:
         both.run(both.desks[0].revoke(given.name, "eve"))
     both.refresh()
     assert (find_kill(find_there()), sum_grants(find_there())) == (None, (10, 3, 100_000_000))
+
+
+def send_steps(service: Service, numbers: Iterable[int], session: str = "s") -> list[str]:
+    """Which limit refuses each of these requests of a session, empty for none."""
+    answers = [ask_in_session(service, turns(number), session) for number in numbers]
+    return [str(told(answer)["limit"]) if find_status(answer) != 200 else "" for answer in answers]
+
+
+def test_a_killed_session_is_refused_everywhere_until_it_is_released() -> None:
+    """On every replica, from its next request on; its caller's other sessions go on, and a release begins it anew."""
+    both = Replicas(2, limited(max_steps=3))
+    target: dict[str, Any] = {"caller": {"x-team": "t"}, "session": {"header:x-session-id": "s"}}
+    assert send_steps(both.services[0], range(2)) == ["", ""]
+
+    both.give(kind="kill", **target)
+    both.refresh()
+
+    for service in both.services:
+        assert send_steps(service, [5], "s") == ["killed"]
+        assert send_steps(service, [6], "other") == [""]
+    both.give(1, kind="release", **target)
+    both.refresh()
+    assert send_steps(both.services[0], range(5)) == ["", "", "", "max_steps", "max_steps"]
+    (killed,) = [run for run in both.services[1].reporter.sessions.copy() if run.ordered]
+    assert killed.session == hash_descriptor("header:x-session-id", "s")
+
+
+def test_a_session_that_was_granted_more_goes_on_where_it_was() -> None:
+    """On every replica, by what all grants add; the sessions beside it meet their limit as ever."""
+    both = Replicas(2, limited(max_steps=2))
+    session = {"header:x-session-id": "s"}
+    assert send_steps(both.services[0], range(3)) == ["", "", "max_steps"]
+
+    both.give(kind="grant", session=session, steps=1)
+    both.give(1, kind="grant", caller={"x-team": "t"}, session=session, steps=1)
+    both.refresh()
+
+    assert send_steps(both.services[1], [10]) == [""]
+    assert send_steps(both.services[0], [11, 12]) == ["", "max_steps"]
+    assert send_steps(both.services[1], range(3), "other") == ["", "", "max_steps"]
 
 
 def test_a_grant_given_again_adds_unless_it_has_the_same_key() -> None:

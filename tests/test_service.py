@@ -115,7 +115,7 @@ def make_service(*policies: Mapping[str, Any], store: Store | None = None, **set
     """A service for one bundle."""
     metrics = Metrics()
     local = MemoryStore(metrics)
-    return Service(make_engine(*policies), store or local, local, metrics, Settings(**settings))
+    return Service(make_engine(*policies), local if store is None else store, local, metrics, Settings(**settings))
 
 
 def receive(stream: Stream, message: Message) -> Reply:
