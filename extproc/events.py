@@ -28,6 +28,7 @@ from extproc.errors import LoopguardError, UsageError
 from extproc.logs import Reminder, make_extra
 from extproc.loop_table import Loop
 from extproc.metrics import Metrics
+from extproc.session_table import Run, convert_amount, convert_dollars, name_killer
 from extproc.settings import Settings
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ TYPES: Final = {
     "loop_escalated": "io.loopguard.loop.escalated.v1",
     "loop_ended": "io.loopguard.loop.ended.v1",
     "loop_released": "io.loopguard.loop.released.v1",
+    "session_limited": "io.loopguard.session.limited.v1",
+    "session_killed": "io.loopguard.session.killed.v1",
+    "session_granted": "io.loopguard.session.granted.v1",
     "override_given": "io.loopguard.override.given.v1",
     "override_revoked": "io.loopguard.override.revoked.v1",
     "policy_promoted": "io.loopguard.policy.promoted.v1",
@@ -338,3 +342,49 @@ class LoopEvents:
 
 def _name_loop(loop: Loop) -> tuple[str, ...]:
     return loop.policy, loop.detector, loop.mode, loop.tenant, loop.repeats
+
+
+class SessionEvents:
+    """Tells of sessions that meet a limit or are killed, by looking at the table; requests know nothing of it."""
+
+    def __init__(self, tell: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
+        """Nothing has been told yet."""
+        self._tell = tell
+        self._shows_callers = shows_callers
+        self._told: dict[tuple[str, ...], tuple[str, str]] = {}
+
+    def look(self, runs: Sequence[Run]) -> None:
+        """Tell what has changed since the last look: of each session another limit, or what kills it, once."""
+        told: dict[tuple[str, ...], tuple[str, str]] = {}
+        for run in runs:
+            name = run.policy, run.mode, run.tenant, run.session
+            known_limit, known_killer = self._told.get(name, ("", ""))
+            killer = name_killer(run.standing.killed, ordered=run.ordered)
+            limit = run.refusal.limit if run.refusal is not None and run.refusal.at >= run.began else ""
+            if killer and killer != known_killer:
+                self._tell("session_killed", run.policy, self._describe(run))
+            elif limit and limit != known_limit and not killer:
+                self._tell("session_limited", run.policy, self._describe(run))
+            told[name] = limit, killer
+        self._told = told
+
+    def _describe(self, run: Run) -> dict[str, object]:
+        standing, refusal = run.standing, run.refusal
+        return {
+            "gen_ai.agent.id": run.tenant,
+            "gen_ai.conversation.id": run.session,
+            "gen_ai.tool.name": (refusal.tool or None) if refusal is not None else None,
+            "policy": run.policy,
+            "mode": run.mode,
+            "caller": dict(run.caller) if self._shows_callers() else None,
+            "killed": name_killer(standing.killed, ordered=run.ordered) or None,
+            "limit": refusal.limit if refusal is not None else None,
+            "used": convert_amount(refusal.limit, refusal.used) if refusal is not None else None,
+            "allowed": convert_amount(refusal.limit, refusal.allowed) if refusal is not None else None,
+            "total_step_count": standing.steps,
+            "total_tool_calls": standing.tool_calls,
+            "total_block_count": standing.blocks,
+            "actual_cost": convert_dollars(standing.cost),
+            "started": run.began,
+            "last_seen": run.last,
+        }

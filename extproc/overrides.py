@@ -27,7 +27,6 @@ from extproc.guards.override import (
     KILL,
     KINDS,
     MAX_GRANT,
-    NANOS_PER_DOLLAR,
     RELEASE,
     Grant,
     Override,
@@ -35,6 +34,7 @@ from extproc.guards.override import (
     Target,
     hash_descriptor,
 )
+from extproc.ledger import NANO_DOLLARS
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.plan import Plan
@@ -64,6 +64,9 @@ _MAX_DESCRIPTORS = 16
 _MAX_KEY = 64
 
 _AMOUNTS = Grant._fields
+
+_EVENTS = {RELEASE: "loop_released", GRANT: "session_granted"}
+"""What other programs are told of orders, by kind, where that has an event of its own."""
 
 _HASH = re.compile(r"[0-9a-f]{16}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{8}")
@@ -130,7 +133,7 @@ class Desk:
             override = outlast_kills(override, self.list_standing())
         await self._store.put_order(_BOOK, override.name, write_override(override), override.ends - override.since)
         _announce("override given", override, who)
-        self.tell("loop_released" if override.kind == RELEASE else "override_given", override)
+        self.tell(_EVENTS.get(override.kind, "override_given"), override)
         await self.refresh()
         return override, remark(override, plans)
 
@@ -363,9 +366,9 @@ def _read_count(value: object, most: int) -> int:
 
 def _read_cost(value: object) -> int:
     """Dollars as nano-dollars."""
-    most = MAX_GRANT.cost // NANOS_PER_DOLLAR
+    most = MAX_GRANT.cost // NANO_DOLLARS
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most:
-        return max(1, round(value * NANOS_PER_DOLLAR))
+        return max(1, round(value * NANO_DOLLARS))
     raise ValueError(f"must be dollars, more than 0 and at most {most}")
 
 
@@ -477,7 +480,7 @@ def describe_override(override: Override) -> dict[str, Any]:
         "tool": target.tool,
         "steps": override.grant.steps,
         "tool_calls": override.grant.tool_calls,
-        "cost": override.grant.cost / NANOS_PER_DOLLAR,
+        "cost": override.grant.cost / NANO_DOLLARS,
         "reason": override.reason,
         "who": override.who,
         "since": _write_time(override.since),

@@ -31,7 +31,7 @@ from extproc.canary.states import State
 from extproc.canary.verdict import Rules
 from extproc.engine import Engine
 from extproc.errors import StoreError
-from extproc.events import LoopEvents, open_events
+from extproc.events import LoopEvents, SessionEvents, open_events
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.overrides import Desk, describe_override
@@ -230,10 +230,12 @@ class Server:
             return
         tell = self._events.tell
         self._desk.tell = lambda kind, override: tell(kind, override.name, describe_override(override))
-        loops, health = LoopEvents(tell, self._shows_callers), "ok"
+        loops, sessions = LoopEvents(tell, self._shows_callers), SessionEvents(tell, self._shows_callers)
+        health = "ok"
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             loops.look(self.service.reporter.loops.copy(), time.time())
+            sessions.look(self.service.reporter.sessions.copy())
             now = self._store.health()
             if (now == "ok") != (health == "ok"):
                 tell("store_back" if now == "ok" else "store_lost", redact_url(self._settings.store), {"health": now})

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from extproc.ledger import LIMITS, Standing
+from extproc.ledger import KILLED, LIMITS, NANO_DOLLARS, Standing
 from extproc.rates import Usage
 from extproc.recent import Recent
 from extproc.request import cut_text
@@ -22,7 +22,12 @@ MAX_CALLS: Final = 64
 OVERFLOW: Final = "shared"
 """In place of a session's name: all those of a tenant that share one ledger, because it has begun too many."""
 
+OPERATOR: Final = "operator"
+"""What has killed a session that its breaker has not."""
+
 _KILLED_LIMIT: Final = LIMITS.index("killed")
+_MONEY: Final = "max_cost_per_session"
+_DIGITS: Final = 9
 
 _NAME_SHOWN = 128
 _NAMES_SHOWN = 8
@@ -257,3 +262,23 @@ def _find_tool(standing: Standing) -> str:
         if digest == standing.tool:
             return name
     return standing.tool.hex()
+
+
+def name_killer(killed: int, *, ordered: bool) -> str:
+    """What has killed a session, empty for nothing.
+
+    Args:
+        killed: index into `KILLED`.
+        ordered: an operator has.
+    """
+    return OPERATOR if ordered else KILLED[killed]
+
+
+def convert_amount(limit: str, amount: int) -> float:
+    """What was used of a limit, or allowed by it, in the limit's own unit."""
+    return convert_dollars(amount) if limit == _MONEY else amount
+
+
+def convert_dollars(amount: int) -> float:
+    """Nano-dollars in dollars."""
+    return round(amount / NANO_DOLLARS, _DIGITS)

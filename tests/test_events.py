@@ -22,8 +22,10 @@ from cloudevents.core.formats.json import JSONFormat
 
 from extproc import events as events_module
 from extproc.errors import LoopguardError, UsageError
-from extproc.events import MAX_QUEUED, TYPES, Events, LoopEvents, UnreachableError, open_events
+from extproc.events import MAX_QUEUED, TYPES, Events, LoopEvents, SessionEvents, UnreachableError, open_events
+from extproc.ledger import LIMITS, Standing
 from extproc.metrics import Metrics
+from extproc.session_table import SessionTable
 from extproc.settings import Settings
 from tests.documents import policy
 from tests.harness import eventually
@@ -226,6 +228,34 @@ def test_loops_are_told_when_they_begin_escalate_and_end() -> None:
     began, _, ended = (data for _, _, data in told)
     assert (began["count"], began["requests"], ended["requests"]) == (3, {"warn": 1}, {"warn": 2, "reject": 2})
     assert began["gen_ai.agent.id"] == table.copy()[0].tenant
+    assert "secret" not in str(told)
+
+
+def test_a_session_meets_a_limit_and_is_killed_once() -> None:
+    """However many of its requests are refused; after it has begun anew it is told again. Its caller stays a hash."""
+    told: list[tuple[str, str, dict[str, Any]]] = []
+    watcher = SessionEvents(lambda kind, subject, data: told.append((kind, subject, dict(data))), lambda: False)
+    table, cost = SessionTable(), LIMITS.index("max_cost_per_session")
+    for now, standing in enumerate(
+        [
+            Standing(steps=1),
+            *[Standing(cost, 2 * 10**9, 10**9, steps=1, blocks=blocks, cost=2 * 10**9, age_ms=9_000) for blocks in (1, 2, 3)],
+            *[Standing(1, steps=1, blocks=blocks, killed=1, age_ms=9_000) for blocks in (4, 5)],
+            Standing(steps=1),
+            *[Standing(LIMITS.index("max_steps"), 1, 1, steps=1, blocks=blocks) for blocks in (1, 2)],
+            *[Standing(1) for _ in range(2)],
+        ]
+    ):
+        table.note("p", "enforce", "a" * 16, "5" * 16, [("user", "secret")], standing, "m", (), bytes([now]), 1_000.0 + now)
+        watcher.look(table.copy())
+
+    assert [(kind, subject, data["limit"], data["killed"]) for kind, subject, data in told] == [
+        ("session_limited", "p", "max_cost_per_session", None),
+        ("session_killed", "p", "killed", "consecutive_blocks"),
+        ("session_limited", "p", "max_steps", None),
+        ("session_killed", "p", "killed", "operator"),
+    ]
+    assert [told[0][2][name] for name in ("used", "allowed", "actual_cost", "total_step_count")] == [2, 1, 2, 1]
     assert "secret" not in str(told)
 
 

@@ -17,14 +17,10 @@ from starlette.routing import Route
 
 from extproc.admin.pages import Page, is_near, read_order, send_page, write_time
 from extproc.admin.sessions import CallRow, RefusalRow, SessionRow, SessionView, SharedSessions
-from extproc.guards.override import NANOS_PER_DOLLAR
-from extproc.ledger import KILLED
+from extproc.session_table import convert_amount, convert_dollars, name_killer
 
 VERSION = 1
 """Of the JSON: fields may be added to it, none changes its meaning."""
-
-OPERATOR = "operator"
-"""What has killed a session that its breaker has not."""
 
 _SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "last": lambda session: session["last_seen"],
@@ -37,7 +33,7 @@ _SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 _MAX_SESSIONS = 1_000
 _DIGITS = 9
-"""Of dollars: what is counted are nano-dollars."""
+"""Of dollars."""
 
 
 class SessionSelection(NamedTuple):
@@ -123,13 +119,13 @@ def describe_session(row: SessionRow, *, shows_callers: bool) -> dict[str, Any]:
         "total_step_count": row.steps,
         "total_tool_calls": row.tool_calls,
         "tool_call_counts": dict(row.tools),
-        "actual_cost": write_dollars(row.cost),
-        "estimated_cost": write_dollars(row.estimated),
-        "reserved_cost": write_dollars(row.reserved),
+        "actual_cost": convert_dollars(row.cost),
+        "estimated_cost": convert_dollars(row.estimated),
+        "reserved_cost": convert_dollars(row.reserved),
         "total_block_count": row.blocks,
         "consecutive_block_count": row.consecutive_blocks,
         "consecutive_error_count": row.consecutive_errors,
-        "killed": OPERATOR if row.ordered else KILLED[row.killed] or None,
+        "killed": name_killer(row.killed, ordered=row.ordered) or None,
         "refused": row.refusal and _describe_refusal(row.refusal),
     }
 
@@ -152,13 +148,11 @@ def _describe_view(view: SessionView, now: float) -> dict[str, Any]:
 
 
 def _describe_refusal(refusal: RefusalRow) -> dict[str, Any]:
-    is_money = refusal.limit == "max_cost_per_session"
-    used, allowed = (write_dollars(amount) if is_money else amount for amount in (refusal.used, refusal.allowed))
     return {
         "at": write_time(refusal.at),
         "limit": refusal.limit,
-        "used": used,
-        "allowed": allowed,
+        "used": convert_amount(refusal.limit, refusal.used),
+        "allowed": convert_amount(refusal.limit, refusal.allowed),
         "tool": refusal.tool or None,
     }
 
@@ -196,8 +190,3 @@ def _add_up(sessions: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _sum_dollars(amounts: Iterable[float]) -> float:
     return round(math.fsum(amounts), _DIGITS)
-
-
-def write_dollars(nanos: int) -> float:
-    """An amount in dollars, to the nano-dollar."""
-    return round(nanos / NANOS_PER_DOLLAR, _DIGITS)

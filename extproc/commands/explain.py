@@ -22,8 +22,7 @@ from extproc.engine import Engine
 from extproc.errors import UsageError
 from extproc.fingerprint import NO_BODY
 from extproc.guards.kill_switch import Switch
-from extproc.guards.session import NANO_DOLLARS
-from extproc.ledger import RECORD
+from extproc.ledger import NANO_DOLLARS, RECORD
 from extproc.logs import escape_controls
 from extproc.notes import cut_notes
 from extproc.policy.bundle import DEFAULT_DETECTOR, EVERYBODY, METHOD

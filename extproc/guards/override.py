@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from extproc.fingerprint import hash_tenant, join_descriptors
+from extproc.ledger import NANO_DOLLARS
 from extproc.policy.session_limits import MAX_COST, MAX_COUNT, MAX_TOOL_CALLS
 
 RELEASE: Final = "release"
@@ -20,8 +21,6 @@ GRANT: Final = "grant"
 KINDS: Final = (RELEASE, ALLOW, BLOCK, KILL, GRANT)
 
 ALL_POLICIES: Final = ""
-
-NANOS_PER_DOLLAR: Final = 10**9
 
 
 class Target(NamedTuple):
@@ -56,7 +55,7 @@ class Grant(NamedTuple):
     cost: int = 0
 
 
-MAX_GRANT: Final = Grant(MAX_COUNT, MAX_TOOL_CALLS, int(MAX_COST) * NANOS_PER_DOLLAR)
+MAX_GRANT: Final = Grant(MAX_COUNT, MAX_TOOL_CALLS, int(MAX_COST) * NANO_DOLLARS)
 """Of one, and of all together that hold for a session: with its limits they stay exact wherever they are counted."""
 
 

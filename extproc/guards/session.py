@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from extproc.decision import Action, Advice, Framed, Outcome, Reason, RefusalForm
 from extproc.guards.session_names import SessionNames
-from extproc.ledger import LIMITS, Limits, Standing, Step
+from extproc.ledger import LIMITS, NANO_DOLLARS, Limits, Standing, Step
 from extproc.policy.bundle import Session
 from extproc.policy.session_limits import Notice, SessionLimits
 from extproc.policy.session_limits import Price as PolicyPrice
@@ -21,7 +21,6 @@ DETECTOR: Final = "session"
 NARROW: Final = "narrow"
 """What is done to a request that loses tools, beside the actions."""
 
-NANO_DOLLARS: Final = 10**9
 MAX_INSPECT_BYTES: Final = 2**20
 NO_CALLS: Final = ToolCalls(b"", (), "")
 NO_GRANTS: Final = (0, 0, 0)
