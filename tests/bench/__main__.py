@@ -11,6 +11,7 @@ from pathlib import Path
 from time import perf_counter
 
 from tests.bench import (
+    answers,
     door,
     engine,
     envoy,
@@ -40,6 +41,7 @@ _SECTIONS = {
     "transport": (transport.TITLE, transport.run),
     "door": (door.TITLE, door.run),
     "envoy": (envoy.TITLE, envoy.run),
+    "answers": (answers.TITLE, answers.run),
     "page": (page.TITLE, page.run),
 }
 

@@ -1,0 +1,218 @@
+"""What it costs to know what answers cost: an entry of the access log for us, the first byte of a stream for clients."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from google.protobuf.json_format import MessageToDict, ParseDict
+
+from extproc.envoy_config.options import EnvoyOptions
+from extproc.options import read_options
+from extproc.pb.accesslog_pb2 import HTTPAccessLogEntry
+from extproc.pb.als_pb2 import StreamAccessLogsMessage
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from extproc.service import Reply, Service
+from tests.bench import samples
+from tests.bench.report import Row, progress
+from tests.bench.timing import cpu_us, interleaved, ratio, spread
+from tests.harness import PATIENCE, Envoy, Loopguard, eventually, write_policies
+
+TITLE = (
+    "answers: knowing what they cost (entries of the access log; a stream through the real Envoy, with its filters and without)"
+)
+
+_LIMIT_US = 15
+_LIMIT_FIRST_BYTE = 1.1
+_IN_MESSAGE = 20
+"""Entries of a message, which Envoy fills up to 16 KiB."""
+
+_BESIDE = b"\x0a" + bytes([120]) + b"\x12" + bytes([118]) + bytes(118)
+"""What else Envoy tells of a request, which nobody reads: two fields of bytes in the first field of an entry."""
+
+_TOLD = {"model": "gpt-4o-2024-08-06", "input": 1_200, "output": 34, "cached": 1_024}
+_PATH = "/v1/chat/completions"
+_EVENT = b'data: {"model": "gpt-4o", "choices": [{"index": 0, "delta": {"content": "word"}}], "usage": null}\n\n'
+_USAGE = b'data: {"model": "gpt-4o", "choices": [], "usage": {"prompt_tokens": 1200, "completion_tokens": 34}}\n\n'
+_EVENTS = 50
+
+
+def _make_messages(serving: Service, count: int) -> list[bytes]:
+    """What Envoy sends about so many requests that have just been let through."""
+    messages = []
+    for start in range(0, count, _IN_MESSAGE):
+        message = b"".join(_make_entry(serving, start + number) for number in range(_IN_MESSAGE))
+        whole = StreamAccessLogsMessage.FromString(b"\x12" + _write_length(len(message)) + message)
+        messages.append(whole.SerializeToString())
+    return messages
+
+
+def _make_entry(serving: Service, number: int) -> bytes:
+    """One of a request that is sent here first."""
+    stream = serving.open()
+    stream.receive(samples.headers_message(user=f"user-{number}"))
+    reply = stream.receive(samples.body_message(samples.chat_body(number)))
+    stream.close()
+    if not isinstance(reply, Reply) or reply.answer is None:
+        raise TypeError("counts in memory are there at once")
+    entry = HTTPAccessLogEntry()
+    metadata = entry.common_properties.metadata.filter_metadata
+    decided = MessageToDict(ProcessingResponse.FromString(reply.answer).dynamic_metadata)
+    if "sessions" not in decided["loopguard"]:
+        raise RuntimeError("the request belongs to no session")
+    ParseDict(decided["loopguard"], metadata["loopguard"])
+    ParseDict(_TOLD, metadata["loopguard.usage"])
+    entry.request.request_body_bytes, entry.response.response_body_bytes = 1_024, 8_000
+    entry.response.response_code.value = 200
+    entry.response.response_headers["content-type"] = "text/event-stream"
+    whole = entry.SerializeToString() + _BESIDE
+    return b"\x0a" + _write_length(len(whole)) + whole
+
+
+def _write_length(size: int) -> bytes:
+    """A protobuf varint."""
+    made = bytearray()
+    while size > 0x7F:
+        made.append(size & 0x7F | 0x80)
+        size >>= 7
+    return bytes([*made, size])
+
+
+def _measure_entries(count: int) -> float:
+    """Microseconds for an entry, from its bytes to the settled ledger in memory."""
+    serving = samples.service(samples.engine([samples.budget()]))
+    messages = _make_messages(serving, count)
+
+    def work() -> None:
+        for message in messages:
+            serving.access_log.receive(message)
+
+    spent = cpu_us(work, count)
+    taken = serving.metrics.registry.get_sample_value("loopguard_access_log_entries_total", {"result": "taken"})
+    if taken != count:
+        raise RuntimeError(f"{taken} of {count} entries were taken")
+    return spent
+
+
+_READ = threading.Event()
+"""The client has the first byte: models take their time for the rest."""
+
+
+class _Model(BaseHTTPRequestHandler):
+    """Streams an answer, the first event by itself."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_POST(self) -> None:
+        """A chat completion."""
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        self._write(_EVENT)
+        _READ.wait(PATIENCE)
+        for event in [*[_EVENT] * _EVENTS, _USAGE, b"data: [DONE]\n\n", b""]:
+            self._write(event)
+
+    def _write(self, event: bytes) -> None:
+        """As a chunk; an empty one is the end."""
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
+        """Say nothing."""
+
+
+@contextmanager
+def _serving_model() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Model)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def _running_envoy(folder: Path, model: str, address: str, *, reads: bool) -> Iterator[Envoy]:
+    """An Envoy that reads answers, or one whose policy needs nothing of them."""
+    policy = samples.budget()
+    if not reads:
+        limits = policy["spec"]["session_limits"]
+        del limits["max_cost_per_session"], limits["unknown_model"]
+    folder.mkdir()
+    write_policies(folder, json.loads(samples.bundle([policy])))
+    flags = {"upstream": model, "listen": "127.0.0.1:0", "admin": "127.0.0.1:0", "endpoints": [address]}
+    envoy = Envoy(folder, read_options(EnvoyOptions, flags))
+    try:
+        eventually(lambda: envoy.stat("cluster.loopguard.membership_healthy"), "a healthy Loopguard")
+        yield envoy
+    finally:
+        envoy.stop()
+
+
+def _measure_first_bytes(port: int, requests: int) -> float:
+    """Microseconds from the request to the first byte of its answer's body, the median of so many on one connection."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    spent: list[float] = []
+    for number in range(requests):
+        body = samples.chat_body(number)
+        _READ.clear()
+        started = perf_counter()
+        connection.request("POST", _PATH, body, {"x-user-id": f"user-{started}", "content-type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != http.client.OK or not answer.read(1):
+            raise RuntimeError(f"no stream, but {answer.status}")
+        spent.append((perf_counter() - started) * 1e6)
+        _READ.set()
+        answer.read()
+    connection.close()
+    return median(spent)
+
+
+def _compare_first_bytes(rounds: int, requests: int) -> dict[str, list[float]]:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lgb")))
+        write_policies(folder, json.loads(samples.bundle([samples.budget()])))
+        guard = Loopguard(folder)
+        stack.callback(guard.stop)
+        model = stack.enter_context(_serving_model())
+        ports = {
+            name: stack.enter_context(_running_envoy(folder / name, model, guard.address, reads=reads)).port
+            for name, reads in {"with": True, "without": False}.items()
+        }
+        for port in ports.values():
+            _measure_first_bytes(port, 50)
+        works = {
+            "with": lambda: _measure_first_bytes(ports["with"], requests),
+            "without": lambda: _measure_first_bytes(ports["without"], requests),
+        }
+        found = interleaved(rounds, works)
+        if guard.metric("access_log_entries_total", result="taken") < rounds * requests:
+            raise RuntimeError("Envoy did not tell of all answers")
+    return found
+
+
+def run(*, quick: bool) -> list[Row]:
+    """Entries alone, then streams."""
+    progress("answers: entries", 1, 2)
+    entries: Sequence[float] = [_measure_entries(500 if quick else 2_000) for _ in range(5 if quick else 15)]
+    progress("answers: first bytes", 2, 2)
+    found = _compare_first_bytes(6 if quick else 20, 50 if quick else 100)
+    note = f"goal 1; {spread(found, 'with', 'without')}"
+    return [
+        Row("an entry of the access log", median(entries), "us", _LIMIT_US, "from its bytes to the ledger in memory"),
+        Row("first byte of a stream, with filters against none", ratio(found, "with", "without"), "x", _LIMIT_FIRST_BYTE, note),
+        *(Row(f"first byte of a stream, {name} filters", median(times), "us") for name, times in found.items()),
+    ]
