@@ -11,6 +11,8 @@ How values.yaml is read:
   their own; or one of those in `MESH`.
 - A comment that starts with `##` is a heading of the README.
 
+Envoy's access log and filters that tell what answers cost are those of `loopguard envoy-config`, in `envoy/`.
+
 The schema is draft-07, which every version of Helm reads. Policies are described in 2020-12: what they use of it is rewritten,
 and anything else is an error here, not a hole in the schema. Rules between a policy's fields are not in that schema at all. The
 ones that matter most are found by asking `cross_field_errors` what it thinks of samples; the process itself checks them all.
@@ -30,6 +32,9 @@ from typing import Any
 
 import helm_python
 
+from extproc.envoy_config.options import EnvoyOptions
+from extproc.envoy_config.render import write_answer_parts
+from extproc.options import read_options
 from extproc.policy import bundle, rules
 from extproc.settings import Settings
 
@@ -485,6 +490,10 @@ def _row(name: str, default: object, words: str) -> str:
 # ---- The command
 
 
+_OPTIONS = read_options(EnvoyOptions, {"upstream": "upstream:1"})
+"""Their defaults; the templates put the chart's values in place of those that it has."""
+
+
 def generated(chart: Path = CHART) -> dict[Path, str]:
     """Every generated file of a chart and what should stand in it."""
     values = read_values((chart / "values.yaml").read_text())
@@ -496,6 +505,7 @@ def generated(chart: Path = CHART) -> dict[Path, str]:
     return {
         chart / "values.schema.json": json.dumps(schema, indent=2) + "\n",
         chart / "README.md": TABLES.sub(lambda _: f"\n{made}\n", readme),
+        **{chart / "envoy" / f"{name}.yaml": text for name, text in write_answer_parts(_OPTIONS).items()},
     }
 
 
@@ -507,6 +517,7 @@ def main(arguments: Sequence[str], chart: Path = CHART) -> int:
             sys.stderr.write(f"{file} is out of date: run python helm/generate.py\n")
         return 1 if stale else 0
     for file, text in stale.items():
+        file.parent.mkdir(exist_ok=True)
         file.write_text(text)
     return 0
 

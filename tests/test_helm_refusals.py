@@ -74,6 +74,22 @@ def row(values: Values, *words: str) -> tuple[Values, str]:
 
 PROBLEMS: list[tuple[Values, str]] = [
     row(
+        merged(
+            ISTIO,
+            with_policies(
+                {
+                    "id": "agents",
+                    "spec": {
+                        "selector": {"pathPrefix": "/"},
+                        "session_limits": {"max_cost_per_session": 1, "unknown_model": {"input": 1, "output": 1}},
+                    },
+                }
+            ),
+        ),
+        "policies.bundle: policy agents limits what comes of answers, and nobody tells Loopguard about them: set",
+        "envoy.usage=exact (Envoy 1.38, Istio 1.30), or estimated.",
+    ),
+    row(
         {"replicaCount": 3},
         f"replicaCount=3, and with store.url=memory:// each pod would count for itself: {SHARE}, or set replicaCount=1.",
     ),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.resources import files
 
 from extproc.envoy_config.options import EnvoyOptions, is_ip
 from extproc.envoy_config.routes import GuardedRoute, find_acting, plan_routes
-from extproc.envoy_config.template import fill
+from extproc.envoy_config.template import cut_parts, fill
 from extproc.envoy_config.usage import write_event_rules, write_rules
 from extproc.errors import UsageError
 from extproc.policy.loader import PolicySet
@@ -101,13 +102,27 @@ def reads_usage(policies: PolicySet, options: EnvoyOptions) -> bool:
     return costs and options.usage == "exact" and options.shadow_mode != "observability"
 
 
+def write_answer_parts(options: EnvoyOptions) -> dict[str, str]:
+    """The access log (`entries`) and the filters (`usage`) that tell what answers cost, as YAML."""
+    values = defaultdict[str, str | bool](str, {**_describe_rules(options), "waiting": True, "outcomes": True, "usage": True})
+    found = cut_parts(read_template("bootstrap"), values)
+    return {name: found[name] for name in ("entries", "usage")}
+
+
 def _describe_answers(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, str | bool]:
     """What Loopguard is told about answers, and how Envoy finds it."""
     limits = [policy.spec.session_limits for policy in find_acting(policies)]
     needed = any(each is not None and each.needs_answers() for each in limits)
     return {
+        **_describe_rules(options),
         "outcomes": needed and options.shadow_mode != "observability",
         "usage": reads_usage(policies, options),
+    }
+
+
+def _describe_rules(options: EnvoyOptions) -> Mapping[str, str]:
+    """How tokens are found in answers."""
+    return {
         "event_rules": write_event_rules(),
         "answer_rules": write_rules(),
         # As many digits as the limit has, or more, are no less than a tenth of it.

@@ -28,6 +28,7 @@ def without_loopguard(bootstrap: Object) -> Object:
     for key, value in LEFT.items():
         manager.pop(key, None)
         manager |= {} if value is None else {key: value}
+    manager["access_log"] = [item for item in manager["access_log"] if item["name"] == "envoy.access_loggers.stdout"]
     manager["internal_address_config"] = {}  # as older Envoys have it where nothing is said
     manager["http_filters"] = [item for item in manager["http_filters"] if item["name"] == "envoy.filters.http.router"]
     for host in manager["route_config"]["virtual_hosts"]:

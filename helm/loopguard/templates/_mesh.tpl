@@ -80,6 +80,29 @@ typed_config:
     {{- end }}
 {{- end }}
 
+{{/* The access log that tells the stable track how requests end. Takes root. */}}
+{{- define "loopguard.entries" -}}
+{{- $stable := include "loopguard.tracks" . | fromJsonArray | last -}}
+{{- range $track := include "loopguard.tracks" . | fromJsonArray }}{{ if eq $track.component "stable" }}{{ $stable = $track }}{{ end }}{{ end -}}
+{{- $host := include "loopguard.istioHost" (dict "root" . "track" $stable) -}}
+{{- $service := printf "{envoy_grpc: {cluster_name: outbound|50051||%s, authority: %s}}" $host $host -}}
+{{- .Files.Get "envoy/entries.yaml" | replace "{envoy_grpc: {cluster_name: loopguard}}" $service -}}
+{{- end }}
+
+{{/* The filters that read tokens in answers, as YAML; each release has its own, which its routes turn on. Takes root. */}}
+{{- define "loopguard.usageFilters" -}}
+{{- $filters := list -}}
+{{- if and (eq .Values.envoy.usage "exact") (ne .Values.envoy.shadowMode "observability") -}}
+{{- $digits := int .Values.envoy.bufferLimitBytes | toString | len -}}
+{{- $text := .Files.Get "envoy/usage.yaml" | replace "[0-9]{8,}" (printf "[0-9]{%d,}" $digits) -}}
+{{- range $filter := fromYamlArray $text -}}
+{{- $name := printf "loopguard.%s.%s.%s" $.Release.Namespace (include "loopguard.fullname" $) (last (splitList "." $filter.name)) -}}
+{{- $filters = append $filters (set $filter "name" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $filters -}}
+{{- end }}
+
 {{/* The EnvoyFilter's name, which no release of another namespace has where both put one. Takes root. */}}
 {{- define "loopguard.envoyFilterName" -}}
 {{- $name := include "loopguard.fullname" . -}}
