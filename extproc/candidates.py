@@ -110,6 +110,7 @@ class Candidate:
     __slots__ = (
         "_in_head",
         "_now",
+        "_of_caller",
         "_standing",
         "body_crc32",
         "caller",
@@ -158,21 +159,15 @@ class Candidate:
         self.needs_body = True
         self.overrides: Sequence[Override] = ()
         self._in_head = session
+        self._of_caller: Sequence[Override] = ()
         self._standing: Overrides | None = None
         self._now = 0.0
 
     def obey(self, standing: Overrides, now: float) -> None:
-        """Look up what operators have ordered: at once if that may be a block, and again when all is known of the request."""
+        """Look up what operators have ordered about the caller; what else they have is looked up when all is known."""
         self._standing = standing
         self._now = now
-        if standing.blocks_heads:
-            self._look_up("" if self.plan.reads_body else hash_tenant(self.caller))
-
-    def is_allowed_uncounted(self) -> bool:
-        """The same of a request of which no more will be known."""
-        if not self.overrides:
-            self._look_up("" if self.plan.reads_body else hash_tenant(self.caller))
-        return self.is_allowed
+        self._look_up_caller("" if self.plan.reads_body else hash_tenant(self.caller))
 
     @property
     def is_allowed(self) -> bool:
@@ -211,12 +206,18 @@ class Candidate:
         """What this guard makes of the request."""
         raise NotImplementedError
 
-    def _look_up(self, tenant: str) -> None:
+    def _look_up_caller(self, tenant: str) -> None:
+        if self._standing is not None:
+            self._of_caller = self._standing.find_by_head(self.plan.id, self._now, self.values, tenant)
+            self.overrides = self._of_caller
+
+    def _look_up(self) -> None:
         if self._standing is not None:
             tools = self.repeat.tools if self.repeat is not None else self.subject.tools
-            self.overrides = self._standing.find(
-                self.plan.id, self._now, self.values, tenant, self.session, self.fingerprint, tools
+            found = self._standing.find_by_body(
+                self.plan.id, self._now, self.values, self.tenant, self.session, self.fingerprint, tools
             )
+            self.overrides = [*self._of_caller, *found] if found else self._of_caller
 
     def _renew(self, name: str) -> str:
         """A part of a key, another one since a release: what was counted before it is not found again."""
@@ -227,6 +228,7 @@ class Candidate:
         """Know the whole caller."""
         self.values = self.plan.read_body_descriptors(document, self.values, missing)
         self.caller = join_descriptors(self.values)
+        self._look_up_caller(hash_tenant(self.caller))
 
 
 class LoopCandidate(Candidate):
@@ -266,7 +268,7 @@ class LoopCandidate(Candidate):
         self.body_crc32 = body.crc32
         self.composite, self.fingerprint, check, self.tenant = sealing.name(body, self.caller)
         self._name = sealing.scope, self.fingerprint + check
-        self._look_up(self.tenant)
+        self._look_up()
         self.hit = self._make_hit()
         if self.memory is not None and self.plan.rings is not None:
             session = self._renew(self.session)
@@ -276,7 +278,7 @@ class LoopCandidate(Candidate):
         """See `Candidate`."""
         if self.memory is not None and self.memory.waits:
             self.repeat = self.memory.recall(entries)
-            self._look_up(self.tenant)
+            self._look_up()
             self.hit = self._make_hit()
 
     def judge(self, count: Answer) -> Outcome:
@@ -368,12 +370,12 @@ class SessionCandidate(Candidate):
         self.composite, self.fingerprint, check, self.tenant = sealing.name(body, self.caller)
         document = self._open(sealing)
         self.session = "" if self.is_anonymous else self.limiter.names.find(self._in_head, document)
+        self._look_up()
         if not self.session:
             raise NotCounted("no_session")
         self.call = _name_call()
         self.model = self.calls.model or self.model
         self.reserve = self.limiter.rates.estimate(self.model, body.length, 0)
-        self._look_up(self.tenant)
         self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
         self.hit = self.limiter.make_step(
             sealing.scope,

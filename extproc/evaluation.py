@@ -233,7 +233,7 @@ class Lane:
             self._drop(candidate, reason)
 
     def _drop(self, candidate: Candidate, reason: str) -> None:
-        self._leave_out(candidate.plan, candidate.guard.name, reason, allowed=candidate.is_allowed_uncounted())
+        self._leave_out(candidate.plan, candidate.guard.name, reason, allowed=candidate.is_allowed)
 
     def _leave_out(self, plan: Plan, detector: str, reason: str, *, allowed: bool = False) -> None:
         self.left_out.append((plan.id, detector, reason))

@@ -383,9 +383,10 @@ class Stream:
         if evaluation is None:
             self._service.metrics.unmatched.inc()
             return _DONE["request_headers"]
-        if self._service.overrides is not None:
-            evaluation.obey(self._service.overrides, time())
-            if (blocked := self._block(evaluation)) is not None:
+        standing = self._service.overrides
+        if standing is not None:
+            evaluation.obey(standing, time())
+            if standing.blocks_heads and (blocked := self._block(evaluation)) is not None:
                 return blocked
         if message.ended:
             return self._judge("request_headers", evaluation, NO_BODY, content=b"")

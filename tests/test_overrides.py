@@ -97,7 +97,8 @@ def count(service: Service, kind: str, mode: str = "enforce", name: str = "p") -
 def find(standing: Overrides, name: str = "p", *, ahead: float = 0) -> list[str]:
     """The names of what holds for a request of which all is known."""
     values = [("x-user-id", "ann"), ("x-team", "t")]
-    found = standing.find(name, time.time() + ahead, values, "f" * 16, "a" * 16, "0" * 8, ("search", "read"))
+    head = name, time.time() + ahead, values, "f" * 16
+    found = [*standing.find_by_head(*head), *standing.find_by_body(*head, "a" * 16, "0" * 8, ("search", "read"))]
     return [override.name for override in found]
 
 
@@ -124,14 +125,15 @@ def test_all_that_is_named_must_hold(target: Target, holds: bool) -> None:
     assert bool(find(Overrides([order(BLOCK, target)]))) is holds
 
 
-def test_what_is_not_known_is_not_matched() -> None:
+def test_a_head_tells_of_callers_alone() -> None:
     """Before its body is known a request has no session, fingerprint or tool that anything could be about."""
     targets = [Target(session="a" * 16), Target(fingerprint="0" * 8), Target(tool="read"), ANN._replace(tool="read")]
     of_body, of_head = Overrides([order(BLOCK, target) for target in targets]), Overrides([order(BLOCK)])
     head = "p", time.time(), [("x-user-id", "ann")], hash_tenant("x-user-id=ann")
+    body = "a" * 16, "0" * 8, ("read",)
 
-    assert of_body.find(*head) == []
-    assert len(of_head.find(*head)) == 1
+    assert (len(of_body.find_by_head(*head)), len(of_body.find_by_body(*head, *body))) == (0, 4)
+    assert (len(of_head.find_by_head(*head)), len(of_head.find_by_body(*head, *body))) == (1, 0)
     assert (of_body.blocks_heads, of_head.blocks_heads) == (False, True)
 
 
@@ -372,7 +374,9 @@ SESSION = Target(session="a" * 16)
 
 def find_all(*standing: Override, name: str = "p", session: str = "a" * 16) -> list[Override]:
     """What holds for a request of a session of Ann's."""
-    return Overrides(standing).find(name, time.time(), [("x-user-id", "ann")], hash_tenant("x-user-id=ann"), session, "0" * 8)
+    found = Overrides(standing)
+    head = name, time.time(), [("x-user-id", "ann")], hash_tenant("x-user-id=ann")
+    return [*found.find_by_head(*head), *found.find_by_body(*head, session, "0" * 8, ())]
 
 
 def test_a_session_is_killed_and_the_others_are_not() -> None:

@@ -121,8 +121,6 @@ class _Shape:
         self, values: Sequence[tuple[str, str]], caller: str, session: str, fingerprint: str, tools: Sequence[str]
     ) -> list[Override]:
         """Those filed under what is known of a request; what is not known yet is empty."""
-        if (self._session and not session) or (self._fingerprint and not fingerprint):
-            return _NOTHING
         key = caller if self._caller else ""
         if self.names:
             hashes = caller if len(values) == 1 and self.names == values[0][:1] else _hash_descriptors(self.names, values)
@@ -130,8 +128,12 @@ class _Shape:
                 return _NOTHING
             key += hashes
         if self._session:
+            if not session:
+                return _NOTHING
             key += session
         if self._fingerprint:
+            if not fingerprint:
+                return _NOTHING
             key += fingerprint
         if not self._tool:
             return self._filed.get(key, _NOTHING)
@@ -148,7 +150,7 @@ class Overrides:
         blocks_heads: some request may be blocked before its body has come.
     """
 
-    __slots__ = ("_heads", "_shapes", "blocks_heads")
+    __slots__ = ("_of_body", "_of_head", "blocks_heads")
 
     def __init__(self, overrides: Iterable[Override] = ()) -> None:
         """File them."""
@@ -163,40 +165,61 @@ class Overrides:
                 shape = shapes[fields] = _Shape(target)
             shape.file(override)
             self.blocks_heads = self.blocks_heads or (override.kind == BLOCK and shape.of_head)
-        self._shapes = list(shapes.values())
-        self._heads = [shape for shape in self._shapes if shape.of_head]
+        self._of_head = [shape for shape in shapes.values() if shape.of_head]
+        self._of_body = [shape for shape in shapes.values() if not shape.of_head]
 
     def __len__(self) -> int:
         """How many look-ups a request costs."""
-        return len(self._shapes)
+        return len(self._of_head) + len(self._of_body)
 
-    def find(  # noqa: PLR0913  # what is known of a request
-        self,
-        policy: str,
-        now: float,
-        values: Sequence[tuple[str, str]],
-        caller: str,
-        session: str = "",
-        fingerprint: str = "",
-        tools: Sequence[str] = (),
-    ) -> list[Override]:
-        """All that hold for a request under a policy.
+    def find_by_head(self, policy: str, now: float, values: Sequence[tuple[str, str]], caller: str) -> Sequence[Override]:
+        """Those about callers and nothing else that hold for a request under a policy.
 
         Args:
             policy: its id.
             now: in seconds since 1970.
             values: the request's descriptors, (name, value).
             caller: hash of all of them; empty while not all are known.
-            session: hash of its name; empty where it has none, or that is not known.
-            fingerprint: of the request; empty while it is not known.
-            tools: that are called, as far as that is known.
         """
-        found: list[Override] = []
-        for shape in self._shapes if fingerprint else self._heads:
-            for override in shape.find(values, caller, session, fingerprint, tools):
-                if now < override.ends and override.policy in (ALL_POLICIES, policy):
-                    found.append(override)  # noqa: PERF401  # compiled, a loop is what costs least
+        found: Sequence[Override] = _NOTHING
+        for shape in self._of_head:
+            filed = shape.find(values, caller, "", "", ())
+            if filed:
+                found = [*found, *_select(filed, policy, now)]
         return found
+
+    def find_by_body(  # noqa: PLR0913  # what is known of a request
+        self,
+        policy: str,
+        now: float,
+        values: Sequence[tuple[str, str]],
+        caller: str,
+        session: str,
+        fingerprint: str,
+        tools: Sequence[str],
+    ) -> Sequence[Override]:
+        """All others that hold for a request under a policy.
+
+        Args:
+            policy: as there, and so are `now`, `values` and `caller`.
+            now: as there.
+            values: as there.
+            caller: as there.
+            session: hash of its name; empty where it has none.
+            fingerprint: of the request.
+            tools: that are called.
+        """
+        found: Sequence[Override] = _NOTHING
+        for shape in self._of_body:
+            filed = shape.find(values, caller, session, fingerprint, tools)
+            if filed:
+                found = [*found, *_select(filed, policy, now)]
+        return found
+
+
+def _select(filed: Sequence[Override], policy: str, now: float) -> list[Override]:
+    """Those that have not ended, and are about this policy."""
+    return [override for override in filed if now < override.ends and override.policy in (ALL_POLICIES, policy)]
 
 
 def _hash_descriptors(names: Sequence[str], values: Sequence[tuple[str, str]]) -> str:
