@@ -164,7 +164,7 @@ def run(*, quick: bool) -> list[Row]:
             difference(found, "overridden", "whole"),
             "us",
             _OVERRIDES_LIMIT_US,
-            "of four shapes; looked up when the headers come and again with the body",
+            "of four shapes; two are looked up when the headers come, two with the body",
         ),
         Row(
             "limits of a session, beyond none",
