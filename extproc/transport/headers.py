@@ -269,9 +269,6 @@ class Decoder:
             if first >= _INDEXED:
                 index, position = read_integer(block, position, 0x7F)
                 field = self._find(index)
-            elif (again := self._find_again(block, position, len(fields))) is not None:
-                field = again
-                position += len(field.encoded)
             else:
                 if first & _TABLE_SIZE_MASK == _TABLE_SIZE_UPDATE:
                     raise ProtocolError("header block: a table size update amid fields", code=COMPRESSION_ERROR)
@@ -279,7 +276,7 @@ class Decoder:
                 middle = position if index else skip_string(block, position)
                 position = skip_string(block, middle)
                 encoded = block[start:position]
-                field = self._cache.fields.found.get(encoded) or self._read_literal(encoded, index, middle - start)
+                field = self._find_literal(encoded, len(fields)) or self._read_literal(encoded, index, middle - start)
                 if first >= _INDEXING and self._limit:
                     self._insert(field)
             fields.append(field)
@@ -302,14 +299,12 @@ class Decoder:
             self._evict()
         return position
 
-    def _find_again(self, block: bytes, position: int, place: int) -> Field | None:
-        """The literal field that had this place in the block before, where it stands here again and enters no table."""
+    def _find_literal(self, encoded: bytes, place: int) -> Field | None:
+        """A literal field that is known, most likely from the same place in the block before."""
         before = self._cache.before
-        if self._limit or place >= len(before):
-            return None
-        field = before[place]
-        size = len(field.encoded)
-        return field if size and block[position : position + size] == field.encoded else None
+        if place < len(before) and before[place].encoded == encoded:
+            return before[place]
+        return self._cache.fields.found.get(encoded)
 
     def _read_literal(self, encoded: bytes, index: int, middle: int) -> Field:
         """A literal field that is new. Its name is what `index` stands for, or spelled out; its value begins at `middle`."""
