@@ -2,6 +2,7 @@
 
 A bucket for each tenant and one for all fill with time as it passes, and what is looked into takes out the time that it took.
 While a bucket is empty, nothing is looked into at its expense. What a bucket holds at most is what a tenant may use at once.
+Shadow policies look with the time that enforcing ones leave: what they take, those never miss.
 """
 
 from __future__ import annotations
@@ -24,21 +25,26 @@ MAX_TENANTS = 10_000
 class _Bucket:
     """What is left of somebody's time."""
 
-    __slots__ = ("_filled", "_left", "_share")
+    __slots__ = ("_filled", "_left", "_share", "_spare")
 
     def __init__(self, share: float, now: float) -> None:
         self._share = share
         self._left = BURST_SECONDS
+        self._spare = BURST_SECONDS  # for shadow policies
         self._filled = now
 
-    def fill(self, now: float) -> float:
+    def fill(self, now: float, *, shadow: bool) -> float:
         """What is left now, in seconds; not above 0 when it is used up."""
-        self._left = min(BURST_SECONDS, self._left + max(0.0, now - self._filled) * self._share)
+        gained = max(0.0, now - self._filled) * self._share
+        self._left = min(BURST_SECONDS, self._left + gained)
+        self._spare = min(BURST_SECONDS, self._spare + gained)
         self._filled = now
-        return self._left
+        return self._spare if shadow else self._left
 
-    def take(self, seconds: float) -> None:
-        self._left -= seconds
+    def take(self, seconds: float, *, shadow: bool) -> None:
+        self._spare -= seconds
+        if not shadow:
+            self._left -= seconds
 
 
 class InspectionBudget:
@@ -49,8 +55,8 @@ class InspectionBudget:
         self._all = _Bucket(SHARE, now)
         self._tenants: OrderedDict[str, _Bucket] = OrderedDict()
 
-    def allows(self, tenant: str, now: float) -> bool:
-        """Whether there is time left to look into a body of this tenant's."""
+    def allows(self, tenant: str, now: float, *, shadow: bool = False) -> bool:
+        """Whether there is time left to look into a body of this tenant's, perhaps for shadow policies alone."""
         bucket = self._tenants.get(tenant)
         if bucket is None:
             bucket = self._tenants[tenant] = _Bucket(TENANT_SHARE, now)
@@ -58,11 +64,11 @@ class InspectionBudget:
                 self._tenants.popitem(last=False)
         else:
             self._tenants.move_to_end(tenant)
-        return bucket.fill(now) > 0 and self._all.fill(now) > 0
+        return bucket.fill(now, shadow=shadow) > 0 and self._all.fill(now, shadow=shadow) > 0
 
-    def spend(self, tenant: str, seconds: float) -> None:
+    def spend(self, tenant: str, seconds: float, *, shadow: bool = False) -> None:
         """A body of this tenant's took that long."""
-        self._all.take(seconds)
+        self._all.take(seconds, shadow=shadow)
         bucket = self._tenants.get(tenant)
         if bucket is not None:
-            bucket.take(seconds)
+            bucket.take(seconds, shadow=shadow)

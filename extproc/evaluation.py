@@ -63,6 +63,11 @@ class Lane:
         """Some candidate cannot count the request without its body."""
         return any(candidate.needs_body for candidate in self.candidates)
 
+    @property
+    def inspects(self) -> bool:
+        """Some candidate's policy looks into bodies."""
+        return any(candidate.plan.inspects > 0 for candidate in self.candidates)
+
     def takes(self, plan: Plan, request: HttpRequest) -> bool:
         """Whether the plan acts on the request's caller; in doubt it does not."""
         if plan.ramp is None:
@@ -263,6 +268,7 @@ class Evaluation:
         "_earlier",
         "_last",
         "_scope",
+        "_sealing",
         "content",
         "document",
         "enforcing",
@@ -294,6 +300,7 @@ class Evaluation:
         self._last: Candidate | None = None
         self.obeys = False
         self._scope = scope
+        self._sealing: Sealing | None = None
 
     @property
     def earlier(self) -> list[Outcome]:
@@ -354,7 +361,19 @@ class Evaluation:
         content: bytes | memoryview | None = None,
         withheld: str = "inspect_limit",
     ) -> None:
-        """Work out the fingerprints, now that the body is known or known to stay unknown.
+        """Work out the fingerprints, now that the body is known or known to stay unknown; see `learn`."""
+        self.learn(body, reason, content, withheld)
+        self.seal_lane(self.enforcing)
+        self.seal_lane(self.shadow)
+
+    def learn(
+        self,
+        body: Body | None,
+        reason: str = "",
+        content: bytes | memoryview | None = None,
+        withheld: str = "inspect_limit",
+    ) -> None:
+        """Take what is known of the body, before the lanes are sealed.
 
         Args:
             body: None when it is not known: detectors that need it do not count the request.
@@ -369,20 +388,36 @@ class Evaluation:
         self.content = text
         known = body if body is not None else NO_BODY
         self.size = known.length
-        if text is None:
-            self._seal(known, None, unreadable)
+        document = None
+        if text is not None:
+            data = bytes(text)
+            plain = cut_notes(data)
+            document = Document(plain)
+            if text is content and plain is data:
+                self.document = document
+        if not (self.enforcing.candidates or self.shadow.candidates):
+            return  # nobody counts it, perhaps because its query would take too long to read
+        request = self.request
+        query = write_query(request.read_query()) if request.query else ""
+        head = write_head(request.method, request.path, query)
+        self._sealing = Sealing(head, known, document, unreadable, self._scope)
+
+    def withhold(self, reason: str) -> None:
+        """Nobody looks into the body from now on."""
+        if self._sealing is not None:
+            self._sealing.document, self._sealing.unreadable = None, reason
+
+    def seal_lane(self, lane: Lane) -> None:
+        """Work out the fingerprints of a lane."""
+        sealing = self._sealing
+        if sealing is None or not lane.candidates:
             return
-        data = bytes(text)
-        plain = cut_notes(data)
-        document = Document(plain)
-        if text is content and plain is data:
-            self.document = document
-        if len(text) < _MANY_OBJECTS or not gc.isenabled():
-            self._seal(known, document)
+        if sealing.document is None or len(sealing.document) < _MANY_OBJECTS or not gc.isenabled():
+            lane.seal(sealing)
             return
         gc.disable()  # it would walk what is being decoded again and again, for longer than decoding takes
         try:
-            self._seal(known, document)
+            lane.seal(sealing)
         finally:
             gc.enable()
 
@@ -394,17 +429,6 @@ class Evaluation:
             return read_text(content, self.request.headers.get("content-encoding", b""), self.inspects), ""
         except UnreadableError as error:
             return None, error.reason
-
-    def _seal(self, body: Body, document: Document | None, unreadable: str = "") -> None:
-        if not (self.enforcing.candidates or self.shadow.candidates):
-            return  # nobody counts it, perhaps because its query would take too long to read
-        request = self.request
-        query = write_query(request.read_query()) if request.query else ""
-        head = write_head(request.method, request.path, query)
-        sealing = Sealing(head, body, document, unreadable, self._scope)
-        self.enforcing.seal(sealing)
-        if self.shadow.candidates:
-            self.shadow.seal(sealing)
 
     def find_tenant(self) -> str:
         """The caller as the first policy sees it, by its headers alone; empty where none of them tells callers apart."""

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from time import perf_counter, thread_time, time
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -555,17 +555,24 @@ class Stream:
         if not content or not evaluation.inspects:
             evaluation.seal(body, reason, content)
             return
-        budget, tenant = self._service.budget, evaluation.find_tenant()
-        if not budget.allows(tenant, self._started):
+        budget, tenant, watches = self._service.budget, evaluation.find_tenant(), not evaluation.enforcing.inspects
+        if not budget.allows(tenant, self._started, shadow=watches):
             evaluation.seal(body, reason, None, "inspect_budget")
             return
-        if len(content) <= _SMALL:
-            evaluation.seal(body, reason, content)
-            budget.spend(tenant, min(perf_counter() - self._started, _SMALL_SECONDS))
+        small = len(content) <= _SMALL
+        clock = perf_counter if small else thread_time  # what other processes take of the processor is no tenant's fault
+        most = _SMALL_SECONDS if small else inf
+        began = clock()
+        evaluation.learn(body, reason, content)
+        evaluation.seal_lane(evaluation.enforcing)
+        looked = clock()
+        budget.spend(tenant, min(looked - began, most), shadow=watches)
+        if not evaluation.shadow.candidates:
             return
-        began = thread_time()  # what other processes take of the processor is no tenant's fault
-        evaluation.seal(body, reason, content)
-        budget.spend(tenant, thread_time() - began)
+        if not budget.allows(tenant, self._started, shadow=True):
+            evaluation.withhold("inspect_budget")
+        evaluation.seal_lane(evaluation.shadow)
+        budget.spend(tenant, min(clock() - looked, most), shadow=True)
 
     async def _judge_later(self, kind: str, evaluation: Evaluation, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:
         try:

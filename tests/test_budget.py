@@ -7,11 +7,11 @@ import pytest
 from extproc.budget import BURST_SECONDS, MAX_TENANTS, SHARE, TENANT_SHARE, InspectionBudget
 
 
-def use_up(budget: InspectionBudget, tenant: str, now: float, each: float = 0.05) -> int:
+def use_up(budget: InspectionBudget, tenant: str, now: float, each: float = 0.05, *, shadow: bool = False) -> int:
     """How many bodies of a tenant are looked into at one moment, each of which takes so long."""
     looked = 0
-    while budget.allows(tenant, now):
-        budget.spend(tenant, each)
+    while budget.allows(tenant, now, shadow=shadow):
+        budget.spend(tenant, each, shadow=shadow)
         looked += 1
     return looked
 
@@ -27,6 +27,16 @@ def test_a_tenant_uses_up_his_own_time_alone() -> None:
     assert greedy == pytest.approx(BURST_SECONDS / 0.05, abs=1)
     assert all(others)
     assert later == pytest.approx(0.5 * TENANT_SHARE / 0.05, abs=1)
+
+
+def test_shadow_policies_take_what_is_left_over() -> None:
+    """What they look into costs enforcing ones nothing; what those look into leaves the others less."""
+    watched, quiet = InspectionBudget(0.0), InspectionBudget(0.0)
+    whole = use_up(quiet, "a", 0.0)
+
+    assert use_up(watched, "a", 0.0, shadow=True) == whole
+    assert use_up(watched, "a", 0.0) == whole
+    assert use_up(quiet, "a", 0.0, shadow=True) == 0
 
 
 def test_all_tenants_together_leave_time_for_the_rest() -> None:

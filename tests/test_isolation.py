@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Sequence
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.budget import BURST_SECONDS
 from extproc.ledger import Question
 from extproc.service import Service
 from extproc.windows import Push
@@ -169,3 +171,42 @@ def test_what_goes_wrong_is_counted(health: str) -> None:
     read = service.metrics.registry.get_sample_value
     failed = read("loopguard_fail_open_total", {"reason": "shadow_error"}) if health == "raises" else None
     assert failed or read("loopguard_store_errors_total", {"kind": "connection"}) == 1
+
+
+def test_what_shadow_policies_look_into_costs_enforcing_ones_nothing() -> None:
+    """A caller's time for looking into bodies is spent by enforcing policies alone, where shadow policies look as well."""
+    reader = {"similarity": "tail", **USER}
+    alone = make_service(policy("watches", {"pathExact": "/"}, mode="shadow", **reader))
+    beside = make_service(
+        policy("acts", {"pathExact": "/"}, **reader), policy("watches", {"pathExact": "/"}, mode="shadow", **reader)
+    )
+
+    for service in (alone, beside):
+        exchange(service, headers(x_user_id="ann"), body(BODIES[-1] or b""))
+        service.budget.spend("x-user-id=ann", BURST_SECONDS - 1e-9)
+
+    assert alone.budget.allows("x-user-id=ann", 0.0)
+    assert not alone.budget.allows("x-user-id=ann", 0.0, shadow=True)
+    assert not beside.budget.allows("x-user-id=ann", 0.0)
+
+
+def test_shadow_policies_that_have_used_up_their_time_count_nothing() -> None:
+    """They leave requests uncounted, and enforcing ones refuse the loop."""
+    reader = {"similarity": "tail", **USER}
+    service = make_service(
+        policy("acts", {"pathExact": "/"}, **reader), policy("watches", {"pathExact": "/"}, mode="shadow", **reader)
+    )
+    service.budget.allows("x-user-id=ann", perf_counter())
+    service.budget.spend("x-user-id=ann", 1_000, shadow=True)
+
+    answers = [decoded(exchange(service, headers(x_user_id="ann"), body(BODIES[-1] or b""))[-1]) for _ in range(2)]
+
+    assert [answer.immediate_response.status.code for answer in answers] == [0, 429]
+    assert count_uncounted(service, "watches") == 2
+    assert count_uncounted(service, "acts") == 0
+
+
+def count_uncounted(service: Service, name: str) -> float:
+    """How many bodies a policy had no time to look into."""
+    labels = {"policy": name, "reason": "inspect_budget"}
+    return service.metrics.registry.get_sample_value("loopguard_uncounted_total", labels) or 0
