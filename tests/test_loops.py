@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from select import select
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -39,6 +44,7 @@ from extproc.settings import parse_address
 from extproc.store.boards import MAX_DOCUMENT
 from extproc.store.memory import MemoryStore
 from tests.documents import policy
+from tests.harness import PATIENCE
 from tests.messages import body, headers
 from tests.test_service import exchange, make_service, repeat
 
@@ -412,6 +418,38 @@ def test_top_prints_json_of_several_servers(capsys: pytest.CaptureFixture[str]) 
     report = json.loads(printed)
     assert [loop["requests"] for loop in report["loops"]] == [1, 1]
     assert (report["total"]["loops"], len(report["replicas"])) == (2, 2)
+
+
+def test_top_is_live_on_a_terminal() -> None:
+    """What happens meanwhile shows up, on a screen of its own that Ctrl-C gives back."""
+    service = looping("ann", show_callers=True)
+    ours, theirs = os.openpty()
+    with admin_of(service) as client, os.fdopen(ours, "rb", buffering=0) as screen:
+        command = [sys.executable, "-P", "-m", "extproc.cli", "top", "--admin", client.url, "--interval", "0.1"]
+        environment = {**os.environ, "COLUMNS": "200", "LINES": "50", "TERM": "xterm"}
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as top:
+            os.close(theirs)
+            first = read_until(screen, b"x-user-id=ann")
+            repeat(service, headers(x_user_id="latecomer", end=True), times=3)
+            read_until(screen, b"x-user-id=latecomer")
+            top.send_signal(signal.SIGINT)
+            read_until(screen, LEAVE_SCREEN)
+
+    assert ENTER_SCREEN in first
+    assert top.returncode == 130
+
+
+ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
+"""What a terminal is told to show another screen, and its own again (xterm's control sequences)."""
+
+
+def read_until(screen: BinaryIO, part: bytes) -> bytes:
+    """All that is written to a terminal, up to that part."""
+    seen = b""
+    while part not in seen:
+        assert select([screen], [], [], PATIENCE)[0], f"{part!r} was never shown, but {seen[-2_000:]!r}"
+        seen += screen.read(65_536)
+    return seen
 
 
 def test_top_passes_the_selection_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from extproc.cli import main
 from tests.documents import bundle, policy
-from tests.harness import Loopguard, write_policies
+from tests.harness import Loopguard, eventually, write_policies
 
 TOKEN = "correct-horse-battery-staple"
 USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
@@ -63,9 +63,9 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def reading() -> Iterator[Running]:
-    """One without."""
+    """One without, which tells its events to a file."""
     with tempfile.TemporaryDirectory(prefix="lg") as name:
-        made = Running(Path(name))
+        made = Running(Path(name), "--events", f"{name}/events.jsonl")
         yield made
         made.loopguard.stop()
 
@@ -151,6 +151,24 @@ def test_the_socket_needs_no_token(reading: Running, capsys: pytest.CaptureFixtu
     assert standing["override"] in capsys.readouterr().out
     assert main(["overrides", "--revoke", standing["override"], "--admin", admin]) == 0
     assert reading.list_standing() == []
+
+
+def test_orders_are_told_in_a_file(reading: Running) -> None:
+    """Whoever follows the file reads who has ordered what, and that it was revoked."""
+    admin = ["--admin", f"unix:{reading.socket}"]
+
+    def read_events() -> list[dict[str, Any]]:
+        lines = (reading.socket.parent / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["data"].get("reason") == "told"]
+
+    assert main(["release", "--caller", "x-user-id=ann", "--reason", "told", *admin]) == 0
+    (standing,) = reading.list_standing()
+    assert main(["overrides", "--revoke", standing["override"], *admin]) == 0
+    released, revoked = eventually(lambda: found if len(found := read_events()) == 2 else None, "both events")
+
+    assert (released["type"], revoked["type"]) == ("io.loopguard.loop.released.v1", "io.loopguard.override.revoked.v1")
+    assert released["subject"] == revoked["subject"] == standing["override"]
+    assert released["data"] == standing
 
 
 def test_tokens_are_read_again(running: Running) -> None:
