@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
+from math import nan
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from extproc.errors import UsageError
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Options = TypeVar("Options", bound="DataclassInstance")
+Value = TypeVar("Value")
 
 REQUIRED: Any = MISSING
 """In place of a default."""
@@ -73,6 +75,51 @@ def parse_one_of(*choices: str) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def parse_integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A parser that takes whole numbers from `least` to `most`; without `most`, any from there on."""
+    end = "" if most is None else f" to {most}"
+    wanted = "a positive integer" if (least, most) == (1, None) else f"a number from {least}{end}"
+
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and int(text) >= least and (most is None or int(text) <= most)):
+            raise ValueError(f"must be {wanted}")
+        return int(text)
+
+    return parse
+
+
+def parse_number(fits: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
+    """A parser that takes numbers that fit; `wanted` says which these are."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = nan
+        if not fits(number):
+            raise ValueError(f"must be {wanted}")
+        return number
+
+    return parse
+
+
+def parse_seconds(least: float, most: float) -> Callable[[str], float]:
+    """A parser that takes numbers of seconds between these."""
+    return parse_number(lambda seconds: least <= seconds <= most, f"a number of seconds from {least:g} to {most:g}")
+
+
+def make_type(parse: Callable[[str], Value]) -> Callable[[str], Value]:
+    """The same parser as argparse wants the `type` of a flag."""
+
+    def convert(text: str) -> Value:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{error}, not {text!r}") from None
+
+    return convert
 
 
 def require_together(chosen: DataclassInstance, needed: Sequence[str], wanting: Sequence[str] = ()) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from extproc import options
 from extproc.logs import LogFormat
-from extproc.options import ENVIRONMENT_ONLY, option, parse_one_of, parse_switch
+from extproc.options import ENVIRONMENT_ONLY, option, parse_integer, parse_one_of, parse_seconds, parse_switch
 
 ENV_PREFIX = "LOOPGUARD_"
 _NOT_OURS = ("SERVICE_", "PORT", "TEST_")
@@ -77,33 +77,9 @@ class SubjectName(NamedTuple):
     value: str
 
 
-def _parse_positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError("must be a positive integer")
-    return int(text)
-
-
-def _parse_samples(text: str) -> int:
-    if not text.isdecimal() or int(text) > MAX_SAMPLES:
-        raise ValueError(f"must be a number from 0 to {MAX_SAMPLES}")
-    return int(text)
-
-
-def _parse_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1
-    if not 0 <= seconds <= 86_400:  # noqa: PLR2004  # a day
-        raise ValueError("must be a number of seconds from 0 to 86400")
-    return seconds
-
-
-def _parse_timeout(text: str) -> float:
-    seconds = _parse_seconds(text)
-    if not 0.001 <= seconds <= 60:  # noqa: PLR2004  # a minute is more than any client waits
-        raise ValueError("must be a number of seconds from 0.001 to 60")
-    return seconds
+_parse_positive = parse_integer(1)
+_parse_delay = parse_seconds(0, 86_400)
+_parse_timeout = parse_seconds(0.001, 60)  # a minute is more than any client waits
 
 
 def _parse_price(text: str) -> float:
@@ -196,7 +172,10 @@ class Settings:
         False, parse_switch, "send every matched request, callers hashed, to the access log, so that it can be replayed"
     )
     shadow_samples: int = option(
-        "0", _parse_samples, "of each canary keep so many would-be refusals, redacted, for `loopguard canary review`", "N"
+        "0",
+        parse_integer(0, MAX_SAMPLES),
+        "of each canary keep so many would-be refusals, redacted, for `loopguard canary review`",
+        "N",
     )
     shadow_sample_bodies: bool = option(
         False, parse_switch, "the same with what was compared, which may be tools' arguments and results"
@@ -212,11 +191,11 @@ class Settings:
     max_throttled: int = option(10_000, _parse_positive, "requests held at once, a tenth of them per tenant", "N")
     drain_delay: float = option(
         5.0,
-        _parse_seconds,
+        _parse_delay,
         "after SIGTERM: seconds of full service with health NOT_SERVING, so that Envoy turns away first",
         "SECONDS",
     )
-    drain_timeout: float = option(35.0, _parse_seconds, "after that: seconds that streams in flight may take", "SECONDS")
+    drain_timeout: float = option(35.0, _parse_delay, "after that: seconds that streams in flight may take", "SECONDS")
     log_format: LogFormat = option("text", parse_one_of("text", "json"), "log lines for people or machines", "text|json")
     log_level: str = option(
         "info", parse_one_of("debug", "info", "warning", "error"), "least severe lines written", "debug|info|warning|error"

@@ -418,7 +418,7 @@ def test_nothing_in_a_log_breaks_the_tables(tmp_path: Path, capsys: pytest.Captu
         (["--policy", "policies.json", "."], 1, "cannot read .: Is a directory"),
         (["--policy", "nowhere.json", "access.log"], 1, "nowhere.json"),
         (["--policy", "policies.json", "--top", "0", "access.log"], 2, "must be a positive integer"),
-        (["--policy", "policies.json", "--reorder-seconds", "-1", "access.log"], 2, "must be seconds"),
+        (["--policy", "policies.json", "--reorder-seconds", "-1", "access.log"], 2, "must be a number of seconds"),
         (["--policy", "idle.json", "access.log"], 2, "no policy has loop_detection enabled"),
     ],
 )

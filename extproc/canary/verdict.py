@@ -7,27 +7,15 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
-from extproc.options import option
+from extproc.options import option, parse_integer, parse_number
 
 KEEP_WATCHING = "keep_watching"
 SAFE = "safe"
 TOO_STRICT = "too_strict"
 
 
-def _parse_count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise ValueError("must be a number from 0")
-    return int(text)
-
-
-def _parse_share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise ValueError("must be a number from 0 to below 1")
-    return share
+_parse_count = parse_integer(0)
+_parse_share = parse_number(lambda share: 0 <= share < 1, "a number from 0 to below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

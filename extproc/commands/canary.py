@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,32 +54,25 @@ _PIPE_WIDTH = 160
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The subcommands of `loopguard canary` and their flags."""
     questions = parser.add_subparsers(dest="question", metavar="QUESTION", required=True)
-    status = questions.add_parser(
-        "status",
-        help="the verdict, and what it stands on",
-        epilog=_STATUS_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_admin_flag(status)
-    status.add_argument("--policy", metavar="ID", help="of this shadow policy alone (default: of all that are compared)")
+
+    def add_question(name: str, text: str, epilog: str, ask: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        question = questions.add_parser(
+            name, help=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+        add_admin_flag(question)
+        question.add_argument("--policy", metavar="ID", help="of this shadow policy alone (default: of all that are compared)")
+        question.set_defaults(ask=ask)
+        return question
+
+    status = add_question("status", "the verdict, and what it stands on", _STATUS_EXAMPLES, show_status)
     add_options(status, Rules)
     status.add_argument("--json", action="store_true", help="for machines")
-    status.set_defaults(ask=show_status)
-    review = questions.add_parser(
-        "review",
-        help="show what a canary would newly refuse, one by one, and keep what you say about it",
-        epilog=_REVIEW_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_admin_flag(review)
-    review.add_argument("--policy", metavar="ID", help="of this shadow policy alone (default: of all that are compared)")
+    text = "show what a canary would newly refuse, one by one, and keep what you say about it"
+    review = add_question("review", text, _REVIEW_EXAMPLES, review_samples)
     review.add_argument(
         "--tally", metavar="FILE", default="loopguard-review.json", help="keeps the answers (default %(default)s)"
     )
     review.add_argument("--json", action="store_true", help="print the samples and what was said about them, and ask nothing")
-    review.set_defaults(ask=review_samples)
 
 
 def run(options: argparse.Namespace) -> int:

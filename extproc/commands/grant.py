@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import secrets
 
-from extproc.commands.ordering import add_duration_flag, add_session_flags, give
+from extproc.commands.ordering import add_order_flags, give
 from extproc.errors import UsageError
 
 HELP = "add steps, tool calls or dollars to what a session may use, or each of a caller's"
@@ -18,11 +18,10 @@ Each grant adds to those before it."""
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard grant`."""
-    add_session_flags(parser)
+    add_order_flags(parser, lasts="1d", sessions=True)
     parser.add_argument("--steps", type=int, metavar="N", help="so many more requests")
     parser.add_argument("--tool-calls", type=int, metavar="N", help="so many more calls of tools")
     parser.add_argument("--cost", type=float, metavar="USD", help="so many more dollars")
-    add_duration_flag(parser, "1d")
 
 
 def run(options: argparse.Namespace) -> int:

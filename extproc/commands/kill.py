@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
+from functools import partial
 
-from extproc.commands.ordering import add_duration_flag, add_session_flags, give
+from extproc.commands.ordering import add_order_flags, give
 
 HELP = "refuse a session that has limits, or all of a caller's, until it is released"
 EXAMPLES = """examples:
@@ -12,18 +12,5 @@ EXAMPLES = """examples:
   loopguard kill --session 9f2c51a07be3d418 --for 7d
   loopguard release --session 9f2c51a07be3d418"""
 
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `loopguard kill`."""
-    add_session_flags(parser)
-    add_duration_flag(parser, "1d")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Have the servers do it; returns the exit code.
-
-    Raises:
-        UsageError: a flag cannot be used.
-        LoopguardError: a server does not answer, or refuses.
-    """
-    return give("kill", options)
+add_flags = partial(add_order_flags, lasts="1d", sessions=True)
+run = partial(give, "kill")

@@ -21,15 +21,14 @@ _DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 _OPERATOR_HEADER = "x-loopguard-operator"
 
 
-def add_order_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say whom an order is about."""
-    add_session_flags(parser)
-    parser.add_argument("--fingerprint", metavar="HEX", help="of one loop, as logs and refusals show it")
-    parser.add_argument("--tool", metavar="NAME", help="that is called")
+def add_order_flags(parser: argparse.ArgumentParser, *, lasts: str = "", sessions: bool = False) -> None:
+    """The flags of an order.
 
-
-def add_session_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of an order that is about whole sessions."""
+    Args:
+        parser: takes the flags.
+        lasts: how long, where nobody says it; empty for an order that has no such flag.
+        sessions: it is about whole sessions.
+    """
     parser.add_argument(
         "--caller",
         action="append",
@@ -38,15 +37,15 @@ def add_session_flags(parser: argparse.ArgumentParser) -> None:
         help="a descriptor of the caller, named as `explain` names it, repeatable; or the tenant that logs show",
     )
     parser.add_argument("--session", metavar="KEY=VALUE|HASH", help="such as header:x-session-id=abc")
+    if not sessions:
+        parser.add_argument("--fingerprint", metavar="HEX", help="of one loop, as logs and refusals show it")
+        parser.add_argument("--tool", metavar="NAME", help="that is called")
     parser.add_argument("--policy", metavar="ID", help="in this policy alone (default: in all)")
     parser.add_argument("--reason", metavar="TEXT", help="why, for the log and for others")
+    if lasts:
+        text = f"such as 90s, 30m, 2h, 1d (default {lasts})"
+        parser.add_argument("--for", dest="duration", default=lasts, metavar="DURATION", help=text)
     add_asking_flags(parser)
-
-
-def add_duration_flag(parser: argparse.ArgumentParser, default: str = "30m") -> None:
-    """The flag that says for how long."""
-    text = f"such as 90s, 30m, 2h, 1d (default {default})"
-    parser.add_argument("--for", dest="duration", default=default, metavar="DURATION", help=text)
 
 
 def add_asking_flags(parser: argparse.ArgumentParser) -> None:

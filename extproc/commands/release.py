@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from functools import partial
 
 from extproc.commands.ordering import add_order_flags, give
 
@@ -13,17 +13,5 @@ EXAMPLES = """examples:
 
 What a conversation shows itself (tool_calls, turns) cannot be forgotten: allow its caller for a while instead."""
 
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `loopguard release`."""
-    add_order_flags(parser)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Have the servers do it; returns the exit code.
-
-    Raises:
-        UsageError: a flag cannot be used.
-        LoopguardError: a server does not answer, or refuses.
-    """
-    return give("release", options)
+add_flags = add_order_flags
+run = partial(give, "release")

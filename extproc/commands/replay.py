@@ -9,7 +9,7 @@ from pathlib import Path
 
 from extproc.commands import add_policy_flag, load_policies
 from extproc.errors import UsageError
-from extproc.replay.command import add_log_flags, compile_policies, open_logs, parse_count, tell_lines
+from extproc.replay.command import COUNT, add_log_flags, compile_policies, open_logs, tell_lines
 
 HELP = "run recorded traffic through policies: what they would have done to it"
 EXAMPLES = """examples:
@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard replay`."""
     add_policy_flag(parser)
     add_log_flags(parser)
-    parser.add_argument("--top", type=parse_count, default=_TOP, metavar="N", help="worst offenders shown (default 10)")
+    parser.add_argument("--top", type=COUNT, default=_TOP, metavar="N", help="worst offenders shown (default 10)")
     parser.add_argument("--html", metavar="FILE", help="write one page with charts for a browser as well")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
     parser.add_argument("--shadow", action="store_true", help="as serve --shadow")

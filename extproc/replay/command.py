@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from extproc.engine import Engine
 from extproc.errors import LoopguardError, UsageError
 from extproc.logs import escape_controls
+from extproc.options import make_type, parse_integer, parse_seconds
 from extproc.policy.loader import PolicySet
 from extproc.replay.logs import HARMLESS, PROBLEMS, Entry, Logs
 
@@ -18,6 +19,9 @@ _REORDER_SECONDS = 5.0
 _MAX_ENTRIES = 1_000_000
 _STEP = 1_000
 """The bar is moved once in so many requests."""
+
+COUNT = make_type(parse_integer(1))
+"""The type of flags that are a number of things."""
 
 
 def add_log_flags(parser: argparse.ArgumentParser) -> None:
@@ -27,40 +31,19 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--reorder-seconds",
-        type=_parse_seconds,
+        type=make_type(parse_seconds(0, 86_400)),
         default=_REORDER_SECONDS,
         metavar="SECONDS",
         help="how much later than it should a line may come (default 5)",
     )
     parser.add_argument(
         "--max-entries",
-        type=parse_count,
+        type=COUNT,
         default=_MAX_ENTRIES,
         metavar="N",
         help="fingerprints kept in memory at once (default 1000000)",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a line could not be used")
-
-
-def parse_count(text: str) -> int:
-    """A number of things.
-
-    Raises:
-        ArgumentTypeError: it is none.
-    """
-    if not text.isdecimal() or not 1 <= int(text) <= 10**9:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, not {text!r}")
-    return int(text)
-
-
-def _parse_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1
-    if not 0 <= seconds <= 86_400:  # noqa: PLR2004  # a day
-        raise argparse.ArgumentTypeError(f"must be seconds between 0 and 86400, not {text!r}")
-    return seconds
 
 
 def compile_policies(policies: PolicySet, *, shadow: bool = False) -> Engine:

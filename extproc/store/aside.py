@@ -44,6 +44,18 @@ class Aside:
         tags = self._topology.tags
         return tags[zlib.crc32(subject.encode()) % len(tags)] if tags else ""
 
+    async def run(
+        self, subject: str, script: str, keys: Sequence[str], *arguments: str | bytes | int, now: int | None
+    ) -> Reply:
+        """The reply of a script, whose last argument is the time in milliseconds, -1 for the server's own clock.
+
+        Raises:
+            StoreError: as `ask`.
+        """
+        moment = -1 if now is None else now
+        [reply] = await self.ask(subject, [("EVAL", script, len(keys), *keys, *arguments, moment)])
+        return reply
+
     async def ask(self, subject: str, commands: Sequence[Command]) -> list[Reply]:
         """The replies to commands that go out in one write; they may be sent twice, so that has to do no harm.
 

@@ -35,9 +35,8 @@ class RemoteBoards:
             StoreError: see `check_document`, or the server cannot.
         """
         check_document(replica, document)
-        moment = -1 if now is None else now
-        names = self._aside.name_key(_KIND, board), self._aside.name_key(_KIND, board, replica)
-        await self._aside.ask(board, [("EVAL", _SCRIPT, 2, *names, replica, document, ttl_ms, MAX_REPLICAS, moment)])
+        keys = self._aside.name_key(_KIND, board), self._aside.name_key(_KIND, board, replica)
+        await self._aside.run(board, _SCRIPT, keys, replica, document, ttl_ms, MAX_REPLICAS, now=now)
 
     async def collect(self, board: str, now: int | None) -> dict[str, bytes]:
         """Every document that has not expired, by its replica.
@@ -45,10 +44,8 @@ class RemoteBoards:
         Raises:
             StoreError: the server cannot, or answers something else.
         """
-        moment = -1 if now is None else now
         name_key = self._aside.name_key
-        [listed] = await self._aside.ask(board, [("EVAL", _SCRIPT, 1, name_key(_KIND, board), moment)])
-        names = _read_names(listed)
+        names = _read_names(await self._aside.run(board, _SCRIPT, [name_key(_KIND, board)], now=now))
         found: dict[str, bytes] = {}
         for portion in _split(names):
             documents = await self._aside.ask(board, [("GET", name_key(_KIND, board, replica)) for replica in portion])

@@ -67,9 +67,7 @@ class RemoteOrders:
 
     async def _run(self, book: str, what: str, *arguments: str | bytes | int, now: int | None) -> Reply:
         keys = [self._aside.name_key(_KIND, book, part) for part in ("ends", "documents", "version")]
-        moment = -1 if now is None else now
-        [reply] = await self._aside.ask(book, [("EVAL", _SCRIPT, len(keys), *keys, what, *arguments, moment)])
-        return reply
+        return await self._aside.run(book, _SCRIPT, keys, what, *arguments, now=now)
 
 
 def _make_error() -> StoreError:
