@@ -429,14 +429,18 @@ def test_top_is_live_on_a_terminal() -> None:
         environment = {**os.environ, "COLUMNS": "200", "LINES": "50", "TERM": "xterm"}
         with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as top:
             os.close(theirs)
-            first = read_until(screen, b"x-user-id=ann")
-            repeat(service, headers(x_user_id="latecomer", end=True), times=3)
-            read_until(screen, b"x-user-id=latecomer")
-            top.send_signal(signal.SIGINT)
-            read_until(screen, LEAVE_SCREEN)
+            try:
+                first = read_until(screen, b"x-user-id=ann")
+                repeat(service, headers(x_user_id="latecomer", end=True), times=3)
+                read_until(screen, b"x-user-id=latecomer")
+                top.send_signal(signal.SIGINT)
+                read_until(screen, LEAVE_SCREEN)
+                ended = top.wait(PATIENCE)
+            finally:
+                top.kill()
 
     assert ENTER_SCREEN in first
-    assert top.returncode == 130
+    assert ended == 130
 
 
 ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
