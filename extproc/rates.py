@@ -22,6 +22,8 @@ _NANO_PER_MILLION: Final = 1_000
 _MAX_MODELS: Final = 1_000
 """Clients choose a model's name, so what is kept by name is bounded."""
 
+ANY_MODEL: Final = "*"
+
 _PROVIDERS: Final = (("", None), (".", "aws"), ("/", "openrouter"))
 """Whose names of models the package is asked for, and what is in them: it guesses, but does not guess these two."""
 
@@ -82,6 +84,7 @@ class Rates:
         by_pattern = sorted(prices.items(), key=lambda item: _rank(item[0]), reverse=True)
         self._prices = [(pattern, (_compile(price),)) for pattern, price in by_pattern]
         self._unknown = (_compile(unknown or DEAREST),)
+        self._vague = [self._unknown, *[rates for pattern, rates in self._prices if pattern == ANY_MODEL]]
         self._found: dict[str, tuple[_Rate, ...]] = {}
         look_up(_WELL_KNOWN)
 
@@ -99,6 +102,15 @@ class Rates:
     def estimate(self, model: str, input_bytes: int, output_bytes: int) -> int:
         """The same for a call of which nothing but the sizes of its bodies is known."""
         return self.find_cost(model, Usage(estimate_tokens(input_bytes), estimate_tokens(output_bytes), 0, 0))
+
+    def choose_name(self, answered: str, asked: str) -> str:
+        """Of a model's two names the one whose price somebody tells: its own, or if that is unknown, what it was asked as."""
+        return asked if asked and self._is_vague(answered) and not self._is_vague(asked) else answered or asked
+
+    def _is_vague(self, model: str) -> bool:
+        """Whether its price is that of any model."""
+        rates = self._found.get(model) or self._keep(model)
+        return any(rates is vague for vague in self._vague)
 
     def _choose(self, model: str, prompt: int) -> _Rate:
         """The rate for a prompt of so many tokens."""

@@ -53,7 +53,7 @@ def _settle(engine: Engine, named: Mapping[str, Any], entry: Entry) -> Settled |
     if not isinstance(key, str) or not guard.owns(key) or not call:
         return None
     asked = named.get("model")
-    model = entry.model or (asked if isinstance(asked, str) else "")
+    model = guard.rates.choose_name(entry.model, asked if isinstance(asked, str) else "")
     cost = guard.rates.find_cost(model, entry.usage)
     settlement = Settlement(key, guard.limits, call, cost, entry.estimated, FAILED if entry.failed else SUCCEEDED)
     _, session, tenant = key.rsplit(":", 2)

@@ -144,3 +144,12 @@ def test_without_the_package_policies_alone_have_rates() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_model_is_priced_by_the_name_that_somebody_has_a_price_for() -> None:
+    """Its own name counts; what it was asked as, where nothing but a price for all is known of its own."""
+    for rates in (Rates({"m": price("1 1"), "*": price("9 9")}, None), Rates({"m": price("1 1")}, price("9 9"))):
+        assert rates.choose_name("m-2024-08-06", "m") == "m"
+        assert rates.choose_name("m", "other") == "m"
+        assert rates.choose_name("", "m") == "m"
+        assert rates.choose_name("m-2024-08-06", "other") == "m-2024-08-06"
