@@ -424,6 +424,7 @@ class SessionCandidate(Candidate):
     def refuse_unnarrowed(self) -> Outcome:
         """The verdict where the request's tools cannot be taken away."""
         standing, narrowing = self.standing or Standing(), self.narrowing or Narrowing(every=True, tools=frozenset())
+        self.narrowing = None
         return self.limiter.refuse_unnarrowed(self.fingerprint, self.tenant, standing, narrowing, self._grants)
 
     def take_back(self) -> Settlement:

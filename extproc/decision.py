@@ -299,6 +299,12 @@ class Decision:
         """What is done about the request."""
         return self.lead.action if self.lead is not None else Action.ALLOW
 
+    def refuse_instead(self, refused: Outcome) -> Decision:
+        """The same where one of its outcomes turns out to be a refusal."""
+        place = (refused.policy, refused.mode, refused.detector)
+        trace = [refused if (each.policy, each.mode, each.detector) == place else each for each in self.trace]
+        return Decision(refused, self.shadow, trace, warning=self.warning, steer=self.steer)
+
     def warn_instead(self) -> Decision:
         """The same where no note can be put into the request: what steers warns."""
         trace = [

@@ -655,8 +655,7 @@ class Stream:
             self._service.reporter.report_unnarrowed([candidate.plan.id for candidate, _ in narrowed], why.reason)
             if self._observed or (strictest is None and why.reason != AMBIGUOUS) or why.reason == "no_body":
                 return decision, _UNCHANGED  # a tool that is called all the same refuses the next request
-            refused = (strictest or narrowed[0][0]).refuse_unnarrowed()
-            return Decision(refused, decision.shadow, [refused, *decision.trace], warning=decision.warning), _UNCHANGED
+            return decision.refuse_instead((strictest or narrowed[0][0]).refuse_unnarrowed()), _UNCHANGED
         else:
             return decision, Changed(body, (NARROWED,)) if body != content else _UNCHANGED
         finally:
@@ -700,9 +699,7 @@ class Stream:
         if self._service.holds.take(lead.tenant):
             self._holding = lead.tenant
             return decision
-        refused = lead.change_action(Action.REJECT)
-        trace = [refused if outcome is lead else outcome for outcome in decision.trace]
-        return Decision(refused, decision.shadow, trace, warning=decision.warning, steer=decision.steer)
+        return decision.refuse_instead(lead.change_action(Action.REJECT))
 
     def _encode(self, kind: str, evaluation: Evaluation, decision: Decision, changed: Changed) -> Reply:
         lead = decision.lead

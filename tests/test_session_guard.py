@@ -359,6 +359,10 @@ def test_a_request_that_cannot_be_narrowed_is_refused() -> None:
 
     assert (status(refused), told(refused)["limit"]) == (429, "max_tool_calls")
     assert sample(service, "unnarrowed_total", policy="agents", reason="no_choice") == 1
+    assert sample(service, "requests_total", policy="agents", mode="enforce", action="reject") == 1
+    assert sample(service, "requests_total", policy="agents", mode="enforce", action="allow") == 0
+    narrowed = {"policy": "agents", "mode": "enforce", "limit": "max_tool_calls", "action": "narrow"}
+    assert sample(service, "session_limits_total", **narrowed) == 0
 
 
 def test_the_tool_of_a_loop_is_taken_away_before_it_is_called_once_more() -> None:
