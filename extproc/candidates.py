@@ -354,7 +354,8 @@ class SessionCandidate(Candidate):
 
     def find_stop(self) -> Override | None:
         """See `Candidate`; a session can be killed as well."""
-        return super().find_stop() or (find_kill(self.overrides) if self.overrides else None)
+        stop = super().find_stop()
+        return find_kill(self.overrides) if stop is None and self.session and self.overrides else stop
 
     def goes_on_without_body(self) -> bool:
         """A step is a step, whatever is in it."""
