@@ -29,8 +29,9 @@ KILLED, MAX_STEPS, MAX_TOOL_CALLS, MAX_COST, PER_TOOL, LOOP = LIMITS[1:]
 
 _SHARED = "shared"
 _NONE = -1
-_ACTION = slice(RECORD - 4, RECORD)
-_TOOL = slice(6, 10)
+# Where they stand in a record.
+_TOOL: Final = 6
+_ACTION: Final = 10
 
 _WORDS: Final = {
     MAX_STEPS: "steps",
@@ -297,7 +298,7 @@ class SessionGuard:
 
     def find_last_tool(self, calls: ToolCalls) -> str:
         """The tool that a history shows to be called last, empty for none."""
-        return self._find_tool_name(calls.records[-RECORD:][_TOOL], calls)
+        return self._find_tool_name(calls.records[-RECORD:][_TOOL:_ACTION], calls)
 
     def _find_tool_name(self, digest: bytes, calls: ToolCalls) -> str:
         if not digest:
@@ -392,8 +393,8 @@ def _find_last_but_one(calls: ToolCalls, window: int, threshold: int) -> str:
     newest: Sequence[bytes] = [records[at : at + RECORD] for at in range(0, len(records), RECORD)]
     if not newest:
         return ""
-    action = newest[-1][_ACTION]
-    if sum(record[_ACTION] == action for record in newest) < threshold - 1:
+    action = newest[-1][_ACTION:]
+    if sum(record[_ACTION:] == action for record in newest) < threshold - 1:
         return ""
-    tool = newest[-1][_TOOL]
+    tool = newest[-1][_TOOL:_ACTION]
     return next((name for digest, name in calls.tools if digest == tool), "")
