@@ -70,12 +70,14 @@ class Model:
     Attributes:
         reply: to the next requests.
         encodings: what the newest request accepted.
+        body: the newest request's.
     """
 
     def __init__(self) -> None:
         """Listen, in threads of this process."""
         self.reply = Reply([b"{}"])
         self.encodings: str | None = None
+        self.body = b""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -83,7 +85,7 @@ class Model:
             disable_nagle_algorithm = True
 
             def do_POST(self) -> None:
-                self.rfile.read(int(self.headers.get("content-length") or 0))
+                outer.body = self.rfile.read(int(self.headers.get("content-length") or 0))
                 outer.encodings = self.headers.get("accept-encoding")
                 self._answer(outer.reply)
 
