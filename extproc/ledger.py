@@ -245,10 +245,21 @@ class Standing:
 
     def __repr__(self) -> str:
         """With the names of its fields, which are many."""
-        return f"Standing({', '.join(f'{name}={getattr(self, name)!r}' for name in self.__slots__)})"
+        return f"Standing({', '.join(f'{name}={value!r}' for name, value in zip(_SHOWN, self._list(), strict=True))})"
 
     def _list(self) -> tuple[object, ...]:
-        return tuple([getattr(self, name) for name in self.__slots__])
+        counted = self.steps, self.tool_calls, self.blocks, self.consecutive_blocks, self.consecutive_errors
+        money = self.cost, self.estimated, self.reserved
+        rest = self.killed, self.age_ms, self.shared, self.retry, self.tools
+        return self.limit, self.used, self.allowed, self.tool, *counted, *money, *rest
+
+
+_SHOWN: Final = (
+    *("limit", "used", "allowed", "tool"),
+    *("steps", "tool_calls", "blocks", "consecutive_blocks", "consecutive_errors"),
+    *("cost", "estimated", "reserved"),
+    *("killed", "age_ms", "shared", "retry", "tools"),
+)
 
 
 Question: TypeAlias = Hit | Step | Settlement
