@@ -20,7 +20,9 @@ from pydantic import TypeAdapter
 
 from extproc.answers.apis import find_api
 from extproc.answers.apis.api import Completion, Question, Refusal
+from extproc.answers.metadata import write_metadata
 from extproc.decision import Framed
+from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request import HttpRequest
 from tests.documents import policy
 from tests.messages import body, headers
@@ -418,3 +420,29 @@ def test_what_is_no_question_to_a_model_is_refused_as_ever(path: str, sent: byte
 
     assert immediate.status.code == 422
     assert json.loads(immediate.body)["error"]["code"] == "recursive_loop_detected"
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=5),
+        st.recursive(
+            st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=300),
+            lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+            max_leaves=20,
+        ),
+        max_size=5,
+    )
+)
+def test_metadata_is_what_protobuf_would_write(metadata: dict[str, Any]) -> None:
+    """Our own bytes are read as the Struct that protobuf fills."""
+    expected = ProcessingResponse()
+    expected.dynamic_metadata.update({"loopguard": metadata})
+
+    assert ProcessingResponse.FromString(write_metadata(metadata)) == expected
+
+
+def test_long_metadata_has_long_lengths() -> None:
+    """A text of more bytes than two digits of a length can say is read as it was written."""
+    for length in (127, 128, 16_383, 16_384, 3_000_000):
+        read = ProcessingResponse.FromString(write_metadata({"text": "x" * length}))
+        assert read.dynamic_metadata["loopguard"]["text"] == "x" * length  # type: ignore[index]  # a Struct

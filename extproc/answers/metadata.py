@@ -28,6 +28,11 @@ _DELIMITED: Final = 2
 _SEVEN_BITS: Final = 0x7F
 _MORE: Final = 0x80
 
+# To make bytes of numbers takes longer than to look them up.
+_TAGS: Final = [bytes([number << 3 | _DELIMITED]) for number in range(_DYNAMIC_METADATA + 1)]
+_LENGTHS: Final = [bytes([length]) for length in range(_MORE)]
+_CONTINUED: Final = [bytes([length | _MORE]) for length in range(_MORE)]
+
 
 def write_metadata(metadata: dict[str, Any]) -> bytes:
     """The field of a ProcessingResponse that carries it, in our namespace.
@@ -64,12 +69,12 @@ def _write_text(text: str) -> bytes:
 def _write_field(number: int, content: bytes) -> bytes:
     """A string or a message, behind its tag and its length."""
     length = len(content)
-    tag = number << 3 | _DELIMITED
     if length <= _SEVEN_BITS:
-        return bytes((tag, length)) + content
-    head = bytearray((tag,))
+        return _TAGS[number] + _LENGTHS[length] + content
+    if length < len(_LENGTHS) << 7:
+        return _TAGS[number] + _CONTINUED[length & _SEVEN_BITS] + _LENGTHS[length >> 7] + content
+    head = b""
     while length > _SEVEN_BITS:
-        head.append(length & _SEVEN_BITS | _MORE)
+        head += _CONTINUED[length & _SEVEN_BITS]
         length >>= 7
-    head.append(length)
-    return bytes(head) + content
+    return _TAGS[number] + head + _LENGTHS[length] + content
