@@ -19,7 +19,7 @@ from extproc.ledger import Standing
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.loop_table import Loop, LoopTable
 from extproc.metrics import Metrics
-from extproc.session_table import SessionTable
+from extproc.session_table import OVERFLOW, SessionTable
 from extproc.settlements import Settled
 
 _LOG = logging.getLogger("loopguard")
@@ -141,7 +141,9 @@ class Reporter:
         now = time()
         for candidate, standing in zip(candidates, standings, strict=True):
             if isinstance(standing, Standing):
-                names = (candidate.plan.id, candidate.guard.mode, candidate.tenant, candidate.session)
+                shared = candidate.standing is not None and candidate.standing.shared  # a settlement's answer does not say
+                session = OVERFLOW if shared else candidate.session
+                names = (candidate.plan.id, candidate.guard.mode, candidate.tenant, session)
                 model, call = candidate.model, candidate.call
                 self.sessions.settle(*names, standing, model, call, _REFUSED_STATUS, None, now, refused=True)
 
