@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from extproc.access_log import Entry
+from extproc.cli import main
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.policy.bundle import BUDGET_KEYS
 from extproc.rates import Usage
@@ -403,3 +405,16 @@ def test_a_body_that_can_be_read_in_two_ways_is_no_way_around() -> None:
     twice = turns(1)[:-1] + b', "tools": []}'
 
     assert send(service, [twice]) == [429]
+
+
+def test_explain_says_where_a_name_was_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A request without a session is told which headers and fields would have named one."""
+    file = tmp_path / "policy.json"
+    file.write_text(json.dumps(limited(max_steps=1, session={"keys": ["header:x-run", "body:/run"]})))
+
+    assert main(["explain", "--policy", str(file), "-H", "x-team: t", "-d", "{}", "http://h/v1/chat/completions"]) == 0
+
+    printed = capsys.readouterr().out
+    assert "header:x-run, or" in printed
+    assert "body:/run" in printed
+    assert "no_session" in printed

@@ -81,6 +81,7 @@ def run(options: argparse.Namespace) -> int:
     for policy, detector, why in evaluation.list_left_out():
         named = [("detector", detector)] if detector not in ("", DEFAULT_DETECTOR) else []
         more = ramps.get(policy, []) + _list_missing(missing, policy, request)
+        more += _list_session_keys(engine, policy) if why == "no_session" else []
         _print_rows([("policy", policy), *named, *more, ("uncounted", why)])
     for lane in evaluation.lanes:
         for candidate in lane.candidates:
@@ -109,6 +110,13 @@ def _list_missing(missing: Sequence[tuple[str, str]], policy: str, request: Http
     """A row for each of the policy's limit keys that the request does not have."""
     keys = [key for owner, key in missing if owner == policy]
     return [("missing", f"{key}{_explain_missing(key, request)}") for key in keys]
+
+
+def _list_session_keys(engine: Engine, policy: str) -> _Rows:
+    """Where a session's name was looked for."""
+    plan = engine.find_plan(policy)
+    keys = [key.key for key in plan.limiter.names.list_keys()] if plan is not None and plan.limiter is not None else []
+    return list(zip(chain(["missing"], repeat("")), [*(f"{key}, or" for key in keys[:-1]), *keys[-1:]], strict=False))
 
 
 def _explain_missing(key: str, request: HttpRequest) -> str:

@@ -201,7 +201,9 @@ class SessionGuard:
         shown = [(limits.steps, "steps"), (limits.tool_calls, "tool calls")]
         words = [f"{limit} {unit}" for limit, unit in shown if limit != _NONE]
         words += [f"{limits.cost / NANO_DOLLARS:g} dollars"] if limits.cost != _NONE else []
-        words += [f"{limit} calls of {self._tool_names[digest]}" for digest, limit in limits.tools]
+        words += [
+            f"{limit} {'call' if limit == 1 else 'calls'} of {self._tool_names[digest]}" for digest, limit in limits.tools
+        ]
         words += [f"{limits.threshold} equal calls among {limits.window}"] if limits.threshold != _NONE else []
         words += [f"{limits.blocks} refusals in a row"] if limits.blocks != _NONE else []
         return ", ".join([*words, f"{limits.errors} errors in a row"] if limits.errors != _NONE else words)
