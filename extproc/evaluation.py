@@ -318,6 +318,11 @@ class Evaluation:
         return self.enforcing.limits or self.shadow.limits
 
     @property
+    def is_narrowed(self) -> bool:
+        """Some session may not have all of the tools that the request offers."""
+        return any(session.narrowing is not None for session in self.enforcing.list_sessions())
+
+    @property
     def needs_body(self) -> bool:
         """Some fingerprint includes the body, or some descriptor stands in it."""
         return self.enforcing.needs_body or self.shadow.needs_body

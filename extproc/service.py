@@ -24,15 +24,13 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from google.protobuf.message import DecodeError
 
 from extproc.access_log import SESSIONS, AccessLog, Entry, write_sessions
-from extproc.answers.edits import AMBIGUOUS
-from extproc.answers.go_on import NARROWED, STEERED, Header, find_warning, let_go_on, make_metadata, make_wait
+from extproc.answers.go_on import find_warning, let_go_on, make_metadata, make_wait
 from extproc.answers.metadata import write_metadata
-from extproc.answers.narrow import NotNarrowed, narrow
 from extproc.answers.refuse import refuse, refuse_blocked, refuse_killed, refuse_uncountable, refuse_without_store
-from extproc.answers.steer import NotSteered, steer, write_note
 from extproc.budget import InspectionBudget
 from extproc.canary.pairs import Pairs
 from extproc.candidates import SessionCandidate
+from extproc.changes import NOTHING, OBSERVED, UNCHANGED, Changed, Changes, Original
 from extproc.counting import HERE, Asked, Counting, Counts, MaybeCounts, settle
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine import Engine
@@ -95,20 +93,6 @@ class Reply(NamedTuple):
     hold_ms: int = 0
     first: bytes = b""
 
-
-class Changed(NamedTuple):
-    """What has become of a request's body.
-
-    Attributes:
-        body: all of it; None where it is as it was.
-        marks: headers that tell the upstream.
-    """
-
-    body: bytes | None
-    marks: tuple[Header, ...]
-
-
-_UNCHANGED: Final = Changed(None, ())
 
 MaybeLater: TypeAlias = Reply | Awaitable[Reply]
 
@@ -174,6 +158,7 @@ class Service:
         released: `release` was called.
         kept: bytes of bodies under way.
         budget: time for looking into them.
+        changes: of them.
         pairs: what shadow policies would do in place of enforcing ones.
         overrides: what operators have ordered; None where that is nothing. Assign to change it between two requests.
         access_log: is told what became of requests.
@@ -201,6 +186,7 @@ class Service:
         self.released = False
         self.kept = Kept()
         self.budget = InspectionBudget(perf_counter())
+        self.changes = Changes(self.reporter, self.budget)
         self.pairs = Pairs(settings.shadow_samples, sample_bodies=settings.shadow_sample_bodies)
         self.pairs.follow(engine.pairings, time())
         self.pairs.show(metrics)
@@ -594,15 +580,9 @@ class Stream:
         decision = evaluation.decide(counts, shadow_counts)
         if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self._observed:
             decision = self._hold(decision, decision.lead)
-        changed = _UNCHANGED
-        if evaluation.limits and decision.action is not Action.REJECT:
-            decision, changed = self._narrow(kind, evaluation, decision)
-        if decision.steer is not None and decision.action is not Action.REJECT:
-            steered = self._steer(kind, evaluation, decision, decision.steer, changed)
-            if steered is None:
-                decision = decision.warn_instead()
-            else:
-                changed = steered
+        changed = UNCHANGED
+        if decision.action is not Action.REJECT and (decision.steer is not None or evaluation.is_narrowed):
+            decision, changed = service.changes.apply(evaluation, decision, self._find_original(kind))
         service.reporter.report(evaluation, decision)
         reply = self._refuse(evaluation, decision, counts) or self._encode(kind, evaluation, decision, changed)
         if evaluation.limits and self._ended:
@@ -639,60 +619,15 @@ class Stream:
         recorded = {} if self._record is None else {"record": self._record}
         return Reply(refuse_uncountable(*forbidden, recorded, request, evaluation.content), done=True)
 
-    def _narrow(self, kind: str, evaluation: Evaluation, decision: Decision) -> tuple[Decision, Changed]:
-        """Take tools out of the request that have no budget left, or refuse it where that cannot be."""
-        sessions = evaluation.enforcing.list_sessions()
-        narrowed = [(session, session.narrowing) for session in sessions if session.narrowing is not None]
-        if not narrowed:
-            return decision, _UNCHANGED
-        began = thread_time()
-        strictest = next((candidate for candidate, narrowing in narrowed if narrowing.every), None)
-        tools = {tool for _, narrowing in narrowed for tool in narrowing.tools}
-        try:
-            content = self._take_content(kind)
-            body = narrow(evaluation.request, content, None if strictest is not None else tools, evaluation.document)
-        except (NotNarrowed, NotSteered) as why:
-            self._service.reporter.report_unnarrowed([candidate.plan.id for candidate, _ in narrowed], why.reason)
-            if self._observed or (strictest is None and why.reason != AMBIGUOUS) or why.reason == "no_body":
-                return decision, _UNCHANGED  # a tool that is called all the same refuses the next request
-            return decision.refuse_instead((strictest or narrowed[0][0]).refuse_unnarrowed()), _UNCHANGED
-        else:
-            return decision, Changed(body, (NARROWED,)) if body != content else _UNCHANGED
-        finally:
-            self._service.budget.spend(evaluation.find_tenant(), thread_time() - began)
-
-    def _steer(
-        self, kind: str, evaluation: Evaluation, decision: Decision, outcome: Outcome, changed: Changed
-    ) -> Changed | None:
-        """The request's body, or what it was changed to, with a note; None where it cannot have one, which is counted."""
-        began = thread_time()
-        try:
-            content = self._take_content(kind)
-            note = write_note(outcome, evaluation.request, evaluation.find_guard(outcome))
-            if changed.body is not None:
-                return Changed(steer(evaluation.request, changed.body, note), (*changed.marks, STEERED))
-            return Changed(steer(evaluation.request, content, note, evaluation.document), (STEERED,))
-        except NotSteered as why:
-            self._service.reporter.report_unsteered(decision, why.reason)
-            return None
-        finally:
-            self._service.budget.spend(evaluation.find_tenant(), thread_time() - began)
-
-    def _take_content(self, kind: str) -> bytes | memoryview:
-        """The body that a note can be put into.
-
-        Raises:
-            NotSteered: there is none, or Envoy would not take another in its place.
-        """
+    def _find_original(self, kind: str) -> Original:
+        """The body that can be changed, where there is one, and Envoy would take another in its place."""
         if self._observed:
-            raise NotSteered("observed")
+            return Original(None, OBSERVED)
         if kind == "request_headers":
-            raise NotSteered("no_body")
+            return Original(None, NOTHING)
         if self._body_mode != BODY_BUFFERED:
-            raise NotSteered("body_mode")
-        if self._content is None:
-            raise NotSteered(self._unknown or "inspect_limit")
-        return self._content
+            return Original(None, "body_mode")
+        return Original(self._content, self._unknown or "inspect_limit")
 
     def _hold(self, decision: Decision, lead: Outcome) -> Decision:
         """Claim a place among the held requests; past the bound a throttled request is rejected."""

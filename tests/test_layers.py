@@ -81,7 +81,7 @@ FLOORS: list[list[str]] = [
         "canary",
         *(f"canary/{name}" for name in ("samples", "pairs", "states", "verdict", "report", "review", "sharing")),
     ],
-    ["access_log", "settlements", "reporting"],
+    ["access_log", "settlements", "reporting", "changes"],
     ["service"],
     ["overrides"],
     ["transport", "transport/headers", "transport/http2", "transport/grpc", "transport/health", "transport/sockets"],

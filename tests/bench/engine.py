@@ -6,10 +6,11 @@ from itertools import pairwise
 from statistics import median
 from time import perf_counter_ns, time
 
+from extproc.changes import UNCHANGED
 from extproc.fingerprint import NO_BODY
 from extproc.guards.override import BLOCK, Override, Overrides, Target, hash_descriptor
 from extproc.pb.external_processor_pb2 import ProcessingRequest
-from extproc.service import _UNCHANGED, Service
+from extproc.service import Service
 from extproc.wire import parse_message, read_request
 from tests.bench import samples
 from tests.bench.report import Row, progress
@@ -113,7 +114,7 @@ class _Fixture:
         clock.append(now())
         serving.reporter.report(check, decision)
         clock.append(now())
-        stream._encode("request_body", check, decision, _UNCHANGED)
+        stream._encode("request_body", check, decision, UNCHANGED)
         clock.append(now())
         stream.close()
         return clock
