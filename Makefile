@@ -7,6 +7,8 @@ COMPILED := .venv/compiled
 SOURCES := pyproject.toml hatch_build.py $(wildcard protos/*.proto) $(shell find extproc -type f -not -path '*/pb/*' -not -name '*.pyc')
 # Tests wait for servers more than they compute. A module stays with one worker, because its tests share servers.
 WORKERS := -n auto --maxprocesses 4 --dist loadscope
+# What goes through a door waits most of the time: three workers keep two processors busy.
+WAITING := -n 3 --dist loadscope
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help run demo-agent test test-pure test-sources test-rest test-compiled test-envoys test-mesh check bench chart clean
@@ -66,7 +68,7 @@ test-rest: .venv/test.stamp
 
 test-compiled: $(COMPILED)/test.stamp
 	@echo "on the compiled wheel: everything that goes through a door, and unit tests of what is compiled ..."
-	@$(COMPILED)/bin/python -P -m pytest $(WORKERS) -m compiled
+	@$(COMPILED)/bin/python -P -m pytest $(WAITING) -m compiled
 
 ENVOYS := 1.36.4 1.38.3 1.40.0
 END_TO_END := tests/test_actions.py tests/test_agents.py tests/test_descriptors.py tests/test_envoy_config.py tests/test_failures.py \

@@ -214,10 +214,10 @@ class Outcome:
         detector: str,
         subject: Subject,
         repeat: Repeat | None = None,
-        reason: Reason = Reason.LOOP_DETECTED,
+        reason: Reason | None = None,
     ) -> None:
         """Keep them as given."""
-        self.reason = reason
+        self.reason = reason or Reason.LOOP_DETECTED
         self.policy = policy
         self.mode = mode
         self.action = action

@@ -84,8 +84,8 @@ class Rates:
         by_pattern = sorted(prices.items(), key=lambda item: _rank(item[0]), reverse=True)
         self._prices = [(pattern, (_compile(price),)) for pattern, price in by_pattern]
         self._unknown = (_compile(unknown or DEAREST),)
-        self._vague = [self._unknown, *[rates for pattern, rates in self._prices if pattern == ANY_MODEL]]
         self._found: dict[str, tuple[_Rate, ...]] = {}
+        self._vague: set[str] = set()  # of these, models whose price is that of any model
         look_up(_WELL_KNOWN)
 
     def find_cost(self, model: str, usage: Usage) -> int:
@@ -109,8 +109,9 @@ class Rates:
 
     def _is_vague(self, model: str) -> bool:
         """Whether its price is that of any model."""
-        rates = self._found.get(model) or self._keep(model)
-        return any(rates is vague for vague in self._vague)
+        if model not in self._found:
+            self._keep(model)
+        return model in self._vague
 
     def _choose(self, model: str, prompt: int) -> _Rate:
         """The rate for a prompt of so many tokens."""
@@ -125,6 +126,7 @@ class Rates:
     def _keep(self, model: str) -> tuple[_Rate, ...]:
         if len(self._found) >= _MAX_MODELS:
             self._found.clear()
+            self._vague.clear()
         rates = self._found[model] = self._find(model)
         return rates
 
@@ -132,9 +134,14 @@ class Rates:
         """What holds for a model, the rate for the longest prompts first; the last one is for all."""
         for pattern, rates in self._prices:
             if fnmatchcase(model, pattern):
+                if pattern == ANY_MODEL:
+                    self._vague.add(model)
                 return rates
         tiers = look_up(model)
-        return tuple([_compile(price, above) for above, price in tiers]) if tiers else self._unknown
+        if not tiers:
+            self._vague.add(model)
+            return self._unknown
+        return tuple([_compile(price, above) for above, price in tiers])
 
 
 def estimate_tokens(size: int) -> int:

@@ -274,7 +274,7 @@ def name_killer(killed: int, *, ordered: bool) -> str:
     return OPERATOR if ordered else KILLED[killed]
 
 
-def convert_amount(limit: str, amount: int) -> float:
+def convert_amount(limit: str, amount: int) -> int | float:
     """What was used of a limit, or allowed by it, in the limit's own unit."""
     return convert_dollars(amount) if limit == _MONEY else amount
 

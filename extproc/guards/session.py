@@ -83,7 +83,7 @@ class SessionSubject:
         return (self.tool,) if self.tool else ()
 
     @property
-    def shown(self) -> tuple[float, float]:
+    def shown(self) -> tuple[int | float, int | float]:
         """Used and allowed in the limit's own unit."""
         if self.limit == MAX_COST:
             return round(self.used / NANO_DOLLARS, 6), round(self.allowed / NANO_DOLLARS, 6)
