@@ -48,7 +48,7 @@ demo-agent: $(COMPILED)/agent-demo.stamp ## looping agents on the real SDKs, sto
 
 # tests/conftest.py says which tests run on what.
 test: ## all tests: units on the sources, what goes through a door on the compiled wheel, with the real Envoy 1.40
-	@$(MAKE) --no-print-directory --jobs 2 test-sources .venv/wheel.stamp
+	@$(MAKE) --no-print-directory --jobs 2 test-sources $(COMPILED)/test.stamp
 	@case $$(echo .venv/wheel/*.whl) in \
 	*-none-any.whl) \
 		echo "!!! NOTHING IS COMPILED: no C compiler works here, or LOOPGUARD_PURE is set ('pip wheel -v .' says more). All tests run on the sources."; \
