@@ -272,7 +272,10 @@ killed; and how much follows: identities, reservations, tools, bytes of their na
 _LAST = struct.Struct(">Q")
 _RESERVATION = struct.Struct(">8s8sQQIIB")
 """The call's name and identity; when, how much; what to go back to if it is no step: ms since the step before it, consecutive
-blocks, and whether it was a retry."""
+blocks, and two bits: it was a retry; it was the first that had used up all tool calls."""
+
+_RETRY = 1
+_NARROWED = 2
 
 _BEGUN = struct.Struct(">QQ")
 """The part of a reservation that says when and how much."""
@@ -536,12 +539,14 @@ class _Ledger:
         if not retry:
             self.steps = min(self.steps + 1, _MAX)
             self.identities = (self.identities + asked.identity)[-_IDENTITIES * _IDENTITY :]
+        bits = _RETRY if retry else 0
         if not limits.narrows or self.tool_calls < grant(limits.tool_calls, asked.grants[1]):
             self.narrowed_at = 0
         elif not self.narrowed_at:
             self.narrowed_at = self.tool_calls
+            bits += _NARROWED
         reserve, quiet = min(asked.reserve, MAX_RESERVE), min(max(0, now - self.last), _MAX)
-        self.open += _RESERVATION.pack(asked.call, asked.identity, now, reserve, quiet, self.consecutive_blocks, retry)
+        self.open += _RESERVATION.pack(asked.call, asked.identity, now, reserve, quiet, self.consecutive_blocks, bits)
         self.reserved += reserve
         self.consecutive_blocks = 0
         self.last = now
@@ -558,11 +563,11 @@ class _Ledger:
 
     def close(self, at: int, asked: Settlement) -> None:
         """Settle the reservation that stands there."""
-        _, identity, begun, reserve, quiet, blocks, retry = _RESERVATION.unpack_from(self.open, at)
+        _, identity, begun, reserve, quiet, blocks, bits = _RESERVATION.unpack_from(self.open, at)
         self.open = self.open[:at] + self.open[at + _RESERVATION.size :]
         self.reserved -= reserve
         if asked.outcome == REFUSED:
-            self._take_back(identity, begun, quiet, blocks, retry)
+            self._take_back(identity, begun, quiet, blocks, bits)
             self.block(asked.limits)
             return
         cost = min(asked.cost, MAX_MONEY)
@@ -575,13 +580,15 @@ class _Ledger:
         self.cost = min(self.cost + cost, MAX_MONEY)
         self.estimated = min(self.estimated + estimated, MAX_MONEY)
 
-    def _take_back(self, identity: bytes, begun: int, quiet: int, blocks: int, retry: int) -> None:
+    def _take_back(self, identity: bytes, begun: int, quiet: int, blocks: int, bits: int) -> None:
         """As if the step had not been let through; refusals since then stay in the same row."""
         self.consecutive_blocks = min(self.consecutive_blocks + blocks, _MAX)
         if self.last == begun:
             self.last -= quiet
+        if bits & _NARROWED:
+            self.narrowed_at = 0
         at = _find(self.identities, identity, _IDENTITY)
-        if not retry:
+        if not bits & _RETRY:
             self.steps -= 1
             if at >= 0:
                 self.identities = self.identities[:at] + self.identities[at + _IDENTITY :]

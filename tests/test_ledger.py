@@ -142,8 +142,10 @@ class Account:
                 self.identities = [*self.identities, asked.identity][-16:]
             limits = asked.limits
             met = limits.narrows and len(self.records) >= limits.tool_calls + asked.grants[1]
+            first = met and not self.narrowed
             self.narrowed = (self.narrowed or len(self.records)) if met else 0
-            kept = {"call": asked.call, "identity": asked.identity, "now": now, "reserve": asked.reserve, "retry": retry}
+            kept: dict[str, Any] = {"call": asked.call, "identity": asked.identity, "now": now, "reserve": asked.reserve}
+            kept |= {"retry": retry, "first": first}
             self.open.append(kept | {"last": self.last, "row": self.row})
             self.row, self.last = 0, now
             self.close_old(now)
@@ -166,6 +168,7 @@ class Account:
             if not step["retry"] and step["identity"] in self.identities:
                 self.identities.remove(step["identity"])
             self.row += step["row"]
+            self.narrowed = 0 if step["first"] else self.narrowed
             if self.last == step["now"]:
                 self.last = min(step["last"], step["now"])
             self.block(asked.limits)

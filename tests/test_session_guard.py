@@ -418,3 +418,13 @@ def test_explain_says_where_a_name_was_looked_for(tmp_path: Path, capsys: pytest
     assert "header:x-run, or" in printed
     assert "body:/run" in printed
     assert "no_session" in printed
+
+
+def test_a_step_that_a_detector_takes_back_has_narrowed_nothing() -> None:
+    """No model has seen it, so the next request that brings a call is the first to lose its tools."""
+    document = limited(max_tool_calls=1, max_tool_calls_mode="narrow")
+    document["spec"]["loop_detection"] = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2}
+    service = make_service(document)
+
+    assert send(service, [turns(1)], session="other") == [200]
+    assert send(service, [turns(1), turns(2), turns(3)]) == [429, 200, 429]

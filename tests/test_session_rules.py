@@ -321,8 +321,7 @@ def test_sessions_are_limited_as_the_rules_say(
     events: Sequence[Ask | Bill],
 ) -> None:
     """Whatever is sent, by whom, again or in part, to which replica, and whatever becomes of it."""
-    # A ledger that has been narrowed stays so when a detector takes the step back, which the plain rules do not say.
-    if narrows and not detects and "max_tool_calls" in limits:
+    if narrows and "max_tool_calls" in limits:
         limits = {**limits, "max_tool_calls_mode": "narrow"}
     world = World(limits, most_sessions, detects=detects)
 

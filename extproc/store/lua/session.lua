@@ -22,6 +22,7 @@ local OPEN, OPEN_MS = 32, 600000
 local TOOLS, MOST_TOOLS = 64, 255
 local MAX, MAX_MONEY = 4294967295, 4503599627370496
 local FAILED, REFUSED, STEP = 1, 2, 3
+local RETRY, NARROWED = 1, 2
 local GARBAGE_MS = 1000
 
 local sub = string.sub
@@ -215,33 +216,36 @@ local function let_through(l, asked, retry)
     l.steps = math.min(l.steps + 1, MAX)
     l.identities = sub(l.identities .. asked.identity, -IDENTITIES * IDENTITY)
   end
+  local bits = retry and RETRY or 0
   if not asked.narrows or l.tool_calls < asked.max_calls then
     l.narrowed_at = 0
   elseif l.narrowed_at == 0 then
     l.narrowed_at = l.tool_calls
+    bits = bits + NARROWED
   end
   local quiet = math.min(math.max(0, asked.now - l.last), MAX)
   l.open = l.open .. struct.pack(RESERVATION, asked.call, asked.identity, asked.now, asked.money, quiet, l.consecutive_blocks,
-    retry and 1 or 0)
+    bits)
   l.reserved = l.reserved + asked.money
   l.consecutive_blocks, l.last = 0, asked.now
 end
 
-local function take_back(l, identity, begun, quiet, blocks, retry)
+local function take_back(l, identity, begun, quiet, blocks, bits)
   l.consecutive_blocks = math.min(l.consecutive_blocks + blocks, MAX)
   if l.last == begun then l.last = l.last - quiet end
-  if retry == 1 then return end
+  if bits >= NARROWED then l.narrowed_at = 0 end
+  if bits % NARROWED == RETRY then return end
   l.steps = l.steps - 1
   local at = find(l.identities, identity, IDENTITY)
   if at then l.identities = sub(l.identities, 1, at - 1) .. sub(l.identities, at + IDENTITY) end
 end
 
 local function close(l, at, asked)
-  local _, identity, begun, reserve, quiet, blocks, retry = struct.unpack(RESERVATION, l.open, at)
+  local _, identity, begun, reserve, quiet, blocks, bits = struct.unpack(RESERVATION, l.open, at)
   l.open = sub(l.open, 1, at - 1) .. sub(l.open, at + RESERVATION_SIZE)
   l.reserved = l.reserved - reserve
   if asked.kind == REFUSED then
-    take_back(l, identity, begun, quiet, blocks, retry)
+    take_back(l, identity, begun, quiet, blocks, bits)
     return block(l, asked)
   end
   pay(l, asked.money, asked.estimated and asked.money or 0)
