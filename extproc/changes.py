@@ -5,14 +5,13 @@ What cannot be done is counted, and the request goes on without it, unless its s
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from time import thread_time
 from typing import Final, NamedTuple
 
-from extproc.answers.edits import AMBIGUOUS
+from extproc.answers.edits import AMBIGUOUS, NotEdited
 from extproc.answers.go_on import NARROWED, STEERED, Header
-from extproc.answers.narrow import NotNarrowed, narrow
-from extproc.answers.steer import NotSteered, steer, write_note
+from extproc.answers.narrow import narrow
+from extproc.answers.steer import steer, write_note
 from extproc.budget import InspectionBudget
 from extproc.decision import Action, Decision, Outcome
 from extproc.evaluation import Evaluation
@@ -35,6 +34,16 @@ class Original(NamedTuple):
 
     content: bytes | memoryview | None
     why: str = ""
+
+    def take(self) -> bytes | memoryview:
+        """All of it.
+
+        Raises:
+            NotEdited: it cannot be changed.
+        """
+        if self.content is None:
+            raise NotEdited(self.why)
+        return self.content
 
 
 class Changed(NamedTuple):
@@ -87,8 +96,8 @@ class Changes:
         strictest = next((session for session, narrowing in narrowed if narrowing.every), None)
         tools = {tool for _, narrowing in narrowed for tool in narrowing.tools}
         try:
-            body = _narrow_body(evaluation, original, None if strictest is not None else tools)
-        except NotNarrowed as why:
+            body = narrow(evaluation.request, original.take(), None if strictest is not None else tools, evaluation.document)
+        except NotEdited as why:
             self._reporter.report_unnarrowed([session.plan.id for session, _ in narrowed], why.reason)
             if why.reason in _NOTHING_DONE or (strictest is None and why.reason != AMBIGUOUS):
                 return decision, UNCHANGED  # a tool that is called all the same refuses the next request
@@ -101,21 +110,9 @@ class Changes:
         """Put a note into the request, or let it go on with a warning where it cannot have one."""
         note = write_note(outcome, evaluation.request, evaluation.find_guard(outcome))
         try:
-            return decision, Changed(_put_note(evaluation, original, changed, note), (*changed.marks, STEERED))
-        except NotSteered as why:
+            if changed.body is not None:
+                return decision, Changed(steer(evaluation.request, changed.body, note), (*changed.marks, STEERED))
+            return decision, Changed(steer(evaluation.request, original.take(), note, evaluation.document), (STEERED,))
+        except NotEdited as why:
             self._reporter.report_unsteered(decision, why.reason)
             return decision.warn_instead(), changed
-
-
-def _narrow_body(evaluation: Evaluation, original: Original, without: Collection[str] | None) -> bytes:
-    if original.content is None:
-        raise NotNarrowed(original.why)
-    return narrow(evaluation.request, original.content, without, evaluation.document)
-
-
-def _put_note(evaluation: Evaluation, original: Original, changed: Changed, note: str) -> bytes:
-    if original.content is None:
-        raise NotSteered(original.why)
-    if changed.body is not None:
-        return steer(evaluation.request, changed.body, note)
-    return steer(evaluation.request, original.content, note, evaluation.document)

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.answers.narrow import NotNarrowed, narrow
+from extproc.answers.edits import NotEdited
+from extproc.answers.narrow import narrow
 from extproc.request import HttpRequest
 from extproc.similarity.document import Document
 from tests.test_canonical import spelled
@@ -131,7 +132,7 @@ def narrowed(body: bytes, *without: str, every: bool = False, path: str = "/v1/x
 
 def refused(body: bytes, *without: str, every: bool = False) -> str:
     """Why a body cannot be narrowed."""
-    with pytest.raises(NotNarrowed) as why:
+    with pytest.raises(NotEdited) as why:
         narrowed(body, *without, every=every)
     return why.value.reason
 
@@ -164,7 +165,7 @@ def test_what_is_named_goes_and_the_choice_fits(
     expected = expect(api, [name for names in made[::-1] for name in names[::-1]], tools, without, choice)
 
     if expected is None:
-        with pytest.raises(NotNarrowed, match="no_choice"):
+        with pytest.raises(NotEdited, match="no_choice"):
             narrow(request_of(api), body, without)
         return
     new = narrow(request_of(api), body, without)
@@ -389,16 +390,16 @@ def test_what_may_be_read_in_two_ways_is_not_narrowed(body: str, reason: str) ->
 
 def test_what_is_compressed_is_not_narrowed() -> None:
     """Its bytes are not the body's."""
-    with pytest.raises(NotNarrowed, match="content_encoding"):
+    with pytest.raises(NotEdited, match="content_encoding"):
         narrow(request_of("chat", content_encoding=b"gzip"), gzip.compress(_chat([])), None)
 
 
 @pytest.mark.parametrize("every", [True, False])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_bodies_are_narrowed_or_not(name: str, every: bool) -> None:
-    """Whatever a body is, nothing but NotNarrowed is raised, and what comes out is JSON where what went in was."""
+    """Whatever a body is, nothing but NotEdited is raised, and what comes out is JSON where what went in was."""
     body = HOSTILE[name][0]()
-    with suppress(NotNarrowed):
+    with suppress(NotEdited):
         new = narrowed(body, "f", every=every)
         assert new == body or msgspec.json.decode(new, type=msgspec.Raw)
 
@@ -437,7 +438,7 @@ def test_nearly_right_bodies_are_narrowed_or_not(request: dict[str, Any], wild: 
     body = json.dumps(old).encode()
     try:
         new = narrowed(body, "f", every=every)
-    except NotNarrowed:
+    except NotEdited:
         return
 
     found = json.loads(new, object_pairs_hook=_take_once)

@@ -21,7 +21,8 @@ from openai.types.responses import ToolParam
 from openai.types.responses.response_create_params import ToolChoice
 from pydantic import TypeAdapter
 
-from extproc.answers.narrow import NotNarrowed, narrow
+from extproc.answers.edits import NotEdited
+from extproc.answers.narrow import narrow
 from extproc.request import HttpRequest
 from tests.test_places import VALIDATORS
 
@@ -243,7 +244,7 @@ def test_bedrock_has_no_choice_of_none(model: FakeModel) -> None:
     VALIDATORS["bedrock"](new)
     assert find_names(new["toolConfig"]["tools"]) == ["read"]
     assert new["toolConfig"]["toolChoice"] == {"auto": {}}
-    with pytest.raises(NotNarrowed, match="no_choice"):
+    with pytest.raises(NotEdited, match="no_choice"):
         take_out(body)
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from extproc.encodings import list_encodings, split_mark
+from extproc.request import HttpRequest
+from extproc.similarity.document import Document
 from extproc.similarity.shapes.places import Member, Value, open_items, open_members
 
 AMBIGUOUS: Final = "ambiguous_body"
@@ -24,13 +27,32 @@ class NotEdited(Exception):  # says what becomes of the request
     """The body cannot be changed.
 
     Attributes:
-        reason: why.
+        reason: why, as `unsteered_total` and `unnarrowed_total` show it.
     """
 
     def __init__(self, reason: str) -> None:
         """Say why."""
         super().__init__(reason)
         self.reason = reason
+
+
+def open_document(request: HttpRequest, body: bytes | memoryview, document: Document | None) -> tuple[bytes, Document]:
+    """A request's body to be changed: its byte order mark, which is no part of its JSON, and the rest.
+
+    Args:
+        request: whose body it is.
+        body: all of it.
+        document: the same, as somebody has looked into it, which saves doing it again.
+
+    Raises:
+        NotEdited: it is compressed.
+    """
+    if list_encodings(request.headers.get("content-encoding", b"")):
+        raise NotEdited("content_encoding")
+    if document is not None:
+        return b"", document
+    mark, rest = split_mark(bytes(body))
+    return mark, Document(rest)
 
 
 class _Edit(NamedTuple):

@@ -71,8 +71,6 @@ def _write_field(number: int, content: bytes) -> bytes:
     length = len(content)
     if length <= _SEVEN_BITS:
         return _TAGS[number] + _LENGTHS[length] + content
-    if length < len(_LENGTHS) << 7:
-        return _TAGS[number] + _CONTINUED[length & _SEVEN_BITS] + _LENGTHS[length >> 7] + content
     head = b""
     while length > _SEVEN_BITS:
         head += _CONTINUED[length & _SEVEN_BITS]

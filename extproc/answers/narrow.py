@@ -12,8 +12,7 @@ from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
-from extproc.answers.edits import AMBIGUOUS, Edits, NotEdited
-from extproc.encodings import list_encodings, split_mark
+from extproc.answers.edits import AMBIGUOUS, Edits, NotEdited, open_document
 from extproc.request import HttpRequest
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.history import list_used
@@ -42,19 +41,6 @@ _SECOND_WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _CALLED: Final = {"computer_use": "computer"}
 
 
-class NotNarrowed(Exception):  # says what becomes of the request
-    """The tools of a request cannot be narrowed.
-
-    Attributes:
-        reason: why.
-    """
-
-    def __init__(self, reason: str) -> None:
-        """Say why."""
-        super().__init__(reason)
-        self.reason = reason
-
-
 def narrow(
     request: HttpRequest, body: bytes | memoryview, without: Collection[str] | None, document: Document | None = None
 ) -> bytes:
@@ -67,21 +53,16 @@ def narrow(
         document: the same body, as somebody has looked into it, which saves doing it again.
 
     Raises:
-        NotNarrowed: it cannot be had.
+        NotEdited: it cannot be had.
     """
-    if list_encodings(request.headers.get("content-encoding", b"")):
-        raise NotNarrowed("content_encoding")
-    mark = b""
-    if document is None:
-        mark, rest = split_mark(bytes(body))
-        document = Document(rest)
+    mark, document = open_document(request, body, document)
     try:
         needed = [] if request.path.endswith(_WITHOUT_CHOICE) else _list_used(document)
         edits = Edits(document.data())
         _Narrowing(edits, without, needed).narrow(open_body(document.data()))
         return mark + edits.apply()
-    except (NotCounted, NotEdited) as why:
-        raise NotNarrowed(why.reason) from None
+    except NotCounted as why:
+        raise NotEdited(why.reason) from None
 
 
 def _list_used(document: Document) -> list[str]:

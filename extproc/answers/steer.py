@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from extproc.answers.edits import NotEdited, open_document
 from extproc.candidates import Guard
 from extproc.decision import Outcome
-from extproc.encodings import list_encodings, split_mark
 from extproc.notes import ends_with_note, frame_note
 from extproc.request import HttpRequest
 from extproc.similarity.document import Document, NotCounted
@@ -22,19 +22,6 @@ MAX_PLACES: Final = 16
 """Of so many results at most the newest get the note."""
 
 
-class NotSteered(Exception):  # says what becomes of the request
-    """A note cannot be put into the request.
-
-    Attributes:
-        reason: why, as `unsteered_total` shows it.
-    """
-
-    def __init__(self, reason: str) -> None:
-        """Say why."""
-        super().__init__(reason)
-        self.reason = reason
-
-
 def steer(request: HttpRequest, body: bytes | memoryview, note: str, document: Document | None = None) -> bytes:
     """The request's body with the note.
 
@@ -45,21 +32,16 @@ def steer(request: HttpRequest, body: bytes | memoryview, note: str, document: D
         document: the same body, as somebody has looked into it, which saves doing it again.
 
     Raises:
-        NotSteered: there is no place for it.
+        NotEdited: there is no place for it.
     """
-    if list_encodings(request.headers.get("content-encoding", b"")):
-        raise NotSteered("content_encoding")
-    mark = b""
-    if document is None:
-        mark, rest = split_mark(bytes(body))
-        document = Document(rest)
+    mark, document = open_document(request, body, document)
     try:
         data = document.data()
         places = locate_results(document)
     except NotCounted as why:
-        raise NotSteered(why.reason) from None
+        raise NotEdited(why.reason) from None
     if not places:
-        raise NotSteered("no_result")
+        raise NotEdited("no_result")
     free = [place for place in places[-MAX_PLACES:] if not ends_with_note(data, place.offset)]
     return mark + splice(data, free, frame_note(note))
 

@@ -13,8 +13,9 @@ from typing import TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
 from extproc.answers.clients import AUTO_STATUS
+from extproc.answers.edits import NotEdited
 from extproc.answers.refuse import KILLED_SECONDS, KILLED_STATUS
-from extproc.answers.steer import NotSteered, steer, write_note
+from extproc.answers.steer import steer, write_note
 from extproc.candidates import Candidate, LoopCandidate, SessionCandidate
 from extproc.commands import add_policy_flag, load_policies
 from extproc.decision import Action, Outcome
@@ -182,7 +183,7 @@ def _show_note(candidate: LoopCandidate, request: HttpRequest, body: bytes) -> _
     note = write_note(_make_outcome(candidate, detector.actions.index(Action.STEER)), request, detector)
     try:
         steer(request, body, note)
-    except NotSteered as why:
+    except NotEdited as why:
         return [("unsteered", f"let through with a warning: {why.reason}")]
     return [("note", note)]
 
