@@ -31,12 +31,14 @@ $(BIN)/python:
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir .venv/wheel .
 	@touch $@
 
-# The wheel's version never changes, so pip has to be told that its files did.
+# The wheel's version never changes, so pip has to be told that its files did. The checkout is looked into last: its tests
+# and its benchmark are found there, and extproc in the wheel.
 $(COMPILED)/%.stamp: .venv/wheel.stamp
 	@test -x $(COMPILED)/bin/python || $(PYTHON) -m venv $(COMPILED)
 	@echo "installing extproc-loopguard[$*] from .venv/wheel into $(COMPILED) ..."
 	@$(COMPILED)/bin/python $(PIP_INSTALL) --force-reinstall --no-deps .venv/wheel/*.whl
 	@$(COMPILED)/bin/python $(PIP_INSTALL) "$$(echo .venv/wheel/*.whl)[$*]"
+	@echo $(CURDIR) > "$$($(COMPILED)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/checkout.pth"
 	@$(COMPILED)/bin/loopguard --version
 	@touch $@
 
@@ -106,8 +108,8 @@ test-mesh: .venv/test.stamp ## the chart on Istio's and Envoy Gateway's own cont
 		LOOPGUARD_TEST_MESH=$(CURDIR)/$(MESH) $(BIN)/python -m pytest tests/test_real_mesh.py tests/test_real_gateway.py; \
 	fi
 
-bench: .venv/test.stamp $(COMPILED)/demo.stamp ## CPU, memory and stalls, as ratios measured in one run
-	@$(BIN)/python -m tests.bench
+bench: .venv/test.stamp $(COMPILED)/test.stamp ## CPU, memory and stalls, as ratios measured in one run (flags: make bench ARGS='--help')
+	@$(COMPILED)/bin/python -P -m tests.bench $(ARGS)
 
 check: .venv/check.stamp ## ruff, mypy --strict and the tests
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -1,4 +1,4 @@
-"""`python -m tests.bench`: run the benchmark, print its tables, write its results."""
+"""`make bench`: run the benchmark, print its tables, write its results."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
+from extproc.cli import describe_version
 from tests.bench import (
     answers,
     door,
@@ -46,10 +47,11 @@ _SECTIONS = {
 }
 
 _EPILOG = """examples:
-  make bench                                          everything, a few minutes
-  python -m tests.bench --quick                       the same with fewer rounds, to see that it works
-  python -m tests.bench --only envoy --only engine    two sections
-  python -m tests.bench --output /tmp/before.json     keep the results of an experiment
+  make bench                                           everything, a few minutes
+  make bench ARGS=--quick                              the same with fewer rounds, to see that it works
+  make bench ARGS='--only envoy --only engine'         two sections
+  make bench ARGS='--output /tmp/before.json'          keep the results of an experiment
+  .venv/bin/python -m tests.bench --only similarity    the same in pure Python
 
 What two servers cost is measured side by side, in turns, and compared as a ratio; figures in microseconds are CPU time of this
 machine and mean little on another. exit code: 0 measured (also when a requirement was missed), 1 the benchmark failed"""
@@ -58,6 +60,7 @@ machine and mean little on another. exit code: 0 measured (also when a requireme
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sections asked for."""
     options = _parser().parse_args(arguments)
+    print(f"measured: {describe_version()}\n", flush=True)
     logging.disable(logging.WARNING)  # loops are detected by the thousand, and each line would stand between the bars
     sections: dict[str, Section] = {}
     failed = []
@@ -84,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.bench",
+        prog="tests.bench",
         description="What Loopguard costs, beside a server that does nothing.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

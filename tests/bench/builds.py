@@ -7,7 +7,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
-SOURCES = Path(sys.executable).parent
+_RUNNING = Path(sys.executable).parent
+
+SOURCES = _RUNNING.parents[1] / "bin" if _RUNNING.parent.name == "compiled" else _RUNNING
 """The programs of the virtual environment in which the sources run as they are."""
 
 _COMPILED = SOURCES.parent / "compiled" / "bin"

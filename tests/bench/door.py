@@ -6,7 +6,6 @@ import asyncio
 import json
 import ssl
 import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
@@ -23,7 +22,7 @@ from extproc.transport.health import EXT_PROC
 from tests.bench import samples
 from tests.bench.attack import ATTACKS, HANDSHAKES, HELLO, LABORIOUS, LABORIOUS_PATH, frame
 from tests.bench.builds import SOURCES, find_compiled, serve
-from tests.bench.processes import free_port, running
+from tests.bench.processes import command_module, free_port, running
 from tests.bench.report import Row, progress
 
 TITLE = "door: p99 of an innocent client (60 requests/s, a connection of its own), before and during attacks on another"
@@ -143,7 +142,7 @@ async def _connect(port: int, tls: ssl.SSLContext | None = None) -> _Innocent:
 @asynccontextmanager
 async def _attacking(name: str, port: int, seconds: float) -> AsyncIterator[dict[str, int]]:
     """Attack while the block runs, and at most that long; what was sent is known afterwards."""
-    command = [sys.executable, "-m", "tests.bench.attack", name, str(port), str(seconds), "1"]
+    command = command_module("tests.bench.attack", name, str(port), str(seconds), "1")
     attacking = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     sent: dict[str, int] = {}
     await asyncio.sleep(0.7)  # until it has started

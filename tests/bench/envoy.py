@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
-from sys import executable
 from typing import NamedTuple
 from urllib.request import urlopen
 from zlib import adler32, crc32
@@ -18,7 +17,7 @@ from tests.bench import go_build, samples
 from tests.bench.builds import SOURCES, explain_missing, find_compiled, serve
 from tests.bench.envoy_config import Listener, running_envoy
 from tests.bench.load import load
-from tests.bench.processes import apart, free_port, running
+from tests.bench.processes import apart, command_module, free_port, running
 from tests.bench.report import Row, progress
 from tests.bench.timing import cpu_us, process_cpu, ratio, spread
 
@@ -152,7 +151,7 @@ def _commands(policy: Path, ports: Mapping[str, int], admins: Mapping[str, int])
         return serve(build, policy, ports[name], "--admin", f"127.0.0.1:{admins[name]}", *flags)
 
     commands = {
-        "null": [executable, "-m", "tests.bench.null_server", str(ports["null"])],
+        "null": command_module("tests.bench.null_server", str(ports["null"])),
         "pure": guard("pure", SOURCES),
         "grpcio": guard("grpcio", SOURCES, "--transport", "grpcio"),
     }

@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import cast
 
 from tests.bench.load import content_length, request
+from tests.bench.processes import command_module
 
 _BODY_BYTES = 1024
 _CONNECTIONS = 128
@@ -34,7 +35,7 @@ def run_paced(port: int, rate: int, seconds: int, first: int, meanwhile: Meanwhi
     Raises:
         RuntimeError: not every request was answered 200.
     """
-    command = [sys.executable, "-m", "tests.bench.paced", *map(str, (port, rate, seconds, first))]
+    command = command_module("tests.bench.paced", *map(str, (port, rate, seconds, first)))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()

@@ -17,13 +17,18 @@ _START_SECONDS = 20
 _STOP_SECONDS = 10
 
 
+def command_module(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of the benchmark with the interpreter, and the build, of this process."""
+    return [sys.executable, "-P", "-m", module, *arguments]  # -P: the sources in the working directory are not that build
+
+
 def run_module(module: str, *arguments: str) -> dict[str, Any]:
     """Run a module of the benchmark in a fresh interpreter and read the JSON object that it prints.
 
     Raises:
         RuntimeError: it failed.
     """
-    command = [sys.executable, "-m", module, *arguments]
+    command = command_module(module, *arguments)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")

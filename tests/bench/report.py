@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from extproc.cli import describe_version
+
 _BAR = 24
 
 
@@ -92,6 +94,7 @@ def write_json(path: Path, sections: Mapping[str, Section], *, quick: bool) -> N
     """Everything that was measured, for machines."""
     document = {
         "quick": quick,
+        "build": describe_version(),
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
         "sections": {
             name: {
