@@ -425,7 +425,7 @@ def test_top_is_live_on_a_terminal() -> None:
     service = looping("ann", show_callers=True)
     ours, theirs = os.openpty()
     with admin_of(service) as client, os.fdopen(ours, "rb", buffering=0) as screen:
-        command = [sys.executable, "-P", "-m", "extproc.cli", "top", "--admin", client.url, "--interval", "0.1"]
+        command = [sys.executable, "-P", "-c", INTERRUPTIBLE, "top", "--admin", client.url, "--interval", "0.1"]
         environment = {**os.environ, "COLUMNS": "200", "LINES": "50", "TERM": "xterm"}
         with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as top:
             os.close(theirs)
@@ -443,15 +443,24 @@ def test_top_is_live_on_a_terminal() -> None:
     assert ended == 130
 
 
+INTERRUPTIBLE = """import signal, sys
+from extproc.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main())
+"""
+"""The command as a terminal starts it, also where these tests run in the background of a shell, which has Ctrl-C ignored."""
+
 ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
 """What a terminal is told to show another screen, and its own again (xterm's control sequences)."""
 
 
 def read_until(screen: BinaryIO, part: bytes) -> bytes:
     """All that is written to a terminal, up to that part."""
-    seen = b""
+    seen, deadline = b"", time.monotonic() + PATIENCE
     while part not in seen:
-        assert select([screen], [], [], PATIENCE)[0], f"{part!r} was never shown, but {seen[-2_000:]!r}"
+        ready, _, _ = select([screen], [], [], PATIENCE)
+        assert ready, f"nothing is shown behind {seen[-2_000:]!r}"
+        assert time.monotonic() < deadline, f"{part!r} was never shown, but {seen[-2_000:]!r}"
         seen += screen.read(65_536)
     return seen
 
