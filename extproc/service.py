@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from google.protobuf.message import DecodeError
 
 from extproc.access_log import SESSIONS, AccessLog, Entry, write_sessions
-from extproc.answers.go_on import find_warning, let_go_on, make_metadata, make_wait
+from extproc.answers.go_on import find_warning, let_go_on, make_metadata, make_wait, replace_body
 from extproc.answers.metadata import write_metadata
 from extproc.answers.refuse import refuse, refuse_blocked, refuse_killed, refuse_uncountable, refuse_without_store
 from extproc.budget import InspectionBudget
@@ -648,7 +648,10 @@ class Stream:
             metadata = self._name_calls(evaluation, metadata)
             if lead is None and changed.body is None:
                 return Reply(_GO_ON_BYTES[kind] + write_metadata(metadata), done=True) if metadata else _DONE[kind]
-        answer = let_go_on(kind, metadata or None, warning=find_warning(decision), body=changed.body, marks=changed.marks)
+        if changed.body is not None:
+            answer = replace_body(changed.body, metadata, warning=find_warning(decision), marks=changed.marks)
+        else:
+            answer = let_go_on(kind, metadata or None, warning=find_warning(decision))
         if lead is None or self._holding is None:
             return Reply(answer, done=True)
         return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))

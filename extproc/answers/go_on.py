@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
-from extproc.answers.metadata import write_metadata
+from extproc.answers.metadata import write_head, write_metadata
 from extproc.decision import Action, Decision, Reason
 from extproc.guards.session import SessionSubject
 from extproc.pb.base_pb2 import HeaderValueOption
-from extproc.pb.external_processor_pb2 import HeaderMutation, ProcessingResponse
+from extproc.pb.external_processor_pb2 import CommonResponse, HeaderMutation, ProcessingResponse
 from extproc.policy.bundle import DEFAULT_DETECTOR
 
 _TOOLS_SHOWN = 256
@@ -23,38 +23,50 @@ NARROWED: Final[Header] = ("x-loopguard-narrowed", "1")
 _KIND = {Reason.LOOP_DETECTED: "loop", Reason.SESSION_LIMIT_EXCEEDED: "session"}
 """What a warning is about."""
 
+# The fields that lead to a body, with their numbers (envoy/service/ext_proc/v3/external_processor.proto).
+_REQUEST_BODY, _RESPONSE, _BODY_MUTATION, _BODY = 3, 1, 3, 1
+
 # By name: looking an enum's value up on its message class costs microseconds.
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
-def let_go_on(
-    kind: str,
-    metadata: dict[str, Any] | None = None,
-    *,
-    warning: str = "",
-    body: bytes | None = None,
-    marks: Sequence[Header] = (),
-) -> bytes:
+def let_go_on(kind: str, metadata: dict[str, Any] | None = None, *, warning: str = "") -> bytes:
     """The answer of a phase that lets the request go on.
 
     Args:
         kind: the phase, as the message's field is called.
         metadata: dynamic metadata that goes with it.
         warning: tells the upstream that a loop was seen, empty for none.
-        body: in place of the request's own, which was buffered; None leaves that as it is.
-        marks: headers that tell the upstream what was done to the body.
     """
     response = ProcessingResponse()
     phase = getattr(response, kind)
     phase.SetInParent()
     if warning and kind != "request_trailers":  # headers have gone by then
         set_headers(phase.response.header_mutation, [(_WARNING, warning)])
-    if body is not None:
-        # Envoy compares the body with its content-length, and answers 500 where they differ.
-        set_headers(phase.response.header_mutation, [*marks, ("content-length", str(len(body)))])
-        phase.response.body_mutation.body = body
     answer = response.SerializeToString()
     return answer if metadata is None else answer + write_metadata(metadata)
+
+
+def replace_body(body: bytes, metadata: dict[str, Any], *, warning: str, marks: Sequence[Header]) -> bytes:
+    """The answer that lets a request go on with another body.
+
+    The body is written behind what protobuf has written, field by field from the inside out: protobuf would copy it four times.
+
+    Args:
+        body: in place of the request's own, which was buffered.
+        metadata: dynamic metadata that goes with it.
+        warning: tells the upstream that a loop was seen, empty for none.
+        marks: headers that tell the upstream what was done to the body.
+    """
+    length = str(len(body))  # Envoy compares the body with its content-length, and answers 500 where they differ
+    mutation = HeaderMutation()
+    set_headers(mutation, [*([(_WARNING, warning)] if warning else []), *marks, ("content-length", length)])
+    head = CommonResponse(header_mutation=mutation).SerializeToString()
+    inner = write_head(_BODY, len(body))
+    head += write_head(_BODY_MUTATION, len(inner) + len(body)) + inner
+    head = write_head(_RESPONSE, len(head) + len(body)) + head
+    head = write_head(_REQUEST_BODY, len(head) + len(body)) + head
+    return b"".join([head, body, write_metadata(metadata)])
 
 
 def make_wait(milliseconds: int) -> bytes:

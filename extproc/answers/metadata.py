@@ -66,13 +66,17 @@ def _write_text(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-def _write_field(number: int, content: bytes) -> bytes:
-    """A string or a message, behind its tag and its length."""
-    length = len(content)
+def write_head(number: int, length: int) -> bytes:
+    """What stands in front of a string or a message of that length: the tag of its field, of at most `_DYNAMIC_METADATA`."""
     if length <= _SEVEN_BITS:
-        return _TAGS[number] + _LENGTHS[length] + content
+        return _TAGS[number] + _LENGTHS[length]
     head = b""
     while length > _SEVEN_BITS:
         head += _CONTINUED[length & _SEVEN_BITS]
         length >>= 7
-    return _TAGS[number] + head + _LENGTHS[length] + content
+    return _TAGS[number] + head + _LENGTHS[length]
+
+
+def _write_field(number: int, content: bytes) -> bytes:
+    """A string or a message, behind its tag and its length."""
+    return write_head(number, len(content)) + content

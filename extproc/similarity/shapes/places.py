@@ -104,13 +104,13 @@ def splice(body: bytes, places: Sequence[Place], note: str) -> bytes:
     >>> splice(b'["a"]', [Place(3)], ' says "b"')
     b'["a says \\"b\\""]'
     """
-    written = dumps(note)[1:-1].encode()
-    parts = []
+    written, whole = dumps(note)[1:-1].encode(), memoryview(body)
+    parts: list[bytes | memoryview] = []
     done = 0
     for place in places:
-        parts += [body[done : place.offset], place.opening, written, place.closing]
+        parts += [whole[done : place.offset], place.opening, written, place.closing]
         done = place.offset
-    parts.append(body[done:])
+    parts.append(whole[done:])
     return b"".join(parts)
 
 
