@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from extproc.decision import Repeat
 from extproc.policy.bundle import LoopDetection
 from extproc.similarity.actions import MAX_NAME
-from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.document import MAX_STEPS, Document, NotCounted
 from extproc.similarity.keys import Tool
 from extproc.similarity.tool_calls import NO_CALLS, ToolCalls
 from extproc.similarity.tools import Limit, Limits, matches
@@ -652,6 +652,17 @@ def test_results_in_any_order(order: str) -> None:
         messages.append({"role": "tool", "tool_call_id": "nobody", "content": "alone"})
 
     found = verdict(value, loop())
+
+    assert found is not None
+    assert found.count == 3
+
+
+@every_shape
+def test_a_history_is_read_no_further_than_a_loop_needs(shape: Shape) -> None:
+    """One that is longer than anybody looks at loops all the same."""
+    events: list[Event] = [(Called(f"f{number}", {}),) for number in range(MAX_STEPS)]
+
+    found = verdict(shape([*events, (_A,), (_A,), (_A,)]), loop())
 
     assert found is not None
     assert found.count == 3

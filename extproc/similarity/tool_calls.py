@@ -169,8 +169,9 @@ class ToolCalls(Similarity):
         conversation = open_conversation(document)
         if conversation.elsewhere:
             raise NotCounted("no_history")
-        found = read_calls(conversation.read_backwards(), reset=self._reset)
-        return (call for call in found if not self._find_limit(call).allow)
+        for call in read_calls(conversation.read_backwards(), reset=self._reset):
+            if not self._find_limit(call).allow:
+                yield call  # a generator expression would be read to its end at once, where this is compiled
 
     def _find_limit(self, call: Call) -> Limit:
         return self._limits.of((call.name[:MAX_NAME],))
