@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any, ClassVar
 
 from extproc.decision import Advice, Outcome, Repeat
@@ -276,7 +275,7 @@ class _History:
 
     def newest_of(self, name: str, count: int) -> list[Call]:
         """So many calls of one tool, or as many as there are among those that are looked at."""
-        return list(islice((call for call in self.newest(_MOST_CALLS) if call.name == name), count))
+        return [call for call in self.newest(_MOST_CALLS) if call.name == name][:count]
 
     def spell_newest(self) -> bytes:
         """All that is compared of the newest turn, whose calls have no order."""
