@@ -56,7 +56,7 @@ def test_nothing_is_listed_in_vain() -> None:
 
 
 def test_nothing_that_is_compiled_counts_on_lazy_expressions() -> None:
-    """mypyc reads a generator expression to its end at once, so none leaves its function, or is read in part."""
+    """Compiled code reads a generator expression to its end at once, so none leaves its function, or is read in part."""
     in_part = {"islice", "takewhile", "dropwhile", "iter", "map", "filter", "chain"}
     found = []
     for module in select_modules(HOOK):
