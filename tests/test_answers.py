@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 
 from extproc.answers.apis import find_api
 from extproc.answers.apis.api import Completion, Question, Refusal
+from extproc.answers.go_on import STEERED, replace_body
 from extproc.answers.metadata import write_metadata
 from extproc.decision import Framed
 from extproc.pb.external_processor_pb2 import ProcessingResponse
@@ -439,6 +440,23 @@ def test_metadata_is_what_protobuf_would_write(metadata: dict[str, Any]) -> None
     expected.dynamic_metadata.update({"loopguard": metadata})
 
     assert ProcessingResponse.FromString(write_metadata(metadata)) == expected
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 16_384, 3_000_000])
+@pytest.mark.parametrize("warning", ["", "loop_steer"])
+def test_a_body_is_replaced_as_protobuf_would_write_it(size: int, warning: str) -> None:
+    """Our own bytes are read as the message that protobuf fills, however long the body is."""
+    sent = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+    expected = ProcessingResponse()
+    expected.dynamic_metadata.update({"loopguard": {"count": 3}})
+    common = expected.request_body.response
+    marks = [STEERED, ("content-length", str(size)), *([("X-Fairvisor-Warning", warning)] if warning else [])]
+    for name, value in marks:
+        option = common.header_mutation.set_headers.add(append_action="OVERWRITE_IF_EXISTS_OR_ADD")
+        option.header.key, option.header.raw_value = name, value.encode()
+    common.body_mutation.body = sent
+
+    assert ProcessingResponse.FromString(replace_body(sent, {"count": 3}, warning=warning, marks=(STEERED,))) == expected
 
 
 def test_long_metadata_has_long_lengths() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
-from extproc.answers.metadata import write_head, write_metadata
+from extproc.answers.metadata import write_field, write_head, write_metadata
 from extproc.decision import Action, Decision, Reason
 from extproc.guards.session import SessionSubject
 from extproc.pb.base_pb2 import HeaderValueOption
-from extproc.pb.external_processor_pb2 import CommonResponse, HeaderMutation, ProcessingResponse
+from extproc.pb.external_processor_pb2 import HeaderMutation, ProcessingResponse
 from extproc.policy.bundle import DEFAULT_DETECTOR
 
 _TOOLS_SHOWN = 256
@@ -23,8 +23,10 @@ NARROWED: Final[Header] = ("x-loopguard-narrowed", "1")
 _KIND = {Reason.LOOP_DETECTED: "loop", Reason.SESSION_LIMIT_EXCEEDED: "session"}
 """What a warning is about."""
 
-# The fields that lead to a body, with their numbers (envoy/service/ext_proc/v3/external_processor.proto).
+# The numbers of the fields that lead to a body, and to headers (envoy/service/ext_proc/v3/external_processor.proto).
 _REQUEST_BODY, _RESPONSE, _BODY_MUTATION, _BODY = 3, 1, 3, 1
+_HEADER_MUTATION, _SET_HEADERS, _HEADER, _KEY, _RAW_VALUE = 2, 1, 1, 1, 3
+_OVERWRITTEN: Final = b"\x18\x02"  # append_action: OVERWRITE_IF_EXISTS_OR_ADD
 
 # By name: looking an enum's value up on its message class costs microseconds.
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
@@ -48,9 +50,7 @@ def let_go_on(kind: str, metadata: dict[str, Any] | None = None, *, warning: str
 
 
 def replace_body(body: bytes, metadata: dict[str, Any], *, warning: str, marks: Sequence[Header]) -> bytes:
-    """The answer that lets a request go on with another body.
-
-    The body is written behind what protobuf has written, field by field from the inside out: protobuf would copy it four times.
+    """The answer that lets a request go on with another body, written from the inside out: protobuf would copy it four times.
 
     Args:
         body: in place of the request's own, which was buffered.
@@ -58,15 +58,22 @@ def replace_body(body: bytes, metadata: dict[str, Any], *, warning: str, marks: 
         warning: tells the upstream that a loop was seen, empty for none.
         marks: headers that tell the upstream what was done to the body.
     """
-    length = str(len(body))  # Envoy compares the body with its content-length, and answers 500 where they differ
-    mutation = HeaderMutation()
-    set_headers(mutation, [*([(_WARNING, warning)] if warning else []), *marks, ("content-length", length)])
-    head = CommonResponse(header_mutation=mutation).SerializeToString()
+    # Envoy compares the body with its content-length, and answers 500 where they differ.
+    headers = [_write_header(name, value) for name, value in [*marks, ("content-length", str(len(body)))]]
+    if warning:
+        headers.append(_write_header(_WARNING, warning))
     inner = write_head(_BODY, len(body))
-    head += write_head(_BODY_MUTATION, len(inner) + len(body)) + inner
+    mutation = write_head(_BODY_MUTATION, len(inner) + len(body)) + inner
+    head = write_field(_HEADER_MUTATION, b"".join(headers)) + mutation
     head = write_head(_RESPONSE, len(head) + len(body)) + head
     head = write_head(_REQUEST_BODY, len(head) + len(body)) + head
     return b"".join([head, body, write_metadata(metadata)])
+
+
+def _write_header(name: str, value: str) -> bytes:
+    """One header that Envoy sets, whatever stood there."""
+    header = write_field(_KEY, name.encode()) + write_field(_RAW_VALUE, value.encode())
+    return write_field(_SET_HEADERS, write_field(_HEADER, header) + _OVERWRITTEN)
 
 
 def make_wait(milliseconds: int) -> bytes:

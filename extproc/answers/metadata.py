@@ -40,26 +40,26 @@ def write_metadata(metadata: dict[str, Any]) -> bytes:
     Args:
         metadata: texts, numbers, switches, None, and dicts and lists of these.
     """
-    return _write_field(_DYNAMIC_METADATA, _write_entry(NAMESPACE, _write_value(metadata)))
+    return write_field(_DYNAMIC_METADATA, _write_entry(NAMESPACE, _write_value(metadata)))
 
 
 def _write_value(value: Any) -> bytes:  # noqa: ANN401  # what a Value can hold
     if isinstance(value, str):
-        return _write_field(_STRING, _write_text(value))
+        return write_field(_STRING, _write_text(value))
     if isinstance(value, bool):
         return _BOOLS[value]
     if isinstance(value, int | float):
         return _NUMBER.pack(_NUMBER_TAG, value)
     if isinstance(value, dict):
-        return _write_field(_STRUCT, b"".join([_write_entry(key, _write_value(item)) for key, item in value.items()]))
+        return write_field(_STRUCT, b"".join([_write_entry(key, _write_value(item)) for key, item in value.items()]))
     if isinstance(value, list):
-        return _write_field(_LIST, b"".join([_write_field(_VALUES, _write_value(item)) for item in value]))
+        return write_field(_LIST, b"".join([write_field(_VALUES, _write_value(item)) for item in value]))
     return _NULL
 
 
 def _write_entry(key: str, value: bytes) -> bytes:
     """One field of a Struct."""
-    return _write_field(_FIELDS, _write_field(_KEY, _write_text(key)) + _write_field(_VALUE, value))
+    return write_field(_FIELDS, write_field(_KEY, _write_text(key)) + write_field(_VALUE, value))
 
 
 def _write_text(text: str) -> bytes:
@@ -77,6 +77,6 @@ def write_head(number: int, length: int) -> bytes:
     return _TAGS[number] + head + _LENGTHS[length]
 
 
-def _write_field(number: int, content: bytes) -> bytes:
+def write_field(number: int, content: bytes) -> bytes:
     """A string or a message, behind its tag and its length."""
     return write_head(number, len(content)) + content
