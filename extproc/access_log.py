@@ -10,10 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from google.protobuf.message import DecodeError
-from google.protobuf.struct_pb2 import Struct
 from msgspec import MsgspecError, json
 
 from extproc.answers.metadata import NAMESPACE
@@ -21,8 +19,8 @@ from extproc.decision import Action
 from extproc.errors import ProtocolError
 from extproc.logs import RateLimit, make_extra
 from extproc.metrics import Metrics
-from extproc.pb.accesslog_pb2 import HTTPAccessLogEntry, HTTPResponseProperties
-from extproc.pb.als_pb2 import StreamAccessLogsMessage
+from extproc.pb.accesslog_pb2 import ResponseFlags
+from extproc.protobuf import DELIMITED, FIXED64, VARINT, Reader
 from extproc.rates import BYTES_PER_TOKEN, Usage, estimate_tokens
 
 _LOG = logging.getLogger("loopguard")
@@ -41,6 +39,37 @@ MAX_ENTRIES: Final = 1_000
 
 _MAX_SESSIONS: Final = 16
 """Policies that one request belongs to."""
+
+# The fields that are read, protos/ names them: of a StreamAccessLogsMessage and its HTTPAccessLogEntries,
+_HTTP_LOGS: Final = 2 << 3 | DELIMITED
+_LOG_ENTRY: Final = 1 << 3 | DELIMITED
+# of an HTTPAccessLogEntry,
+_COMMON_PROPERTIES: Final = 1 << 3 | DELIMITED
+_REQUEST: Final = 3 << 3 | DELIMITED
+_RESPONSE: Final = 4 << 3 | DELIMITED
+# of its parts,
+_RESPONSE_FLAGS: Final = 16 << 3 | DELIMITED
+_METADATA: Final = 17 << 3 | DELIMITED
+_INTERMEDIATE: Final = 27 << 3 | VARINT
+_REQUEST_BODY_BYTES: Final = 12 << 3 | VARINT
+_RESPONSE_CODE: Final = 1 << 3 | DELIMITED
+_RESPONSE_BODY_BYTES: Final = 3 << 3 | VARINT
+_RESPONSE_HEADERS: Final = 4 << 3 | DELIMITED
+# of a wrapped number, of a map's entry, of Metadata and Struct,
+_WRAPPED: Final = 1 << 3 | VARINT
+_KEY: Final = 1 << 3 | DELIMITED
+_VALUE: Final = 2 << 3 | DELIMITED
+_FILTER_METADATA: Final = 1 << 3 | DELIMITED
+_FIELDS: Final = 1 << 3 | DELIMITED
+# and of a Struct's Value.
+_NUMBER_VALUE: Final = 2 << 3 | FIXED64
+_STRING_VALUE: Final = 3 << 3 | DELIMITED
+_BOOL_VALUE: Final = 4 << 3 | VARINT
+
+_UPSTREAM_FLAGS: Final = frozenset([field.number << 3 | VARINT for field in ResponseFlags.DESCRIPTOR.fields])
+"""What the upstream, or the way to it, did wrong."""
+
+_REJECT: Final = Action.REJECT.value
 
 _encode: Final = json.Encoder().encode
 _decode: Final = json.Decoder(list[dict[str, Any]]).decode
@@ -63,8 +92,8 @@ _BYTES_PER_COMPRESSED_TOKEN: Final = 1
 """Text shrinks to a third or a quarter."""
 
 
-class Entry(NamedTuple):
-    """One request that is over.
+class Entry:
+    """One request that is over; never changed.
 
     Attributes:
         sessions: what the guard told Envoy about them.
@@ -78,15 +107,68 @@ class Entry(NamedTuple):
         refused: by Loopguard itself.
     """
 
-    sessions: tuple[Mapping[str, Any], ...]
-    status: int
-    failed: bool
-    request_bytes: int
-    response_bytes: int
-    model: str
-    usage: Usage
-    estimated: bool
-    refused: bool
+    __slots__ = (
+        "estimated",
+        "failed",
+        "model",
+        "refused",
+        "request_bytes",
+        "response_bytes",
+        "sessions",
+        "status",
+        "usage",
+    )
+
+    def __init__(  # noqa: PLR0913  # a record
+        self,
+        sessions: tuple[Mapping[str, Any], ...],
+        status: int,
+        failed: bool,  # noqa: FBT001  # a field
+        request_bytes: int,
+        response_bytes: int,
+        model: str,
+        usage: Usage,
+        estimated: bool,  # noqa: FBT001  # a field
+        refused: bool,  # noqa: FBT001  # a field
+    ) -> None:
+        """Keep them as given."""
+        self.sessions = sessions
+        self.status = status
+        self.failed = failed
+        self.request_bytes = request_bytes
+        self.response_bytes = response_bytes
+        self.model = model
+        self.usage = usage
+        self.estimated = estimated
+        self.refused = refused
+
+
+class _Logged:
+    """What Envoy tells of one request.
+
+    Attributes:
+        decided: what the guard told Envoy, None where it told nothing.
+        told: what Envoy's filters have read in the answer.
+        status: of the answer, 0 where there was none.
+        flagged: the upstream, or the way to it, did something wrong.
+        unfinished: the request is not over yet.
+        request_bytes: of its body.
+        response_bytes: of the answer's.
+        headers: of the answer, those that were asked for.
+    """
+
+    __slots__ = ("decided", "flagged", "headers", "request_bytes", "response_bytes", "status", "told", "unfinished")
+
+    def __init__(self) -> None:
+        """Nothing is told yet."""
+        self.decided: dict[str, object] | None = None
+        self.told: dict[str, object] = {}
+        self.status = 0
+        self.flagged = False
+        self.unfinished = False
+        self.request_bytes = 0
+        self.response_bytes = 0
+        self.headers: dict[str, str] = {}
 
 
 class AccessLog:
@@ -109,9 +191,7 @@ class AccessLog:
         if len(data) > MAX_MESSAGE:
             self._dropped.inc()
             return 0
-        logged = _parse(data)
-        count = len(logged)
-        entries = _read_first(logged)
+        entries, count = _read_message(data)
         taken = sum([self._hand_on(entry) for entry in entries])
         self._taken.inc(taken)
         if count > MAX_ENTRIES:
@@ -140,44 +220,187 @@ def read_entries(message: bytes) -> list[Entry]:
     Raises:
         ProtocolError: the bytes are no such message.
     """
-    return _read_first(_parse(message))
+    return _read_message(message)[0]
 
 
-def _parse(message: bytes) -> Sequence[HTTPAccessLogEntry]:
+def _read_message(message: bytes) -> tuple[list[Entry], int]:
+    """The same, of as many as one message may have, and how many it has."""
+    entries: list[Entry] = []
+    count = 0
+    reader = Reader(message)
     try:
-        return StreamAccessLogsMessage.FromString(message).http_logs.log_entry
-    except DecodeError as error:
+        while reader.advance():
+            if reader.tag == _HTTP_LOGS:
+                count = _read_logs(reader, entries, count)
+    except (ValueError, IndexError) as error:
         raise ProtocolError("not a StreamAccessLogsMessage", code=_INVALID_ARGUMENT) from error
+    return entries, count
 
 
-def _read_first(logged: Sequence[HTTPAccessLogEntry]) -> list[Entry]:
-    """As many as one message may have."""
-    entries = [_read_entry(entry) for entry in logged[:MAX_ENTRIES]]
-    return [entry for entry in entries if entry is not None]
+def _read_logs(reader: Reader, entries: list[Entry], count: int) -> int:
+    """Add entries to so many; returns how many there are then."""
+    outer = reader.enter()
+    while reader.advance():
+        if reader.tag == _LOG_ENTRY:
+            count += 1
+            entry = _make_entry(_read_entry(reader)) if count <= MAX_ENTRIES else None
+            if entry is not None:
+                entries.append(entry)
+    reader.leave(outer)
+    return count
 
 
-def _read_entry(logged: HTTPAccessLogEntry) -> Entry | None:
+def _read_entry(reader: Reader) -> _Logged:
+    """The reader stands at an entry, as it does at the part that each of the following reads."""
+    logged = _Logged()
+    outer = reader.enter()
+    while reader.advance():
+        if reader.tag == _COMMON_PROPERTIES:
+            _read_common(reader, logged)
+        elif reader.tag == _REQUEST:
+            _read_request(reader, logged)
+        elif reader.tag == _RESPONSE:
+            _read_response(reader, logged)
+    reader.leave(outer)
+    return logged
+
+
+def _read_common(reader: Reader, logged: _Logged) -> None:
+    outer = reader.enter()
+    while reader.advance():
+        if reader.tag == _METADATA:
+            _read_metadata(reader, logged)
+        elif reader.tag == _RESPONSE_FLAGS:
+            _read_flags(reader, logged)
+        elif reader.tag == _INTERMEDIATE:
+            logged.unfinished = reader.value != 0
+    reader.leave(outer)
+
+
+def _read_metadata(reader: Reader, logged: _Logged) -> None:
+    outer = reader.enter()
+    while reader.advance():
+        if reader.tag == _FILTER_METADATA:
+            _read_namespace(reader, logged)
+    reader.leave(outer)
+
+
+def _read_namespace(reader: Reader, logged: _Logged) -> None:
+    """One of the metadata's; every writer of protobuf puts a key before its value."""
+    name = ""
+    outer = reader.enter()
+    while reader.advance():
+        if reader.tag == _KEY:
+            name = reader.read_text()
+        elif reader.tag == _VALUE and name == NAMESPACE:
+            logged.decided = _read_struct(reader)
+        elif reader.tag == _VALUE and name == USAGE_NAMESPACE:
+            logged.told = _read_struct(reader)
+    reader.leave(outer)
+
+
+def _read_struct(reader: Reader) -> dict[str, object]:
+    """Text, numbers and switches; a value of another kind is None."""
+    found: dict[str, object] = {}
+    outer = reader.enter()
+    while reader.advance():
+        if reader.tag == _FIELDS:
+            _read_field(reader, found)
+    reader.leave(outer)
+    return found
+
+
+def _read_field(reader: Reader, found: dict[str, object]) -> None:
+    name, value = "", None
+    outer = reader.enter()
+    while reader.advance():
+        if reader.tag == _KEY:
+            name = reader.read_text()
+        elif reader.tag == _VALUE:
+            value = _read_value(reader)
+    reader.leave(outer)
+    found[name] = value
+
+
+def _read_value(reader: Reader) -> object:
+    value: object = None
+    outer = reader.enter()
+    while reader.advance():
+        if reader.tag == _STRING_VALUE:
+            value = reader.read_text()
+        elif reader.tag == _NUMBER_VALUE:
+            value = reader.read_double()
+        elif reader.tag == _BOOL_VALUE:
+            value = reader.value != 0
+    reader.leave(outer)
+    return value
+
+
+def _read_flags(reader: Reader, logged: _Logged) -> None:
+    outer = reader.enter()
+    while reader.advance():
+        if reader.tag in _UPSTREAM_FLAGS and reader.value:
+            logged.flagged = True
+    reader.leave(outer)
+
+
+def _read_request(reader: Reader, logged: _Logged) -> None:
+    outer = reader.enter()
+    while reader.advance():
+        if reader.tag == _REQUEST_BODY_BYTES:
+            logged.request_bytes = reader.value
+    reader.leave(outer)
+
+
+def _read_response(reader: Reader, logged: _Logged) -> None:
+    outer = reader.enter()
+    while reader.advance():
+        if reader.tag == _RESPONSE_CODE:
+            logged.status = _read_wrapped(reader)
+        elif reader.tag == _RESPONSE_BODY_BYTES:
+            logged.response_bytes = reader.value
+        elif reader.tag == _RESPONSE_HEADERS:
+            _read_header(reader, logged.headers)
+    reader.leave(outer)
+
+
+def _read_wrapped(reader: Reader) -> int:
+    """A UInt32Value."""
+    number = 0
+    outer = reader.enter()
+    while reader.advance():
+        if reader.tag == _WRAPPED:
+            number = reader.value
+    reader.leave(outer)
+    return number
+
+
+def _read_header(reader: Reader, headers: dict[str, str]) -> None:
+    name = value = ""
+    outer = reader.enter()
+    while reader.advance():
+        if reader.tag == _KEY:
+            name = reader.read_text()
+        elif reader.tag == _VALUE:
+            value = reader.read_text()
+    reader.leave(outer)
+    headers[name] = value
+
+
+def _make_entry(logged: _Logged) -> Entry | None:
     """None for a request that belongs to no session, or is not over."""
-    common = logged.common_properties
-    metadata = common.metadata.filter_metadata
-    if NAMESPACE not in metadata or common.intermediate_log_entry:
+    decided = logged.decided
+    if decided is None or SESSIONS not in decided or logged.unfinished:
         return None
-    decided = metadata[NAMESPACE].fields
-    if SESSIONS not in decided:
-        return None
-    sessions = _read_sessions(decided[SESSIONS].string_value)
-    refused = "action" in decided and decided["action"].string_value == Action.REJECT.value
-    response = logged.response
-    status = response.response_code.value
-    told = _read_struct(metadata[USAGE_NAMESPACE]) if USAGE_NAMESPACE in metadata else {}
-    usage, estimated = _find_usage(told, logged, status)
-    model = told.get("model", "")
+    refused = decided.get("action") == _REJECT
+    usage, estimated = _find_usage(logged)
+    model = logged.told.get("model")
     return Entry(
-        sessions,
-        status,
-        not refused and (status >= _FAILURE or len(common.response_flags.ListFields()) > 0),
-        logged.request.request_body_bytes,
-        response.response_body_bytes,
+        _read_sessions(decided[SESSIONS]),
+        logged.status,
+        not refused and (logged.status >= _FAILURE or logged.flagged),
+        logged.request_bytes,
+        logged.response_bytes,
         model[:_MAX_MODEL] if isinstance(model, str) else "",
         usage,
         estimated,
@@ -190,62 +413,48 @@ def write_sessions(sessions: Sequence[Mapping[str, Any]]) -> str:
     return _encode(sessions).decode()
 
 
-def _read_sessions(text: str) -> tuple[Mapping[str, Any], ...]:
+def _read_sessions(text: object) -> tuple[Mapping[str, Any], ...]:
     """The same, read again; none where somebody else has written it."""
     try:
+        if not isinstance(text, str):
+            return ()
         return tuple(_decode(text)[:_MAX_SESSIONS])
     except (MsgspecError, ValueError, RecursionError):
         return ()
 
 
-def _read_struct(struct: Struct) -> dict[str, Any]:
-    """Text, numbers and switches; a value of another kind is None."""
-    found: dict[str, Any] = {}
-    fields = struct.fields
-    for name in fields:  # `items` would be Python's own, at twice the time
-        value = fields[name]
-        kind = value.WhichOneof("kind")
-        if kind == "string_value":
-            found[name] = value.string_value
-        elif kind == "number_value":
-            found[name] = value.number_value
-        else:
-            found[name] = value.bool_value if kind == "bool_value" else None
-    return found
-
-
-def _find_usage(told: Mapping[str, Any], logged: HTTPAccessLogEntry, status: int) -> tuple[Usage, bool]:
+def _find_usage(logged: _Logged) -> tuple[Usage, bool]:
     """The tokens, as the answer tells them, and whether some of them are estimated.
 
     The names are those that envoy-config gives them. `input` is all of a prompt, of which `cached` came from a cache; where an
     API counts what a cache took part in beside its `input`, that is `cache_read` and `cache_write`. `thoughts` and `tool_input`
     are not in what else is counted.
     """
+    told = logged.told
     prompt, output = _read_count(told, "input"), _read_count(told, "output")
-    if status >= _ERROR and prompt < 0 and output < 0:
+    if logged.status >= _ERROR and prompt < 0 and output < 0:
         return Usage(0, 0), False  # errors are not billed
     cached = max(0, _read_count(told, "cached"))
     estimated = prompt < 0 or output < 0
     if prompt < 0:
-        prompt = max(cached, estimate_tokens(logged.request.request_body_bytes))
+        prompt = max(cached, estimate_tokens(logged.request_bytes))
     if output < 0:
-        output = _estimate_output(logged.response)
+        output = _estimate_output(logged)
     read, written = max(0, _read_count(told, "cache_read")), max(0, _read_count(told, "cache_write"))
     thoughts, tools = max(0, _read_count(told, "thoughts")), max(0, _read_count(told, "tool_input"))
     return Usage(max(0, prompt - cached) + tools, output + thoughts, cached + read, written), estimated
 
 
-def _read_count(told: Mapping[str, Any], name: str) -> int:
+def _read_count(told: Mapping[str, object], name: str) -> int:
     """So many tokens, -1 where that is not told."""
     count = told.get(name)
     return int(count) if isinstance(count, float) and 0 <= count <= _MAX_TOKENS else -1
 
 
-def _estimate_output(response: HTTPResponseProperties) -> int:
+def _estimate_output(logged: _Logged) -> int:
     """Tokens of an answer that tells nothing, from its size."""
-    headers = response.response_headers
-    streams = headers["content-type"].startswith(_STREAMS) if "content-type" in headers else False
+    streams = logged.headers.get("content-type", "").startswith(_STREAMS)
     per_token = _BYTES_PER_EVENT if streams else BYTES_PER_TOKEN
-    if "content-encoding" in headers and headers["content-encoding"] != "identity":
+    if logged.headers.get("content-encoding", "identity") != "identity":
         per_token = per_token * _BYTES_PER_COMPRESSED_TOKEN // BYTES_PER_TOKEN
-    return min(response.response_body_bytes // per_token, _MOST_OUTPUT)
+    return min(logged.response_bytes // per_token, _MOST_OUTPUT)

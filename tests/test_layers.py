@@ -22,6 +22,7 @@ FLOORS: list[list[str]] = [
     [
         "errors",
         "encodings",
+        "protobuf",
         "notes",
         "logs",
         "options",

@@ -1,0 +1,111 @@
+"""A protobuf message read field by field: protobuf itself makes an object of every message in it, wanted or not."""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Final
+
+VARINT: Final = 0
+FIXED64: Final = 1
+DELIMITED: Final = 2
+"""The wire type of strings and messages."""
+
+FIXED32: Final = 5
+
+_TYPE: Final = 7
+_MORE: Final = 0x80
+"""Set in every byte of a varint but the last; the others are its bits."""
+
+_BITS: Final = 0x7F
+_LONGEST: Final = 63
+_ALL: Final = 2**64 - 1
+
+_read_double: Final = Struct("<d").unpack_from
+
+
+class Reader:
+    """Goes through the fields of a message, and of the messages in it: protobuf.dev, Encoding.
+
+    Nothing is recursive: how deep it goes is up to whoever calls `enter`.
+
+    Attributes:
+        tag: of the field at hand: its number and its wire type, `number << 3 | type`.
+        value: the newest varint.
+    """
+
+    __slots__ = ("_data", "_end", "_position", "_start", "tag", "value")
+
+    def __init__(self, data: bytes) -> None:
+        """Stand before the first field."""
+        self._data = data
+        self._position = 0
+        self._start = 0
+        self._end = len(data)
+        self.tag = 0
+        self.value = 0
+
+    def advance(self) -> bool:
+        """Go to the next field of this message; False where there is none.
+
+        Raises:
+            ValueError: what follows is no field, or a group, which proto3 does not have.
+            IndexError: it is cut off.
+        """
+        if self._position >= self._end:
+            return False
+        tag = self.tag = self._read_varint()
+        kind = tag & _TYPE
+        if kind == DELIMITED:
+            size = self._read_varint()
+            self._start = self._position
+            self._position += size
+        elif kind == VARINT:
+            self.value = self._read_varint()
+        elif kind == FIXED64:
+            self._start = self._position
+            self._position += 8
+        elif kind == FIXED32:
+            self._position += 4
+        else:
+            raise ValueError("a group, or no field")
+        if self._position > self._end:
+            raise ValueError("a field is longer than its message")
+        return True
+
+    def enter(self) -> int:
+        """Stand before the first field of the message that the field at hand holds; returns the place to `leave` for."""
+        outer = self._end
+        self._end = self._position
+        self._position = self._start
+        return outer
+
+    def leave(self, outer: int) -> None:
+        """Stand behind the message that was entered, in the one that ends there."""
+        self._position = self._end
+        self._end = outer
+
+    def read_text(self) -> str:
+        """The string at hand; what is no UTF-8 in it is replaced."""
+        return self._data[self._start : self._position].decode("utf-8", "replace")
+
+    def read_double(self) -> float:
+        """The double at hand."""
+        number: float = _read_double(self._data, self._start)[0]
+        return number
+
+    def _read_varint(self) -> int:
+        byte = self._data[self._position]
+        self._position += 1
+        return byte if byte < _MORE else self._read_more(byte & _BITS)
+
+    def _read_more(self, number: int) -> int:
+        """A varint whose first seven bits are known, and which goes on."""
+        bits, byte = 7, _MORE
+        while byte >= _MORE:
+            if bits > _LONGEST:
+                raise ValueError("a varint is too long")
+            byte = self._data[self._position]
+            self._position += 1
+            number |= (byte & _BITS) << bits
+            bits += 7
+        return number if bits <= _LONGEST else number & _ALL
