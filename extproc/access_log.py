@@ -69,6 +69,10 @@ _BOOL_VALUE: Final = 4 << 3 | VARINT
 _UPSTREAM_FLAGS: Final = frozenset([field.number << 3 | VARINT for field in ResponseFlags.DESCRIPTOR.fields])
 """What the upstream, or the way to it, did wrong."""
 
+# Names are compared as they come: to decode them takes longer.
+_DECIDED: Final = NAMESPACE.encode()
+_TOLD: Final = USAGE_NAMESPACE.encode()
+_SESSIONS: Final = SESSIONS.encode()
 _REJECT: Final = Action.REJECT.value
 
 _encode: Final = json.Encoder().encode
@@ -121,7 +125,7 @@ class Entry:
 
     def __init__(  # noqa: PLR0913  # a record
         self,
-        sessions: tuple[Mapping[str, Any], ...],
+        sessions: tuple[dict[str, Any], ...],
         status: int,
         failed: bool,  # noqa: FBT001  # a field
         request_bytes: int,
@@ -161,14 +165,14 @@ class _Logged:
 
     def __init__(self) -> None:
         """Nothing is told yet."""
-        self.decided: dict[str, object] | None = None
-        self.told: dict[str, object] = {}
+        self.decided: dict[bytes, object] | None = None
+        self.told: dict[bytes, object] = {}
         self.status = 0
         self.flagged = False
         self.unfinished = False
         self.request_bytes = 0
         self.response_bytes = 0
-        self.headers: dict[str, str] = {}
+        self.headers: dict[bytes, str] = {}
 
 
 class AccessLog:
@@ -287,21 +291,21 @@ def _read_metadata(reader: Reader, logged: _Logged) -> None:
 
 def _read_namespace(reader: Reader, logged: _Logged) -> None:
     """One of the metadata's; every writer of protobuf puts a key before its value."""
-    name = ""
+    name = b""
     outer = reader.enter()
     while reader.advance():
         if reader.tag == _KEY:
-            name = reader.read_text()
-        elif reader.tag == _VALUE and name == NAMESPACE:
+            name = reader.read_bytes()
+        elif reader.tag == _VALUE and name == _DECIDED:
             logged.decided = _read_struct(reader)
-        elif reader.tag == _VALUE and name == USAGE_NAMESPACE:
+        elif reader.tag == _VALUE and name == _TOLD:
             logged.told = _read_struct(reader)
     reader.leave(outer)
 
 
-def _read_struct(reader: Reader) -> dict[str, object]:
+def _read_struct(reader: Reader) -> dict[bytes, object]:
     """Text, numbers and switches; a value of another kind is None."""
-    found: dict[str, object] = {}
+    found: dict[bytes, object] = {}
     outer = reader.enter()
     while reader.advance():
         if reader.tag == _FIELDS:
@@ -310,12 +314,12 @@ def _read_struct(reader: Reader) -> dict[str, object]:
     return found
 
 
-def _read_field(reader: Reader, found: dict[str, object]) -> None:
-    name, value = "", None
+def _read_field(reader: Reader, found: dict[bytes, object]) -> None:
+    name, value = b"", None
     outer = reader.enter()
     while reader.advance():
         if reader.tag == _KEY:
-            name = reader.read_text()
+            name = reader.read_bytes()
         elif reader.tag == _VALUE:
             value = _read_value(reader)
     reader.leave(outer)
@@ -375,12 +379,12 @@ def _read_wrapped(reader: Reader) -> int:
     return number
 
 
-def _read_header(reader: Reader, headers: dict[str, str]) -> None:
-    name = value = ""
+def _read_header(reader: Reader, headers: dict[bytes, str]) -> None:
+    name, value = b"", ""
     outer = reader.enter()
     while reader.advance():
         if reader.tag == _KEY:
-            name = reader.read_text()
+            name = reader.read_bytes()
         elif reader.tag == _VALUE:
             value = reader.read_text()
     reader.leave(outer)
@@ -390,13 +394,13 @@ def _read_header(reader: Reader, headers: dict[str, str]) -> None:
 def _make_entry(logged: _Logged) -> Entry | None:
     """None for a request that belongs to no session, or is not over."""
     decided = logged.decided
-    if decided is None or SESSIONS not in decided or logged.unfinished:
+    if decided is None or _SESSIONS not in decided or logged.unfinished:
         return None
-    refused = decided.get("action") == _REJECT
+    refused = decided.get(b"action") == _REJECT
     usage, estimated = _find_usage(logged)
-    model = logged.told.get("model")
+    model = logged.told.get(b"model")
     return Entry(
-        _read_sessions(decided[SESSIONS]),
+        _read_sessions(decided[_SESSIONS]),
         logged.status,
         not refused and (logged.status >= _FAILURE or logged.flagged),
         logged.request_bytes,
@@ -413,7 +417,7 @@ def write_sessions(sessions: Sequence[Mapping[str, Any]]) -> str:
     return _encode(sessions).decode()
 
 
-def _read_sessions(text: object) -> tuple[Mapping[str, Any], ...]:
+def _read_sessions(text: object) -> tuple[dict[str, Any], ...]:
     """The same, read again; none where somebody else has written it."""
     try:
         if not isinstance(text, str):
@@ -431,21 +435,21 @@ def _find_usage(logged: _Logged) -> tuple[Usage, bool]:
     are not in what else is counted.
     """
     told = logged.told
-    prompt, output = _read_count(told, "input"), _read_count(told, "output")
+    prompt, output = _read_count(told, b"input"), _read_count(told, b"output")
     if logged.status >= _ERROR and prompt < 0 and output < 0:
         return Usage(0, 0), False  # errors are not billed
-    cached = max(0, _read_count(told, "cached"))
+    cached = max(0, _read_count(told, b"cached"))
     estimated = prompt < 0 or output < 0
     if prompt < 0:
         prompt = max(cached, estimate_tokens(logged.request_bytes))
     if output < 0:
         output = _estimate_output(logged)
-    read, written = max(0, _read_count(told, "cache_read")), max(0, _read_count(told, "cache_write"))
-    thoughts, tools = max(0, _read_count(told, "thoughts")), max(0, _read_count(told, "tool_input"))
+    read, written = max(0, _read_count(told, b"cache_read")), max(0, _read_count(told, b"cache_write"))
+    thoughts, tools = max(0, _read_count(told, b"thoughts")), max(0, _read_count(told, b"tool_input"))
     return Usage(max(0, prompt - cached) + tools, output + thoughts, cached + read, written), estimated
 
 
-def _read_count(told: Mapping[str, object], name: str) -> int:
+def _read_count(told: dict[bytes, object], name: bytes) -> int:
     """So many tokens, -1 where that is not told."""
     count = told.get(name)
     return int(count) if isinstance(count, float) and 0 <= count <= _MAX_TOKENS else -1
@@ -453,8 +457,8 @@ def _read_count(told: Mapping[str, object], name: str) -> int:
 
 def _estimate_output(logged: _Logged) -> int:
     """Tokens of an answer that tells nothing, from its size."""
-    streams = logged.headers.get("content-type", "").startswith(_STREAMS)
+    streams = logged.headers.get(b"content-type", "").startswith(_STREAMS)
     per_token = _BYTES_PER_EVENT if streams else BYTES_PER_TOKEN
-    if logged.headers.get("content-encoding", "identity") != "identity":
+    if logged.headers.get(b"content-encoding", "identity") != "identity":
         per_token = per_token * _BYTES_PER_COMPRESSED_TOKEN // BYTES_PER_TOKEN
     return min(logged.response_bytes // per_token, _MOST_OUTPUT)

@@ -265,44 +265,44 @@ _SHOWN: Final = (
 Question: TypeAlias = Hit | Step | Settlement
 """What stores are asked in one go; they answer a hit with a `Count` and the others with a `Standing`."""
 
-_HEAD = struct.Struct(">QQQQQIIIIIIBBBBH")
+_HEAD: Final = struct.Struct(">QQQQQIIIIIIBBBBH")
 """Last, began, cost, estimated, reserved; steps, tool_calls, narrowed_at, blocks, consecutive_blocks, consecutive_errors;
 killed; and how much follows: identities, reservations, tools, bytes of their names."""
 
-_LAST = struct.Struct(">Q")
-_RESERVATION = struct.Struct(">8s8sQQIIB")
+_LAST: Final = struct.Struct(">Q")
+_RESERVATION: Final = struct.Struct(">8s8sQQIIB")
 """The call's name and identity; when, how much; what to go back to if it is no step: ms since the step before it, consecutive
 blocks, and two bits: it was a retry; it was the first that had used up all tool calls."""
 
-_RETRY = 1
-_NARROWED = 2
+_RETRY: Final = 1
+_NARROWED: Final = 2
 
-_BEGUN = struct.Struct(">QQ")
+_BEGUN: Final = struct.Struct(">QQ")
 """The part of a reservation that says when and how much."""
 
-_TOOL = struct.Struct(">4sI")
-_ROSTER = struct.Struct(">QQI")
+_TOOL: Final = struct.Struct(">4sI")
+_ROSTER: Final = struct.Struct(">QQI")
 """When the newest of a tenant's sessions began, when the first did, and how many have since then."""
 
-_IDENTITY = 8
-_IDENTITIES = 16
-_OPEN = 32
-_OPEN_MS = 600_000
+_IDENTITY: Final = 8
+_IDENTITIES: Final = 16
+_OPEN: Final = 32
+_OPEN_MS: Final = 600_000
 """So many calls, and for so long, can wait for their settlement; then what was reserved for them is their cost."""
 
-_TOOLS = 64
-_ID = 6
-_NAME = 10
+_TOOLS: Final = 64
+_ID: Final = 6
+_NAME: Final = 10
 """Where the digest of the tool's name ends in a record."""
 
-_RECORDS = 256
+_RECORDS: Final = 256
 MAX_RECORDS: Final = 10_000
 """A session's tool calls are known again while they are among its newest: so many, or more where a limit is higher."""
 
-_SPARE_RECORDS = 64
-_MOST_TOOLS = 255
-_TOOL_NAME = 64
-_MAX = 2**32 - 1
+_SPARE_RECORDS: Final = 64
+_MOST_TOOLS: Final = 255
+_TOOL_NAME: Final = 64
+_MAX: Final = 2**32 - 1
 MAX_MONEY: Final = 2**52
 """Nano-dollars, some millions of dollars: the scripts of stores count in doubles."""
 
@@ -398,11 +398,28 @@ class _Ledger:
             self._unpack(state)
 
     def _unpack(self, state: bytes) -> None:
-        head = _HEAD.unpack_from(state)
-        self.last, self.began, self.cost, self.estimated, self.reserved = head[:5]
-        self.steps, self.tool_calls, self.narrowed_at = head[5:8]
-        self.blocks, self.consecutive_blocks, self.consecutive_errors, self.killed = head[8:12]
-        identities, reservations, tools, names = head[12:]
+        identities: int  # said, because struct does not say it, and slices at what may be anything take long
+        reservations: int
+        tools: int
+        names: int
+        (
+            self.last,
+            self.began,
+            self.cost,
+            self.estimated,
+            self.reserved,
+            self.steps,
+            self.tool_calls,
+            self.narrowed_at,
+            self.blocks,
+            self.consecutive_blocks,
+            self.consecutive_errors,
+            self.killed,
+            identities,
+            reservations,
+            tools,
+            names,
+        ) = _HEAD.unpack_from(state)
         start = _HEAD.size
         end = start + identities * _IDENTITY
         self.identities = state[start:end]
@@ -651,7 +668,7 @@ def pack_name(name: str) -> bytes:
     return bytes((len(encoded),)) + encoded
 
 
-_STANDING = struct.Struct(">BBBB4sqqIIIIIQQQQB")
+_STANDING: Final = struct.Struct(">BBBB4sqqIIIIIQQQQB")
 """Limit, killed, shared, retry, tool, used, allowed; steps, tool_calls, blocks, consecutive_blocks, consecutive_errors; cost,
 estimated, reserved, age_ms; and how many tools follow, as in a ledger."""
 
@@ -692,8 +709,8 @@ def read_standing(answer: bytes) -> Standing:
     )
 
 
-_QUESTION = struct.Struct(">BBB8s8sQQQqqqqqqqI")
-_STEP = 3
+_QUESTION: Final = struct.Struct(">BBB8s8sQQQqqqqqqqI")
+_STEP: Final = 3
 """What is asked, beside the outcomes of settlements."""
 
 

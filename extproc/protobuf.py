@@ -51,25 +51,27 @@ class Reader:
             ValueError: what follows is no field, or a group, which proto3 does not have.
             IndexError: it is cut off.
         """
-        if self._position >= self._end:
+        position = self._position
+        if position >= self._end:
             return False
-        tag = self.tag = self._read_varint()
+        data = self._data
+        tag, position = read_varint(data, position)
         kind = tag & _TYPE
         if kind == DELIMITED:
-            size = self._read_varint()
-            self._start = self._position
-            self._position += size
+            size, self._start = read_varint(data, position)
+            position = self._start + size
         elif kind == VARINT:
-            self.value = self._read_varint()
+            self.value, position = read_varint(data, position)
         elif kind == FIXED64:
-            self._start = self._position
-            self._position += 8
+            self._start = position
+            position += 8
         elif kind == FIXED32:
-            self._position += 4
+            position += 4
         else:
             raise ValueError("a group, or no field")
-        if self._position > self._end:
+        if position > self._end:
             raise ValueError("a field is longer than its message")
+        self.tag, self._position = tag, position
         return True
 
     def enter(self) -> int:
@@ -84,6 +86,10 @@ class Reader:
         self._position = self._end
         self._end = outer
 
+    def read_bytes(self) -> bytes:
+        """What the field at hand holds."""
+        return self._data[self._start : self._position]
+
     def read_text(self) -> str:
         """The string at hand; what is no UTF-8 in it is replaced."""
         return self._data[self._start : self._position].decode("utf-8", "replace")
@@ -93,19 +99,22 @@ class Reader:
         number: float = _read_double(self._data, self._start)[0]
         return number
 
-    def _read_varint(self) -> int:
-        byte = self._data[self._position]
-        self._position += 1
-        return byte if byte < _MORE else self._read_more(byte & _BITS)
 
-    def _read_more(self, number: int) -> int:
-        """A varint whose first seven bits are known, and which goes on."""
-        bits, byte = 7, _MORE
-        while byte >= _MORE:
-            if bits > _LONGEST:
-                raise ValueError("a varint is too long")
-            byte = self._data[self._position]
-            self._position += 1
-            number |= (byte & _BITS) << bits
-            bits += 7
-        return number if bits <= _LONGEST else number & _ALL
+def read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """The number at `position`, and where it ends.
+
+    Raises:
+        ValueError: it is too long.
+        IndexError: it is cut off.
+    """
+    byte = data[position]
+    number = byte & _BITS
+    bits = 7
+    while byte >= _MORE:
+        if bits > _LONGEST:
+            raise ValueError("a varint is too long")
+        position += 1
+        byte = data[position]
+        number |= (byte & _BITS) << bits
+        bits += 7
+    return number if bits <= _LONGEST else number & _ALL, position + 1

@@ -150,11 +150,22 @@ class Reporter:
     def report_settled(self, settled: Sequence[Settled], entry: Entry, standings: Sequence[Answer]) -> None:
         """What became of requests of sessions."""
         now = time()
-        for each, standing in zip(settled, standings, strict=True):
+        usage = None if entry.estimated else entry.usage
+        for place, each in enumerate(settled):
+            standing = standings[place]
             if isinstance(standing, Standing):
-                names = (each.policy, each.mode, each.tenant, each.session)
-                usage = None if entry.estimated else entry.usage
-                self.sessions.settle(*names, standing, each.model, each.settlement.call, entry.status, usage, now)
+                self.sessions.settle(
+                    each.policy,
+                    each.mode,
+                    each.tenant,
+                    each.session,
+                    standing,
+                    each.model,
+                    each.settlement.call,
+                    entry.status,
+                    usage,
+                    now,
+                )
 
     def report_forbidden(self, policy: str, reason: str) -> None:
         """A request that is refused because it cannot be counted."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 from extproc.access_log import Entry
 from extproc.engine import Engine
 from extproc.guards.session import SessionGuard
 from extproc.ledger import FAILED, SUCCEEDED, Settlement
 
-_CALL = 8
-_SHADOW = "shadow"
+_CALL: Final = 8
+_SHADOW: Final = "shadow"
 
 
-class Settled(NamedTuple):
-    """A request that is over, as one policy has let it through.
+class Settled:
+    """A request that is over, as one policy has let it through; never changed.
 
     Attributes:
         settlement: for the ledger.
@@ -26,12 +25,18 @@ class Settled(NamedTuple):
         model: that was asked, or that has answered.
     """
 
-    settlement: Settlement
-    policy: str
-    mode: str
-    tenant: str
-    session: str
-    model: str
+    __slots__ = ("mode", "model", "policy", "session", "settlement", "tenant")
+
+    def __init__(  # noqa: PLR0913  # a record
+        self, settlement: Settlement, policy: str, mode: str, tenant: str, session: str, model: str
+    ) -> None:
+        """Keep them as given."""
+        self.settlement = settlement
+        self.policy = policy
+        self.mode = mode
+        self.tenant = tenant
+        self.session = session
+        self.model = model
 
 
 def list_settlements(engine: Engine, entry: Entry) -> list[Settled]:
@@ -45,7 +50,7 @@ def list_settlements(engine: Engine, entry: Entry) -> list[Settled]:
     return [settled for settled in made if settled is not None]
 
 
-def _settle(engine: Engine, named: Mapping[str, Any], entry: Entry) -> Settled | None:
+def _settle(engine: Engine, named: dict[str, Any], entry: Entry) -> Settled | None:
     guard = _find_guard(engine, named)
     if guard is None:
         return None
@@ -60,7 +65,7 @@ def _settle(engine: Engine, named: Mapping[str, Any], entry: Entry) -> Settled |
     return Settled(settlement, guard.policy, guard.mode, tenant, session.rpartition(".")[2], model)
 
 
-def _find_guard(engine: Engine, named: Mapping[str, Any]) -> SessionGuard | None:
+def _find_guard(engine: Engine, named: dict[str, Any]) -> SessionGuard | None:
     """The guard that has let the request through, in the mode in which it did."""
     policy = named.get("policy")
     plan = engine.find_plan(policy) if isinstance(policy, str) else None

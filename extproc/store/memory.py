@@ -15,7 +15,7 @@ import itertools
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
 
 from extproc.errors import UsageError
@@ -27,21 +27,21 @@ from extproc.store.orders import MemoryOrders, Orders
 from extproc.windows import Count, Hit, Push, Tally, log, push, read_log_times, tally
 
 DEFAULT_MAX_ENTRIES = 1_000_000
-_SHARD_ENTRIES = 1024
-_SWEEP_EVERY = 16
+_SHARD_ENTRIES: Final = 1024
+_SWEEP_EVERY: Final = 16
 """How many entries are put in between two looks for expired ones, most of which find none."""
 
-_SWEEP = 2 * _SWEEP_EVERY
+_SWEEP: Final = 2 * _SWEEP_EVERY
 """Expired entries removed at most per dict looked at: more than have come, so that sweeping overtakes inserting."""
 
-_MEAN_BYTES = 256
+_MEAN_BYTES: Final = 256
 """Of state in an entry: a count takes 28, a log or a ring can take thousands."""
 
 # A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never looks at it. Every entry but a log
 # begins with when it was last used, and until when it lasts whatever its lifetime says: where it began, for one of a session.
-_TIMES = struct.Struct(">qq")
-_TALLY = struct.Struct(">qqqI")
-_MAX_COUNT = 2**32 - 1
+_TIMES: Final = struct.Struct(">qq")
+_TALLY: Final = struct.Struct(">qqqI")
+_MAX_COUNT: Final = 2**32 - 1
 
 _Entry: TypeAlias = bytes | bytearray
 _Shard: TypeAlias = dict[int, dict[str, _Entry]]  # lifetime in ms -> key -> entry
