@@ -35,7 +35,7 @@ MAX_MESSAGE: Final = 2**18
 """Bytes. Envoy sends what it has once that is 16 KiB; an entry alone is larger only where its headers are."""
 
 MAX_ENTRIES: Final = 1_000
-"""Of one message: they take 15 ms at most."""
+"""Of one message: they take 15 ms at most, 45 ms in pure Python."""
 
 _MAX_SESSIONS: Final = 16
 """Policies that one request belongs to."""
@@ -233,8 +233,8 @@ def _read_message(message: bytes) -> tuple[list[Entry], int]:
     count = 0
     reader = Reader(message)
     try:
-        while reader.advance():
-            if reader.tag == _HTTP_LOGS:
+        while tag := reader.read_tag():
+            if tag == _HTTP_LOGS:
                 count = _read_logs(reader, entries, count)
     except (ValueError, IndexError) as error:
         raise ProtocolError("not a StreamAccessLogsMessage", code=_INVALID_ARGUMENT) from error
@@ -244,8 +244,8 @@ def _read_message(message: bytes) -> tuple[list[Entry], int]:
 def _read_logs(reader: Reader, entries: list[Entry], count: int) -> int:
     """Add entries to so many; returns how many there are then."""
     outer = reader.enter()
-    while reader.advance():
-        if reader.tag == _LOG_ENTRY:
+    while tag := reader.read_tag():
+        if tag == _LOG_ENTRY:
             count += 1
             entry = _make_entry(_read_entry(reader)) if count <= MAX_ENTRIES else None
             if entry is not None:
@@ -258,12 +258,12 @@ def _read_entry(reader: Reader) -> _Logged:
     """The reader stands at an entry, as it does at the part that each of the following reads."""
     logged = _Logged()
     outer = reader.enter()
-    while reader.advance():
-        if reader.tag == _COMMON_PROPERTIES:
+    while tag := reader.read_tag():
+        if tag == _COMMON_PROPERTIES:
             _read_common(reader, logged)
-        elif reader.tag == _REQUEST:
+        elif tag == _REQUEST:
             _read_request(reader, logged)
-        elif reader.tag == _RESPONSE:
+        elif tag == _RESPONSE:
             _read_response(reader, logged)
     reader.leave(outer)
     return logged
@@ -271,20 +271,20 @@ def _read_entry(reader: Reader) -> _Logged:
 
 def _read_common(reader: Reader, logged: _Logged) -> None:
     outer = reader.enter()
-    while reader.advance():
-        if reader.tag == _METADATA:
+    while tag := reader.read_tag():
+        if tag == _METADATA:
             _read_metadata(reader, logged)
-        elif reader.tag == _RESPONSE_FLAGS:
+        elif tag == _RESPONSE_FLAGS:
             _read_flags(reader, logged)
-        elif reader.tag == _INTERMEDIATE:
+        elif tag == _INTERMEDIATE:
             logged.unfinished = reader.value != 0
     reader.leave(outer)
 
 
 def _read_metadata(reader: Reader, logged: _Logged) -> None:
     outer = reader.enter()
-    while reader.advance():
-        if reader.tag == _FILTER_METADATA:
+    while tag := reader.read_tag():
+        if tag == _FILTER_METADATA:
             _read_namespace(reader, logged)
     reader.leave(outer)
 
@@ -293,12 +293,12 @@ def _read_namespace(reader: Reader, logged: _Logged) -> None:
     """One of the metadata's; every writer of protobuf puts a key before its value."""
     name = b""
     outer = reader.enter()
-    while reader.advance():
-        if reader.tag == _KEY:
+    while tag := reader.read_tag():
+        if tag == _KEY:
             name = reader.read_bytes()
-        elif reader.tag == _VALUE and name == _DECIDED:
+        elif tag == _VALUE and name == _DECIDED:
             logged.decided = _read_struct(reader)
-        elif reader.tag == _VALUE and name == _TOLD:
+        elif tag == _VALUE and name == _TOLD:
             logged.told = _read_struct(reader)
     reader.leave(outer)
 
@@ -307,8 +307,8 @@ def _read_struct(reader: Reader) -> dict[bytes, object]:
     """Text, numbers and switches; a value of another kind is None."""
     found: dict[bytes, object] = {}
     outer = reader.enter()
-    while reader.advance():
-        if reader.tag == _FIELDS:
+    while tag := reader.read_tag():
+        if tag == _FIELDS:
             _read_field(reader, found)
     reader.leave(outer)
     return found
@@ -317,10 +317,10 @@ def _read_struct(reader: Reader) -> dict[bytes, object]:
 def _read_field(reader: Reader, found: dict[bytes, object]) -> None:
     name, value = b"", None
     outer = reader.enter()
-    while reader.advance():
-        if reader.tag == _KEY:
+    while tag := reader.read_tag():
+        if tag == _KEY:
             name = reader.read_bytes()
-        elif reader.tag == _VALUE:
+        elif tag == _VALUE:
             value = _read_value(reader)
     reader.leave(outer)
     found[name] = value
@@ -329,12 +329,12 @@ def _read_field(reader: Reader, found: dict[bytes, object]) -> None:
 def _read_value(reader: Reader) -> object:
     value: object = None
     outer = reader.enter()
-    while reader.advance():
-        if reader.tag == _STRING_VALUE:
+    while tag := reader.read_tag():
+        if tag == _STRING_VALUE:
             value = reader.read_text()
-        elif reader.tag == _NUMBER_VALUE:
+        elif tag == _NUMBER_VALUE:
             value = reader.read_double()
-        elif reader.tag == _BOOL_VALUE:
+        elif tag == _BOOL_VALUE:
             value = reader.value != 0
     reader.leave(outer)
     return value
@@ -342,28 +342,28 @@ def _read_value(reader: Reader) -> object:
 
 def _read_flags(reader: Reader, logged: _Logged) -> None:
     outer = reader.enter()
-    while reader.advance():
-        if reader.tag in _UPSTREAM_FLAGS and reader.value:
+    while tag := reader.read_tag():
+        if tag in _UPSTREAM_FLAGS and reader.value:
             logged.flagged = True
     reader.leave(outer)
 
 
 def _read_request(reader: Reader, logged: _Logged) -> None:
     outer = reader.enter()
-    while reader.advance():
-        if reader.tag == _REQUEST_BODY_BYTES:
+    while tag := reader.read_tag():
+        if tag == _REQUEST_BODY_BYTES:
             logged.request_bytes = reader.value
     reader.leave(outer)
 
 
 def _read_response(reader: Reader, logged: _Logged) -> None:
     outer = reader.enter()
-    while reader.advance():
-        if reader.tag == _RESPONSE_CODE:
+    while tag := reader.read_tag():
+        if tag == _RESPONSE_CODE:
             logged.status = _read_wrapped(reader)
-        elif reader.tag == _RESPONSE_BODY_BYTES:
+        elif tag == _RESPONSE_BODY_BYTES:
             logged.response_bytes = reader.value
-        elif reader.tag == _RESPONSE_HEADERS:
+        elif tag == _RESPONSE_HEADERS:
             _read_header(reader, logged.headers)
     reader.leave(outer)
 
@@ -372,8 +372,8 @@ def _read_wrapped(reader: Reader) -> int:
     """A UInt32Value."""
     number = 0
     outer = reader.enter()
-    while reader.advance():
-        if reader.tag == _WRAPPED:
+    while tag := reader.read_tag():
+        if tag == _WRAPPED:
             number = reader.value
     reader.leave(outer)
     return number
@@ -382,10 +382,10 @@ def _read_wrapped(reader: Reader) -> int:
 def _read_header(reader: Reader, headers: dict[bytes, str]) -> None:
     name, value = b"", ""
     outer = reader.enter()
-    while reader.advance():
-        if reader.tag == _KEY:
+    while tag := reader.read_tag():
+        if tag == _KEY:
             name = reader.read_bytes()
-        elif reader.tag == _VALUE:
+        elif tag == _VALUE:
             value = reader.read_text()
     reader.leave(outer)
     headers[name] = value

@@ -29,11 +29,10 @@ class Reader:
     Nothing is recursive: how deep it goes is up to whoever calls `enter`.
 
     Attributes:
-        tag: of the field at hand: its number and its wire type, `number << 3 | type`.
         value: the newest varint.
     """
 
-    __slots__ = ("_data", "_end", "_position", "_start", "tag", "value")
+    __slots__ = ("_data", "_end", "_position", "_start", "value")
 
     def __init__(self, data: bytes) -> None:
         """Stand before the first field."""
@@ -41,11 +40,10 @@ class Reader:
         self._position = 0
         self._start = 0
         self._end = len(data)
-        self.tag = 0
         self.value = 0
 
-    def advance(self) -> bool:
-        """Go to the next field of this message; False where there is none.
+    def read_tag(self) -> int:
+        """Go to the next field of this message: its number and its wire type, `number << 3 | type`; 0 where there is none.
 
         Raises:
             ValueError: what follows is no field, or a group, which proto3 does not have.
@@ -53,12 +51,20 @@ class Reader:
         """
         position = self._position
         if position >= self._end:
-            return False
+            return 0
         data = self._data
-        tag, position = read_varint(data, position)
+        tag = data[position]
+        if tag < _MORE:  # most numbers have one byte, and a call takes longer than to look
+            position += 1
+        else:
+            tag, position = read_varint(data, position)
         kind = tag & _TYPE
         if kind == DELIMITED:
-            size, self._start = read_varint(data, position)
+            size = data[position]
+            if size < _MORE:
+                self._start = position + 1
+            else:
+                size, self._start = read_varint(data, position)
             position = self._start + size
         elif kind == VARINT:
             self.value, position = read_varint(data, position)
@@ -69,10 +75,10 @@ class Reader:
             position += 4
         else:
             raise ValueError("a group, or no field")
-        if position > self._end:
-            raise ValueError("a field is longer than its message")
-        self.tag, self._position = tag, position
-        return True
+        if position > self._end or not tag:
+            raise ValueError("a field is longer than its message, or has no number")
+        self._position = position
+        return tag
 
     def enter(self) -> int:
         """Stand before the first field of the message that the field at hand holds; returns the place to `leave` for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from tests.documents import policy
 from tests.test_engine import ANY
 from tests.test_service import make_service
 from tests.test_transport import Run, Running, run, until  # noqa: F401  # the fixture
+from tests.test_wire import field
 
 SESSION = {"policy": "p", "mode": "enforce", "name": "0123456789abcdef", "call": "00" * 8, "model": "gpt-4o", "reserve": 1500.0}
 JSON = {"content-type": "application/json"}
@@ -177,6 +179,60 @@ def test_requests_of_no_session_are_left_out() -> None:
 
     assert len(read_entries(message.SerializeToString())) == 1
     assert read_entries(b"") == []
+
+
+UNKNOWN = b"\x98\x06\x01" + b"\x99\x06" + bytes(8) + b"\x9a\x06\x02\xff\xff" + b"\x9d\x06" + bytes(4)
+"""A field of each type, of the number 99."""
+
+
+def test_what_else_envoy_tells_is_passed_over() -> None:
+    """Fields that nobody reads, of every type, in every message; and an entry's parts come in any order."""
+    told = {"model": "m", "input": 900, "output": 40}
+    message = StreamAccessLogsMessage.FromString(log({"told": told, "upstream_remote_reset": True}))
+    (entry,) = message.http_logs.log_entry
+    common = entry.common_properties
+    metadata = common.metadata.filter_metadata
+    metadata["envoy.filters.http.jwt_authn"].update({"claims": {"sub": "s"}})
+    wrapped = entry.response.response_code
+    named = [metadata["loopguard"], metadata["loopguard.usage"].fields["input"], common.response_flags, common.metadata]
+    for each in (*named, wrapped, common, entry.request, entry.response):
+        each.MergeFromString(UNKNOWN)
+    parts = field(1, common.SerializeToString()), field(3, entry.request.SerializeToString()), UNKNOWN
+
+    for order in itertools.permutations([*parts, field(4, entry.response.SerializeToString())]):
+        (found,) = read_entries(field(2, UNKNOWN + field(1, b"".join(order))) + UNKNOWN)
+        assert (found.sessions, found.status, found.failed, found.model) == ((SESSION,), 200, True, "m")
+        assert (found.request_bytes, found.response_bytes, found.usage) == (4_000, 800, Usage(900, 40))
+
+
+def test_a_flag_that_is_not_the_upstreams_is_no_failure() -> None:
+    """Envoy has flags for rate limits and faults of its own making, which we do not name."""
+    message = StreamAccessLogsMessage.FromString(log({}))
+    message.http_logs.log_entry[0].common_properties.response_flags.MergeFromString(b"\x60\x01")  # rate_limited
+
+    assert not read_entries(message.SerializeToString())[0].failed
+
+
+def test_a_message_that_is_cut_off_is_refused_or_read_as_far_as_it_goes() -> None:
+    """Whatever is missing, no entry is made up."""
+    whole = log({"told": {"input": 900, "output": 40, "model": "m"}})
+    refused = 0
+    for end in range(len(whole)):
+        try:
+            assert read_entries(whole[:end]) == []
+        except ProtocolError:
+            refused += 1
+
+    assert refused == len(whole) - 1
+
+
+def test_text_that_is_no_text_costs_its_own_entry_nothing() -> None:
+    """A model may call itself what it likes, the other entries of the message are taken all the same."""
+    message = log({"told": {"model": "m-0", "input": 900, "output": 40}}, {"status": 201}).replace(b"m-0", b"m\xff0")
+
+    first, second = read_entries(message)
+
+    assert (first.model, first.usage, second.status) == ("m�0", Usage(900, 40), 201)
 
 
 @given(st.binary(max_size=200))
