@@ -194,6 +194,80 @@ def test_of_a_block_with_one_new_field_that_field_is_read_alone() -> None:
     assert not cache.blocks.found
 
 
+def read_or_refuse(decoder: Decoder, block: bytes) -> tuple[Pairs, int, bool] | int:
+    """What a block says, its size and whether it is no request; the code of its error where it is none."""
+    try:
+        found = decoder.decode(block)
+    except ProtocolError as error:
+        return error.code
+    return [(field.name, field.value) for field in found.fields], found.size, found.malformed
+
+
+JUNK = st.binary(max_size=6) | st.sampled_from([b"\x00\x01a\x01b", b"\x82", b"\x20", b"\x0f\x0d\x03abc", b"\x00\x01a\x81\x1f"])
+
+
+@given(PAIRS, st.booleans(), st.lists(st.tuples(st.integers(0, 200), st.integers(0, 9), JUNK), min_size=1, max_size=4))
+def test_what_came_before_changes_no_block(more: Pairs, coded: bool, changes: list[tuple[int, int, bytes]]) -> None:
+    """Blocks that are nearly alike, one after the other: whole, cut in the middle of a field, with fewer fields or others."""
+    encoder, cache = Encoder(), Cache()
+    encoder.header_table_size = 0
+    whole = encoder.encode(REQUEST + more, huffman=coded).removeprefix(b"\x20")
+    decoder = without_table(cache)
+    blocks = [whole, *(whole[:at] + junk + whole[at + gone :] for at, gone, junk in changes)]
+
+    for block in [*blocks, *blocks]:
+        assert read_or_refuse(decoder, block) == read_or_refuse(without_table(), block)
+
+
+@pytest.mark.parametrize("place", [0, 4, len(REQUEST)])
+def test_of_a_block_with_another_new_field_each_time_the_others_are_not_read_again(place: int) -> None:
+    """A trace that is new with each request is all that is looked at, wherever it stands."""
+    decoder = without_table()
+    for number in range(4):
+        fields = [*REQUEST[:place], (b"x-trace", b"trace-%d" % number), *REQUEST[place:]]
+        found = decoder.decode(encode(fields))
+
+        assert [(field.name, field.value) for field in found.fields] == fields
+        if number == 1:
+            model = decoder._cache.model
+        assert number < 1 or decoder._cache.model is model is not None
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        b"",
+        b"\x20\x01a\x01b",
+        b"\x80\x01a\x01b",
+        b"\x0f\xff\xff\xff\xff\xff\x01",
+        b"\x00\x01a\x81\x18",
+        b"\x7e\x01b",
+        encode([(b"x-trace", b"x" * hpack.MAX_BLOCK)]),
+        encode([(b"x-trace", b"1"), (b"x-trace", b"2")]),
+    ],
+    ids=["nothing", "an update", "an index", "an integer", "Huffman", "a reference", "too large", "two fields"],
+)
+def test_what_is_no_other_field_in_its_place_is_read_as_it_would_be_alone(middle: bytes) -> None:
+    """A block that begins and ends as the one before is refused for what stands between, or means what it means."""
+    decoder = without_table()
+    for number in range(2):
+        decoder.decode(encode([*REQUEST[:4], (b"x-trace", b"%d" % number), *REQUEST[4:]]))
+    block = encode(REQUEST[:4]) + middle + encode(REQUEST[4:])
+
+    assert read_or_refuse(decoder, block) == read_or_refuse(without_table(), block)
+
+
+def test_what_refers_to_a_table_is_no_model_for_others() -> None:
+    """A block with a reference into one connection's table does not become known to a connection without one."""
+    cache = Cache()
+    indexing = Decoder(cache)
+    indexing.decode(b"\x40\x01a\x01b")
+
+    assert pairs(indexing, b"\xbe" + encode([(b"c", b"1")])) == [(b"a", b"b"), (b"c", b"1")]
+    with pytest.raises(ProtocolError):
+        without_table(cache).decode(b"\xbe" + encode([(b"c", b"2")]))
+
+
 def test_the_cache_is_bounded_in_bytes() -> None:
     """Whatever is sent, each part of the cache holds no more bytes than it may, and goes on to be of use."""
     cache = Cache(limit=50_000)
