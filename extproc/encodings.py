@@ -10,14 +10,21 @@ import json
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable
+from typing import Final
 
 import brotli
 import zstandard
 
-_MAX_ENCODINGS = 2
+_MAX_ENCODINGS: Final = 2
 """Most encodings, one upon the other, that are undone; nobody sends more."""
 
-_ZSTD_WINDOW = 2**23
+_ENOUGH: Final = 4
+"""So many bytes of a body tell its encoding."""
+
+_MARKS: Final = 0x80
+"""All byte order marks begin with more, or with 0, which also stands in UTF-16 and UTF-32 for a half or more of ASCII."""
+
+_ZSTD_WINDOW: Final = 2**23
 """Largest window that a decoder has to support (RFC 8878 section 3.1.1.1.2), in bytes."""
 
 
@@ -80,7 +87,9 @@ def _unpack(unpack: Callable[[bytes | memoryview, int], bytes], body: bytes | me
 
 def _decode(body: bytes | memoryview) -> bytes | memoryview:
     """UTF-8, whatever of Unicode's encodings it was: Python's own JSON parser, which servers use, takes them all."""
-    start = bytes(body[:4])
+    if len(body) >= _ENOUGH and 0 < body[0] < _MARKS and body[1]:
+        return body  # as nearly always
+    start = bytes(body[:_ENOUGH])
     encoding = json.detect_encoding(start)
     if encoding == "utf-8":
         return body

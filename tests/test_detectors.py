@@ -23,8 +23,9 @@ from extproc.pb.external_processor_pb2 import HttpHeaders, HttpTrailers, Process
 from extproc.policy.bundle import LoopDetection
 from extproc.request import HttpRequest
 from extproc.service import Service, Stream
-from extproc.similarity import Similarity, document, shapes
+from extproc.similarity import Similarity, document
 from extproc.similarity.document import Document
+from extproc.similarity.shapes import conversation
 from extproc.store.memory import MemoryStore
 from extproc.upload import Kept
 from extproc.windows import UNCOUNTED, Count
@@ -1133,7 +1134,7 @@ def decodings(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         return real(data, *decode)
 
     monkeypatch.setattr(document, "decode_json", spy)
-    monkeypatch.setattr(shapes, "decode_json", spy)
+    monkeypatch.setattr(conversation, "decode_json", spy)
     return made
 
 

@@ -14,30 +14,30 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from extproc.request import write_claim
 
-MAX_CONTAINERS = 100_000
+MAX_CONTAINERS: Final = 100_000
 """Most `[` and `{` in a body that is looked into: decoding as many takes 10 to 20 ms, and so does copying them."""
 
-MAX_MEMBERS = 50_000
+MAX_MEMBERS: Final = 50_000
 """Most members of objects in one that is decoded as a whole: to put their names in order takes longer than decoding them."""
 
-WORTH_COUNTING = 256 * 2**10
+WORTH_COUNTING: Final = 256 * 2**10
 """In a body of fewer bytes there is hardly room for more, and counting takes half as long as decoding."""
 
-MAX_STEPS = 5_000
+MAX_STEPS: Final = 5_000
 """Most messages, and parts of them, that one detector walks through; each takes a few microseconds."""
 
-MAX_FRACTIONS = 10_000
+MAX_FRACTIONS: Final = 10_000
 """Most numbers with a fraction or an exponent in one, each of which is brought into one spelling by us."""
 
-_WORTH_REMEMBERING = 32
+_WORTH_REMEMBERING: Final = 32
 
-MAX_DIGITS = 640
+MAX_DIGITS: Final = 640
 """Longest integer in one, in digits; a longer one is not JSON to us, nor to most."""
 
 _PLACE = re.compile(r"(?:0|[1-9][0-9]{0,8})\Z")  # of an array's element (RFC 6901 section 4)
@@ -50,7 +50,7 @@ ABSENT = msgspec.Raw()
 """Stands where a value would have been left as it is, had there been one."""
 
 _NESTING = frozenset((dict, list))
-_MISSING: Json = object()
+_MISSING: Final[Json] = object()
 
 
 def limit_integers() -> None:
@@ -86,9 +86,15 @@ class NotJson(NotCounted):
 class _Left:
     """What the body at hand has left of its bounds; one thread at a time looks into bodies."""
 
-    in_body: ClassVar[int] = MAX_FRACTIONS
-    in_parts: ClassVar[int] = MAX_FRACTIONS
-    steps: ClassVar[int] = MAX_STEPS
+    __slots__ = ("in_body", "in_parts", "steps")
+
+    def __init__(self) -> None:
+        self.in_body = MAX_FRACTIONS
+        self.in_parts = MAX_FRACTIONS
+        self.steps = MAX_STEPS
+
+
+_LEFT: Final = _Left()
 
 
 def walk(count: int) -> None:
@@ -97,8 +103,8 @@ def walk(count: int) -> None:
     Raises:
         NotCounted: there were too many.
     """
-    _Left.steps -= count
-    if _Left.steps < 0:
+    _LEFT.steps -= count
+    if _LEFT.steps < 0:
         raise NotCounted("inspect_limit")
 
 
@@ -108,16 +114,16 @@ def _hook_number(text: str) -> msgspec.Raw:
     Raises:
         NotCounted: there were too many.
     """
-    _Left.in_body -= 1
-    if _Left.in_body < 0:
+    _LEFT.in_body -= 1
+    if _LEFT.in_body < 0:
         raise NotCounted("inspect_limit")
     return write_number(text)
 
 
 def hook_number_in_part(text: str) -> msgspec.Raw:
     """The same for the `float_hook` of decoders of parts of a body, which are bounded for themselves."""
-    _Left.in_parts -= 1
-    if _Left.in_parts < 0:
+    _LEFT.in_parts -= 1
+    if _LEFT.in_parts < 0:
         raise NotCounted("inspect_limit")
     return write_number(text)
 
@@ -143,7 +149,7 @@ class Document:
 
     def __init__(self, data: bytes | memoryview) -> None:
         """Nothing is decoded yet."""
-        self._data = bytes(data)
+        self._data = data if isinstance(data, bytes) else data.tobytes()
         self._value: Json = _MISSING  # or the exception that it is
         self.conversation: Any = None  # what `open_conversation` makes of it, or the exception
 
@@ -165,7 +171,7 @@ class Document:
 
     def start(self) -> None:
         """Let somebody look into the body, who starts with all of the bounds."""
-        _Left.in_parts, _Left.steps = MAX_FRACTIONS, MAX_STEPS
+        _LEFT.in_parts, _LEFT.steps = MAX_FRACTIONS, MAX_STEPS
 
     def data(self) -> bytes:
         """The body as it came, for who leaves its arrays raw where they stand; each starts with all of the bounds.
@@ -173,14 +179,14 @@ class Document:
         Raises:
             NotCounted: there are too many objects and arrays in it.
         """
-        _Left.in_parts, _Left.steps = MAX_FRACTIONS, MAX_STEPS
+        _LEFT.in_parts, _LEFT.steps = MAX_FRACTIONS, MAX_STEPS
         if len(self._data) > WORTH_COUNTING:
             check_containers(self._data)
         return self._data
 
     def _decode(self) -> Json:
         """The value, or the NotCounted that decoding raises."""
-        _Left.in_body = MAX_FRACTIONS
+        _LEFT.in_body = MAX_FRACTIONS
         try:
             check_containers(self._data)
             _check_members(self._data)

@@ -15,7 +15,7 @@ A client that changes the arguments of a call that it has made has made another 
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Final, NamedTuple
+from typing import Final
 from zlib import crc32
 
 from msgspec import Raw
@@ -26,20 +26,22 @@ from extproc.similarity.shapes.contents import read_arguments
 from extproc.similarity.shapes.conversation import ASSISTANT, Conversation
 from extproc.similarity.shapes.messages import CALL, RESULT, Part
 
-_CALL, _TOOL, _PAIR = 6, 4, 4
+_CALL: Final = 6
+_TOOL: Final = 4
+_PAIR: Final = 4
 RECORD: Final = _CALL + _TOOL + _PAIR
 """Length of a call's record, in bytes: digests of the call, of its tool's name, and of tool and arguments."""
 
-_MOST_SPELLED = 2**20
+_MOST_SPELLED: Final = 2**20
 """So much of names and arguments is read in one history, in bytes: it takes 40 ms at worst."""
 
-_SHOWN = 64
-_LONGEST_MODEL = 256
-_SEPARATOR = b"\xff"  # never in UTF-8
+_SHOWN: Final = 64
+_LONGEST_MODEL: Final = 256
+_SEPARATOR: Final = b"\xff"  # never in UTF-8
 
 
-class ToolCalls(NamedTuple):
-    """What a request's history shows.
+class ToolCalls:
+    """What a request's history shows; never changed.
 
     Attributes:
         records: RECORD bytes for each call, the oldest first; no two are equal.
@@ -47,9 +49,13 @@ class ToolCalls(NamedTuple):
         model: that the body names, cut to 256 characters; empty where it names none.
     """
 
-    records: bytes
-    tools: tuple[tuple[bytes, str], ...]
-    model: str
+    __slots__ = ("model", "records", "tools")
+
+    def __init__(self, records: bytes, tools: tuple[tuple[bytes, str], ...], model: str) -> None:
+        """Keep them as given."""
+        self.records = records
+        self.tools = tools
+        self.model = model
 
 
 def read_tool_calls(document: Document) -> ToolCalls:
@@ -59,11 +65,15 @@ def read_tool_calls(document: Document) -> ToolCalls:
         NotCounted: there is no conversation, it cannot be read, or it is too much.
     """
     conversation = open_conversation(document)
+    calls = _list_calls(conversation)
+    model = conversation.model[:_LONGEST_MODEL]
+    if not calls:
+        return ToolCalls(b"", (), model)
     tools: dict[str, bytes] = {}
     numbers: dict[bytes, int] = {}
     records = []
     left = _MOST_SPELLED
-    for part in _list_calls(conversation):
+    for part in calls:
         tool = tools.get(part.name)
         if tool is None:
             tool = tools[part.name] = digest_tool(part.name)
@@ -73,7 +83,7 @@ def read_tool_calls(document: Document) -> ToolCalls:
         number = numbers[call] = numbers.get(call, 0) + 1
         records.append(_digest(b"%b%b%d" % (call, _SEPARATOR, number), _CALL) + tool + crc32(spelled).to_bytes(_PAIR))
     named = tuple([(digest, name[:_SHOWN]) for name, digest in tools.items() if name])
-    return ToolCalls(b"".join(records), named, conversation.model[:_LONGEST_MODEL])
+    return ToolCalls(b"".join(records), named, model)
 
 
 def list_used(document: Document) -> list[str]:
@@ -99,19 +109,10 @@ def _digest(data: bytes, size: int) -> bytes:
 def _list_calls(conversation: Conversation) -> list[Part]:
     """The calls, and the results whose calls are not there because the server keeps them; the oldest first."""
     if conversation.before.after:
-        found = _list_parts(conversation, everybody=True)
+        found = conversation.list_parts()
         called = {part.id for part in found if part.kind == CALL}
         return [part for part in found if part.kind == CALL or (part.kind == RESULT and part.id and part.id not in called)]
-    return [part for part in _list_parts(conversation, everybody=False) if part.kind == CALL]
-
-
-def _list_parts(conversation: Conversation, *, everybody: bool) -> list[Part]:
-    """What the assistant, or everybody, has said and done, the oldest first."""
-    found: list[Part] = []
-    for message in conversation.read_backwards():
-        if everybody or message.speaker == ASSISTANT:
-            found += message.read_parts()[::-1]
-    return found[::-1]
+    return [part for part in conversation.list_parts(ASSISTANT) if part.kind == CALL]
 
 
 def _spell(part: Part, most: int) -> bytes:

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
 
-from msgspec import Raw, Struct, ValidationError, defstruct, json
-from msgspec.structs import fields
-
-from extproc.similarity.document import ABSENT, Document, Json, NotCounted, decode_json, write_canonical
+from extproc.similarity.document import Document
 from extproc.similarity.shapes.contents import READERS
-from extproc.similarity.shapes.conversation import USER, Conversation, Shape
+from extproc.similarity.shapes.conversation import USER, Shape, Shapes
 from extproc.similarity.shapes.places import (
     LOCATORS,
     Place,
@@ -29,46 +25,12 @@ from extproc.similarity.shapes.places import (
 
 _FILES = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
 _FOUND: list[Shape] = [shape for file in _FILES for shape in getattr(file, "SHAPES", ())]
-_SHAPES = sorted(_FOUND, key=lambda shape: shape.fallback)
 
 for _file in _FILES:
     READERS.update(getattr(_file, "BLOCKS", {}))
     LOCATORS.update(getattr(_file, "LOCATORS", {}))
 
-
-def _make_body() -> type[Struct]:
-    """A struct of the keys of all shapes, so that one pass over a body finds out which it has."""
-    keys: dict[str, Any] = {"model": (str | None, None)}
-    for shape in _SHAPES:
-        for field in fields(shape.body):
-            optional = (Raw, ABSENT) if field.type is Raw else (field.type | None, None)
-            keys.setdefault(field.name, optional)
-    return defstruct("AnyBody", [(name, *optional) for name, optional in keys.items()], gc=False)
-
-
-_AnyBody: Any = _make_body()
-_decode_body = json.Decoder(_AnyBody).decode
-_RAW_KEYS = [field.name for field in fields(_AnyBody) if field.type is Raw]
-
-
-def open_conversation(document: Document) -> Conversation:
-    """The conversation in a body, of the first shape that it has; everybody who asks shares it.
-
-    Raises:
-        NotCounted: there is none, or it cannot be read.
-    """
-    found: Conversation | NotCounted | None = document.conversation
-    if found is None:
-        try:
-            found = _open(document)
-        except NotCounted as failure:
-            found = failure.renew()
-        document.conversation = found
-    else:
-        document.start()
-    if isinstance(found, NotCounted):
-        raise found.renew()
-    return found
+open_conversation = Shapes(_FOUND).open_conversation
 
 
 def locate_results(document: Document) -> list[Place]:
@@ -96,35 +58,3 @@ def locate_results(document: Document) -> list[Place]:
         item = items[len(conversation) - 1 - message.place]
         places += [place for place in shape.locate(message.value, item) if place.result or message.speaker == USER]
     return [place for place in places if place.result] or places
-
-
-def _open(document: Document) -> Conversation:
-    data = document.data()
-    if not data:
-        raise NotCounted("no_messages")
-    try:
-        body = value = decode_json(data, _decode_body)
-    except ValidationError:
-        value = document.value()
-        body = _fill_body(value)
-    for shape in _SHAPES:
-        path = shape.path
-        messages = shape.take(getattr(body, path[0]) if value is body and len(path) == 1 else _follow(value, path))
-        if messages:
-            return Conversation(shape, messages, body, body.model or "")
-    raise NotCounted("no_messages")
-
-
-def _fill_body(value: Json) -> Json:
-    """The other keys of a body that was decoded as a whole, because one of them, or its messages, is of another type."""
-    given = value if isinstance(value, dict) else {}
-    model = given.get("model")
-    named = model if model is None or isinstance(model, str) else write_canonical(model).decode()
-    return _AnyBody(model=named, **{key: Raw(write_canonical(given[key])) for key in _RAW_KEYS if key in given})
-
-
-def _follow(value: Json, path: tuple[str, ...]) -> Json:
-    """What stands at the end of a path of keys, or of fields; None where nothing does."""
-    for step in path:
-        value = value.get(step) if isinstance(value, dict) else getattr(value, step, None)
-    return value

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, takewhile
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from msgspec import Raw, Struct, ValidationError, json
+from msgspec import Raw, Struct, ValidationError, defstruct, json
+from msgspec.structs import fields
 
-from extproc.similarity.document import MAX_STEPS, Json, NotCounted, decode_json, write_canonical
+from extproc.similarity.document import ABSENT, MAX_STEPS, Document, Json, NotCounted, decode_json, write_canonical
 from extproc.similarity.shapes.messages import Message, Part
 from extproc.similarity.shapes.places import Place, Value
 
 ASSISTANT, USER, TOOL, NOBODY = "assistant", "user", "tool", "other"
 """Who says a message; any other is who a client says it is."""
 
-_MAX_NEWEST = 100
+_MAX_NEWEST: Final = 100
 """So many results, made at once, may have a place for a note."""
 
 ASSISTANTS = frozenset({ASSISTANT, "model", "ai"})
@@ -43,6 +44,9 @@ NOTHING_BEFORE = Before()
 """Of a body that shows its whole history."""
 
 
+_OBJECTS: Final = (Struct, dict)
+
+
 def know_nothing(_: Json) -> Before:
     """Of every body of an API whose requests show their whole history."""
     return NOTHING_BEFORE
@@ -52,11 +56,11 @@ def take_list(value: Json) -> Sequence[Json]:
     """The messages in what stands where they belong: those of a list, which is none where there are only texts or numbers."""
     if not isinstance(value, list) or not value:
         return ()
-    return value if isinstance(value[0], Struct | dict) or dict in set(map(type, value)) else ()
+    return value if isinstance(value[0], _OBJECTS) or dict in set(map(type, value)) else ()
 
 
-class Shape(NamedTuple):
-    """How one API writes a conversation.
+class Shape:
+    """How one API writes a conversation; never changed.
 
     Attributes:
         path: of keys, to the messages.
@@ -65,25 +69,55 @@ class Shape(NamedTuple):
         name_speaker: who says a message; empty for a thought, which nobody gets to see.
         read: what stands in a message, in order; raises NotCounted where that cannot be read, or is too much.
         find_raw: where in a message its text and its calls stand; ABSENT where that is in several places.
-        take: the messages in what stands at the end of the path.
+        take: the messages in what stands at the end of the path; None for those of a list.
         joins: whether a message is one of several calls that were made at once, where they stand side by side; None where each
             message is one of its own.
-        look_back: what such a body says about what went before.
+        look_back: what such a body says about what went before; None where every request shows all of it.
         locate: where a note can be put into a message, the newest place last, given all of it; None where nobody can tell.
         fallback: the key means something else in other APIs, so they are asked first.
     """
 
-    path: tuple[str, ...]
-    body: type[Struct]
-    message: type[Struct]
-    name_speaker: Callable[[Any], str]
-    read: Callable[[Any], list[Part]]
-    find_raw: Callable[[Any], Raw]
-    take: Callable[[Any], Sequence[Json]] = take_list
-    joins: Callable[[Any], bool] | None = None
-    look_back: Callable[[Any], Before] = know_nothing
-    locate: Callable[[Any, Value], list[Place]] | None = None
-    fallback: bool = False
+    __slots__ = (
+        "body",
+        "fallback",
+        "find_raw",
+        "joins",
+        "locate",
+        "look_back",
+        "message",
+        "name_speaker",
+        "path",
+        "read",
+        "take",
+    )
+
+    def __init__(  # noqa: PLR0913  # a record
+        self,
+        path: tuple[str, ...],
+        body: type[Struct],
+        message: type[Struct],
+        name_speaker: Callable[[Any], str],
+        read: Callable[[Any], list[Part]],
+        find_raw: Callable[[Any], Raw],
+        take: Callable[[Any], Sequence[Json]] | None = None,
+        joins: Callable[[Any], bool] | None = None,
+        look_back: Callable[[Any], Before] | None = None,
+        locate: Callable[[Any, Value], list[Place]] | None = None,
+        *,
+        fallback: bool = False,
+    ) -> None:
+        """Keep them as given."""
+        self.path = path
+        self.body = body
+        self.message = message
+        self.name_speaker = name_speaker
+        self.read = read
+        self.find_raw = find_raw
+        self.take = take or take_list
+        self.joins = joins
+        self.look_back = look_back or know_nothing
+        self.locate = locate
+        self.fallback = fallback
 
 
 class Conversation:
@@ -130,17 +164,36 @@ class Conversation:
         behind = takewhile(lambda message: message.speaker != ASSISTANT, self.read_backwards())
         return list(islice(behind, _MAX_NEWEST))
 
+    def list_parts(self, speaker: str = "") -> list[Part]:
+        """What somebody, or everybody, has said and done, the oldest first.
+
+        Raises:
+            NotCounted: it cannot be read, or is too much.
+        """
+        found: list[Part] = []
+        if self.shape.joins is None:  # as below, at a third of the time
+            count, name_speaker = len(self._messages), self.shape.name_speaker
+            for place in range(count - 1, max(count - 1 - MAX_STEPS, -1), -1):
+                value = self._open_message(place)
+                by = name_speaker(value)
+                if by and (not speaker or by == speaker):
+                    found += Message(self.shape, by, value, place).read_parts()[::-1]
+            self._check_count()
+        else:
+            for message in self._read_joined(self.shape.joins):
+                if not speaker or message.speaker == speaker:
+                    found += message.read_parts()[::-1]
+        found.reverse()
+        return found
+
     def _read_each(self) -> Iterator[Message]:
-        messages, kind, name_speaker = self._messages, self.shape.message, self.shape.name_speaker
-        for place in range(len(messages) - 1, max(len(messages) - 1 - MAX_STEPS, -1), -1):
-            value = messages[place]
-            if type(value) is not kind:
-                value = self._convert(value)
+        count, name_speaker = len(self._messages), self.shape.name_speaker
+        for place in range(count - 1, max(count - 1 - MAX_STEPS, -1), -1):
+            value = self._open_message(place)
             speaker = name_speaker(value)
             if speaker:
                 yield Message(self.shape, speaker, value, place)
-        if len(messages) > MAX_STEPS:
-            raise NotCounted("inspect_limit")
+        self._check_count()
 
     def _read_joined(self, joins: Callable[[Any], bool]) -> Iterator[Message]:
         """The same where calls that stand side by side were made at once."""
@@ -158,9 +211,87 @@ class Conversation:
         if calls is not None:
             yield calls
 
-    def _convert(self, value: Json) -> Any:  # noqa: ANN401  # of the shape's
+    def _check_count(self) -> None:
+        if len(self._messages) > MAX_STEPS:
+            raise NotCounted("inspect_limit")
+
+    def _open_message(self, place: int) -> Any:  # noqa: ANN401  # of the shape's
         """A message as its shape has it; one of other types than a message's is of no known kind."""
+        value = self._messages[place]
+        if type(value) is self.shape.message:
+            return value
         try:
             return decode_json(write_canonical(value), json.Decoder(self.shape.message).decode)
         except ValidationError:
             return self.shape.message()
+
+
+class Shapes:
+    """The shapes of all APIs, of which each body is looked at in one pass."""
+
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        """Those that are asked first go first."""
+        self._shapes = sorted(shapes, key=lambda shape: shape.fallback)
+        self._body: Any = _make_body(self._shapes)
+        self._decode = json.Decoder(self._body).decode
+        self._raw_keys = [field.name for field in fields(self._body) if field.type is Raw]
+
+    def open_conversation(self, document: Document) -> Conversation:
+        """The conversation in a body, of the first shape that it has; everybody who asks shares it.
+
+        Raises:
+            NotCounted: there is none, or it cannot be read.
+        """
+        found: Conversation | NotCounted | None = document.conversation
+        if found is None:
+            try:
+                found = self._open(document)
+            except NotCounted as failure:
+                found = failure.renew()
+            document.conversation = found
+        else:
+            document.start()
+        if isinstance(found, NotCounted):
+            raise found.renew()
+        return found
+
+    def _open(self, document: Document) -> Conversation:
+        data = document.data()
+        if not data:
+            raise NotCounted("no_messages")
+        try:
+            body = value = decode_json(data, self._decode)
+        except ValidationError:
+            value = document.value()
+            body = self._fill_body(value)
+        for shape in self._shapes:
+            path = shape.path
+            messages = shape.take(getattr(body, path[0]) if value is body and len(path) == 1 else _follow(value, path))
+            if messages:
+                return Conversation(shape, messages, body, body.model or "")
+        raise NotCounted("no_messages")
+
+    def _fill_body(self, value: Json) -> Json:
+        """The other keys of a body that was decoded as a whole, because one of them, or its messages, is of another type."""
+        given = value if isinstance(value, dict) else {}
+        model = given.get("model")
+        named = model if model is None or isinstance(model, str) else write_canonical(model).decode()
+        raw = {key: Raw(write_canonical(given[key])) for key in self._raw_keys if key in given}
+        return self._body(model=named, **raw)
+
+
+def _make_body(shapes: Sequence[Shape]) -> type[Struct]:
+    """A struct of the keys of all shapes, so that one pass over a body finds out which it has."""
+    keys: dict[str, Any] = {"model": (str | None, None)}
+    for shape in shapes:
+        for field in fields(shape.body):
+            optional = (Raw, ABSENT) if field.type is Raw else (field.type | None, None)
+            keys.setdefault(field.name, optional)
+    return defstruct("AnyBody", [(name, *optional) for name, optional in keys.items()], gc=False)
+
+
+def _follow(value: Json, path: tuple[str, ...]) -> Json:
+    """What stands at the end of a path of keys, or of fields; None where nothing does."""
+    for step in path:
+        value = value.get(step) if isinstance(value, dict) else getattr(value, step, None)
+    return value
