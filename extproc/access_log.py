@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from time import monotonic
 from typing import Any, Final
 
@@ -29,7 +29,8 @@ USAGE_NAMESPACE: Final = "loopguard.usage"
 """Where Envoy's filters put what they read in its answer."""
 
 SESSIONS: Final = "sessions"
-"""In the namespace of our own: what the guard has told Envoy about the sessions that the request belongs to."""
+"""In the namespace of our own: what the guard has told Envoy about the sessions that the request belongs to, as one text of
+JSON, because a Struct takes ten times as long."""
 
 MAX_MESSAGE: Final = 2**18
 """Bytes. Envoy sends what it has once that is 16 KiB; an entry alone is larger only where its headers are."""
@@ -75,7 +76,6 @@ _TOLD: Final = USAGE_NAMESPACE.encode()
 _SESSIONS: Final = SESSIONS.encode()
 _REJECT: Final = Action.REJECT.value
 
-_encode: Final = json.Encoder().encode
 _decode: Final = json.Decoder(list[dict[str, Any]]).decode
 
 _MAX_TOKENS: Final = 10**9
@@ -412,13 +412,8 @@ def _make_entry(logged: _Logged) -> Entry | None:
     )
 
 
-def write_sessions(sessions: Sequence[Mapping[str, Any]]) -> str:
-    """What the guard tells Envoy, to have it said again in an entry: one text, because a Struct takes ten times as long."""
-    return _encode(sessions).decode()
-
-
 def _read_sessions(text: object) -> tuple[dict[str, Any], ...]:
-    """The same, read again; none where somebody else has written it."""
+    """What `SessionCandidate.describe_call` has told of each; nothing where somebody else has written it."""
     try:
         if not isinstance(text, str):
             return ()

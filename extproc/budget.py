@@ -62,8 +62,8 @@ class InspectionBudget:
             bucket = self._tenants[tenant] = _Bucket(TENANT_SHARE, now)
             if len(self._tenants) > MAX_TENANTS:
                 self._tenants.popitem(last=False)
-        else:
-            self._tenants.move_to_end(tenant)
+            return self._all.fill(now, shadow=shadow) > 0
+        self._tenants.move_to_end(tenant)
         return bucket.fill(now, shadow=shadow) > 0 and self._all.fill(now, shadow=shadow) > 0
 
     def spend(self, tenant: str, seconds: float, *, shadow: bool = False) -> None:

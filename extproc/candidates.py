@@ -7,9 +7,10 @@ then it judges. Pure, as all that stands above it in `evaluation`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from itertools import count
-from typing import Any, TypeAlias
+from binascii import unhexlify
+from collections.abc import Sequence
+from struct import Struct
+from typing import Final, TypeAlias
 
 from extproc.decision import Outcome, Repeat, Subject
 from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, join_descriptors
@@ -18,6 +19,7 @@ from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Overrides, 
 from extproc.guards.session import KILLED, MAX_INSPECT_BYTES, NO_CALLS, NO_GRANTS, WITHIN, Narrowing, SessionGuard
 from extproc.ledger import LIMITS, REFUSED, Settlement, Standing, Step
 from extproc.plan import Plan
+from extproc.prices import read_model
 from extproc.similarity.base import Memory
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.history import read_tool_calls
@@ -29,18 +31,41 @@ Guard: TypeAlias = Detector | SessionGuard
 Answer: TypeAlias = Count | Standing
 """What the store says to what a guard asks."""
 
-_CALL = 8
-_calls: Iterator[int] = count(int.from_bytes(os.urandom(_CALL)))
-_EVERY_CALL = 2 ** (8 * _CALL) - 1
-_KILLED = LIMITS.index(KILLED)
-_NO_HISTORY = frozenset({"no_messages", "not_json", "no_history"})
+_CALL: Final = Struct("<Q")
+"""What changes from one call to the next comes first, so that a few bytes of a name tell it from the others of its session."""
+
+_EVERY_CALL: Final = 2**62 - 1
+"""As many names as there are integers that compiled code is quick with."""
+
+_WORD: Final = Struct("Q")
+_PAIR: Final = Struct("QQ")
+_unhexlify: Final = unhexlify
+_KILLED: Final = LIMITS.index(KILLED)
+_NO_HISTORY: Final = frozenset({"no_messages", "not_json", "no_history"})
 """Of a body that is no conversation, in which no calls can hide."""
+
+
+class _Calls:
+    """Names calls: none as any other of this process, nor of another one, but for the unlikeliest chance."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last = int.from_bytes(os.urandom(_CALL.size)) & _EVERY_CALL
+
+    def name(self) -> bytes:
+        self._last = (self._last + 1) & _EVERY_CALL
+        return _CALL.pack(self._last)
+
+
+_CALLS: Final = _Calls()
 
 
 class Sealing:
     """What all candidates of a request are sealed with.
 
     Attributes:
+        path: of the request.
         head: from `fingerprint.write_head`.
         body: of the request.
         document: the same to look into, None where it cannot be.
@@ -48,13 +73,16 @@ class Sealing:
         scope: attachment name.
     """
 
-    __slots__ = ("_body", "_caller", "_names", "body", "document", "head", "scope", "unreadable")
+    __slots__ = ("_body", "_caller", "_names", "body", "document", "head", "path", "scope", "unreadable")
 
-    def __init__(self, head: str, body: Body, document: Document | None, unreadable: str, scope: str) -> None:
+    def __init__(  # noqa: PLR0913  # all that is known of a request
+        self, path: str, head: str, body: Body, document: Document | None, unreadable: str, scope: str
+    ) -> None:
         """Keep them as given."""
         self._body: Body | None = None
         self._caller = ""
         self._names = ("", "", "", "")
+        self.path = path
         self.head = head
         self.body = body
         self.document = document
@@ -329,21 +357,15 @@ class SessionCandidate(Candidate):
         "unreadable",
     )
 
-    def __init__(  # noqa: PLR0913  # as there
-        self,
-        plan: Plan,
-        limiter: SessionGuard,
-        values: list[tuple[str, str]],
-        descriptors: str,
-        session: Sequence[str],
-        model: str,
+    def __init__(
+        self, plan: Plan, limiter: SessionGuard, values: list[tuple[str, str]], descriptors: str, session: Sequence[str]
     ) -> None:
-        """See `Candidate`; `model` is what the request's path says about it, empty for nothing."""
+        """See `Candidate`."""
         super().__init__(plan, limiter, values, descriptors, session, WITHIN)
         self.limiter = limiter
         self.calls = NO_CALLS
         self.call = b""
-        self.model = model
+        self.model = ""
         self.reserve = 0
         self.standing: Standing | None = None
         self.narrowing: Narrowing | None = None
@@ -374,8 +396,8 @@ class SessionCandidate(Candidate):
         self._look_up()
         if not self.session:
             raise NotCounted("no_session")
-        self.call = _name_call()
-        self.model = self.calls.model or self.model
+        self.call = _CALLS.name()
+        self.model = self.calls.model or read_model(sealing.path, None)
         self.reserve = self.limiter.rates.estimate(self.model, body.length, 0)
         self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
         self.hit = self.limiter.make_step(
@@ -411,16 +433,9 @@ class SessionCandidate(Candidate):
         """The store has counted the request, and no limit stops it."""
         return self.standing is not None and not self.standing.limit
 
-    def describe_call(self) -> dict[str, Any]:
-        """What an entry of the access log has to repeat, so that it is known whose call it is about."""
-        return {
-            "policy": self.plan.id,
-            "mode": self.guard.mode,
-            "name": self.name_ledger(),
-            "call": self.call.hex(),
-            "model": self.model,
-            "reserve": self.reserve,
-        }
+    def describe_call(self) -> bytes:
+        """What an entry of the access log has to repeat, so that it is known whose call it is about, as JSON."""
+        return self.limiter.describe_call(self.name_ledger(), self.call, self.model, self.reserve)
 
     def refuse_unnarrowed(self) -> Outcome:
         """The verdict where the request's tools cannot be taken away."""
@@ -457,12 +472,7 @@ class SessionCandidate(Candidate):
         return document
 
 
-def _name_call() -> bytes:
-    """Another name than any other request of this process has, or of another one, but for the unlikeliest chance."""
-    number: int = next(_calls) & _EVERY_CALL
-    return number.to_bytes(_CALL)
-
-
 def _mix(check: str, session: str) -> bytes:
     """What tells a request from others, 8 bytes; the same body in another session, which may share its limits, is another."""
-    return (int(check, 16) ^ int(session, 16)).to_bytes(_CALL)
+    one, other = _PAIR.unpack(_unhexlify(check + session))
+    return _WORD.pack(one ^ other)

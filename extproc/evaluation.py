@@ -20,7 +20,6 @@ from extproc.guards.session import SessionGuard
 from extproc.ledger import Step
 from extproc.notes import cut_notes
 from extproc.plan import Plan
-from extproc.prices import read_model
 from extproc.request import HttpRequest
 from extproc.similarity.document import Document, NotCounted
 from extproc.windows import UNCOUNTED, Hit, Push
@@ -112,8 +111,7 @@ class Lane:
     ) -> None:
         """Make the plan's session guard a candidate."""
         self.limits = True
-        names = limiter.names.read(request)
-        self.candidates.append(SessionCandidate(plan, limiter, values, joined, names, read_model(request.path, None)))
+        self.candidates.append(SessionCandidate(plan, limiter, values, joined, limiter.names.read(request)))
 
     def list_sessions(self) -> list[SessionCandidate]:
         """The candidates that limit sessions."""
@@ -395,7 +393,7 @@ class Evaluation:
         self.size = known.length
         document = None
         if text is not None:
-            data = bytes(text)
+            data = text if isinstance(text, bytes) else text.tobytes()
             plain = cut_notes(data)
             document = Document(plain)
             if text is content and plain is data:
@@ -405,7 +403,7 @@ class Evaluation:
         request = self.request
         query = write_query(request.read_query()) if request.query else ""
         head = write_head(request.method, request.path, query)
-        self._sealing = Sealing(head, known, document, unreadable, self._scope)
+        self._sealing = Sealing(request.path, head, known, document, unreadable, self._scope)
 
     def withhold(self, reason: str) -> None:
         """Nobody looks into the body from now on."""
@@ -473,8 +471,12 @@ class Evaluation:
         """The policies that compared the body byte for byte, because it is not what their similarity is for."""
         if not self.inspects:
             return []
-        candidates = [*self.enforcing.candidates, *self.shadow.candidates]
-        return list(dict.fromkeys(candidate.plan.id for candidate in candidates if candidate.compared_exactly))
+        found: list[str] = []
+        for lane in self.lanes:
+            for candidate in lane.candidates:
+                if candidate.compared_exactly and candidate.plan.id not in found:
+                    found.append(candidate.plan.id)
+        return found
 
 
 def group_by_policy(trace: list[Outcome]) -> list[Outcome]:
@@ -487,6 +489,6 @@ def group_by_policy(trace: list[Outcome]) -> list[Outcome]:
         last = grouped[-1]
         if outcome.policy != last.policy or outcome.mode != last.mode:
             grouped.append(outcome)
-        elif outcome.strictness() > last.strictness():
+        elif (outcome.retry_after or outcome.action is not Action.ALLOW) and outcome.strictness() > last.strictness():
             grouped[-1] = outcome
     return grouped

@@ -97,11 +97,13 @@ class Rates:
             + usage.cache_read * rate.cache_read
             + usage.cache_write * rate.cache_write
         )
-        return (2 * total + rate.per) // (2 * rate.per)
+        return _divide(total, rate.per)
 
     def estimate(self, model: str, input_bytes: int, output_bytes: int) -> int:
         """The same for a call of which nothing but the sizes of its bodies is known."""
-        return self.find_cost(model, Usage(estimate_tokens(input_bytes), estimate_tokens(output_bytes), 0, 0))
+        prompt = estimate_tokens(input_bytes)
+        rate = self._choose(model, prompt)
+        return _divide(prompt * rate.input + estimate_tokens(output_bytes) * rate.output, rate.per)
 
     def choose_name(self, answered: str, asked: str) -> str:
         """Of a model's two names the one whose price somebody tells: its own, or if that is unknown, what it was asked as."""
@@ -142,6 +144,11 @@ class Rates:
             self._vague.add(model)
             return self._unknown
         return tuple([_compile(price, above) for above, price in tiers])
+
+
+def _divide(total: int, per: int) -> int:
+    """A quotient, rounded half up."""
+    return (2 * total + per) // (2 * per)
 
 
 def estimate_tokens(size: int) -> int:

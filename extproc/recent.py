@@ -24,14 +24,16 @@ class Recent(Generic[Value]):
         self._most = most
         self._share = share
         self._kept: OrderedDict[Key, Value] = OrderedDict()  # the one that has been quiet longest comes first
-        self._tenants: dict[str, OrderedDict[Key, None]] = {}  # in the same order
+        self._tenants: dict[str, dict[Key, None]] = {}  # in the same order; too few each to be slow at their front
 
     def see(self, key: Key) -> Value | None:
         """What is kept under a key, which is quiet no longer; None for nothing."""
         value = self._kept.get(key)
         if value is not None:
             self._kept.move_to_end(key)
-            self._tenants[key[0]].move_to_end(key)
+            own = self._tenants[key[0]]
+            del own[key]
+            own[key] = None
         return value
 
     def put(self, key: Key, value: Value) -> None:
@@ -39,7 +41,7 @@ class Recent(Generic[Value]):
         self._kept[key] = value
         own = self._tenants.get(key[0])
         if own is None:
-            own = self._tenants[key[0]] = OrderedDict()
+            own = self._tenants[key[0]] = {}
         own[key] = None
         if len(own) > self._share:
             self._drop(next(iter(own)))

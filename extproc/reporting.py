@@ -71,16 +71,15 @@ class Reporter:
     def report(self, evaluation: Evaluation, decision: Decision) -> None:
         """One decided request."""
         metrics = self._metrics
-        for outcome in decision.trace:
-            if outcome.action is not Action.ALLOW and outcome.reason is Reason.LOOP_DETECTED:
-                metrics.detections.labels(outcome.policy, outcome.detector, outcome.mode, outcome.action.value).inc()
-                self._report_detection(evaluation, decision, outcome)
+        if decision.lead is not None or decision.shadow is not None:
+            self._report_acts(evaluation, decision)
         for outcome in group_by_policy(decision.trace):
             metrics.decisions.add(outcome.policy, outcome.mode, outcome.action._value_)  # `value` costs two calls
             if outcome.action is not Action.ALLOW and outcome.reason is Reason.LOOP_DETECTED:
                 metrics.loops.add(outcome.policy, outcome.mode, outcome.action._value_)
         if evaluation.limits:
-            self._report_sessions(evaluation, decision)
+            for lane in evaluation.lanes:
+                self.report_sessions(lane.list_sessions())
         for policy in evaluation.list_compared_exactly():
             metrics.compared_exactly.labels(policy).inc()
         self.report_uncounted(evaluation)
@@ -110,17 +109,20 @@ class Reporter:
         for policy in policies:
             self._metrics.unnarrowed.labels(policy, reason).inc()
 
-    def _report_sessions(self, evaluation: Evaluation, decision: Decision) -> None:
-        """What limits of sessions have done."""
+    def _report_acts(self, evaluation: Evaluation, decision: Decision) -> None:
+        """What loops and limits of sessions have led to."""
         metrics = self._metrics
         for outcome in decision.trace:
-            if isinstance(outcome.subject, SessionSubject) and outcome.action is not Action.ALLOW:
+            if outcome.action is Action.ALLOW:
+                continue
+            if isinstance(outcome.subject, SessionSubject):
                 labels = outcome.policy, outcome.mode, outcome.subject.limit, outcome.action.value
                 metrics.session_limits.labels(*labels).inc()
-        for lane in evaluation.lanes:
-            self.report_sessions(lane.list_sessions())
+            elif outcome.reason is Reason.LOOP_DETECTED:
+                metrics.detections.labels(outcome.policy, outcome.detector, outcome.mode, outcome.action.value).inc()
+                self._report_detection(evaluation, decision, outcome)
 
-    def report_sessions(self, candidates: Sequence[SessionCandidate]) -> None:
+    def report_sessions(self, candidates: list[SessionCandidate]) -> None:
         """How the sessions of a request stand."""
         metrics, now = self._metrics, time()
         for candidate in candidates:
@@ -132,9 +134,19 @@ class Reporter:
                 metrics.session_limits.labels(policy, mode, limit, NARROW).inc()
             if standing.shared:
                 metrics.session_overflow.labels(policy).inc()
-            tool, names = candidate.find_last_tool(), (candidate.tenant, candidate.session, candidate.values)
-            tools = (tool,) if tool else ()
-            self.sessions.note(policy, mode, *names, standing, candidate.model, tools, candidate.call, now)
+            tool = candidate.find_last_tool()
+            self.sessions.note(
+                policy,
+                mode,
+                candidate.tenant,
+                candidate.session,
+                candidate.values,
+                standing,
+                candidate.model,
+                (tool,) if tool else (),
+                candidate.call,
+                now,
+            )
 
     def report_taken_back(self, candidates: Sequence[SessionCandidate], standings: Sequence[Answer]) -> None:
         """Requests that sessions have let through, and another guard has not."""

@@ -29,8 +29,12 @@ _KILLED_LIMIT: Final = LIMITS.index("killed")
 _MONEY: Final = "max_cost_per_session"
 _DIGITS: Final = 9
 
-_NAME_SHOWN = 128
-_NAMES_SHOWN = 8
+_NAME_SHOWN: Final = 128
+_NAMES_SHOWN: Final = 8
+
+_NO_TOOLS: Final[list[str]] = []
+_UNKNOWN: Final = Standing()
+"""Of a session of which nothing is known yet."""
 
 
 class Call:
@@ -52,7 +56,7 @@ class Call:
         """Nothing is known of its answer."""
         self.at = at
         self.model = cut_text(model, _NAME_SHOWN)
-        self.tools = [cut_text(tool, _NAME_SHOWN) for tool in tools[:_NAMES_SHOWN]]
+        self.tools = _cut_names(tools) if tools else _NO_TOOLS
         self.status = 0
         self.usage: Usage | None = None
         self.settled = False
@@ -122,7 +126,7 @@ class Run:
         self.session = session
         self.caller: list[tuple[str, str]] = []
         self.last = now
-        self.standing = Standing()
+        self.standing = _UNKNOWN
         self.told = now
         self.ordered = False
         self.refusal: Refusal | None = None
@@ -168,7 +172,7 @@ class SessionTable:
         mode: str,
         tenant: str,
         session: str,
-        caller: Sequence[tuple[str, str]],
+        caller: list[tuple[str, str]],
         standing: Standing,
         model: str,
         tools: Sequence[str],
@@ -254,6 +258,10 @@ class SessionTable:
             run = Run(policy, mode, tenant, session, now)
             self._runs.put(key, run)
         return run
+
+
+def _cut_names(names: Sequence[str]) -> list[str]:
+    return [cut_text(name, _NAME_SHOWN) for name in names[:_NAMES_SHOWN]]
 
 
 def _find_tool(standing: Standing) -> str:

@@ -30,13 +30,13 @@ from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
 from tests.records import replace
 
-NO_LIMITS = Limits(60_000, 100, -1, -1, narrows=False, cost=-1, tools=(), window=-1, threshold=-1, blocks=-1, errors=-1)
+NO_LIMITS = Limits(60_000, 100)
 """A minute without requests ends the session."""
 
 
 def limit(**limits: Any) -> Limits:  # noqa: ANN401  # the fields of Limits
     """A session's limits: none but these."""
-    return NO_LIMITS._replace(**limits)
+    return Limits(**{"idle_ms": NO_LIMITS.idle_ms, "max_sessions": NO_LIMITS.max_sessions, **limits})
 
 
 def digest(name: str) -> bytes:

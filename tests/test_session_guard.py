@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from extproc.access_log import Entry
+from extproc.admin.sessions import list_sessions, merge_sessions
 from extproc.cli import main
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.policy.bundle import BUDGET_KEYS
@@ -77,6 +78,16 @@ def test_steps_are_requests_that_were_let_through() -> None:
     assert sample(service, "session_limits_total", policy="agents", mode="enforce", limit="max_steps", action="reject") == 3
     assert sample(service, "requests_total", policy="agents", mode="enforce", action="reject") == 3
     assert sample(service, "loops_detected_total", policy="agents", mode="enforce", action="reject") == 0
+
+
+def test_the_report_of_a_run_has_each_of_its_requests() -> None:
+    """Replicas tell each other calls by a part of their names, and that part tells the calls of one process apart."""
+    service = make_service(limited(max_steps=9))
+
+    send(service, [turns(n) for n in range(3)])
+
+    (row,) = merge_sessions(list_sessions(service.reporter.sessions, shows_callers=False).rows, 0)
+    assert [call.tools for call in row.calls] == [[], ["run"], ["run"]]
 
 
 def test_a_refusal_says_which_limit_and_how_much_of_it() -> None:

@@ -5,6 +5,7 @@ The field is appended to the rest of a ProcessingResponse: a message's fields ma
 
 from __future__ import annotations
 
+from functools import lru_cache
 from struct import Struct
 from typing import Any, Final
 
@@ -41,6 +42,17 @@ def write_metadata(metadata: dict[str, Any]) -> bytes:
         metadata: texts, numbers, switches, None, and dicts and lists of these.
     """
     return write_field(_DYNAMIC_METADATA, _write_entry(NAMESPACE, _write_value(metadata)))
+
+
+def write_one_text(name: str, text: bytes) -> bytes:
+    """The same of one text alone, which is not empty."""
+    return _write_before(name, len(text)) + text
+
+
+@lru_cache(maxsize=1024)
+def _write_before(name: str, length: int) -> bytes:
+    """What stands before a text that is all of the metadata; that depends on nothing but its length."""
+    return write_metadata({name: "-" * length})[:-length]
 
 
 def _write_value(value: Any) -> bytes:  # noqa: ANN401  # what a Value can hold

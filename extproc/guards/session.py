@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Final, NamedTuple
+
+from msgspec import json
 
 from extproc.decision import Action, Advice, Framed, Outcome, Reason, RefusalForm
 from extproc.guards.session_names import SessionNames
@@ -21,14 +23,16 @@ DETECTOR: Final = "session"
 NARROW: Final = "narrow"
 """What is done to a request that loses tools, beside the actions."""
 
+_encode: Final = json.Encoder().encode
+
 MAX_INSPECT_BYTES: Final = 2**20
 NO_CALLS: Final = ToolCalls(b"", (), "")
 NO_GRANTS: Final = (0, 0, 0)
 
 KILLED, MAX_STEPS, MAX_TOOL_CALLS, MAX_COST, PER_TOOL, LOOP = LIMITS[1:]
 
-_SHARED = "shared"
-_NONE = -1
+_SHARED: Final = "shared"
+_NONE: Final = -1
 # Where they stand in a record.
 _TOOL: Final = 6
 _ACTION: Final = 10
@@ -143,10 +147,13 @@ class SessionGuard:
     """
 
     __slots__ = (
+        "_fewest",
         "_key",
+        "_opening",
         "_roster",
         "_steer",
         "_tool_names",
+        "_unlimited",
         "_warn",
         "limits",
         "looks",
@@ -175,6 +182,8 @@ class SessionGuard:
         self.mode = "shadow" if shadow else "enforce"
         self.names = SessionNames(session.list_budget_keys())
         self.limits = compile_limits(limits, session)
+        self._fewest = min([limit for _, limit in self.limits.tools], default=0)  # calls that use up a tool
+        self._unlimited = Limits(self.limits.idle_ms, self.limits.max_sessions, narrows=self.limits.narrows)
         self.needs_answers = limits.needs_answers()
         self.rates = Rates(
             {name: _read_price(price) for name, price in limits.prices.items()},
@@ -189,6 +198,7 @@ class SessionGuard:
         self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
         self._key = f"{namespace}session:{policy}:"
         self._roster = f"{namespace}sessions:{policy}:"
+        self._opening = f'{{"policy":"{policy}","mode":"{self.mode}","name":"'.encode()
 
     @property
     def lifetime_seconds(self) -> int:
@@ -242,10 +252,21 @@ class SessionGuard:
             grants: from `sum_grants`.
             allowed: an operator has ordered that it is let through.
         """
-        shared = f"{self._key}{scope}:{_SHARED}:{tenant}"
-        limits = _lift(self.limits) if allowed else self.limits
-        key, roster = self.name_ledger(scope, tenant, session), f"{self._roster}{scope}:{tenant}"
+        key, shared = self.name_ledger(scope, tenant, session), self.name_ledger(scope, tenant, _SHARED)
+        roster, limits = f"{self._roster}{scope}:{tenant}", self._unlimited if allowed else self.limits
         return Step(key, roster, shared, limits, identity, call, reserve, calls.records, calls.tools, grants)
+
+    def describe_call(self, name: str, call: bytes, model: str, reserve: int) -> bytes:
+        """What an entry of the access log has to repeat, so that it is known whose call it is about, as JSON.
+
+        Args:
+            name: of the ledger that has counted the request.
+            call: the step's.
+            model: that is asked.
+            reserve: what it will cost, in nano-dollars.
+        """
+        called, asked = call.hex().encode(), _encode(model)
+        return b'%b%b","call":"%b","model":%b,"reserve":%d}' % (self._opening, name.encode(), called, asked, reserve)
 
     def judge(
         self, fingerprint: str, tenant: str, standing: Standing, calls: ToolCalls, grants: tuple[int, int, int]
@@ -255,19 +276,20 @@ class SessionGuard:
             tool = self._find_tool_name(standing.tool, calls)
             subject = SessionSubject(LIMITS[standing.limit], standing.used, standing.allowed, tool)
             return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject)
-        for action, notice in ((Action.STEER, self._steer), (Action.WARN, self._warn)):
-            met = _find_notice(notice, standing)
-            if met:
-                subject = SessionSubject(met, _read_used(standing, met), self._read_allowed(met, grants))
-                return self._make_outcome(action, fingerprint, tenant, subject.used, subject)
-        return self._make_outcome(Action.ALLOW, fingerprint, tenant, standing.steps, WITHIN)
+        action, met = Action.STEER, _find_notice(self._steer, standing)
+        if not met:
+            action, met = Action.WARN, _find_notice(self._warn, standing)
+        if not met:
+            return self._make_outcome(Action.ALLOW, fingerprint, tenant, standing.steps, WITHIN)
+        subject = SessionSubject(met, _read_used(standing, met), self._read_allowed(met, grants))
+        return self._make_outcome(action, fingerprint, tenant, subject.used, subject)
 
     def find_narrowing(self, standing: Standing, calls: ToolCalls, grants: tuple[int, int, int]) -> Narrowing | None:
         """The tools that have no budget left, of a request that is let through; None for none."""
         limits = self.limits
         every = limits.narrows and standing.tool_calls >= limits.tool_calls + grants[1]
         used_up = []
-        if limits.tools:
+        if limits.tools and standing.tool_calls >= self._fewest:
             counts = {digest: count for digest, _, count in standing.tools}
             used_up = [self._tool_names[digest] for digest, limit in limits.tools if counts.get(digest, 0) >= limit]
         if limits.narrows and limits.threshold > 0 and calls.records:
@@ -300,7 +322,7 @@ class SessionGuard:
 
     def find_last_tool(self, calls: ToolCalls) -> str:
         """The tool that a history shows to be called last, empty for none."""
-        return self._find_tool_name(calls.records[-RECORD:][_TOOL:_ACTION], calls)
+        return self._find_tool_name(calls.records[-RECORD:][_TOOL:_ACTION], calls) if calls.records else ""
 
     def _find_tool_name(self, digest: bytes, calls: ToolCalls) -> str:
         if not digest:
@@ -350,13 +372,6 @@ def _or_none(limit: int | None) -> int:
     return _NONE if limit is None else limit
 
 
-def _lift(limits: Limits) -> Limits:
-    """The same without an end to anything."""
-    return limits._replace(
-        steps=_NONE, tool_calls=_NONE, cost=_NONE, tools=(), window=_NONE, threshold=_NONE, blocks=_NONE, errors=_NONE
-    )
-
-
 def _read_price(price: PolicyPrice) -> Price:
     """As rates take it: what stands in a file is decimal, and stays what it says."""
     given = (price.input, price.output, price.cache_read, price.cache_write)
@@ -364,7 +379,7 @@ def _read_price(price: PolicyPrice) -> Price:
     return Price(first or Decimal(), second or Decimal(), third, fourth)
 
 
-def _compile_notice(notice: Notice) -> dict[str, int]:
+def _compile_notice(notice: Notice) -> tuple[tuple[str, int], ...]:
     """From when on, for each limit that it is about."""
     cost = notice.max_cost_per_session
     starts = {
@@ -372,12 +387,12 @@ def _compile_notice(notice: Notice) -> dict[str, int]:
         MAX_TOOL_CALLS: notice.max_tool_calls,
         MAX_COST: None if cost is None else round(cost * NANO_DOLLARS),
     }
-    return {limit: start for limit, start in starts.items() if start is not None}
+    return tuple([(limit, start) for limit, start in starts.items() if start is not None])
 
 
-def _find_notice(notice: Mapping[str, int], standing: Standing) -> str:
+def _find_notice(notice: tuple[tuple[str, int], ...], standing: Standing) -> str:
     """The first limit of which notice is to be given; empty for none."""
-    for limit, start in notice.items():
+    for limit, start in notice:
         if _read_used(standing, limit) >= start:
             return limit
     return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import cast
+from typing import Final, cast
 
 from msgspec import Raw, ValidationError, json
 
@@ -21,7 +21,7 @@ from extproc.similarity.document import Document, NotCounted, decode_json, find,
 from extproc.similarity.loops import MAX_TURNS
 from extproc.windows import Push
 
-_DIGEST = 8
+_DIGEST: Final = 8
 
 _decode_object = json.Decoder(dict[str, Raw]).decode
 
@@ -36,16 +36,23 @@ class SessionNames:
     def __init__(self, limit_keys: Sequence[str]) -> None:
         """Compile."""
         keys = compile_descriptors([key for key in limit_keys if key not in UNSUPPORTED_KEYS])
-        self._keys = [(key, split_pointer(key.argument) if key.source == BODY else []) for key in keys]
+        self._keys = list(keys)
+        self._places = [(key.key, split_pointer(key.argument) if key.source == BODY else []) for key in keys]
         self.reads_body = any(key.source == BODY for key in keys)
 
     def list_keys(self) -> list[Descriptor]:
         """Where the name may stand."""
-        return [key for key, _ in self._keys]
+        return self._keys
 
     def read(self, request: HttpRequest) -> list[str]:
-        """A request's value for each key; empty where it has none, or where that stands in the body."""
-        return [key.read(request, key.argument) for key, _ in self._keys]
+        """A request's value for each key, up to the first that it has; empty for the others, and for those in the body."""
+        values = []
+        for key in self._keys:
+            value = key.read(request, key.argument)
+            values.append(value)
+            if value:
+                break
+        return values
 
     def find(self, values: Sequence[str], document: Document | None) -> str:
         """The name of a request's session, 16 hex digits; empty where it has none.
@@ -54,11 +61,15 @@ class SessionNames:
             values: what `read` returned.
             document: the body, None where nobody can look into it.
         """
-        fields = _Fields(document)
-        for (key, pointer), value in zip(self._keys, values, strict=True):
-            found = fields.find(pointer) if pointer else value
+        fields: _Fields | None = None
+        for place, value in enumerate(values):
+            key, pointer = self._places[place]
+            found = value
+            if pointer:
+                fields = _Fields(document) if fields is None else fields
+                found = fields.find(pointer)
             if found:
-                return hash_session(key.key, found)
+                return hash_session(key, found)
         return ""
 
 

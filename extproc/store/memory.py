@@ -39,8 +39,8 @@ _MEAN_BYTES: Final = 256
 
 # A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never looks at it. Every entry but a log
 # begins with when it was last used, and until when it lasts whatever its lifetime says: where it began, for one of a session.
-_TIMES: Final = struct.Struct(">qq")
-_TALLY: Final = struct.Struct(">qqqI")
+_TIMES: Final = struct.Struct("<qq")
+_TALLY: Final = struct.Struct("<qqqI")
 _MAX_COUNT: Final = 2**32 - 1
 
 _Entry: TypeAlias = bytes | bytearray
@@ -140,20 +140,23 @@ class MemoryStore:
         return count
 
     def _step(self, asked: Step, now: int) -> Standing:
-        key = asked.key
-        ledger = self._take_ledger(key, asked.limits, now)
+        limits, key = asked.limits, asked.key
+        shard = self._find_shard(key)
+        ledger = self._take_ledger(shard, key, limits, now)
         shared = ledger is None and not self._enter(asked, now)
         if shared:
             key = asked.shared
-            ledger = self._take_ledger(key, asked.limits, now)
+            shard = self._find_shard(key)
+            ledger = self._take_ledger(shard, key, limits, now)
         ledger, standing = take_step(ledger, asked, now, shared=shared)
-        self._put(self._find_shard(key), key, asked.limits.idle_ms, ledger, now)
+        self._put(shard, key, limits.idle_ms, ledger, now)
         return standing
 
     def _settle(self, asked: Settlement, now: int) -> Standing:
-        ledger, standing = settle(self._take_ledger(asked.key, asked.limits, now), asked, now)
+        shard = self._find_shard(asked.key)
+        ledger, standing = settle(self._take_ledger(shard, asked.key, asked.limits, now), asked, now)
         if ledger is not None:
-            self._put(self._find_shard(asked.key), asked.key, asked.limits.idle_ms, ledger, now)
+            self._put(shard, asked.key, asked.limits.idle_ms, ledger, now)
         return standing
 
     def _enter(self, asked: Step, now: int) -> bool:
@@ -164,8 +167,8 @@ class MemoryStore:
         self._put(shard, asked.roster, lifetime, roster, now)
         return room
 
-    def _take_ledger(self, key: str, limits: Limits, now: int) -> bytes | None:
-        entry = self._take(self._find_shard(key), key, limits.idle_ms)
+    def _take_ledger(self, shard: _Shard, key: str, limits: Limits, now: int) -> bytes | None:
+        entry = self._take(shard, key, limits.idle_ms)
         return recall(entry, limits, now) if isinstance(entry, bytes) else None
 
     def _push(self, pushed: Push, now: int) -> list[bytes]:

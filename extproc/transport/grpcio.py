@@ -13,7 +13,7 @@ import grpc.aio
 from extproc.errors import LoopguardError, ProtocolError
 from extproc.pb.als_pb2 import StreamAccessLogsResponse
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from extproc.service import Service
+from extproc.service import Reply, Service
 from extproc.settings import Address, SubjectName
 from extproc.transport.grpc import MAX_MESSAGE
 from extproc.transport.health import ACCESS_LOG, EXT_PROC, HEALTH, Health
@@ -114,7 +114,7 @@ class GrpcServer:
                 if data is grpc.aio.EOF:
                     return
                 reply = stream.receive(data)
-                if not isinstance(reply, tuple):
+                if not isinstance(reply, Reply):
                     reply = await reply
                 if reply.hold_ms:
                     await context.write(reply.first)

@@ -31,7 +31,18 @@ TITLE = "sessions: a step beside a hit, in the store; 1,000,000 sessions in memo
 _MILLION = 1_000_000
 _TOGETHER = 64
 _LIMIT_STALL_MS = 50
-_LIMITS = Limits(3_600_000, _MILLION, 1_000, 1_000, False, 10**11, ((b"tl_0", 1_000), (b"tl_1", 1_000)), 5, 3, 5, 5)
+_LIMITS = Limits(
+    3_600_000,
+    _MILLION,
+    steps=1_000,
+    tool_calls=1_000,
+    cost=10**11,
+    tools=((b"tl_0", 1_000), (b"tl_1", 1_000)),
+    window=5,
+    threshold=3,
+    blocks=5,
+    errors=5,
+)
 _CALLS = [number.to_bytes(6) + b"tl_%d" % (number % 3) + number.to_bytes(4) for number in range(8)]
 _TOOLS = tuple((b"tl_%d" % number, f"tool_{number}") for number in range(3))
 
