@@ -20,6 +20,7 @@ from extproc.guards.session import KILLED, MAX_INSPECT_BYTES, NO_CALLS, NO_GRANT
 from extproc.ledger import LIMITS, REFUSED, Settlement, Standing, Step
 from extproc.plan import Plan
 from extproc.prices import read_model
+from extproc.request import cut_text
 from extproc.similarity.base import Memory
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.history import read_tool_calls
@@ -37,6 +38,7 @@ _CALL: Final = Struct("<Q")
 _EVERY_CALL: Final = 2**62 - 1
 """As many names as there are integers that compiled code is quick with."""
 
+_LONGEST_MODEL: Final = 128
 _WORD: Final = Struct("Q")
 _PAIR: Final = Struct("QQ")
 _unhexlify: Final = unhexlify
@@ -397,7 +399,7 @@ class SessionCandidate(Candidate):
         if not self.session:
             raise NotCounted("no_session")
         self.call = _CALLS.name()
-        self.model = self.calls.model or read_model(sealing.path, None)
+        self.model = self.calls.model or cut_text(read_model(sealing.path, None), _LONGEST_MODEL)
         self.reserve = self.limiter.rates.estimate(self.model, body.length, 0)
         self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
         self.hit = self.limiter.make_step(

@@ -352,6 +352,7 @@ class Evaluation:
         """Take the shadow policies that need the body out, into an evaluation of their own."""
         watching = Evaluation(self.request, self._scope)
         watching.shadow.candidates = self.shadow.take_body_readers()
+        watching.shadow.limits = self.shadow.limits
         watching.inspects = self.inspects
         watching.paired = self.paired
         watching._earlier = self

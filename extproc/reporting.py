@@ -79,7 +79,8 @@ class Reporter:
                 metrics.loops.add(outcome.policy, outcome.mode, outcome.action._value_)
         if evaluation.limits:
             for lane in evaluation.lanes:
-                self.report_sessions(lane.list_sessions())
+                if lane.limits:
+                    self.report_sessions(lane.list_sessions())
         for policy in evaluation.list_compared_exactly():
             metrics.compared_exactly.labels(policy).inc()
         self.report_uncounted(evaluation)

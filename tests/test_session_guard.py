@@ -16,9 +16,10 @@ from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.policy.bundle import BUDGET_KEYS
 from extproc.rates import Usage
 from extproc.service import Service
+from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_engine import ANY
-from tests.test_service import decoded, exchange, headers_of, make_service, metadata_of, sample
+from tests.test_service import decoded, exchange, headers_of, make_service, metadata_of, receive, sample
 from tests.turn_writers import Did, as_chat
 
 PRICES = {"*": {"input": 1_000_000, "output": 1_000_000}}
@@ -88,6 +89,30 @@ def test_the_report_of_a_run_has_each_of_its_requests() -> None:
 
     (row,) = merge_sessions(list_sessions(service.reporter.sessions, shows_callers=False).rows, 0)
     assert [call.tools for call in row.calls] == [[], ["run"], ["run"]]
+
+
+def test_a_shadow_session_is_reported_beside_a_policy_that_needs_no_body() -> None:
+    """What waits for the body alone, because the enforcing policy has answered the headers, limits sessions all the same."""
+    service = make_service(policy("p", ANY, body="ignore"), limited("shadow", max_steps=9))
+
+    answer = ask(service, turns(1))
+
+    assert [run.standing.steps for run in service.reporter.sessions.copy()] == [1]
+    assert [told["mode"] for told in json.loads(metadata_of(answer)["sessions"])] == ["shadow"]
+
+
+def test_a_model_in_a_path_may_be_no_text() -> None:
+    """Bytes that are no UTF-8 are spelled, and the access log repeats them: no client gets past a limit with them."""
+    service = make_service(limited(max_steps=1))
+    named = headers("/v1beta/models/MM:generateContent", x_team="t", x_session_id="s").SerializeToString()
+    stream = service.open()
+    stream.receive(named.replace(b"MM", b"\xe9\xe8"))
+
+    answer = decoded(receive(stream, body(json.dumps({"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}).encode())))
+    stream.close()
+
+    assert json.loads(metadata_of(answer)["sessions"])[0]["model"] == r"\udce9\udce8"
+    assert sample(service, "fail_open_total", reason="internal_error") == 0
 
 
 def test_a_refusal_says_which_limit_and_how_much_of_it() -> None:
