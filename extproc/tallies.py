@@ -18,20 +18,20 @@ class Buckets:
         sum: of all that was observed.
     """
 
-    __slots__ = ("bounds", "counts", "sum")
+    __slots__ = ("_half", "_middle", "bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """Nothing has been observed."""
         self.bounds = tuple(map(float, bounds))
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
+        self._half = len(bounds) // 2
+        self._middle = self.bounds[self._half]
 
     def observe(self, value: float) -> None:
-        """Take one value; most fall into the first buckets, so looking from the front is quicker than calling bisect."""
-        place = 0
-        for bound in self.bounds:
-            if value <= bound:
-                break
+        """Take one value; most fall into the first buckets of either half, so looking from there is quicker than bisect."""
+        place = 0 if value <= self._middle else self._half + 1
+        while place < len(self.bounds) and value > self.bounds[place]:
             place += 1
         self.counts[place] += 1
         self.sum += value

@@ -52,6 +52,7 @@ FLOORS: list[list[str]] = [
         "store",
         "store/certain",
         "store/pending",
+        "store/resp",
         "store/scripts",
         "store/boards",
         "store/client",

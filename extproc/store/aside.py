@@ -86,4 +86,5 @@ class Aside:
 
     async def _ask_once(self, tag: str, commands: Sequence[Command]) -> list[Reply]:
         link = await self._topology.find(tag)
-        return await link.exchange(commands)
+        replies: list[Reply] = await link.exchange(commands)
+        return replies

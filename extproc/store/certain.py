@@ -73,6 +73,8 @@ class Certain:
             stands_ms: how long a looping verdict would stand if nothing more were counted.
             told: refusals that were answered here, and that the server was told of with this hit.
         """
+        if not (answer.looping or self._known):  # as nearly always; to look up a new key costs as much as all else here
+            return
         known = self._known.get(hit.key)
         lasts = min(stands_ms - SETTLE_MS, SETTLE_MS)  # leaves time to send what is owed
         if not answer.looping or lasts <= 0:
@@ -92,7 +94,7 @@ class Certain:
 
     def answer(self, hit: Hit) -> Count | None:
         """The verdict, if it is certain; the hit is then counted here and settled soon."""
-        known = self._known.get(hit.key)
+        known = self._known.get(hit.key) if self._known else None
         if known is None or known.asked < HAMMERED or known.hit != hit:  # or the policy has changed
             return None
         now = _read_clock()
@@ -111,7 +113,7 @@ class Certain:
 
     def take_owed(self, hit: Hit) -> int:
         """How often a loop was answered here that the server has not been told of; whoever asks now has to tell it."""
-        known = self._known.get(hit.key)
+        known = self._known.get(hit.key) if self._known else None
         if known is None or known.hit != hit:
             return 0
         return _take_owed(known)

@@ -33,6 +33,7 @@ from redis.exceptions import (
 )
 
 from extproc.errors import StoreError
+from extproc.store.pending import Pending
 
 Command: TypeAlias = tuple[str | int | bytes, ...]
 Reply: TypeAlias = "int | bytes | list[Any] | ResponseError | None"
@@ -169,7 +170,7 @@ class Link(asyncio.Protocol):
         self._parser = parser
         self._asked = 0
         self._replies: list[Reply] = []
-        self._answer: asyncio.Future[list[Reply]] | None = None
+        self._answer: Pending | None = None
         self._lost: StoreError | None = None
         self._transport: Any = connection._writer.transport  # type: ignore[union-attr]  # noqa: SLF001  # redis-py hands out none
         self._transport.set_protocol(self)
@@ -178,27 +179,38 @@ class Link(asyncio.Protocol):
         """Whether it is open, with nothing on it that somebody has not waited for."""
         return self._lost is None and self._answer is None
 
-    def exchange(self, commands: Sequence[Command]) -> asyncio.Future[list[Reply]]:
-        """Send commands in one write; their replies, error replies among them. After a wait given up the link is not usable.
+    def send(self, packed: bytes, commands: int) -> Pending:
+        """Send so many commands in one write; a list of their replies, error replies among them.
+
+        After a wait given up the link is not usable.
 
         Raises:
-            StoreError: the connection has ended, at once or from the future.
+            StoreError: the connection has ended, at once or from what is pending.
         """
         if self._lost is not None:
             raise self._lost
-        self._asked, self._replies = len(commands), []
-        self._answer = asyncio.get_running_loop().create_future()
+        self._asked, self._replies = commands, []
+        self._answer = Pending()
         self._parser.begin()
-        self._transport.write(b"".join(map(_pack, commands)))
+        self._transport.write(packed)
         return self._answer
 
-    async def ask(self, *commands: Command) -> Reply:
-        """Send commands; the reply to the last one.
+    def exchange(self, commands: Sequence[Command]) -> Pending:
+        """The same for commands that are not packed yet.
+
+        Raises:
+            StoreError: as there.
+        """
+        return self.send(b"".join(map(_pack, commands)), len(commands))
+
+    async def ask(self, command: Command) -> Reply:
+        """Send a command; its reply.
 
         Raises:
             StoreError: the connection ended first.
         """
-        return (await self.exchange(commands))[-1]
+        replies: list[Reply] = await self.exchange([command])
+        return replies[0]
 
     async def drop(self) -> None:
         """End the connection at once."""
@@ -217,10 +229,14 @@ class Link(asyncio.Protocol):
             return
         if self._parser.has_more():
             self._lose(StoreError(f"{self._place}: more answers than questions", kind="response"))
-        elif self._answer is not None and not self._answer.done():
+        elif self._answer is not None and not self._answer.done:
             answer, self._answer = self._answer, None
-            answer.set_result(self._replies)
-            self._asked, self._replies = 0, []
+            replies, self._replies, self._asked = self._replies, [], 0
+            answer.settle(replies)  # last, because whoever hears it may ask again
+
+    def eof_received(self) -> None:
+        """The server has closed the connection, and asyncio says so again only once it has been around."""
+        self.connection_lost(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
@@ -231,9 +247,8 @@ class Link(asyncio.Protocol):
             return
         self._lost = error
         self._transport.abort()
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error)
-            self._answer.exception()  # nobody may be there to hear it, which is no reason for asyncio to complain
+        if self._answer is not None:
+            self._answer.settle(None, error)
 
 
 async def connect(place: Place, access: Access) -> Link:

@@ -73,5 +73,9 @@ class Pending:
         if not self.done:
             told = asyncio.Event()
             self.then(told.set)
-            await told.wait()
+            try:
+                await told.wait()
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
         return self.result()

@@ -7,24 +7,28 @@ few calls and still reaches every primary.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.credentials import CredentialProvider
 from redis.exceptions import ResponseError
 
-from extproc.errors import UsageError
+from extproc.errors import StoreError, UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import redact_url
 from extproc.store.aside import Aside
-from extproc.store.client import Access, Command, Link, Place, Reply, explain_refusal
+from extproc.store.client import Access, Link, Place, Reply, explain_refusal
 from extproc.store.credentials import Password, Provided
-from extproc.store.remote import RemoteStore
+from extproc.store.pending import Pending
+from extproc.store.remote import RemoteStore, blame_bug
+from extproc.store.resp import write_keys, write_word
 from extproc.store.scripts import Call, Script, count_call
 from extproc.store.topology import Cluster, One, Topology, Watched
 from extproc.windows import Hit
@@ -33,6 +37,8 @@ TAGS = 16
 """Hash tags that a cluster's keys are spread over: few calls per batch against an even load on the primaries."""
 
 DEFAULT_PREFIX = "loopguard:"
+
+_ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 
 
 class _Group:
@@ -52,14 +58,61 @@ class _Group:
         self.positions.append(position)
         return self
 
-    def count_keys(self) -> int:
+    def list_keys(self) -> list[str]:
         """Keys of all calls."""
-        return sum([len(call.keys) for call in self.calls])
+        return [key for call in self.calls for key in call.keys]
+
+    def list_arguments(self) -> list[int | bytes]:
+        """Arguments of all calls, or of one where they are alike, as those of hits of one policy are."""
+        first = self.calls[0].arguments
+        for call in self.calls:
+            if call.arguments != first:
+                return [argument for call in self.calls for argument in call.arguments]
+        return list(first)
 
     def split(self) -> list[_Group]:
         """A group for each call; one call that takes several keys goes with its first alone, without which it is nothing."""
         calls = self.calls if len(self.calls) > 1 else [call.narrow() for call in self.calls]
         return [_Group(self.script, self.tag).add(call, position) for call, position in zip(calls, self.positions, strict=True)]
+
+
+class _Trip(Pending):
+    """What a batch waits for: one exchange with each server that has keys of it, all at the same time.
+
+    Attributes:
+        answers: as far as they are there, in the order of the calls.
+        odd: what servers turned down without running anything.
+        away: servers that have not answered yet.
+    """
+
+    __slots__ = ("_work", "answers", "away", "odd")
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.answers: list[Any] = [None] * calls
+        self.odd: list[tuple[_Group, ResponseError]] = []
+        self.away = 0
+        self._work: asyncio.Task[None] | None = None
+
+    def cancel(self) -> None:
+        """See `Pending`."""
+        super().cancel()
+        if self._work is not None:
+            self._work.cancel()
+
+    def fail(self, error: Exception) -> None:
+        """There will be no answer."""
+        self.settle(None, error if isinstance(error, StoreError) else blame_bug(error))
+
+    def follow(self, work: Coroutine[Any, Any, None]) -> None:
+        """Leave the rest to what has to wait for something."""
+        self._work = asyncio.get_running_loop().create_task(self._follow(work))
+
+    async def _follow(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001  # whoever waits has to hear of it
+            self.fail(error)
 
 
 class RedisBackend:
@@ -70,18 +123,16 @@ class RedisBackend:
         self._topology = topology
         self._prefix = prefix
 
-    async def call(self, calls: list[Call]) -> list[Any]:
-        """Make every call; each server gets one write."""
-        answers: list[Any] = [None] * len(calls)
-        odd = []
-        for group, reply in await self._round_trip(self._group(calls)):
-            if isinstance(reply, ResponseError):
-                odd.append((group, reply))
-            else:
-                _read(group, reply, answers)
-        for group, error in odd:
-            await self._ask_again(group, error, answers)
-        return answers
+    def call(self, calls: list[Call]) -> Pending:
+        """Make every call; each server gets one write, at once where its connection is open."""
+        trip = _Trip(len(calls))
+        try:
+            groups = self._group(calls)
+            if not self._send(trip, groups):
+                trip.follow(self._connect(trip, groups))
+        except Exception as error:  # noqa: BLE001  # as all that goes wrong later
+            trip.fail(error)
+        return trip
 
     async def probe(self) -> None:
         """Count once for every hash tag: a server that answers but cannot write is not well."""
@@ -108,16 +159,56 @@ class RedisBackend:
         tags = self._topology.tags
         return tags[int(key[-2:], 16) % len(tags)] if tags else ""
 
-    async def _round_trip(self, groups: Iterable[_Group]) -> list[tuple[_Group, Reply]]:
-        """Ask every server before the first is listened to, so that they work at the same time."""
+    async def _connect(self, trip: _Trip, groups: list[_Group]) -> None:
+        """Send once every connection is open.
+
+        Raises:
+            StoreError: one could not be opened, or did not stay open.
+        """
+        for group in groups:
+            await self._topology.find(group.tag)
+        if not self._send(trip, groups):
+            raise StoreError("a connection was lost while others were opened", kind="connection")
+
+    def _send(self, trip: _Trip, groups: list[_Group]) -> bool:
+        """Ask every server, so that they work at the same time; False, with nothing sent, where a connection is not open."""
         parts: dict[Link, list[_Group]] = {}
         for group in groups:
-            parts.setdefault(await self._topology.find(group.tag), []).append(group)
-        answers = [link.exchange([self._command(group) for group in mine]) for link, mine in parts.items()]
-        found: list[tuple[_Group, Reply]] = []
-        for mine, answer in zip(parts.values(), answers, strict=True):
-            found += zip(mine, await answer, strict=True)
-        return found
+            link = self._topology.get(group.tag)
+            if link is None:
+                return False
+            parts.setdefault(link, []).append(group)
+        trip.away = len(parts)
+        for link, mine in parts.items():
+            replies = link.send(b"".join([self._pack(group) for group in mine]), len(mine))
+            replies.then(partial(self._take, trip, mine, replies))
+        return True
+
+    def _take(self, trip: _Trip, groups: list[_Group], replies: Pending) -> None:
+        """A server has answered, or will not."""
+        if trip.done:
+            return
+        try:
+            for group, reply in zip(groups, replies.result(), strict=True):
+                if isinstance(reply, ResponseError):
+                    trip.odd.append((group, reply))
+                else:
+                    _read(group, reply, trip.answers)
+        except Exception as error:  # noqa: BLE001  # a server can answer anything
+            trip.fail(error)
+            return
+        trip.away -= 1
+        if trip.away:
+            return
+        if trip.odd:
+            trip.follow(self._finish(trip))
+        else:
+            trip.settle(trip.answers)
+
+    async def _finish(self, trip: _Trip) -> None:
+        for group, error in trip.odd:
+            await self._ask_again(group, error, trip.answers)
+        trip.settle(trip.answers)
 
     async def _ask_again(self, group: _Group, error: ResponseError, answers: list[Any]) -> None:
         """What a server turned down without running anything, where asking in another way helps.
@@ -128,16 +219,22 @@ class RedisBackend:
         word = error.status_code
         if word == "NOSCRIPT":  # a new primary, or SCRIPT FLUSH
             link = await self._topology.find(group.tag)
-            _read(group, await link.ask(self._command(group, whole=True)), answers)
+            [reply] = await link.send(self._pack(group, whole=True), 1)
+            _read(group, reply, answers)
         elif word == "MOVED":
             self._topology.forget()
             link = await self._topology.at(_read_place(error))
-            _read(group, await link.ask(self._command(group, whole=True)), answers)
-        elif word == "ASK" and group.count_keys() == 1:  # the slot is on its way to another server
+            [reply] = await link.send(self._pack(group, whole=True), 1)
+            _read(group, reply, answers)
+        elif word == "ASK" and len(group.list_keys()) == 1:  # the slot is on its way to another server
             link = await self._topology.at(_read_place(error))
-            _read(group, await link.ask(("ASKING",), self._command(group, whole=True)), answers)
-        elif word in ("ASK", "TRYAGAIN") and group.count_keys() > 1:  # some keys have gone, some not
-            for single, reply in await self._round_trip(group.split()):
+            _, reply = await link.send(_ASKING + self._pack(group, whole=True), 2)
+            _read(group, reply, answers)
+        elif word in ("ASK", "TRYAGAIN") and len(group.list_keys()) > 1:  # some keys have gone, some not
+            link = await self._topology.find(group.tag)
+            singles = group.split()
+            replies = await link.send(b"".join([self._pack(single) for single in singles]), len(singles))
+            for single, reply in zip(singles, replies, strict=True):
                 if isinstance(reply, ResponseError):
                     await self._ask_again(single, reply, answers)
                 else:
@@ -145,17 +242,19 @@ class RedisBackend:
         else:
             raise explain_refusal(error)
 
-    def _command(self, group: _Group, *, whole: bool = False) -> Command:
+    def _pack(self, group: _Group, *, whole: bool = False) -> bytes:
+        """The group's command, as the server reads it."""
         start = f"{self._prefix}{{{group.tag}}}:" if group.tag else self._prefix
-        command: list[str | int | bytes] = ["EVAL", group.script.text] if whole else ["EVALSHA", group.script.sha]
-        keys = [start + key for call in group.calls for key in call.keys]
-        command.append(len(keys))
-        command += keys
-        first = group.calls[0].arguments
-        alike = all(call.arguments == first for call in group.calls)  # as hits of one policy are
-        for call in group.calls[:1] if alike else group.calls:
-            command += call.arguments
-        return tuple(command)
+        keys, arguments = group.list_keys(), group.list_arguments()
+        return b"".join(
+            [
+                b"*%d\r\n" % (3 + len(keys) + len(arguments)),
+                group.script.whole if whole else group.script.by_name,
+                write_word(len(keys)),
+                write_keys(start, keys),
+                *[write_word(argument) for argument in arguments],
+            ]
+        )
 
 
 def _read(group: _Group, reply: Reply, answers: list[Any]) -> None:

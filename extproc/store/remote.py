@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from extproc.errors import StoreError
@@ -45,6 +46,9 @@ its calls, so that from some 5,000 requests a second on they gather; below that 
 _SECOND_LOOK = 0.002
 """Before a deadline strikes, the event loop gets this long to read answers: it may have been busy while they came."""
 
+_LAST_LOOK = 0.001
+"""How often a store that closes looks whether what is owed has been sent."""
+
 _PROBE_SECONDS = (0.0, 0.1, 0.25, 0.5, 1.0)
 """Pauses before probes, none before the first: a connection may be lost for no lasting reason. The last one repeats, so a
 server that is back is found within two seconds."""
@@ -55,10 +59,13 @@ _WELL_SECONDS = 10.0
 
 
 class Backend(Protocol):
-    """The wire to a server, for one round trip at a time; raises StoreError and nothing else."""
+    """The wire to a server, for one round trip at a time; what goes wrong is a StoreError and nothing else."""
 
-    async def call(self, calls: list[Call]) -> list[Any]:
-        """Make every call once, in as few round trips as the server allows; what their scripts make of the answers."""
+    def call(self, calls: list[Call]) -> Pending:
+        """Make every call once, in as few round trips as the server allows; a list of what their scripts make of the answers.
+
+        Whoever cancels it does not want to wait any more, and drops the connections.
+        """
         ...
 
     async def probe(self) -> None:
@@ -94,10 +101,10 @@ class _Waiting(Pending):
 class _Flight:
     """The round trip under way."""
 
-    __slots__ = ("batch", "deadline", "task")
+    __slots__ = ("batch", "deadline", "trip")
 
-    def __init__(self, task: asyncio.Task[list[Any]], batch: list[_Waiting], deadline: float) -> None:
-        self.task = task
+    def __init__(self, trip: Pending, batch: list[_Waiting], deadline: float) -> None:
+        self.trip = trip
         self.batch = batch
         self.deadline = deadline
 
@@ -120,6 +127,7 @@ class RemoteStore:
         self._orders = RemoteOrders(aside)
         self._metrics = metrics
         self._timeout = timeout
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: list[_Waiting] = []
         self._flight: _Flight | None = None
         self._departing = False
@@ -145,10 +153,15 @@ class RemoteStore:
         Raises:
             StoreError: the breaker is open.
         """
-        known = [self._certain.answer(hit) if now is None and isinstance(hit, Hit) else None for hit in hits]
-        asked = [self._make_call(hit, now) for place, hit in enumerate(hits) if known[place] is None]
+        known: list[Count | None] = []
+        asked: list[Call] = []
+        for hit in hits:
+            answer = self._certain.answer(hit) if now is None and isinstance(hit, Hit) else None
+            known.append(answer)
+            if answer is None:
+                asked.append(self._make_call(hit, now))
         if not asked:
-            return [answer for answer in known if answer is not None]
+            return known
         counts = self._ask(asked, self._learn if now is None else _take_answers)
         return counts if len(asked) == len(hits) else _merge(known, counts)
 
@@ -194,10 +207,8 @@ class RemoteStore:
     async def close(self) -> None:
         """Send what is owed, then drop the connections."""
         self._certain.close()
-        while self._trouble is None and (self._queue or self._flight):  # their deadlines bound this
-            if self._flight is not None:
-                await asyncio.wait([self._flight.task])
-            await asyncio.sleep(0)
+        while self._trouble is None and (self._queue or self._flight):  # noqa: ASYNC110  # for as long as a deadline at most
+            await asyncio.sleep(_LAST_LOOK)
         self._trouble = self._trouble or StoreError("closed", kind="closed")
         if self._probing is not None:
             self._probing.cancel()
@@ -224,10 +235,13 @@ class RemoteStore:
             StoreError: the breaker is open.
         """
         self._check_open()
-        loop = asyncio.get_running_loop()
+        loop = self._loop
+        if loop is None:  # to ask asyncio is a call of the system, each time
+            loop = self._loop = asyncio.get_running_loop()
         waiting = _Waiting(calls, finish, loop.time() + self._timeout)
         self._queue.append(waiting)
-        self._call_departure(loop)
+        if self._flight is None and not self._departing:
+            self._call_departure(loop)
         return waiting
 
     def _call_departure(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -251,9 +265,9 @@ class RemoteStore:
 
     def _learn(self, calls: list[Call], answers: list[Any]) -> list[Any]:
         for place, call in enumerate(calls):
-            if isinstance(call.subject, Hit):
-                verdict: Verdict = answers[place]
-                self._certain.learn(call.subject, verdict.answer, verdict.stands_ms, call.owed)
+            answer, subject = answers[place], call.subject
+            if isinstance(answer, Verdict) and isinstance(subject, Hit):
+                self._certain.learn(subject, answer.answer, answer.stands_ms, call.owed)
         return _take_answers(calls, answers)
 
     def _depart(self) -> None:
@@ -265,12 +279,15 @@ class RemoteStore:
                 calls = [call for waiting in batch for call in waiting.calls]
                 self._metrics.store_batch_size.observe(len(calls))
                 loop = asyncio.get_running_loop()
-                task = loop.create_task(self._backend.call(calls))
                 self._departed = loop.time()
                 self._pause = min(_GATHER_AT_MOST, _GATHER_SECONDS * len(batch)) if len(batch) > 1 else 0.0
-                self._flight = _Flight(task, batch, self._departed + self._timeout)
-                task.add_done_callback(self._land)
-                self._watch()
+                trip = self._backend.call(calls)
+                flight = self._flight = _Flight(trip, batch, self._departed + self._timeout)
+                if trip.done:
+                    self._land(flight)
+                else:
+                    trip.then(partial(self._land, flight))
+                    self._watch()
 
     def _board(self) -> list[_Waiting]:
         """Take those who go next: up to `MAX_BATCH` calls, without those who have been told that it took too long."""
@@ -284,22 +301,17 @@ class RemoteStore:
             batch, self._queue = self._queue, []
         return [waiting for waiting in batch if not waiting.done or waiting.cancelled]
 
-    def _land(self, task: asyncio.Task[list[Any]]) -> None:
-        flight = self._flight
-        if flight is None or flight.task is not task:  # given up
-            if not task.cancelled():
-                task.exception()
-            return
+    def _land(self, flight: _Flight) -> None:
+        """Tell those who waited, in one turn of the event loop, so that what they make of it leaves together."""
         self._flight = None
-        error = _find_failure(task)
-        if error is not None:
-            self._fail(error, flight.batch)
+        if flight.trip.error is not None:
+            self._fail(flight.trip.error, flight.batch)
             return
-        answers, taken = task.result(), 0
+        answers, taken = flight.trip.result(), 0
         for waiting in flight.batch:
-            answer = waiting.finish(waiting.calls, answers[taken : taken + len(waiting.calls)])
-            taken += len(waiting.calls)
-            waiting.settle(answer)
+            until = taken + len(waiting.calls)
+            waiting.settle(waiting.finish(waiting.calls, answers[taken:until]))
+            taken = until
         self._call_departure(asyncio.get_running_loop())
 
     def _watch(self) -> None:
@@ -334,7 +346,7 @@ class RemoteStore:
         told = (*batch, *self._list_waiting())
         flight, self._flight, self._queue = self._flight, None, []
         if flight is not None:
-            flight.task.cancel()
+            flight.trip.cancel()
         if self._trouble is None:
             _LOG.error("store unavailable, each replica counts for itself", extra=make_extra(kind=error.kind, error=str(error)))
         self._trouble = error
@@ -377,18 +389,11 @@ async def _try_backend(backend: Backend) -> None:
     except TimeoutError:
         raise StoreError(f"no answer within {_PROBE_TIMEOUT:g} s", kind="timeout") from None
     except Exception as bug:  # the prober must outlive it
-        raise _blame_bug(bug) from bug
+        raise blame_bug(bug) from bug
 
 
-def _find_failure(task: asyncio.Task[list[Any]]) -> StoreError | None:
-    """Why a round trip failed, None when it did not."""
-    if task.cancelled():
-        return StoreError("the connection was dropped", kind="connection")
-    error = task.exception()
-    return error if error is None or isinstance(error, StoreError) else _blame_bug(error)
-
-
-def _blame_bug(bug: BaseException) -> StoreError:
+def blame_bug(bug: BaseException) -> StoreError:
+    """What is said of an error of ours."""
     return StoreError(f"{type(bug).__name__}: {bug}", kind="internal")
 
 

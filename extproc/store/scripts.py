@@ -1,48 +1,41 @@
 """The kinds of state that a Redis store keeps: one Lua file each, what it is asked for one key, and what its answer means.
 
 A script takes any number of keys, and reads and writes all of them in one atomic step; its contract stands on top of its file.
-It answers one list with as many values for everything it is asked, so that a batch is few calls whatever is in it.
+It answers everything that it is asked at once, so that a batch is few calls whatever is in it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable
+from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, Final
 
 from extproc.errors import StoreError
 from extproc.ledger import Question, Settlement, Standing, Step, pack_question, read_standing
+from extproc.store.resp import write_word
 from extproc.windows import Count, Hit, Push, read_entries, split_records
 
 
 class Script:
-    """One Lua file."""
+    """One Lua file.
 
-    def __init__(self, name: str, width: int, value: type, read: Callable[[list[Any]], Any]) -> None:
-        """Load it.
+    Attributes:
+        sha: the server's name for it.
+        by_name: the first words of a command that runs it, for a server that knows it.
+        whole: the same for any server, which knows it from then on.
+        read: what the server's answer says about so many calls; raises StoreError where it cannot be this script's answer.
+    """
 
-        Args:
-            name: of the file.
-            width: how many values it answers for each key.
-            value: the type of all of them.
-            read: makes of one key's values what the store's caller is told.
-        """
-        self.text = (files("extproc.store") / "lua" / f"{name}.lua").read_text()
-        self.sha = hashlib.sha1(self.text.encode()).hexdigest()  # noqa: S324  # the server's name for it, not a secret
-        self._width = width
-        self._value = value
-        self._read = read
-
-    def read(self, reply: object, keys: int) -> list[Any]:
-        """What the server's answer says about so many keys.
-
-        Raises:
-            StoreError: it cannot be this script's answer.
-        """
-        if not isinstance(reply, list) or len(reply) != self._width * keys or set(map(type, reply)) != {self._value}:
-            raise _make_error()
-        return [self._read(reply[at : at + self._width]) for at in range(0, len(reply), self._width)]
+    def __init__(self, name: str, read: Callable[[object, int], list[Any]]) -> None:
+        """Load it."""
+        text = (files("extproc.store") / "lua" / f"{name}.lua").read_bytes()
+        self.sha = hashlib.sha1(text).hexdigest()  # noqa: S324  # not a secret
+        self.by_name = write_word("EVALSHA") + write_word(self.sha)
+        self.whole = write_word("EVAL") + write_word(text)
+        self.read = read
 
 
 def _make_error() -> StoreError:
@@ -93,26 +86,38 @@ class Verdict:
         self.stands_ms = stands_ms
 
 
-def _read_verdict(values: list[int]) -> Verdict:
-    count, looping, cooldown, span, stands = values
-    if count < 0 or looping < 0 or cooldown < 0 or span < 0 or stands < 0:
+_VERDICT: Final = struct.Struct(">QBQQQ")
+
+
+def _read_verdicts(reply: object, calls: int) -> list[Verdict]:
+    if not isinstance(reply, bytes) or len(reply) != _VERDICT.size * calls:
         raise _make_error()
-    return Verdict(Count(count, looping != 0, cooldown, span), stands)
+    return [
+        Verdict(Count(count, looping != 0, cooldown, span), stands)
+        for count, looping, cooldown, span, stands in _VERDICT.iter_unpack(reply)
+    ]
 
 
-_TALLY = Script("tally", 5, int, _read_verdict)
-_LOG = Script("sliding_log", 5, int, _read_verdict)
+_TALLY = Script("tally", _read_verdicts)
+_LOG = Script("sliding_log", _read_verdicts)
 
 
-def _read_ring(values: list[bytes]) -> list[bytes]:
+def _read_each(read: Callable[[bytes], Any], reply: object, calls: int) -> list[Any]:
+    """A list of strings, one for each call."""
+    if not isinstance(reply, list) or len(reply) != calls or set(map(type, reply)) != {bytes}:
+        raise _make_error()
+    return [read(value) for value in reply]
+
+
+def _read_ring(value: bytes) -> list[bytes]:
     try:
-        records = split_records(values[0])
+        records = split_records(value)
     except IndexError:
         raise _make_error() from None
     return read_entries(records)
 
 
-_RING = Script("ring", 1, bytes, _read_ring)
+_RING = Script("ring", partial(_read_each, _read_ring))
 
 
 def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) -> Call:
@@ -127,14 +132,14 @@ def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) 
     return Call(_LOG if is_log else _TALLY, hit, arguments, owed)
 
 
-def _read_standing(values: list[bytes]) -> Standing:
+def _read_standing(value: bytes) -> Standing:
     try:
-        return read_standing(values[0])
+        return read_standing(value)
     except ValueError:
         raise _make_error() from None
 
 
-_SESSION = Script("session", 1, bytes, _read_standing)
+_SESSION = Script("session", partial(_read_each, _read_standing))
 
 
 def session_call(asked: Step | Settlement, now: int | None = None) -> Call:

@@ -39,8 +39,12 @@ class Topology(Protocol):
     tags: Sequence[str]
     """Keys are spread over these; empty for a single server, which needs none."""
 
+    def get(self, tag: str) -> Link | None:
+        """An open connection to the server that has the tag's keys, None where that has to be opened first."""
+        ...
+
     async def find(self, tag: str) -> Link:
-        """An open connection to the server that has the tag's keys."""
+        """The same, opened where it is not open."""
         ...
 
     async def at(self, place: Place) -> Link:
@@ -67,12 +71,17 @@ class One:
         self._access = access
         self._link: Link | None = None
 
-    async def find(self, tag: str) -> Link:  # noqa: ARG002  # one server has all keys
+    def get(self, tag: str) -> Link | None:  # noqa: ARG002  # one server has all keys
         """See `Topology`."""
-        if self._link is None or not self._link.is_usable():
+        return self._link if self._link is not None and self._link.is_usable() else None
+
+    async def find(self, tag: str) -> Link:
+        """See `Topology`."""
+        link = self.get(tag)
+        if link is None:
             await self.drop()
-            self._link = await connect(await self._choose(), self._access)
-        return self._link
+            link = self._link = await connect(await self._choose(), self._access)
+        return link
 
     async def at(self, place: Place) -> Link:
         """See `Topology`; only a cluster sends anybody elsewhere."""
@@ -152,6 +161,11 @@ class Cluster:
         self._owners: dict[str, Place] = {}
         self._known: list[Place] = []
         self._links: dict[Place, Link] = {}
+
+    def get(self, tag: str) -> Link | None:
+        """See `Topology`."""
+        link = self._links.get(self._owners[tag]) if tag in self._owners else None
+        return link if link is not None and link.is_usable() else None
 
     async def find(self, tag: str) -> Link:
         """See `Topology`."""

@@ -4,12 +4,13 @@
 -- ARGV     for each key, or once where they are the same for all, seven integers: window_ms, threshold, cooldown_ms,
 --          count_refused (1 or 0), count_to (how many times are remembered at most), times (how many requests to count),
 --          now_ms (-1: the server's clock)
--- returns  for each key five integers: count, looping (1 or 0), cooldown left in ms, span in ms,
---          and for how many ms a looping verdict would stand if nothing more were counted
+-- returns  one string, for each key five integers of 8, 1, 8, 8 and 8 bytes, big-endian: count, looping (1 or 0), cooldown left
+--          in ms, span in ms, and for how many ms a looping verdict would stand if nothing more were counted
 --
 -- A key's value is a list: cooling_until, then the times in milliseconds, oldest first. The times decide; the key's own expiry
 -- only collects garbage. The arithmetic is that of extproc/windows.py, request by request.
 
+local ANSWER = '>I8BI8I8I8'
 local GARBAGE_MS = 1000
 
 local clock = redis.call('TIME')
@@ -81,11 +82,7 @@ for i, key in ipairs(KEYS) do
   end
   redis.call('LPUSH', key, string.format('%.0f', cooling))
   redis.call('PEXPIRE', key, string.format('%.0f', math.max(window, cooling - now) + GARBAGE_MS))
-  answers[#answers + 1] = seen
-  answers[#answers + 1] = looping and 1 or 0
-  answers[#answers + 1] = math.max(0, cooling - now)
-  answers[#answers + 1] = span
-  answers[#answers + 1] = math.max(0, stands)
+  answers[i] = struct.pack(ANSWER, seen, looping and 1 or 0, math.max(0, cooling - now), span, math.max(0, stands))
 end
 
-return answers
+return table.concat(answers)

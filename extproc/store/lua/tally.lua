@@ -5,13 +5,14 @@
 -- ARGV     for each key, or once where they are the same for all, seven integers: window_ms, threshold, cooldown_ms,
 --          count_refused (1 or 0), fixed (1, or 0 for sliding_ttl), times (how many requests to count),
 --          now_ms (-1: the server's clock)
--- returns  for each key five integers: count, looping (1 or 0), cooldown left in ms, span in ms,
---          and for how many ms a looping verdict would stand if nothing more were counted
+-- returns  one string, for each key five integers of 8, 1, 8, 8 and 8 bytes, big-endian: count, looping (1 or 0), cooldown left
+--          in ms, span in ms, and for how many ms a looping verdict would stand if nothing more were counted
 --
 -- A key's value is count, first, last and cooling_until, packed; the times are milliseconds. The value decides; the key's
 -- own expiry only collects garbage. The arithmetic is that of extproc/windows.py, request by request.
 
 local FORMAT = '>I4I8I8I8'
+local ANSWER = '>I8BI8I8I8'
 local GARBAGE_MS = 1000
 
 local clock = redis.call('TIME')
@@ -57,11 +58,7 @@ for i, key in ipairs(KEYS) do
   local stands = math.max(cooling, certain and over or 0) - now
   local lifetime = math.max(over, cooling) - now + GARBAGE_MS
   redis.call('SET', key, struct.pack(FORMAT, math.min(count, 4294967295), first, last, cooling), 'PX', lifetime)
-  answers[#answers + 1] = seen
-  answers[#answers + 1] = looping and 1 or 0
-  answers[#answers + 1] = math.max(0, cooling - now)
-  answers[#answers + 1] = now - began
-  answers[#answers + 1] = math.max(0, stands)
+  answers[i] = struct.pack(ANSWER, seen, looping and 1 or 0, math.max(0, cooling - now), now - began, math.max(0, stands))
 end
 
-return answers
+return table.concat(answers)

@@ -1,0 +1,22 @@
+"""Commands as the server reads them: arrays of bulk strings (RESP, redis.io/docs/latest/develop/reference/protocol-spec).
+
+hiredis packs them as well, word by word. Most words of a batch are keys, and all of these can be written as one text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def write_word(word: str | int | bytes) -> bytes:
+    """One word of a command."""
+    raw = word if isinstance(word, bytes) else str(word).encode()
+    return b"$%d\r\n%b\r\n" % (len(raw), raw)
+
+
+def write_keys(start: str, keys: Sequence[str]) -> bytes:
+    """Keys as words of a command, with what each of them starts with."""
+    width = len(start)
+    text = "".join([f"${width + len(key)}\r\n{start}{key}\r\n" for key in keys])
+    # A length is one of bytes, and only ASCII has as many of them as letters.
+    return text.encode() if text.isascii() else b"".join([write_word(start + key) for key in keys])
