@@ -180,9 +180,9 @@ class Counting:
             counts = self.store.hit(hits)
         except Exception as error:  # noqa: BLE001  # sorted out by the callee
             return self._do_without_store(lane, error)
-        if isinstance(counts, HERE):
-            return counts
-        return Asked(self, lane, counts) if isinstance(counts, Pending) else self._count_later(lane, counts)
+        if isinstance(counts, Pending):
+            return Asked(self, lane, counts)
+        return counts if isinstance(counts, HERE) else self._count_later(lane, counts)
 
     def take(self, lane: Lane, pending: Pending, started: float) -> Counts:
         """What the store has answered, or what takes its place.

@@ -47,6 +47,7 @@ from extproc.settings import Settings, is_scope
 from extproc.settlements import list_settlements
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
+from extproc.store.pending import Listener
 from extproc.throttle import Holds
 from extproc.upload import CUT_OFF, MORE, Kept, Upload
 from extproc.wire import (
@@ -127,9 +128,9 @@ class Later:
         self._asked = asked
         self._shadow_counts = shadow_counts
 
-    def then(self, listener: Callable[[], object]) -> None:
-        """Call this as soon as the store has answered, for it to `settle`."""
-        self._asked.pending.then(listener)
+    def tell(self, listener: Listener) -> None:
+        """Tell this one as soon as the store has answered, for it to `settle`."""
+        self._asked.pending.tell(listener)
 
     def cancel(self) -> None:
         """Want no reply any more."""
@@ -534,10 +535,10 @@ class Stream:
         counts = counting.count(evaluation.enforcing)
         shadow_counts = counting.count(evaluation.shadow)
         if isinstance(shadow_counts, HERE):  # as nearly always
-            if isinstance(counts, HERE):
-                return self._answer(kind, evaluation, counts, shadow_counts)
             if isinstance(counts, Asked):
                 return Later(self, kind, evaluation, counts, shadow_counts)
+            if isinstance(counts, HERE):
+                return self._answer(kind, evaluation, counts, shadow_counts)
         return self._judge_later(kind, evaluation, counts, shadow_counts)
 
     def _seal(self, evaluation: Evaluation, body: Body | None, reason: str, content: bytes | memoryview | None) -> None:

@@ -55,6 +55,7 @@ FLOORS: list[list[str]] = [
         "store/resp",
         "store/scripts",
         "store/boards",
+        "store/link",
         "store/client",
         "store/credentials",
         "store/topology",

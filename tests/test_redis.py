@@ -27,8 +27,9 @@ from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import certain, open_store, redact_url
 from extproc.store.aside import Aside
-from extproc.store.client import Access, Place
+from extproc.store.client import Access
 from extproc.store.credentials import Provided
+from extproc.store.link import Place
 from extproc.store.pending import Pending
 from extproc.store.redis import TAGS, RedisBackend
 from extproc.store.remote import RemoteStore

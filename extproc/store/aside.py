@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from redis.exceptions import ResponseError
 
 from extproc.errors import StoreError
-from extproc.store.client import Command, Reply, explain_refusal
+from extproc.store.link import Command, Reply, explain_refusal
 from extproc.store.topology import Topology
 
 _SECONDS = 2.0

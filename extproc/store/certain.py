@@ -64,6 +64,11 @@ class Certain:
         """Loops known now."""
         return len(self._known)
 
+    @property
+    def knows_any(self) -> bool:
+        """There are some; mostly there are none, and to look up a new key costs as much as all else that is done here."""
+        return len(self._known) > 0
+
     def learn(self, hit: Hit, answer: Count, stands_ms: int, told: int) -> None:
         """Remember, or forget, what the server said last.
 
@@ -73,7 +78,7 @@ class Certain:
             stands_ms: how long a looping verdict would stand if nothing more were counted.
             told: refusals that were answered here, and that the server was told of with this hit.
         """
-        if not (answer.looping or self._known):  # as nearly always; to look up a new key costs as much as all else here
+        if not (answer.looping or self._known):
             return
         known = self._known.get(hit.key)
         lasts = min(stands_ms - SETTLE_MS, SETTLE_MS)  # leaves time to send what is owed
@@ -94,7 +99,7 @@ class Certain:
 
     def answer(self, hit: Hit) -> Count | None:
         """The verdict, if it is certain; the hit is then counted here and settled soon."""
-        known = self._known.get(hit.key) if self._known else None
+        known = self._known.get(hit.key)
         if known is None or known.asked < HAMMERED or known.hit != hit:  # or the policy has changed
             return None
         now = _read_clock()

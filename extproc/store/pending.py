@@ -9,6 +9,27 @@ from typing import Any
 from extproc.errors import StoreError
 
 
+class Listener:
+    """Who wants to hear of an answer; a call of such an object costs less than one of a function made for it."""
+
+    __slots__ = ()
+
+    def hear(self) -> None:
+        """The answer is there."""
+
+
+class _Function(Listener):
+    """A function that wants to hear."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+
+    def hear(self) -> None:
+        self._function()
+
+
 class Pending:
     """What a caller waits for: by `await`, or by `then` and `result`.
 
@@ -29,11 +50,15 @@ class Pending:
         self.cancelled = False
         self.error: StoreError | None = None
         self._answer: Any = None
-        self._listener: Callable[[], object] | None = None
+        self._listener: Listener | None = None
 
-    def then(self, listener: Callable[[], object]) -> None:
-        """Call this as soon as the answer is there, and never once it was cancelled; it must not be there yet."""
+    def tell(self, listener: Listener) -> None:
+        """Tell this one as soon as the answer is there, and never once it was cancelled; it must not be there yet."""
         self._listener = listener
+
+    def then(self, function: Callable[[], object]) -> None:
+        """The same for a function."""
+        self._listener = _Function(function)
 
     def cancel(self) -> None:
         """Want no answer any more."""
@@ -50,7 +75,7 @@ class Pending:
         if listener is None:
             return
         try:
-            listener()
+            listener.hear()
         except Exception as bug:  # noqa: BLE001  # whoever is told next must not pay for it
             told = {"message": "an answer of the store's was not taken", "exception": bug}
             asyncio.get_running_loop().call_exception_handler(told)

@@ -24,8 +24,9 @@ from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import redact_url
 from extproc.store.aside import Aside
-from extproc.store.client import Access, Link, Place, Reply, explain_refusal
+from extproc.store.client import Access
 from extproc.store.credentials import Password, Provided
+from extproc.store.link import Link, Place, Reply, explain_refusal
 from extproc.store.pending import Pending
 from extproc.store.remote import RemoteStore, blame_bug
 from extproc.store.resp import write_keys, write_word
@@ -60,7 +61,12 @@ class _Group:
 
     def list_keys(self) -> list[str]:
         """Keys of all calls."""
-        return [key for call in self.calls for key in call.keys]
+        keys = []
+        for call in self.calls:
+            keys.append(call.subject.key)
+            if call.others:
+                keys += call.others
+        return keys
 
     def list_arguments(self) -> list[int | bytes]:
         """Arguments of all calls, or of one where they are alike, as those of hits of one policy are."""
@@ -146,11 +152,13 @@ class RedisBackend:
 
     def _group(self, calls: list[Call]) -> list[_Group]:
         groups: dict[tuple[str, str], _Group] = {}
+        group: _Group | None = None
         for position, call in enumerate(calls):
-            name = call.script.sha, self._tag(call.subject.key)
-            group = groups.get(name)
-            if group is None:
-                group = groups[name] = _Group(call.script, name[1])
+            script, tag = call.script, self._tag(call.subject.key)
+            if group is None or group.script is not script or group.tag != tag:  # else as the one before, as nearly always
+                group = groups.get((script.sha, tag))
+                if group is None:
+                    group = groups[script.sha, tag] = _Group(script, tag)
             group.add(call, position)
         return list(groups.values())
 

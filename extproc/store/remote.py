@@ -139,6 +139,7 @@ class RemoteStore:
         self._pauses: Iterator[float] = iter(())
         self._well_since = float("-inf")
         self._certain = Certain(self._settle)
+        self._finish: _Finish = self._learn  # a method that is looked up for each hit is made for each hit
 
     async def start(self) -> None:
         """Try the server once, so that a wrong address or password is told at the start and not by the first request."""
@@ -153,16 +154,15 @@ class RemoteStore:
         Raises:
             StoreError: the breaker is open.
         """
-        known: list[Count | None] = []
-        asked: list[Call] = []
-        for hit in hits:
-            answer = self._certain.answer(hit) if now is None and isinstance(hit, Hit) else None
-            known.append(answer)
-            if answer is None:
-                asked.append(self._make_call(hit, now))
+        if now is not None:
+            return self._ask([self._make_call(hit, now) for hit in hits], _take_answers)
+        if not self._certain.knows_any:
+            return self._ask([self._make_call(hit, None) for hit in hits], self._finish)
+        known = [self._certain.answer(hit) if isinstance(hit, Hit) else None for hit in hits]
+        asked = [self._make_call(hit, None) for place, hit in enumerate(hits) if known[place] is None]
         if not asked:
             return known
-        counts = self._ask(asked, self._learn if now is None else _take_answers)
+        counts = self._ask(asked, self._finish)
         return counts if len(asked) == len(hits) else _merge(known, counts)
 
     def push(
@@ -256,7 +256,7 @@ class RemoteStore:
     def _settle(self, hit: Hit, times: int) -> None:
         """Send what was answered from memory."""
         if self._trouble is None:
-            self._ask([count_call(hit, 0, None, times)], self._learn)
+            self._ask([count_call(hit, 0, None, times)], self._finish)
 
     def _make_call(self, asked: Question, now: int | None) -> Call:
         if isinstance(asked, Hit):
@@ -268,7 +268,8 @@ class RemoteStore:
             answer, subject = answers[place], call.subject
             if isinstance(answer, Verdict) and isinstance(subject, Hit):
                 self._certain.learn(subject, answer.answer, answer.stands_ms, call.owed)
-        return _take_answers(calls, answers)
+                answers[place] = answer.answer
+        return answers
 
     def _depart(self) -> None:
         """Send those who wait, unless a round trip is under way."""
@@ -403,7 +404,10 @@ def _make_unavailable(trouble: StoreError) -> StoreError:
 
 
 def _take_answers(_: list[Call], answers: list[Any]) -> list[Any]:
-    return [answer.answer if isinstance(answer, Verdict) else answer for answer in answers]
+    for place, answer in enumerate(answers):
+        if isinstance(answer, Verdict):
+            answers[place] = answer.answer
+    return answers
 
 
 def _take_all(_: list[Call], answers: list[Any]) -> list[Any]:

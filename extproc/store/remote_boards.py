@@ -12,7 +12,7 @@ from importlib.resources import files
 from extproc.errors import StoreError
 from extproc.store.aside import Aside
 from extproc.store.boards import MAX_REPLICAS, check_document
-from extproc.store.client import Reply
+from extproc.store.link import Reply
 
 _AT_ONCE = 16
 """Documents in one portion: 1 MB, which keeps the server busy for a millisecond."""

@@ -6,7 +6,7 @@ from importlib.resources import files
 
 from extproc.errors import StoreError
 from extproc.store.aside import Aside
-from extproc.store.client import Reply
+from extproc.store.link import Reply
 from extproc.store.orders import MAX_ORDERS, Orders, check_order, refuse_more
 
 _AT_ONCE = 1_000

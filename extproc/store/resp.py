@@ -17,6 +17,12 @@ def write_word(word: str | int | bytes) -> bytes:
 def write_keys(start: str, keys: Sequence[str]) -> bytes:
     """Keys as words of a command, with what each of them starts with."""
     width = len(start)
-    text = "".join([f"${width + len(key)}\r\n{start}{key}\r\n" for key in keys])
+    size, head, words = -1, "", []
+    for key in keys:
+        if len(key) != size:  # most are as long as the one before
+            size = len(key)
+            head = f"${width + size}\r\n{start}"
+        words.append(f"{head}{key}\r\n")
+    text = "".join(words)
     # A length is one of bytes, and only ASCII has as many of them as letters.
     return text.encode() if text.isascii() else b"".join([write_word(start + key) for key in keys])

@@ -50,16 +50,21 @@ class Call:
         subject: what the store was asked to do; has the key, without the prefix that the store puts before every key.
         arguments: what the script takes for each key.
         owed: of the counts among these, those that this process has answered already.
-        keys: all that the script takes for it, in one hash slot; mostly the subject's alone.
+        others: keys behind the subject's that the script takes as well, in the same hash slot; mostly none.
     """
 
-    __slots__ = ("arguments", "keys", "owed", "script", "subject")
+    __slots__ = ("arguments", "others", "owed", "script", "subject")
 
     def __init__(
-        self, script: Script, subject: Question | Push, arguments: tuple[int | bytes, ...], owed: int = 0, *others: str
+        self,
+        script: Script,
+        subject: Question | Push,
+        arguments: tuple[int | bytes, ...],
+        owed: int = 0,
+        others: tuple[str, ...] = (),
     ) -> None:
-        """Keep them as given; `others` are keys behind the subject's."""
-        self.keys = (subject.key, *others)
+        """Keep them as given."""
+        self.others = others
         self.owed = owed
         self.script = script
         self.subject = subject
@@ -146,7 +151,7 @@ def session_call(asked: Step | Settlement, now: int | None = None) -> Call:
     """Take a step of a session's, or settle one; `now` as for counts."""
     arguments = (-1 if now is None else now, *pack_question(asked))
     others = (asked.roster, asked.shared) if isinstance(asked, Step) else ()
-    return Call(_SESSION, asked, arguments, 0, *others)
+    return Call(_SESSION, asked, arguments, 0, others)
 
 
 def push_call(pushed: Push, now: int | None = None) -> Call:

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from redis.exceptions import ResponseError
 
 from extproc.errors import StoreError
-from extproc.store.client import Access, Link, Place, Reply, connect, explain_refusal
+from extproc.store.client import Access, connect
+from extproc.store.link import Link, Place, Reply, explain_refusal
 
 SLOTS = 16_384
 _SENTINEL_SECONDS = 0.25

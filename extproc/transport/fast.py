@@ -26,6 +26,7 @@ from extproc.pb.als_pb2 import StreamAccessLogsResponse
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.service import Later, Reply, Service, Stream
 from extproc.settings import Address
+from extproc.store.pending import Listener
 from extproc.transport import grpc
 from extproc.transport.acceptor import Acceptor
 from extproc.transport.grpc import Call, HalfClosed, MessageReceived
@@ -67,19 +68,28 @@ _ENTRY_WORK: Final = 4
 """What an entry of an access log costs of a turn, in frames."""
 
 
-class _Serving:
+class _Serving(Listener):
     """What is done for one call: an ext_proc stream, and the answer under way if that takes time; or a health watch.
 
     Attributes:
+        peer: whose call it is.
+        call: the call.
         stream: None for a watch.
         task: what the answer waits for, or the watch itself; cancelled where the call ends before it does.
     """
 
-    __slots__ = ("stream", "task")
+    __slots__ = ("call", "peer", "stream", "task")
 
-    def __init__(self, stream: Stream | None) -> None:
+    def __init__(self, peer: _Peer, call: Call, stream: Stream | None) -> None:
+        self.peer = peer
+        self.call = call
         self.stream = stream
         self.task: asyncio.Task[None] | Later | None = None
+
+    def hear(self) -> None:
+        """The store has answered."""
+        if isinstance(self.task, Later):
+            self.peer.settle(self, self.task)
 
 
 class _Peer(asyncio.Protocol):
@@ -248,7 +258,7 @@ class _Peer(asyncio.Protocol):
         if serving is None:
             opened = self._server.service.open(call.metadata)
             opened.on_given_up = partial(self._give_up, call)
-            serving = self._serving[call.number] = _Serving(opened)
+            serving = self._serving[call.number] = _Serving(self, call, opened)
         stream = serving.stream
         if stream is None:
             return
@@ -259,14 +269,14 @@ class _Peer(asyncio.Protocol):
         self._grpc.pause(call)
         if isinstance(reply, Later):
             serving.task = reply
-            reply.then(partial(self._settle, call, serving, reply))
+            reply.tell(serving)
         else:
             # Not by the loop's create_task, which makes up a name for it.
             serving.task = asyncio.Task(self._process_later(call, serving, reply), loop=self._loop, name="answer")
 
-    def _settle(self, call: Call, serving: _Serving, later: Later) -> None:
+    def settle(self, serving: _Serving, later: Later) -> None:
         """The store has answered."""
-        reply = later.settle()
+        call, reply = serving.call, later.settle()
         if reply.hold_ms:
             serving.task = asyncio.Task(self._process_later(call, serving, reply), loop=self._loop, name="answer")
             return
@@ -342,7 +352,7 @@ class _Peer(asyncio.Protocol):
         service = parse_check(message).service
         if self._watches >= _MAX_WATCHES:
             raise ProtocolError("too many watches", code=grpc.RESOURCE_EXHAUSTED)
-        serving = self._serving[call.number] = _Serving(None)
+        serving = self._serving[call.number] = _Serving(self, call, None)
         self._watches += 1
         serving.task = self._loop.create_task(self._watch_on(call, service))
 
