@@ -15,6 +15,7 @@ from threading import Event, Semaphore
 from time import perf_counter
 from typing import Any, cast
 
+import hiredis
 import pytest
 import trustme
 from hypothesis import given
@@ -34,6 +35,7 @@ from extproc.store.pending import Pending
 from extproc.store.redis import TAGS, RedisBackend
 from extproc.store.remote import RemoteStore
 from extproc.store.remote_orders import RemoteOrders
+from extproc.store.resp import write_keys, write_word
 from extproc.store.scripts import count_call, session_call
 from extproc.store.topology import SLOTS, Cluster, One, find_slot, spread_tags
 from extproc.windows import Count, Hit
@@ -992,6 +994,16 @@ def test_equal_pushes_to_several_rings_are_all_made(driver: Driver) -> None:
 
     assert first == [[b"a"]] * 3
     assert second == [[b"a", b"b"]] * 3
+
+
+@given(start=st.text(max_size=5), keys=st.lists(st.text(max_size=20)), argument=st.integers() | st.binary() | st.text())
+def test_a_command_is_written_as_the_client_library_writes_it(start: str, keys: list[str], argument: str | int | bytes) -> None:
+    """Keys of any length and in any letters, and arguments of any kind, go out byte for byte as hiredis packs them."""
+    words = (argument, *(start + key for key in keys))
+
+    written = b"*%d\r\n" % len(words) + write_word(argument) + write_keys(start, keys)
+
+    assert written == hiredis.pack_command(words)  # type: ignore[arg-type]  # its stub takes one-tuples alone
 
 
 def test_a_batch_is_bounded(driver: Driver) -> None:
