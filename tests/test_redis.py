@@ -9,7 +9,7 @@ import socket
 import ssl
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Event, Semaphore
 from time import perf_counter
@@ -1106,6 +1106,27 @@ def test_what_a_replica_says_of_a_hammered_loop_never_goes_back(driver: Driver, 
     for own in zip(*counts, strict=True):
         assert list(own) == sorted(set(own))
     assert last == 2_001
+
+
+def test_an_error_of_ours_is_one_callers_alone(driver: Driver) -> None:
+    """Who shares a round trip with somebody whose answer cannot be made gets an answer, and nobody waits without end."""
+
+    async def ask() -> list[object]:
+        hits = [make_hit(key=driver.key(make_hit(key=name))) for name in ("a", "b", "c")]
+        finishes = [_count, lambda calls, answers: answers[len(calls)], _count]
+        waiting = [remote(driver)._ask([count_call(hit, 1, None)], finish) for hit, finish in zip(hits, finishes, strict=True)]
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    first, second, third = driver.run(ask())
+
+    assert (first, third) == (1, 1)
+    assert isinstance(second, StoreError)
+    assert second.kind == "internal"
+
+
+def _count(_: Sequence[object], answers: Sequence[Any]) -> int:
+    count: int = answers[0].answer.count
+    return count
 
 
 def test_a_hammered_loop_is_no_hot_key(driver: Driver, one: Server) -> None:

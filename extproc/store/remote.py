@@ -311,7 +311,10 @@ class RemoteStore:
         answers, taken = flight.trip.result(), 0
         for waiting in flight.batch:
             until = taken + len(waiting.calls)
-            waiting.settle(waiting.finish(waiting.calls, answers[taken:until]))
+            try:
+                waiting.settle(waiting.finish(waiting.calls, answers[taken:until]))
+            except Exception as bug:  # noqa: BLE001  # the others' answers are good
+                waiting.settle(None, blame_bug(bug))
             taken = until
         self._call_departure(asyncio.get_running_loop())
 
