@@ -36,7 +36,7 @@ MAX_MESSAGE: Final = 2**18
 """Bytes. Envoy sends what it has once that is 16 KiB; an entry alone is larger only where its headers are."""
 
 MAX_ENTRIES: Final = 1_000
-"""Of one message: they take 15 ms at most, 45 ms in pure Python."""
+"""Of one message: they take 13 ms, 50 ms in pure Python."""
 
 _MAX_SESSIONS: Final = 16
 """Policies that one request belongs to."""

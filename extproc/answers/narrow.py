@@ -26,6 +26,9 @@ Changes = dict[str, bytes | None]
 _CONVERSATIONS: Final = ("messages", "input", "contents")
 """What a conversation is called; of a body that has two of them nobody can tell which one is read."""
 
+_ELSEWHERE: Final = frozenset({"tools", "functions"})
+"""Where other APIs declare tools than those that have them in an object of their own."""
+
 _WRAPPERS: Final = ("function", "custom", "toolSpec", "systemTool", "tool")
 """An object of these names says what a tool is called."""
 
@@ -270,7 +273,7 @@ class _Narrowing:
         conversations = [key for key in _CONVERSATIONS if key in fields]
         wrapped = not conversations and "request" in fields and is_object(fields["request"].value)
         configured = "messages" in fields and "toolConfig" in fields
-        if len(conversations) > 1 or ((wrapped or configured) and "tools" in fields):
+        if len(conversations) > 1 or ((wrapped or configured) and not _ELSEWHERE.isdisjoint(fields)):
             raise NotEdited(AMBIGUOUS)
         if "contents" in fields:
             self._narrow_gemini(body, fields)
