@@ -432,7 +432,11 @@ _WILD: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
 
 @settings(max_examples=150)
 @given(_REQUESTS | st.just({}), _WILD, st.booleans())
-@example({"messages": []}, {"functions": [{"function": {"name": "f"}}], "toolConfig": {"tools": [{"name": "f"}]}}, every=False)
+@example(
+    request={"messages": []},
+    wild={"functions": [{"function": {"name": "f"}}], "toolConfig": {"tools": [{"name": "f"}]}},
+    every=False,
+)
 def test_nearly_right_bodies_are_narrowed_or_not(request: dict[str, Any], wild: dict[str, Any], every: bool) -> None:
     """With anything in any place: JSON comes out, of which tools and choices alone have changed, and nothing is left to do."""
     old = {**request, **wild}
