@@ -241,7 +241,9 @@ def test_a_restart_of_both_replicas_loses_nothing(night: Night) -> None:
         assert fresh.get("/overrides")[1] == orders[number]
     night.asked[1] = f"http://127.0.0.1:{night.made.replicas[0]._admin}"
 
-    eventually(lambda: [loops.get("stubborn", {}).get("refused") for loops in night.read_loops()] == [8, 8], "all that was refused")
+    eventually(
+        lambda: [loops.get("stubborn", {}).get("refused") for loops in night.read_loops()] == [8, 8], "all that was refused"
+    )
     eventually(lambda: night.send("/poll", "stubborn") == [429], "a replica that Envoy has found again")
     eventually(lambda: night.send("/poll/other", "late") == [429], "the block")
 
