@@ -194,13 +194,14 @@ def test_of_a_block_with_one_new_field_that_field_is_read_alone() -> None:
     assert not cache.blocks.found
 
 
-def read_or_refuse(decoder: Decoder, block: bytes) -> tuple[Pairs, int, bool] | int:
-    """What a block says, its size and whether it is no request; the code of its error where it is none."""
+def read_or_refuse(decoder: Decoder, block: bytes) -> tuple[object, ...] | int:
+    """All that a block says; the code of its error where it is none."""
     try:
         found = decoder.decode(block)
     except ProtocolError as error:
         return error.code
-    return [(field.name, field.value) for field in found.fields], found.size, found.malformed
+    said = found.method, found.path, found.content_type, found.content_length, found.malformed
+    return [(field.name, field.value) for field in found.fields], found.size, *said
 
 
 JUNK = st.binary(max_size=6) | st.sampled_from([b"\x00\x01a\x01b", b"\x82", b"\x20", b"\x0f\x0d\x03abc", b"\x00\x01a\x81\x1f"])
@@ -244,8 +245,25 @@ def test_of_a_block_with_another_new_field_each_time_the_others_are_not_read_aga
         b"\x7e\x01b",
         encode([(b"x-trace", b"x" * hpack.MAX_BLOCK)]),
         encode([(b"x-trace", b"1"), (b"x-trace", b"2")]),
+        encode([(b"content-type", b"text/plain")]),
+        encode([(b"content-length", b"7")]),
+        encode([(b"X-Trace", b"1")]),
+        encode([(b":path", b"/again")]),
     ],
-    ids=["nothing", "an update", "an index", "an integer", "Huffman", "a reference", "too large", "two fields"],
+    ids=[
+        "nothing",
+        "an update",
+        "an index",
+        "an integer",
+        "Huffman",
+        "a reference",
+        "too large",
+        "two fields",
+        "a type",
+        "a length",
+        "no name",
+        "another path",
+    ],
 )
 def test_what_is_no_other_field_in_its_place_is_read_as_it_would_be_alone(middle: bytes) -> None:
     """A block that begins and ends as the one before is refused for what stands between, or means what it means."""
@@ -255,6 +273,16 @@ def test_what_is_no_other_field_in_its_place_is_read_as_it_would_be_alone(middle
     block = encode(REQUEST[:4]) + middle + encode(REQUEST[4:])
 
     assert read_or_refuse(decoder, block) == read_or_refuse(without_table(), block)
+
+
+@pytest.mark.parametrize("name", [b"content-type", b"content-length", b":path", b"X-Trace"])
+def test_a_new_field_that_says_something_is_heard_each_time(name: bytes) -> None:
+    """Where the one field that changes is about the request, each block is a request of its own."""
+    decoder, rest = without_table(), [field for field in REQUEST if field[0] != name]
+    for number in (b"1", b"2", b"3", b"4"):
+        block = encode([*rest[:2], (name, number), *rest[2:]])
+
+        assert read_or_refuse(decoder, block) == read_or_refuse(without_table(), block)
 
 
 def test_what_refers_to_a_table_is_no_model_for_others() -> None:

@@ -131,13 +131,17 @@ class Block:
 
     __slots__ = ("content_length", "content_type", "fields", "malformed", "method", "path", "size")
 
-    def __init__(self, fields: list[Field], size: int) -> None:
-        """Find out what it says."""
+    def __init__(self, fields: list[Field], size: int, like: Block | None = None) -> None:
+        """Find out what it says, unless it says the same as another one."""
         self.fields = fields
         self.size = size
         self.method = self.path = self.content_type = b""
         self.content_length = -1
-        self.malformed = not self._read()
+        if like is None:
+            self.malformed = not self._read()
+            return
+        self.method, self.path, self.content_type = like.method, like.path, like.content_type
+        self.content_length, self.malformed = like.content_length, like.malformed
 
     def _read(self) -> bool:
         seen, regular = 0, False
@@ -196,19 +200,21 @@ class _Model:
         start: the bytes of the fields before that one.
         end: the bytes of those behind it.
         place: of that one among all fields.
-        fields: all of them.
+        block: all of it.
         size: of the others, as RFC 7541 section 4.1 counts them.
+        plain: that one says nothing about the request.
     """
 
-    __slots__ = ("end", "fields", "place", "size", "start")
+    __slots__ = ("block", "end", "place", "plain", "size", "start")
 
-    def __init__(self, start: bytes, end: bytes, place: int, fields: list[Field], size: int) -> None:
+    def __init__(self, start: bytes, end: bytes, place: int, block: Block) -> None:
         """Keep them as given."""
         self.start = start
         self.end = end
         self.place = place
-        self.fields = fields
-        self.size = size
+        self.block = block
+        self.size = block.size - block.fields[place].size
+        self.plain = block.fields[place].kind == REGULAR
 
 
 class Cache:
@@ -302,10 +308,10 @@ class Decoder:
         field = self._find_literal(encoded, model.place) or self._read_literal(encoded, index, middle)
         if model.size + field.size > MAX_BLOCK:
             return None
-        fields = model.fields.copy()
+        fields = model.block.fields.copy()
         fields[model.place] = field
         self._cache.before = fields
-        return Block(fields, model.size + field.size)
+        return Block(fields, model.size + field.size, model.block if model.plain and field.kind == REGULAR else None)
 
     def _walk(self, block: bytes) -> Block:
         position = self._read_updates(block)
@@ -336,9 +342,10 @@ class Decoder:
             if size > MAX_BLOCK or len(fields) > MAX_FIELDS:
                 raise ProtocolError("header block: too many fields", code=ENHANCE_YOUR_CALM)
         self._cache.before = fields
+        found = Block(fields, size)
         if self.news == 1 and not self._limit and new_end:
-            self._cache.model = _Model(block[:new_start], block[new_end:], new, fields, size - fields[new].size)
-        return Block(fields, size)
+            self._cache.model = _Model(block[:new_start], block[new_end:], new, found)
+        return found
 
     def _read_updates(self, block: bytes) -> int:
         """Apply the table size updates at the block's start; returns where its fields begin."""
