@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hpack import Decoder as Reference
 from hpack import Encoder, HPACKError
 from hpack.huffman import HuffmanEncoder
 from hpack.huffman_constants import REQUEST_CODES, REQUEST_CODES_LENGTH
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from extproc.errors import ProtocolError
@@ -58,17 +60,26 @@ def test_what_another_encoder_sends_is_understood(blocks: list[Pairs], coded: bo
 
 
 @given(st.lists(st.binary(max_size=30) | st.sampled_from([b"\x20", b"\x82", b"\xbe", b"\x40\x01a\x01b"]), max_size=6))
+@example([b"\x20" * 3])
 def test_any_bytes_are_read_as_another_decoder_reads_them(blocks: list[bytes]) -> None:
-    """Whatever a block holds, it means the same to python-hyper's decoder, or both refuse it."""
+    """Whatever a block holds, it means the same to python-hyper's decoder, or both refuse it.
+
+    Ours alone refuses more than two table size updates in one block, which RFC 7541 section 4.2 does not let anybody send.
+    """
     ours, theirs = Decoder(Cache()), Reference()
     for block in blocks:
         try:
             expected = [(bytes(pair[0]), bytes(pair[1])) for pair in theirs.decode(block, raw=True)]
         except (HPACKError, IndexError):
+            expected = None
+        if expected is None or THREE_UPDATES.match(block):
             with pytest.raises(ProtocolError):
                 ours.decode(block)
             return
         assert pairs(ours, block) == expected
+
+
+THREE_UPDATES = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){3}", re.DOTALL)
 
 
 @given(st.binary(max_size=200))
