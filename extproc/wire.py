@@ -14,6 +14,7 @@ from google.protobuf.struct_pb2 import Value
 
 from extproc.pb.external_processor_pb2 import ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
+from extproc.protobuf import read_varint
 from extproc.request import NO_FACTS, Facts, HttpRequest, decode_claims, write_claim
 
 MAX_HEADERS: Final = 10_000
@@ -59,12 +60,7 @@ LARGE: Final = 4_096
 _KIND: Final = 7
 _LENGTH: Final = 2
 _MORE: Final = 0x80
-"""Set in every byte of a number but the last; the others are its bits."""
-
-_BITS: Final = 0x7F
-
-_MAX_LENGTH_BITS: Final = 28
-"""Longer lengths are nobody's."""
+"""Set in every byte of a number but the last."""
 
 _SECRETS: Final = frozenset({"authorization", "proxy-authorization", "cookie", "api-key", "x-api-key", "x-goog-api-key"})
 """Headers that are never remembered: nobody's credentials outlive his request here."""
@@ -184,7 +180,7 @@ def parse_message(data: bytes) -> Message:
             return _walk_headers(data)
         if data[0] == _REQUEST_BODY:
             return _walk_body(data)
-    except (_UnusualError, IndexError, UnicodeDecodeError):
+    except (_UnusualError, IndexError, ValueError):  # UnicodeDecodeError is one
         pass
     return _parse_any(data)
 
@@ -213,14 +209,14 @@ def _walk_headers(data: bytes) -> Message:
     Raises:
         _UnusualError: in another shape than Envoy's.
         IndexError: or cut off.
-        UnicodeDecodeError: or malformed.
+        ValueError: or malformed.
     """
-    size, position = _read_length(data, 1)
+    size, position = read_varint(data, 1)
     end = position + size
     message = Message("request_headers", data[end:])
     if data[position] != _HEADER_MAP:
         raise _UnusualError
-    size, position = _read_length(data, position + 1)
+    size, position = read_varint(data, position + 1)
     map_end = position + size
     message.headers = _read_headers(_split_header_map(data, position, map_end))
     position = map_end
@@ -236,7 +232,7 @@ def _split_header_map(data: bytes, position: int, end: int) -> list[bytes]:
     while position < end:
         if data[position] != _HEADER:
             raise _UnusualError
-        size, start = _read_length(data, position + 1)
+        size, start = read_varint(data, position + 1)
         position = start + size
         if len(fields) == MAX_HEADERS:
             raise _UnusualError
@@ -264,14 +260,14 @@ def _read_header(field: bytes) -> tuple[str, bytes]:
     """Name and value."""
     if field[0] != _NAME:
         raise _UnusualError
-    size, position = _read_length(field, 1)
+    size, position = read_varint(field, 1)
     end = position + size
     name = field[position:end].decode()
     if end == len(field):
         return name, b""
     if field[end] != _RAW_VALUE:
         raise _UnusualError
-    size, position = _read_length(field, end + 1)
+    size, position = read_varint(field, end + 1)
     if position + size != len(field):
         raise _UnusualError
     return name, field[position:]
@@ -279,13 +275,13 @@ def _read_header(field: bytes) -> tuple[str, bytes]:
 
 def _walk_body(data: bytes) -> Message:
     """A request_body message; raises as `_walk_headers` does."""
-    size, position = _read_length(data, 1)
+    size, position = read_varint(data, 1)
     end = position + size
     message = Message("request_body", data[end:])
     if position != end:
         if data[position] != _BODY:
             raise _UnusualError
-        size, position = _read_length(data, position + 1)
+        size, position = read_varint(data, position + 1)
         stop = position + size
         message.body = data[position:stop] if size < LARGE else memoryview(data)[position:stop]
         position = stop
@@ -306,7 +302,7 @@ def _walk_rest(data: bytes, position: int, end: int, message: Message) -> None:
         elif key == _PROTOCOL_CONFIG:
             message.body_mode, position = _read_body_mode(data, position)
         elif _METADATA_CONTEXT <= key < _MORE and key & _KIND == _LENGTH:
-            size, position = _read_length(data, position + 1)
+            size, position = read_varint(data, position + 1)
             position += size
         else:
             raise _UnusualError
@@ -314,31 +310,16 @@ def _walk_rest(data: bytes, position: int, end: int, message: Message) -> None:
         raise _UnusualError
 
 
-def _read_length(data: bytes, position: int) -> tuple[int, int]:
-    """The length at `position`, and where its contents start."""
-    byte = data[position]
-    length = byte & _BITS
-    bits = 7
-    while byte >= _MORE:
-        if bits >= _MAX_LENGTH_BITS:
-            raise _UnusualError
-        position += 1
-        byte = data[position]
-        length |= (byte & _BITS) << bits
-        bits += 7
-    return length, position + 1
-
-
 def _read_text_entry(entry: bytes) -> str:
     """The text of a google.protobuf.Struct's entry, from behind its key on, however it is cut off; empty where it is none."""
     try:
         if entry[0] != _ENTRY_VALUE:
             return ""
-        _, position = _read_length(entry, 1)
+        _, position = read_varint(entry, 1)
         if entry[position] != _STRING_VALUE:
             return ""
-        length, position = _read_length(entry, position + 1)
-    except (IndexError, _UnusualError):
+        length, position = read_varint(entry, position + 1)
+    except (IndexError, ValueError):
         return ""
     return entry[position : position + length].decode("utf-8", "replace")
 
