@@ -3,9 +3,9 @@
 A ledger is kept for each session. A request of the session asks for a `Step`; a `Settlement` says later what became of it.
 Money is counted in nano-dollars, 1e-9 $.
 
-Every store answers as `take_step` and `settle` do. A ledger is one packed value, the same for all of them but for the order of
-bytes in numbers: a head, the identities of the newest requests, what is reserved for calls that are not settled, how often each
-tool was called, the tools' names, and the newest tool calls. A fresh one takes 120 bytes.
+Every store answers as `Ledger.take_step` and `Ledger.settle` do. A ledger is stored as one packed value, the same for all of
+them but for the order of bytes in numbers: a head, the identities of the newest requests, what is reserved for calls that are
+not settled, how often each tool was called, the tools' names, and the newest tool calls. A fresh one takes 120 bytes.
 
 A ledger is forgotten some time after the last request that was let through; refused ones do not keep it. What a clock that is
 set back makes of that is what it makes of rings, see `windows`.
@@ -343,11 +343,6 @@ MAX_MONEY: Final = 2**52
 MAX_RESERVE: Final = MAX_MONEY // (2 * _OPEN)
 
 
-def recall(state: bytes | None, limits: Limits, now: int) -> bytes | None:
-    """The ledger, or None where there is none or it is to be forgotten."""
-    return state if state is not None and abs(now - _LAST.unpack_from(state)[0]) < limits.idle_ms else None
-
-
 def enter(roster: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
     """Begin a session of a tenant's: the roster as it is then, and whether there was room for one more."""
     began, count = now, 0
@@ -359,45 +354,12 @@ def enter(roster: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
     return _ROSTER.pack(now, began, count + room), room
 
 
-def take_step(state: bytes | None, asked: Step, now: int, *, shared: bool = False) -> tuple[bytes, Standing]:
-    """Let a request through, or refuse it; the ledger as it is then.
-
-    Args:
-        state: the ledger, None for a new one.
-        asked: the request.
-        now: milliseconds of the store's clock.
-        shared: whether it is the ledger of sessions that are too many.
-    """
-    ledger = _Ledger(state, now)
-    if asked.calls:
-        ledger.learn(asked)
-    retry = _find(ledger.identities, asked.identity, _IDENTITY) >= 0
-    limit, used, allowed, tool = ledger.judge(asked, retry)
-    if limit:
-        ledger.block(asked.limits)
-    else:
-        ledger.let_through(asked, retry, now)
-    if state is not None:
-        ledger.close_old(now)
-    return ledger.pack(), ledger.describe(now, limit, used, allowed, tool, shared, retry)
-
-
-def settle(state: bytes | None, asked: Settlement, now: int) -> tuple[bytes | None, Standing]:
-    """Close a call, once: what is not open any more, or was never, changes nothing."""
-    if state is None:
-        return None, Standing()
-    ledger = _Ledger(state, now)
-    at = _find(ledger.open, asked.call, _RESERVED)
-    if at >= 0:
-        ledger.close(at, asked)
-    ledger.close_old(now)
-    return ledger.pack(), ledger.describe(now, 0, 0, 0, b"", False, False)
-
-
-class _Ledger:
+class Ledger:
     """A session's, unpacked.
 
     Attributes:
+        idle_ms: how long it is kept, as the limits said last; what is not listed here is as `Standing` has it.
+        oldest: when the oldest reservation was made.
         narrowed_at: how many tool calls there were when a request was let through that had used up all of them; or 0.
         identities: of the newest steps, oldest first.
         open: reservations, oldest first.
@@ -415,10 +377,12 @@ class _Ledger:
         "counts",
         "estimated",
         "identities",
+        "idle_ms",
         "killed",
         "last",
         "names",
         "narrowed_at",
+        "oldest",
         "open",
         "records",
         "reserved",
@@ -427,7 +391,9 @@ class _Ledger:
     )
 
     def __init__(self, state: bytes | None, now: int) -> None:
-        self.last = self.began = now
+        """What is stored, or a fresh one."""
+        self.idle_ms = 0
+        self.last = self.began = self.oldest = now
         self.cost = self.estimated = self.reserved = 0
         self.steps = self.tool_calls = self.narrowed_at = 0
         self.blocks = self.consecutive_blocks = self.consecutive_errors = self.killed = 0
@@ -463,6 +429,7 @@ class _Ledger:
         self.identities = state[start:end]
         start, end = end, end + reservations * _RESERVED
         self.open = state[start:end]
+        self._find_oldest()
         start, end = end, end + tools * _COUNTED
         self.counts = state[start:end]
         start, end = end, end + names
@@ -491,7 +458,44 @@ class _Ledger:
         )
         return b"".join((head, self.identities, self.open, self.counts, self.names, self.records))
 
-    def learn(self, asked: Step) -> None:
+    def is_over(self, limits: Limits, now: int) -> bool:
+        """The session has been quiet for so long that it is forgotten."""
+        return abs(now - self.last) >= limits.idle_ms
+
+    def is_large(self) -> bool:
+        """It knows so many tool calls that it is dear to keep unpacked."""
+        return len(self.records) > _RECORDS * RECORD
+
+    def take_step(self, asked: Step, now: int, *, shared: bool = False) -> Standing:
+        """Let a request through, or refuse it.
+
+        Args:
+            asked: the request.
+            now: milliseconds of the store's clock.
+            shared: whether it is the ledger of sessions that are too many.
+        """
+        self.idle_ms = asked.limits.idle_ms
+        if asked.calls:
+            self._learn(asked)
+        retry = _find(self.identities, asked.identity, _IDENTITY) >= 0
+        limit, used, allowed, tool = self._judge(asked, retry)
+        if limit:
+            self._block(asked.limits)
+        else:
+            self._let_through(asked, retry, now)
+        self._close_old(now)
+        return self._describe(now, limit, used, allowed, tool, shared, retry)
+
+    def settle(self, asked: Settlement, now: int) -> Standing:
+        """Close a call, once: what is not open any more, or was never, changes nothing."""
+        self.idle_ms = asked.limits.idle_ms
+        at = _find(self.open, asked.call, _RESERVED)
+        if at >= 0:
+            self._close(at, asked)
+        self._close_old(now)
+        return self._describe(now, 0, 0, 0, b"", False, False)
+
+    def _learn(self, asked: Step) -> None:
         """Count the tool calls that are new; no history shows one twice."""
         known, calls = self.records, asked.calls
         new = calls[len(known) :] if calls.startswith(known) else self._pick_new(calls)
@@ -536,7 +540,7 @@ class _Ledger:
             missing += _find(self.counts, digest, _COUNTED) < 0
         return _TOOLS - missing
 
-    def judge(self, asked: Step, retry: bool) -> tuple[int, int, int, bytes]:  # noqa: FBT001, PLR0911  # a limit each
+    def _judge(self, asked: Step, retry: bool) -> tuple[int, int, int, bytes]:  # noqa: FBT001, PLR0911  # a limit each
         """Which limit refuses a request, an index into `LIMITS`; used and allowed of it; the tool that it is about."""
         limits = asked.limits
         if self.killed:
@@ -581,14 +585,14 @@ class _Ledger:
             at = recent.find(newest, at + 1)
         return equal
 
-    def block(self, limits: Limits) -> None:
+    def _block(self, limits: Limits) -> None:
         """One more request was refused."""
         self.blocks = min(self.blocks + 1, _MAX)
         self.consecutive_blocks = min(self.consecutive_blocks + 1, _MAX)
         if not self.killed and 0 <= limits.blocks <= self.consecutive_blocks:
             self.killed = 1
 
-    def let_through(self, asked: Step, retry: bool, now: int) -> None:  # noqa: FBT001  # a bit of what is stored
+    def _let_through(self, asked: Step, retry: bool, now: int) -> None:  # noqa: FBT001  # a bit of what is stored
         """One more request was not."""
         limits = asked.limits
         if not retry:
@@ -601,29 +605,35 @@ class _Ledger:
             self.narrowed_at = self.tool_calls
             bits += _NARROWED
         reserve, quiet = min(asked.reserve, MAX_RESERVE), min(max(0, now - self.last), _MAX)
+        if not self.open:
+            self.oldest = now
         self.open += _RESERVATION.pack(asked.call, asked.identity, now, reserve, quiet, self.consecutive_blocks, bits)
         self.reserved += reserve
         self.consecutive_blocks = 0
         self.last = now
 
-    def close_old(self, now: int) -> None:
+    def _close_old(self, now: int) -> None:
         """What nobody has settled in time costs what was reserved."""
-        while self.open:
-            begun, reserve = _BEGUN.unpack_from(self.open, _IDENTITY + _IDENTITY)
-            if len(self.open) <= _OPEN * _RESERVED and now - begun < _OPEN_MS:
-                break
+        while self.open and (len(self.open) > _OPEN * _RESERVED or now - self.oldest >= _OPEN_MS):
+            _, reserve = _BEGUN.unpack_from(self.open, _IDENTITY + _IDENTITY)
             self.open = self.open[_RESERVED:]
+            self._find_oldest()
             self.reserved -= reserve
             self._pay(reserve, reserve)
 
-    def close(self, at: int, asked: Settlement) -> None:
+    def _find_oldest(self) -> None:
+        if self.open:
+            self.oldest, _ = _BEGUN.unpack_from(self.open, _IDENTITY + _IDENTITY)
+
+    def _close(self, at: int, asked: Settlement) -> None:
         """Settle the reservation that stands there."""
         _, identity, begun, reserve, quiet, blocks, bits = _RESERVATION.unpack_from(self.open, at)
         self.open = self.open[:at] + self.open[at + _RESERVED :]
+        self._find_oldest()
         self.reserved -= reserve
         if asked.outcome == REFUSED:
             self._take_back(identity, begun, quiet, blocks, bits)
-            self.block(asked.limits)
+            self._block(asked.limits)
             return
         cost = min(asked.cost, MAX_MONEY)
         self._pay(cost, cost if asked.estimated else 0)
@@ -648,7 +658,7 @@ class _Ledger:
             if at >= 0:
                 self.identities = self.identities[:at] + self.identities[at + _IDENTITY :]
 
-    def describe(  # noqa: PLR0913  # what the ledger does not hold
+    def _describe(  # noqa: PLR0913  # what the ledger does not hold
         self,
         now: int,
         limit: int,

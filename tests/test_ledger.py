@@ -17,14 +17,12 @@ from extproc.ledger import (
     MAX_RECORDS,
     REFUSED,
     SUCCEEDED,
+    Ledger,
     Limits,
     Settlement,
     Standing,
     Step,
     enter,
-    recall,
-    settle,
-    take_step,
 )
 from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
@@ -225,22 +223,24 @@ class Ledgers:
 
     def ask(self, asked: Step | Settlement, now: int) -> Standing:
         """What a store is asked."""
-        state = recall(self._kept.pop(asked.key, None), asked.limits, now)
+        key, room, ledger = asked.key, True, self._take(asked.key, asked.limits, now)
         if isinstance(asked, Settlement):
-            state, standing = settle(state, asked, now)
-            return self._keep(asked.key, state, standing)
-        key, room = asked.key, True
-        if state is None:
-            self._kept[asked.roster], room = enter(self._kept.get(asked.roster), asked.limits, now)
-        if not room:
-            key = asked.shared
-            state = recall(self._kept.pop(key, None), asked.limits, now)
-        return self._keep(key, *take_step(state, asked, now, shared=not room))
-
-    def _keep(self, key: str, state: bytes | None, standing: Standing) -> Standing:
-        if state is not None:
-            self._kept[key] = state
+            standing = ledger.settle(asked, now) if ledger is not None else Standing()
+        else:
+            if ledger is None:
+                self._kept[asked.roster], room = enter(self._kept.get(asked.roster), asked.limits, now)
+            if not room:
+                key, ledger = asked.shared, self._take(asked.shared, asked.limits, now)
+            ledger = ledger or Ledger(None, now)
+            standing = ledger.take_step(asked, now, shared=not room)
+        if ledger is not None:
+            self._kept[key] = ledger.pack()
         return standing
+
+    def _take(self, key: str, limits: Limits, now: int) -> Ledger | None:
+        state = self._kept.pop(key, None)
+        ledger = Ledger(state, now) if state is not None else None
+        return None if ledger is not None and ledger.is_over(limits, now) else ledger
 
 
 Asking = Callable[[Step | Settlement, int], Standing]
@@ -302,6 +302,17 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
 def test_a_session_is_judged_by_the_rules(moves: list[tuple[int, str, int, int]], limits: Limits) -> None:
     """For any sessions that share a tenant, on a clock that may be set back, they are told what a plain reading says."""
     assert play(moves, limits, Ledgers().ask) == play(moves, limits, Book().ask)
+
+
+@settings(max_examples=150)
+@given(moves=MOVES, limits=LIMITS_OF_ALL_KINDS, entries=st.sampled_from([40, 64, 128, 1_000]))
+def test_a_session_in_any_memory_is_judged_by_the_rules(
+    moves: list[tuple[int, str, int, int]], limits: Limits, entries: int
+) -> None:
+    """Whether none, one, two or all of their ledgers are at hand, sessions are told the same."""
+    store = MemoryStore(Metrics(), entries)
+
+    assert play(moves, limits, lambda asked, now: store.hit([asked], now)[0]) == play(moves, limits, Book().ask)
 
 
 def tell(standing: Standing) -> str:
@@ -545,18 +556,20 @@ def test_money_stays_exact() -> None:
 @pytest.mark.parametrize("number", [0, 1, 20_000])
 def test_whatever_a_history_holds_is_taken(number: int) -> None:
     """No number of calls makes a step fail or a ledger grow past its bound."""
-    state, _ = take_step(None, make_step(1, NO_LIMITS, [bytes(14)] * number), 0)
+    ledger = Ledger(None, 0)
+    ledger.take_step(make_step(1, NO_LIMITS, [bytes(14)] * number), 0)
     many = [position.to_bytes(14) for position in range(20_000)]
-    state, _ = take_step(state, make_step(2, limit(tool_calls=10**9), many, tools=()), 1)
+    ledger.take_step(make_step(2, limit(tool_calls=10**9), many, tools=()), 1)
 
-    assert len(state) < MAX_RECORDS * 14 + 1_000
+    assert len(ledger.pack()) < MAX_RECORDS * 14 + 1_000
 
 
 def test_a_fresh_ledger_is_small() -> None:
     """A session costs little until it has called many tools."""
-    state, _ = take_step(None, make_step(1, NO_LIMITS), 0)
+    ledger = Ledger(None, 0)
+    ledger.take_step(make_step(1, NO_LIMITS), 0)
 
-    assert len(state) < 128
+    assert len(ledger.pack()) < 128
 
 
 def test_sessions_in_memory_are_bounded() -> None:

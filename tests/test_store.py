@@ -19,7 +19,7 @@ from extproc.fingerprint import NO_BODY
 from extproc.ledger import Limits
 from extproc.metrics import Metrics
 from extproc.request import HttpRequest
-from extproc.store import open_store
+from extproc.store import open_store, orders, remote_orders
 from extproc.store.boards import MAX_DOCUMENT, MAX_REPLICAS
 from extproc.store.memory import MemoryStore
 from extproc.store.orders import MAX_ORDER
@@ -408,8 +408,8 @@ def test_an_order_that_is_too_long_is_refused(store: Driver) -> None:
 
 def test_orders_are_bounded(store: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no room, a new order is refused; one that stands may be changed, and one that ended makes room."""
-    for module in ("orders", "remote_orders"):
-        monkeypatch.setattr(f"extproc.store.{module}.MAX_ORDERS", 3)
+    for module in (orders, remote_orders):
+        monkeypatch.setattr(module, "MAX_ORDERS", 3)
     book = store.name("book")
     for number in range(3):
         store.run(store.store.put_order(book, str(number), b"x", 60 + number, 1_000))

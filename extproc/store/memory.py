@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
 
 from extproc.errors import UsageError
-from extproc.ledger import Limits, Question, Settlement, Standing, Step, enter, recall, settle, take_step
+from extproc.ledger import Ledger, Limits, Question, Settlement, Standing, Step, enter
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store.boards import MemoryBoards
@@ -36,6 +36,10 @@ _SWEEP: Final = 2 * _SWEEP_EVERY
 
 _MEAN_BYTES: Final = 256
 """Of state in an entry: a count takes 28, a log or a ring can take thousands."""
+
+_AT_HAND: Final = 1_024
+_AT_HAND_SHARE: Final = 64
+"""So many unpacked ledgers are in a generation, in a small store this part of its entries. They take 20 MB at most."""
 
 # A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never looks at it. Every entry but a log
 # begins with when it was last used, and until when it lasts whatever its lifetime says: where it began, for one of a session.
@@ -67,6 +71,11 @@ class MemoryStore:
         self._clock = clock
         self._max_entries = max_entries
         self._shards: list[_Shard] = [{} for _ in range(max(1, max_entries // _SHARD_ENTRIES))]
+        # Ledgers of sessions that were asked for of late are kept unpacked, in two generations: who is asked for comes into the
+        # young one, and once that is full it is the old one, from which the others are put away one by one.
+        self._young: dict[str, Ledger] = {}
+        self._old: dict[str, Ledger] = {}
+        self._at_hand = min(_AT_HAND, max_entries // _AT_HAND_SHARE)
         self._entries = 0
         self._bytes = 0
         self._puts = 0
@@ -78,7 +87,7 @@ class MemoryStore:
 
     def __len__(self) -> int:
         """Entries kept now, some of which may have expired."""
-        return self._entries
+        return self._entries + len(self._young) + len(self._old)
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any]:
         """Count every hit once; answers at once and never raises a StoreError."""
@@ -141,22 +150,23 @@ class MemoryStore:
 
     def _step(self, asked: Step, now: int) -> Standing:
         limits, key = asked.limits, asked.key
-        shard = self._find_shard(key)
-        ledger = self._take_ledger(shard, key, limits, now)
+        ledger = self._take_ledger(key, limits, now)
         shared = ledger is None and not self._enter(asked, now)
         if shared:
             key = asked.shared
-            shard = self._find_shard(key)
-            ledger = self._take_ledger(shard, key, limits, now)
-        ledger, standing = take_step(ledger, asked, now, shared=shared)
-        self._put(shard, key, limits.idle_ms, ledger, now)
+            ledger = self._take_ledger(key, limits, now)
+        if ledger is None:
+            ledger = Ledger(None, now)
+        standing = ledger.take_step(asked, now, shared=shared)
+        self._keep_ledger(key, ledger, now)
         return standing
 
     def _settle(self, asked: Settlement, now: int) -> Standing:
-        shard = self._find_shard(asked.key)
-        ledger, standing = settle(self._take_ledger(shard, asked.key, asked.limits, now), asked, now)
-        if ledger is not None:
-            self._put(shard, asked.key, asked.limits.idle_ms, ledger, now)
+        ledger = self._take_ledger(asked.key, asked.limits, now)
+        if ledger is None:
+            return Standing()
+        standing = ledger.settle(asked, now)
+        self._keep_ledger(asked.key, ledger, now)
         return standing
 
     def _enter(self, asked: Step, now: int) -> bool:
@@ -167,9 +177,36 @@ class MemoryStore:
         self._put(shard, asked.roster, lifetime, roster, now)
         return room
 
-    def _take_ledger(self, shard: _Shard, key: str, limits: Limits, now: int) -> bytes | None:
-        entry = self._take(shard, key, limits.idle_ms)
-        return recall(entry, limits, now) if isinstance(entry, bytes) else None
+    def _take_ledger(self, key: str, limits: Limits, now: int) -> Ledger | None:
+        """A session's ledger, to be changed and kept; None where there is none, or it is to be forgotten."""
+        ledger = self._young.get(key)
+        if ledger is None:
+            ledger = self._old.pop(key, None)
+        if ledger is None:
+            entry = self._take(self._find_shard(key), key, limits.idle_ms)
+            ledger = Ledger(entry, now) if isinstance(entry, bytes) else None
+        if ledger is not None and ledger.is_over(limits, now):
+            self._young.pop(key, None)
+            ledger = None
+        return ledger
+
+    def _keep_ledger(self, key: str, ledger: Ledger, now: int) -> None:
+        """Have it at hand, in place of one of those that were not asked for of late; a large one is put away at once."""
+        if key in self._young:
+            if ledger.is_large():
+                self._put_away(key, self._young.pop(key), now)
+            return
+        if self._old:
+            self._put_away(*self._old.popitem(), now)
+        if ledger.is_large() or not self._at_hand:
+            self._put_away(key, ledger, now)
+            return
+        self._young[key] = ledger
+        if len(self._young) >= self._at_hand:
+            self._young, self._old = self._old, self._young
+
+    def _put_away(self, key: str, ledger: Ledger, now: int) -> None:
+        self._put(self._find_shard(key), key, ledger.idle_ms, ledger.pack(), now)
 
     def _push(self, pushed: Push, now: int) -> list[bytes]:
         shard = self._find_shard(pushed.key)
@@ -208,7 +245,7 @@ class MemoryStore:
             self._sweep(now)
 
     def _is_full(self) -> bool:
-        return self._entries > self._max_entries or self._bytes > self._max_entries * _MEAN_BYTES
+        return len(self) > self._max_entries or self._bytes > self._max_entries * _MEAN_BYTES
 
     def _sweep(self, now: int) -> None:
         """Remove expired entries from the fronts of one shard; the next call takes the next shard."""
