@@ -7,13 +7,11 @@ then it judges. Pure, as all that stands above it in `evaluation`.
 from __future__ import annotations
 
 import os
-from binascii import unhexlify
 from collections.abc import Sequence
-from struct import Struct
 from typing import Final, TypeAlias
 
 from extproc.decision import Outcome, Repeat, Subject
-from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, join_descriptors
+from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
 from extproc.guards.loop import Detector
 from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Overrides, find_kill, find_kind, sum_grants
 from extproc.guards.session import KILLED, MAX_INSPECT_BYTES, NO_CALLS, NO_GRANTS, WITHIN, Narrowing, SessionGuard
@@ -32,16 +30,11 @@ Guard: TypeAlias = Detector | SessionGuard
 Answer: TypeAlias = Count | Standing
 """What the store says to what a guard asks."""
 
-_CALL: Final = Struct("<Q")
-"""What changes from one call to the next comes first, so that a few bytes of a name tell it from the others of its session."""
-
+_CALL: Final = 8
 _EVERY_CALL: Final = 2**62 - 1
 """As many names as there are integers that compiled code is quick with."""
 
 _LONGEST_MODEL: Final = 128
-_WORD: Final = Struct("Q")
-_PAIR: Final = Struct("QQ")
-_unhexlify: Final = unhexlify
 _KILLED: Final = LIMITS.index(KILLED)
 _NO_HISTORY: Final = frozenset({"no_messages", "not_json", "no_history"})
 """Of a body that is no conversation, in which no calls can hide."""
@@ -53,11 +46,12 @@ class _Calls:
     __slots__ = ("_last",)
 
     def __init__(self) -> None:
-        self._last = int.from_bytes(os.urandom(_CALL.size)) & _EVERY_CALL
+        self._last = int.from_bytes(os.urandom(_CALL)) & _EVERY_CALL
 
     def name(self) -> bytes:
+        """What changes from one to the next comes first: a few bytes of a name tell a call from the others of its session."""
         self._last = (self._last + 1) & _EVERY_CALL
-        return _CALL.pack(self._last)
+        return self._last.to_bytes(_CALL, "little")
 
 
 _CALLS: Final = _Calls()
@@ -229,6 +223,9 @@ class Candidate:
         """
         raise NotImplementedError
 
+    def name_request(self) -> None:
+        """Work out what people know the request by, where `seal` has not."""
+
     def recall(self, entries: Sequence[bytes]) -> None:
         """Take what the session's ring has to say, which may be another verdict."""
 
@@ -347,7 +344,7 @@ class SessionCandidate(Candidate):
 
     __slots__ = (
         "_grants",
-        "_ledger",
+        "_sealing",
         "_unknown",
         "call",
         "calls",
@@ -373,7 +370,7 @@ class SessionCandidate(Candidate):
         self.narrowing: Narrowing | None = None
         self.unreadable = ""
         self._grants = NO_GRANTS
-        self._ledger = ""
+        self._sealing: Sealing | None = None
         self._unknown = False
 
     def find_stop(self) -> Override | None:
@@ -392,7 +389,10 @@ class SessionCandidate(Candidate):
             self._read_body_descriptors(sealing.inspect(MAX_INSPECT_BYTES), missing)
         body = sealing.body
         self.body_crc32 = body.crc32
-        self.composite, self.fingerprint, check, self.tenant = sealing.name(body, self.caller)
+        self.tenant = hash_tenant(self.caller)
+        self._sealing = sealing
+        if self._standing is not None:
+            self.name_request()
         document = self._open(sealing)
         self.session = "" if self.is_anonymous else self.limiter.names.find(self._in_head, document)
         self._look_up()
@@ -406,7 +406,7 @@ class SessionCandidate(Candidate):
             sealing.scope,
             self.tenant,
             self._renew(self.session),
-            self.call if self._unknown else _mix(check, self.session),
+            self.call if self._unknown else identify(sealing.head, body, self.session),
             self.call,
             self.reserve,
             self.calls,
@@ -414,11 +414,19 @@ class SessionCandidate(Candidate):
             allowed=self.is_allowed,
         )
 
+    def name_request(self) -> None:
+        """See `Candidate`; nobody asks about most, and it takes as long as all the rest."""
+        sealing = self._sealing
+        if sealing is not None:
+            self.composite, self.fingerprint, _, _ = sealing.name(sealing.body, self.caller)
+
     def judge(self, count: Answer) -> Outcome:
         """See `Candidate`."""
         if not isinstance(count, Standing):
             raise TypeError("a step is answered with a standing")
         self.standing = count
+        if count.limit or self.limiter.gives_notice:
+            self.name_request()
         if not count.limit and not self.is_allowed:
             self.narrowing = self.limiter.find_narrowing(count, self.calls, self._grants)
         outcome = self.limiter.judge(self.fingerprint, self.tenant, count, self.calls, self._grants)
@@ -427,6 +435,7 @@ class SessionCandidate(Candidate):
 
     def kill(self) -> Outcome:
         """The verdict on a session that an operator has killed."""
+        self.name_request()
         self.standing = Standing(_KILLED)
         return self.limiter.kill(self.fingerprint, self.tenant)
 
@@ -441,6 +450,7 @@ class SessionCandidate(Candidate):
 
     def refuse_unnarrowed(self) -> Outcome:
         """The verdict where the request's tools cannot be taken away."""
+        self.name_request()
         standing, narrowing = self.standing or Standing(), self.narrowing or Narrowing(every=True, tools=frozenset())
         self.narrowing = None
         return self.limiter.refuse_unnarrowed(self.fingerprint, self.tenant, standing, narrowing, self._grants)
@@ -472,9 +482,3 @@ class SessionCandidate(Candidate):
         except NotCounted as why:
             self.unreadable = "" if why.reason in _NO_HISTORY else why.reason
         return document
-
-
-def _mix(check: str, session: str) -> bytes:
-    """What tells a request from others, 8 bytes; the same body in another session, which may share its limits, is another."""
-    one, other = _PAIR.unpack(_unhexlify(check + session))
-    return _WORD.pack(one ^ other)

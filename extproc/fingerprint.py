@@ -37,6 +37,8 @@ _SLASHES = re.compile("//+")
 _crc32: Final = crc32
 _adler32: Final = adler32
 
+_WORD: Final = 2**32 - 1
+
 
 class Body:
     """A request body as far as a fingerprint needs it, computed in one pass or chunk by chunk with `plus`; never changed."""
@@ -140,6 +142,12 @@ def digest(composite: str, body: Body) -> tuple[str, str]:
     data = composite.encode("utf-8", "surrogateescape")
     check = blake2b(b"%b\0%d\0%d" % (data, body.length, body.adler32), digest_size=8)
     return write_crc32(_crc32(data)), check.hexdigest()
+
+
+def identify(head: str, body: Body, session: str) -> bytes:
+    """What tells a request from the few before it, 8 bytes. The same in another session is another: they may share a ledger."""
+    told = _crc32(f"{head}{session}".encode("utf-8", "surrogateescape"), body.crc32)
+    return told.to_bytes(4, "big") + (body.adler32 ^ body.length & _WORD).to_bytes(4, "big")
 
 
 @lru_cache(maxsize=1024)

@@ -678,6 +678,7 @@ class Stream:
         counted = evaluation.enforcing.candidates or evaluation.shadow.candidates
         if counted:
             first = counted[0]
+            first.name_request()
             names = {"fingerprint": first.fingerprint, "tenant": first.tenant, "body_crc32": write_crc32(first.body_crc32)}
             metadata = {**names, **metadata}
         return {**metadata, "record": self._record}

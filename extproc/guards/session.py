@@ -138,6 +138,7 @@ class SessionGuard:
         limits: as the ledger takes them.
         rates: what models cost.
         looks: into histories, for the calls that they show.
+        gives_notice: before some limit is reached.
         steers: some notice puts a note into requests.
         steer_note: the operator's words for it; the guard has its own.
         refuses_later: what is noticed ends in refusals.
@@ -155,6 +156,7 @@ class SessionGuard:
         "_tool_names",
         "_unlimited",
         "_warn",
+        "gives_notice",
         "limits",
         "looks",
         "mode",
@@ -194,6 +196,7 @@ class SessionGuard:
         self._warn = _compile_notice(limits.escalate.warn)
         self.looks = True
         self.steers = bool(self._steer)
+        self.gives_notice = bool(self._steer or self._warn)
         self.narrows = self.limits.narrows or bool(self.limits.tools)
         self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
         self._key = f"{namespace}session:{policy}:"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Final, cast
 
 from msgspec import Raw, ValidationError, json
@@ -38,7 +39,8 @@ class SessionNames:
         keys = compile_descriptors([key for key in limit_keys if key not in UNSUPPORTED_KEYS])
         self._keys = list(keys)
         self._places = [(key.key, split_pointer(key.argument) if key.source == BODY else []) for key in keys]
-        self.reads_body = any(key.source == BODY for key in keys)
+        self._in_head = len(list(takewhile(lambda key: key.source != BODY, keys)))
+        self.reads_body = self._in_head < len(keys)
 
     def list_keys(self) -> list[Descriptor]:
         """Where the name may stand."""
@@ -61,6 +63,8 @@ class SessionNames:
             values: what `read` returned.
             document: the body, None where nobody can look into it.
         """
+        if values and values[-1] and len(values) <= self._in_head:
+            return hash_session(self._places[len(values) - 1][0], values[-1])
         fields: _Fields | None = None
         for place, value in enumerate(values):
             key, pointer = self._places[place]
