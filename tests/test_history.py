@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extproc.similarity import history
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.history import RECORD, digest_tool, read_tool_calls
 from tests.test_canonical import spelled
@@ -175,6 +176,34 @@ def test_where_the_server_keeps_the_history_results_stand_for_calls() -> None:
     assert found[1:] == _read_items(*results[1:], *shown, previous_response_id="r")
     assert _read_items(*results, *shown) == found[3:]
     assert read_tool_calls(Document(json.dumps({"input": results, "previous_response_id": "r"}).encode())).tools == ()
+
+
+@every_shape
+def test_what_was_seen_of_late_changes_nothing(shape: str) -> None:
+    """A history shows the same calls when it comes again, when others have come between, and where nothing is remembered."""
+    histories = [number([[("read", {"a": at + more}), ("pay", {})] for more in range(4)]) for at in range(3)]
+
+    first = [read(shape, turns) for turns in histories]
+    again = [read(shape, turns) for turns in histories]
+    history._KNOWN.clear()
+    fresh = [read(shape, turns) for turns in histories]
+
+    assert first == again == fresh
+
+
+@pytest.mark.parametrize(
+    ("count", "arguments"), [(3_000, [{}, {}]), (20, [{"a": [1.5] * 600}])], ids=["too many calls", "too many numbers"]
+)
+def test_what_is_too_much_stays_too_much(count: int, arguments: list[Any]) -> None:
+    """A bound holds for a history however often it has come before, and whatever of it was seen."""
+    calls = [{"id": f"{at}", "function": {"name": "f", "arguments": given}} for at, given in enumerate(arguments)]
+    message = {"role": "assistant", "tool_calls": calls}
+    whole, half = (json.dumps({"messages": [message] * most}).encode() for most in (count, count // 2))
+
+    for _ in range(3):
+        assert len(read_tool_calls(Document(half)).records) == count // 2 * len(calls) * RECORD
+        with pytest.raises(NotCounted, match="inspect_limit"):
+            read_tool_calls(Document(whole))
 
 
 @pytest.mark.parametrize("arguments", [{"a": "x" * 600_000}, "x" * 600_000], ids=["object", "text"])

@@ -24,6 +24,7 @@ FLOORS: list[list[str]] = [
         "encodings",
         "protobuf",
         "notes",
+        "memo",
         "logs",
         "options",
         "rates",

@@ -108,6 +108,11 @@ def walk(count: int) -> None:
         raise NotCounted("inspect_limit")
 
 
+def count_left() -> tuple[int, int]:
+    """How many steps of `walk`, and how many numbers in parts of the body, are left."""
+    return _LEFT.steps, _LEFT.in_parts
+
+
 def _hook_number(text: str) -> msgspec.Raw:
     """The one spelling of a number that has a fraction or an exponent, where a body is decoded as a whole.
 

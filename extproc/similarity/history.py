@@ -15,15 +15,16 @@ A client that changes the arguments of a call that it has made has made another 
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Final
+from typing import Any, Final
 from zlib import crc32
 
-from msgspec import Raw
+from msgspec import Raw, json
 
-from extproc.similarity.document import Document, NotCounted, write_canonical
+from extproc.memo import Memo
+from extproc.similarity.document import Document, NotCounted, count_left, walk, write_canonical
 from extproc.similarity.shapes import open_conversation
 from extproc.similarity.shapes.contents import read_arguments
-from extproc.similarity.shapes.conversation import ASSISTANT, Conversation
+from extproc.similarity.shapes.conversation import ASSISTANT, Conversation, Shape
 from extproc.similarity.shapes.messages import CALL, RESULT, Part
 
 _CALL: Final = 6
@@ -35,9 +36,15 @@ RECORD: Final = _CALL + _TOOL + _PAIR
 _MOST_SPELLED: Final = 2**20
 """So much of names and arguments is read in one history, in bytes: it takes 40 ms at worst."""
 
+_NAMED: Final = 16
+_MOST_KNOWN: Final = 4_096
+_LONGEST_KEY: Final = 1_024
+"""Messages of an API in a generation of those that are known, by themselves or, if they are longer, by a digest: 2 KB each."""
+
 _SHOWN: Final = 64
 _LONGEST_MODEL: Final = 256
 _SEPARATOR: Final = b"\xff"  # never in UTF-8
+_encode: Final = json.Encoder().encode
 
 
 class ToolCalls:
@@ -58,6 +65,60 @@ class ToolCalls:
         self.model = model
 
 
+class _Call:
+    """One of a history's calls, as far as nothing else in the history matters; never changed.
+
+    Attributes:
+        tool: its name.
+        tool_digest: of that.
+        named: digest of id, tool and arguments, which tell it from all but its equals.
+        first: its record where no equal one stands before it.
+        pair: digest of tool and arguments.
+        size: of tool and arguments, in bytes.
+    """
+
+    __slots__ = ("first", "named", "pair", "size", "tool", "tool_digest")
+
+    def __init__(self, part: Part, most: int) -> None:
+        """Bring it into one spelling.
+
+        Raises:
+            NotCounted: it cannot be read, or has more than `most` bytes.
+        """
+        spelled = _spell(part, most)
+        self.tool = part.name
+        self.tool_digest = digest_tool(part.name)
+        self.named = _digest(part.id.encode() + _SEPARATOR + spelled, _NAMED)
+        self.pair = crc32(spelled).to_bytes(_PAIR)
+        self.size = len(spelled)
+        self.first = self.write(1)
+
+    def write(self, number: int) -> bytes:
+        """The record of the one that has so many equals up to itself."""
+        return _digest(b"%b%d" % (self.named, number), _CALL) + self.tool_digest + self.pair
+
+
+class _Shown:
+    """What one message shows; never changed.
+
+    Attributes:
+        calls: in order.
+        size: of their tools and arguments, in bytes.
+        steps: that it takes of those which a look into a body may take; see `walk`.
+    """
+
+    __slots__ = ("calls", "size", "steps")
+
+    def __init__(self, calls: list[_Call], steps: int) -> None:
+        self.calls = calls
+        self.size = sum([call.size for call in calls])
+        self.steps = steps
+
+
+_KNOWN: Final[dict[Shape, Memo[bytes, _Shown]]] = {}
+"""What messages show, by what they are: a history comes again with each request of its agent, and is longer by one turn."""
+
+
 def read_tool_calls(document: Document) -> ToolCalls:
     """The calls that a history shows; where the server keeps the history, a result stands for its call.
 
@@ -65,24 +126,17 @@ def read_tool_calls(document: Document) -> ToolCalls:
         NotCounted: there is no conversation, it cannot be read, or it is too much.
     """
     conversation = open_conversation(document)
-    calls = _list_calls(conversation)
-    model = conversation.model[:_LONGEST_MODEL]
+    calls, model = _list_calls(conversation), conversation.model[:_LONGEST_MODEL]
     if not calls:
         return ToolCalls(b"", (), model)
-    tools: dict[str, bytes] = {}
+    tools: dict[bytes, str] = {}
     numbers: dict[bytes, int] = {}
     records = []
-    left = _MOST_SPELLED
-    for part in calls:
-        tool = tools.get(part.name)
-        if tool is None:
-            tool = tools[part.name] = digest_tool(part.name)
-        spelled = _spell(part, left)
-        left -= len(spelled)
-        call = part.id.encode() + _SEPARATOR + spelled
-        number = numbers[call] = numbers.get(call, 0) + 1
-        records.append(_digest(b"%b%b%d" % (call, _SEPARATOR, number), _CALL) + tool + crc32(spelled).to_bytes(_PAIR))
-    named = tuple([(digest, name[:_SHOWN]) for name, digest in tools.items() if name])
+    for call in calls:
+        tools.setdefault(call.tool_digest, call.tool)
+        number = numbers[call.first] = numbers.get(call.first, 0) + 1
+        records.append(call.first if number == 1 else call.write(number))
+    named = tuple([(digest, name[:_SHOWN]) for digest, name in tools.items() if name])
     return ToolCalls(b"".join(records), named, model)
 
 
@@ -93,7 +147,7 @@ def list_used(document: Document) -> list[str]:
         NotCounted: as `read_tool_calls`.
     """
     conversation = open_conversation(document)
-    used = [part.name for part in reversed(_list_calls(conversation))]
+    used = [call.tool for call in reversed(_list_calls(conversation))]
     return list(dict.fromkeys([*used, ""] if conversation.before.after else used))
 
 
@@ -106,13 +160,59 @@ def _digest(data: bytes, size: int) -> bytes:
     return blake2b(data, digest_size=size).digest()
 
 
-def _list_calls(conversation: Conversation) -> list[Part]:
+def _list_calls(conversation: Conversation) -> list[_Call]:
     """The calls, and the results whose calls are not there because the server keeps them; the oldest first."""
+    shape = conversation.shape
     if conversation.before.after:
-        found = conversation.list_parts()
-        called = {part.id for part in found if part.kind == CALL}
-        return [part for part in found if part.kind == CALL or (part.kind == RESULT and part.id and part.id not in called)]
-    return [part for part in conversation.list_parts(ASSISTANT) if part.kind == CALL]
+        parts = [part for value in conversation.list_values() for part in _read_parts(shape, value)]
+        called = {part.id for part in parts if part.kind == CALL}
+        alone = [part for part in parts if part.kind == CALL or (part.kind == RESULT and part.id and part.id not in called)]
+        return _describe(alone, _MOST_SPELLED)
+    found: list[_Call] = []
+    left = _MOST_SPELLED
+    for value in conversation.list_values(ASSISTANT):
+        shown = _look(shape, value, left)
+        left -= shown.size
+        if left < 0:
+            raise NotCounted("inspect_limit")
+        found += shown.calls
+    return found
+
+
+def _look(shape: Shape, value: Any, most: int) -> _Shown:  # noqa: ANN401  # of the shape's
+    """What a message shows, in `most` bytes. One that was looked at of late is known, unless it has numbers that are bounded."""
+    known = _KNOWN.get(shape)
+    if known is None:
+        known = _KNOWN[shape] = Memo(_MOST_KNOWN)
+    key = _encode(value)
+    if len(key) > _LONGEST_KEY:
+        key = _digest(key, _NAMED)
+    shown = known.get(key)
+    if shown is not None:
+        walk(shown.steps)
+        return shown
+    steps, fractions = count_left()
+    calls = _describe([part for part in _read_parts(shape, value) if part.kind == CALL], most)
+    steps_left, fractions_left = count_left()
+    shown = _Shown(calls, steps - steps_left)
+    if fractions_left == fractions:
+        known.put(key, shown)
+    return shown
+
+
+def _read_parts(shape: Shape, value: Any) -> list[Part]:  # noqa: ANN401  # of the shape's
+    walk(1)
+    return shape.read(value)
+
+
+def _describe(parts: list[Part], most: int) -> list[_Call]:
+    """Calls in `most` bytes."""
+    calls = []
+    for part in parts:
+        call = _Call(part, most)
+        most -= call.size
+        calls.append(call)
+    return calls
 
 
 def _spell(part: Part, most: int) -> bytes:

@@ -164,26 +164,19 @@ class Conversation:
         behind = takewhile(lambda message: message.speaker != ASSISTANT, self.read_backwards())
         return list(islice(behind, _MAX_NEWEST))
 
-    def list_parts(self, speaker: str = "") -> list[Part]:
-        """What somebody, or everybody, has said and done, the oldest first.
+    def list_values(self, speaker: str = "") -> list[Any]:
+        """What somebody, or everybody, has said and done, the oldest first, as the shape has it; calls stand one by one.
 
         Raises:
-            NotCounted: it cannot be read, or is too much.
+            NotCounted: there are too many messages.
         """
-        found: list[Part] = []
-        if self.shape.joins is None:  # as below, at a third of the time
-            count, name_speaker = len(self._messages), self.shape.name_speaker
-            for place in range(count - 1, max(count - 1 - MAX_STEPS, -1), -1):
-                value = self._open_message(place)
-                by = name_speaker(value)
-                if by and (not speaker or by == speaker):
-                    found += Message(self.shape, by, value, place).read_parts()[::-1]
-            self._check_count()
-        else:
-            for message in self._read_joined(self.shape.joins):
-                if not speaker or message.speaker == speaker:
-                    found += message.read_parts()[::-1]
-        found.reverse()
+        self._check_count()
+        name_speaker, found = self.shape.name_speaker, []
+        for place in range(len(self._messages)):
+            value = self._open_message(place)
+            by = name_speaker(value)
+            if by and (not speaker or by == speaker):
+                found.append(value)
         return found
 
     def _read_each(self) -> Iterator[Message]:
