@@ -180,7 +180,7 @@ def _list_calls(conversation: Conversation) -> list[_Call]:
 
 
 def _look(shape: Shape, value: Any, most: int) -> _Shown:  # noqa: ANN401  # of the shape's
-    """What a message shows, in `most` bytes. One that was looked at of late is known, unless it has numbers that are bounded."""
+    """What a message shows, in `most` bytes. One that was looked at of late is known, but for one with bounded numbers."""
     known = _KNOWN.get(shape)
     if known is None:
         known = _KNOWN[shape] = Memo(_MOST_KNOWN)
