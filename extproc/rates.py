@@ -59,15 +59,15 @@ DEAREST: Final = Price(Decimal(15), Decimal(75), Decimal("1.5"), Decimal("18.75"
 """For a model of which nothing at all is known. Large models in wide use cost no more than that, so no name is a way around."""
 
 
-class _Rate(NamedTuple):
-    """A Price in integers: so many nano-dollars for `per` tokens, in prompts of more than `above` tokens."""
+class _Rate:
+    """A Price in integers: so many nano-dollars for `per` tokens, in prompts of more than `above` tokens; never changed."""
 
-    above: int
-    input: int
-    output: int
-    cache_read: int
-    cache_write: int
-    per: int
+    __slots__ = ("above", "cache_read", "cache_write", "input", "output", "per")
+
+    def __init__(self, above: int, price: list[int], per: int) -> None:
+        self.above = above
+        self.input, self.output, self.cache_read, self.cache_write = price
+        self.per = per
 
 
 class Rates:
@@ -204,8 +204,7 @@ def _compile(price: Price, above: int = -1) -> _Rate:
     """A Price in integers, exactly."""
     exact = [Fraction(rate) * _NANO_PER_MILLION for rate in _list_rates(price)]
     per = lcm(*(rate.denominator for rate in exact))
-    first, second, third, fourth = [int(rate * per) for rate in exact]
-    return _Rate(above, first, second, third, fourth, per)
+    return _Rate(above, [int(rate * per) for rate in exact], per)
 
 
 def _list_rates(price: Price) -> Iterator[Decimal]:
