@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 from time import perf_counter_ns, time
@@ -21,6 +22,10 @@ TITLE = "engine: the guard's own work per request (POST 1 KB, 16 headers, one po
 _LIMIT_US = 15
 _OVERRIDES_LIMIT_US = 3
 _SESSION_LIMIT_US = 6
+_CALLS = (5, 20)
+_AROUND = 3
+"""Of a number of calls: so many more and less are taken together."""
+
 _STEPS = {
     "parse the headers": False,
     "read the headers": False,
@@ -120,6 +125,52 @@ class _Fixture:
         return clock
 
 
+class _Agents:
+    """Agents that take turns, each with a history that has grown by one call since its last request."""
+
+    def __init__(self, count: int) -> None:
+        self._services = {
+            limited: samples.service(samples.engine([make(similarity="turns")]))
+            for limited, make in {False: samples.policy, True: samples.budget}.items()
+        }
+        self._heads = [samples.headers_message(user=f"user-{number}", length=0) for number in range(count)]
+        self._bodies: list[bytes] = []
+        self.calls = 0
+
+    def add_call(self) -> None:
+        """Have all of them call a tool once more."""
+        self.calls += 1
+        self._bodies = [samples.body_message(samples.agent_body(number, self.calls)) for number in range(len(self._heads))]
+
+    def ask(self, *, limited: bool) -> float:
+        """Microseconds for a request of each."""
+        serving = self._services[limited]
+
+        def work() -> None:
+            for headers, body in zip(self._heads, self._bodies, strict=True):
+                stream = serving.open()
+                stream.receive(headers)
+                stream.receive(body)
+                stream.close()
+
+        spent = cpu_us(work, len(self._heads))
+        _check_all_counted(serving, self.calls * len(self._heads))
+        return spent
+
+
+def _measure_agents(count: int, calls: Sequence[int]) -> dict[int, tuple[float, float]]:
+    """What limits of sessions cost beside `turns`, and `turns` alone, in microseconds, at each number of calls."""
+    agents = _Agents(count)
+    late: dict[int, list[tuple[float, float]]] = {number: [] for number in calls}
+    for number in range(1, max(calls) + _AROUND + 1):
+        agents.add_call()
+        alone, limited = agents.ask(limited=False), agents.ask(limited=True)
+        for middle in calls:
+            if abs(number - middle) <= _AROUND:
+                late[middle].append((limited - alone, alone))
+    return {middle: (median(more for more, _ in got), median(alone for _, alone in got)) for middle, got in late.items()}
+
+
 def _make_overrides() -> Overrides:
     """A thousand of four shapes, as operators mix them; none holds for a request that is measured."""
     targets = [
@@ -143,9 +194,9 @@ def run(*, quick: bool) -> list[Row]:
     """Measure the steps one by one, then whole streams against parsing alone."""
     fixture = _Fixture(500 if quick else 2_000)
     rounds = 7 if quick else 25
-    progress("engine: step by step", 1, 2)
+    progress("engine: step by step", 1, 3)
     spent = [median(step) for step in zip(*(fixture.steps() for _ in range(rounds)), strict=True)]
-    progress("engine: whole streams", 2, 2)
+    progress("engine: whole streams", 2, 3)
     overrides = _make_overrides()
     works = {
         "whole": fixture.whole,
@@ -154,6 +205,8 @@ def run(*, quick: bool) -> list[Row]:
         "parsing": fixture.parsing,
     }
     found = interleaved(rounds, works)
+    progress("engine: agents", 3, 3)
+    agents = _measure_agents(50 if quick else 200, _CALLS)
     steps = list(zip(_STEPS.items(), spent, strict=True))
     own = sum(time for (_, counted), time in steps if counted)
     return [
@@ -173,6 +226,10 @@ def run(*, quick: bool) -> list[Row]:
             "us",
             _SESSION_LIMIT_US,
             "of steps, tool calls, one tool and money, beside the detector",
+        ),
+        *(
+            Row(f"  the same beside turns, beyond turns, after {calls} calls", more, "us", note=f"turns: {alone:.3g} us")
+            for calls, (more, alone) in agents.items()
         ),
         Row("parsing both messages", median(found["parsing"]), "us", note="every server has to"),
     ]

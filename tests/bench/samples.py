@@ -82,6 +82,18 @@ def chat_body(number: int, length: int = 1024) -> bytes:
     return start + b"x" * (length - len(start) - len(end)) + end
 
 
+def agent_body(user: int, calls: int) -> bytes:
+    """A chat request of an agent that has called a tool so often, and each time found something new."""
+    messages: list[dict[str, object]] = [{"role": "system", "content": "x" * 500}, {"role": "user", "content": f"task {user}"}]
+    for number in range(calls):
+        name = f"call_{user}_{number}"
+        arguments = json.dumps({"path": f"/src/{user}/{number}.py", "limit": 200})
+        call = {"id": name, "type": "function", "function": {"name": "read_file", "arguments": arguments}}
+        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": name, "content": f"{user} {number}: a line of text\n" * 12})
+    return json.dumps({"model": "gpt-4o", "messages": messages}).encode()
+
+
 def headers_message(
     path: str = PATH, *, host: str = HOST, user: str = "user-1", length: int = 1024, more: Mapping[str, str] | None = None
 ) -> bytes:
