@@ -444,7 +444,7 @@ class SessionCandidate(Candidate):
         """The store has counted the request, and no limit stops it."""
         return self.standing is not None and not self.standing.limit
 
-    def describe_call(self) -> bytes:
+    def describe_call(self) -> str:
         """What an entry of the access log has to repeat, so that it is known whose call it is about, as JSON."""
         return self.limiter.describe_call(self.name_ledger(), self.call, self.model, self.reserve)
 

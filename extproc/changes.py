@@ -91,7 +91,7 @@ class Changes:
 
     def _narrow(self, evaluation: Evaluation, decision: Decision, original: Original) -> tuple[Decision, Changed]:
         """Take tools out of the request, or refuse it where that cannot be."""
-        sessions = evaluation.enforcing.list_sessions()
+        sessions = evaluation.enforcing.sessions
         narrowed = [(session, session.narrowing) for session in sessions if session.narrowing is not None]
         strictest = next((session for session, narrowing in narrowed if narrowing.every), None)
         tools = {tool for _, narrowing in narrowed for tool in narrowing.tools}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from typing import Final
 
 from extproc.candidates import Answer, Candidate, Guard, LoopCandidate, Sealing, SessionCandidate
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
@@ -23,6 +24,8 @@ from extproc.plan import Plan
 from extproc.request import HttpRequest
 from extproc.similarity.document import Document, NotCounted
 from extproc.windows import UNCOUNTED, Hit, Push
+
+_NO_SESSIONS: Final[list[SessionCandidate]] = []
 
 _MANY_OBJECTS = 32_768
 """A body of so many bytes may hold enough objects for the garbage collector to become a nuisance."""
@@ -39,11 +42,11 @@ class Lane:
         missing: (policy, limit key) of descriptors that the request does not have.
         failures: (policy, error) of candidates that raised, or could not be counted for an error of ours.
         remembers: the session of some candidate keeps something of the request.
-        limits: some candidate limits sessions.
+        sessions: the candidates that limit sessions, among them such as had to be left out.
         spared: what would have been done about the request, had no operator ordered to allow it.
     """
 
-    __slots__ = ("candidates", "failures", "forbidden", "left_out", "limits", "missing", "remembers", "shadow", "spared")
+    __slots__ = ("candidates", "failures", "forbidden", "left_out", "missing", "remembers", "sessions", "shadow", "spared")
 
     def __init__(self, *, shadow: bool) -> None:
         """Start empty."""
@@ -54,7 +57,7 @@ class Lane:
         self.missing: list[tuple[str, str]] = []
         self.forbidden: tuple[str, str] | None = None
         self.remembers = False
-        self.limits = False
+        self.sessions = _NO_SESSIONS
         self.spared: list[Outcome] = []
 
     @property
@@ -110,14 +113,9 @@ class Lane:
         self, plan: Plan, limiter: SessionGuard, request: HttpRequest, values: list[tuple[str, str]], joined: str
     ) -> None:
         """Make the plan's session guard a candidate."""
-        self.limits = True
-        self.candidates.append(SessionCandidate(plan, limiter, values, joined, limiter.names.read(request)))
-
-    def list_sessions(self) -> list[SessionCandidate]:
-        """The candidates that limit sessions."""
-        if not self.limits:
-            return []
-        return [candidate for candidate in self.candidates if isinstance(candidate, SessionCandidate)]
+        candidate = SessionCandidate(plan, limiter, values, joined, limiter.names.read(request))
+        self.candidates.append(candidate)
+        self.sessions = [*self.sessions, candidate]
 
     def obey(self, standing: Overrides, now: float) -> None:
         """Look up what operators have ordered about the request, as far as its head tells."""
@@ -147,7 +145,7 @@ class Lane:
             else:
                 sealed.append(candidate)
                 self.remembers = self.remembers or candidate.push is not None
-                if self.limits and isinstance(candidate, SessionCandidate) and candidate.unreadable:
+                if self.sessions and isinstance(candidate, SessionCandidate) and candidate.unreadable:
                     self._drop(candidate, candidate.unreadable)  # of what it could not look into it counts no calls
         self.candidates = sealed
 
@@ -311,14 +309,16 @@ class Evaluation:
         return self.enforcing, self.shadow
 
     @property
-    def limits(self) -> bool:
-        """Some candidate limits sessions."""
-        return self.enforcing.limits or self.shadow.limits
+    def sessions(self) -> list[SessionCandidate]:
+        """The candidates that limit sessions, of both lanes."""
+        if not self.shadow.sessions:
+            return self.enforcing.sessions
+        return [*self.enforcing.sessions, *self.shadow.sessions]
 
     @property
     def is_narrowed(self) -> bool:
         """Some session may not have all of the tools that the request offers."""
-        return any(session.narrowing is not None for session in self.enforcing.list_sessions())
+        return any(session.narrowing is not None for session in self.enforcing.sessions)
 
     @property
     def needs_body(self) -> bool:
@@ -352,7 +352,7 @@ class Evaluation:
         """Take the shadow policies that need the body out, into an evaluation of their own."""
         watching = Evaluation(self.request, self._scope)
         watching.shadow.candidates = self.shadow.take_body_readers()
-        watching.shadow.limits = self.shadow.limits
+        watching.shadow.sessions, self.shadow.sessions = self.shadow.sessions, _NO_SESSIONS
         watching.inspects = self.inspects
         watching.paired = self.paired
         watching._earlier = self

@@ -13,7 +13,7 @@ from extproc.candidates import Candidate
 from extproc.decision import SEVERITY, Action, Decision, Outcome
 from extproc.evaluation import Evaluation
 from extproc.prices import read_model
-from extproc.recent import Recent
+from extproc.recent import Row, Table
 from extproc.request import cut_text
 
 MAX_LOOPS: Final = 1_000
@@ -28,7 +28,7 @@ _PATH_SHOWN = 256
 _NAMES_SHOWN = 8
 
 
-class Loop:
+class Loop(Row):
     """One loop.
 
     Attributes:
@@ -62,7 +62,6 @@ class Loop:
         "detector",
         "fingerprint",
         "first",
-        "last",
         "method",
         "mode",
         "model",
@@ -76,7 +75,6 @@ class Loop:
         "stopped",
         "stopped_size",
         "strictest",
-        "tenant",
         "tools",
         "total",
     )
@@ -155,42 +153,30 @@ class Curve:
         self.minute = minute
 
 
-class LoopTable:
+class LoopTable(Table[Loop]):
     """The loops of one process.
 
     Attributes:
         curves: by policy, mode and action.
-        changes: how often anything was noted.
     """
 
     def __init__(self) -> None:
         """Nobody loops."""
-        self._loops: Recent[Loop] = Recent(MAX_LOOPS, MAX_PER_TENANT)
+        super().__init__(MAX_LOOPS, MAX_PER_TENANT)
         self.curves: dict[tuple[str, str, str], Curve] = {}
-        self.changes = 0
 
     def note(self, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> Loop:
         """One detector's outcome for one request, which is not ALLOW; returns its loop."""
         now = time()
         repeats = _name_repeated(outcome)
         key = (outcome.tenant, outcome.policy, outcome.detector, outcome.mode, repeats)
-        loop = self._loops.see(key)
+        loop = self.use(key)
         if loop is None:
             loop = Loop(evaluation, outcome, repeats, now)
-            self._loops.put(key, loop)
+            self.put(key, loop)
         loop.add(outcome, evaluation.size, now, stopped=outcome is decision.lead and outcome.action is Action.REJECT)
         self._draw(outcome, int(now) // 60)
-        self.changes += 1
         return loop
-
-    def copy(self) -> list[Loop]:
-        """All loops as of now; they go on changing."""
-        return self._loops.list_values()
-
-    def drop_quiet(self, before: float) -> None:
-        """Forget the loops that were last acted on before then, in seconds since 1970."""
-        while (quietest := self._loops.find_quietest()) is not None and quietest.last < before:
-            self._loops.drop_quietest()
 
     def _draw(self, outcome: Outcome, minute: int) -> None:
         key = (outcome.policy, outcome.mode, outcome.action.value)

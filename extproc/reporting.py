@@ -77,10 +77,8 @@ class Reporter:
             metrics.decisions.add(outcome.policy, outcome.mode, outcome.action._value_)  # `value` costs two calls
             if outcome.action is not Action.ALLOW and outcome.reason is Reason.LOOP_DETECTED:
                 metrics.loops.add(outcome.policy, outcome.mode, outcome.action._value_)
-        if evaluation.limits:
-            for lane in evaluation.lanes:
-                if lane.limits:
-                    self.report_sessions(lane.list_sessions())
+        if sessions := evaluation.sessions:
+            self.report_sessions(sessions)
         for policy in evaluation.list_compared_exactly():
             metrics.compared_exactly.labels(policy).inc()
         self.report_uncounted(evaluation)
@@ -135,7 +133,6 @@ class Reporter:
                 metrics.session_limits.labels(policy, mode, limit, NARROW).inc()
             if standing.shared:
                 metrics.session_overflow.labels(policy).inc()
-            tool = candidate.find_last_tool()
             self.sessions.note(
                 policy,
                 mode,
@@ -144,7 +141,7 @@ class Reporter:
                 candidate.values,
                 standing,
                 candidate.model,
-                (tool,) if tool else (),
+                candidate.find_last_tool(),
                 candidate.call,
                 now,
             )

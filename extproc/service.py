@@ -590,19 +590,19 @@ class Stream:
             decision, changed = service.changes.apply(evaluation, decision, self._find_original(kind))
         service.reporter.report(evaluation, decision)
         reply = self._refuse(evaluation, decision, counts) or self._encode(kind, evaluation, decision, changed)
-        if evaluation.limits and self._ended:
-            self._take_back(evaluation)
+        if self._ended and evaluation.sessions:
+            self._take_back(evaluation.sessions)
         if evaluation.paired:
             self._compare(evaluation, decision)
         service.metrics.decision_seconds.observe(perf_counter() - self._started)
         return reply
 
-    def _take_back(self, evaluation: Evaluation) -> None:
+    def _take_back(self, sessions: Sequence[SessionCandidate]) -> None:
         """Tell ledgers that a request which they have let through goes no further."""
         service = self._service
-        sessions = [session for lane in evaluation.lanes for session in lane.list_sessions() if session.is_let_through]
-        settlements = [session.take_back() for session in sessions]
-        service.counting.settle(settlements, partial(service.reporter.report_taken_back, sessions))
+        let_through = [session for session in sessions if session.is_let_through]
+        settlements = [session.take_back() for session in let_through]
+        service.counting.settle(settlements, partial(service.reporter.report_taken_back, let_through))
 
     def _compare(self, evaluation: Evaluation, decision: Decision) -> None:
         """Count for canaries what this request says about them."""
@@ -644,14 +644,14 @@ class Stream:
     def _encode(self, kind: str, evaluation: Evaluation, decision: Decision, changed: Changed) -> Reply:
         lead = decision.lead
         if lead is None and decision.shadow is None and self._record is None and changed.body is None:
-            calls = self._describe_calls(evaluation) if evaluation.limits else b""
-            return Reply(_GO_ON_BYTES[kind] + write_one_text(SESSIONS, calls), done=True) if calls else _DONE[kind]
+            calls = self._describe_calls(evaluation)
+            return Reply(write_one_text(_GO_ON_BYTES[kind], SESSIONS, calls.encode()), done=True) if calls else _DONE[kind]
         metadata = self._describe(evaluation, decision)
         if lead is not None and lead.action is Action.REJECT:
             self._ended = True
             return Reply(refuse(lead, metadata, evaluation.request, evaluation.content), done=True)
-        if evaluation.limits and (calls := self._describe_calls(evaluation)):
-            metadata[SESSIONS] = calls.decode()
+        if calls := self._describe_calls(evaluation):
+            metadata[SESSIONS] = calls
         if changed.body is not None:
             answer = replace_body(changed.body, metadata, warning=find_warning(decision), marks=changed.marks)
         else:
@@ -660,15 +660,13 @@ class Stream:
             return Reply(answer, done=True)
         return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))
 
-    def _describe_calls(self, evaluation: Evaluation) -> bytes:
+    def _describe_calls(self, evaluation: Evaluation) -> str:
         """What an entry of the access log has to say whose call it is about; empty for nothing."""
-        calls: list[bytes] = []
-        if not self._observed:
-            for lane in evaluation.lanes:
-                for session in lane.list_sessions():
-                    if session.is_let_through:
-                        calls.append(session.describe_call())  # noqa: PERF401  # both lanes' at once
-        return b"[" + b",".join(calls) + b"]" if calls else b""
+        sessions = evaluation.sessions
+        if not sessions or self._observed:
+            return ""
+        calls = [session.describe_call() for session in sessions if session.is_let_through]
+        return f"[{','.join(calls)}]" if calls else ""
 
     def _describe(self, evaluation: Evaluation, decision: Decision) -> dict[str, Any]:
         """The dynamic metadata of the answer."""

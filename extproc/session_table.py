@@ -7,12 +7,11 @@ alone writes; `copy` is for everybody else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from extproc.ledger import KILLED, LIMITS, NANO_DOLLARS, Standing
 from extproc.rates import Usage
-from extproc.recent import Recent
+from extproc.recent import Row, Table
 from extproc.request import cut_text
 
 MAX_SESSIONS: Final = 1_000
@@ -32,7 +31,6 @@ _DIGITS: Final = 9
 _NAME_SHOWN: Final = 128
 _NAMES_SHOWN: Final = 8
 
-_NO_TOOLS: Final[list[str]] = []
 _UNKNOWN: Final = Standing()
 """Of a session of which nothing is known yet."""
 
@@ -41,22 +39,24 @@ class Call:
     """One request of a session that was let through.
 
     Attributes:
+        name: the step's.
         at: when it was seen first, in seconds since 1970.
         model: that is asked, empty where it is unknown.
-        tools: that its newest turn has called.
+        tool: that was called last, empty for none.
         status: of the answer; 0 while that is not known, or where there was none.
         usage: its tokens, None where nobody said.
         settled: what became of it is known.
         refused: another guard refused it after all.
     """
 
-    __slots__ = ("at", "model", "refused", "settled", "status", "tools", "usage")
+    __slots__ = ("at", "model", "name", "refused", "settled", "status", "tool", "usage")
 
-    def __init__(self, at: float, model: str, tools: Sequence[str]) -> None:
+    def __init__(self, name: bytes, at: float, model: str, tool: str) -> None:
         """Nothing is known of its answer."""
+        self.name = name
         self.at = at
         self.model = cut_text(model, _NAME_SHOWN)
-        self.tools = _cut_names(tools) if tools else _NO_TOOLS
+        self.tool = cut_text(tool, _NAME_SHOWN) if tool else ""
         self.status = 0
         self.usage: Usage | None = None
         self.settled = False
@@ -85,7 +85,7 @@ class Refusal:
         self.tool = _find_tool(standing)
 
 
-class Run:
+class Run(Row):
     """One session, under one policy.
 
     Attributes:
@@ -100,13 +100,12 @@ class Run:
         ordered: an operator has killed it.
         refusal: the newest, None for none.
         refusals: how many this process has seen.
-        calls: by the calls' names, oldest first.
+        calls: its newest, oldest first.
     """
 
     __slots__ = (
         "caller",
         "calls",
-        "last",
         "mode",
         "ordered",
         "policy",
@@ -114,7 +113,6 @@ class Run:
         "refusals",
         "session",
         "standing",
-        "tenant",
         "told",
     )
 
@@ -131,7 +129,7 @@ class Run:
         self.ordered = False
         self.refusal: Refusal | None = None
         self.refusals = 0
-        self.calls: dict[bytes, Call] = {}
+        self.calls: list[Call] = []
 
     @property
     def began(self) -> float:
@@ -144,27 +142,28 @@ class Run:
             self.standing = standing
             self.told = now
 
-    def find_call(self, name: bytes, model: str, tools: Sequence[str], now: float) -> Call:
-        """A call that is known, or becomes so; the oldest makes room."""
-        call = self.calls.get(name)
-        if call is None:
-            call = self.calls[name] = Call(now, model, tools)
-            if len(self.calls) > MAX_CALLS:
-                del self.calls[next(iter(self.calls))]
+    def add_call(self, name: bytes, model: str, tool: str, now: float) -> Call:
+        """A call that becomes known; the oldest makes room."""
+        call = Call(name, now, model, tool)
+        self.calls.append(call)
+        if len(self.calls) > MAX_CALLS:
+            del self.calls[0]
         return call
 
+    def find_call(self, name: bytes) -> Call | None:
+        """A call that is known; None for one that is not."""
+        for call in reversed(self.calls):
+            if call.name == name:
+                return call
+        return None
 
-class SessionTable:
-    """The sessions of one process.
 
-    Attributes:
-        changes: how often anything was noted.
-    """
+class SessionTable(Table[Run]):
+    """The sessions of one process."""
 
     def __init__(self) -> None:
         """There are none."""
-        self._runs: Recent[Run] = Recent(MAX_SESSIONS, MAX_PER_TENANT)
-        self.changes = 0
+        super().__init__(MAX_SESSIONS, MAX_PER_TENANT)
 
     def note(  # noqa: PLR0913  # what is known of a request
         self,
@@ -175,7 +174,7 @@ class SessionTable:
         caller: list[tuple[str, str]],
         standing: Standing,
         model: str,
-        tools: Sequence[str],
+        tool: str,
         call: bytes,
         now: float,
     ) -> None:
@@ -189,7 +188,7 @@ class SessionTable:
             caller: names and values of the caller's descriptors.
             standing: what its step was answered.
             model: that it asks.
-            tools: that its newest turn has called.
+            tool: that was called last, empty for none.
             call: the step's name.
             now: in seconds since 1970.
         """
@@ -203,7 +202,7 @@ class SessionTable:
             run.refusal = Refusal(standing, now)
             run.refusals += 1
         else:
-            run.find_call(call, model, tools, now)
+            run.add_call(call, model, tool, now)
 
     def settle(  # noqa: PLR0913  # what is known of an answer
         self,
@@ -237,31 +236,17 @@ class SessionTable:
         """
         run = self._find(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
         run.take(standing, now)
-        found = run.find_call(call, model, (), now)
+        found = run.find_call(call) or run.add_call(call, model, "", now)
         found.status, found.usage, found.settled, found.refused = status, usage, True, refused
-
-    def copy(self) -> list[Run]:
-        """All sessions as of now, the quietest first; they go on changing."""
-        return self._runs.list_values()
-
-    def drop_quiet(self, before: float) -> None:
-        """Forget those whose last request came before then, in seconds since 1970."""
-        while (quietest := self._runs.find_quietest()) is not None and quietest.last < before:
-            self._runs.drop_quietest()
 
     def _find(self, policy: str, mode: str, tenant: str, session: str, now: float) -> Run:
         """The session under that name; it is new where there is none."""
-        self.changes += 1
         key = (tenant, policy, mode, session)
-        run = self._runs.see(key)
+        run = self.use(key)
         if run is None:
             run = Run(policy, mode, tenant, session, now)
-            self._runs.put(key, run)
+            self.put(key, run)
         return run
-
-
-def _cut_names(names: Sequence[str]) -> list[str]:
-    return [cut_text(name, _NAME_SHOWN) for name in names[:_NAMES_SHOWN]]
 
 
 def _find_tool(standing: Standing) -> str:

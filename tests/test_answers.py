@@ -469,4 +469,4 @@ def test_long_metadata_has_long_lengths() -> None:
 @given(st.text(min_size=1, max_size=300) | st.integers(1, 2**17).map(lambda length: "x" * length))
 def test_metadata_of_one_text_is_what_it_would_be_among_others(text: str) -> None:
     """A text that is alone in the metadata is written by a way of its own, to the same bytes."""
-    assert write_one_text("sessions", text.encode()) == write_metadata({"sessions": text})
+    assert write_one_text(b"", "sessions", text.encode()) == write_metadata({"sessions": text})

@@ -246,7 +246,7 @@ def test_a_session_meets_a_limit_and_is_killed_once() -> None:
             *[Standing(1) for _ in range(2)],
         ]
     ):
-        table.note("p", "enforce", "a" * 16, "5" * 16, [("user", "secret")], standing, "m", (), bytes([now]), 1_000.0 + now)
+        table.note("p", "enforce", "a" * 16, "5" * 16, [("user", "secret")], standing, "m", "", bytes([now]), 1_000.0 + now)
         watcher.look(table.copy())
 
     assert [(kind, subject, data["limit"], data["killed"]) for kind, subject, data in told] == [

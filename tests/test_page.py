@@ -55,7 +55,7 @@ def note_session(service: Service, name: str = "ann", **changes: Any) -> None:  
     fields: dict[str, Any] = {"policy": "agents", "mode": "enforce", "tenant": "a" * 16, "session": "5" * 16}
     caller, now = [("x-user-id", name)], time.time()
     service.reporter.sessions.note(
-        **{**fields, **changes}, caller=caller, standing=standing, model=name, tools=[name], call=b"", now=now
+        **{**fields, **changes}, caller=caller, standing=standing, model=name, tool=name, call=b"", now=now
     )
 
 

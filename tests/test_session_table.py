@@ -52,7 +52,7 @@ def note(table: SessionTable, standing: Standing, call: int = 0, *, now: float =
     """One request of a session."""
     fields: dict[str, Any] = {
         "policy": "p", "mode": "enforce", "tenant": TENANT, "session": SESSION, "caller": [("x-team", "red")],
-        "model": "gpt-4o", "tools": ["search"],
+        "model": "gpt-4o", "tool": "search",
     }  # fmt: skip
     table.note(**{**fields, **changes}, standing=standing, call=name_call(call), now=now)
 
@@ -101,7 +101,7 @@ def test_a_session_is_one_entry_with_what_it_has_used_up() -> None:
     assert (session["actual_cost"], session["estimated_cost"], session["reserved_cost"]) == (3, 1, 0)
     assert (session["started"], session["last_seen"]) == ("1970-01-01T00:16:40Z", "1970-01-01T00:16:45Z")
     assert (session["killed"], session["refused"], session["descriptors"]) == (None, None, {"x-team": "red"})
-    assert [(call.status, call.usage, call.settled) for call in get_run(table).calls.values()] == [
+    assert [(call.status, call.usage, call.settled) for call in get_run(table).calls] == [
         (503, USAGE, True),
         (0, None, False),
     ]
@@ -118,7 +118,7 @@ def test_a_refusal_is_no_call_and_says_which_limit() -> None:
 
     (session,) = report(*list_rows(table))["sessions"]
 
-    assert list(get_run(table).calls) == [name_call(1)]
+    assert [call.name for call in get_run(table).calls] == [name_call(1)]
     assert session["total_block_count"] == 99
     assert session["tool_call_counts"] == {"search": 5}
     assert session["refused"] == {
@@ -240,12 +240,12 @@ def test_what_is_kept_of_a_client_is_short() -> None:
     """Names, values, models and tools are cut, and bytes that are no text are spelled."""
     table = SessionTable()
     long = "\udcff" + "x" * 10_000
-    note(table, Standing(steps=1), caller=[(long, long)] * 20, model=long, tools=[long] * 20)
+    note(table, Standing(steps=1), caller=[(long, long)] * 20, model=long, tool=long)
 
     (row,) = list_rows(table)
 
     assert [len(value) for value in row.caller[0]] == [133, 133]
-    assert (len(row.caller), len(row.calls[0].model), len(row.calls[0].tools), len(row.calls[0].tools[0])) == (8, 133, 8, 133)
+    assert (len(row.caller), len(row.calls[0].model), [len(tool) for tool in row.calls[0].tools]) == (8, 133, [133])
     assert row.calls[0].model.startswith("\\udcffx")
 
 
@@ -268,7 +268,7 @@ def test_replicas_tables_are_merged() -> None:
     """Counts are of whoever was told last, calls come together, and so do a request here and its answer there."""
     here, there = SessionTable(), SessionTable()
     note(here, Standing(steps=1, age_ms=0), 1, now=1_000)
-    note(there, Standing(steps=2, age_ms=1_000), 2, now=1_001, caller=[], model="", tools=[])
+    note(there, Standing(steps=2, age_ms=1_000), 2, now=1_001, caller=[], model="", tool="")
     settle(there, Standing(steps=2, cost=5, age_ms=2_000), 1, now=1_002, model="gpt-4o-mini", status=200)
     settle(here, Standing(steps=2, cost=9, age_ms=3_000), 2, now=1_003, model="o3", usage=None, status=0)
 

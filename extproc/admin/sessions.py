@@ -239,7 +239,7 @@ def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
         standing.consecutive_blocks,
         standing.consecutive_errors,
         _make_refusal(run.refusal),
-        [_make_call(name, call) for name, call in run.calls.copy().items()] if detailed else [],
+        [_make_call(call) for call in run.calls.copy()] if detailed else [],
     )
 
 
@@ -249,6 +249,6 @@ def _make_refusal(refusal: Refusal | None) -> RefusalRow | None:
     return RefusalRow(refusal.at, refusal.limit, refusal.used, refusal.allowed, refusal.tool)
 
 
-def _make_call(name: bytes, call: Call) -> CallRow:
-    tokens = None if call.usage is None else list(call.usage)
-    return CallRow(name[:_CALL_NAME], call.at, call.model, call.tools, call.status, tokens, call.settled, call.refused)
+def _make_call(call: Call) -> CallRow:
+    tokens, tools = None if call.usage is None else list(call.usage), [call.tool] if call.tool else []
+    return CallRow(call.name[:_CALL_NAME], call.at, call.model, tools, call.status, tokens, call.settled, call.refused)

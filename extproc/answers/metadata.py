@@ -44,9 +44,9 @@ def write_metadata(metadata: dict[str, Any]) -> bytes:
     return write_field(_DYNAMIC_METADATA, _write_entry(NAMESPACE, _write_value(metadata)))
 
 
-def write_one_text(name: str, text: bytes) -> bytes:
-    """The same of one text alone, which is not empty."""
-    return _write_before(name, len(text)) + text
+def write_one_text(before: bytes, name: str, text: bytes) -> bytes:
+    """The same of one text alone, which is not empty, behind the rest of a ProcessingResponse."""
+    return b"".join([before, _write_before(name, len(text)), text])
 
 
 @lru_cache(maxsize=1024)

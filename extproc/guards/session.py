@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from decimal import Decimal
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from msgspec import json
@@ -22,8 +23,6 @@ DETECTOR: Final = "session"
 
 NARROW: Final = "narrow"
 """What is done to a request that loses tools, beside the actions."""
-
-_encode: Final = json.Encoder().encode
 
 MAX_INSPECT_BYTES: Final = 2**20
 NO_CALLS: Final = ToolCalls(b"", (), "")
@@ -201,7 +200,7 @@ class SessionGuard:
         self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
         self._key = f"{namespace}session:{policy}:"
         self._roster = f"{namespace}sessions:{policy}:"
-        self._opening = f'{{"policy":"{policy}","mode":"{self.mode}","name":"'.encode()
+        self._opening = f'{{"policy":"{policy}","mode":"{self.mode}","name":"'
 
     @property
     def lifetime_seconds(self) -> int:
@@ -259,7 +258,7 @@ class SessionGuard:
         roster, limits = f"{self._roster}{scope}:{tenant}", self._unlimited if allowed else self.limits
         return Step(key, roster, shared, limits, identity, call, reserve, calls.records, calls.tools, grants)
 
-    def describe_call(self, name: str, call: bytes, model: str, reserve: int) -> bytes:
+    def describe_call(self, name: str, call: bytes, model: str, reserve: int) -> str:
         """What an entry of the access log has to repeat, so that it is known whose call it is about, as JSON.
 
         Args:
@@ -268,8 +267,7 @@ class SessionGuard:
             model: that is asked.
             reserve: what it will cost, in nano-dollars.
         """
-        called, asked = call.hex().encode(), _encode(model)
-        return b'%b%b","call":"%b","model":%b,"reserve":%d}' % (self._opening, name.encode(), called, asked, reserve)
+        return f'{self._opening}{name}","call":"{call.hex()}","model":{_write_json(model)},"reserve":{reserve}}}'
 
     def judge(
         self, fingerprint: str, tenant: str, standing: Standing, calls: ToolCalls, grants: tuple[int, int, int]
@@ -369,6 +367,11 @@ def compile_limits(limits: SessionLimits, session: Session) -> Limits:
         blocks=_or_none(breaker.consecutive_blocks if breaker is not None else None),
         errors=_or_none(breaker.consecutive_errors if breaker is not None else None),
     )
+
+
+@lru_cache(maxsize=1024)
+def _write_json(text: str) -> str:
+    return json.encode(text).decode()
 
 
 def _or_none(limit: int | None) -> int:
