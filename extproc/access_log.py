@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from msgspec import MsgspecError, json
 
-from extproc.answers.metadata import NAMESPACE
+from extproc.answers.metadata import NAMESPACE, SESSIONS
 from extproc.decision import Action
 from extproc.errors import ProtocolError
 from extproc.logs import RateLimit, make_extra
@@ -27,10 +27,6 @@ _LOG = logging.getLogger("loopguard")
 
 USAGE_NAMESPACE: Final = "loopguard.usage"
 """Where Envoy's filters put what they read in its answer."""
-
-SESSIONS: Final = "sessions"
-"""In the namespace of our own: what the guard has told Envoy about the sessions that the request belongs to, as one text of
-JSON, because a Struct takes ten times as long."""
 
 MAX_MESSAGE: Final = 2**18
 """Bytes. Envoy sends what it has once that is 16 KiB; an entry alone is larger only where its headers are."""

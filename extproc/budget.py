@@ -7,22 +7,24 @@ Shadow policies look with the time that enforcing ones leave: what they take, th
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from typing import Final
 
-SHARE = 0.5
+from extproc.recent import Recent, Used
+
+SHARE: Final = 0.5
 """Of the processor's time, for looking into all bodies."""
 
-TENANT_SHARE = 0.2
+TENANT_SHARE: Final = 0.2
 """Of the processor's time, for the bodies of one tenant."""
 
-BURST_SECONDS = 1.0
+BURST_SECONDS: Final = 1.0
 """Time that a bucket holds at most: some twenty bodies as laborious as a body can be."""
 
-MAX_TENANTS = 10_000
+MAX_TENANTS: Final = 10_000
 """Buckets that are kept; the one that was used longest ago makes room, and is full when it comes back."""
 
 
-class _Bucket:
+class _Bucket(Used):
     """What is left of somebody's time."""
 
     __slots__ = ("_filled", "_left", "_share", "_spare")
@@ -53,22 +55,21 @@ class InspectionBudget:
     def __init__(self, now: float) -> None:
         """All are full; `now` is in seconds of any monotonic clock, here and below."""
         self._all = _Bucket(SHARE, now)
-        self._tenants: OrderedDict[str, _Bucket] = OrderedDict()
+        self._tenants: Recent[str, _Bucket] = Recent()
 
     def allows(self, tenant: str, now: float, *, shadow: bool = False) -> bool:
         """Whether there is time left to look into a body of this tenant's, perhaps for shadow policies alone."""
-        bucket = self._tenants.get(tenant)
+        bucket = self._tenants.use(tenant)
         if bucket is None:
-            bucket = self._tenants[tenant] = _Bucket(TENANT_SHARE, now)
-            if len(self._tenants) > MAX_TENANTS:
-                self._tenants.popitem(last=False)
-            return self._all.fill(now, shadow=shadow) > 0
-        self._tenants.move_to_end(tenant)
+            bucket = _Bucket(TENANT_SHARE, now)
+            self._tenants.put(tenant, bucket)
+            if len(self._tenants.kept) > MAX_TENANTS:
+                del self._tenants.kept[self._tenants.find_quietest()]
         return bucket.fill(now, shadow=shadow) > 0 and self._all.fill(now, shadow=shadow) > 0
 
     def spend(self, tenant: str, seconds: float, *, shadow: bool = False) -> None:
         """A body of this tenant's took that long."""
         self._all.take(seconds, shadow=shadow)
-        bucket = self._tenants.get(tenant)
+        bucket = self._tenants.kept.get(tenant)
         if bucket is not None:
             bucket.take(seconds, shadow=shadow)

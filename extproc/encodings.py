@@ -52,15 +52,7 @@ def read_text(body: bytes | memoryview, content_encoding: bytes, limit: int) -> 
     Raises:
         UnreadableError: it cannot be had.
     """
-    encodings = list_encodings(content_encoding) if content_encoding else []
-    if len(encodings) > _MAX_ENCODINGS:
-        raise UnreadableError("content_encoding")
-    for name in reversed(encodings):
-        unpack = _UNPACKERS.get(name)
-        if unpack is None:
-            raise UnreadableError("content_encoding")
-        body = _unpack(unpack, body, limit)
-    return _decode(body)
+    return _decode(_unpack_all(body, list_encodings(content_encoding), limit) if content_encoding else body)
 
 
 def list_encodings(content_encoding: bytes) -> list[bytes]:
@@ -73,6 +65,17 @@ def split_mark(body: bytes) -> tuple[bytes, bytes]:
     """A body's byte order mark, which is no part of its JSON, and the rest."""
     size = len(BOM_UTF8) if body.startswith(BOM_UTF8) else 0
     return body[:size], body[size:]
+
+
+def _unpack_all(body: bytes | memoryview, encodings: list[bytes], limit: int) -> bytes | memoryview:
+    if len(encodings) > _MAX_ENCODINGS:
+        raise UnreadableError("content_encoding")
+    for name in reversed(encodings):
+        unpack = _UNPACKERS.get(name)
+        if unpack is None:
+            raise UnreadableError("content_encoding")
+        body = _unpack(unpack, body, limit)
+    return body
 
 
 def _unpack(unpack: Callable[[bytes | memoryview, int], bytes], body: bytes | memoryview, limit: int) -> bytes:

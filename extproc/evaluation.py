@@ -27,7 +27,7 @@ from extproc.windows import UNCOUNTED, Hit, Push
 
 _NO_SESSIONS: Final[list[SessionCandidate]] = []
 
-_MANY_OBJECTS = 32_768
+_MANY_OBJECTS: Final = 32_768
 """A body of so many bytes may hold enough objects for the garbage collector to become a nuisance."""
 
 
@@ -251,6 +251,7 @@ class Evaluation:
         document: the same, once somebody may have looked; None where it is not byte for byte what was sent.
         enforcing: the lane whose answer counts.
         shadow: the lane whose answer never does.
+        lanes: both.
         size: bytes of its body, 0 where that is not known.
         inspects: a body of so many bytes at most has to be kept to be looked into, 0 for none.
         steers: a body of so many bytes at most has to be kept to be changed, 0 for none.
@@ -269,6 +270,7 @@ class Evaluation:
         "document",
         "enforcing",
         "inspects",
+        "lanes",
         "obeys",
         "paired",
         "plans",
@@ -287,6 +289,7 @@ class Evaluation:
         self.size = 0
         self.enforcing = Lane(shadow=False)
         self.shadow = Lane(shadow=True)
+        self.lanes = [self.enforcing, self.shadow]
         self.inspects = 0
         self.steers = 0
         self.paired = False
@@ -302,11 +305,6 @@ class Evaluation:
     def earlier(self) -> list[Outcome]:
         """The trace of the part that was decided without the body."""
         return self._earlier.trace if self._earlier is not None else []
-
-    @property
-    def lanes(self) -> tuple[Lane, Lane]:
-        """Enforcing ones first."""
-        return self.enforcing, self.shadow
 
     @property
     def sessions(self) -> list[SessionCandidate]:
@@ -485,9 +483,9 @@ def group_by_policy(trace: list[Outcome]) -> list[Outcome]:
     size = len(trace)
     if size < 2 or (size == 2 and trace[0].policy != trace[1].policy):  # noqa: PLR2004  # nothing to group, as for most requests
         return trace
-    grouped = trace[:1]
-    for outcome in trace[1:]:
-        last = grouped[-1]
+    grouped = [trace[0]]
+    for place in range(1, size):
+        outcome, last = trace[place], grouped[-1]
         if outcome.policy != last.policy or outcome.mode != last.mode:
             grouped.append(outcome)
         elif (outcome.retry_after or outcome.action is not Action.ALLOW) and outcome.strictness() > last.strictness():

@@ -51,6 +51,8 @@ def ends_with_note(data: bytes | memoryview, end: int) -> bool:
 
 def cut_notes(data: bytes) -> bytes:
     """A body without notes, the one at hand where it has none."""
+    if _RARE not in data:
+        return data  # as nearly always
     start = _find_note(data, 0)
     if start < 0:
         return data

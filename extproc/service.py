@@ -23,9 +23,9 @@ from typing import Any, Final, TypeAlias
 
 from google.protobuf.message import DecodeError
 
-from extproc.access_log import SESSIONS, AccessLog, Entry
+from extproc.access_log import AccessLog, Entry
 from extproc.answers.go_on import find_warning, let_go_on, make_metadata, make_wait, replace_body
-from extproc.answers.metadata import write_one_text
+from extproc.answers.metadata import SESSIONS, write_sessions
 from extproc.answers.refuse import refuse, refuse_blocked, refuse_killed, refuse_uncountable, refuse_without_store
 from extproc.budget import InspectionBudget
 from extproc.canary.pairs import Pairs
@@ -645,7 +645,7 @@ class Stream:
         lead = decision.lead
         if lead is None and decision.shadow is None and self._record is None and changed.body is None:
             calls = self._describe_calls(evaluation)
-            return Reply(write_one_text(_GO_ON_BYTES[kind], SESSIONS, calls.encode()), done=True) if calls else _DONE[kind]
+            return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else _DONE[kind]
         metadata = self._describe(evaluation, decision)
         if lead is not None and lead.action is Action.REJECT:
             self._ended = True

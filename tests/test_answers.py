@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from extproc.answers.apis import find_api
 from extproc.answers.apis.api import Completion, Question, Refusal
 from extproc.answers.go_on import STEERED, replace_body
-from extproc.answers.metadata import write_metadata, write_one_text
+from extproc.answers.metadata import SESSIONS, write_metadata, write_sessions
 from extproc.decision import Framed
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request import HttpRequest
@@ -469,4 +469,4 @@ def test_long_metadata_has_long_lengths() -> None:
 @given(st.text(min_size=1, max_size=300) | st.integers(1, 2**17).map(lambda length: "x" * length))
 def test_metadata_of_one_text_is_what_it_would_be_among_others(text: str) -> None:
     """A text that is alone in the metadata is written by a way of its own, to the same bytes."""
-    assert write_one_text(b"", "sessions", text.encode()) == write_metadata({"sessions": text})
+    assert write_sessions(text) == write_metadata({SESSIONS: text})

@@ -12,6 +12,9 @@ from typing import Any, Final
 NAMESPACE: Final = "loopguard"
 """Of the dynamic metadata that answers carry."""
 
+SESSIONS: Final = "sessions"
+"""In there: whose call the request is, for the entry of the access log, as one text of JSON."""
+
 _DYNAMIC_METADATA: Final = 8
 """The number of the field in envoy.service.ext_proc.v3.ProcessingResponse."""
 
@@ -44,15 +47,18 @@ def write_metadata(metadata: dict[str, Any]) -> bytes:
     return write_field(_DYNAMIC_METADATA, _write_entry(NAMESPACE, _write_value(metadata)))
 
 
-def write_one_text(before: bytes, name: str, text: bytes) -> bytes:
-    """The same of one text alone, which is not empty, behind the rest of a ProcessingResponse."""
-    return b"".join([before, _write_before(name, len(text)), text])
+def write_sessions(calls: str) -> bytes:
+    """The same of `SESSIONS` alone, which is not empty."""
+    text = calls.encode()
+    return _before_sessions(len(text)) + text
 
 
-@lru_cache(maxsize=1024)
-def _write_before(name: str, length: int) -> bytes:
+def _write_before(length: int) -> bytes:
     """What stands before a text that is all of the metadata; that depends on nothing but its length."""
-    return write_metadata({name: "-" * length})[:-length]
+    return write_metadata({SESSIONS: "-" * length})[:-length]
+
+
+_before_sessions: Final = lru_cache(maxsize=1024)(_write_before)
 
 
 def _write_value(value: Any) -> bytes:  # noqa: ANN401  # what a Value can hold

@@ -44,6 +44,15 @@ _WORDS: Final = {
 """What the limits count."""
 
 
+def _write_model(model: str) -> str:
+    """What stands between a call's name and its price in `describe_call`."""
+    return f'","model":{json.encode(model).decode()},"reserve":'
+
+
+_before_price: Final = lru_cache(maxsize=1024)(_write_model)
+_spell: Final = bytes.hex
+
+
 class Narrowing(NamedTuple):
     """Tools that a request must not offer any more.
 
@@ -267,7 +276,7 @@ class SessionGuard:
             model: that is asked.
             reserve: what it will cost, in nano-dollars.
         """
-        return f'{self._opening}{name}","call":"{call.hex()}","model":{_write_json(model)},"reserve":{reserve}}}'
+        return f'{self._opening}{name}","call":"{_spell(call)}{_before_price(model)}{reserve}}}'
 
     def judge(
         self, fingerprint: str, tenant: str, standing: Standing, calls: ToolCalls, grants: tuple[int, int, int]
@@ -367,11 +376,6 @@ def compile_limits(limits: SessionLimits, session: Session) -> Limits:
         blocks=_or_none(breaker.consecutive_blocks if breaker is not None else None),
         errors=_or_none(breaker.consecutive_errors if breaker is not None else None),
     )
-
-
-@lru_cache(maxsize=1024)
-def _write_json(text: str) -> str:
-    return json.encode(text).decode()
 
 
 def _or_none(limit: int | None) -> int:
