@@ -22,11 +22,9 @@ from extproc.metrics import Metrics
 from extproc.pb.accesslog_pb2 import ResponseFlags
 from extproc.protobuf import DELIMITED, FIXED64, VARINT, Reader
 from extproc.rates import BYTES_PER_TOKEN, Usage, estimate_tokens
+from extproc.usage import MODEL, USAGE_NAMESPACE, read_counts
 
 _LOG = logging.getLogger("loopguard")
-
-USAGE_NAMESPACE: Final = "loopguard.usage"
-"""Where Envoy's filters put what they read in its answer."""
 
 MAX_MESSAGE: Final = 2**18
 """Bytes. Envoy sends what it has once that is 16 KiB; an entry alone is larger only where its headers are."""
@@ -70,6 +68,7 @@ _UPSTREAM_FLAGS: Final = frozenset([field.number << 3 | VARINT for field in Resp
 _DECIDED: Final = NAMESPACE.encode()
 _TOLD: Final = USAGE_NAMESPACE.encode()
 _SESSIONS: Final = SESSIONS.encode()
+_MODEL: Final = MODEL.encode()
 _REJECT: Final = Action.REJECT.value
 
 _decode: Final = json.Decoder(list[dict[str, Any]]).decode
@@ -394,7 +393,7 @@ def _make_entry(logged: _Logged) -> Entry | None:
         return None
     refused = decided.get(b"action") == _REJECT
     usage, estimated = _find_usage(logged)
-    model = logged.told.get(b"model")
+    model = logged.told.get(_MODEL)
     return Entry(
         _read_sessions(decided[_SESSIONS]),
         logged.status,
@@ -421,29 +420,28 @@ def _read_sessions(text: object) -> tuple[dict[str, Any], ...]:
 def _find_usage(logged: _Logged) -> tuple[Usage, bool]:
     """The tokens, as the answer tells them, and whether some of them are estimated.
 
-    The names are those that envoy-config gives them. `input` is all of a prompt, of which `cached` came from a cache; where an
-    API counts what a cache took part in beside its `input`, that is `cache_read` and `cache_write`. `thoughts` and `tool_input`
-    are not in what else is counted.
+    `input` is all of a prompt, of which `cached` came from a cache; where an API counts what a cache took part in beside its
+    `input`, that is `cache_read` and `cache_write`. `thoughts` and `tool_input` are not in what else is counted.
     """
-    told = logged.told
-    prompt, output = _read_count(told, b"input"), _read_count(told, b"output")
+    told = read_counts(logged.told)
+    prompt, output = _take_count(told, "input"), _take_count(told, "output")
     if logged.status >= _ERROR and prompt < 0 and output < 0:
         return Usage(0, 0), False  # errors are not billed
-    cached = max(0, _read_count(told, b"cached"))
+    cached = max(0, _take_count(told, "cached"))
     estimated = prompt < 0 or output < 0
     if prompt < 0:
         prompt = max(cached, estimate_tokens(logged.request_bytes))
     if output < 0:
         output = _estimate_output(logged)
-    read, written = max(0, _read_count(told, b"cache_read")), max(0, _read_count(told, b"cache_write"))
-    thoughts, tools = max(0, _read_count(told, b"thoughts")), max(0, _read_count(told, b"tool_input"))
+    read, written = max(0, _take_count(told, "cache_read")), max(0, _take_count(told, "cache_write"))
+    thoughts, tools = max(0, _take_count(told, "thoughts")), max(0, _take_count(told, "tool_input"))
     return Usage(max(0, prompt - cached) + tools, output + thoughts, cached + read, written), estimated
 
 
-def _read_count(told: dict[bytes, object], name: bytes) -> int:
-    """So many tokens, -1 where that is not told."""
-    count = told.get(name)
-    return int(count) if isinstance(count, float) and 0 <= count <= _MAX_TOKENS else -1
+def _take_count(told: dict[str, float], name: str) -> int:
+    """So many tokens, -1 where that is not told, or cannot be."""
+    count = told.get(name, -1.0)
+    return int(count) if 0 <= count <= _MAX_TOKENS else -1
 
 
 def _estimate_output(logged: _Logged) -> int:

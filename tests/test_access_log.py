@@ -171,6 +171,76 @@ def test_numbers_that_are_none_are_not_believed(told: dict[str, Any]) -> None:
     assert (entry.usage, entry.estimated, entry.model) == (Usage(1_000, 200, 0, 0), True, "")
 
 
+DETAILS = {"cached_tokens": 800}
+CHAT = {"prompt_tokens": 1_000, "completion_tokens": 50, "prompt_tokens_details": DETAILS}
+RESPONSE = {"input_tokens": 1_000, "output_tokens": 50, "input_tokens_details": DETAILS}
+STARTED = {"input_tokens": 10, "cache_read_input_tokens": 800, "cache_creation_input_tokens": 90, "output_tokens": 1}
+GEMINI = {
+    "promptTokenCount": 1_000,
+    "candidatesTokenCount": 50,
+    "cachedContentTokenCount": 300,
+    "thoughtsTokenCount": 70,
+    "toolUsePromptTokenCount": 9,
+}
+CONVERSE = {"inputTokens": 10, "outputTokens": 50, "cacheReadInputTokens": 800, "cacheWriteInputTokens": 90}
+
+
+@pytest.mark.parametrize(
+    ("objects", "usage"),
+    [
+        ({"usage": CHAT}, Usage(200, 50, 800, 0)),
+        ({"response.usage": RESPONSE}, Usage(200, 50, 800, 0)),
+        ({"message.usage": STARTED, "usage": {"output_tokens": 50}}, Usage(10, 50, 800, 90)),
+        ({"message.usage": STARTED, "usage": {**STARTED, "input_tokens": 12, "output_tokens": 50}}, Usage(12, 50, 800, 90)),
+        ({"message.usage": STARTED, "usage": {"input_tokens": None, "output_tokens": 50}}, Usage(10, 50, 800, 90)),
+        ({"usageMetadata": GEMINI}, Usage(709, 120, 300, 0)),
+        ({"usage": CONVERSE}, Usage(10, 50, 800, 90)),
+    ],
+    ids=["chat", "responses", "messages", "counted at the end", "null at the end", "gemini", "converse"],
+)
+def test_a_stream_tells_objects(objects: dict[str, Any], usage: Usage) -> None:
+    """Envoy hands them over as text; what a later one does not say stays as an earlier one said it."""
+    entry = read(told={"model": "m", **{place: json.dumps(found) for place, found in objects.items()}}, headers=STREAM)
+
+    assert (entry.model, entry.usage, entry.estimated) == ("m", usage, False)
+
+
+def test_a_message_that_only_began_has_written_nothing() -> None:
+    """The output in it is none to count: it is estimated."""
+    entry = read(told={"message.usage": json.dumps(STARTED)}, headers=STREAM, sizes=(4_000, 1_280))
+
+    assert (entry.usage, entry.estimated) == (Usage(10, 10, 800, 90), True)
+
+
+def _write_counts(value: str) -> str:
+    """Both of a chat's counts are so."""
+    return f'{{"prompt_tokens": {value}, "completion_tokens": {value}}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *["", "null", "true", "7", '"none"', "[]", "{}", "none", "{", '{"prompt_tokens": 1, "completion_tokens": 1} {}'],
+        *["[" * 8_000, '{"a":' * 1_000, '{"usage": "\\ud800"}', '{"prompt_tokens_details": [1], "input_tokens_details": 7}'],
+        *map(_write_counts, ["null", "-1", "1e300", "1" * 400, "[7]", "{}", '"many"', '"nan"', '"inf"', '""', '"-7"']),
+        _write_counts("7").ljust(9_000),
+    ],
+)
+def test_a_text_that_tells_nothing_loses_nothing_else(text: str) -> None:
+    """Neither the model nor what the message told before, nor the entry; what is missing is estimated."""
+    entry = read(told={"model": "m", "usage": text})
+    began = read(told={"message.usage": json.dumps(STARTED), "usage": text.replace("prompt", "no")})
+
+    assert (entry.model, entry.usage, entry.estimated) == ("m", Usage(1_000, 200, 0, 0), True)
+    assert (began.usage, began.estimated) == (Usage(10, 200, 800, 90), True)
+
+
+@given(st.sampled_from(["usage", "message.usage", "response.usage", "usageMetadata"]), st.text())
+def test_any_text_is_an_object_or_tells_nothing(place: str, text: str) -> None:
+    """No text costs the entry that it came with."""
+    assert read(told={place: text}).usage.input >= 0
+
+
 def test_requests_of_no_session_are_left_out() -> None:
     """And so are those that are not over yet."""
     message = StreamAccessLogsMessage.FromString(log({}, {}, {}))

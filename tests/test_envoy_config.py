@@ -23,12 +23,14 @@ from extproc.cli import main
 from extproc.envoy_config.options import EnvoyOptions
 from extproc.envoy_config.render import render_bootstrap
 from extproc.envoy_config.template import fill
+from extproc.envoy_config.usage import write_event_rules
 from extproc.errors import UsageError
 from extproc.fingerprint import normalize_path
 from extproc.options import read_options
 from extproc.policy.bundle import Selector
 from extproc.policy.loader import PolicySet, parse
 from extproc.policy.routes import Index
+from extproc.usage import COUNT_PLACES, EVENT_OBJECTS
 from tests.documents import bundle, policy
 from tests.harness import ENVOY, Stack, Upstream, eventually, stack
 
@@ -178,6 +180,15 @@ def test_envoy_tells_what_answers_cost(
     assert verdict(text, tmp_path).endswith("OK\n") == (version() >= (1, 38) or not read)
     assert ("envoy.access_loggers.http_grpc" in text) == told
     assert [name in text for name in ("sse_to_metadata", "json_to_metadata", "accept-encoding")] == [read] * 3
+
+
+def test_events_are_read_by_few_rules() -> None:
+    """Envoy copies them for each request; every count that stands in an object is in one that they find."""
+    within = tuple(f"{place}." for place in EVENT_OBJECTS)
+    left = {place for places in COUNT_PLACES.values() for place in places if not place.startswith(within)}
+
+    assert len(yaml.safe_load(write_event_rules())) == 8
+    assert left == {"prompt_eval_count", "eval_count"}
 
 
 @pytest.mark.parametrize("protocol", ["http1", "http2", "as-client"])

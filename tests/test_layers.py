@@ -29,6 +29,7 @@ FLOORS: list[list[str]] = [
         "options",
         "rates",
         "prices",
+        "usage",
         "settings",
         "sketch",
         "tallies",

@@ -320,6 +320,12 @@ TOLD: dict[str, tuple[Reply, str, Usage]] = {
         "gemini-2.5-pro",
         Usage(65, 48, 30, 0),
     ),
+    "gemini stream that is followed by a word": (
+        stream({"modelVersion": "m", "usageMetadata": GEMINI_USAGE}, {"modelVersion": "m", "usageMetadata": None}),
+        "m",
+        Usage(65, 48, 30, 0),
+    ),
+    "converse stream of a gateway": (stream({"usage": CONVERSE_USAGE}), "", Usage(20, 6, 700, 80)),
     "converse": (whole(output={}, usage=CONVERSE_USAGE), "", Usage(20, 6, 700, 80)),
     "ollama": (whole(model="qwen3", prompt_eval_count=26, eval_count=298), "qwen3", Usage(26, 298, 0, 0)),
 }
@@ -338,6 +344,16 @@ def test_tokens_are_those_that_the_answer_tells(gateway: Gateway, api: str) -> N
     assert [session["policy"] for session in entry.sessions] == ["agents"]
 
 
+@pytest.mark.parametrize("count", [7, 0, 12.9, "900", " 9 ", True, None, -1, 10**10, 1e300, "many", "nan", "", [7], {"n": 7}])
+def test_a_stream_is_read_like_a_document(gateway: Gateway, count: object) -> None:
+    """Whatever stands where a number should: the count is the same, or is estimated in both."""
+    answer = {"model": "m", "usage": {"prompt_tokens": count, "completion_tokens": 5, "prompt_tokens_details": None}}
+
+    document, event = gateway.ask(whole(**answer)), gateway.ask(stream(answer))
+
+    assert (event.usage, event.estimated, event.model) == (document.usage, document.estimated, document.model)
+
+
 @pytest.mark.parametrize(
     ("reply", "output"),
     [
@@ -345,9 +361,10 @@ def test_tokens_are_those_that_the_answer_tells(gateway: Gateway, api: str) -> N
         (Reply([b"a" * 1_000], "application/vnd.amazon.eventstream"), 7),
         (Reply([COMPRESSED], headers={"content-encoding": "gzip"}), len(COMPRESSED)),
         (Reply([b"a" * 1_000], "text/plain"), 250),
+        (stream(*[{"usage": each, "text": "a" * 400} for each in ("none", {}, [CHAT_USAGE], {"a": "a" * 9_000})]), 85),
         (Reply([b'{"usage": "none", "text": "' + b"a" * 971 + b'"}']), 250),
     ],
-    ids=["stream without usage", "converse stream", "gzip all the same", "text", "JSON without usage"],
+    ids=["stream without usage", "converse stream", "gzip", "text", "stream of other usage", "JSON without usage"],
 )
 def test_tokens_that_the_answer_does_not_tell_are_estimated(gateway: Gateway, reply: Reply, output: int) -> None:
     """From the sizes, and marked so."""

@@ -38,10 +38,19 @@ _IN_MESSAGE = 20
 _BESIDE = b"\x0a" + bytes([120]) + b"\x12" + bytes([118]) + bytes(118)
 """What else Envoy tells of a request, which nobody reads: two fields of bytes in the first field of an entry."""
 
-_TOLD = {"model": "gpt-4o-2024-08-06", "input": 1_200, "output": 34, "cached": 1_024}
+_COUNTS = {
+    "prompt_tokens": 1_200,
+    "completion_tokens": 34,
+    "total_tokens": 1_234,
+    "prompt_tokens_details": {"cached_tokens": 1_024, "audio_tokens": 0},
+    "completion_tokens_details": {"reasoning_tokens": 20, "audio_tokens": 0},
+}
+_TOLD = {"model": "gpt-4o-2024-08-06", "usage": json.dumps(_COUNTS)}
+"""What Envoy finds in the events of a stream."""
+
 _PATH = "/v1/chat/completions"
 _EVENT = b'data: {"model": "gpt-4o", "choices": [{"index": 0, "delta": {"content": "word"}}], "usage": null}\n\n'
-_USAGE = b'data: {"model": "gpt-4o", "choices": [], "usage": {"prompt_tokens": 1200, "completion_tokens": 34}}\n\n'
+_USAGE = b"data: %b\n\n" % json.dumps({"model": "gpt-4o", "choices": [], "usage": _COUNTS}).encode()
 _EVENTS = 50
 
 
