@@ -2,8 +2,8 @@
 
 - Each API has places of its own for the same count. `envoy-config` makes Envoy's rules of them.
 - Out of an answer in one document Envoy hands over counts, each by its name.
-- Out of a stream it hands over whole objects, as text, each under the place where it stood. A few rules find them, and Envoy
-  copies its rules for each request: with a rule for each count, the first byte of every stream would come a tenth later.
+- Out of a stream it hands over whole objects, as text, each under the place where it stood. Envoy copies its rules for streams
+  with each request, and tries each on each event: a rule for each count would take twice as long as a few for objects.
 - What stands there was written by a model, or by whoever plays one: all of it is bounded.
 """
 
