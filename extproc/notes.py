@@ -20,7 +20,7 @@ PLACEHOLDERS: Final = ("what", "count", "tools", "instead", "reason", "policy")
 _OPENING: Final = OPENING.encode()
 _CLOSING: Final = CLOSING.encode()
 _SEPARATOR: Final = b"\\n\\n"  # as JSON has it
-_RARE: Final = b"~"
+_RARE: Final = 0x7E  # a tilde
 """Second in a note, and so rare elsewhere that looking for it alone, which is what processors are quickest at, is enough."""
 
 _TRIES: Final = 64
@@ -37,7 +37,7 @@ _ITEMS: Final = (
 
 def frame_note(text: str) -> str:
     """A text as a note."""
-    plain = text.replace('"', "'").replace(_RARE.decode(), "-").strip()
+    plain = text.replace('"', "'").replace(chr(_RARE), "-").strip()
     return f"{SEPARATOR}{OPENING}\n{plain}\n{CLOSING}"
 
 

@@ -55,12 +55,15 @@ class Call:
         """Nothing is known of its answer."""
         self.name = name
         self.at = at
-        self.model = cut_text(model, _NAME_SHOWN)
-        self.tool = cut_text(tool, _NAME_SHOWN) if tool else ""
+        self.model = model
+        self.tool = tool
         self.status = 0
         self.usage: Usage | None = None
         self.settled = False
         self.refused = False
+
+
+_NO_CALL: Final = Call(b"", 0.0, "", "")
 
 
 class Refusal:
@@ -144,7 +147,8 @@ class Run(Row):
 
     def add_call(self, name: bytes, model: str, tool: str, now: float) -> Call:
         """A call that becomes known; the oldest makes room."""
-        call = Call(name, now, model, tool)
+        last = self.calls[-1] if self.calls else _NO_CALL
+        call = Call(name, now, _cut_name(model, last.model), _cut_name(tool, last.tool))
         self.calls.append(call)
         if len(self.calls) > MAX_CALLS:
             del self.calls[0]
@@ -247,6 +251,11 @@ class SessionTable(Table[Run]):
             run = Run(policy, mode, tenant, session, now)
             self.put(key, run)
         return run
+
+
+def _cut_name(name: str, last: str) -> str:
+    """A name as it is kept; mostly it is that of the call before."""
+    return last if name == last else cut_text(name, _NAME_SHOWN)
 
 
 def _find_tool(standing: Standing) -> str:
