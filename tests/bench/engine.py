@@ -129,10 +129,9 @@ class _Agents:
     """Agents that take turns, each with a history that has grown by one call since its last request."""
 
     def __init__(self, count: int) -> None:
-        self._services = {
-            limited: samples.service(samples.engine([make(similarity="turns")]))
-            for limited, make in {False: samples.policy, True: samples.budget}.items()
-        }
+        limited, alone = samples.budget(similarity="turns"), samples.budget(similarity="turns")
+        del alone["spec"]["session_limits"]  # not the session, of which `turns` makes use as well
+        self._services = {True: samples.service(samples.engine([limited])), False: samples.service(samples.engine([alone]))}
         self._heads = [samples.headers_message(user=f"user-{number}", length=0) for number in range(count)]
         self._bodies: list[bytes] = []
         self.calls = 0
