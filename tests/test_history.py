@@ -206,6 +206,19 @@ def test_what_is_too_much_stays_too_much(count: int, arguments: list[Any]) -> No
             read_tool_calls(Document(whole))
 
 
+@pytest.mark.parametrize(("tool", "count", "known"), [("f", 8, 1), ("f", 9, 0), ("f" * 257, 1, 0)])
+def test_what_takes_much_room_is_not_remembered(tool: str, count: int, known: int) -> None:
+    """Nobody fills the memory with long names, or with many calls; long arguments leave a digest behind."""
+    history._KNOWN.clear()
+    calls = [{"id": f"{at}", "function": {"name": tool, "arguments": {"a": "x" * 9_000}}} for at in range(count)]
+    body = json.dumps({"messages": [{"role": "assistant", "tool_calls": calls}]}).encode()
+
+    found = [len(read_tool_calls(Document(body)).records) for _ in range(2)]
+
+    assert found == [count * RECORD] * 2
+    assert len(history._KNOWN) == known
+
+
 @pytest.mark.parametrize("arguments", [{"a": "x" * 600_000}, "x" * 600_000], ids=["object", "text"])
 def test_a_history_of_too_many_arguments_is_not_read(arguments: object) -> None:
     """Half of it is."""

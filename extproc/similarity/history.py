@@ -37,9 +37,12 @@ _MOST_SPELLED: Final = 2**20
 """So much of names and arguments is read in one history, in bytes: it takes 40 ms at worst."""
 
 _NAMED: Final = 16
-_MOST_KNOWN: Final = 4_096
-_LONGEST_KEY: Final = 1_024
-"""Messages of an API in a generation of those that are known, by themselves or, if they are longer, by a digest: 2 KB each."""
+_MOST_KNOWN: Final = 8_192
+_LONGEST_KEY: Final = 256
+_MOST_CALLS: Final = 8
+_LONGEST_NAMES: Final = 256
+"""So many messages are in a generation of those that are known, by themselves or, if they are longer, by a digest. None has
+more calls, or longer names of tools. They take 0.6 KB each, and 60 MB in all if somebody means ill."""
 
 _SHOWN: Final = 64
 _LONGEST_MODEL: Final = 256
@@ -115,7 +118,7 @@ class _Shown:
         self.steps = steps
 
 
-_KNOWN: Final[dict[Shape, Memo[bytes, _Shown]]] = {}
+_KNOWN: Final[Memo[bytes, _Shown]] = Memo(_MOST_KNOWN)
 """What messages show, by what they are: a history comes again with each request of its agent, and is longer by one turn."""
 
 
@@ -181,13 +184,10 @@ def _list_calls(conversation: Conversation) -> list[_Call]:
 
 def _look(shape: Shape, value: Any, most: int) -> _Shown:  # noqa: ANN401  # of the shape's
     """What a message shows, in `most` bytes. One that was looked at of late is known, but for one with bounded numbers."""
-    known = _KNOWN.get(shape)
-    if known is None:
-        known = _KNOWN[shape] = Memo(_MOST_KNOWN)
-    key = _encode(value)
+    key = _encode((shape.path[0], value))
     if len(key) > _LONGEST_KEY:
         key = _digest(key, _NAMED)
-    shown = known.get(key)
+    shown = _KNOWN.get(key)
     if shown is not None:
         walk(shown.steps)
         return shown
@@ -195,8 +195,8 @@ def _look(shape: Shape, value: Any, most: int) -> _Shown:  # noqa: ANN401  # of 
     calls = _describe([part for part in _read_parts(shape, value) if part.kind == CALL], most)
     steps_left, fractions_left = count_left()
     shown = _Shown(calls, steps - steps_left)
-    if fractions_left == fractions:
-        known.put(key, shown)
+    if fractions_left == fractions and len(calls) <= _MOST_CALLS and sum([len(call.tool) for call in calls]) <= _LONGEST_NAMES:
+        _KNOWN.put(key, shown)
     return shown
 
 
