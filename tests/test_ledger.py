@@ -305,7 +305,7 @@ def test_a_session_is_judged_by_the_rules(moves: list[tuple[int, str, int, int]]
 
 
 @settings(max_examples=150)
-@given(moves=MOVES, limits=LIMITS_OF_ALL_KINDS, entries=st.sampled_from([40, 64, 128, 1_000]))
+@given(moves=MOVES, limits=LIMITS_OF_ALL_KINDS, entries=st.sampled_from([31, 32, 64, 1_000]))
 def test_a_session_in_any_memory_is_judged_by_the_rules(
     moves: list[tuple[int, str, int, int]], limits: Limits, entries: int
 ) -> None:

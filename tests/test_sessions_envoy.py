@@ -400,6 +400,7 @@ def test_without_valkey_each_replica_counts_for_itself(bank: Bank, session: str)
         lambda: (
             bank.play("/flood/x", f"probe-{next(_numbers)}", 2, f"probe-{next(_numbers)}")
             and all("unavailable" in replica.get("/readyz")[1] for replica in bank.made.replicas)
+            and bank.made.envoy.stat("cluster.loopguard.membership_healthy") == len(bank.made.replicas)
         )
     )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import struct
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
@@ -37,9 +38,9 @@ _SWEEP: Final = 2 * _SWEEP_EVERY
 _MEAN_BYTES: Final = 256
 """Of state in an entry: a count takes 28, a log or a ring can take thousands."""
 
-_AT_HAND: Final = 1_024
-_AT_HAND_SHARE: Final = 64
-"""So many unpacked ledgers are in a generation, in a small store this part of its entries. They take 20 MB at most."""
+_AT_HAND: Final = 4_096
+_AT_HAND_SHARE: Final = 32
+"""So many ledgers of sessions are kept unpacked, in a small store this part of its entries. They take 40 MB at most."""
 
 # A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never looks at it. Every entry but a log
 # begins with when it was last used, and until when it lasts whatever its lifetime says: where it began, for one of a session.
@@ -71,11 +72,8 @@ class MemoryStore:
         self._clock = clock
         self._max_entries = max_entries
         self._shards: list[_Shard] = [{} for _ in range(max(1, max_entries // _SHARD_ENTRIES))]
-        # Ledgers of sessions that were asked for of late are kept unpacked, in two generations: who is asked for comes into the
-        # young one, and once that is full it is the old one, from which the others are put away one by one.
-        self._young: dict[str, Ledger] = {}
-        self._old: dict[str, Ledger] = {}
-        self._at_hand = min(_AT_HAND, max_entries // _AT_HAND_SHARE)
+        self._at_hand: OrderedDict[str, Ledger] = OrderedDict()  # unpacked, the least recently used first
+        self._most_at_hand = min(_AT_HAND, max_entries // _AT_HAND_SHARE)
         self._entries = 0
         self._bytes = 0
         self._puts = 0
@@ -87,7 +85,7 @@ class MemoryStore:
 
     def __len__(self) -> int:
         """Entries kept now, some of which may have expired."""
-        return self._entries + len(self._young) + len(self._old)
+        return self._entries + len(self._at_hand)
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any]:
         """Count every hit once; answers at once and never raises a StoreError."""
@@ -179,31 +177,20 @@ class MemoryStore:
 
     def _take_ledger(self, key: str, limits: Limits, now: int) -> Ledger | None:
         """A session's ledger, to be changed and kept; None where there is none, or it is to be forgotten."""
-        ledger = self._young.get(key)
-        if ledger is None:
-            ledger = self._old.pop(key, None)
+        ledger = self._at_hand.pop(key, None)
         if ledger is None:
             entry = self._take(self._find_shard(key), key, limits.idle_ms)
             ledger = Ledger(entry, now) if isinstance(entry, bytes) else None
-        if ledger is not None and ledger.is_over(limits, now):
-            self._young.pop(key, None)
-            ledger = None
-        return ledger
+        return None if ledger is None or ledger.is_over(limits, now) else ledger
 
     def _keep_ledger(self, key: str, ledger: Ledger, now: int) -> None:
-        """Have it at hand, in place of one of those that were not asked for of late; a large one is put away at once."""
-        if key in self._young:
-            if ledger.is_large():
-                self._put_away(key, self._young.pop(key), now)
-            return
-        if self._old:
-            self._put_away(*self._old.popitem(), now)
-        if ledger.is_large() or not self._at_hand:
+        """Have it at hand, in place of the one that was not asked for longest; a large one is put away at once."""
+        if ledger.is_large():
             self._put_away(key, ledger, now)
             return
-        self._young[key] = ledger
-        if len(self._young) >= self._at_hand:
-            self._young, self._old = self._old, self._young
+        self._at_hand[key] = ledger
+        if len(self._at_hand) > self._most_at_hand:
+            self._put_away(*self._at_hand.popitem(last=False), now)
 
     def _put_away(self, key: str, ledger: Ledger, now: int) -> None:
         self._put(self._find_shard(key), key, ledger.idle_ms, ledger.pack(), now)
