@@ -7,6 +7,7 @@ other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import takewhile
 from typing import Final, cast
@@ -14,7 +15,6 @@ from typing import Final, cast
 from msgspec import Raw, ValidationError, json
 
 from extproc.fingerprint import join_descriptors
-from extproc.memo import Memo
 from extproc.policy.bundle import BODY, UNSUPPORTED_KEYS, Session
 from extproc.request import Descriptor, HttpRequest, compile_descriptors
 from extproc.similarity.base import Memory
@@ -23,7 +23,6 @@ from extproc.similarity.loops import MAX_TURNS
 from extproc.windows import Push
 
 _DIGEST: Final = 8
-_MOST_KNOWN: Final = 2_048
 _LONGEST_KNOWN: Final = 256
 
 _decode_object = json.Decoder(dict[str, Raw]).decode
@@ -41,7 +40,6 @@ class SessionNames:
         keys = compile_descriptors([key for key in limit_keys if key not in UNSUPPORTED_KEYS])
         self._keys = list(keys)
         self._places = [(key.key, split_pointer(key.argument) if key.source == BODY else []) for key in keys]
-        self._known: list[Memo[str, str]] = [Memo(_MOST_KNOWN) for _ in keys]
         self._in_head = len(list(takewhile(lambda key: key.source != BODY, keys)))
         self.reads_body = self._in_head < len(keys)
 
@@ -67,27 +65,17 @@ class SessionNames:
             document: the body, None where nobody can look into it.
         """
         if values and values[-1] and len(values) <= self._in_head:
-            return self._hash(len(values) - 1, values[-1])
+            return hash_session(self._places[len(values) - 1][0], values[-1])
         fields: _Fields | None = None
         for place, value in enumerate(values):
-            _, pointer = self._places[place]
+            key, pointer = self._places[place]
             found = value
             if pointer:
                 fields = _Fields(document) if fields is None else fields
                 found = fields.find(pointer)
             if found:
-                return self._hash(place, found)
+                return hash_session(key, found)
         return ""
-
-    def _hash(self, place: int, value: str) -> str:
-        """What `hash_session` says, which sessions of late need not ask."""
-        known = self._known[place]
-        name = known.get(value)
-        if name is None:
-            name = hash_session(self._places[place][0], value)
-            if len(value) <= _LONGEST_KNOWN:
-                known.put(value, name)
-        return name
 
 
 class Rings(SessionNames):
@@ -112,7 +100,14 @@ class Rings(SessionNames):
 
 def hash_session(key: str, value: str) -> str:
     """What a session is called, by the limit key that names it and the value of that: 16 hex digits."""
+    return _recall(key, value) if len(value) <= _LONGEST_KNOWN else _hash(key, value)
+
+
+def _hash(key: str, value: str) -> str:
     return blake2b(join_descriptors([(key, value)]).encode("utf-8", "surrogateescape"), digest_size=_DIGEST).hexdigest()
+
+
+_recall: Final = lru_cache(maxsize=4096)(_hash)
 
 
 class _Fields:
