@@ -309,8 +309,9 @@ def test_a_session_is_judged_by_the_rules(moves: list[tuple[int, str, int, int]]
 def test_a_session_in_any_memory_is_judged_by_the_rules(
     moves: list[tuple[int, str, int, int]], limits: Limits, entries: int
 ) -> None:
-    """Whether none, one, two or all of their ledgers are at hand, sessions are told the same."""
+    """Whether none, one, two or all of their ledgers are at hand, sessions are told the same; the clock goes forward."""
     store = MemoryStore(Metrics(), entries)
+    moves = [(who, move, amount, abs(gap)) for who, move, amount, gap in moves]
 
     assert play(moves, limits, lambda asked, now: store.hit([asked], now)[0]) == play(moves, limits, Book().ask)
 

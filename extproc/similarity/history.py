@@ -38,7 +38,7 @@ _MOST_SPELLED: Final = 2**20
 
 _NAMED: Final = 16
 _MOST_KNOWN: Final = 8_192
-_LONGEST_KEY: Final = 256
+_LONGEST_KEY: Final = 512
 _MOST_CALLS: Final = 8
 _LONGEST_NAMES: Final = 256
 """So many messages are in a generation of those that are known, by themselves or, if they are longer, by a digest. None has

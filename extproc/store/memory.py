@@ -42,6 +42,8 @@ _AT_HAND: Final = 4_096
 _AT_HAND_SHARE: Final = 32
 """So many ledgers of sessions are kept unpacked, in a small store this part of its entries. They take 40 MB at most."""
 
+_LATELY_MS: Final = 60_000
+
 # A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never looks at it. Every entry but a log
 # begins with when it was last used, and until when it lasts whatever its lifetime says: where it began, for one of a session.
 _TIMES: Final = struct.Struct("<qq")
@@ -184,13 +186,19 @@ class MemoryStore:
         return None if ledger is None or ledger.is_over(limits, now) else ledger
 
     def _keep_ledger(self, key: str, ledger: Ledger, now: int) -> None:
-        """Have it at hand, in place of the one that was not asked for longest; a large one is put away at once."""
-        if ledger.is_large():
+        """Have it at hand, where there is room; a large one is put away at once."""
+        if ledger.is_large() or (len(self._at_hand) >= self._most_at_hand and not self._make_room(now)):
             self._put_away(key, ledger, now)
-            return
-        self._at_hand[key] = ledger
-        if len(self._at_hand) > self._most_at_hand:
-            self._put_away(*self._at_hand.popitem(last=False), now)
+        else:
+            self._at_hand[key] = ledger
+
+    def _make_room(self, now: int) -> bool:
+        """Put the ledger away that was not asked for longest; where even that was lately, none gains by changing places."""
+        oldest = next(iter(self._at_hand), None)
+        if oldest is None or now - self._at_hand[oldest].last < _LATELY_MS:
+            return False
+        self._put_away(oldest, self._at_hand.pop(oldest), now)
+        return True
 
     def _put_away(self, key: str, ledger: Ledger, now: int) -> None:
         self._put(self._find_shard(key), key, ledger.idle_ms, ledger.pack(), now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
@@ -191,6 +192,8 @@ def _check_all_counted(serving: Service, count: int) -> None:
 
 def run(*, quick: bool) -> list[Row]:
     """Measure the steps one by one, then whole streams against parsing alone."""
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)  # as the server does once it listens
     fixture = _Fixture(500 if quick else 2_000)
     rounds = 7 if quick else 25
     progress("engine: step by step", 1, 3)
