@@ -301,7 +301,6 @@ _HEAD: Final = struct.Struct("<QQQQQIIIIIIBBBBH")
 killed; and how much follows: identities, reservations, tools, bytes of their names."""
 
 _HEAD_SIZE: Final = _HEAD.size
-_LAST: Final = struct.Struct("<Q")
 _RESERVATION: Final = struct.Struct("<8s8sQQIIB")
 """The call's name and identity; when, how much; what to go back to if it is no step: ms since the step before it, consecutive
 blocks, and two bits: it was a retry; it was the first that had used up all tool calls."""
@@ -429,7 +428,7 @@ class Ledger:
         self.identities = state[start:end]
         start, end = end, end + reservations * _RESERVED
         self.open = state[start:end]
-        self._find_oldest()
+        self._note_oldest()
         start, end = end, end + tools * _COUNTED
         self.counts = state[start:end]
         start, end = end, end + names
@@ -617,11 +616,11 @@ class Ledger:
         while self.open and (len(self.open) > _OPEN * _RESERVED or now - self.oldest >= _OPEN_MS):
             _, reserve = _BEGUN.unpack_from(self.open, _IDENTITY + _IDENTITY)
             self.open = self.open[_RESERVED:]
-            self._find_oldest()
+            self._note_oldest()
             self.reserved -= reserve
             self._pay(reserve, reserve)
 
-    def _find_oldest(self) -> None:
+    def _note_oldest(self) -> None:
         if self.open:
             self.oldest, _ = _BEGUN.unpack_from(self.open, _IDENTITY + _IDENTITY)
 
@@ -629,7 +628,7 @@ class Ledger:
         """Settle the reservation that stands there."""
         _, identity, begun, reserve, quiet, blocks, bits = _RESERVATION.unpack_from(self.open, at)
         self.open = self.open[:at] + self.open[at + _RESERVED :]
-        self._find_oldest()
+        self._note_oldest()
         self.reserved -= reserve
         if asked.outcome == REFUSED:
             self._take_back(identity, begun, quiet, blocks, bits)

@@ -30,10 +30,6 @@ class Memo(Generic[Key, Value]):
                 self.put(key, found)
         return found
 
-    def clear(self) -> None:
-        """Forget all."""
-        self._young, self._old = {}, {}
-
     def put(self, key: Key, value: Value) -> None:
         """Know one more."""
         self._young[key] = value

@@ -17,6 +17,7 @@ from extproc.fingerprint import (
     compose,
     digest,
     hash_tenant,
+    identify,
     join_descriptors,
     normalize_path,
     write_head,
@@ -128,6 +129,19 @@ def test_composites_are_equal_exactly_when_requests_are(one: Parts, drawn: Parts
     other: Any = tuple(mine if same else theirs for mine, theirs, same in zip(one, drawn, take, strict=True))
 
     assert (_composite(*one) == _composite(*other)) == (_identity(one) == _identity(other))
+
+
+@given(REQUESTS, REQUESTS, st.tuples(*[st.booleans()] * 3))
+def test_a_retry_is_known_by_where_what_and_whose_it_is(one: Parts, drawn: Parts, take: tuple[bool, ...]) -> None:
+    """The same body to the same path in the same session has the same 8 bytes, and nothing else has."""
+    (session, path, _, body, _), (session_2, path_2, _, body_2, _) = one, drawn
+    other = path if take[0] else path_2, body if take[1] else body_2, session if take[2] else session_2
+
+    mine = path, body, session
+    names = [identify(write_head("POST", where, ""), NO_BODY.plus(what), whose) for where, what, whose in (mine, other)]
+
+    assert [len(name) for name in names] == [8, 8]
+    assert (names[0] == names[1]) == (mine == other)
 
 
 @pytest.mark.parametrize(

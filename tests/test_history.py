@@ -44,6 +44,12 @@ def read(shape: str, turns: Sequence[Did]) -> list[bytes]:
     return split(read_tool_calls(Document(json.dumps(SHAPES[shape](turns)).encode())).records)
 
 
+def forget() -> None:
+    """Have no message known."""
+    history._KNOWN._young.clear()
+    history._KNOWN._old.clear()
+
+
 @every_shape
 @given(_TURNS, st.booleans())
 def test_every_call_has_a_record_of_its_own(shape: str, turns: list[Any], repeat: bool) -> None:
@@ -185,7 +191,7 @@ def test_what_was_seen_of_late_changes_nothing(shape: str) -> None:
 
     first = [read(shape, turns) for turns in histories]
     again = [read(shape, turns) for turns in histories]
-    history._KNOWN.clear()
+    forget()
     fresh = [read(shape, turns) for turns in histories]
 
     assert first == again == fresh
@@ -209,7 +215,7 @@ def test_what_is_too_much_stays_too_much(count: int, arguments: list[Any]) -> No
 @pytest.mark.parametrize(("tool", "count", "known"), [("f", 8, 1), ("f", 9, 0), ("f" * 257, 1, 0)])
 def test_what_takes_much_room_is_not_remembered(tool: str, count: int, known: int) -> None:
     """Nobody fills the memory with long names, or with many calls; long arguments leave a digest behind."""
-    history._KNOWN.clear()
+    forget()
     calls = [{"id": f"{at}", "function": {"name": tool, "arguments": {"a": "x" * 9_000}}} for at in range(count)]
     body = json.dumps({"messages": [{"role": "assistant", "tool_calls": calls}]}).encode()
 

@@ -153,6 +153,21 @@ def test_a_refusal_says_which_limit_and_how_much_of_it() -> None:
     assert refused.immediate_response.details == "session_limit_exceeded"
 
 
+@pytest.mark.parametrize(
+    ("limits", "record"),
+    [({"max_steps": 1}, False), ({"max_steps": 9, "escalate": {"warn": {"max_steps": 2}}}, False), ({"max_steps": 9}, True)],
+    ids=["refused", "warned", "recorded"],
+)
+def test_a_request_of_a_session_is_named_as_by_a_detector(limits: dict[str, Any], record: bool) -> None:
+    """Whoever looks for a request by its fingerprint finds it, whatever the limits have made of it."""
+    service, detector = make_service(limited(**limits), record=record), policy("p", ANY, limit_keys=["header:x-team"])
+    send(service, [turns(0)])
+
+    found, expected = [metadata_of(ask(one, turns(2))) for one in (service, make_service(detector, record=True))]
+
+    assert found["fingerprint"] == expected["fingerprint"]
+
+
 def test_payment_required_says_what_clients_take_for_final() -> None:
     """With reject_status 402 the error has the code of a quota that is used up."""
     service = make_service(limited(max_steps=1, reject_status=402))
@@ -396,6 +411,7 @@ def test_a_request_that_cannot_be_narrowed_is_refused() -> None:
     refused = decoded(exchange(service, named, body(json.dumps(bedrock).encode()))[-1])
 
     assert (status(refused), told(refused)["limit"]) == (429, "max_tool_calls")
+    assert len(metadata_of(refused)["fingerprint"]) == 8
     assert sample(service, "unnarrowed_total", policy="agents", reason="no_choice") == 1
     assert sample(service, "requests_total", policy="agents", mode="enforce", action="reject") == 1
     assert sample(service, "requests_total", policy="agents", mode="enforce", action="allow") == 0

@@ -49,8 +49,7 @@ def _write_model(model: str) -> str:
     return f'","model":{json.encode(model).decode()},"reserve":'
 
 
-_before_price: Final = lru_cache(maxsize=1024)(_write_model)
-_spell: Final = bytes.hex
+_before_price: Final = lru_cache(maxsize=1024)(_write_model)  # not as a decorator, which compiled code looks up each time
 
 
 class Narrowing(NamedTuple):
@@ -276,7 +275,7 @@ class SessionGuard:
             model: that is asked.
             reserve: what it will cost, in nano-dollars.
         """
-        return f'{self._opening}{name}","call":"{_spell(call)}{_before_price(model)}{reserve}}}'
+        return f'{self._opening}{name}","call":"{call.hex()}{_before_price(model)}{reserve}}}'
 
     def judge(
         self, fingerprint: str, tenant: str, standing: Standing, calls: ToolCalls, grants: tuple[int, int, int]

@@ -24,6 +24,7 @@ from extproc.windows import Push
 
 _DIGEST: Final = 8
 _LONGEST_KNOWN: Final = 256
+"""So long a name of a session may be to be remembered, in characters; whoever sends longer ones fills no memory with them."""
 
 _decode_object = json.Decoder(dict[str, Raw]).decode
 

@@ -43,6 +43,7 @@ _AT_HAND_SHARE: Final = 32
 """So many ledgers of sessions are kept unpacked, in a small store this part of its entries. They take 40 MB at most."""
 
 _LATELY_MS: Final = 60_000
+"""Who has let a request through within this time keeps its place: with more sessions at once, all would only change places."""
 
 # A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never looks at it. Every entry but a log
 # begins with when it was last used, and until when it lasts whatever its lifetime says: where it began, for one of a session.
