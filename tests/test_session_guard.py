@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from time import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from extproc.access_log import Entry
 from extproc.admin.sessions import list_sessions, merge_sessions
 from extproc.cli import main
+from extproc.guards.override import BLOCK, Override, Overrides, Target
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.policy.bundle import BUDGET_KEYS
 from extproc.rates import Usage
@@ -166,6 +168,15 @@ def test_a_request_of_a_session_is_named_as_by_a_detector(limits: dict[str, Any]
     found, expected = [metadata_of(ask(one, turns(2))) for one in (service, make_service(detector, record=True))]
 
     assert found["fingerprint"] == expected["fingerprint"]
+
+
+def test_an_order_about_a_fingerprint_holds_for_a_session() -> None:
+    """Where a policy has limits of sessions alone, one request can be told from others to be blocked."""
+    service, now = make_service(limited(max_steps=9), record=True), time()
+    fingerprint = metadata_of(ask(service, turns(2)))["fingerprint"]
+    service.overrides = Overrides([Override("o", BLOCK, Target(fingerprint=fingerprint), "", now, now + 60, "", "")])
+
+    assert send(service, [turns(2), turns(3)]) == [429, 200]
 
 
 def test_payment_required_says_what_clients_take_for_final() -> None:
