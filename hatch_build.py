@@ -41,6 +41,11 @@ _NO_COMPILER = 3
 _PROBE = "#include <Python.h>\nPyObject *PyInit_probe(void) { return NULL; }\n"
 
 
+_FLAGS = ["-fvisibility=hidden", "-fno-plt"]
+"""These, and -O2 in place of -O3, keep the code small and its calls direct. A request runs through more code than the innermost
+cache of a processor holds, so that without them it takes a tenth more time."""
+
+
 class NoCompilerError(Exception):
     """C cannot be compiled here; the message is what the attempt brought."""
 
@@ -137,13 +142,17 @@ def _main(folder: Path, modules: Sequence[str]) -> None:
     probe = folder / "probe.c"
     probe.write_text(_PROBE)
     try:
-        _build([Extension("probe", [str(probe)])], folder / "probe")
+        _build([Extension("probe", [str(probe)], extra_compile_args=_FLAGS)], folder / "probe")
     except (BaseError, CCompilerError) as error:
         print(error)
         sys.exit(_NO_COMPILER)
     # Types are checked by `make check`, with its settings and with what Loopguard depends on; none of that is here.
     options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
-    extensions = mypycify([*options, *modules], debug_level="0", group_name="extproc", target_dir=str(folder / "c"))
+    extensions = mypycify(
+        [*options, *modules], opt_level="2", debug_level="0", group_name="extproc", target_dir=str(folder / "c")
+    )
+    for extension in extensions:
+        extension.extra_compile_args += _FLAGS
     _build(extensions, folder)
 
 
