@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from typing import Final, TypeAlias
 
+from extproc.recent import Used
 from extproc.windows import Hit
 
 LIMITS: Final = (
@@ -306,11 +307,9 @@ _RESERVATION: Final = struct.Struct("<8s8sQQIIB")
 blocks, and two bits: it was a retry; it was the first that had used up all tool calls."""
 
 _RESERVED: Final = _RESERVATION.size
+_Reservation: TypeAlias = tuple[bytes, bytes, int, int, int, int, int]
 _RETRY: Final = 1
 _NARROWED: Final = 2
-
-_BEGUN: Final = struct.Struct("<QQ")
-"""The part of a reservation that says when and how much."""
 
 _TOOL: Final = struct.Struct(">4sI")
 _COUNTED: Final = _TOOL.size
@@ -353,14 +352,13 @@ def enter(roster: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
     return _ROSTER.pack(now, began, count + room), room
 
 
-class Ledger:
+class Ledger(Used):
     """A session's, unpacked.
 
     Attributes:
         idle_ms: how long it is kept, as the limits said last; what is not listed here is as `Standing` has it.
-        oldest: when the oldest reservation was made.
         narrowed_at: how many tool calls there were when a request was let through that had used up all of them; or 0.
-        identities: of the newest steps, oldest first.
+        identities: of the newest steps, oldest first; no two are equal.
         open: reservations, oldest first.
         counts: a digest and a number for each tool.
         names: theirs, each behind its length.
@@ -381,7 +379,6 @@ class Ledger:
         "last",
         "names",
         "narrowed_at",
-        "oldest",
         "open",
         "records",
         "reserved",
@@ -392,11 +389,13 @@ class Ledger:
     def __init__(self, state: bytes | None, now: int) -> None:
         """What is stored, or a fresh one."""
         self.idle_ms = 0
-        self.last = self.began = self.oldest = now
+        self.last = self.began = now
         self.cost = self.estimated = self.reserved = 0
         self.steps = self.tool_calls = self.narrowed_at = 0
         self.blocks = self.consecutive_blocks = self.consecutive_errors = self.killed = 0
-        self.identities = self.open = self.counts = self.names = self.records = b""
+        self.identities: dict[bytes, None] = {}
+        self.open: list[_Reservation] = []
+        self.counts = self.names = self.records = b""
         if state is not None:
             self._unpack(state)
 
@@ -425,10 +424,9 @@ class Ledger:
         ) = _HEAD.unpack_from(state)
         start = _HEAD_SIZE
         end = start + identities * _IDENTITY
-        self.identities = state[start:end]
+        self.identities = dict.fromkeys([state[at : at + _IDENTITY] for at in range(start, end, _IDENTITY)])
         start, end = end, end + reservations * _RESERVED
-        self.open = state[start:end]
-        self._note_oldest()
+        self.open = list(_RESERVATION.iter_unpack(state[start:end]))
         start, end = end, end + tools * _COUNTED
         self.counts = state[start:end]
         start, end = end, end + names
@@ -450,12 +448,13 @@ class Ledger:
             self.consecutive_blocks,
             self.consecutive_errors,
             self.killed,
-            len(self.identities) // _IDENTITY,
-            len(self.open) // _RESERVED,
+            len(self.identities),
+            len(self.open),
             len(self.counts) // _COUNTED,
             len(self.names),
         )
-        return b"".join((head, self.identities, self.open, self.counts, self.names, self.records))
+        reservations = [_RESERVATION.pack(*reservation) for reservation in self.open]
+        return b"".join([head, *self.identities, *reservations, self.counts, self.names, self.records])
 
     def is_over(self, limits: Limits, now: int) -> bool:
         """The session has been quiet for so long that it is forgotten."""
@@ -476,7 +475,7 @@ class Ledger:
         self.idle_ms = asked.limits.idle_ms
         if asked.calls:
             self._learn(asked)
-        retry = _find(self.identities, asked.identity, _IDENTITY) >= 0
+        retry = asked.identity in self.identities
         limit, used, allowed, tool = self._judge(asked, retry)
         if limit:
             self._block(asked.limits)
@@ -488,9 +487,10 @@ class Ledger:
     def settle(self, asked: Settlement, now: int) -> Standing:
         """Close a call, once: what is not open any more, or was never, changes nothing."""
         self.idle_ms = asked.limits.idle_ms
-        at = _find(self.open, asked.call, _RESERVED)
-        if at >= 0:
-            self._close(at, asked)
+        for place in range(len(self.open)):
+            if self.open[place][0] == asked.call:
+                self._close(self.open.pop(place), asked)
+                break
         self._close_old(now)
         return self._describe(now, 0, 0, 0, b"", False, False)
 
@@ -596,7 +596,9 @@ class Ledger:
         limits = asked.limits
         if not retry:
             self.steps = min(self.steps + 1, _MAX)
-            self.identities = (self.identities + asked.identity)[-_IDENTITIES * _IDENTITY :]
+            self.identities[asked.identity] = None
+            if len(self.identities) > _IDENTITIES:
+                del self.identities[next(iter(self.identities))]
         bits = _RETRY if retry else 0
         if not limits.narrows or self.tool_calls < grant(limits.tool_calls, asked.grants[1]):
             self.narrowed_at = 0
@@ -604,31 +606,21 @@ class Ledger:
             self.narrowed_at = self.tool_calls
             bits += _NARROWED
         reserve, quiet = min(asked.reserve, MAX_RESERVE), min(max(0, now - self.last), _MAX)
-        if not self.open:
-            self.oldest = now
-        self.open += _RESERVATION.pack(asked.call, asked.identity, now, reserve, quiet, self.consecutive_blocks, bits)
+        self.open.append((asked.call, asked.identity, now, reserve, quiet, self.consecutive_blocks, bits))
         self.reserved += reserve
         self.consecutive_blocks = 0
         self.last = now
 
     def _close_old(self, now: int) -> None:
         """What nobody has settled in time costs what was reserved."""
-        while self.open and (len(self.open) > _OPEN * _RESERVED or now - self.oldest >= _OPEN_MS):
-            _, reserve = _BEGUN.unpack_from(self.open, _IDENTITY + _IDENTITY)
-            self.open = self.open[_RESERVED:]
-            self._note_oldest()
+        while self.open and (len(self.open) > _OPEN or now - self.open[0][2] >= _OPEN_MS):
+            reserve = self.open.pop(0)[3]
             self.reserved -= reserve
             self._pay(reserve, reserve)
 
-    def _note_oldest(self) -> None:
-        if self.open:
-            self.oldest, _ = _BEGUN.unpack_from(self.open, _IDENTITY + _IDENTITY)
-
-    def _close(self, at: int, asked: Settlement) -> None:
-        """Settle the reservation that stands there."""
-        _, identity, begun, reserve, quiet, blocks, bits = _RESERVATION.unpack_from(self.open, at)
-        self.open = self.open[:at] + self.open[at + _RESERVED :]
-        self._note_oldest()
+    def _close(self, reservation: _Reservation, asked: Settlement) -> None:
+        """Settle a reservation, which is open no more."""
+        _, identity, begun, reserve, quiet, blocks, bits = reservation
         self.reserved -= reserve
         if asked.outcome == REFUSED:
             self._take_back(identity, begun, quiet, blocks, bits)
@@ -651,11 +643,9 @@ class Ledger:
             self.last -= quiet
         if bits & _NARROWED:
             self.narrowed_at = 0
-        at = _find(self.identities, identity, _IDENTITY)
         if not bits & _RETRY:
             self.steps -= 1
-            if at >= 0:
-                self.identities = self.identities[:at] + self.identities[at + _IDENTITY :]
+            self.identities.pop(identity, None)
 
     def _describe(  # noqa: PLR0913  # what the ledger does not hold
         self,

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import itertools
 import struct
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from time import monotonic_ns
 from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
 
 from extproc.errors import UsageError
 from extproc.ledger import Ledger, Limits, Question, Settlement, Standing, Step, enter
 from extproc.metrics import Metrics
+from extproc.recent import Recent
 from extproc.settings import Settings
 from extproc.store.boards import MemoryBoards
 from extproc.store.orders import MemoryOrders, Orders
@@ -40,7 +40,7 @@ _MEAN_BYTES: Final = 256
 
 _AT_HAND: Final = 4_096
 _AT_HAND_SHARE: Final = 32
-"""So many ledgers of sessions are kept unpacked, in a small store this part of its entries. They take 40 MB at most."""
+"""So many ledgers of sessions are kept unpacked, in a small store this part of its entries. They take 80 MB at most."""
 
 _LATELY_MS: Final = 60_000
 """Who has let a request through within this time keeps its place: with more sessions at once, all would only change places."""
@@ -51,12 +51,14 @@ _TIMES: Final = struct.Struct("<qq")
 _TALLY: Final = struct.Struct("<qqqI")
 _MAX_COUNT: Final = 2**32 - 1
 
+_monotonic_ns: Final = monotonic_ns  # a constant of the module, compiled, is had at once
+
 _Entry: TypeAlias = bytes | bytearray
 _Shard: TypeAlias = dict[int, dict[str, _Entry]]  # lifetime in ms -> key -> entry
 
 
 def _read_clock() -> int:
-    return time.monotonic_ns() // 1_000_000
+    return _monotonic_ns() // 1_000_000
 
 
 class MemoryStore:
@@ -75,7 +77,7 @@ class MemoryStore:
         self._clock = clock
         self._max_entries = max_entries
         self._shards: list[_Shard] = [{} for _ in range(max(1, max_entries // _SHARD_ENTRIES))]
-        self._at_hand: OrderedDict[str, Ledger] = OrderedDict()  # unpacked, the least recently used first
+        self._at_hand: Recent[str, Ledger] = Recent()  # unpacked
         self._most_at_hand = min(_AT_HAND, max_entries // _AT_HAND_SHARE)
         self._entries = 0
         self._bytes = 0
@@ -88,7 +90,7 @@ class MemoryStore:
 
     def __len__(self) -> int:
         """Entries kept now, some of which may have expired."""
-        return self._entries + len(self._at_hand)
+        return self._entries + len(self._at_hand.kept)
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any]:
         """Count every hit once; answers at once and never raises a StoreError."""
@@ -180,25 +182,35 @@ class MemoryStore:
 
     def _take_ledger(self, key: str, limits: Limits, now: int) -> Ledger | None:
         """A session's ledger, to be changed and kept; None where there is none, or it is to be forgotten."""
-        ledger = self._at_hand.pop(key, None)
+        ledger = self._at_hand.use(key)
         if ledger is None:
             entry = self._take(self._find_shard(key), key, limits.idle_ms)
-            ledger = Ledger(entry, now) if isinstance(entry, bytes) else None
-        return None if ledger is None or ledger.is_over(limits, now) else ledger
+            if not isinstance(entry, bytes):
+                return None
+            ledger = Ledger(entry, now)
+        if not ledger.is_over(limits, now):
+            return ledger
+        self._at_hand.kept.pop(key, None)
+        return None
 
     def _keep_ledger(self, key: str, ledger: Ledger, now: int) -> None:
         """Have it at hand, where there is room; a large one is put away at once."""
-        if ledger.is_large() or (len(self._at_hand) >= self._most_at_hand and not self._make_room(now)):
+        at_hand = self._at_hand.kept
+        if key in at_hand:
+            if ledger.is_large():
+                self._put_away(key, at_hand.pop(key), now)
+        elif ledger.is_large() or (len(at_hand) >= self._most_at_hand and not self._make_room(now)):
             self._put_away(key, ledger, now)
         else:
-            self._at_hand[key] = ledger
+            self._at_hand.put(key, ledger)
 
     def _make_room(self, now: int) -> bool:
         """Put the ledger away that was not asked for longest; where even that was lately, none gains by changing places."""
-        oldest = next(iter(self._at_hand), None)
-        if oldest is None or now - self._at_hand[oldest].last < _LATELY_MS:
+        at_hand = self._at_hand.kept
+        quietest = self._at_hand.find_quietest() if at_hand else ""
+        if not at_hand or now - at_hand[quietest].last < _LATELY_MS:
             return False
-        self._put_away(oldest, self._at_hand.pop(oldest), now)
+        self._put_away(quietest, at_hand.pop(quietest), now)
         return True
 
     def _put_away(self, key: str, ledger: Ledger, now: int) -> None:
