@@ -15,6 +15,7 @@ from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, ide
 from extproc.guards.loop import Detector
 from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Overrides, find_kill, find_kind, sum_grants
 from extproc.guards.session import KILLED, MAX_INSPECT_BYTES, NO_CALLS, NO_GRANTS, WITHIN, Narrowing, SessionGuard
+from extproc.guards.session_names import SessionNames
 from extproc.ledger import LIMITS, REFUSED, Settlement, Standing, Step
 from extproc.plan import Plan
 from extproc.prices import read_model
@@ -69,7 +70,20 @@ class Sealing:
         scope: attachment name.
     """
 
-    __slots__ = ("_body", "_caller", "_names", "body", "document", "head", "path", "scope", "unreadable")
+    __slots__ = (
+        "_body",
+        "_caller",
+        "_looked",
+        "_names",
+        "_session",
+        "_values",
+        "body",
+        "document",
+        "head",
+        "path",
+        "scope",
+        "unreadable",
+    )
 
     def __init__(  # noqa: PLR0913  # all that is known of a request
         self, path: str, head: str, body: Body, document: Document | None, unreadable: str, scope: str
@@ -78,6 +92,9 @@ class Sealing:
         self._body: Body | None = None
         self._caller = ""
         self._names = ("", "", "", "")
+        self._values: Sequence[str] | None = None
+        self._looked: Document | None = None
+        self._session = ""
         self.path = path
         self.head = head
         self.body = body
@@ -93,6 +110,18 @@ class Sealing:
             self._body, self._caller = body, caller
             self._names = composite, fingerprint, check, hash_tenant(caller)
         return self._names
+
+    def find_tenant(self, caller: str) -> str:
+        """Hash of the descriptors, which mostly are those of the candidate before."""
+        tenant = self._names[3]
+        return tenant if tenant and caller == self._caller else hash_tenant(caller)
+
+    def find_session(self, names: SessionNames, values: Sequence[str], document: Document | None) -> str:
+        """See `SessionNames.find`; all candidates of a policy that look in the same places share what was read."""
+        if values is not self._values or document is not self._looked:
+            self._session = names.find(values, document)
+            self._values, self._looked = values, document
+        return self._session
 
     def inspect(self, most: int) -> Document:
         """The document, where it is small enough for a guard that looks into so many bytes.
@@ -286,7 +315,7 @@ class LoopCandidate(Candidate):
             body = NO_BODY
         elif detector.looks:
             document = sealing.inspect(detector.max_inspect_bytes)
-            self._compare(document)
+            self._compare(sealing, document)
             self.subject = detector.similarity.find_subject(document)
             if self.compared is not None:
                 body = NO_BODY.plus(self.compared)
@@ -314,10 +343,10 @@ class LoopCandidate(Candidate):
             raise TypeError("a hit is answered with a count")
         return self.detector.judge(self.fingerprint, self.tenant, count, self.subject, self.repeat)
 
-    def _compare(self, document: Document) -> None:
+    def _compare(self, sealing: Sealing, document: Document) -> None:
         similarity, rings = self.detector.similarity, self.plan.rings
         if similarity.remembers and rings is not None and not self.is_anonymous:
-            self.session = rings.find(self._in_head, document)
+            self.session = sealing.find_session(rings, self._in_head, document)
         if self.session:
             self.compared, self.repeat, self.memory = similarity.compare_in_session(document)
         else:
@@ -389,12 +418,12 @@ class SessionCandidate(Candidate):
             self._read_body_descriptors(sealing.inspect(MAX_INSPECT_BYTES), missing)
         body = sealing.body
         self.body_crc32 = body.crc32
-        self.tenant = hash_tenant(self.caller)
+        self.tenant = sealing.find_tenant(self.caller)
         self._sealing = sealing
         if self._standing is not None:
             self.name_request()
         document = self._open(sealing)
-        self.session = "" if self.is_anonymous else self.limiter.names.find(self._in_head, document)
+        self.session = "" if self.is_anonymous else sealing.find_session(self.limiter.names, self._in_head, document)
         self._look_up()
         if not self.session:
             raise NotCounted("no_session")
@@ -403,9 +432,7 @@ class SessionCandidate(Candidate):
         self.reserve = self.limiter.rates.estimate(self.model, body.length, 0)
         self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
         self.hit = self.limiter.make_step(
-            sealing.scope,
-            self.tenant,
-            self._renew(self.session),
+            self.limiter.find_keys(sealing.scope, self.tenant, self._renew(self.session)),
             self.call if self._unknown else identify(sealing.head, body, self.session),
             self.call,
             self.reserve,

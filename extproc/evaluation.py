@@ -100,7 +100,8 @@ class Lane:
             session = plan.read_session(request)
             self.candidates += [LoopCandidate(plan, detector, values, joined, session) for detector in plan.detectors]
             if plan.limiter is not None:
-                self._limit(plan, plan.limiter, request, values, joined)
+                named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request)
+                self._limit(plan, plan.limiter, values, joined, named)
         except NotCounted as why:
             self._leave_out(plan, "", why.reason)
             return False
@@ -110,10 +111,10 @@ class Lane:
         return True
 
     def _limit(
-        self, plan: Plan, limiter: SessionGuard, request: HttpRequest, values: list[tuple[str, str]], joined: str
+        self, plan: Plan, limiter: SessionGuard, values: list[tuple[str, str]], joined: str, session: Sequence[str]
     ) -> None:
         """Make the plan's session guard a candidate."""
-        candidate = SessionCandidate(plan, limiter, values, joined, limiter.names.read(request))
+        candidate = SessionCandidate(plan, limiter, values, joined, session)
         self.candidates.append(candidate)
         self.sessions = [*self.sessions, candidate]
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from hashlib import blake2b
+from struct import Struct
 from typing import Final
 from zlib import adler32, crc32
+
+from extproc.memo import Memo
 
 MAX_TARGET = 65_536
 """Longest path with query that is fingerprinted, in bytes (Envoy's own default for all headers together is 60 KiB)."""
@@ -38,6 +40,12 @@ _crc32: Final = crc32
 _adler32: Final = adler32
 
 _WORD: Final = 2**32 - 1
+_IDENTITY: Final = Struct(">II")
+
+_LONGEST_KNOWN: Final = 2_048
+_SUMS: Final[Memo[str, int]] = Memo(512)
+_TENANTS: Final[Memo[str, str]] = Memo(512)
+"""What most requests have from one before, none of it longer than that, in characters."""
 
 
 class Body:
@@ -146,14 +154,27 @@ def digest(composite: str, body: Body) -> tuple[str, str]:
 
 def identify(head: str, body: Body, session: str) -> bytes:
     """What tells a request from the few before it, 8 bytes. The same in another session is another: they may share a ledger."""
-    told = _crc32(f"{head}{session}".encode("utf-8", "surrogateescape"), body.crc32)
-    return told.to_bytes(4, "big") + (body.adler32 ^ body.length & _WORD).to_bytes(4, "big")
+    return _IDENTITY.pack(_sum(head) ^ _sum(session) ^ body.crc32, body.adler32 ^ body.length & _WORD)
 
 
-@lru_cache(maxsize=1024)
+def _sum(text: str) -> int:
+    """CRC32 of a text, which most requests have from one before."""
+    known = _SUMS.get(text)
+    if known is None:
+        known = _crc32(text.encode("utf-8", "surrogateescape"))
+        if len(text) <= _LONGEST_KNOWN:
+            _SUMS.put(text, known)
+    return known
+
+
 def hash_tenant(descriptors: str) -> str:
     """blake2b-64 of the joined descriptors, 16 hex digits; requests of different tenants never share a key."""
-    return blake2b(descriptors.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+    known = _TENANTS.get(descriptors)
+    if known is None:
+        known = blake2b(descriptors.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+        if len(descriptors) <= _LONGEST_KNOWN:
+            _TENANTS.put(descriptors, known)
+    return known
 
 
 def _escape_path(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from extproc.fingerprint import is_too_long
 from extproc.guards.loop import Detector
 from extproc.guards.session import MAX_INSPECT_BYTES, SessionGuard
-from extproc.guards.session_names import Rings
+from extproc.guards.session_names import Rings, SessionNames
 from extproc.policy.bundle import BODY, EVERYBODY, UNSUPPORTED_KEYS, Bypass, LoopDetection, Policy, Session
 from extproc.policy.routes import copy_text, is_below
 from extproc.ramp import Ramp
@@ -73,6 +73,12 @@ def _compile_bypass(entry: Bypass) -> _BypassRule:
     return _BypassRule(entry.header, entry.pathExact, entry.pathPrefix, methods)
 
 
+def _make_names(session: Session, rings: Rings | None) -> SessionNames:
+    """Where limits look for the name of a session; a policy that looks in the same places for its rings looks once."""
+    keys = session.list_budget_keys()
+    return rings if rings is not None and keys == session.keys else SessionNames(keys)
+
+
 class Plan:
     """A policy with its guards.
 
@@ -123,14 +129,15 @@ class Plan:
         self._descriptors, self._body_descriptors = parts.find_descriptors(spec.all_limit_keys())
         self.tells_callers_apart = bool(self._descriptors or self._body_descriptors)
         self.reads_body = bool(self._body_descriptors)
-        self.limiter: SessionGuard | None = None
-        if spec.session_limits is not None:
-            session = spec.session or Session()
-            self.limiter = SessionGuard(self.id, spec.session_limits, session, shadow=shadow, namespace=namespace)
-        self.needs_body = self.reads_body or self.limiter is not None or any(detector.needs_body for detector in self.detectors)
         self.rings: Rings | None = None
         if spec.session is not None and any(detector.similarity.remembers for detector in self.detectors):
             self.rings = Rings(self.id, spec.session, namespace=namespace)
+        self.limiter: SessionGuard | None = None
+        if spec.session_limits is not None:
+            session = spec.session or Session()
+            names = _make_names(session, self.rings)
+            self.limiter = SessionGuard(self.id, spec.session_limits, session, names, shadow=shadow, namespace=namespace)
+        self.needs_body = self.reads_body or self.limiter is not None or any(detector.needs_body for detector in self.detectors)
         looking = [
             detector.max_inspect_bytes
             for detector in self.detectors

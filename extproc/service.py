@@ -665,8 +665,11 @@ class Stream:
         sessions = evaluation.sessions
         if not sessions or self._observed:
             return ""
-        calls = [session.describe_call() for session in sessions if session.is_let_through]
-        return f"[{','.join(calls)}]" if calls else ""
+        calls = ""
+        for session in sessions:
+            if session.is_let_through:
+                calls = f"{calls},{session.describe_call()}" if calls else session.describe_call()
+        return f"[{calls}]" if calls else ""
 
     def _describe(self, evaluation: Evaluation, decision: Decision) -> dict[str, Any]:
         """The dynamic metadata of the answer."""

@@ -13,7 +13,9 @@ import pytest
 from extproc.access_log import Entry
 from extproc.admin.sessions import list_sessions, merge_sessions
 from extproc.cli import main
+from extproc.fingerprint import hash_tenant
 from extproc.guards.override import BLOCK, Override, Overrides, Target
+from extproc.guards.session_names import hash_session
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.policy.bundle import BUDGET_KEYS
 from extproc.rates import Usage
@@ -307,6 +309,30 @@ def test_what_clients_send_anyway_names_a_session(key: str) -> None:
         return status(ask(service, turns(number, **fields), session=""))
 
     assert [once("a", 1), once("a", 2), once("b", 3), once("b", 4)] == [200, 429, 200, 429]
+
+
+@pytest.mark.parametrize("similarity", ["exact", "turns"])
+def test_each_policy_looks_for_the_name_of_a_session_in_its_own_places(similarity: str) -> None:
+    """What one policy has read of a request is no other's, also where a detector of it asks for the name as well."""
+    keys = {"first": "header:x-run", "second": "header:x-session-id", "third": "body:/run"}
+    policies = [policy(name, ANY, similarity=similarity, limit_keys=["header:x-team"]) for name in keys]
+    for made, key in zip(policies, keys.values(), strict=True):
+        made["spec"] |= {"session": {"keys": [key]}, "session_limits": {"max_steps": 9}}
+    service = make_service(*policies)
+
+    ask(service, turns(1, run="c"), session="b", x_run="a")
+
+    named = {run.policy: run.session for run in service.reporter.sessions.copy()}
+    assert named == {name: hash_session(key, value) for (name, key), value in zip(keys.items(), "abc", strict=True)}
+
+
+def test_whose_a_session_is_says_its_own_policy() -> None:
+    """A policy before it may tell callers apart by something else."""
+    service = make_service(policy("first", ANY, limit_keys=["header:x-user"]), limited(max_steps=9))
+
+    ask(service, turns(1), team="t", x_user="u")
+
+    assert [run.tenant for run in service.reporter.sessions.copy()] == [hash_tenant("x-team=t")]
 
 
 def test_agents_of_a_session_count_together() -> None:

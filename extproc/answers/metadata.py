@@ -5,9 +5,10 @@ The field is appended to the rest of a ProcessingResponse: a message's fields ma
 
 from __future__ import annotations
 
-from functools import lru_cache
 from struct import Struct
 from typing import Any, Final
+
+from extproc.memo import Memo
 
 NAMESPACE: Final = "loopguard"
 """Of the dynamic metadata that answers carry."""
@@ -37,6 +38,9 @@ _TAGS: Final = [bytes([number << 3 | _DELIMITED]) for number in range(_DYNAMIC_M
 _LENGTHS: Final = [bytes([length]) for length in range(_MORE)]
 _CONTINUED: Final = [bytes([length | _MORE]) for length in range(_MORE)]
 
+_BEFORE: Final[Memo[int, bytes]] = Memo(512)
+"""What stands before a text that is all of the metadata, by its length."""
+
 
 def write_metadata(metadata: dict[str, Any]) -> bytes:
     """The field of a ProcessingResponse that carries it, in our namespace.
@@ -50,15 +54,11 @@ def write_metadata(metadata: dict[str, Any]) -> bytes:
 def write_sessions(calls: str) -> bytes:
     """The same of `SESSIONS` alone, which is not empty."""
     text = calls.encode()
-    return _before_sessions(len(text)) + text
-
-
-def _write_before(length: int) -> bytes:
-    """What stands before a text that is all of the metadata; that depends on nothing but its length."""
-    return write_metadata({SESSIONS: "-" * length})[:-length]
-
-
-_before_sessions: Final = lru_cache(maxsize=1024)(_write_before)
+    before = _BEFORE.get(len(text))
+    if before is None:
+        before = write_metadata({SESSIONS: calls})[: -len(text)]
+        _BEFORE.put(len(text), before)
+    return before + text
 
 
 def _write_value(value: Any) -> bytes:  # noqa: ANN401  # what a Value can hold

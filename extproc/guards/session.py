@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from decimal import Decimal
-from functools import lru_cache
 from typing import Final, NamedTuple
 
 from msgspec import json
@@ -12,6 +11,7 @@ from msgspec import json
 from extproc.decision import Action, Advice, Framed, Outcome, Reason, RefusalForm
 from extproc.guards.session_names import SessionNames
 from extproc.ledger import LIMITS, NANO_DOLLARS, Limits, Standing, Step
+from extproc.memo import Memo
 from extproc.policy.bundle import Session
 from extproc.policy.session_limits import Notice, SessionLimits
 from extproc.policy.session_limits import Price as PolicyPrice
@@ -44,14 +44,6 @@ _WORDS: Final = {
 """What the limits count."""
 
 
-def _write_model(model: str) -> str:
-    """What stands between a call's name and its price in `describe_call`."""
-    return f'","model":{json.encode(model).decode()},"reserve":'
-
-
-_before_price: Final = lru_cache(maxsize=1024)(_write_model)  # not as a decorator, which compiled code looks up each time
-
-
 class Narrowing(NamedTuple):
     """Tools that a request must not offer any more.
 
@@ -62,6 +54,29 @@ class Narrowing(NamedTuple):
 
     every: bool
     tools: frozenset[str]
+
+
+class SessionKeys:
+    """Where the store keeps what is known of a session; never changed.
+
+    Attributes:
+        ledger: its own.
+        roster: of its tenant's sessions.
+        shared: the ledger of those of its tenant's sessions that are too many.
+    """
+
+    __slots__ = ("ledger", "roster", "shared")
+
+    def __init__(self, ledger: str, roster: str, shared: str) -> None:
+        """Keep them as given."""
+        self.ledger = ledger
+        self.roster = roster
+        self.shared = shared
+
+
+_KEYS: Final[Memo[tuple[str, str, str, str], SessionKeys]] = Memo(2_048)
+_MODELS: Final[Memo[str, str]] = Memo(512)
+"""Models as JSON. Most requests come from a session that is known, and ask a model that is."""
 
 
 class SessionSubject:
@@ -181,7 +196,9 @@ class SessionGuard:
         "steers",
     )
 
-    def __init__(self, policy: str, limits: SessionLimits, session: Session, *, shadow: bool, namespace: str) -> None:
+    def __init__(  # noqa: PLR0913  # what a policy says of it
+        self, policy: str, limits: SessionLimits, session: Session, names: SessionNames, *, shadow: bool, namespace: str
+    ) -> None:
         """Compile; every key starts with the namespace."""
         self.policy = policy
         self.name = self.similarity_name = DETECTOR
@@ -189,7 +206,7 @@ class SessionGuard:
         self.refuses_later = True
         self.shadow = shadow
         self.mode = "shadow" if shadow else "enforce"
-        self.names = SessionNames(session.list_budget_keys())
+        self.names = names
         self.limits = compile_limits(limits, session)
         self._fewest = min([limit for _, limit in self.limits.tools], default=0)  # calls that use up a tool
         self._unlimited = Limits(self.limits.idle_ms, self.limits.max_sessions, narrows=self.limits.narrows)
@@ -232,15 +249,25 @@ class SessionGuard:
         """Whether a key may be that of one of its ledgers."""
         return key.startswith(self._key)
 
-    def name_ledger(self, scope: str, tenant: str, session: str) -> str:
-        """The key of a session's ledger."""
-        return f"{self._key}{scope}:{session}:{tenant}"
+    def find_keys(self, scope: str, tenant: str, session: str) -> SessionKeys:
+        """Where a session is kept.
+
+        Args:
+            scope: attachment name.
+            tenant: hash of the descriptors.
+            session: hash of its name, or what takes the place of that since a release.
+        """
+        place = (self._key, scope, tenant, session)
+        keys = _KEYS.get(place)
+        if keys is None:
+            ledger, shared = f"{self._key}{scope}:{session}:{tenant}", f"{self._key}{scope}:{_SHARED}:{tenant}"
+            keys = SessionKeys(ledger, f"{self._roster}{scope}:{tenant}", shared)
+            _KEYS.put(place, keys)
+        return keys
 
     def make_step(  # noqa: PLR0913  # all that a ledger is told
         self,
-        scope: str,
-        tenant: str,
-        session: str,
+        keys: SessionKeys,
         identity: bytes,
         call: bytes,
         reserve: int,
@@ -252,9 +279,7 @@ class SessionGuard:
         """What the store is asked about a request.
 
         Args:
-            scope: attachment name.
-            tenant: hash of the descriptors.
-            session: hash of its name, or what takes the place of that since a release.
+            keys: of the session.
             identity: digest of the request, 8 bytes.
             call: name of it, 8 bytes.
             reserve: what it will cost, in nano-dollars.
@@ -262,9 +287,9 @@ class SessionGuard:
             grants: from `sum_grants`.
             allowed: an operator has ordered that it is let through.
         """
-        key, shared = self.name_ledger(scope, tenant, session), self.name_ledger(scope, tenant, _SHARED)
-        roster, limits = f"{self._roster}{scope}:{tenant}", self._unlimited if allowed else self.limits
-        return Step(key, roster, shared, limits, identity, call, reserve, calls.records, calls.tools, grants)
+        limits = self._unlimited if allowed else self.limits
+        ledger, roster, shared = keys.ledger, keys.roster, keys.shared
+        return Step(ledger, roster, shared, limits, identity, call, reserve, calls.records, calls.tools, grants)
 
     def describe_call(self, name: str, call: bytes, model: str, reserve: int) -> str:
         """What an entry of the access log has to repeat, so that it is known whose call it is about, as JSON.
@@ -275,7 +300,7 @@ class SessionGuard:
             model: that is asked.
             reserve: what it will cost, in nano-dollars.
         """
-        return f'{self._opening}{name}","call":"{call.hex()}{_before_price(model)}{reserve}}}'
+        return f'{self._opening}{name}","call":"{call.hex()}","model":{_write_model(model)},"reserve":{reserve}}}'
 
     def judge(
         self, fingerprint: str, tenant: str, standing: Standing, calls: ToolCalls, grants: tuple[int, int, int]
@@ -375,6 +400,14 @@ def compile_limits(limits: SessionLimits, session: Session) -> Limits:
         blocks=_or_none(breaker.consecutive_blocks if breaker is not None else None),
         errors=_or_none(breaker.consecutive_errors if breaker is not None else None),
     )
+
+
+def _write_model(model: str) -> str:
+    known = _MODELS.get(model)
+    if known is None:
+        known = json.encode(model).decode()
+        _MODELS.put(model, known)
+    return known
 
 
 def _or_none(limit: int | None) -> int:

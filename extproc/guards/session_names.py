@@ -7,7 +7,6 @@ other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from hashlib import blake2b
 from itertools import takewhile
 from typing import Final, cast
@@ -15,6 +14,7 @@ from typing import Final, cast
 from msgspec import Raw, ValidationError, json
 
 from extproc.fingerprint import join_descriptors
+from extproc.memo import Memo
 from extproc.policy.bundle import BODY, UNSUPPORTED_KEYS, Session
 from extproc.request import Descriptor, HttpRequest, compile_descriptors
 from extproc.similarity.base import Memory
@@ -25,6 +25,8 @@ from extproc.windows import Push
 _DIGEST: Final = 8
 _LONGEST_KNOWN: Final = 256
 """So long a name of a session may be to be remembered, in characters; whoever sends longer ones fills no memory with them."""
+
+_KNOWN: Final[Memo[tuple[str, str], str]] = Memo(2_048)
 
 _decode_object = json.Decoder(dict[str, Raw]).decode
 
@@ -101,14 +103,13 @@ class Rings(SessionNames):
 
 def hash_session(key: str, value: str) -> str:
     """What a session is called, by the limit key that names it and the value of that: 16 hex digits."""
-    return _recall(key, value) if len(value) <= _LONGEST_KNOWN else _hash(key, value)
-
-
-def _hash(key: str, value: str) -> str:
-    return blake2b(join_descriptors([(key, value)]).encode("utf-8", "surrogateescape"), digest_size=_DIGEST).hexdigest()
-
-
-_recall: Final = lru_cache(maxsize=4096)(_hash)
+    known = _KNOWN.get((key, value))
+    if known is None:
+        joined = join_descriptors([(key, value)])
+        known = blake2b(joined.encode("utf-8", "surrogateescape"), digest_size=_DIGEST).hexdigest()
+        if len(value) <= _LONGEST_KNOWN:
+            _KNOWN.put((key, value), known)
+    return known
 
 
 class _Fields:
