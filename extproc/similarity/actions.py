@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
 from itertools import islice
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from extproc.similarity.document import Json, NotJson, decode_json, write_canonical
+from extproc.memo import Memo
+from extproc.similarity.document import Json, NotJson, count_left, decode_json, write_canonical
 from extproc.similarity.shapes.contents import read_arguments, unpack
 from extproc.similarity.shapes.messages import CALL, TEXT, Part
 
@@ -57,6 +57,11 @@ _THOUGHT_TAGS = ("think", "thinking", "thought", "thoughts", "reasoning", "refle
 _MAX_MARKED = 65_536
 """In a longer text nobody looks for an action, in characters: it is compared as it is."""
 
+_LONGEST_KNOWN = 768
+_MOST_KNOWN = 4_096
+"""So many texts are in a generation of those whose actions are known, none of which has more bytes. They take 3 KB each at
+most, and 25 MB in all if somebody means ill. JSON of so few bytes is not nested too deeply, wherever it is decoded."""
+
 _TRIES = 8
 """So many beginnings of something that turn out to be none are looked at, so that a text of nothing else takes no time."""
 
@@ -90,16 +95,20 @@ class Action(NamedTuple):
         names: of the tools, or the first word of a text action; empty where it does nothing but speak.
         spelled: all of it in one spelling: equal bytes, equal actions.
         places: of the calls in `spelled`, by id, or by number where they have none; empty where none is made.
-        mark: bytes that no request spells otherwise, unless it escapes what need not be escaped; empty where there are none.
+        first: of the calls, as in `spelled`.
     """
 
     names: tuple[str, ...]
     spelled: bytes
     places: dict[str, int]
-    mark: bytes
+    first: bytes = b""
 
 
-def read_action(parts: list[Part], ignored: Collection[str]) -> Action:
+_KNOWN: Final[Memo[tuple[frozenset[str], bytes], tuple[str, bytes]]] = Memo(_MOST_KNOWN)
+"""The actions in texts, by the arguments that are thoughts and the text: a history comes again with each request."""
+
+
+def read_action(parts: list[Part], ignored: frozenset[str]) -> Action:
     """What a message of the assistant's does.
 
     Args:
@@ -115,21 +124,25 @@ def read_action(parts: list[Part], ignored: Collection[str]) -> Action:
     texts = [unpack(part.value) for part in parts if part.kind == TEXT]
     others = [write_canonical(unpack(part.value)) for part in parts if part.kind not in {TEXT, CALL}]
     name, spelled = read_text_action("\n".join([text for text in texts if isinstance(text, str)]), ignored)
-    spelled = _SEPARATOR.join([spelled, *others])
-    return Action((name,) if name else (), spelled, {}, _mark_in_text(spelled))
+    return Action((name,) if name else (), _SEPARATOR.join([spelled, *others]), {})
 
 
-def _read_calls(calls: list[Part], ignored: Collection[str]) -> Action:
+def _read_calls(calls: list[Part], ignored: frozenset[str]) -> Action:
     """Calls made at once: a set, whose order and duplicates do not matter."""
     if len(calls) == 1:
         call = calls[0]
         one = spell_call(call, ignored)
-        return Action((call.name[:MAX_NAME],), one, {call.id or number_id(0): 0}, _mark_in(one))
+        return Action((call.name[:MAX_NAME],), one, {call.id or number_id(0): 0}, one)
     spelled = [spell_call(call, ignored) for call in calls]
     unique = {call: place for place, call in enumerate(sorted(set(spelled)))}
     names = dict.fromkeys([name for _, name in sorted(zip(spelled, [call.name[:MAX_NAME] for call in calls], strict=True))])
     places = {call.id or number_id(number): unique[spelled[number]] for number, call in enumerate(calls)}
-    return Action(tuple(names), _SEPARATOR.join(unique), places, _mark_in(spelled[0]))
+    return Action(tuple(names), _SEPARATOR.join(unique), places, spelled[0])
+
+
+def find_mark(action: Action) -> bytes:
+    """Bytes that no request spells otherwise, unless it escapes what need not be escaped; empty where there are none."""
+    return _mark_in(action.first) if action.places else _mark_in_text(action.spelled)
 
 
 def _mark_in(call: bytes) -> bytes:
@@ -150,7 +163,7 @@ def number_id(number: int) -> str:
     return f"\0{number}"
 
 
-def spell_call(call: Part, ignored: Collection[str]) -> bytes:
+def spell_call(call: Part, ignored: frozenset[str]) -> bytes:
     """A call in one spelling: its tool, and its arguments without thoughts."""
     value = read_arguments(call.value)
     if isinstance(value, dict) and not value.keys().isdisjoint(ignored):
@@ -158,7 +171,7 @@ def spell_call(call: Part, ignored: Collection[str]) -> bytes:
     return call.name.encode() + _SEPARATOR + write_canonical(value)
 
 
-def _without_thoughts(value: dict[str, Json], name: str, ignored: Collection[str]) -> dict[str, Json]:
+def _without_thoughts(value: dict[str, Json], name: str, ignored: frozenset[str]) -> dict[str, Json]:
     left = {key: item for key, item in value.items() if key not in ignored}
     if not left:
         lower = name.lower()
@@ -167,8 +180,24 @@ def _without_thoughts(value: dict[str, Json], name: str, ignored: Collection[str
     return left
 
 
-def read_text_action(text: str, ignored: Collection[str]) -> tuple[str, bytes]:
-    """The first word of the action in a text, and the action in one spelling; no word where there is none but the text."""
+def read_text_action(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
+    """The first word of the action in a text, and the action in one spelling; no word where there is none but the text.
+
+    One that was read of late is known, but for one with bounded numbers.
+    """
+    if len(text) > _LONGEST_KNOWN:
+        return _read_text(text, ignored)
+    key = ignored, text.encode()
+    found = _KNOWN.get(key)
+    if found is None:
+        _, fractions = count_left()
+        found = _read_text(text, ignored)
+        if len(key[1]) <= _LONGEST_KNOWN and count_left()[1] == fractions:
+            _KNOWN.put(key, found)
+    return found
+
+
+def _read_text(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
     if len(text) > _MAX_MARKED:
         return "", _TEXT + _SEPARATOR + _fold(text)
     text = _cut_thoughts(text).strip() or text.strip()
@@ -179,7 +208,7 @@ def read_text_action(text: str, ignored: Collection[str]) -> tuple[str, bytes]:
     return _read_marked(text, ignored) or ("", _TEXT + _SEPARATOR + _fold(text))
 
 
-def _read_marked(text: str, ignored: Collection[str]) -> tuple[str, bytes] | None:
+def _read_marked(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | None:
     """The action that is marked as one in a text."""
     fence = _last_fence(text) if _FENCE in text else None
     tags = _tags(text) if "</" in text or "<" in text else []
@@ -195,7 +224,7 @@ def _read_marked(text: str, ignored: Collection[str]) -> tuple[str, bytes] | Non
     return _read_react(text, line) if line is not None else None
 
 
-def _read_code(code: str, ignored: Collection[str]) -> tuple[str, bytes]:
+def _read_code(code: str, ignored: frozenset[str]) -> tuple[str, bytes]:
     """What stands in a code block; JSON goes without its thoughts."""
     code = code.strip()
     if code.startswith("{") and code.endswith("}"):
@@ -254,7 +283,7 @@ def _whole_json(text: str) -> dict[str, Json] | None:
     return value if isinstance(value, dict) else None
 
 
-def _read_objects(text: str, ignored: Collection[str]) -> tuple[str, bytes] | None:
+def _read_objects(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | None:
     """The JSON objects in a text that have an action or a tool in them."""
     actions: list[Json] = []
     name = ""
@@ -282,7 +311,7 @@ def _acts(value: dict[str, Json]) -> bool:
     return any(key in value for key in _ACTION_KEYS) or ("name" in value and not _ARGUMENT_KEYS.isdisjoint(value))
 
 
-def _action_in(value: dict[str, Json], ignored: Collection[str]) -> Json:
+def _action_in(value: dict[str, Json], ignored: frozenset[str]) -> Json:
     """An object without its thoughts; an action that is an object or a list says all, but for arguments that have a key."""
     acting = {key for key in _ACTION_KEYS if isinstance(value.get(key), dict | list)}
     if acting:
@@ -290,7 +319,7 @@ def _action_in(value: dict[str, Json], ignored: Collection[str]) -> Json:
     return {key: item for key, item in value.items() if key not in ignored} or value
 
 
-def _name_of(value: dict[str, Json], ignored: Collection[str]) -> str:
+def _name_of(value: dict[str, Json], ignored: frozenset[str]) -> str:
     """The name of the action in an object: of the tool, or the first word of the command."""
     found: Json = next((value[key] for key in _ACTION_KEYS if value.get(key)), value)
     for _ in range(4):  # levels of lists and objects around a name

@@ -18,7 +18,7 @@ Turns are read from the newest to the oldest, and no further than a loop could s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from extproc.decision import Repeat
@@ -123,7 +123,7 @@ class TurnRule:
         *,
         max_cycle: int = DEFAULT_MAX_CYCLE,
         normalize_results: bool = True,
-        ignored: Collection[str] = THOUGHTS,
+        ignored: frozenset[str] = THOUGHTS,
     ) -> None:
         """Take the settings; see `LoopDetection`."""
         self._limits = limits

@@ -10,6 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from operator import itemgetter
+from typing import Final, Literal, TypeAlias
+
+from extproc.memo import Memo
 
 MAX_NORMALIZED = 16_384
 """So much of a result is normalised, in characters; what is behind that is compared as it is."""
@@ -82,6 +85,10 @@ _UNITS = bytes.maketrans(b"dhmnsu\xb5ADFJMNOSTW/x", b"uuuuuuuDDDDDDDDDD--")
 _WORDS = bytes.maketrans(b"abcdefABCDEFILNOPRST\t\"':=#([", b"000000000000ilnoprst        ")
 
 _LONGEST_SHAPE = 512
+_MOST_SHAPES = 4_096
+_MOST_STAYS = 32
+"""So many shapes of lines are in a generation of those that are known, of which none falls into more parts. They take 3 KB each
+at most, and 25 MB in all if somebody means ill."""
 
 _ERRORS = (
     "error",
@@ -97,10 +104,21 @@ _ERRORS = (
     "denied",
     "usage:",
 )
-_NO_ERRORS = re.compile(r"\b(?:no|0|zero|without(?: any)?)\s+(?:\w+\s+)?(?:errors?|exceptions?|failed|failures?)\b")
+# Starts with a character of a small set, as above.
+_NO_ERRORS = re.compile(
+    r"[n0wz](?<!\w.)(?:(?<=0)|(?<=n)o|(?<=z)ero|(?<=w)ithout(?: any)?)\s+(?:\w+\s+)?"
+    r"(?:errors?|exceptions?|failed|failures?)\b"
+)
+_RETURN_WORDS = ("exit", "return", "status", "non")
 _RETURN_CODE = re.compile(
     r"(?:exit|return|status)[ _-]?(?:code|status|value)?(?:ed)?\W{1,4}(?:with )?(?:code )?-?[1-9]|non-?zero"
 )
+
+_Take: TypeAlias = Callable[[str], Iterable[str]] | Literal[False]
+"""Takes the parts between what changes by itself out of a line; False where nothing does."""
+
+_KNOWN: Final[Memo[bytes, _Take]] = Memo(_MOST_SHAPES)
+"""What stays of lines, by their shapes: tools write the same lines again and again, with other numbers."""
 
 
 def normalize(text: str) -> str:
@@ -124,48 +142,53 @@ def _normalize(text: str) -> str:
     if not _may_change(shapes):
         return text
     ascii_alone = text.isascii()
-    known: dict[bytes, Callable[[str], Iterable[str]] | None] = {}  # takes what stays out of a line of that shape; None: all
     lines = []
     for line, shape in zip(text.split("\n"), shapes.split(b"\n"), strict=True):
         if len(line) > _LONGEST_SHAPE or not (ascii_alone or line.isascii()):  # whose shape nobody shares, or does not tell all
             lines.append(_VOLATILE.sub(_GONE, line) if _may_change(shape) else line)
             continue
-        if shape not in known:
-            known[shape] = _find_what_stays(shape.decode()) if _may_change(shape) else None
-        take = known[shape]
-        lines.append(line if take is None else _GONE.join(take(line)))
+        take = _KNOWN.get(shape)
+        if take is None:
+            take = _find_what_stays(shape)
+        lines.append(_GONE.join(take(line)) if take else line)
     return "\n".join(lines)
 
 
 def _may_change(shape: bytes) -> bool:
     """Whether anything may change by itself in lines of such shapes; False is certain."""
-    units = shape.translate(_UNITS)
-    if b"0" in units:
-        if b"0u" in units or b"0 u" in units or b":0" in units or b"0-" in units or b"0D" in units:
+    units = shape.translate(_UNITS).decode("latin-1")  # Python looks for bytes in bytes by way of an exception
+    if "0" in units:
+        if "0u" in units or "0 u" in units or ":0" in units or "0-" in units or "0D" in units:
             return True
-        if b"D" in units and b" 0" in units:
+        if "D" in units and " 0" in units:
             return True
-    words = shape.translate(_WORDS)
-    if b"0" in units and (b"i0 " in words or b"lin0 " in words or b"st0p " in words or b"port " in words):
+    words = shape.translate(_WORDS).decode("latin-1")
+    if "0" in units and ("i0 " in words or "lin0 " in words or "st0p " in words or "port " in words):
         return True
-    return b"0000000" in words or b"tmp/" in words
+    return "0000000" in words or "tmp/" in words
 
 
-def _find_what_stays(line: str) -> Callable[[str], Iterable[str]] | None:
-    """Takes the parts between what changes by itself out of a line; None where nothing does."""
+def _find_what_stays(shape: bytes) -> _Take:
+    """What stays of lines of a shape, which is known from then on."""
     places = [0]
-    for found in _VOLATILE.finditer(line):
-        places += found.span()
-    places.append(len(line))
+    if _may_change(shape):
+        for found in _VOLATILE.finditer(shape.decode()):
+            places += found.span()
+    places.append(len(shape))
     stays = [slice(start, end) for start, end in zip(places[::2], places[1::2], strict=True)]
-    return itemgetter(*stays) if len(stays) > 1 else None
+    take: _Take = itemgetter(*stays) if len(stays) > 1 else False
+    if len(stays) <= _MOST_STAYS:
+        _KNOWN.put(shape, take)
+    return take
+
+
+def normalize_head(text: str) -> str:
+    """The beginning of a long result without what changes by itself; empty where it is short."""
+    return _normalize(text[:_HEAD]) if len(text) > _HEAD else ""
 
 
 def may_be_equal(one: str, other: str) -> bool:
-    """False where the beginnings alone show that two results differ, however they are normalised; costs a few microseconds."""
-    if len(one) <= _HEAD or len(other) <= _HEAD:
-        return True
-    one, other = _normalize(one[:_HEAD]), _normalize(other[:_HEAD])
+    """False where the beginnings alone show that two results differ, however they are normalised; see `normalize_head`."""
     certain = min(len(one), len(other)) - _LONGEST
     return certain <= 0 or one[:certain] == other[:certain]
 
@@ -173,7 +196,21 @@ def may_be_equal(one: str, other: str) -> bool:
 def is_error(text: str) -> bool:
     """Whether a result says early that something went wrong."""
     said = text[:_SAID_WITHIN].lower()
-    if _RETURN_CODE.search(said):
+    if _tells_failure(said):
         return True
-    said = _NO_ERRORS.sub("", said)
+    return _names_error(said) and _names_error(_NO_ERRORS.sub("", said))  # which takes long, and adds nothing
+
+
+def _tells_failure(said: str) -> bool:
+    """Whether a return code is there that is not zero."""
+    for word in _RETURN_WORDS:  # looked for one by one: where a pattern may start with any, it looks for none of them fast
+        place = said.find(word)
+        while place >= 0:
+            if _RETURN_CODE.match(said, place):
+                return True
+            place = said.find(word, place + 1)
+    return False
+
+
+def _names_error(said: str) -> bool:
     return any(word in said for word in _ERRORS)

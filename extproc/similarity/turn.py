@@ -5,15 +5,15 @@ Of a request nothing is read before somebody asks for it. A turn of an earlier r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 
 from msgspec import json
 
-from extproc.similarity.actions import Action, number_id, read_action
+from extproc.similarity.actions import Action, find_mark, number_id, read_action
 from extproc.similarity.document import ABSENT, Document, write_canonical
-from extproc.similarity.results import MAX_NORMALIZED, is_error, may_be_equal, normalize
+from extproc.similarity.results import MAX_NORMALIZED, is_error, may_be_equal, normalize, normalize_head
 from extproc.similarity.shapes.contents import find_wrappers, is_injected, read_result, unpack
 from extproc.similarity.shapes.conversation import ASSISTANT, Conversation
 from extproc.similarity.shapes.messages import CALL, OTHER, RESULT, TEXT, Message, Part
@@ -46,7 +46,7 @@ class Reading:
 
     __slots__ = ("document", "ignored", "left")
 
-    def __init__(self, document: Document, ignored: Collection[str]) -> None:
+    def __init__(self, document: Document, ignored: frozenset[str]) -> None:
         """Start with the whole bound."""
         self.document = document
         self.ignored = ignored
@@ -65,7 +65,9 @@ class Turn:
         "_action",
         "_behind",
         "_failed",
+        "_head",
         "_ids",
+        "_mark",
         "_message",
         "_normal",
         "_reading",
@@ -89,7 +91,9 @@ class Turn:
         self._message = message
         self._behind = behind
         self._action: Action | None = None
+        self._mark: bytes | None = None
         self._result: str | None = None
+        self._head: str | None = None
         self._normal: str | None = None
         self._failed = False
         self._returned = False
@@ -113,11 +117,18 @@ class Turn:
             self._action = read_action(self.parts, self._reading.ignored) if self.known else _UNKNOWN
         return self._action
 
-    def may_do(self, action: Action) -> bool:
-        """False where it is certain, without reading it, that something else was done."""
-        if self._action is not None or not action.mark or self._message is None:
+    @property
+    def mark(self) -> bytes:
+        """Bytes of the action that no request spells otherwise; see `find_mark`."""
+        if self._mark is None:
+            self._mark = find_mark(self.action)
+        return self._mark
+
+    def may_do_as(self, other: Turn) -> bool:
+        """False where it is certain, without reading it, that something else was done than in another turn."""
+        if self._action is not None or self._message is None or not other.mark:
             return True
-        return self._message.holds(action.mark)
+        return self._message.holds(other.mark)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,8 +143,15 @@ class Turn:
         return self._result
 
     @property
+    def head(self) -> str:
+        """The beginning of that without what changes by itself; see `normalize_head`."""
+        if self._head is None:
+            self._head = normalize_head(self.result)
+        return self._head
+
+    @property
     def normal(self) -> str:
-        """The same without what changes by itself."""
+        """All of it without what changes by itself."""
         if self._normal is None:
             text = self.result
             self._reading.left -= min(len(text), MAX_NORMALIZED)
@@ -248,7 +266,7 @@ class Reduced(NamedTuple):
 
 AnyTurn = Turn | Reduced
 
-_UNKNOWN = Action((), b"", {}, b"")
+_UNKNOWN = Action((), b"", {})
 
 _encode = json.Encoder().encode
 
@@ -282,7 +300,7 @@ def digest(data: bytes) -> bytes:
 def same_action(one: AnyTurn, other: AnyTurn) -> bool:
     """Whether the same was done, as far as that is known."""
     if isinstance(one, Turn) and isinstance(other, Turn):
-        if one.known != other.known or not other.may_do(one.action):
+        if one.known != other.known or not other.may_do_as(one):
             return False
         return one.action.spelled == other.action.spelled
     one, other = one.reduce(), other.reduce()
@@ -292,10 +310,9 @@ def same_action(one: AnyTurn, other: AnyTurn) -> bool:
 def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
     """Whether the same came back; `normalized`: but for what changes by itself."""
     if isinstance(one, Turn) and isinstance(other, Turn):
-        text, another = one.result, other.result
-        if text == another:
+        if one.result == other.result:
             return True
-        return normalized and may_be_equal(text, another) and one.normal == other.normal
+        return normalized and may_be_equal(one.head, other.head) and one.normal == other.normal
     one, other = one.reduce(), other.reduce()
     return one.raw == other.raw or (normalized and one.normalized == other.normalized)
 
@@ -311,7 +328,7 @@ def _write_said(message: Message, part: Part, document: Document) -> str:
     return write_canonical(value).decode()
 
 
-def read_turns(conversation: Conversation, document: Document, ignored: Collection[str]) -> Iterator[Turn]:
+def read_turns(conversation: Conversation, document: Document, ignored: frozenset[str]) -> Iterator[Turn]:
     """The turns of the conversation in a document, the newest first.
 
     A message of the assistant's that only says something, directly before one that acts, is a thought of that one.
