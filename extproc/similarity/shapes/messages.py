@@ -71,13 +71,6 @@ class Message(Struct, gc=False):
                 self._parts = [part for message in self.joined for part in message.read_parts()] + self._parts
         return self._parts
 
-    def holds(self, mark: bytes) -> bool:
-        """False where these bytes certainly stand neither in its text nor in its calls, unless they are escaped there."""
-        if self.joined is not None:
-            return True
-        raw = bytes(self.shape.find_raw(self.value))
-        return not raw or mark in raw or b"\\u" in raw or b"\\/" in raw
-
     def list_values(self) -> list[Any]:
         """What the shape has made of it, and of the calls that it was made at once with."""
         return [*[message.value for message in self.joined or ()], self.value]
