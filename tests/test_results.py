@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.similarity.results import _VOLATILE, MAX_NORMALIZED, is_error, may_be_equal, normalize, normalize_head
+from extproc.similarity.results import (
+    _ERRORS,
+    _RETURN_CODE,
+    _VOLATILE,
+    MAX_NORMALIZED,
+    is_error,
+    may_be_equal,
+    normalize,
+    normalize_head,
+)
 
 GONE = {
     "an ISO timestamp": ("at 2026-11-22T06:14:14.123Z", "at 2025-01-02 23:59:59,1+02:00"),
@@ -177,6 +188,20 @@ def test_a_quick_look_takes_long_results_that_are_equal(start: str, data: st.Dat
 def test_an_error_says_so_early(text: str, error: bool) -> None:
     """Words of failure within 3,000 characters, or a return code that is not zero; that nothing failed is no error."""
     assert is_error(text) is error
+
+
+_WORDS = ["Exit", "return", "status", "code", "ed", "with ", "non", "zero", "no", "without", " any", "s", "can", "'t", "usage"]
+_FAILURES = ["error", "Failed", "exception", "failure", "not", "found", *" _:=-10\nx\u00e9"]
+_SAID = st.sampled_from(_WORDS) | st.sampled_from(_FAILURES)
+
+
+@given(st.lists(_SAID, max_size=30).map("".join))
+def test_an_error_is_found_as_the_patterns_find_it(text: str) -> None:
+    """Looking for words first spares the patterns their search, and changes nothing."""
+    said = text.lower()
+    left = re.sub(r"\b(?:no|0|zero|without(?: any)?)\s+(?:\w+\s+)?(?:errors?|exceptions?|failed|failures?)\b", "", said)
+
+    assert is_error(text) is (bool(_RETURN_CODE.search(said)) or any(word in left for word in _ERRORS))
 
 
 _HOSTILE = [
