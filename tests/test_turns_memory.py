@@ -136,6 +136,15 @@ def test_numbers_that_are_bounded_are_not_remembered() -> None:
     assert len(actions._KNOWN) == 0
 
 
+def test_policies_that_take_other_arguments_for_thoughts_share_nothing() -> None:
+    """What is known of a text under one policy is not taken for what another one makes of it."""
+    text = '{"command": "ls", "why": "to see", "plan": "then edit"}'
+
+    for _ in range(2):
+        assert read_text_action(text, frozenset({"why"}))[1].endswith(b'{"command":"ls","plan":"then edit"}')
+        assert read_text_action(text, frozenset({"plan"}))[1].endswith(b'{"command":"ls","why":"to see"}')
+
+
 @pytest.mark.parametrize(("length", "known"), [(768, 1), (769, 0)])
 def test_long_texts_are_not_remembered(length: int, known: int) -> None:
     """Nobody fills the memory with what an assistant says: the bound is on bytes."""
