@@ -86,7 +86,7 @@ _WORDS = bytes.maketrans(b"abcdefABCDEFILNOPRST\t\"':=#([", b"000000000000ilnopr
 
 _LONGEST_SHAPE = 512
 _MOST_SHAPES = 4_096
-_MOST_STAYS = 32
+_MOST_STAYS = 16
 """So many shapes of lines are in a generation of those that are known, of which none falls into more parts. They take 3 KB each
 at most, and 25 MB in all if somebody means ill."""
 
