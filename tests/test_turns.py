@@ -268,8 +268,11 @@ def test_thoughts_among_arguments_do_not_matter(key: str) -> None:
     turns = [Did((("click", {"index": 4, key: f"thought {n}"}),), ("nothing happened",)) for n in range(3)]
 
     assert verdict(as_chat(turns)) is not None
-    assert verdict(as_chat(turns), ignored={"note"}) is None
-    assert verdict(as_chat([Did((("click", {"note": str(n)}),), ("x",)) for n in range(3)]), ignored={"note"}) is not None
+    assert verdict(as_chat(turns), ignored=frozenset({"note"})) is None
+    assert (
+        verdict(as_chat([Did((("click", {"note": str(n)}),), ("x",)) for n in range(3)]), ignored=frozenset({"note"}))
+        is not None
+    )
 
 
 def test_a_tool_for_thinking_is_called_for_its_thoughts() -> None:
