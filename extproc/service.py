@@ -24,7 +24,7 @@ from typing import Any, Final, TypeAlias
 from google.protobuf.message import DecodeError
 
 from extproc.access_log import AccessLog, Entry
-from extproc.answers.go_on import find_warning, let_go_on, make_metadata, make_wait, replace_body
+from extproc.answers.go_on import LAST_HEADERS, find_warning, let_go_on, make_metadata, make_wait, replace_body
 from extproc.answers.metadata import SESSIONS, write_sessions
 from extproc.answers.refuse import refuse, refuse_blocked, refuse_killed, refuse_uncountable, refuse_without_store
 from extproc.budget import InspectionBudget
@@ -52,6 +52,7 @@ from extproc.throttle import Holds
 from extproc.upload import CUT_OFF, MORE, Kept, Upload
 from extproc.wire import (
     BODY_BUFFERED,
+    BODY_BUFFERED_PARTIAL,
     BODY_NONE,
     BODY_STREAMED,
     BODY_UNTOLD,
@@ -103,12 +104,14 @@ MaybeLater: TypeAlias = Reply | Awaitable[Reply]
 
 _PHASES = (
     "request_headers",
+    LAST_HEADERS,
     "request_body",
     "request_trailers",
     "response_headers",
     "response_body",
     "response_trailers",
 )
+_HEADERS: Final = ("request_headers", LAST_HEADERS)
 _GO_ON: Final = {kind: Reply(let_go_on(kind), done=False) for kind in _PHASES}
 _DONE: Final = {kind: Reply(reply.answer, done=True) for kind, reply in _GO_ON.items()}
 _GO_ON_BYTES: Final = {kind: let_go_on(kind) for kind in _PHASES}
@@ -321,18 +324,20 @@ class Stream:
         kind = message.kind
         if not kind:
             return _NO_ANSWER  # a phase that does not exist yet; Envoy goes on when the stream ends with OK
+        if kind == "request_headers" and message.body_mode == BODY_BUFFERED_PARTIAL and not message.ended:
+            kind = LAST_HEADERS
         if self._overloaded:
             self._service.metrics.overload.inc()
             return _DONE[kind]
         try:
-            return self._handle(message)
+            return self._handle(message, kind)
         except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
             return self._fail(kind, error)
 
-    def _handle(self, message: Message) -> MaybeLater:
+    def _handle(self, message: Message, kind: str) -> MaybeLater:
         # Not by a table: a method out of a dict is called as interpreted code calls it.
-        if message.kind == "request_headers":
-            return self._on_request_headers(message)
+        if kind in _HEADERS:
+            return self._on_request_headers(message, kind)
         if message.kind == "request_body":
             return self._on_request_body(message)
         if message.kind == "request_trailers":
@@ -357,9 +362,10 @@ class Stream:
         if self.on_given_up is not None:
             self.on_given_up()
 
-    def _on_request_headers(self, message: Message) -> MaybeLater:
+    def _on_request_headers(self, message: Message, last: str) -> MaybeLater:
+        """Meet the policies; `last` is the phase, should nobody wait for a body."""
         if self._evaluation is not None or self.given_up:
-            return _DONE["request_headers"]
+            return _DONE[last]
         self._observed = message.observed
         service = self._service
         request = read_request(message, allow_unverified_jwt=service.settings.allow_unverified_jwt)
@@ -367,28 +373,28 @@ class Stream:
         handed_over = service.compile_handed_over(policy_json) if policy_json is not None else None
         if self._is_killed(request, handed_over):
             return self._kill(request)
-        return self._meet(self._prepare(request, handed_over), message)
+        return self._meet(self._prepare(request, handed_over), message, last)
 
-    def _meet(self, evaluation: Evaluation | None, message: Message) -> MaybeLater:
+    def _meet(self, evaluation: Evaluation | None, message: Message, last: str) -> MaybeLater:
         """Go on with the policies that the request meets, if there are any."""
         if evaluation is None:
             self._service.metrics.unmatched.inc()
-            return _DONE["request_headers"]
+            return _DONE[last]
         standing = self._service.overrides
         if standing is not None:
             evaluation.obey(standing, time())
             if standing.blocks_heads and (blocked := self._block(evaluation)) is not None:
                 return blocked
         if message.ended:
-            return self._judge("request_headers", evaluation, NO_BODY, content=b"")
+            return self._judge(last, evaluation, NO_BODY, content=b"")
         if not evaluation.needs_body:
-            return self._judge("request_headers", evaluation, None)
+            return self._judge(last, evaluation, None)
         self._body_mode = message.body_mode
         reason = explain_unknowable_body(evaluation.request) or _explain_no_body(self._body_mode)
         if not reason and self._service.released:
             reason = "shutdown"
         if reason:
-            return self._judge("request_headers", evaluation, None, reason)
+            return self._judge(last, evaluation, None, reason)
         return self._go_on_to_body(evaluation)
 
     def _go_on_to_body(self, evaluation: Evaluation) -> MaybeLater:
@@ -628,7 +634,7 @@ class Stream:
         """The body that can be changed, where there is one, and Envoy would take another in its place."""
         if self._observed:
             return Original(None, OBSERVED)
-        if kind == "request_headers":
+        if kind in _HEADERS:
             return Original(None, NOTHING)
         if self._body_mode != BODY_BUFFERED:
             return Original(None, "body_mode")

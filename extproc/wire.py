@@ -27,6 +27,7 @@ Reading 100,000 takes 40 ms; nothing a client sends may hold up the others for l
 BODY_NONE: Final = int(ProcessingMode.NONE)
 BODY_STREAMED: Final = int(ProcessingMode.STREAMED)
 BODY_BUFFERED: Final = int(ProcessingMode.BUFFERED)
+BODY_BUFFERED_PARTIAL: Final = int(ProcessingMode.BUFFERED_PARTIAL)
 UNSUPPORTED_BODY_MODES: Final = (int(ProcessingMode.FULL_DUPLEX_STREAMED), int(ProcessingMode.GRPC))
 BODY_UNTOLD: Final = -1
 

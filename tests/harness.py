@@ -218,7 +218,10 @@ class Upstream:
     """A small HTTP/1.1 server that remembers what reaches it, in threads of the test process."""
 
     def __init__(self) -> None:
-        """Listen on a free port and serve; a path with `/hang` is answered only once `release` is set."""
+        """Listen on a free port and serve.
+
+        A path with `/hang` is answered only once `release` is set, and one with `/close` with the end of the connection.
+        """
         self.seen: list[Seen] = []
         self.release = threading.Event()
         outer = self
@@ -235,6 +238,7 @@ class Upstream:
                 self.send_response(200)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(body)))
+                self.send_header("connection", "close" if "/close" in self.path else "keep-alive")
                 self.end_headers()
                 if self.command != "HEAD":
                     self.wfile.write(body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -258,6 +259,26 @@ def test_a_body_cut_off_at_the_buffer_limit_is_not_counted() -> None:
         assert {len(seen.body) for seen in made.upstream.seen[:5]} == {1_000_000}
         assert {seen.header("content-length") for seen in made.upstream.seen[:5]} == {"1000000"}
         assert made.loopguard.metric("uncounted_total", policy="p", reason="body_truncated") == 5
+
+
+@pytest.mark.skipif(envoy_version() < (1, 38), reason="tolerant mode needs Envoy 1.38")
+@pytest.mark.parametrize("path", ["/unmatched/close", "/bodiless/close", "/counted/close"])
+def test_where_envoy_retries_bodies_arrive_as_they_were_sent(path: str) -> None:
+    """What Envoy has collected of a body in parts, and keeps for retries as well, it must not hand on twice."""
+
+    def retried(config: str) -> str:
+        host = 'domains: ["*"]'
+        assert host in config
+        return config.replace(host, f"{host}\n              retry_policy: {{retry_on: connect-failure}}")
+
+    document = bundle(
+        policy("counted", {"pathPrefix": "/counted"}), policy("bodiless", {"pathPrefix": "/bodiless"}, body="ignore")
+    )
+    with stack(document, body_mode="tolerant", buffer_limit=10_485_760, edit=retried) as made:
+        for number in range(20):  # of new connections, on which the upstream takes its time
+            body = random.Random(number).randbytes(11_000_000)
+            assert made.send(f"{path}?{number}", method="POST", body=body).status == 200
+            assert hash(made.upstream.seen[-1].body) == hash(body)  # which are too long to be shown
 
 
 def test_without_a_body_phase_nothing_is_taken_for_equal() -> None:

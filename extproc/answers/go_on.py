@@ -9,8 +9,16 @@ from extproc.answers.metadata import write_field, write_head, write_metadata
 from extproc.decision import Action, Decision, Reason
 from extproc.guards.session import SessionSubject
 from extproc.pb.base_pb2 import HeaderValueOption
-from extproc.pb.external_processor_pb2 import HeaderMutation, ProcessingResponse
+from extproc.pb.external_processor_pb2 import CommonResponse, HeaderMutation, ProcessingResponse
 from extproc.policy.bundle import DEFAULT_DETECTOR
+
+LAST_HEADERS: Final = "last_request_headers"
+"""The phase of headers whose body nobody waits for, where Envoy would collect it in parts (BUFFERED_PARTIAL).
+
+Only told to go on, Envoy begins to collect, and hands on what it has when the stream ends. Where its router keeps bodies for
+retries, it does so twice (source/extensions/filters/http/ext_proc/processor_state.cc, clearAsyncState). Told
+CONTINUE_AND_REPLACE, with nothing in place of the body, it does not begin.
+"""
 
 _TOOLS_SHOWN = 256
 
@@ -30,19 +38,22 @@ _OVERWRITTEN: Final = b"\x18\x02"  # append_action: OVERWRITE_IF_EXISTS_OR_ADD
 
 # By name: looking an enum's value up on its message class costs microseconds.
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+_REPLACE = CommonResponse.CONTINUE_AND_REPLACE
 
 
 def let_go_on(kind: str, metadata: dict[str, Any] | None = None, *, warning: str = "") -> bytes:
     """The answer of a phase that lets the request go on.
 
     Args:
-        kind: the phase, as the message's field is called.
+        kind: the phase, as the message's field is called, or LAST_HEADERS.
         metadata: dynamic metadata that goes with it.
         warning: tells the upstream that a loop was seen, empty for none.
     """
     response = ProcessingResponse()
-    phase = getattr(response, kind)
+    phase = getattr(response, "request_headers" if kind == LAST_HEADERS else kind)
     phase.SetInParent()
+    if kind == LAST_HEADERS:
+        phase.response.status = _REPLACE
     if warning and kind != "request_trailers":  # headers have gone by then
         set_headers(phase.response.header_mutation, [(_WARNING, warning)])
     answer = response.SerializeToString()
