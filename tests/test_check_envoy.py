@@ -122,12 +122,26 @@ def observing(pointer: str, value: Json) -> Edit:
     return edit
 
 
+def in_parts(settings: dict[str, Json]) -> Edit:
+    """An edit of a filter that collects bodies in parts."""
+
+    def edit(document: Json) -> None:
+        put(f"{FILTER}/processing_mode/request_body_mode", "BUFFERED_PARTIAL")(document)
+        put(f"{FILTER}/allow_content_length_header", value=True)(document)
+        for place, setting in settings.items():
+            put(place, setting)(document)
+
+    return edit
+
+
 def override(**overrides: Json) -> Edit:
     """An edit of what the guarded route says of the filter."""
     per_route = "typed_per_filter_config/envoy.filters.http.ext_proc/config/overrides"
     return put(f"{GUARDED}/{per_route}", overrides)
 
 
+RETRIES = {"retry_on": "connect-failure"}
+KEPT = ("kept-bodies", f"{GUARDED}/per_request_buffer_limit_bytes")
 PER_ROUTE = f"{GUARDED}/typed_per_filter_config/envoy.filters.http.ext_proc/config/overrides"
 WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
     "the limit of an Envoy that says none": (
@@ -222,6 +236,13 @@ WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
         "content-length",
         f"{FILTER}/allow_content_length_header",
     ),
+    "a part kept for retries": (in_parts({f"{HOST}/retry_policy": RETRIES}), *KEPT),
+    "a part kept for a mirror": (in_parts({f"{GUARDED}/route/request_mirror_policies": [{"cluster": "other"}]}), *KEPT),
+    "a small part kept": (in_parts({f"{HOST}/retry_policy": RETRIES, KEPT[1]: 1_000}), *KEPT),
+    "a part kept of one route": (
+        in_parts({f"{HOST}/retry_policy": RETRIES, f"{HOST}/per_request_buffer_limit_bytes": 0, KEPT[1]: 1_000}),
+        *KEPT,
+    ),
     "a failure mode that nobody chose": (drop(f"{FILTER}/failure_mode_allow"), "failure-mode", f"{FILTER}/failure_mode_allow"),
     "no time for throttles": (drop(f"{FILTER}/max_message_timeout"), "message-timeout", f"{FILTER}/max_message_timeout"),
     "little time for throttles": (
@@ -309,14 +330,24 @@ def test_what_is_a_choice_is_a_note(edit: Edit, code: str) -> None:
     """What only some would mind is told, and is no reason to fail."""
     document = good()
     if code == "buffer-limit":
-        put(f"{FILTER}/processing_mode/request_body_mode", "BUFFERED_PARTIAL")(document)
-        put(f"{FILTER}/allow_content_length_header", value=True)(document)
+        in_parts({})(document)
     edit(document)
 
     made = report(document)
 
     assert [item.code for item in made.findings] == [code]
     assert made.is_good
+
+
+@pytest.mark.parametrize("place", [HOST, GUARDED])
+def test_what_keeps_no_bodies_may_collect_them_in_parts(place: str) -> None:
+    """Retries are good beside BUFFERED_PARTIAL where bodies are not kept for them, and so are kept bodies beside BUFFERED."""
+    in_parts_alone, kept_whole = good(), good()
+    in_parts({f"{HOST}/retry_policy": RETRIES, f"{place}/per_request_buffer_limit_bytes": 0})(in_parts_alone)
+    put(f"{HOST}/retry_policy", RETRIES)(kept_whole)
+
+    assert [code for code, _, _ in found(in_parts_alone)] == ["retries"]
+    assert [code for code, _, _ in found(kept_whole)] == ["retries"]
 
 
 # ---- What policies need

@@ -438,6 +438,34 @@ def test_a_tolerant_filter_lets_large_bodies_pass(failure_mode: str) -> None:
     assert without == (200 if failure_mode == "allow" else 500)
 
 
+@pytest.mark.parametrize(
+    ("envoy", "expected"),
+    [
+        ({}, ["files"]),
+        ({"bodyMode": "tolerant"}, ["plain", "files"]),
+        ({"shadowMode": "partial"}, ["plain", "files"]),
+        ({"shadowMode": "observability"}, []),
+    ],
+)
+def test_what_is_collected_in_parts_is_not_kept_for_retries(envoy: Values, expected: list[str]) -> None:
+    """Envoy would send it twice. Bodies that are collected as a whole, or not at all, are kept."""
+    routes = [{"name": "plain"}, {"name": "chat", "bodyMode": "strict"}, {"name": "files", "bodyMode": "tolerant"}]
+    shadow = {"shadow": {"enabled": envoy.get("shadowMode") == "partial"}}
+    made = envoy_filter(
+        merged(CASES["istio-gateway"], {"istio": {"routes": routes}, "canary": {"enabled": False}, "envoy": envoy}, shadow)
+    )
+
+    patches = [patch for patch in made["spec"]["configPatches"] if patch["applyTo"] == "HTTP_ROUTE"]
+    limits = {
+        patch["match"]["routeConfiguration"]["vhost"]["route"]["name"]: patch["patch"]["value"].get(
+            "per_request_buffer_limit_bytes"
+        )
+        for patch in patches
+    }
+
+    assert limits == {name: 0 if name in expected else None for name in ("plain", "chat", "files")}
+
+
 @needs_content_length
 def test_one_route_of_a_gateway_is_tolerant() -> None:
     """Strict chat and tolerant uploads pass one filter: above the limit one gets a 413 and the other passes as it was sent."""

@@ -33,6 +33,7 @@ CHECKS: tuple[Check, ...] = (
     paths.check_escaped_slashes,
     routes.check_client_header,
     routes.check_retries,
+    routes.check_kept_bodies,
     routes.check_overrides,
     clusters.check_cluster,
     answers.check_entries,

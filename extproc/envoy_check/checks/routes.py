@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from extproc.envoy_check.config import Guard, GuardedRoute, Resources
+from extproc.envoy_check.document import Place
 from extproc.envoy_check.findings import Finding, note
 from extproc.envoy_check.needs import Needs
 
@@ -36,13 +37,42 @@ def _tells_clients(route: GuardedRoute) -> bool:
 def check_retries(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
     """What Envoy sends again by itself is counted once."""
     for route in guard.guarded:
-        places = (route.route.place.get("route", "retry_policy"), route.route.around[0].get("retry_policy"))
-        place = next((place for place in places if place.get("retry_on").text()), None)
+        place = _find_retries(route)
         if place is not None:
             problem = (
                 f"Envoy itself sends a request again, up to {place.get('num_retries').number(1):g} times; it is counted once"
             )
             yield note("retries", place, problem, routes=[route.name])
+
+
+def check_kept_bodies(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+    """A body that is collected in parts, and kept to be sent again, may reach the upstream with a part of it twice."""
+    for route in guard.guarded:
+        if route.body_mode != "BUFFERED_PARTIAL" or not _keeps_bodies(route):
+            continue
+        places = [level.get("per_request_buffer_limit_bytes") for level in route.route.levels[:2]]
+        nearest = next((place for place in places if place.is_there), places[0])
+        if nearest.number(1):
+            problem = (
+                "Envoy keeps bodies to send them again; of one that BUFFERED_PARTIAL has collected a part of "
+                "when Loopguard goes away, it sends that part twice"
+            )
+            right = (
+                "per_request_buffer_limit_bytes: 0, and no request with a body is sent again; or request_body_mode: BUFFERED"
+            )
+            yield Finding("kept-bodies", nearest, problem, right, [route.name])
+
+
+def _keeps_bodies(route: GuardedRoute) -> bool:
+    own, host, configuration = route.route.levels
+    mirrors = (own.get("route"), host, configuration)
+    return _find_retries(route) is not None or any(level.get("request_mirror_policies").is_there for level in mirrors)
+
+
+def _find_retries(route: GuardedRoute) -> Place | None:
+    """The retry policy that holds for a route, if any does."""
+    places = (route.route.place.get("route", "retry_policy"), route.route.around[0].get("retry_policy"))
+    return next((place for place in places if place.get("retry_on").text()), None)
 
 
 def check_overrides(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
