@@ -33,6 +33,13 @@ def measure_clock() -> float:
     return cpu_us(lambda: blake2b(_MEGABYTE).digest(), 1) / _HASH_US
 
 
+def at_one_clock(measure: Callable[[], float]) -> float:
+    """What some microseconds would be at the clock that limits are meant for: the clock is measured before and after."""
+    before = measure_clock()
+    spent = measure()
+    return spent / ((before + measure_clock()) / 2)
+
+
 def interleaved(rounds: int, works: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
     """Run every work once a round, A B A B, so that a slow moment of the machine hits all of them alike."""
     found: dict[str, list[float]] = {name: [] for name in works}

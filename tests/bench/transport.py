@@ -18,7 +18,7 @@ from tests.bench.envoy_config import Listener, running_envoy
 from tests.bench.load import load
 from tests.bench.processes import free_port, running
 from tests.bench.report import Row, progress
-from tests.bench.timing import difference, interleaved, measure_clock, ratio
+from tests.bench.timing import at_one_clock, difference, interleaved, ratio
 
 TITLE = "transport: one request in process, an Envoy's bytes in to the answer's bytes out (POST 1 KB, counts in memory)"
 
@@ -45,20 +45,13 @@ def run(*, quick: bool) -> list[Row]:
         works: dict[str, Callable[[], float]] = {}
         for build, programs in builds.items():
             ask = stack.enter_context(_replaying(programs, policy, requests, recordings))
-            works |= {f"{build}, {recording}": partial(_ask_both, ask, recording) for recording in recordings}
+            works |= {f"{build}, {recording}": partial(at_one_clock, partial(ask, recording)) for recording in recordings}
             ask = stack.enter_context(_replaying(programs, paired, requests, recordings))
-            works[f"{build}, paired"] = partial(_ask_both, ask, "same")
+            works[f"{build}, paired"] = partial(at_one_clock, partial(ask, "same"))
         progress("transport: replaying", 2, 2)
         interleaved(2, works)  # warm-up
         found = interleaved(rounds, works)
     return [*_rows(found, "compiled", _LIMIT_US, _LIMIT_CHANGING_US, _LIMIT_PAIRED), *_rows(found, "pure Python")]
-
-
-def _ask_both(ask: Callable[[str], float], recording: str) -> float:
-    """Microseconds at the clock that the limits are meant for: the clock is measured before and after."""
-    before = measure_clock()
-    spent = ask(recording)
-    return spent / ((before + measure_clock()) / 2)
 
 
 def _rows(
