@@ -24,7 +24,7 @@ from typing import Any, Final, TypeAlias
 from google.protobuf.message import DecodeError
 
 from extproc.access_log import AccessLog, Entry
-from extproc.answers.go_on import LAST_HEADERS, find_warning, let_go_on, make_metadata, make_wait, replace_body
+from extproc.answers.go_on import LAST_HEADERS, end_headers, find_warning, let_go_on, make_metadata, make_wait, replace_body
 from extproc.answers.metadata import SESSIONS, write_sessions
 from extproc.answers.refuse import refuse, refuse_blocked, refuse_killed, refuse_uncountable, refuse_without_store
 from extproc.budget import InspectionBudget
@@ -416,6 +416,8 @@ class Stream:
         if self._ended or reply.hold_ms:
             evaluation.give_up(_DECIDED_BEFORE)
             self._service.reporter.report_uncounted(evaluation)
+            if reply.answer is not None and not self._ended and self._body_mode == BODY_BUFFERED_PARTIAL:
+                return Reply(end_headers(reply.answer), done=True, hold_ms=reply.hold_ms, first=reply.first)
             return reply
         self._evaluation = evaluation
         self._service.waiting[self] = None

@@ -22,7 +22,7 @@ from extproc.fingerprint import hash_tenant, write_crc32
 from extproc.ledger import Question
 from extproc.metrics import Metrics
 from extproc.pb.base_pb2 import HeaderMap, HeaderValue
-from extproc.pb.external_processor_pb2 import HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse
+from extproc.pb.external_processor_pb2 import CommonResponse, HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse
 from extproc.service import Reply, Service, Stream
 from extproc.settings import Settings
 from extproc.store import Store
@@ -368,6 +368,42 @@ def test_grpc_web_bodies_are_known() -> None:
         False,
         True,
     ]
+
+
+_PARTIAL: dict[str, Any] = {"mode": "BUFFERED_PARTIAL"}
+_REPLACE = CommonResponse.CONTINUE_AND_REPLACE
+
+
+@pytest.mark.parametrize(
+    ("message", "done", "status"),
+    [
+        (headers("/unmatched", **_PARTIAL), True, _REPLACE),
+        (headers("/bodiless", **_PARTIAL), True, _REPLACE),
+        (headers("/warned", **_PARTIAL), True, _REPLACE),
+        (headers("/counted", **_PARTIAL, upgrade="websocket"), True, _REPLACE),
+        (headers("/counted", **_PARTIAL), False, CommonResponse.CONTINUE),
+        (headers("/watched", **_PARTIAL), False, CommonResponse.CONTINUE),
+        (headers("/held", **_PARTIAL), True, _REPLACE),
+        (headers("/unmatched", **_PARTIAL, end=True), True, CommonResponse.CONTINUE),
+        *((headers("/unmatched", mode=mode), True, CommonResponse.CONTINUE) for mode in ("BUFFERED", "STREAMED", "NONE", None)),
+    ],
+)
+def test_envoy_collects_only_bodies_that_somebody_waits_for(message: ProcessingRequest, done: bool, status: int) -> None:
+    """What it had collected in parts when the stream ends, it would send twice where it retries."""
+    bodiless = [
+        policy(name, {"pathExact": f"/{name}"}, body="ignore", action=action, threshold_identical_requests=2)
+        for name, action in (("bodiless", "reject"), ("warned", "warn"), ("watched", "reject"), ("held", "throttle"))
+    ]
+    watching = [policy(f"{name}-too", {"pathExact": f"/{name}"}, mode="shadow") for name in ("watched", "held")]
+    service = make_service(*bodiless, *watching, policy("counted", {"pathPrefix": "/counted"}))
+    times = 2 if message.request_headers.headers.headers[1].raw_value in (b"/warned", b"/held") else 1
+
+    *_, (reply,) = [exchange(service, message) for _ in range(times)]
+
+    answer = decoded(reply).request_headers
+    assert (reply.done, answer.response.status) == (done, status)
+    assert (reply.hold_ms > 0) == (b"/held" in message.SerializeToString())
+    assert not answer.response.HasField("body_mutation")
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,11 @@ def let_go_on(kind: str, metadata: dict[str, Any] | None = None, *, warning: str
     return answer if metadata is None else answer + write_metadata(metadata)
 
 
+def end_headers(answer: bytes) -> bytes:
+    """The answer to LAST_HEADERS, made of one to headers that were not known to be the last: protobuf merges the two."""
+    return answer + _LAST
+
+
 def replace_body(body: bytes, metadata: dict[str, Any], *, warning: str, marks: Sequence[Header]) -> bytes:
     """The answer that lets a request go on with another body, written from the inside out: protobuf would copy it four times.
 
@@ -85,6 +90,9 @@ def _write_header(name: str, value: str) -> bytes:
     """One header that Envoy sets, whatever stood there."""
     header = write_field(_KEY, name.encode()) + write_field(_RAW_VALUE, value.encode())
     return write_field(_SET_HEADERS, write_field(_HEADER, header) + _OVERWRITTEN)
+
+
+_LAST: Final = let_go_on(LAST_HEADERS)
 
 
 def make_wait(milliseconds: int) -> bytes:
