@@ -113,10 +113,15 @@ GRPC = bundle(
 )
 
 
-@pytest.fixture(scope="module")
-def over_grpc() -> Iterator[Stack]:
+_needs_tolerant = pytest.mark.skipif(envoy_version() < (1, 38), reason="tolerant mode needs Envoy 1.38")
+_TOLERANT = pytest.param("tolerant", marks=_needs_tolerant)
+
+
+@pytest.fixture(scope="module", params=["strict", _TOLERANT])
+def over_grpc(request: pytest.FixtureRequest) -> Iterator[Stack]:
     """A stack with a gRPC upstream."""
-    with _grpc_upstream() as address, stack(GRPC, upstream=address, upstream_protocol="http2") as made:
+    options = {"upstream_protocol": "http2", "body_mode": request.param}
+    with _grpc_upstream() as address, stack(GRPC, upstream=address, **options) as made:
         yield made
 
 
@@ -162,7 +167,8 @@ def test_a_grpc_loop_is_refused_as_grpc(over_grpc: Stack) -> None:
     assert metadata["x-loopguard-policy"] == "ignoring"
 
 
-def test_websockets_keep_streaming() -> None:
+@pytest.mark.parametrize("body_mode", ["strict", _TOLERANT])
+def test_websockets_keep_streaming(body_mode: str) -> None:
     """WebSockets through a guarded route open as often as they like and echo message by message."""
 
     def echo(connection: websockets.sync.server.ServerConnection) -> None:
@@ -172,7 +178,8 @@ def test_websockets_keep_streaming() -> None:
     with websockets.sync.server.serve(echo, "127.0.0.1", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         upstream = f"127.0.0.1:{server.socket.getsockname()[1]}"
-        with stack(bundle(policy("p", {"pathPrefix": "/"}, threshold_identical_requests=2)), upstream=upstream) as made:
+        document = bundle(policy("p", {"pathPrefix": "/"}, threshold_identical_requests=2))
+        with stack(document, upstream=upstream, body_mode=body_mode) as made:
             for _ in range(4):
                 with websockets.sync.client.connect(f"ws://127.0.0.1:{made.envoy.port}/chat") as client:
                     for word in ("one", "two"):
@@ -246,7 +253,7 @@ def test_trailers_do_not_hide_a_body(shared: Stack, user: dict[str, str]) -> Non
     assert [line.split()[1] for line in lines] == [b"200", b"200", b"429"]
 
 
-@pytest.mark.skipif(envoy_version() < (1, 38), reason="tolerant mode needs Envoy 1.38")
+@_needs_tolerant
 def test_a_body_cut_off_at_the_buffer_limit_is_not_counted() -> None:
     """In tolerant mode a body over the limit streams through whole, uncounted; one below it is counted."""
     document = bundle(policy("p", {"pathPrefix": "/"}))
@@ -261,7 +268,7 @@ def test_a_body_cut_off_at_the_buffer_limit_is_not_counted() -> None:
         assert made.loopguard.metric("uncounted_total", policy="p", reason="body_truncated") == 5
 
 
-@pytest.mark.skipif(envoy_version() < (1, 38), reason="tolerant mode needs Envoy 1.38")
+@_needs_tolerant
 @pytest.mark.parametrize("path", ["/unmatched/close", "/bodiless/close", "/counted/close"])
 def test_where_envoy_retries_bodies_arrive_as_they_were_sent(path: str) -> None:
     """What Envoy has collected of a body in parts, and keeps for retries as well, it must not hand on twice."""
