@@ -22,7 +22,7 @@ from extproc.prices import read_model
 from extproc.request import cut_text
 from extproc.similarity.base import Memory
 from extproc.similarity.document import Document, NotCounted
-from extproc.similarity.history import read_tool_calls
+from extproc.similarity.histories import read_known_calls
 from extproc.windows import Count, Hit, Push
 
 Guard: TypeAlias = Detector | SessionGuard
@@ -427,13 +427,16 @@ class SessionCandidate(Candidate):
         self._look_up()
         if not self.session:
             raise NotCounted("no_session")
+        keys = self.limiter.find_keys(sealing.scope, self.tenant, self._renew(self.session))
+        if document is not None:
+            self._read_calls(document, keys.ledger)
         self.call = _CALLS.name()
         self.model = self.calls.model or cut_text(read_model(sealing.path, None), _LONGEST_MODEL)
         self.reserve = self.limiter.rates.estimate(self.model, body.length, 0)
         self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
         self.hit = self.limiter.make_step(
-            self.limiter.find_keys(sealing.scope, self.tenant, self._renew(self.session)),
-            self.call if self._unknown else identify(sealing.head, body, self.session),
+            keys,
+            self.call if self._unknown else identify(sealing.head, body, keys.checksum),
             self.call,
             self.reserve,
             self.calls,
@@ -498,14 +501,16 @@ class SessionCandidate(Candidate):
         return step.shared if self.standing is not None and self.standing.shared else step.key
 
     def _open(self, sealing: Sealing) -> Document | None:
-        """Look for calls; the document, None where nobody can look into it."""
+        """The document, None where nobody can look into it."""
         try:
-            document = sealing.inspect(MAX_INSPECT_BYTES)
+            return sealing.inspect(MAX_INSPECT_BYTES)
         except NotCounted as why:
             self.unreadable = why.reason
             return None
+
+    def _read_calls(self, document: Document, ledger: str) -> None:
+        """Look for calls."""
         try:
-            self.calls = read_tool_calls(document)
+            self.calls = read_known_calls(document, ledger)
         except NotCounted as why:
             self.unreadable = "" if why.reason in _NO_HISTORY else why.reason
-        return document

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from struct import Struct
 from typing import Final
-from zlib import adler32, crc32
+
+from zlib_ng.zlib_ng import adler32, crc32
 
 from extproc.memo import Memo
 
@@ -152,12 +153,18 @@ def digest(composite: str, body: Body) -> tuple[str, str]:
     return write_crc32(_crc32(data)), check.hexdigest()
 
 
-def identify(head: str, body: Body, session: str) -> bytes:
-    """What tells a request from the few before it, 8 bytes. The same in another session is another: they may share a ledger."""
-    return _IDENTITY.pack(_sum(head) ^ _sum(session) ^ body.crc32, body.adler32 ^ body.length & _WORD)
+def identify(head: str, body: Body, session: int) -> bytes:
+    """What tells a request from the few before it, 8 bytes.
+
+    Args:
+        head: from `write_head`.
+        body: of the request.
+        session: checksum of its session's name: the same request in another session is another, as they may share a ledger.
+    """
+    return _IDENTITY.pack(sum_up(head) ^ session ^ body.crc32, body.adler32 ^ body.length & _WORD)
 
 
-def _sum(text: str) -> int:
+def sum_up(text: str) -> int:
     """CRC32 of a text, which most requests have from one before."""
     known = _SUMS.get(text)
     if known is None:

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 from msgspec import json
 
 from extproc.decision import Action, Advice, Framed, Outcome, Reason, RefusalForm
+from extproc.fingerprint import sum_up
 from extproc.guards.session_names import SessionNames
 from extproc.ledger import LIMITS, NANO_DOLLARS, Limits, Standing, Step
 from extproc.memo import Memo
@@ -63,12 +64,14 @@ class SessionKeys:
         ledger: its own.
         roster: of its tenant's sessions.
         shared: the ledger of those of its tenant's sessions that are too many.
+        checksum: of the session's name.
     """
 
-    __slots__ = ("ledger", "roster", "shared")
+    __slots__ = ("checksum", "ledger", "roster", "shared")
 
-    def __init__(self, ledger: str, roster: str, shared: str) -> None:
+    def __init__(self, ledger: str, roster: str, shared: str, checksum: int) -> None:
         """Keep them as given."""
+        self.checksum = checksum
         self.ledger = ledger
         self.roster = roster
         self.shared = shared
@@ -261,7 +264,7 @@ class SessionGuard:
         keys = _KEYS.get(place)
         if keys is None:
             ledger, shared = f"{self._key}{scope}:{session}:{tenant}", f"{self._key}{scope}:{_SHARED}:{tenant}"
-            keys = SessionKeys(ledger, f"{self._roster}{scope}:{tenant}", shared)
+            keys = SessionKeys(ledger, f"{self._roster}{scope}:{tenant}", shared, sum_up(session))
             _KEYS.put(place, keys)
         return keys
 

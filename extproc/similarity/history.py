@@ -14,6 +14,7 @@ A client that changes the arguments of a call that it has made has made another 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, Final
 from zlib import crc32
@@ -33,7 +34,7 @@ _PAIR: Final = 4
 RECORD: Final = _CALL + _TOOL + _PAIR
 """Length of a call's record, in bytes: digests of the call, of its tool's name, and of tool and arguments."""
 
-_MOST_SPELLED: Final = 2**20
+MOST_SPELLED: Final = 2**20
 """So much of names and arguments is read in one history, in bytes: it takes 40 ms at worst."""
 
 _NAMED: Final = 16
@@ -101,7 +102,7 @@ class _Call:
         return _digest(b"%b%d" % (self.named, number), _CALL) + self.tool_digest + self.pair
 
 
-class _Shown:
+class Shown:
     """What one message shows; never changed.
 
     Attributes:
@@ -113,13 +114,70 @@ class _Shown:
     __slots__ = ("calls", "size", "steps")
 
     def __init__(self, calls: list[_Call], steps: int) -> None:
+        """Sum up the calls' sizes."""
         self.calls = calls
         self.size = sum([call.size for call in calls])
         self.steps = steps
 
 
-_KNOWN: Final[Memo[bytes, _Shown]] = Memo(_MOST_KNOWN)
+_KNOWN: Final[Memo[bytes, Shown]] = Memo(_MOST_KNOWN)
 """What messages show, by what they are: a history comes again with each request of its agent, and is longer by one turn."""
+
+
+class Tally:
+    """What a history shows as far as it was read; never changed.
+
+    Attributes:
+        records: as `ToolCalls` has them.
+        tools: the same.
+        again: of calls that have equals, their first record and how many there are.
+        size: of all tools and arguments, in bytes.
+        steps: that it took of those which a look into a body may take.
+    """
+
+    __slots__ = ("again", "records", "size", "steps", "tools")
+
+    def __init__(
+        self, records: bytes, tools: tuple[tuple[bytes, str], ...], again: dict[bytes, int], size: int, steps: int
+    ) -> None:
+        """Keep them as given."""
+        self.records = records
+        self.tools = tools
+        self.again = again
+        self.size = size
+        self.steps = steps
+
+    def add(self, shown: Sequence[Shown]) -> Tally:
+        """With what the next messages show."""
+        if not shown:
+            return self
+        size, steps = self.size, self.steps
+        tools = dict(self.tools)
+        numbers: dict[bytes, int] = {}
+        records = [self.records]
+        for message in shown:
+            size += message.size
+            steps += message.steps
+            for call in message.calls:
+                if call.tool and call.tool_digest not in tools:
+                    tools[call.tool_digest] = call.tool[:_SHOWN]
+                number = numbers[call.first] = (numbers.get(call.first) or self._count(call.first)) + 1
+                records.append(call.first if number == 1 else call.write(number))
+        again = {first: number for first, number in numbers.items() if number > 1}
+        named = self.tools if len(tools) == len(self.tools) else tuple(tools.items())
+        return Tally(b"".join(records), named, {**self.again, **again} if again else self.again, size, steps)
+
+    def _count(self, first: bytes) -> int:
+        """How many equals a call has, itself included, by its first record."""
+        if not self.records:
+            return 0
+        at = self.records.find(first)
+        while at >= 0 and at % RECORD:
+            at = self.records.find(first, at + 1)
+        return self.again.get(first, 1) if at >= 0 else 0
+
+
+NOTHING: Final = Tally(b"", (), {}, 0, 0)
 
 
 def read_tool_calls(document: Document) -> ToolCalls:
@@ -129,18 +187,12 @@ def read_tool_calls(document: Document) -> ToolCalls:
         NotCounted: there is no conversation, it cannot be read, or it is too much.
     """
     conversation = open_conversation(document)
-    calls, model = _list_calls(conversation), conversation.model[:_LONGEST_MODEL]
-    if not calls:
-        return ToolCalls(b"", (), model)
-    tools: dict[bytes, str] = {}
-    numbers: dict[bytes, int] = {}
-    records = []
-    for call in calls:
-        tools.setdefault(call.tool_digest, call.tool)
-        number = numbers[call.first] = numbers.get(call.first, 0) + 1
-        records.append(call.first if number == 1 else call.write(number))
-    named = tuple([(digest, name[:_SHOWN]) for digest, name in tools.items() if name])
-    return ToolCalls(b"".join(records), named, model)
+    return tell(NOTHING.add(list_shown(conversation)), conversation.model)
+
+
+def tell(tally: Tally, model: str) -> ToolCalls:
+    """What a request's history shows, given the model that its body names."""
+    return ToolCalls(tally.records, tally.tools, model[:_LONGEST_MODEL])
 
 
 def list_used(document: Document) -> list[str]:
@@ -150,7 +202,7 @@ def list_used(document: Document) -> list[str]:
         NotCounted: as `read_tool_calls`.
     """
     conversation = open_conversation(document)
-    used = [call.tool for call in reversed(_list_calls(conversation))]
+    used = [call.tool for shown in reversed(list_shown(conversation)) for call in reversed(shown.calls)]
     return list(dict.fromkeys([*used, ""] if conversation.before.after else used))
 
 
@@ -163,26 +215,38 @@ def _digest(data: bytes, size: int) -> bytes:
     return blake2b(data, digest_size=size).digest()
 
 
-def _list_calls(conversation: Conversation) -> list[_Call]:
-    """The calls, and the results whose calls are not there because the server keeps them; the oldest first."""
+def list_shown(conversation: Conversation) -> list[Shown]:
+    """What the assistant's messages show, the oldest first; of calls that the server keeps, their results.
+
+    Raises:
+        NotCounted: a message cannot be read, or they are too much.
+    """
     shape = conversation.shape
     if conversation.before.after:
         parts = [part for value in conversation.list_values() for part in _read_parts(shape, value)]
         called = {part.id for part in parts if part.kind == CALL}
         alone = [part for part in parts if part.kind == CALL or (part.kind == RESULT and part.id and part.id not in called)]
-        return _describe(alone, _MOST_SPELLED)
-    found: list[_Call] = []
-    left = _MOST_SPELLED
-    for value in conversation.list_values(ASSISTANT):
-        shown = _look(shape, value, left)
-        left -= shown.size
-        if left < 0:
+        return [Shown(_describe(alone, MOST_SPELLED), 0)]
+    return look_at_all(shape, conversation.list_values(ASSISTANT), MOST_SPELLED)
+
+
+def look_at_all(shape: Shape, values: Sequence[Any], most: int) -> list[Shown]:
+    """What messages of the assistant's show, in `most` bytes.
+
+    Raises:
+        NotCounted: one cannot be read, or they are too much.
+    """
+    found = []
+    for value in values:
+        shown = _look(shape, value, most)
+        most -= shown.size
+        if most < 0:
             raise NotCounted("inspect_limit")
-        found += shown.calls
+        found.append(shown)
     return found
 
 
-def _look(shape: Shape, value: Any, most: int) -> _Shown:  # noqa: ANN401  # of the shape's
+def _look(shape: Shape, value: Any, most: int) -> Shown:  # noqa: ANN401  # of the shape's
     """What a message shows, in `most` bytes. One that was looked at of late is known, but for one with bounded numbers."""
     key = _encode((shape.path[0], value))
     if len(key) > _LONGEST_KEY:
@@ -194,7 +258,7 @@ def _look(shape: Shape, value: Any, most: int) -> _Shown:  # noqa: ANN401  # of 
     steps, fractions = count_left()
     calls = _describe([part for part in _read_parts(shape, value) if part.kind == CALL], most)
     steps_left, fractions_left = count_left()
-    shown = _Shown(calls, steps - steps_left)
+    shown = Shown(calls, steps - steps_left)
     if fractions_left == fractions and len(calls) <= _MOST_CALLS and sum([len(call.tool) for call in calls]) <= _LONGEST_NAMES:
         _KNOWN.put(key, shown)
     return shown

@@ -153,6 +153,9 @@ class MemoryStore:
 
     def _step(self, asked: Step, now: int) -> Standing:
         limits, key = asked.limits, asked.key
+        ledger = self._at_hand.use(key)
+        if ledger is not None and not ledger.is_over(limits, now) and not ledger.is_large():  # as most are: it stays there
+            return ledger.take_step(asked, now)
         ledger = self._take_ledger(key, limits, now)
         shared = ledger is None and not self._enter(asked, now)
         if shared:

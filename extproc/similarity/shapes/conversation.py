@@ -127,12 +127,14 @@ class Conversation:
         shape: how they are written.
         model: empty when the request names none.
         before: what the request says about what went before them.
+        decoded: the whole body was decoded, because something in it is of another type than APIs know.
     """
 
-    __slots__ = ("_messages", "before", "model", "shape")
+    __slots__ = ("_messages", "before", "decoded", "model", "shape")
 
-    def __init__(self, shape: Shape, messages: Sequence[Any], body: Struct, model: str) -> None:
+    def __init__(self, shape: Shape, messages: Sequence[Any], body: Struct, model: str, *, decoded: bool) -> None:
         """Take messages as structs of the shape's, or as values where the whole body was decoded."""
+        self.decoded = decoded
         self.shape = shape
         self.model = model
         self.before: Before = shape.look_back(body)
@@ -164,15 +166,19 @@ class Conversation:
         behind = takewhile(lambda message: message.speaker != ASSISTANT, self.read_backwards())
         return list(islice(behind, _MAX_NEWEST))
 
-    def list_values(self, speaker: str = "") -> list[Any]:
+    def list_values(self, speaker: str = "", start: int = 0) -> list[Any]:
         """What somebody, or everybody, has said and done, the oldest first, as the shape has it; calls stand one by one.
+
+        Args:
+            speaker: who; empty for everybody.
+            start: at which message to begin.
 
         Raises:
             NotCounted: there are too many messages.
         """
         self._check_count()
         name_speaker, found = self.shape.name_speaker, []
-        for place in range(len(self._messages)):
+        for place in range(start, len(self._messages)):
             value = self._open_message(place)
             by = name_speaker(value)
             if by and (not speaker or by == speaker):
@@ -261,7 +267,7 @@ class Shapes:
             path = shape.path
             messages = shape.take(getattr(body, path[0]) if value is body and len(path) == 1 else _follow(value, path))
             if messages:
-                return Conversation(shape, messages, body, body.model or "")
+                return Conversation(shape, messages, body, body.model or "", decoded=value is not body)
         raise NotCounted("no_messages")
 
     def _fill_body(self, value: Json) -> Json:
