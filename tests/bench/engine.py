@@ -50,6 +50,8 @@ class _Fixture:
     def __init__(self, count: int) -> None:
         self.engine = samples.engine([samples.policy()])
         self.limited = samples.engine([samples.budget()])
+        self.turns = samples.engine([samples.talk()])
+        self.limited_turns = samples.engine([samples.budget(similarity="turns")])
         self.count = count
         self.pairs = self._make_pairs(1_000)
         self.runs = self._make_pairs(count // _SESSION_STEPS)
@@ -65,9 +67,9 @@ class _Fixture:
         """Streams from the first byte to the last, perhaps with overrides to be looked up."""
         return self._ask(self.engine, self.pairs, overrides)
 
-    def session(self, *, limited: bool) -> float:
-        """The same of sessions, perhaps with limits."""
-        return self._ask(self.limited if limited else self.engine, self.runs)
+    def session(self, engine: Engine) -> float:
+        """The same of sessions."""
+        return self._ask(engine, self.runs)
 
     def _ask(self, engine: Engine, pairs: list[tuple[bytes, bytes]], overrides: Overrides | None = None) -> float:
         serving = samples.service(engine)
@@ -143,9 +145,8 @@ class _Agents:
     """Agents that take turns, each with a history that has grown by one call since its last request."""
 
     def __init__(self, count: int) -> None:
-        limited, alone = samples.budget(similarity="turns"), samples.budget(similarity="turns")
-        del alone["spec"]["session_limits"]  # not the session, of which `turns` makes use as well
-        self._services = {True: samples.service(samples.engine([limited])), False: samples.service(samples.engine([alone]))}
+        engines = {True: samples.engine([samples.budget(similarity="turns")]), False: samples.engine([samples.talk()])}
+        self._services = {limited: samples.service(engine) for limited, engine in engines.items()}
         self._heads = [samples.headers_message(user=f"user-{number}", length=0) for number in range(count)]
         self._bodies: list[bytes] = []
         self.calls = 0
@@ -216,8 +217,10 @@ def run(*, quick: bool) -> list[Row]:
     works = {
         "whole": fixture.whole,
         "overridden": lambda: fixture.whole(overrides),
-        "unlimited": lambda: fixture.session(limited=False),
-        "limited": lambda: fixture.session(limited=True),
+        "unlimited": lambda: fixture.session(fixture.engine),
+        "limited": lambda: fixture.session(fixture.limited),
+        "turns": lambda: fixture.session(fixture.turns),
+        "limited turns": lambda: fixture.session(fixture.limited_turns),
         "parsing": fixture.parsing,
     }
     found = interleaved(rounds, works)
@@ -237,14 +240,21 @@ def run(*, quick: bool) -> list[Row]:
             "of four shapes; two are looked up when the headers come, two with the body",
         ),
         Row(
-            "limits of a session, beyond none",
+            "limits of a session beside turns, beyond turns",
+            difference(found, "limited turns", "turns"),
+            "us",
+            _SESSION_LIMIT_US,
+            f"of steps, tool calls, one tool and money, in sessions of {_SESSION_STEPS} steps",
+        ),
+        Row(
+            "the same beside exact, beyond exact",
             difference(found, "limited", "unlimited"),
             "us",
             _SESSION_LIMIT_US,
-            f"of steps, tool calls, one tool and money, beside the detector, in sessions of {_SESSION_STEPS} steps",
+            "which does not look into the body",
         ),
         *(
-            Row(f"  the same beside turns, beyond turns, after {calls} calls", more, "us", note=f"turns: {alone:.3g} us")
+            Row(f"  beside turns in a history of {calls} calls", more, "us", note=f"turns: {alone:.3g} us")
             for calls, (more, alone) in agents.items()
         ),
         Row("parsing both messages", median(found["parsing"]), "us", note="every server has to"),

@@ -57,6 +57,13 @@ def budget(number: int = 0, **loop: Any) -> dict[str, Any]:  # noqa: ANN401  # a
     return made
 
 
+def talk() -> dict[str, Any]:
+    """`policy` that looks at turns, of sessions."""
+    made = budget(similarity="turns")
+    del made["spec"]["session_limits"]
+    return made
+
+
 def bundle(policies: Sequence[dict[str, Any]], version: int = 1) -> bytes:
     """A policy file."""
     return json.dumps({"bundle_version": version, "policies": policies}).encode()
