@@ -220,3 +220,14 @@ def test_without_file_descriptors_it_waits_and_goes_on(
         await place.until(lambda: place.begun == [INNOCENT])
 
     run(steps)
+
+
+def test_answers_wait_for_no_acknowledgement() -> None:
+    """What is accepted sends at once, also where a head and a body are written one after the other."""
+    with (
+        open_listening_socket(parse_address("127.0.0.1:0")) as listening,
+        socket.create_connection(listening.getsockname(), PATIENCE),
+    ):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1

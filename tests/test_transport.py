@@ -28,6 +28,7 @@ from extproc.transport.grpcio import GrpcServer
 from extproc.transport.health import EXT_PROC, HEALTH, Health
 from extproc.transport.http2 import DATA, END_STREAM
 from tests.documents import policy
+from tests.harness import PATIENCE
 from tests.messages import body, headers
 from tests.test_engine import ANY
 from tests.test_http2 import HELLO, frame
@@ -240,7 +241,9 @@ def test_health_is_told_and_watched(run: Run) -> None:
         made.health.set(serving=False)
         assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
         assert (await made.check()).status == HealthCheckResponse.NOT_SERVING
-        watch.cancel()
+        async with asyncio.timeout(PATIENCE / 2):
+            await made.server.stop(PATIENCE)  # which no watch holds up
+        assert await watch.code() is grpc.StatusCode.UNAVAILABLE
 
     run(make_service(policy("p", ANY)), steps)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import grpc
@@ -49,7 +50,8 @@ class GrpcServer:
         self._server = grpc.aio.server(options=[*_OPTIONS, most])
         process = grpc.stream_stream_rpc_method_handler(self._process)  # bytes in, bytes out: the service parses
         log_access = grpc.stream_unary_rpc_method_handler(self._log_access, None, StreamAccessLogsResponse.SerializeToString)
-        self._logs: set[asyncio.Task[None]] = set()
+        self._endless: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
         self._health = health
         self._certificates: Certificates | None = None
         check = grpc.unary_unary_rpc_method_handler(
@@ -86,9 +88,10 @@ class GrpcServer:
         return address.text if address.is_unix else f"{address.text.rpartition(':')[0]}:{port}"
 
     async def stop(self, grace: float) -> None:
-        """Take no more streams, give those in flight `grace` seconds, then end them; access logs would never end."""
-        for log in self._logs:
-            log.cancel()
+        """Take no more streams, give those in flight `grace` seconds, then end them; logs and watches would never end."""
+        self._is_stopping = True
+        for call in self._endless:
+            call.cancel()
         await self._server.stop(grace)
 
     def _add_port(self, address: str, certificates: Certificates | None) -> int:
@@ -134,15 +137,12 @@ class GrpcServer:
 
     async def _log_access(self, messages: AsyncIterator[bytes], context: Any) -> StreamAccessLogsResponse:  # noqa: ANN401  # grpc is untyped
         await self._check_peer(context)
-        call = cast("asyncio.Task[None]", asyncio.current_task())
-        self._logs.add(call)
         try:
-            async for message in messages:
-                self._service.access_log.receive(message)
+            with self._until_stop():
+                async for message in messages:
+                    self._service.access_log.receive(message)
         except ProtocolError as error:
             await context.abort(_STATUS[error.code], str(error))
-        finally:
-            self._logs.discard(call)
         return StreamAccessLogsResponse()
 
     async def _check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:  # noqa: ANN401  # grpc is untyped
@@ -154,8 +154,24 @@ class GrpcServer:
 
     async def _watch(self, request: HealthCheckRequest, context: Any) -> AsyncIterator[HealthCheckResponse]:  # noqa: ANN401  # grpc is untyped
         await self._check_peer(context)
-        async for answer in self._health.watch(request.service):
-            yield answer
+        with self._until_stop():
+            async for answer in self._health.watch(request.service):
+                yield answer
+        context.set_code(grpc.StatusCode.UNAVAILABLE)
+        context.set_details("shutting down")
+
+    @contextmanager
+    def _until_stop(self) -> Iterator[None]:
+        """Around what never ends by itself: a stop ends it. A call whose handler is cancelled goes on, one that returns is over."""
+        call = cast("asyncio.Task[None]", asyncio.current_task())
+        self._endless.add(call)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._is_stopping:
+                raise
+        finally:
+            self._endless.discard(call)
 
 
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}

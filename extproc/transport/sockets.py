@@ -33,7 +33,9 @@ def open_listening_socket(address: Address, flag: str = "--listen", *, mode: int
             return _bind_unix(address.text.removeprefix("unix:"), mode)
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         both = family is socket.AF_INET6 and address.host == "::" and socket.has_dualstack_ipv6()
-        return socket.create_server((address.host, address.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+        made = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what is accepted has it too: no answer waits for an ACK
+        return made  # noqa: TRY300  # in one piece
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise LoopguardError(f"cannot listen on {address.text}: {reason}; choose another with {flag}") from None
