@@ -102,16 +102,36 @@ _ERRORS = (
     "cannot",
     "can't",
     "denied",
-    "usage:",
 )
-# Starts with a character of a small set, as above.
+# Each alternative starts with a character of a small set, as above: nothing of the kind, a field for errors that is empty, words
+# that only begin alike.
 _NO_ERRORS = re.compile(
-    r"[n0wz](?<!\w.)(?:(?<=0)|(?<=n)o|(?<=z)ero|(?<=w)ithout(?: any)?)\s+(?:\w+\s+)?"
-    r"(?:errors?|exceptions?|failed|failures?)\b"
+    r"""
+    [n0wz](?<!\w.)(?:(?<=0)|(?<=n)o|(?<=z)ero|(?<=w)ithout(?:\ any)?)\s+(?:\w+\s+)?(?:errors?|exceptions?|failed|failures?)\b
+    | [efi](?:(?<=e)(?:rror|xception)|(?<=f)ail(?:ed|ure)|(?<=i)nvalid)\w{0,16}+(?:
+        \\?["']?\s{0,8}+[:=]\s{0,8}+(?:
+            0++(?![.]?\w)
+          | (?:null|none|nil|undefined|false|\[\s{0,8}+\]|\{\s{0,8}+\}|\\?"\\?"|'')(?=[ \t]*+(?:[]},;)<|"']|\n|$|\w{1,32}+["']?[:=]))
+        )
+      | \s?/>
+      | >\s{0,8}+</\w{1,32}+
+      )
+    | [ei](?:(?<=e)xceptional|(?<=i)nvalidat(?:e[ds]?|ing|ion))(?![a-z])
+    """,
+    re.VERBOSE,
 )
+_USAGE = re.compile(r"^\W{0,8}usage:", re.MULTILINE)
 _RETURN_WORDS = ("exit", "return", "status", "non")
+# A status of success is HTTP's, and who has returned 5 rows has not failed.
+_SUCCESS = r"(?:10[0-3]|20[0-8]|226|30[0-8])(?![.]?\w)"
 _RETURN_CODE = re.compile(
-    r"(?:exit|return|status)[ _-]?(?:code|status|value)?(?:ed)?\W{1,4}(?:with )?(?:code )?-?[1-9]|non-?zero"
+    rf"""
+      exit[ _-]?(?:code|status|value)?(?:ed)?\W{{1,4}}(?:with\ )?(?:code\ )?-?[1-9]
+    | (?:return[ _-]?(?:code|status|value)|status(?:[ _-]?(?:code|value))?)\W{{1,4}}-?(?!{_SUCCESS})[1-9]
+    | return(?:ed\ |\W{{1,4}})(?:with\ )?(?:code\ -?[1-9]|-?(?!{_SUCCESS})[1-9][0-9]*+(?![.,][0-9]|\ [a-z]))
+    | non-?zero
+    """,
+    re.VERBOSE,
 )
 
 _Take: TypeAlias = Callable[[str], Iterable[str]] | Literal[False]
@@ -197,6 +217,8 @@ def is_error(text: str) -> bool:
     """Whether a result says early that something went wrong."""
     said = text[:_SAID_WITHIN].lower()
     if _tells_failure(said):
+        return True
+    if "usage:" in said and _USAGE.search(said):
         return True
     return _names_error(said) and _names_error(_NO_ERRORS.sub("", said))  # which takes long, and adds nothing
 
