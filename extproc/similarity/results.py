@@ -1,8 +1,8 @@
 """What an action brought back, compared without what changes by itself; and whether it is an error.
 
-Left out are timestamps, durations with a unit, UUIDs, hex of 8 digits or more, numbers after `line`, `step`, `pid`, `port`
-and `id`, `:123` positions behind a name, and paths below /tmp. Anything else in a result is news: not all digits are left out,
-since `3 failed` is not `4 failed`.
+Left out are timestamps, durations with a unit, UUIDs, hex of 8 digits or more, behind `id` of 5, numbers after `line`, `step`,
+`pid`, `port` and `id`, `:123` positions behind a name, and paths below /tmp. Anything else in a result is news: not all digits
+are left out, since `3 failed` is not `4 failed`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*+"
 _CLOCK = r"[0-9]{2}(?::[0-9]{2})?+(?:[.,][0-9]++)?+"
 
 
-def _after(words: str) -> str:
-    """The digit at hand is the first behind one of the words, all of one length, and one to three separators."""
+def _after(words: str, digit: str = "[0-9]") -> str:
+    """The digit at hand is the first behind one of the words, all of one length, and one to four separators."""
     return "|".join(
         [
-            rf"(?<=(?:{words}){_SEPARATOR}{{{number}}}[0-9])(?<![A-Za-z](?:{words}){_SEPARATOR}{{{number}}}[0-9])"
-            for number in (1, 2, 3)
+            rf"(?<=(?:{words}){_SEPARATOR}{{{number}}}{digit})(?<![A-Za-z](?:{words}){_SEPARATOR}{{{number}}}{digit})"
+            for number in (1, 2, 3, 4)
         ]
     )
 
@@ -57,6 +57,8 @@ _VOLATILE = re.compile(
         (?:,?\ [0-9]{{2}}:{_CLOCK}(?:\ [A-Z]{{3,4}}\b)?+(?:\ [0-9]{{4}}\b)?+)?+
     | (?<![/JMNOSTW])(?:
         [0-9a-fA-F]{{7,}}+(?:(?:-[0-9a-fA-F]{{4}}){{3}}-[0-9a-fA-F]{{12}})?+(?![0-9A-Za-z])     # hex, a UUID
+      | (?<={_SEPARATOR}.)(?:{_after("[iI][dD]", "[0-9a-fA-F]")})                              # an id in hex
+        (?:(?<=[0-9])|(?=[a-fA-F]*+[0-9]))[0-9a-fA-F]{{4,}}+(?![0-9A-Za-z])
       | (?<=[0-9])(?:
           (?<=[A-Za-z \t"':=\#(\[]{_SEPARATOR}.)(?:{_after("[lL][iI][nN][eE]|[sS][tT][eE][pP]|[pP][oO][rR][tT]")}
             |{_after("[pP][iI][dD]")}|{_after("[iI][dD]")})[0-9]*+(?![.][0-9])                  # a line, step, port, pid, id
