@@ -35,6 +35,10 @@ SAME: dict[str, list[str]] = {
         '{"analysis": "a", "plan": "b", "commands": [{"keystrokes": "ls\\n", "duration": 0.1}], "task_complete": false}',
         '{"state": "other", "commands": [{"duration": 1e-1, "keystrokes": "ls\\n"}]}',
     ],
+    "a command and what it is for": [
+        '{"command": "ls -la", "description": "Look around", "timeout": 5}',
+        '{"timeout": 60, "command": "ls -la", "description": "See what is here"}',
+    ],
     "tags": [
         f"I look.\n<execute_bash>{_LIST}</execute_bash>",
         f"<thinking>hm</thinking><execute_bash>{_LIST}</execute_bash> Done.",

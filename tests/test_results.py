@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from extproc.similarity.results import (
     _ERRORS,
+    _NO_ERRORS,
     _RETURN_CODE,
     _VOLATILE,
     MAX_NORMALIZED,
@@ -42,6 +43,8 @@ GONE = {
     "a pid": ("pid=12 and PID: 9", "pid=77812 and PID: 1"),
     "a port": ("on port 8080", "on port 51234"),
     "an id": ('{"id": 5, "x": 1}', '{"id": 17, "x": 1}'),
+    "a short id in hex": ("Chunk ID: 8d3f21\nok", "Chunk ID: fa0b97\nok"),
+    "an id in a string": ('{"chunk_id": "8d3f21"}', '{"chunk_id": "fa0b97"}'),
     "an id with a prefix": ("task_id=5", "task_id=6"),
     "an id in escaped JSON": ('"{\\"id\\": 5}\\nline 7"', '"{\\"id\\": 6}\\nline 8"'),
     "a position": ("a.py:12:5: error", "a.py:120: error"),
@@ -65,6 +68,9 @@ STAYS = [
     ("ratio:0.5", "ratio:0.7"),
     ("done:50%", "done:60%"),
     ("line five", "line six"),
+    ("id: added", "id: faded"),
+    ("id: 8d3f21x", "id: fa0b97x"),
+    ("invalid 8d3f2", "invalid fa0b9"),
     ("a line 5", "a step 5"),
     ("exit code 1", "exit code 2"),
     ('{"count": 5}', '{"count": 6}'),
@@ -175,6 +181,19 @@ def test_a_quick_look_takes_long_results_that_are_equal(start: str, data: st.Dat
         ("exited with code 2", True),
         ('{"exit_code": 1}', True),
         ("returned non-zero exit status", True),
+        ("the command returned 1", True),
+        ("make returned with code 2 and left", True),
+        ("exit status 200", True),
+        ('{"status": 500}', True),
+        ("HTTP status code: 404", True),
+        ("git: no command\n  usage: git [-v]", True),
+        ("error: none of these is a file", True),
+        ("Error: null is not an object", True),
+        ("Error: 0.5 is no integer", True),
+        ('{"error": "", "errors": ["x"]}', True),
+        ("failed: 10, passed: 0", True),
+        ('{"failed": 3}', True),
+        ("exception: false alarm", True),
         ("exit code 0", False),
         ("<returncode>0</returncode>", False),
         ("3 passed, 0 failed", False),
@@ -183,6 +202,23 @@ def test_a_quick_look_takes_long_results_that_are_equal(start: str, data: st.Dat
         ("The file has been edited.", False),
         ("", False),
         ("x" * 3_000 + " error", False),
+        ('{"ok": true, "error": null}', False),
+        ('{"error":null,"id":1}', False),
+        ('{"errors": [], "failed": 0, "is_error": false}', False),
+        ('{"error_message": "", "errorCode": 0, "exception": {}}', False),
+        ('"{\\"error\\": \\"\\"}"', False),
+        ("passed=5 failed=0 errors=0", False),
+        ("error: none\ndone", False),
+        ("Errors: 0. Warnings: 2.", False),
+        ("<errors/><error></error>", False),
+        ('{"status": 201, "message": "created"}', False),
+        ("status: 200 OK", False),
+        ("HTTP status code: 204", False),
+        ("The query returned 5 rows", False),
+        ("returned 1,024 rows", False),
+        ('{"returned": 5}', False),
+        ("cache invalidated", False),
+        ("Memory usage: 40 %", False),
     ],
 )
 def test_an_error_says_so_early(text: str, error: bool) -> None:
@@ -190,7 +226,7 @@ def test_an_error_says_so_early(text: str, error: bool) -> None:
     assert is_error(text) is error
 
 
-_WORDS = ["Exit", "return", "status", "code", "ed", "with ", "non", "zero", "no", "without", " any", "s", "can", "'t", "usage"]
+_WORDS = ["Exit", "return", "status", "code", "ed", "with ", "non", "zero", "no", "without", " any", "s", "can", "'t", "usage", "null"]
 _FAILURES = ["error", "Failed", "exception", "failure", "not", "found", *" _:=-10\nx\u00e9"]
 _SAID = st.sampled_from(_WORDS) | st.sampled_from(_FAILURES)
 
@@ -199,9 +235,11 @@ _SAID = st.sampled_from(_WORDS) | st.sampled_from(_FAILURES)
 def test_an_error_is_found_as_the_patterns_find_it(text: str) -> None:
     """Looking for words first spares the patterns their search, and changes nothing."""
     said = text.lower()
-    left = re.sub(r"\b(?:no|0|zero|without(?: any)?)\s+(?:\w+\s+)?(?:errors?|exceptions?|failed|failures?)\b", "", said)
+    left = _NO_ERRORS.sub("", said)
 
-    assert is_error(text) is (bool(_RETURN_CODE.search(said)) or any(word in left for word in _ERRORS))
+    assert is_error(text) is (
+        bool(_RETURN_CODE.search(said) or re.search(r"^\W{0,8}usage:", said, re.MULTILINE)) or any(word in left for word in _ERRORS)
+    )
 
 
 _HOSTILE = [

@@ -275,6 +275,20 @@ def test_thoughts_among_arguments_do_not_matter(key: str) -> None:
     )
 
 
+@pytest.mark.parametrize("key", ["description", "goal", "summary", "timeout", "yield_time_ms"])
+def test_what_is_said_about_a_command_does_not_matter(key: str) -> None:
+    """What it is for, and how long somebody waits for it, is worded anew; elsewhere the same words may be all that is done."""
+
+    def call(**arguments: object) -> list[Did]:
+        return [Did((("f", {**arguments, key: f"word {n}"}),), ("nothing",)) for n in range(3)]
+
+    for write in SHAPES.values():
+        assert verdict(write(call(command="make test"))) is not None
+        assert verdict(write(call(cmd=["make", "test"]))) is not None
+        assert verdict(write(call(path="a.py"))) is None
+    assert verdict(as_chat([Did((("f", {"command": f"make {n}", key: "test"}),), ("nothing",)) for n in range(3)])) is None
+
+
 def test_a_tool_for_thinking_is_called_for_its_thoughts() -> None:
     """Different thoughts of a `think` tool are different calls, equal ones are not."""
     turns = [Did((("think", {"thought": f"thought {n}"}),), ("logged",)) for n in range(3)]
@@ -378,6 +392,21 @@ def test_environment_details_are_no_part_of_a_text_result() -> None:
         messages += [{"role": "assistant", "content": call}, {"role": "user", "content": said}]
 
     assert verdict({"messages": messages}) is not None
+
+
+@pytest.mark.parametrize("write", [as_chat, as_anthropic, WRITERS["text, fence"]])
+def test_what_a_harness_puts_into_a_result_is_no_part_of_it(write: Write) -> None:
+    """Some join it with what came back, at the end or in the middle; what is not closed is somebody's text."""
+
+    def stuck(start: str, end: str, rest: str = "") -> Repeat | None:
+        texts = [f"3 failed{start}Open: a.py, {n} tokens{end}{rest}" for n in range(3)]
+        return verdict(write([Did((("run", {}),), (text,)) for text in texts]))
+
+    for tag in ("environment_details", "system-reminder"):
+        assert stuck(f"\n\n<{tag}>", f"</{tag}>") is not None
+        assert stuck(f" <{tag}>", f"</{tag}>", f" 5 passed <{tag}>x</{tag}>") is not None
+        assert stuck(f"\n\n<{tag}>", "") is None
+    assert stuck("\n\n<log>", "</log>") is None
 
 
 @pytest.mark.parametrize("shape", ["anthropic", "bedrock", "gemini"])

@@ -31,12 +31,31 @@ THOUGHTS = frozenset(
         "reasoning",
         "reflection",
         "state_analysis",
+        "task_progress",
         "thinking",
         "thought",
         "thoughts",
+        "toolAction",
+        "toolSummary",
     }
 )
 """Arguments in which agents think aloud; `ignore_arguments` replaces them."""
+
+_COMMANDS = frozenset({"cmd", "command"})
+_REMARKS = frozenset(
+    {
+        "description",
+        "goal",
+        "max_output_tokens",
+        "requires_approval",
+        "summary",
+        "timeout",
+        "timeout_ms",
+        "timeout_seconds",
+        "yield_time_ms",
+    }
+)
+"""Beside a command these say what it is for, and how long or how much of it somebody waits for; the command says all else."""
 
 MAX_NAME = 256
 """So much of a tool's or command's name is matched and shown, in characters."""
@@ -166,8 +185,10 @@ def number_id(number: int) -> str:
 def spell_call(call: Part, ignored: frozenset[str]) -> bytes:
     """A call in one spelling: its tool, and its arguments without thoughts."""
     value = read_arguments(call.value)
-    if isinstance(value, dict) and not value.keys().isdisjoint(ignored):
-        value = _without_thoughts(value, call.name, ignored)
+    if isinstance(value, dict):
+        if not value.keys().isdisjoint(ignored):
+            value = _without_thoughts(value, call.name, ignored)
+        value = _without_remarks(value)
     return call.name.encode() + _SEPARATOR + write_canonical(value)
 
 
@@ -178,6 +199,12 @@ def _without_thoughts(value: dict[str, Json], name: str, ignored: frozenset[str]
         if any(word in lower for word in _THINKERS):
             return value
     return left
+
+
+def _without_remarks(value: dict[str, Json]) -> dict[str, Json]:
+    if value.keys().isdisjoint(_REMARKS) or value.keys().isdisjoint(_COMMANDS):
+        return value
+    return {key: item for key, item in value.items() if key not in _REMARKS}
 
 
 def read_text_action(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
@@ -316,7 +343,7 @@ def _action_in(value: dict[str, Json], ignored: frozenset[str]) -> Json:
     acting = {key for key in _ACTION_KEYS if isinstance(value.get(key), dict | list)}
     if acting:
         return {key: item for key, item in value.items() if key in acting or key in _ARGUMENT_KEYS}
-    return {key: item for key, item in value.items() if key not in ignored} or value
+    return _without_remarks({key: item for key, item in value.items() if key not in ignored} or value)
 
 
 def _name_of(value: dict[str, Json], ignored: frozenset[str]) -> str:

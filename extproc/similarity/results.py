@@ -1,8 +1,8 @@
 """What an action brought back, compared without what changes by itself; and whether it is an error.
 
-Left out are timestamps, durations with a unit, UUIDs, hex of 8 digits or more, numbers after `line`, `step`, `pid`, `port`
-and `id`, `:123` positions behind a name, and paths below /tmp. Anything else in a result is news: not all digits are left out,
-since `3 failed` is not `4 failed`.
+Left out are timestamps, durations with a unit, UUIDs, hex of 8 digits or more, behind `id` of 5, numbers after `line`, `step`,
+`pid`, `port` and `id`, `:123` positions behind a name, and paths below /tmp. Anything else in a result is news: not all digits
+are left out, since `3 failed` is not `4 failed`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*+"
 _CLOCK = r"[0-9]{2}(?::[0-9]{2})?+(?:[.,][0-9]++)?+"
 
 
-def _after(words: str) -> str:
-    """The digit at hand is the first behind one of the words, all of one length, and one to three separators."""
+def _after(words: str, digit: str = "[0-9]") -> str:
+    """The digit at hand is the first behind one of the words, all of one length, and one to four separators."""
     return "|".join(
         [
-            rf"(?<=(?:{words}){_SEPARATOR}{{{number}}}[0-9])(?<![A-Za-z](?:{words}){_SEPARATOR}{{{number}}}[0-9])"
-            for number in (1, 2, 3)
+            rf"(?<=(?:{words}){_SEPARATOR}{{{number}}}{digit})(?<![A-Za-z](?:{words}){_SEPARATOR}{{{number}}}{digit})"
+            for number in (1, 2, 3, 4)
         ]
     )
 
@@ -57,6 +57,8 @@ _VOLATILE = re.compile(
         (?:,?\ [0-9]{{2}}:{_CLOCK}(?:\ [A-Z]{{3,4}}\b)?+(?:\ [0-9]{{4}}\b)?+)?+
     | (?<![/JMNOSTW])(?:
         [0-9a-fA-F]{{7,}}+(?:(?:-[0-9a-fA-F]{{4}}){{3}}-[0-9a-fA-F]{{12}})?+(?![0-9A-Za-z])     # hex, a UUID
+      | (?<={_SEPARATOR}.)(?:{_after("[iI][dD]", "[0-9a-fA-F]")})                              # an id in hex
+        (?:(?<=[0-9])|(?=[a-fA-F]*+[0-9]))[0-9a-fA-F]{{4,}}+(?![0-9A-Za-z])
       | (?<=[0-9])(?:
           (?<=[A-Za-z \t"':=\#(\[]{_SEPARATOR}.)(?:{_after("[lL][iI][nN][eE]|[sS][tT][eE][pP]|[pP][oO][rR][tT]")}
             |{_after("[pP][iI][dD]")}|{_after("[iI][dD]")})[0-9]*+(?![.][0-9])                  # a line, step, port, pid, id
@@ -102,16 +104,36 @@ _ERRORS = (
     "cannot",
     "can't",
     "denied",
-    "usage:",
 )
-# Starts with a character of a small set, as above.
+# Each alternative starts with a character of a small set, as above: nothing of the kind, a field for errors that is empty, words
+# that only begin alike.
 _NO_ERRORS = re.compile(
-    r"[n0wz](?<!\w.)(?:(?<=0)|(?<=n)o|(?<=z)ero|(?<=w)ithout(?: any)?)\s+(?:\w+\s+)?"
-    r"(?:errors?|exceptions?|failed|failures?)\b"
+    r"""
+    [n0wz](?<!\w.)(?:(?<=0)|(?<=n)o|(?<=z)ero|(?<=w)ithout(?:\ any)?)\s+(?:\w+\s+)?(?:errors?|exceptions?|failed|failures?)\b
+    | [efi](?:(?<=e)(?:rror|xception)|(?<=f)ail(?:ed|ure)|(?<=i)nvalid)\w{0,16}+(?:
+        \\?["']?\s{0,8}+[:=]\s{0,8}+(?:
+            0++(?![.]?\w)
+          | (?:null|none|nil|undefined|false|\[\s{0,8}+\]|\{\s{0,8}+\}|\\?"\\?"|'')(?=[ \t]*+(?:[]},;)<|"']|\n|$|\w{1,32}+["']?[:=]))
+        )
+      | \s?/>
+      | >\s{0,8}+</\w{1,32}+
+      )
+    | [ei](?:(?<=e)xceptional|(?<=i)nvalidat(?:e[ds]?|ing|ion))(?![a-z])
+    """,
+    re.VERBOSE,
 )
+_USAGE = re.compile(r"^\W{0,8}usage:", re.MULTILINE)
 _RETURN_WORDS = ("exit", "return", "status", "non")
+# A status of success is HTTP's, and who has returned 5 rows has not failed.
+_SUCCESS = r"(?:10[0-3]|20[0-8]|226|30[0-8])(?![.]?\w)"
 _RETURN_CODE = re.compile(
-    r"(?:exit|return|status)[ _-]?(?:code|status|value)?(?:ed)?\W{1,4}(?:with )?(?:code )?-?[1-9]|non-?zero"
+    rf"""
+      exit[ _-]?(?:code|status|value)?(?:ed)?\W{{1,4}}(?:with\ )?(?:code\ )?-?[1-9]
+    | (?:return[ _-]?(?:code|status|value)|status(?:[ _-]?(?:code|value))?)\W{{1,4}}-?(?!{_SUCCESS})[1-9]
+    | return(?:ed\ |\W{{1,4}})(?:with\ )?(?:code\ -?[1-9]|-?(?!{_SUCCESS})[1-9][0-9]*+(?![.,][0-9]|\ [a-z]))
+    | non-?zero
+    """,
+    re.VERBOSE,
 )
 
 _Take: TypeAlias = Callable[[str], Iterable[str]] | Literal[False]
@@ -197,6 +219,8 @@ def is_error(text: str) -> bool:
     """Whether a result says early that something went wrong."""
     said = text[:_SAID_WITHIN].lower()
     if _tells_failure(said):
+        return True
+    if "usage:" in said and _USAGE.search(said):
         return True
     return _names_error(said) and _names_error(_NO_ERRORS.sub("", said))  # which takes long, and adds nothing
 

@@ -27,6 +27,8 @@ _ID: Final = 16
 _INJECTED = frozenset({"system-reminder", "system_reminder", "environment_details", "environment_context"})
 """What agents' harnesses are known to inject, also where no tool brings anything back and texts are all that comes."""
 
+_MARKS = [(f"<{tag}>", f"</{tag}>") for tag in sorted(_INJECTED)]
+
 _MAX_NORMALIZED_IN_ALL = 6 * MAX_NORMALIZED
 """So much of all the results of a request, in characters; the others are compared as they are."""
 
@@ -241,7 +243,7 @@ class Turn:
                 if part.kind == RESULT:
                     results.append(self._read_one(part, len(results)))
                 else:
-                    others.append(_write_said(message, part, self._reading.document))
+                    others.append(_strike_injected(_write_said(message, part, self._reading.document)))
         self._returned = any(text for _, text in results)
         if self._returned:
             others = [text for text in others if not is_injected(text)]
@@ -255,7 +257,7 @@ class Turn:
         self._failed = self._failed or part.failed
         if part.id:
             self._ids.add(part.id)
-        text = read_result(part.value)
+        text = _strike_injected(read_result(part.value))
         return part.id or number_id(number), _FAILED + text if part.failed else text
 
     def _in_order(self, results: list[tuple[str, str]]) -> list[str]:
@@ -358,6 +360,24 @@ def _write_said(message: Message, part: Part, document: Document) -> str:
     if part.kind == TEXT:
         return value.strip() if isinstance(value, str) else ""
     return write_canonical(value).decode()
+
+
+def _strike_injected(text: str) -> str:
+    """A text without what a harness has put among the words of others, unless it is nothing else."""
+    struck = text
+    for start, end in _MARKS:
+        if struck.find(start) >= 0:
+            struck = _strike(struck, start, end).strip()
+    return struck or text
+
+
+def _strike(text: str, start: str, end: str) -> str:
+    pieces: list[str] = []
+    place = 0
+    while (first := text.find(start, place)) >= 0 and (last := text.find(end, first)) >= 0:
+        pieces.append(text[place:first])
+        place = last + len(end)
+    return "".join([*pieces, text[place:]])
 
 
 def read_turns(conversation: Conversation, document: Document, ignored: frozenset[str]) -> Iterator[Turn]:
