@@ -105,15 +105,16 @@ _ERRORS = (
     "can't",
     "denied",
 )
-# Each alternative starts with a character of a small set, as above: nothing of the kind, a field for errors that is empty, words
-# that only begin alike.
+# Each alternative starts with a character of a small set, as above: nothing of the kind, a field for errors that is empty, and
+# words that only begin alike.
 _NO_ERRORS = re.compile(
     r"""
     [n0wz](?<!\w.)(?:(?<=0)|(?<=n)o|(?<=z)ero|(?<=w)ithout(?:\ any)?)\s+(?:\w+\s+)?(?:errors?|exceptions?|failed|failures?)\b
     | [efi](?:(?<=e)(?:rror|xception)|(?<=f)ail(?:ed|ure)|(?<=i)nvalid)\w{0,16}+(?:
         \\?["']?\s{0,8}+[:=]\s{0,8}+(?:
             0++(?![.]?\w)
-          | (?:null|none|nil|undefined|false|\[\s{0,8}+\]|\{\s{0,8}+\}|\\?"\\?"|'')(?=[ \t]*+(?:[]},;)<|"']|\n|$|\w{1,32}+["']?[:=]))
+          | (?:null|none|nil|undefined|false|\[\s{0,8}+\]|\{\s{0,8}+\}|\\?"\\?"|'')
+            (?=[ \t]*+(?:[]},;)<|"']|\n|$|\w{1,32}+["']?[:=]))
         )
       | \s?/>
       | >\s{0,8}+</\w{1,32}+

@@ -162,7 +162,10 @@ class GrpcServer:
 
     @contextmanager
     def _until_stop(self) -> Iterator[None]:
-        """Around what never ends by itself: a stop ends it. A call whose handler is cancelled goes on, one that returns is over."""
+        """Around what never ends by itself: a stop ends it.
+
+        A call whose handler is cancelled goes on; one whose handler returns is over.
+        """
         call = cast("asyncio.Task[None]", asyncio.current_task())
         self._endless.add(call)
         try:
