@@ -409,6 +409,15 @@ def test_what_a_harness_puts_into_a_result_is_no_part_of_it(write: Write) -> Non
     assert stuck("\n\n<log>", "</log>") is None
 
 
+def test_what_a_harness_says_is_a_result_where_nothing_else_is_said() -> None:
+    """What changes there alone may be all that the action has done."""
+    said = [f"<environment_details>Open: {name}</environment_details>" for name in ("a.py", "b.py", "c.py")]
+    write = WRITERS["text, fence"]
+
+    assert verdict(write([Did((("open", {}),), (text,)) for text in said])) is None
+    assert verdict(write([Did((("open", {}),), (text,)) for text in said[:1] * 3])) is not None
+
+
 @pytest.mark.parametrize("shape", ["anthropic", "bedrock", "gemini"])
 def test_what_the_api_marks_as_an_error_is_one(shape: str) -> None:
     """Six results marked as failed are the same error, whatever they say."""

@@ -119,14 +119,14 @@ _NO_ERRORS = re.compile(
       | \s?/>
       | >\s{0,8}+</\w{1,32}+
       )
-    | [ei](?:(?<=e)xceptional|(?<=i)nvalidat(?:e[ds]?|ing|ion))(?![a-z])
+    | [ei](?:(?<=e)xceptional|(?<=i)nvalidat(?:e|ing|ion))
     """,
     re.VERBOSE,
 )
 _USAGE = re.compile(r"^\W{0,8}usage:", re.MULTILINE)
 _RETURN_WORDS = ("exit", "return", "status", "non")
 # A status of success is HTTP's, and who has returned 5 rows has not failed.
-_SUCCESS = r"(?:10[0-3]|20[0-8]|226|30[0-8])(?![.]?\w)"
+_SUCCESS = r"(?:10[0-3]|20[0-8]|226|30[0-8])(?!\w)"
 _RETURN_CODE = re.compile(
     rf"""
       exit[ _-]?(?:code|status|value)?(?:ed)?\W{{1,4}}(?:with\ )?(?:code\ )?-?[1-9]
