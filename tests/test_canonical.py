@@ -78,6 +78,7 @@ def spelled_text(draw: Draw, text: str) -> str:
     """A string literal: each character as itself or in any of its escapes."""
     short = {'"': '\\"', "\\": "\\\\", "/": "\\/", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
     found = []
+    chosen = draw(st.integers(0, 4 ** len(text) - 1))  # one for each character would take most of a test's time
     for character in text:
         units = character.encode("utf-16-be").hex()
         escaped = "".join(f"\\u{units[place : place + 4]}" for place in range(0, len(units), 4))
@@ -86,7 +87,8 @@ def spelled_text(draw: Draw, text: str) -> str:
             ways.append(short[character])
         if character >= " " and character not in '"\\':
             ways.append(character)
-        found.append(draw(st.sampled_from(ways)))
+        found.append(ways[-1 - chosen % 4 % len(ways)])
+        chosen //= 4
     return '"' + "".join(found) + '"'
 
 
