@@ -441,6 +441,7 @@ def test_usage_errors_are_one_line(  # a table
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.compiled
 def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
     """Ten times the log, of ten times as many callers, paths and loops, takes next to nothing more."""
     (tmp_path / "policies.json").write_text(json.dumps(bundle(policy("p", ANY, window_seconds=1, **USER))))
