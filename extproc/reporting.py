@@ -117,6 +117,7 @@ class Reporter:
             if isinstance(outcome.subject, SessionSubject):
                 labels = outcome.policy, outcome.mode, outcome.subject.limit, outcome.action.value
                 metrics.session_limits.labels(*labels).inc()
+                self._report_limit(evaluation, outcome, outcome.subject)
             elif outcome.reason is Reason.LOOP_DETECTED:
                 metrics.detections.labels(outcome.policy, outcome.detector, outcome.mode, outcome.action.value).inc()
                 self._report_detection(evaluation, decision, outcome)
@@ -277,6 +278,39 @@ class Reporter:
             suppressed=suppressed or None,
         )
         _LOG.warning("loop detected", extra=extra)
+
+    def _report_limit(self, evaluation: Evaluation, outcome: Outcome, subject: SessionSubject) -> None:
+        """A line for a session's first refusal in a row, its second, its fourth and so on."""
+        for candidate in evaluation.sessions:
+            standing = candidate.standing
+            if standing is None or not standing.limit:
+                continue
+            if (candidate.plan.id, candidate.guard.mode) != (outcome.policy, outcome.mode):
+                continue
+            refusals = standing.consecutive_blocks  # none of one that was killed by order, where nobody counts
+            is_due = not refusals & (refusals - 1) if refusals else self._remind(candidate.session) > 0
+            if is_due:
+                self._log_limit(candidate, outcome, subject)
+
+    def _log_limit(self, candidate: SessionCandidate, outcome: Outcome, subject: SessionSubject) -> None:
+        suppressed = self._take_line(outcome.tenant)
+        if suppressed is None:
+            return
+        used, allowed = subject.shown
+        extra = make_extra(
+            policy=outcome.policy,
+            mode=outcome.mode,
+            action=outcome.action.value,
+            limit=subject.limit,
+            used=used,
+            allowed=allowed,
+            tool=subject.tool or None,
+            session=candidate.session,
+            tenant=outcome.tenant,
+            descriptors=dict(candidate.values) if self.show_callers else None,
+            suppressed=suppressed or None,
+        )
+        _LOG.warning("session limit reached", extra=extra)
 
     def _take_line(self, tenant: str) -> int | None:
         """None when the tenant, or all together, have had their lines; else how many were suppressed since the last."""

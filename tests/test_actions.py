@@ -13,6 +13,8 @@ import anthropic
 import openai
 import pytest
 
+from extproc.answers.go_on import NARROWED, STEERED
+from extproc.envoy_check.checks.callers import MARKS
 from tests.documents import bundle, policy
 from tests.harness import PATIENCE, Stack, eventually, stack
 
@@ -123,17 +125,22 @@ def test_a_warning_reaches_upstream_and_client(shared: Stack, user: dict[str, st
     assert seen == [None, None, "loop_warn"]
 
 
-def test_a_forged_warning_is_removed(shared: Stack, user: dict[str, str]) -> None:
-    """A client that sends the header itself is not believed, whether there is a warning or not, nor is the header doubled."""
+def test_a_forged_mark_is_removed(shared: Stack, user: dict[str, str]) -> None:
+    """A client that sends a mark itself is not believed, whether Loopguard gives one or not, nor is the header doubled."""
     before = len(shared.upstream.seen)
     for path in ("/warn", "/unguarded", "/warn", "/warn"):
-        shared.send(path, headers={**user, "x-fairvisor-warning": "loop_warn"})
+        shared.send(path, headers={**user, **dict.fromkeys(MARKS, "loop_warn")})
 
     forwarded = [
-        [value for name, value in seen.headers if name.lower() == "x-fairvisor-warning"]
+        [(name.lower(), value) for name, value in seen.headers if name.lower() in MARKS]
         for seen in shared.upstream.seen[before:]
     ]
-    assert forwarded == [[], [], [], ["loop_warn"]]
+    assert forwarded == [[], [], [], [("x-fairvisor-warning", "loop_warn")]]
+
+
+def test_all_marks_are_known() -> None:
+    """What Loopguard sets is what no client may send."""
+    assert set(MARKS) == {"x-fairvisor-warning", STEERED[0], NARROWED[0]}
 
 
 @pytest.mark.parametrize("body", [None, b"x" * 5_000_000], ids=["none", "5 MB"])

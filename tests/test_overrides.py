@@ -565,7 +565,9 @@ def test_a_killed_session_is_refused_everywhere_until_it_is_released() -> None:
     both.refresh()
 
     for service in both.services:
-        assert send_steps(service, [5], "s") == ["killed"]
+        refused = told(ask_in_session(service, turns(5), "s"))
+        assert refused["limit"] == "killed"
+        assert "an operator has stopped this session" in refused["message"]
         assert send_steps(service, [6], "other") == [""]
     both.give(1, kind="release", **target)
     both.refresh()

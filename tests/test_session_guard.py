@@ -157,6 +157,27 @@ def test_a_refusal_says_which_limit_and_how_much_of_it() -> None:
     assert refused.immediate_response.details == "session_limit_exceeded"
 
 
+def test_refusals_are_logged_more_and_more_seldom(caplog: pytest.LogCaptureFixture) -> None:
+    """The first refusal of a session has a line, and so have the second, the fourth and so on; descriptors are not shown."""
+    service = make_service(limited(max_steps=1))
+    for number in range(1, 10):
+        ask(service, turns(number))
+
+    lines = [vars(record)["fields"] for record in caplog.records if record.message == "session limit reached"]
+    session = service.reporter.sessions.copy()[0]
+    assert len(lines) == 4
+    assert lines[0] == {
+        "policy": "agents",
+        "mode": "enforce",
+        "action": "reject",
+        "limit": "max_steps",
+        "used": 1,
+        "allowed": 1,
+        "session": session.session,
+        "tenant": session.tenant,
+    }
+
+
 @pytest.mark.parametrize(
     ("limits", "record"),
     [({"max_steps": 1}, False), ({"max_steps": 9, "escalate": {"warn": {"max_steps": 2}}}, False), ({"max_steps": 9}, True)],

@@ -90,13 +90,15 @@ class SessionSubject:
         used: of that.
         allowed: of that.
         tool: that it is about, empty where that is no single one.
+        ordered: an operator has killed the session.
     """
 
-    __slots__ = ("allowed", "limit", "tool", "used")
+    __slots__ = ("allowed", "limit", "ordered", "tool", "used")
 
-    def __init__(self, limit: str, used: int, allowed: int, tool: str = "") -> None:
+    def __init__(self, limit: str, used: int, allowed: int, tool: str = "", *, ordered: bool = False) -> None:
         """Keep them as given; money in nano-dollars."""
         self.limit = limit
+        self.ordered = ordered
         self.used = used
         self.allowed = allowed
         self.tool = tool
@@ -137,6 +139,8 @@ class SessionSubject:
 
     def _explain(self) -> str:
         used, allowed = self.shown
+        if self.ordered:
+            return "an operator has stopped this session"
         if self.limit == KILLED:
             return "this session was stopped, because too many of its requests in a row were refused or failed"
         if self.limit == PER_TOOL:
@@ -337,7 +341,7 @@ class SessionGuard:
 
     def kill(self, fingerprint: str, tenant: str) -> Outcome:
         """The verdict on a session that an operator has killed."""
-        return self._make_outcome(Action.REJECT, fingerprint, tenant, 0, SessionSubject(KILLED, 0, 0))
+        return self._make_outcome(Action.REJECT, fingerprint, tenant, 0, SessionSubject(KILLED, 0, 0, ordered=True))
 
     def refuse_unnarrowed(
         self, fingerprint: str, tenant: str, standing: Standing, narrowing: Narrowing, grants: tuple[int, int, int]

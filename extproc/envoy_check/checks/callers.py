@@ -9,7 +9,7 @@ from extproc.envoy_check.document import Place
 from extproc.envoy_check.findings import Finding, note
 from extproc.envoy_check.needs import Needs
 
-MARKS = ("x-fairvisor-warning", "x-loopguard-steered")
+MARKS = ("x-fairvisor-warning", "x-loopguard-steered", "x-loopguard-narrowed")
 _MULTIPLIERS = ("x-envoy-retry-on", "x-envoy-max-retries")
 _NOBODY = "internal_address_config: {cidr_ranges: [{address_prefix: 0.0.0.0, prefix_len: 32}]}"
 _EXPLICIT = (1, 36)
