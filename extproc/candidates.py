@@ -37,8 +37,9 @@ _EVERY_CALL: Final = 2**62 - 1
 
 _LONGEST_MODEL: Final = 128
 _KILLED: Final = LIMITS.index(KILLED)
-_NO_HISTORY: Final = frozenset({"no_messages", "not_json", "no_history"})
-"""Of a body that is no conversation, in which no calls can hide."""
+_NOT_JSON: Final = "not_json"
+_NO_HISTORY: Final = frozenset({"no_messages", _NOT_JSON, "no_history"})
+"""Of a body that is no conversation, in which no calls can hide, unless it looks like one."""
 
 
 class _Calls:
@@ -513,4 +514,5 @@ class SessionCandidate(Candidate):
         try:
             self.calls = read_known_calls(document, ledger)
         except NotCounted as why:
-            self.unreadable = "" if why.reason in _NO_HISTORY else why.reason
+            hides = why.reason not in _NO_HISTORY or (why.reason == _NOT_JSON and document.may_be_json())
+            self.unreadable = why.reason if hides else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 from collections.abc import Sequence
 from fractions import Fraction
@@ -303,9 +304,6 @@ NOT_JSON = [
     b'"\xff"',
     b'{"\xff":1}',
     b'"\xed\xa0\x80"',
-    b'"\\ud800"',
-    b'"\\udc00\\ud800"',
-    b'"\\ud800\\u0061"',
     b'"\\x"',
     b'"\\u12g4"',
     b'"a\nb"',
@@ -317,6 +315,22 @@ NOT_JSON = [
     b"9" * (MAX_DIGITS + 1),
     b"1e" + b"9" * (MAX_DIGITS + 1),
 ]
+
+
+_ESCAPES = ["\\ud83d", "\\uDE00", "\\ude00", "\\ud83e", "\\\\", "\\n", "\\u0061", "u", "d83d", "\u00e9"]
+
+
+@given(st.lists(st.sampled_from(_ESCAPES), max_size=8), st.lists(st.sampled_from(_ESCAPES), max_size=8))
+def test_halves_of_surrogate_pairs_are_characters_of_their_own(one: list[str], other: list[str]) -> None:
+    """JSON may hold them (RFC 8259, section 8.2): texts are equal exactly if they are for Python, which takes them."""
+    texts = ['{"a":"' + "".join(pieces) + '"}' for pieces in (one, other)]
+    found = [Canonical(LoopDetection(similarity="canonical")).compare(Document(text.encode()))[0] for text in texts]
+
+    for text, compared in zip(texts, found, strict=True):
+        if compared is None:  # behind an escaped backslash what looks like the first half of a pair is none
+            assert re.search(r"\\\\[uU]?d83[de]\\u[dD][eE]00", text), text
+    if None not in found:
+        assert (found[0] == found[1]) == (json.loads(texts[0]) == json.loads(texts[1]))
 
 
 @pytest.mark.parametrize("data", NOT_JSON, ids=lambda data: repr(data[:24]))

@@ -157,6 +157,27 @@ def test_a_refusal_says_which_limit_and_how_much_of_it() -> None:
     assert refused.immediate_response.details == "session_limit_exceeded"
 
 
+@pytest.mark.parametrize("cut", [rb"\ud83d", rb"\uDCFF", rb"\ude00\ud83d"], ids=repr)
+def test_half_a_character_hides_no_calls(cut: bytes) -> None:
+    """Who cuts a text in the middle of an emoji sends half of a surrogate pair, and has the same limits."""
+    service = make_service(limited(max_tool_calls=2))
+    bodies = [turns(number).replace(b"result 1", b"result " + cut) for number in (1, 2, 3)]
+
+    assert send(service, bodies) == [200, 200, 429]
+
+
+def test_what_looks_like_json_and_is_none_may_hide_calls() -> None:
+    """Some upstreams read what ours does not, such as NaN: it is counted, and refused where the policy says so."""
+    hidden = turns(3).replace(b'"tools"', b'"temperature": NaN, "tools"')
+    strict = limited(max_tool_calls=2)
+    strict["spec"]["uncountable"] = "reject"
+    lenient = make_service(limited(max_tool_calls=2))
+
+    assert send(lenient, [hidden, b"name=ann"]) == [200, 200]
+    assert sample(lenient, "uncounted_total", policy="agents", reason="not_json") == 1
+    assert send(make_service(strict), [hidden, b"name=ann"]) == [400, 200]
+
+
 def test_refusals_are_logged_more_and_more_seldom(caplog: pytest.LogCaptureFixture) -> None:
     """The first refusal of a session has a line, and so have the second, the fourth and so on; descriptors are not shown."""
     service = make_service(limited(max_steps=1))

@@ -47,6 +47,18 @@ def last_text(value: dict[str, Any]) -> str:
     return text
 
 
+def test_half_a_character_stays_as_it_was_sent() -> None:
+    """Nothing but the note is new in a body that holds half of a surrogate pair."""
+    sent = looping(3).replace(b"no such file", rb"no such file \ud83d")
+
+    changed = ask(make_service(policy("p", ANY, **TURNS)), sent).request_body.response.body_mutation.body
+
+    start = changed.rindex(rb"\ud83d") + 6
+    assert changed[:start] == sent[:start]
+    assert changed.endswith(sent[start:])
+    assert len(changed) > len(sent)
+
+
 def test_a_loop_goes_on_with_a_note() -> None:
     """The newest result says behind its own text what repeated, how often and what to do; headers and metadata say so, too."""
     service = make_service(policy("p", ANY, **TURNS))
