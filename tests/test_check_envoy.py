@@ -216,6 +216,11 @@ WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
         "processing-mode",
         f"{FILTER}/processing_mode/request_body_mode",
     ),
+    "no trailers": (
+        drop(f"{FILTER}/processing_mode/request_trailer_mode"),
+        "processing-mode",
+        f"{FILTER}/processing_mode/request_trailer_mode",
+    ),
     "answers": (
         put(f"{FILTER}/processing_mode/response_body_mode", "BUFFERED"),
         "processing-mode",

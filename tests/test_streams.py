@@ -190,12 +190,14 @@ def test_websockets_keep_streaming(body_mode: str) -> None:
         server.shutdown()
 
 
-def _over_http2(made: Stack, path: str, **headers: str) -> tuple[str, bytes]:
+def _over_http2(made: Stack, path: str, *, trailers: bool = False, **headers: str) -> tuple[str, bytes]:
     """Status and body of one GET over HTTP/2, spoken to Envoy without asking first."""
     http = h2.connection.H2Connection()
     http.initiate_connection()
     lines = {":method": "GET", ":path": path, ":authority": "h", ":scheme": "http", **headers}
-    http.send_headers(1, list(lines.items()), end_stream=True)
+    http.send_headers(1, list(lines.items()), end_stream=not trailers)
+    if trailers:
+        http.send_headers(1, [("x-trailer", "1")], end_stream=True)
     status, body = "", b""
     with made.connect() as connection:
         while True:
@@ -218,6 +220,14 @@ def test_http2_clients_reach_an_upstream_of_http1(shared: Stack, user: dict[str,
 
     assert [status for status, _ in answers] == ["200", "200", "429"]
     assert json.loads(answers[0][1])["number"]
+
+
+@pytest.mark.parametrize("path", ["/reject", "/beside"])
+def test_a_request_with_trailers_and_no_body_is_counted(shared: Stack, user: dict[str, str], path: str) -> None:
+    """Over HTTP/2 it does not end with its headers, and nobody sends its body."""
+    answers = [_over_http2(shared, path, trailers=True, **user) for _ in range(3)]
+
+    assert [status for status, _ in answers] == ["200", "200", "429"]
 
 
 def test_the_stream_is_over_once_decided(shared: Stack, user: dict[str, str]) -> None:

@@ -143,8 +143,8 @@ _decode_part = msgspec.json.Decoder(float_hook=hook_number_in_part).decode
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 
-# Half of a surrogate pair in its escape, with a look at what stands beside it: who cuts a text in JavaScript may leave one, and most
-# parsers take it. It starts with a literal, which the engine finds fast.
+# Half of a surrogate pair in its escape, with a look at what stands beside it: who cuts a text in JavaScript may leave one, and
+# most parsers take it. It starts with a literal, which the engine finds fast.
 _HALF = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD].)[0-9a-fA-F]{2})"
@@ -219,7 +219,7 @@ class Document:
         _LEFT.in_parts, _LEFT.steps = MAX_FRACTIONS, MAX_STEPS
 
     def data(self) -> bytes:
-        """The body, each thing in its place, for who leaves its arrays raw where they stand; each starts with all of the bounds.
+        """The body, for who leaves its arrays raw where they stand; each starts with all of the bounds.
 
         Raises:
             NotCounted: there are too many objects and arrays in it.

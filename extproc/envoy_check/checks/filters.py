@@ -40,6 +40,10 @@ def check_processing_mode(guard: Guard, _: Needs, __: Resources) -> Iterator[Fin
                 f"{answers.text()} shows Loopguard all answers, which it does not read: they come later, or only as a whole"
             )
             yield Finding("processing-mode", answers, problem, "response_body_mode: NONE", routes)
+        trailers = mode.get("request_trailer_mode")
+        if trailers.text() != "SEND" and body.text("NONE") != "NONE" and not guard.observes:
+            problem = "over HTTP/2, a request with trailers and no body is not counted (`no_body_phase`): anybody can send such"
+            yield Finding("processing-mode", trailers, problem, "request_trailer_mode: SEND", routes)
         early = mode.get("response_header_mode")
         if early.text() == "SKIP" and body.text() == "BUFFERED":
             problem = "Loopguard does not hear of a 413, and counts it as a client that left (`aborted`)"

@@ -51,7 +51,7 @@ typed_config:
   processing_mode:
     request_header_mode: SEND
     request_body_mode: {{ if .filter.observes }}STREAMED{{ else if $partial }}BUFFERED_PARTIAL{{ else }}BUFFERED{{ end }}
-    request_trailer_mode: SKIP
+    request_trailer_mode: SEND
     response_header_mode: {{ if .filter.observes }}SKIP{{ else }}SEND # of what Envoy itself answers to a body: so a 413 is told{{ end }}
     response_body_mode: NONE
     response_trailer_mode: SKIP
