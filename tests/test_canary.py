@@ -371,6 +371,11 @@ def _sampling(*, bodies: bool = False, size: int = 5, **candidate: Any) -> Servi
     return make_service(LIVE, shadow(**candidate), shadow_samples=size, shadow_sample_bodies=bodies)
 
 
+def limits(**more: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
+    """A shadow policy for the same requests, which has these limits of sessions alone."""
+    return {"id": "strict", "spec": {"selector": ANY, "mode": "shadow", **USER, "session_limits": more}}
+
+
 def samples_of(service: Service) -> list[dict[str, Any]]:
     """The samples of the only pair."""
     samples = pair_of(service).samples
@@ -421,6 +426,19 @@ def test_what_was_compared_is_kept_only_where_that_is_asked_for(*, bodies: bool)
     assert sample["tools"] == ["grep"]
     assert ("SECRET" in sample["compared"]) == bodies
     assert ("SECRET" in json.dumps(sample)) == bodies
+
+
+@pytest.mark.parametrize("candidate", [shadow(), limits(max_steps=1)], ids=["exact", "session_limits"])
+def test_what_compares_no_body_keeps_none(candidate: dict[str, Any]) -> None:
+    """Where another detector has read the body, nothing of it stands in samples of checksums and of limits of sessions."""
+    live = policy("live", ANY, similarity="canonical", threshold_identical_requests=9, **USER)
+    service = make_service(live, candidate, shadow_samples=5, shadow_sample_bodies=True)
+    for document in (b'"SECRET 1"', b'"SECRET 1"', b'"SECRET 2"'):  # a retry is no step
+        exchange(service, headers(x_user_id="ann", x_session_id="s"), body(document))
+
+    (sample,) = samples_of(service)
+    assert sample["compared"] == ""
+    assert "SECRET" not in json.dumps(sample)
 
 
 @given(st.integers(1, 20), st.integers(0, 60))

@@ -73,13 +73,17 @@ class Samples:
             "span_seconds": outcome.span_ms / 1000,
             "tools": [cut_text(tool, _NAME) for tool in (repeat.tools if repeat is not None else outcome.subject.tools)],
             "rule": repeat.rule if repeat is not None else "",
-            "compared": self._show_compared(evaluation, candidate) if self._bodies else "",
+            "compared": _show_compared(evaluation, candidate) if self._bodies else "",
         }
 
-    def _show_compared(self, evaluation: Evaluation, candidate: Candidate) -> str:
-        """What was compared, or the start of the body where that was; empty where nobody has looked into it."""
-        text = candidate.compared if candidate.compared is not None else evaluation.content
-        return bytes(text[:_TEXT]).translate(_SEPARATORS).decode("utf-8", "replace") if text is not None else ""
+
+def _show_compared(evaluation: Evaluation, candidate: Candidate) -> str:
+    """What a detector compared in place of the body, or the start of that; empty where checksums or no bodies were compared."""
+    if candidate.compared is not None:
+        text: bytes | memoryview | None = candidate.compared
+    else:
+        text = evaluation.content if candidate.compared_exactly else None  # others may have looked into it
+    return bytes(text[:_TEXT]).translate(_SEPARATORS).decode("utf-8", "replace") if text is not None else ""
 
 
 def _find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate:
