@@ -33,6 +33,7 @@ from tests.documents import bundle, policy
 from tests.messages import body, headers
 from tests.test_engine import ANY, NOW, make_engine
 from tests.test_service import FailingStore, decoded, exchange, make_service
+from tests.turn_writers import Did, as_chat
 
 USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 LIVE = policy("live", ANY, threshold_identical_requests=4, **USER)
@@ -426,6 +427,33 @@ def test_what_was_compared_is_kept_only_where_that_is_asked_for(*, bodies: bool)
     assert sample["tools"] == ["grep"]
     assert ("SECRET" in sample["compared"]) == bodies
     assert ("SECRET" in json.dumps(sample)) == bodies
+
+
+def test_turns_are_shown_as_explain_shows_them() -> None:
+    """A sample of turns has a line for each of the newest, its action and its result: the oldest first, and no hash."""
+    service = _sampling(bodies=True, similarity="turns", threshold_identical_requests=3)
+    again = Did((("run", {"cmd": "pytest"}),), ("3 failed\n2 passed",))
+    turns = [Did((("read", {"path": "x" * 9_000}),), ("y" * 9_000,)) for _ in range(9)]
+    exchange(service, headers(x_user_id="ann"), body(json.dumps(as_chat([*turns, again, again, again])).encode()))
+
+    (sample,) = samples_of(service)
+    lines = sample["compared"].splitlines()
+    assert lines[-3:] == ['run | {"cmd":"pytest"} | 3 failed\\n2 passed'] * 3
+    assert len(lines) > 6
+    assert all(line.startswith('read | {"path":"xxx') and line.endswith("yyy\u2026") for line in lines[:-3])
+    assert len(sample["compared"]) <= 2_000
+
+
+def test_turns_that_cannot_be_read_are_left_out() -> None:
+    """Further back than a loop is looked for there may be more than anybody looks into: the turns up to there are shown."""
+    service = _sampling(bodies=True, similarity="turns", threshold_identical_requests=3)
+    huge = {"role": "assistant", "content": [{"type": "text", "text": "x"}] * 6_000}
+    document = as_chat([Did((("run", {}),), ("failed",))] * 20)
+    data = json.dumps({**document, "messages": [huge, *document["messages"]]}).encode()
+    exchange(service, headers(x_user_id="ann"), body(data))
+
+    (sample,) = samples_of(service)
+    assert set(sample["compared"].splitlines()) == {"run | {} | failed"}
 
 
 @pytest.mark.parametrize("candidate", [shadow(), limits(max_steps=1)], ids=["exact", "session_limits"])

@@ -12,18 +12,18 @@ from random import Random
 from time import time
 from typing import Any
 
-from extproc.candidates import Candidate
+from extproc.candidates import Candidate, LoopCandidate
 from extproc.decision import Outcome
 from extproc.evaluation import Evaluation
 from extproc.fingerprint import write_crc32
+from extproc.notes import cut_notes
 from extproc.request import cut_text
+from extproc.similarity.document import Document
 
 _TEXT = 2_000
 """Most characters of what was compared."""
 
 _NAME = 128
-_SEPARATORS = bytes.maketrans(b"\xfe\xff", b"\n|")
-"""Between the parts of what was compared; neither of the two ever stands in UTF-8."""
 
 
 class Samples:
@@ -79,11 +79,15 @@ class Samples:
 
 def _show_compared(evaluation: Evaluation, candidate: Candidate) -> str:
     """What a detector compared in place of the body, or the start of that; empty where checksums or no bodies were compared."""
+    content = evaluation.content
+    if content is None or not isinstance(candidate, LoopCandidate):
+        return ""
     if candidate.compared is not None:
-        text: bytes | memoryview | None = candidate.compared
-    else:
-        text = evaluation.content if candidate.compared_exactly else None  # others may have looked into it
-    return bytes(text[:_TEXT]).translate(_SEPARATORS).decode("utf-8", "replace") if text is not None else ""
+        document = evaluation.document if evaluation.document is not None else Document(cut_notes(bytes(content)))
+        return candidate.detector.similarity.quote(candidate.compared, document, _TEXT)
+    if candidate.compared_exactly:  # else it is others that have looked into the body
+        return bytes(content[:_TEXT]).decode("utf-8", "replace")
+    return ""
 
 
 def _find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate:
