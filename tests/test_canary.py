@@ -19,6 +19,7 @@ from extproc.canary.states import State, decode_state, encode_state, merge_state
 from extproc.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Rules, find_bounds, judge
 from extproc.errors import BundleErrors, LoopguardError, StoreError
 from extproc.fingerprint import hash_tenant
+from extproc.guards.session_names import hash_session
 from extproc.metrics import Metrics
 from extproc.options import read_options
 from extproc.policy.loader import parse
@@ -408,6 +409,75 @@ def test_a_sample_says_what_would_be_refused() -> None:
     assert sample["tenant"] == hash_tenant("x-user-id=ann")
     assert len(sample["session"]) == 16
     assert "SECRET" not in json.dumps(sample)
+
+
+def _add_turns(document: dict[str, Any]) -> dict[str, Any]:
+    """A policy with a detector that looks at turns before its own."""
+    loop = document["spec"]["loop_detection"]
+    turns = {**loop, "similarity": "turns", "threshold_identical_requests": 8}
+    return {**document, "spec": {**document["spec"], "loop_detection": [turns, loop]}}
+
+
+_RUN = {"keys": ["header:x-run"]}
+_MANY = {"max_steps": 99}
+NAMING: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "turns": (
+        LIVE,
+        shadow(similarity="turns", session={}, session_limits=_MANY, threshold_identical_requests=3),
+        "header:x-claude-code-agent-id",
+        "agent",
+    ),
+    "limits": (LIVE, limits(max_steps=1), "header:x-session-id", "session"),
+    "exact, with limits": (LIVE, shadow(session=_RUN, session_limits=_MANY), "header:x-run", "run"),
+    "exact, with turns and limits": (
+        LIVE,
+        _add_turns(shadow(session={}, session_limits=_MANY)),
+        "header:x-session-id",
+        "session",
+    ),
+    "exact, with limits, beside turns": (
+        policy("live", ANY, similarity="turns", threshold_identical_requests=8, session={}, **USER),
+        shadow(session=_RUN, session_limits=_MANY),
+        "header:x-run",
+        "run",
+    ),
+    "exact, beside limits": (
+        policy("live", ANY, threshold_identical_requests=9, session=_RUN, session_limits=_MANY, **USER),
+        shadow(),
+        "header:x-run",
+        "run",
+    ),
+    "exact": (LIVE, shadow(), "header:x-claude-code-agent-id", "agent"),
+}
+"""The two policies, and the limit key that names the session of what is refused, with its value."""
+
+
+def _refuse(live: dict[str, Any], candidate: dict[str, Any]) -> Service:
+    """A service that has a sample of a loop whose session has several names."""
+    service = make_service(live, candidate, shadow_samples=5)
+    named: dict[str, Any] = {"x_claude_code_agent_id": "agent", "x_session_id": "session", "x_run": "run"}
+    loop = as_chat([Did((("run", {}),), ("failed",))] * 3)
+    for document in (loop, loop, {**loop, "model": "other"}):  # a retry is no step
+        exchange(service, headers(x_user_id="ann", **named), body(json.dumps(document).encode()))
+    return service
+
+
+@pytest.mark.parametrize("case", NAMING)
+def test_who_names_a_session(case: str) -> None:
+    """The detector that refuses does, else its policy's limits, else the enforcing policy, else what agents send anyway."""
+    live, candidate, key, value = NAMING[case]
+
+    assert {sample["session"] for sample in samples_of(_refuse(live, candidate))} == {hash_session(key, value)}
+
+
+def test_a_session_has_one_name() -> None:
+    """A sample names a session as lists of sessions and of loops do, so that it is found there."""
+    candidate = shadow(similarity="turns", session=_RUN, session_limits=_MANY, threshold_identical_requests=3)
+    service = _refuse(LIVE, candidate)
+
+    names = {sample["session"] for sample in samples_of(service)}
+    assert names == {run.session for run in service.reporter.sessions.copy()} == {hash_session("header:x-run", "run")}
+    assert names == {loop.session for loop in service.reporter.loops.copy()}
 
 
 _CALLS = [
