@@ -411,6 +411,30 @@ def test_a_sample_says_what_would_be_refused() -> None:
     assert "SECRET" not in json.dumps(sample)
 
 
+LIMITS: dict[str, tuple[dict[str, Any], str, float]] = {
+    "steps": ({"max_steps": 1}, "max_steps", 1),
+    "a tool": ({"max_calls_per_tool": {"run": 2}}, "max_calls_per_tool", 2),
+    "money": ({"max_cost_per_session": 0.5, "unknown_model": {"input": 1e6, "output": 1}}, "max_cost_per_session", 0.5),
+    "loop": ({"loop_detection": {"window": 9, "threshold": 3}}, "loop_detection", 3),
+}
+"""Limits of a session, the one that is met, and what it allows."""
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_a_sample_says_which_limit_is_met(case: str) -> None:
+    """It has the limit's name, and what is used of it in its own unit; nothing that looks like a count of equal requests."""
+    given, limit, allowed = LIMITS[case]
+    service = make_service(LIVE, limits(**given), shadow_samples=5)
+    loop = as_chat([Did((("run", {}),), ("failed",))] * 3)
+    for model in ("m", "n"):
+        exchange(service, headers(x_user_id="ann", x_session_id="s"), body(json.dumps({**loop, "model": model}).encode()))
+
+    newest = samples_of(service)[-1]
+    assert (newest["limit"], newest["allowed"]) == (limit, allowed)
+    assert allowed <= newest["used"] < 1_000
+    assert (newest["detector"], newest["count"], newest["span_seconds"]) == ("session", None, None)
+
+
 def _add_turns(document: dict[str, Any]) -> dict[str, Any]:
     """A policy with a detector that looks at turns before its own."""
     loop = document["spec"]["loop_detection"]

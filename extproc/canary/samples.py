@@ -16,6 +16,7 @@ from extproc.candidates import Candidate, LoopCandidate
 from extproc.decision import Outcome
 from extproc.evaluation import Evaluation
 from extproc.fingerprint import write_crc32
+from extproc.guards.session import SessionSubject
 from extproc.notes import cut_notes
 from extproc.request import cut_text
 from extproc.similarity.document import Document
@@ -69,12 +70,20 @@ class Samples:
             "body_crc32": write_crc32(candidate.body_crc32),
             "tenant": outcome.tenant,
             "session": session,
-            "count": outcome.count,
-            "span_seconds": outcome.span_ms / 1000,
+            **_describe_measure(outcome),
             "tools": [cut_text(tool, _NAME) for tool in (repeat.tools if repeat is not None else outcome.subject.tools)],
             "rule": repeat.rule if repeat is not None else "",
             "compared": _show_compared(evaluation, candidate) if self._bodies else "",
         }
+
+
+def _describe_measure(outcome: Outcome) -> dict[str, Any]:
+    """How often in what time; or which limit of the session, and what is used of it and allowed, in its own unit."""
+    subject = outcome.subject
+    if not isinstance(subject, SessionSubject):
+        return {"count": outcome.count, "span_seconds": outcome.span_ms / 1000, "limit": "", "used": None, "allowed": None}
+    used, allowed = subject.shown
+    return {"count": None, "span_seconds": None, "limit": subject.limit, "used": used, "allowed": allowed}
 
 
 def _show_compared(evaluation: Evaluation, candidate: Candidate) -> str:
