@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_SPEC = ("limit_keys", "missing_descriptor", "session", "enforce_percent", "ramp_by", "ramp_seed", "keep_counts", "canary_of")
+_SPEC = (
+    "limit_keys",
+    "missing_descriptor",
+    "session",
+    "session_limits",
+    "enforce_percent",
+    "ramp_by",
+    "ramp_seed",
+    "keep_counts",
+    "canary_of",
+)
 
 
 def policy(identity: str, selector: Mapping[str, object], *, mode: str = "enforce", **more: object) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from extproc.canary.states import State, decode_state, encode_state, merge_state
 from extproc.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Rules, find_bounds, judge
 from extproc.errors import BundleErrors, LoopguardError, StoreError
 from extproc.fingerprint import hash_tenant
+from extproc.guards.session_names import hash_session
 from extproc.metrics import Metrics
 from extproc.options import read_options
 from extproc.policy.loader import parse
@@ -33,6 +34,7 @@ from tests.documents import bundle, policy
 from tests.messages import body, headers
 from tests.test_engine import ANY, NOW, make_engine
 from tests.test_service import FailingStore, decoded, exchange, make_service
+from tests.turn_writers import Did, as_chat
 
 USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 LIVE = policy("live", ANY, threshold_identical_requests=4, **USER)
@@ -371,6 +373,11 @@ def _sampling(*, bodies: bool = False, size: int = 5, **candidate: Any) -> Servi
     return make_service(LIVE, shadow(**candidate), shadow_samples=size, shadow_sample_bodies=bodies)
 
 
+def limits(**more: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
+    """A shadow policy for the same requests, which has these limits of sessions alone."""
+    return {"id": "strict", "spec": {"selector": ANY, "mode": "shadow", **USER, "session_limits": more}}
+
+
 def samples_of(service: Service) -> list[dict[str, Any]]:
     """The samples of the only pair."""
     samples = pair_of(service).samples
@@ -404,6 +411,99 @@ def test_a_sample_says_what_would_be_refused() -> None:
     assert "SECRET" not in json.dumps(sample)
 
 
+LIMITS: dict[str, tuple[dict[str, Any], str, float]] = {
+    "steps": ({"max_steps": 1}, "max_steps", 1),
+    "a tool": ({"max_calls_per_tool": {"run": 2}}, "max_calls_per_tool", 2),
+    "money": ({"max_cost_per_session": 0.5, "unknown_model": {"input": 1e6, "output": 1}}, "max_cost_per_session", 0.5),
+    "loop": ({"loop_detection": {"window": 9, "threshold": 3}}, "loop_detection", 3),
+}
+"""Limits of a session, the one that is met, and what it allows."""
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_a_sample_says_which_limit_is_met(case: str) -> None:
+    """It has the limit's name, and what is used of it in its own unit; nothing that looks like a count of equal requests."""
+    given, limit, allowed = LIMITS[case]
+    service = make_service(LIVE, limits(**given), shadow_samples=5)
+    loop = as_chat([Did((("run", {}),), ("failed",))] * 3)
+    for model in ("m", "n"):
+        exchange(service, headers(x_user_id="ann", x_session_id="s"), body(json.dumps({**loop, "model": model}).encode()))
+
+    newest = samples_of(service)[-1]
+    assert (newest["limit"], newest["allowed"]) == (limit, allowed)
+    assert allowed <= newest["used"] < 1_000
+    assert (newest["detector"], newest["count"], newest["span_seconds"]) == ("session", None, None)
+
+
+def _add_turns(document: dict[str, Any]) -> dict[str, Any]:
+    """A policy with a detector that looks at turns before its own."""
+    loop = document["spec"]["loop_detection"]
+    turns = {**loop, "similarity": "turns", "threshold_identical_requests": 8}
+    return {**document, "spec": {**document["spec"], "loop_detection": [turns, loop]}}
+
+
+_RUN = {"keys": ["header:x-run"]}
+_MANY = {"max_steps": 99}
+NAMING: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "turns": (
+        LIVE,
+        shadow(similarity="turns", session={}, session_limits=_MANY, threshold_identical_requests=3),
+        "header:x-claude-code-agent-id",
+        "agent",
+    ),
+    "limits": (LIVE, limits(max_steps=1), "header:x-session-id", "session"),
+    "exact, with limits": (LIVE, shadow(session=_RUN, session_limits=_MANY), "header:x-run", "run"),
+    "exact, with turns and limits": (
+        LIVE,
+        _add_turns(shadow(session={}, session_limits=_MANY)),
+        "header:x-session-id",
+        "session",
+    ),
+    "exact, with limits, beside turns": (
+        policy("live", ANY, similarity="turns", threshold_identical_requests=8, session={}, **USER),
+        shadow(session=_RUN, session_limits=_MANY),
+        "header:x-run",
+        "run",
+    ),
+    "exact, beside limits": (
+        policy("live", ANY, threshold_identical_requests=9, session=_RUN, session_limits=_MANY, **USER),
+        shadow(),
+        "header:x-run",
+        "run",
+    ),
+    "exact": (LIVE, shadow(), "header:x-claude-code-agent-id", "agent"),
+}
+"""The two policies, and the limit key that names the session of what is refused, with its value."""
+
+
+def _refuse(live: dict[str, Any], candidate: dict[str, Any]) -> Service:
+    """A service that has a sample of a loop whose session has several names."""
+    service = make_service(live, candidate, shadow_samples=5)
+    named: dict[str, Any] = {"x_claude_code_agent_id": "agent", "x_session_id": "session", "x_run": "run"}
+    loop = as_chat([Did((("run", {}),), ("failed",))] * 3)
+    for document in (loop, loop, {**loop, "model": "other"}):  # a retry is no step
+        exchange(service, headers(x_user_id="ann", **named), body(json.dumps(document).encode()))
+    return service
+
+
+@pytest.mark.parametrize("case", NAMING)
+def test_who_names_a_session(case: str) -> None:
+    """The detector that refuses does, else its policy's limits, else the enforcing policy, else what agents send anyway."""
+    live, candidate, key, value = NAMING[case]
+
+    assert {sample["session"] for sample in samples_of(_refuse(live, candidate))} == {hash_session(key, value)}
+
+
+def test_a_session_has_one_name() -> None:
+    """A sample names a session as lists of sessions and of loops do, so that it is found there."""
+    candidate = shadow(similarity="turns", session=_RUN, session_limits=_MANY, threshold_identical_requests=3)
+    service = _refuse(LIVE, candidate)
+
+    names = {sample["session"] for sample in samples_of(service)}
+    assert names == {run.session for run in service.reporter.sessions.copy()} == {hash_session("header:x-run", "run")}
+    assert names == {loop.session for loop in service.reporter.loops.copy()}
+
+
 _CALLS = [
     {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "grep", "arguments": '{"for": "SECRET"}'}}]},
     {"role": "tool", "tool_call_id": "c", "content": "nothing"},
@@ -421,6 +521,46 @@ def test_what_was_compared_is_kept_only_where_that_is_asked_for(*, bodies: bool)
     assert sample["tools"] == ["grep"]
     assert ("SECRET" in sample["compared"]) == bodies
     assert ("SECRET" in json.dumps(sample)) == bodies
+
+
+def test_turns_are_shown_as_explain_shows_them() -> None:
+    """A sample of turns has a line for each of the newest, its action and its result: the oldest first, and no hash."""
+    service = _sampling(bodies=True, similarity="turns", threshold_identical_requests=3)
+    again = Did((("run", {"cmd": "pytest"}),), ("3 failed\n2 passed",))
+    turns = [Did((("read", {"path": "x" * 9_000}),), ("y" * 9_000,)) for _ in range(9)]
+    exchange(service, headers(x_user_id="ann"), body(json.dumps(as_chat([*turns, again, again, again])).encode()))
+
+    (sample,) = samples_of(service)
+    lines = sample["compared"].splitlines()
+    assert lines[-3:] == ['run | {"cmd":"pytest"} | 3 failed\\n2 passed'] * 3
+    assert len(lines) > 6
+    assert all(line.startswith('read | {"path":"xxx') and line.endswith("yyy\u2026") for line in lines[:-3])
+    assert len(sample["compared"]) <= 2_000
+
+
+def test_turns_that_cannot_be_read_are_left_out() -> None:
+    """Further back than a loop is looked for there may be more than anybody looks into: the turns up to there are shown."""
+    service = _sampling(bodies=True, similarity="turns", threshold_identical_requests=3)
+    huge = {"role": "assistant", "content": [{"type": "text", "text": "x"}] * 6_000}
+    document = as_chat([Did((("run", {}),), ("failed",))] * 20)
+    data = json.dumps({**document, "messages": [huge, *document["messages"]]}).encode()
+    exchange(service, headers(x_user_id="ann"), body(data))
+
+    (sample,) = samples_of(service)
+    assert set(sample["compared"].splitlines()) == {"run | {} | failed"}
+
+
+@pytest.mark.parametrize("candidate", [shadow(), limits(max_steps=1)], ids=["exact", "session_limits"])
+def test_what_compares_no_body_keeps_none(candidate: dict[str, Any]) -> None:
+    """Where another detector has read the body, nothing of it stands in samples of checksums and of limits of sessions."""
+    live = policy("live", ANY, similarity="canonical", threshold_identical_requests=9, **USER)
+    service = make_service(live, candidate, shadow_samples=5, shadow_sample_bodies=True)
+    for document in (b'"SECRET 1"', b'"SECRET 1"', b'"SECRET 2"'):  # a retry is no step
+        exchange(service, headers(x_user_id="ann", x_session_id="s"), body(document))
+
+    (sample,) = samples_of(service)
+    assert sample["compared"] == ""
+    assert "SECRET" not in json.dumps(sample)
 
 
 @given(st.integers(1, 20), st.integers(0, 60))

@@ -210,6 +210,23 @@ def test_a_review_keeps_what_a_person_says(
     assert "SECRET" not in first.out
 
 
+def test_a_review_says_which_limit_is_met(capsys: pytest.CaptureFixture[str], say: Callable[..., None], tmp_path: Path) -> None:
+    """Of a limit of a session a person reads which one it is, how much is used, and the name that the session has elsewhere."""
+    limits = {"selector": {"pathPrefix": "/v1"}, "mode": "shadow", "session_limits": {"max_steps": 1}, **USER}
+    document = bundle(DOCUMENT["policies"][0], {"id": "limits", "spec": limits})
+    with stack(document, "--shadow-samples", "10") as made:
+        for number in range(2):
+            made.send(f"/v1/{number}", headers={"x-user-id": "ann", "x-session-id": "s"})
+        say("r")
+        admin = ("--admin", url_of(made.loopguard))
+        shown = Run(capsys, "canary", "review", *admin, "--tally", str(tmp_path / "tally.json")).out
+        (session,) = re.findall(r"^  session  +([0-9a-f]{16})$", shown, re.MULTILINE)
+
+        assert re.search(r"^  limit +max_steps\n  used +1\n  allowed +1$", shown, re.MULTILINE)
+        assert "count" not in shown
+        assert Run(capsys, "sessions", session, *admin).out.startswith(f"{session}  ")
+
+
 def test_a_review_that_is_cut_short_loses_nothing(
     sampled: Stack, capsys: pytest.CaptureFixture[str], say: Callable[..., None], tmp_path: Path
 ) -> None:

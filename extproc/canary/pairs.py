@@ -11,10 +11,12 @@ from hashlib import blake2b
 from typing import Final, TypeAlias
 
 from extproc.canary.samples import Samples
+from extproc.candidates import Candidate, SessionCandidate
 from extproc.decision import Action, Decision, Outcome
 from extproc.evaluation import Evaluation, group_by_policy
+from extproc.guards.session_names import SessionNames
 from extproc.metrics import Counts, Metrics
-from extproc.policy.bundle import SESSION_HEADERS
+from extproc.policy.bundle import Session
 from extproc.policy.pairings import Pairing
 from extproc.request import cut_text
 from extproc.sketch import Sketch
@@ -39,6 +41,8 @@ _TEXT = 128
 
 _DIGEST = 8
 
+_SENT_ANYWAY: Final = SessionNames(Session().keys)
+"""What headers may say about the session of a request to which no policy looks for one."""
 
 Kind: TypeAlias = tuple[str, str, str, str, str, str]
 """Of a disagreement: what it is about, method, path, tenant, detector and tool."""
@@ -298,30 +302,29 @@ def _tell(pair: Pair, about: str, evaluation: Evaluation, outcome: Outcome) -> N
     method, path, tool = cut_text(request.method, _METHOD), cut_text(request.path, _TEXT), cut_text(", ".join(tools), _TEXT)
     pair.disagreements.add((about, method, path, outcome.tenant, outcome.detector, tool))
     if about == "extra":
-        session = _hash_session(evaluation, outcome)
+        session = _find_session(pair, evaluation, outcome)
         if session:
-            pair.refused_sessions.add(session)
+            pair.refused_sessions.add(_tell_apart(outcome.tenant, session))
         if pair.samples is not None:
             pair.samples.offer(evaluation, outcome, session)
 
 
-def _hash_session(evaluation: Evaluation, outcome: Outcome) -> str:
-    """The session of a request that a candidate would refuse, 16 hex digits; empty where it names none."""
-    session = _find_session(evaluation, outcome)
-    if not session:
-        return ""
-    name = f"{outcome.tenant}{session}"  # which tells sessions of one tenant apart
-    return blake2b(name.encode("utf-8", "surrogateescape"), digest_size=_DIGEST).hexdigest()
+def _tell_apart(tenant: str, session: str) -> str:
+    """16 hex digits that tell a session from those of other tenants, who may have named theirs alike."""
+    return blake2b(f"{tenant}{session}".encode(), digest_size=_DIGEST).hexdigest()
 
 
-def _find_session(evaluation: Evaluation, outcome: Outcome) -> str:
-    """Its name: by the policy's own `session`, where some detector looks at that, else by headers that agents send anyway."""
-    for candidate in evaluation.shadow.candidates:
-        if candidate.session and candidate.plan.id == outcome.policy:
-            return candidate.session
-    headers = evaluation.request.headers
-    for name in SESSION_HEADERS:
-        value = headers.get(name)
-        if value:
-            return value.decode("utf-8", "surrogateescape")
-    return ""
+def _find_session(pair: Pair, evaluation: Evaluation, outcome: Outcome) -> str:
+    """The session of a request that a candidate would refuse, 16 hex digits; empty where it names none.
+
+    It is called what it is called elsewhere: by the detector that refuses, by others of the policy, limits of sessions before
+    all, by the enforcing policy, or else by the headers that agents send anyway.
+    """
+    looking = [each for lane in evaluation.lanes for each in lane.candidates if each.session and each.plan.id in pair.labels]
+    if not looking:
+        return _SENT_ANYWAY.find(_SENT_ANYWAY.read(evaluation.request), None)
+
+    def rank(each: Candidate) -> tuple[bool, bool, bool]:
+        return each.plan.id != outcome.policy, each.guard.name != outcome.detector, not isinstance(each, SessionCandidate)
+
+    return min(looking, key=rank).session

@@ -12,18 +12,19 @@ from random import Random
 from time import time
 from typing import Any
 
-from extproc.candidates import Candidate
+from extproc.candidates import Candidate, LoopCandidate
 from extproc.decision import Outcome
 from extproc.evaluation import Evaluation
 from extproc.fingerprint import write_crc32
+from extproc.guards.session import SessionSubject
+from extproc.notes import cut_notes
 from extproc.request import cut_text
+from extproc.similarity.document import Document
 
 _TEXT = 2_000
 """Most characters of what was compared."""
 
 _NAME = 128
-_SEPARATORS = bytes.maketrans(b"\xfe\xff", b"\n|")
-"""Between the parts of what was compared; neither of the two ever stands in UTF-8."""
 
 
 class Samples:
@@ -69,17 +70,33 @@ class Samples:
             "body_crc32": write_crc32(candidate.body_crc32),
             "tenant": outcome.tenant,
             "session": session,
-            "count": outcome.count,
-            "span_seconds": outcome.span_ms / 1000,
+            **_describe_measure(outcome),
             "tools": [cut_text(tool, _NAME) for tool in (repeat.tools if repeat is not None else outcome.subject.tools)],
             "rule": repeat.rule if repeat is not None else "",
-            "compared": self._show_compared(evaluation, candidate) if self._bodies else "",
+            "compared": _show_compared(evaluation, candidate) if self._bodies else "",
         }
 
-    def _show_compared(self, evaluation: Evaluation, candidate: Candidate) -> str:
-        """What was compared, or the start of the body where that was; empty where nobody has looked into it."""
-        text = candidate.compared if candidate.compared is not None else evaluation.content
-        return bytes(text[:_TEXT]).translate(_SEPARATORS).decode("utf-8", "replace") if text is not None else ""
+
+def _describe_measure(outcome: Outcome) -> dict[str, Any]:
+    """How often in what time; or which limit of the session, and what is used of it and allowed, in its own unit."""
+    subject = outcome.subject
+    if not isinstance(subject, SessionSubject):
+        return {"count": outcome.count, "span_seconds": outcome.span_ms / 1000, "limit": "", "used": None, "allowed": None}
+    used, allowed = subject.shown
+    return {"count": None, "span_seconds": None, "limit": subject.limit, "used": used, "allowed": allowed}
+
+
+def _show_compared(evaluation: Evaluation, candidate: Candidate) -> str:
+    """What a detector compared in place of the body, or the start of that; empty where checksums or no bodies were compared."""
+    content = evaluation.content
+    if content is None or not isinstance(candidate, LoopCandidate):
+        return ""
+    if candidate.compared is not None:
+        document = evaluation.document if evaluation.document is not None else Document(cut_notes(bytes(content)))
+        return candidate.detector.similarity.quote(candidate.compared, document, _TEXT)
+    if candidate.compared_exactly:  # else it is others that have looked into the body
+        return bytes(content[:_TEXT]).decode("utf-8", "replace")
+    return ""
 
 
 def _find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate:

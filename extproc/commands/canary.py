@@ -185,7 +185,7 @@ def _collect_samples(clients: Sequence[AdminClient]) -> list[dict[str, Any]]:
 
 def _print_sample(sample: dict[str, Any]) -> None:
     for name, value in sample.items():
-        if name in ("id", "at", "compared") or value in ("", []):
+        if name in ("id", "at", "compared") or value in ("", [], None):
             continue
         shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         print(f"  {name.replace('_', ' '):12}  {escape_controls(shown)}")

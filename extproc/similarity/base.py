@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from extproc.decision import Advice, Framed, Outcome, Repeat, Subject
 from extproc.policy.objects import JsonObject, Place
 from extproc.similarity.document import Document
 from extproc.similarity.keys import LoopKeys, SimilarityKeys
+
+_SEPARATORS: Final = bytes.maketrans(b"\xfe\xff", b"\n|")
+"""Between the parts of what is compared, and what people see there; neither of the two ever stands in UTF-8."""
 
 _SHOWN = 200
 """So much of a path is enough to recognise it, in characters."""
@@ -103,6 +106,16 @@ class Similarity:
             NotCounted: as `compare`.
         """
         return []
+
+    def quote(self, compared: bytes, document: Document, most: int) -> str:  # noqa: ARG002  # hashes are quoted from there
+        """What was compared, in lines for people who judge a refusal.
+
+        Args:
+            compared: what `compare` has returned.
+            document: of which.
+            most: characters.
+        """
+        return compared[:most].translate(_SEPARATORS).decode("utf-8", "replace")
 
     def describe(self, repeat: Repeat | None) -> str:  # noqa: ARG002  # others have something to say
         """What the request itself says about a loop, in a few words for people."""

@@ -8,9 +8,11 @@ server, what a request does not show is had from the ring of its session.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from extproc.decision import Advice, Outcome, Repeat
+from extproc.logs import escape_controls
 from extproc.policy.objects import JsonObject, Place
 from extproc.similarity.base import Memory, Similarity
 from extproc.similarity.document import Document, NotCounted
@@ -27,6 +29,9 @@ NO_TURNS = "no turns: the assistant has not done anything yet"
 _OTHERWISE = "Otherwise finish with the result you have so far."
 _SHOWN = 400
 """So much of an action and of a result is shown, in characters."""
+
+_QUOTED = 150
+"""The same where a few turns have to do."""
 
 
 class Turns(Similarity):
@@ -91,6 +96,26 @@ class Turns(Similarity):
         """The turns that are looked at, the oldest first; see `Similarity`."""
         turns = self.rule.read(document).newest(MAX_TURNS)
         return [turn.show(_SHOWN) for turn in reversed(turns)] or [NO_TURNS]
+
+    def quote(self, compared: bytes, document: Document, most: int) -> str:  # noqa: ARG002  # that is a hash
+        """The newest turns, a line for each, the oldest of them first; see `Similarity`."""
+        lines: list[str] = []
+        with suppress(NotCounted):  # further back than a loop was looked for there may be what cannot be read
+            for line in self._write_newest(document):
+                if lines and len(line) > most:
+                    break
+                lines.append(line[:most])
+                most -= len(line) + 1
+        return "\n".join(lines[::-1])
+
+    def _write_newest(self, document: Document) -> Iterator[str]:
+        """What `show` says, more briefly, the newest turn first."""
+        history = self.rule.read(document)
+        for place in range(MAX_TURNS):
+            turn = history.at(place)
+            if turn is None:
+                return
+            yield escape_controls(turn.show(_QUOTED))
 
     def describe(self, repeat: Repeat | None) -> str:
         """See `Similarity`."""
