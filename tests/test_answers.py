@@ -454,6 +454,7 @@ def test_a_body_is_replaced_as_protobuf_would_write_it(size: int, warning: str) 
     for name, value in marks:
         option = common.header_mutation.set_headers.add(append_action="OVERWRITE_IF_EXISTS_OR_ADD")
         option.header.key, option.header.raw_value = name, value.encode()
+    common.header_mutation.remove_headers.extend(["content-md5", "digest", "content-digest", "repr-digest"])
     common.body_mutation.body = sent
 
     assert ProcessingResponse.FromString(replace_body(sent, {"count": 3}, warning=warning, marks=(STEERED,))) == expected

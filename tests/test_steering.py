@@ -74,6 +74,15 @@ def test_the_upstream_gets_the_note(gate: Stack, user: dict[str, str], size: int
     check_note(gate.upstream.seen[-1], sent)
 
 
+def test_checksums_of_the_old_body_do_not_go_with_the_new_one(gate: Stack, user: dict[str, str]) -> None:
+    """An upstream that compares them would refuse the request; those of a body that stays as it was go on."""
+    sums = {"content-md5": "x", "digest": "sha-256=x", "content-digest": "sha-256=:x:", "repr-digest": "sha-256=:x:"}
+
+    for sent, expected in ((stuck(), set()), (stuck(times=1), set(sums))):
+        gate.send(PATH, method="POST", headers={**user, **sums}, body=sent)
+        assert {name for name in sums if gate.upstream.seen[-1].header(name) is not None} == expected
+
+
 @pytest.mark.parametrize("length", [False, True])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_over_http2_as_well(gate: Stack, user: dict[str, str], size: int, length: bool) -> None:

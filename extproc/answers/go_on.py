@@ -35,6 +35,10 @@ _KIND = {Reason.LOOP_DETECTED: "loop", Reason.SESSION_LIMIT_EXCEEDED: "session"}
 _REQUEST_BODY, _RESPONSE, _BODY_MUTATION, _BODY = 3, 1, 3, 1
 _HEADER_MUTATION, _SET_HEADERS, _HEADER, _KEY, _RAW_VALUE = 2, 1, 1, 1, 3
 _OVERWRITTEN: Final = b"\x18\x02"  # append_action: OVERWRITE_IF_EXISTS_OR_ADD
+_REMOVE_HEADERS: Final = 2
+
+_DIGESTS: Final = ("content-md5", "digest", "content-digest", "repr-digest")
+"""Checksums of a body in its headers (RFC 1864, RFC 3230, RFC 9530): another body has others."""
 
 # By name: looking an enum's value up on its message class costs microseconds.
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
@@ -78,6 +82,7 @@ def replace_body(body: bytes, metadata: dict[str, Any], *, warning: str, marks: 
     headers = [_write_header(name, value) for name, value in [*marks, ("content-length", str(len(body)))]]
     if warning:
         headers.append(_write_header(_WARNING, warning))
+    headers += [write_field(_REMOVE_HEADERS, name.encode()) for name in _DIGESTS]
     inner = write_head(_BODY, len(body))
     mutation = write_head(_BODY_MUTATION, len(inner) + len(body)) + inner
     head = write_field(_HEADER_MUTATION, b"".join(headers)) + mutation
