@@ -156,7 +156,7 @@ def test_validate_keeps_each_error_on_one_line(capsys: pytest.CaptureFixture[str
     """A key with a line break in it cannot forge a line of its own."""
     run = Run(capsys, "validate", written(tmp_path / "p.json", {**GOOD, "a\nb": 1}))
 
-    assert run.complaint.endswith(r"/a\nb: unknown key; only description and x-... may be added")
+    assert run.complaint.endswith(r"/a\nb: unknown key; there are id, spec")
 
 
 # explain
