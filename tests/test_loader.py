@@ -1057,6 +1057,7 @@ def test_what_a_drop_in_bundle_switches_off_is_not_reported() -> None:
 
 
 SHARED = "no limit_keys: all callers of policy p share its counts"
+OFF = 'not enabled, so it does nothing: say "enabled": true, or false if that is meant'
 IDLE = "loop_detection is not enabled: policy p does nothing"
 
 
@@ -1068,6 +1069,13 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
         (spec(limit_keys=[], rules=[{"name": "r", "limit_keys": ["jwt:a"]}]), []),
         (spec(loop_detection=None), [("/spec", IDLE)]),
         (loop(enabled=False, window_seconds=...), [("/spec", IDLE)]),
+        (loop(enabled=...), [("/spec", IDLE), ("/spec/loop_detection", OFF)]),
+        (spec(loop_detection={}), [("/spec", IDLE)]),
+        (
+            spec(loop_detection=[{"similarity": "turns"}, {"similarity": "tail", "enabled": False}, {}]),
+            [("/spec", IDLE), ("/spec/loop_detection/0", OFF)],
+        ),
+        (entries({}, {"similarity": "tail", "enabled": ...}), [("/spec/loop_detection/1", OFF)]),
         (bundle(spec(limit_keys=[])), [("/policies/0/spec", SHARED)]),
         (
             spec(selector={"pathExact": "/v1/*/chat", "pathPrefix": "/a b/\u00e9"}),
