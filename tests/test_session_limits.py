@@ -56,7 +56,10 @@ def test_agents_count_together_with_the_one_that_started_them() -> None:
     assert Session(keys=["header:x-run"]).list_budget_keys() == ["header:x-run"]
 
 
-NEEDED = 'what models cost that nobody knows has to be said in unknown_model, or in prices as "*"; or install loopguard[prices]'
+NEEDED = (
+    "what models cost that nobody knows has to be said in unknown_model, "
+    'or in prices as "*"; or install extproc-loopguard[prices]'
+)
 
 
 def recent(**more: object) -> dict[str, Any]:
