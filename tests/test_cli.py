@@ -275,6 +275,30 @@ def test_explain_shows_the_note(
 
 
 @pytest.mark.parametrize(
+    ("turns", "more", "decision"),
+    [
+        (0, {}, "allow"),
+        (2, {}, "allow"),
+        (3, {"tools": {"f": {"allow": True}}}, "allow"),
+        (4, {"escalate": {"reject": 4}}, "reject"),
+    ],
+)
+def test_explain_shows_no_note_to_a_request_that_is_not_steered(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, turns: int, more: dict[str, Any], decision: str
+) -> None:
+    """Neither before the loop, nor where it is refused already."""
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": "{}"}}
+    turn = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "pending"}]
+    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, similarity="turns", action="steer", **more))
+    body = json.dumps({"messages": [{"role": "user", "content": "go"}, *turn * turns]})
+
+    (found,) = explained(Run(capsys, "explain", "--policy", file, "-d", body, "h/v1/chat/completions"))
+
+    assert found["decision"].startswith(decision)
+    assert not {"note", "unsteered"} & found.keys()
+
+
+@pytest.mark.parametrize(
     ("flags", "shown", "mode", "key"),
     [
         (
