@@ -27,6 +27,7 @@ from extproc.guards.override import (
     KILL,
     KINDS,
     MAX_GRANT,
+    MAX_SECONDS,
     RELEASE,
     Grant,
     Override,
@@ -53,7 +54,6 @@ DEFAULT_SECONDS: Final = 1_800
 SESSION_SECONDS: Final = 86_400
 """How long a kill or a grant stands unless that is said: longer than most sessions last."""
 
-MAX_SECONDS: Final = 30 * 86_400
 _LEAST_RELEASE_SECONDS = 3_600
 """A release stands at least that long, because policies that come with a route are not known here."""
 
