@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0 good, 1 failed, 2 usage."""
     limit_integers()
     try:
-        options = _make_parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
+        options = _read(sys.argv[1:] if arguments is None else arguments)
         return int(options.run(options))
     except UsageError as error:
         return _complain(str(error), 2)
@@ -54,6 +54,18 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see '{self.prog} --help'")
+
+
+def _read(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of the command that is asked for.
+
+    Raises:
+        UsageError: an argument is missing, unusable, or none that there is.
+    """
+    options, rest = _make_parser(arguments).parse_known_args(arguments)
+    if rest:  # the parser itself would point to the help of all commands
+        raise UsageError(f"unrecognized arguments: {' '.join(rest)}; see 'loopguard {options.command} --help'")
+    return options
 
 
 def _make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

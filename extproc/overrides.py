@@ -27,6 +27,7 @@ from extproc.guards.override import (
     KILL,
     KINDS,
     MAX_GRANT,
+    MAX_SECONDS,
     RELEASE,
     Grant,
     Override,
@@ -38,6 +39,7 @@ from extproc.ledger import NANO_DOLLARS
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.plan import Plan
+from extproc.policy.bundle import check_limit_key
 from extproc.policy.messages import describe
 from extproc.service import Service
 from extproc.store import Store
@@ -52,7 +54,6 @@ DEFAULT_SECONDS: Final = 1_800
 SESSION_SECONDS: Final = 86_400
 """How long a kill or a grant stands unless that is said: longer than most sessions last."""
 
-MAX_SECONDS: Final = 30 * 86_400
 _LEAST_RELEASE_SECONDS = 3_600
 """A release stands at least that long, because policies that come with a route are not known here."""
 
@@ -135,7 +136,7 @@ class Desk:
         _announce("override given", override, who)
         self.tell(_EVENTS.get(override.kind, "override_given"), override)
         await self.refresh()
-        return override, remark(override, plans)
+        return override, remark(override, plans, _find_session_key(order))
 
     async def revoke(self, name: str, who: str) -> bool:
         """End an override before its time; whether it stood.
@@ -283,7 +284,8 @@ def _read_fields(order: object) -> dict[str, Any]:
         try:
             given[key] = read(order[key])
         except ValueError as error:
-            problems.append(f"{key} {error}, not {describe(order[key])}")
+            message, *found = error.args
+            problems.append(f"{key} {message}, not {describe(found[0] if found else order[key])}")
     if order.get("kind") is None:
         problems.append("kind is required")
     if not {"caller", "session", "fingerprint", "tool"} & order.keys():
@@ -310,7 +312,10 @@ def _read_caller(value: object) -> str | tuple[tuple[str, str], ...]:
 def _read_session(value: object) -> str:
     if isinstance(value, dict) and len(value) == 1 and _are_texts(value):
         ((key, text),) = value.items()
-        return hash_descriptor(key.lower() if key.lower().startswith("header:") else key, text)
+        try:
+            return hash_descriptor(check_limit_key(key), text)
+        except ValueError as error:
+            raise ValueError(f"has one value by its key, which {error}", key) from None
     if isinstance(value, str) and _HASH.fullmatch(value):
         return value
     raise ValueError("must be 16 hex digits, or an object of one value by its key, such as header:x-session-id")
@@ -395,8 +400,20 @@ _READERS: dict[str, Callable[[object], object]] = {
 """What may stand in an order."""
 
 
-def remark(override: Override, plans: Sequence[Plan]) -> list[str]:
-    """What whoever gives an override should know about it, seen from the policies that are in force."""
+def _find_session_key(order: object) -> str:
+    """The key by which a good order names its session; empty where it names none, or by a hash."""
+    session = order.get("session") if isinstance(order, dict) else None
+    return next(map(check_limit_key, session), "") if isinstance(session, dict) else ""
+
+
+def remark(override: Override, plans: Sequence[Plan], session_key: str = "") -> list[str]:
+    """What whoever gives an override should know about it, seen from the policies that are in force.
+
+    Args:
+        override: as it stands.
+        plans: the policies.
+        session_key: by which its session was named; empty for none.
+    """
     target = override.target
     meant = [plan for plan in plans if override.policy in ("", plan.id)]
     said = []
@@ -407,6 +424,8 @@ def remark(override: Override, plans: Sequence[Plan]) -> list[str]:
     if lacking and meant:
         there = ", ".join(sorted(known)) or "none"
         said.append(f"no policy tells callers apart by {' or '.join(lacking)}: there are {there}")
+    if session_key and meant:
+        said += _remark_on_session(session_key, meant, limited=override.kind in (KILL, GRANT))
     if override.kind in (BLOCK, KILL) and meant and all(plan.shadow for plan in meant):
         said.append("the policies that it is about are in shadow, so nobody is refused")
     reading = [f"{plan.id} ({detector.name})" for plan in meant for detector in plan.detectors if detector.stateless]
@@ -416,6 +435,15 @@ def remark(override: Override, plans: Sequence[Plan]) -> list[str]:
             "allow the caller for a while instead"
         )
     return said
+
+
+def _remark_on_session(key: str, plans: Sequence[Plan], *, limited: bool) -> Iterator[str]:
+    """What is to be said where none of the policies looks for sessions, or for those that have limits, by this key."""
+    keys = list(dict.fromkeys(known for plan in plans for known in plan.list_session_keys(limited=limited)))
+    if key not in keys:
+        none = "none of them has limits of sessions" if limited else "none of them looks for sessions"
+        there = ", ".join(keys)
+        yield f"no policy finds sessions by {key}: {f'there are {there}' if keys else none}"
 
 
 # ---- What stands in the store

@@ -205,6 +205,12 @@ class Plan:
         """Whether it is one of the policy's limit keys that stand in a request's head."""
         return any(descriptor.key == key for descriptor in self._descriptors)
 
+    def list_session_keys(self, *, limited: bool) -> list[str]:
+        """Where a session's name is looked for; only for its limits where `limited`."""
+        names = [self.limiter.names] if self.limiter is not None else []
+        names += [self.rings] if self.rings is not None and not limited else []
+        return [descriptor.key for found in names for descriptor in found.list_keys()]
+
     def list_reads(self) -> list[tuple[str, str]]:
         """What the policy reads of a request's head beside its selector: (source, argument) as in limit keys."""
         keys = [*self._descriptors, *(self.rings.list_keys() if self.rings is not None else ())]

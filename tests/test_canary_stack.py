@@ -96,6 +96,14 @@ def test_the_table_for_people(one: Stack, capsys: pytest.CaptureFixture[str], mo
     assert "SECRET" not in out
 
 
+def test_a_policy_that_is_no_canary_is_told_the_canaries(one: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as the live one that they are compared with."""
+    run = Run(capsys, "canary", "status", "--admin", url_of(one.loopguard), "--policy", "live")
+
+    compared = "no shadow policy live is compared with an enforcing one; those that are: quiet, strict"
+    assert (run.code, run.complaint) == (1, f"loopguard: {compared}")
+
+
 def test_the_admin_port_says_the_same(one: Stack) -> None:
     """/canary has the report under the default rules, /metrics the counts."""
     status, text = one.loopguard.get("/canary")

@@ -802,6 +802,16 @@ def test_what_is_meant_can_be_ignored(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run(capsys, str(file), "--ignore", "message-timeout")[0] == 1
 
 
+def test_what_is_no_finding_cannot_be_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A code that is misspelt is refused with those that there are."""
+    (file := tmp_path / "envoy.json").write_text(json.dumps(good()))
+
+    assert main(["check-envoy", str(file), "--ignore", "retries", "--ignore", "retry"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("loopguard: --ignore retry: there is no such finding; there are answers, attributes, ")
+    assert "retries" in told
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

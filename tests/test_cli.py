@@ -156,7 +156,7 @@ def test_validate_keeps_each_error_on_one_line(capsys: pytest.CaptureFixture[str
     """A key with a line break in it cannot forge a line of its own."""
     run = Run(capsys, "validate", written(tmp_path / "p.json", {**GOOD, "a\nb": 1}))
 
-    assert run.complaint.endswith(r"/a\nb: unknown key; only description and x-... may be added")
+    assert run.complaint.endswith(r"/a\nb: unknown key; there are id, spec")
 
 
 # explain
@@ -272,6 +272,30 @@ def test_explain_shows_the_note(
 
     assert found[name].startswith(shown)
     assert {"note", "unsteered"} & found.keys() == {name}
+
+
+@pytest.mark.parametrize(
+    ("turns", "more", "decision"),
+    [
+        (0, {}, "allow"),
+        (2, {}, "allow"),
+        (3, {"tools": {"f": {"allow": True}}}, "allow"),
+        (4, {"escalate": {"reject": 4}}, "reject"),
+    ],
+)
+def test_explain_shows_no_note_to_a_request_that_is_not_steered(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, turns: int, more: dict[str, Any], decision: str
+) -> None:
+    """Neither before the loop, nor where it is refused already."""
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": "{}"}}
+    turn = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "pending"}]
+    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, similarity="turns", action="steer", **more))
+    body = json.dumps({"messages": [{"role": "user", "content": "go"}, *turn * turns]})
+
+    (found,) = explained(Run(capsys, "explain", "--policy", file, "-d", body, "h/v1/chat/completions"))
+
+    assert found["decision"].startswith(decision)
+    assert not {"note", "unsteered"} & found.keys()
 
 
 @pytest.mark.parametrize(
@@ -699,7 +723,9 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--policy", "GOOD", "--store", "mongodb://h"], "unknown store mongodb"),
         (["serve", "--policy", "GOOD", "--store", "memory://?max_entries=0"], "cannot use store 'memory://?max_entries=0': "),
         (["serve", "--policy", "GOOD", "--max-streams", "0"], "--max-streams must be a positive integer, not '0'"),
-        (["serve", "--policy", "GOOD", "--colour"], "unrecognized arguments: --colour"),
+        (["serve", "--policy", "GOOD", "--colour"], "unrecognized arguments: --colour; see 'loopguard serve --help'"),
+        (["schema", "x"], "unrecognized arguments: x; see 'loopguard schema --help'"),
+        (["grant", "--fingerprint", "aa"], "unrecognized arguments: --fingerprint aa; see 'loopguard grant --help'"),
         (["serve", "GOOD"], "unrecognized arguments: "),
         (["serve", "--policy", ""], "a policy path is empty; give a policy file or a directory of them"),
         (["validate", ""], "a policy path is empty; "),

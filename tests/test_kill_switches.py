@@ -210,6 +210,7 @@ def test_ten_thousand_switches_cost_no_more_than_one() -> None:
     assert find(policies, x_user_id="user-10000") is None
 
 
+KEYS = ("scope_key", "scope_value", "route", "reason", "expires_at")
 KEY = "scope_key must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-') or 'ip:address'"
 
 
@@ -224,9 +225,9 @@ KEY = "scope_key must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names o
         ({"scope_key": "jwt:a", "scope_value": 1}, [("scope_value", "scope_value must be a string, not 1")]),
         (switch(route="guarded"), [("route", "route must start with '/', not 'guarded'")]),
         (switch(reason=7), [("reason", "reason must be a string, not 7")]),
-        (switch(ttl="x"), [("ttl", "unknown key; only description and x-... may be added")]),
+        (switch(ttl="x"), [("ttl", f"unknown key; there are {', '.join(KEYS)}")]),
         (switch(expiresat="x"), [("expiresat", "unknown key; did you mean expires_at?")]),
-        ("bad", [("", "it must be an object, not 'bad'")]),
+        ("bad", [("", f"it must be an object {{{', '.join(f'{chr(34)}{key}{chr(34)}' for key in KEYS)}}}, not 'bad'")]),
     ],
 )
 def test_a_bad_switch_is_an_error_at_its_place(entry: Any, expected: list[tuple[str, str]]) -> None:  # noqa: ANN401  # any JSON

@@ -31,9 +31,23 @@ HOST = "it must be a host name such as 'api.example.com' (wildcards are not supp
 TIME = "must be an ISO 8601 time with its zone, such as '2026-12-31T00:00:00Z'"
 TWICE = "the key stands more than once in its object; keep one"
 ANNOTATION = "unknown key; only description and x-... may be added"
+
+TOOL_KEYS = ("threshold", "window_calls", "reason", "allow")
+SELECTOR_KEYS = ("pathExact", "pathPrefix", "methods", "hosts", "routes")
+BYPASS_KEYS = ("header", "pathExact", "pathPrefix", "methods")
 EXPIRED = "expired at 2026-05-31T23:59:59+00:00; it must be in the future"
 
 Errors = list[tuple[str, str]]
+
+
+def unknown(*keys: str) -> str:
+    """The answer to an unknown key where the keys that there are are few."""
+    return f"unknown key; there are {', '.join(keys)}"
+
+
+def an_object(name: str, *keys: str) -> str:
+    """The answer to anything else where an object with a few keys belongs."""
+    return f"{name} must be an object {{{', '.join(f'{chr(34)}{key}{chr(34)}' for key in keys)}}}"
 
 
 def good(identity: str = "p") -> dict[str, Any]:
@@ -203,7 +217,7 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     (
         CALLS | {"tools": {"a/b~": 5, "f*": {"threshold": 1, "window_calls": 201, "reason": 5, "allow": "x"}}},
         [
-            ("/tools/a~1b~0", "a/b~ must be an object"),
+            ("/tools/a~1b~0", an_object("a/b~", *TOOL_KEYS)),
             ("/tools/f*/threshold", "threshold must be >= 2"),
             ("/tools/f*/window_calls", "window_calls must be <= 200"),
             ("/tools/f*/reason", "reason must be a string"),
@@ -306,8 +320,8 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     (MCP | {"max_cycle": 3}, [belongs("max_cycle", "tool_calls or turns", "mcp")]),
     (MCP | {"tools": {"f": {"window_calls": 9}}}, [("/tools/f/window_calls", "window_calls belongs to similarity tool_calls")]),
     # What follows later is stricter.
-    ({"action": "warn", "escalate": {"warn": 4}}, [("/escalate/warn", ANNOTATION)]),
-    ({"action": "warn", "escalate": 5}, [("/escalate", "escalate must be an object")]),
+    ({"action": "warn", "escalate": {"warn": 4}}, [("/escalate/warn", unknown("steer", "throttle", "reject"))]),
+    ({"action": "warn", "escalate": 5}, [("/escalate", an_object("escalate", "steer", "throttle", "reject"))]),
     ({"action": "warn", "escalate": {"reject": 1}}, [("/escalate/reject", "reject must be >= 2")]),
     ({"action": "warn", "escalate": {"reject": "5"}}, [("/escalate/reject", "reject must be an integer")]),
     (
@@ -357,14 +371,14 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
             ("/tools/tools/window", "unknown key; did you mean window_calls?"),
             ("/tools/tools/limit_keys", "unknown key; limit_keys belongs into spec"),
             ("/tools/tools/header", "unknown key; header belongs into an entry of bypass"),
-            ("/tools/tools/zzz", ANNOTATION),
+            ("/tools/tools/zzz", unknown(*TOOL_KEYS)),
         ],
     ),
-    (CALLS | {"tools": {"x-a": 5}}, [("/tools/x-a", "x-a must be an object")]),  # no annotation: any name may be a tool's
+    (CALLS | {"tools": {"x-a": 5}}, [("/tools/x-a", an_object("x-a", *TOOL_KEYS))]),  # no annotation: any name may be a tool's
 ]
 
 SPEC_FIELDS: list[tuple[str, object, Errors]] = [
-    ("selector", 5, in_spec("selector", "must be an object")),
+    ("selector", 5, [("/spec/selector", an_object("selector", *SELECTOR_KEYS))]),
     ("selector", {}, in_spec("selector", f"{ANCHORS}, and has nothing")),
     ("selector", {"hosts": ["a"], "methods": ["GET"]}, in_spec("selector", f"{ANCHORS}, and has only hosts and methods")),
     ("selector", {"pathExact": None, "x-a": 1}, in_spec("selector", f"{ANCHORS}, and has nothing")),
@@ -420,7 +434,7 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
         ["jwt:", "ip:peer", 5],
         [("/spec/limit_keys/0", LIMIT_KEY), ("/spec/limit_keys/1", LIMIT_KEY), ("/spec/limit_keys/2", "it must be a string")],
     ),
-    ("session", [], in_spec("session", "must be an object")),
+    ("session", [], [("/spec/session", an_object("session", "keys", "idle_seconds", "max_sessions_per_tenant"))]),
     (
         "session",
         {"keys": ["x-session-id", "body:session"], "idle_seconds": 0, "idle": 5},
@@ -457,7 +471,10 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
     (
         "bypass",
         [5, {}, {"header": None, "methods": None}, {"description": "all"}],
-        [("/spec/bypass/0", "it must be an object"), *((f"/spec/bypass/{number}", BYPASSES_ALL) for number in (1, 2, 3))],
+        [
+            ("/spec/bypass/0", an_object("it", *BYPASS_KEYS)),
+            *((f"/spec/bypass/{number}", BYPASSES_ALL) for number in (1, 2, 3)),
+        ],
     ),
     (
         "bypass",
@@ -501,7 +518,7 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
             ("/spec/bypass/5/routes", "unknown key; routes belongs into spec/selector"),
             ("/spec/bypass/6/enabled", "unknown key; enabled belongs into spec/loop_detection"),
             ("/spec/bypass/7/threshold", "unknown key; threshold belongs into an entry of tools"),
-            ("/spec/bypass/8/zzz", ANNOTATION),
+            ("/spec/bypass/8/zzz", unknown(*BYPASS_KEYS)),
         ],
     ),
     ("rules", {}, in_spec("rules", "must be an array")),
@@ -533,8 +550,8 @@ DOCUMENTS: list[tuple[object, Errors]] = [
     (5, [("", SHAPES)]),
     ("x", [("", SHAPES)]),
     ({"policy": []}, [("", SHAPES)]),
-    ([5], [("/0", "it must be an object")]),
-    ([good(), None], [("/1", "it must be an object")]),
+    ([5], [("/0", an_object("it", "id", "spec"))]),
+    ([good(), None], [("/1", an_object("it", "id", "spec"))]),
     ({"id": "p"}, [("/spec", "spec is required")]),
     ({"spec": good()["spec"]}, [("/id", "id is required")]),
     *(
@@ -563,7 +580,7 @@ DOCUMENTS: list[tuple[object, Errors]] = [
         [("/expires_at", f"the bundle {EXPIRED.replace('05-31T23:59:59', '06-01T00:00:00')}")],
     ),
     (bundle(expires_at="2026-07-01"), [("/expires_at", f"expires_at {TIME}")]),
-    (bundle(global_shadow=True), [("/global_shadow", "global_shadow must be an object")]),
+    (bundle(global_shadow=True), [("/global_shadow", an_object("global_shadow", "enabled", "reason", "expires_at"))]),
     (bundle(global_shadow={}), [("/global_shadow/enabled", "enabled is required")]),
     (bundle(global_shadow={"enabled": "on"}), [("/global_shadow/enabled", "enabled must be a boolean")]),
     (
@@ -582,7 +599,7 @@ DOCUMENTS: list[tuple[object, Errors]] = [
     (spec(action="warn"), [("/spec/action", "unknown key; action belongs into spec/loop_detection")]),
     (spec(pathExact="/a"), [("/spec/pathExact", "unknown key; pathExact belongs into spec/selector")]),
     ({**good(), "mode": "shadow"}, [("/mode", "unknown key; mode belongs into spec")]),
-    ({**good(), "zzz": 1}, [("/zzz", ANNOTATION)]),
+    ({**good(), "zzz": 1}, [("/zzz", unknown("id", "spec"))]),
     ({**good(), "bypass": []}, [("/bypass", "unknown key; bypass belongs into spec")]),
     (spec(tail_messages=3), [("/spec/tail_messages", "unknown key; tail_messages belongs into spec/loop_detection")]),
     (spec(bypas=[]), [("/spec/bypas", "unknown key; did you mean bypass?")]),
@@ -666,7 +683,7 @@ def test_each_field_of_an_entry_is_checked(changes: dict[str, object], expected:
         (loop(enabled=None), "enabled must be a boolean, not null"),
         (loop(count_refused="a\n'b'"), """count_refused must be a boolean, not "a\\n'b'\""""),
         (loop(name="n" * 129), f"name must be 1 to 128 of the characters A-Z a-z 0-9 _ . -, not '{'n' * 60}...'"),
-        (spec(selector=[]), "selector must be an object, not an empty array"),
+        (spec(selector=[]), an_object("selector", *SELECTOR_KEYS) + ", not an empty array"),
         (spec(limit_keys={"a": 1}), "limit_keys must be an array, not an object"),
         (spec(loop_detection=True), "loop_detection must be an object or an array of objects, not true"),
         (
@@ -1040,6 +1057,7 @@ def test_what_a_drop_in_bundle_switches_off_is_not_reported() -> None:
 
 
 SHARED = "no limit_keys: all callers of policy p share its counts"
+OFF = 'not enabled, so it does nothing: say "enabled": true, or false if that is meant'
 IDLE = "loop_detection is not enabled: policy p does nothing"
 
 
@@ -1051,6 +1069,13 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
         (spec(limit_keys=[], rules=[{"name": "r", "limit_keys": ["jwt:a"]}]), []),
         (spec(loop_detection=None), [("/spec", IDLE)]),
         (loop(enabled=False, window_seconds=...), [("/spec", IDLE)]),
+        (loop(enabled=...), [("/spec", IDLE), ("/spec/loop_detection", OFF)]),
+        (spec(loop_detection={}), [("/spec", IDLE)]),
+        (
+            spec(loop_detection=[{"similarity": "turns"}, {"similarity": "tail", "enabled": False}, {}]),
+            [("/spec", IDLE), ("/spec/loop_detection/0", OFF)],
+        ),
+        (entries({}, {"similarity": "tail", "enabled": ...}), [("/spec/loop_detection/1", OFF)]),
         (bundle(spec(limit_keys=[])), [("/policies/0/spec", SHARED)]),
         (
             spec(selector={"pathExact": "/v1/*/chat", "pathPrefix": "/a b/\u00e9"}),

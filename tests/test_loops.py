@@ -315,7 +315,9 @@ def test_callers_values_are_shown_only_where_they_may_be() -> None:
     assert report(row)["loops"][0]["descriptors"] is None
     assert report(row, shown=True)["loops"][0]["descriptors"] == {"x-user-id": "ann"}
     assert report(row, caller="ann")["loops"] == []
-    assert len(report(row, shown=True, caller="ann")["loops"]) == 1
+    for caller in ("ann", "x-user-id=ann"):
+        assert len(report(row, shown=True, caller=caller)["loops"]) == 1
+    assert report(row, shown=True, caller="x-user-id=eve")["loops"] == []
     assert len(report(row, caller="fff")["loops"]) == 1
 
 
@@ -473,6 +475,12 @@ def test_top_passes_the_selection_on(capsys: pytest.CaptureFixture[str]) -> None
 
     assert none["loops"] == []
     assert priced["loops"][0]["cost_usd"] == 1.0
+
+
+def test_top_says_that_no_loop_matches(capsys: pytest.CaptureFixture[str]) -> None:
+    """And of how many, so that nobody takes it for silence."""
+    with admin_of(looping()) as client:
+        assert run_top(capsys, "--once", "--admin", client.url, "--policy", "other").startswith("none of 1 loop matches")
 
 
 def test_top_says_that_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,6 +238,8 @@ def test_a_flood_of_orders_is_bounded(tmp_path: Path) -> None:
             ["allow", "--tool", "t", "--for", "soon"],
             "--for must be a number with its unit, such as 90s, 30m, 2h or 1d, not",
         ),
+        (["allow", "--tool", "t", "--for", "60d"], "--for is at most 30d, not 60d"),
+        (["kill", "--session", "a=b", "--for", "721h"], "--for is at most 30d, not 721h"),
         (["allow", "--caller", "a=b", "--caller", "hash"], "--caller must be NAME=VALUE or 16 hex digits, not 'hash'"),
         (["release", "--session", "=x"], "--session must be NAME=VALUE or 16 hex digits, not '=x'"),
         (["kill", "--reason", "r"], "say whom it is about: --caller or --session"),
@@ -256,7 +258,9 @@ def test_a_command_that_cannot_be_meant_asks_nobody(
 
 
 def test_a_command_says_what_the_server_refused(running: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A wrong token exits 1 and says so; a note about an order goes to stderr."""
+    """A wrong token, or none, exits 1 and says so; a note about an order goes to stderr."""
+    assert main(["block", "--tool", "t", "--admin", running.url]) == 1
+    assert "401: no token is given: give --token-file, or ask over --admin-socket" in capsys.readouterr().err
     wrong = tmp_path / "token"
     wrong.write_text("not-the-token-at-all")
     assert main(["block", "--tool", "t", "--admin", running.url, "--token-file", str(wrong)]) == 1

@@ -710,6 +710,10 @@ def test_a_kind_that_is_not_known_does_nothing() -> None:
 
 SECONDS = "seconds must be a number of seconds from 1 to 2592000"
 NOBODY = "whom it is about is required: caller, session, fingerprint or tool"
+LIMIT_KEY = (
+    "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-'), 'ip:address' "
+    "or 'body:/<JSON Pointer>'"
+)
 KINDS = "kind must be one of release, allow, block, kill, grant"
 KEYS = ["kind", "caller", "session", "fingerprint", "tool", "policy", "seconds", "reason", "steps", "tool_calls", "cost", "key"]
 WHOLE = "which is about whole sessions: name a session, or a caller"
@@ -760,6 +764,7 @@ CALLER = "caller must be the 16 hex digits that logs call the tenant, or an obje
             {"kind": "block", "session": {"a": "b", "c": "d"}},
             ["session must be 16 hex digits, or an object of one value by its key, such as header:x-session-id, not an object"],
         ),
+        ({"kind": "block", "session": {"nope:x": "1"}}, [f"session has one value by its key, which {LIMIT_KEY}, not 'nope:x'"]),
         ({"kind": "block", "fingerprint": "XYZ"}, ["fingerprint must be 8 hex digits, not 'XYZ'"]),
         ({"kind": "block", "tool": "t" * 257}, [f"tool must be a text of 1 to 256 characters, not '{'t' * 60}...'"]),
         ({"kind": "block", "tool": "t", "policy": "a b"}, ["policy must be the id of a policy, not 'a b'"]),
@@ -807,6 +812,27 @@ def test_whoever_orders_is_told_what_it_will_not_do() -> None:
     assert remarks(kind="kill", session="a" * 16, policy="s") == in_shadow
     (said,) = remarks(kind="release", tool="t")
     assert said.startswith("what a conversation shows itself cannot be forgotten, and this is what decides in agents (default)")
+
+
+def test_whoever_names_a_session_is_told_where_nobody_looks_for_it() -> None:
+    """By a key that no policy looks for; for a kill or a grant one that has limits."""
+    looking = agents(session={"keys": ["header:x-run"]}) | {"id": "looking"}
+    counting = Replicas(1, limited(session={"keys": ["header:x-session-id"]}, max_steps=3), looking)
+
+    def remarks(one: Replicas, kind: str, key: str, **given: Any) -> list[str]:  # noqa: ANN401  # an order
+        notes = one.give(kind=kind, session={key: "s"}, **given)[1]
+        return [note for note in notes if "finds sessions" in note]
+
+    assert remarks(counting, "kill", "header:X-Session-Id") == remarks(counting, "allow", "header:x-run") == []
+    assert remarks(counting, "allow", "header:x-sesion") == [
+        "no policy finds sessions by header:x-sesion: there are header:x-session-id, header:x-run"
+    ]
+    unlimited = "no policy finds sessions by header:x-run: there are header:x-session-id"
+    assert remarks(counting, "kill", "header:x-run") == remarks(counting, "grant", "header:x-run", steps=1) == [unlimited]
+    assert remarks(Replicas(1), "kill", "body:/run") == [
+        "no policy finds sessions by body:/run: none of them has limits of sessions"
+    ]
+    assert remarks(counting, "kill", "jwt:run", policy="gone") == []
 
 
 def test_a_reload_keeps_what_is_ordered() -> None:

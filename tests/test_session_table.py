@@ -372,8 +372,10 @@ def test_the_report_adds_up_and_can_be_narrowed_down() -> None:
     }  # fmt: skip
     assert first() == first(sort="cost") == ("p", TENANT)
     assert first(sort="steps") == first(sort="blocks") == first(policy="q") == ("q", TENANT)
-    assert first(sort="tool_calls") == first(caller="blue") == first(caller=OTHER[:4]) == ("p", OTHER)
+    assert first(sort="tool_calls") == first(caller="x-team=blue") == first(caller=OTHER[:4]) == ("p", OTHER)
+    assert first(caller="blue") == ("p", OTHER)
     assert report(*rows, shown=False, caller="blue")["sessions"] == []
+    assert report(*rows, caller="team=blue").items() >= {"sessions": [], "known": 3}.items()
     assert (len(report(*rows, limit=1)["sessions"]), report(*rows, limit=1)["total"]["sessions"]) == (1, 3)
 
 
@@ -470,7 +472,27 @@ def test_the_command_prints_sessions_and_runs(capsys: pytest.CaptureFixture[str]
     assert lines[2].endswith("gpt-4o  200  100 in, 20 out, 30 from cache, 40 into cache  search")
     assert lines[3].endswith("gpt-4o  failed  tokens unknown  search")
     assert lines[4].endswith("gpt-4o  under way  tokens unknown  search")
-    assert none == "no session in the last hour\n"
+    assert none == "none of 1 session matches\n"
+
+
+def test_the_command_says_that_there_is_no_session(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was left out by a filter."""
+    with admin_of(SessionTable()) as client:
+        assert run_sessions(capsys, "--policy", "q", "--admin", client.url) == "no session in the last hour\n"
+
+
+def test_the_command_finds_a_caller_as_it_prints_him(capsys: pytest.CaptureFixture[str]) -> None:
+    """By a name and its value as well as by the value alone; where he is not among those that there are, it says so."""
+    with admin_of(make_table(), shows=True) as client, admin_of(make_table("6" * 16)) as other:
+        asked = ["--admin", client.url]
+        listed = run_sessions(capsys, *asked)
+        assert (
+            run_sessions(capsys, *asked, "--caller", "x-team=red") == run_sessions(capsys, *asked, "--caller", "red") == listed
+        )
+        assert run_sessions(capsys, *asked, "--caller", "x-team=blue") == "none of 1 session matches\n"
+        both = run_sessions(capsys, *asked, "--admin", other.url, "--caller", "x-team=blue")
+
+    assert both == "none of 2 sessions matches\n"
 
 
 def test_the_command_adds_up_several_servers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,10 @@ class Credentials:
         good = [hmac.compare_digest(given, token) for token in tokens]  # each of them, so that the time tells nothing
         if scheme.lower() != "bearer" or not any(good):
             challenge = {"www-authenticate": 'Bearer realm="loopguard"'}
-            raise HTTPException(HTTPStatus.UNAUTHORIZED, "this takes a token of --admin-token-file", challenge)
+            hint = "this takes a token of --admin-token-file"
+            if not shown:
+                hint = "no token is given: give --token-file, or ask over --admin-socket"
+            raise HTTPException(HTTPStatus.UNAUTHORIZED, hint, challenge)
 
     def _read(self) -> list[bytes]:
         """The tokens.

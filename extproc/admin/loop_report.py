@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from extproc.admin.loops import Line, Row, SharedLoops, View
-from extproc.admin.pages import Page, is_near, read_order, send_page, write_time
+from extproc.admin.pages import Page, is_caller, is_near, read_order, send_page, write_time
 from extproc.prices import Prices
 from extproc.rates import BYTES_PER_TOKEN, estimate_tokens
 
@@ -47,7 +47,7 @@ class Selection(NamedTuple):
 
     Attributes:
         policy: only of this one, empty for all.
-        caller: only of callers whose hash starts with this, or one of whose values it is where those are shown.
+        caller: only of callers whose hash starts with this, or one of whose values or `NAME=VALUE` it is where those are shown.
         tool: only with this one.
         sort: one of `SORTS`.
         limit: at most so many.
@@ -123,6 +123,7 @@ def make_report(view: View, selection: Selection, prices: Prices, *, shows_calle
         "problem": view.problem or None,
         "left_out": view.left_out,
         "estimate": f"input tokens are estimated: {BYTES_PER_TOKEN} bytes of a request's body are one",
+        "known": len(every),
         "total": _add_up(found),
         "loops": found[: selection.limit],
         "curves": [_draw(line) for line in view.lines if selection.policy in ("", line.policy)],
@@ -165,8 +166,7 @@ def _matches(loop: dict[str, Any], selection: Selection) -> bool:
         return False
     if selection.tool and selection.tool not in loop["tools"]:
         return False
-    values = (loop["descriptors"] or {}).values()
-    return loop["caller"].startswith(selection.caller) or selection.caller in values
+    return is_caller(loop, selection.caller)
 
 
 def _add_up(loops: list[dict[str, Any]]) -> dict[str, Any]:

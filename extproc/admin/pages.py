@@ -75,6 +75,18 @@ def read_order(query: Mapping[str, str], sorts: Sequence[str], most: int) -> tup
     return sort, int(limit)
 
 
+def is_caller(row: Mapping[str, Any], chosen: str) -> bool:
+    """Whether what is told of somebody is about the caller that is asked for.
+
+    Args:
+        row: has `caller`, a hash, and `descriptors`, values by name, or None where those are not shown.
+        chosen: the start of the hash, a value, or `NAME=VALUE`, one or all of them; empty for any.
+    """
+    shown = row["descriptors"] or {}
+    pairs = [f"{name}={value}" for name, value in shown.items()]
+    return row["caller"].startswith(chosen) or chosen in (*shown.values(), *pairs, ", ".join(pairs))
+
+
 def write_time(seconds: float) -> str:
     """A moment, in seconds since 1970, as RFC 3339 has it."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from extproc.admin.pages import Page, is_near, read_order, send_page, write_time
+from extproc.admin.pages import Page, is_caller, is_near, read_order, send_page, write_time
 from extproc.admin.sessions import CallRow, RefusalRow, SessionRow, SessionView, SharedSessions
 from extproc.session_table import convert_amount, convert_dollars, name_killer
 
@@ -41,7 +41,7 @@ class SessionSelection(NamedTuple):
 
     Attributes:
         policy: only of this one, empty for all.
-        caller: only of callers whose hash starts with this, or one of whose values it is where those are shown.
+        caller: only of callers whose hash starts with this, or one of whose values or `NAME=VALUE` it is where those are shown.
         sort: one of `_SORTS`.
         limit: at most so many.
     """
@@ -103,7 +103,8 @@ def report_sessions(view: SessionView, selection: SessionSelection, *, shows_cal
     """The JSON of `/sessions`."""
     every = (describe_session(row, shows_callers=shows_callers) for row in view.rows)
     found = sorted((session for session in every if _matches(session, selection)), key=_SORTS[selection.sort], reverse=True)
-    return {**_describe_view(view, now), "total": _add_up(found), "sessions": found[: selection.limit]}
+    counts = {"known": len(view.rows), "total": _add_up(found)}
+    return {**_describe_view(view, now), **counts, "sessions": found[: selection.limit]}
 
 
 def describe_session(row: SessionRow, *, shows_callers: bool) -> dict[str, Any]:
@@ -173,8 +174,7 @@ def _describe_call(call: CallRow) -> dict[str, Any]:
 def _matches(session: dict[str, Any], selection: SessionSelection) -> bool:
     if selection.policy not in ("", session["policy"]):
         return False
-    values = (session["descriptors"] or {}).values()
-    return session["caller"].startswith(selection.caller) or selection.caller in values
+    return is_caller(session, selection.caller)
 
 
 def _add_up(sessions: list[dict[str, Any]]) -> dict[str, Any]:

@@ -91,22 +91,23 @@ def show_status(options: argparse.Namespace) -> int:
     Raises:
         LoopguardError: a server does not answer, or nothing is compared.
     """
-    states = [
-        state
-        for state in collect_states(open_clients(options.admin))
-        if options.policy is None or state.candidate == options.policy
-    ]
+    every = collect_states(open_clients(options.admin))
+    states = [state for state in every if options.policy in (None, state.candidate)]
     canaries = describe_canaries(states, read_options(Rules, vars(options)))
     if not canaries:
-        raise LoopguardError(
-            f"no shadow policy {options.policy or ''} is compared with an enforcing one".replace("  ", " ")
-            + "; canary_of names the one, or the same selector does"
-        )
+        raise LoopguardError(_explain_nothing(options.policy, sorted({state.candidate for state in every})))
     if options.json:
         print(json.dumps({"canaries": canaries}, indent=2))
     else:
         _print_canaries(canaries)
     return max(_CODES[canary["verdict"]] for canary in canaries)
+
+
+def _explain_nothing(policy: str | None, compared: Sequence[str]) -> str:
+    """Why there is no verdict: what is compared, or how a policy comes to be."""
+    named = f"no shadow policy {policy}" if policy is not None else "no shadow policy"
+    hint = f"those that are: {', '.join(compared)}" if compared else "canary_of names the one, or the same selector does"
+    return f"{named} is compared with an enforcing one; {hint}"
 
 
 def collect_states(clients: Sequence[AdminClient]) -> list[State]:

@@ -63,19 +63,22 @@ def run(options: argparse.Namespace) -> int:
         the exit code: 1 where something hurts.
 
     Raises:
-        UsageError: there is no configuration to be read.
+        UsageError: there is no configuration to be read, or no finding that is to be ignored.
         BundleErrors: with everything that is wrong in the policies.
     """
     from rich.console import Console  # noqa: PLC0415  # only this command needs it
 
     from extproc.envoy_check.config import find_resources  # noqa: PLC0415  # as above: yaml and the service's parts
     from extproc.envoy_check.document import fetch_dump, read_file  # noqa: PLC0415
+    from extproc.envoy_check.findings import CODES  # noqa: PLC0415
     from extproc.envoy_check.inspect import inspect  # noqa: PLC0415
     from extproc.envoy_check.needs import find_needs  # noqa: PLC0415
     from extproc.envoy_check.show import make_json, print_report  # noqa: PLC0415
 
     if options.file == "":
         raise UsageError("the file's name is empty")
+    if unknown := sorted(set(options.ignore) - set(CODES)):
+        raise UsageError(f"--ignore {unknown[0]}: there is no such finding; there are {', '.join(CODES)}")
     needs = find_needs(load_policies(options.policy) if options.policy else None, options.uploads)
     source = options.admin or options.file
     document = fetch_dump(options.admin) if options.admin else read_file(options.file)

@@ -172,9 +172,17 @@ def _print_detector(candidate: LoopCandidate, request: HttpRequest, body: bytes,
     if hit is not None:
         rows.append(("key", hit.key))
     rows.append(("decision", _describe_decision(candidate)))
-    if detector.steers:
+    if _may_steer(candidate):
         rows += _show_note(candidate, request, body)
     _print_rows(rows)
+
+
+def _may_steer(candidate: LoopCandidate) -> bool:
+    """Whether the request is steered, or an identical one later where only the store can tell when."""
+    detector, found = candidate.detector, candidate.repeat
+    if not detector.steers or not detector.stateless:
+        return detector.steers
+    return found is not None and found.looping and detector.actions[found.step] is Action.STEER
 
 
 def _show_note(candidate: LoopCandidate, request: HttpRequest, body: bytes) -> _Rows:

@@ -13,6 +13,7 @@ from typing import Any
 
 from extproc.admin.client import add_admin_flag, open_clients
 from extproc.errors import UsageError
+from extproc.guards.override import MAX_SECONDS
 from extproc.logs import escape_controls
 from extproc.settings import ENV_PREFIX
 
@@ -104,12 +105,15 @@ def read_duration(text: str) -> int:
     """A number with its unit, in seconds.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is none, or no order stands for so long.
     """
     found = _DURATION.fullmatch(text)
     if found is None:
         raise UsageError(f"--for must be a number with its unit, such as 90s, 30m, 2h or 1d, not {text!r}")
-    return int(found[1]) * _UNITS[found[2]]
+    seconds = int(found[1]) * _UNITS[found[2]]
+    if seconds > MAX_SECONDS:
+        raise UsageError(f"--for is at most {MAX_SECONDS // _UNITS['d']}d, not {text}")
+    return seconds
 
 
 def make_headers(options: argparse.Namespace) -> dict[str, str]:

@@ -32,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print what /sessions says")
     parser.add_argument("--sort", choices=_SORTS, default="last", help="what comes first (default last)")
     parser.add_argument("--policy", default="", metavar="ID", help="only under this policy")
-    parser.add_argument("--caller", default="", metavar="HASH|VALUE", help="only this caller's")
+    parser.add_argument("--caller", default="", metavar="HASH|[NAME=]VALUE", help="only this caller's")
     parser.add_argument("--limit", type=int, default=50, metavar="N", help="at most so many (default 50)")
 
 
@@ -67,6 +67,7 @@ def join_sessions(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         joined["problem"] = joined["problem"] or report["problem"]
         joined["left_out"] += report["left_out"]
         if "total" in joined:
+            joined["known"] += report["known"]
             joined["total"] = {name: value + report["total"][name] for name, value in joined["total"].items()}
     return joined
 
@@ -77,7 +78,10 @@ def write_report(report: Mapping[str, Any]) -> list[str]:
     if report["problem"]:
         lines.append(f"other replicas' sessions are missing or old: {report['problem']}")
     if not report["sessions"]:
-        lines.append("no session in the last hour")
+        known = report.get("known", 0)
+        lines.append(
+            f"none of {known} {'session' if known == 1 else 'sessions'} matches" if known else "no session in the last hour"
+        )
     for session in report["sessions"]:
         lines.append(_write_session(session))
         if "steps" in session:

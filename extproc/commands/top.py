@@ -40,7 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print what /loops says, once")
     parser.add_argument("--sort", choices=_SORTS, default="cost", help="what comes first (default cost)")
     parser.add_argument("--policy", default="", metavar="ID", help="only loops that this policy sees")
-    parser.add_argument("--caller", default="", metavar="HASH|VALUE", help="only this caller's")
+    parser.add_argument("--caller", default="", metavar="HASH|[NAME=]VALUE", help="only this caller's")
     parser.add_argument("--tool", default="", metavar="NAME", help="only with this tool")
     parser.add_argument("--limit", type=int, default=50, metavar="N", help="at most so many (default 50)")
     parser.add_argument(
@@ -93,6 +93,7 @@ def join_reports(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         joined["curves"] = [*joined["curves"], *report["curves"]]
         joined["problem"] = joined["problem"] or report["problem"]
         joined["left_out"] += report["left_out"]
+        joined["known"] += report["known"]
         joined["total"] = {name: _add(value, report["total"][name]) for name, value in joined["total"].items()}
     return joined
 
@@ -120,7 +121,9 @@ def make_table(report: dict[str, Any]) -> Table:
 
 
 def _head(report: dict[str, Any]) -> str:
-    total = report["total"]
+    total, known = report["total"], report["known"]
+    if known and not total["loops"]:
+        return f"none of {known} {'loop' if known == 1 else 'loops'} matches"
     told = f"{total['looping']} of {total['loops']} loops go on, {total['callers']} callers, {total['requests']} requests"
     return f"{told}, {total['requests_not_sent_on']} not sent on; {len(report['replicas'])} replicas"
 

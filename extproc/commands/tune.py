@@ -111,6 +111,8 @@ def _find_detector(engine: Engine, policy: str | None, name: str | None) -> Dete
     plans = [plan for plan in engine.plans if policy in (None, plan.id)]
     if len(plans) != 1:
         known = ", ".join(plan.id for plan in engine.plans[:_MAX_VALUES])
+        if policy is None and engine.plans:
+            raise UsageError(f"there are several policies that act; --id says which one of them is tuned: {known}")
         raise UsageError(f"--id must name one of the policies that act: {known}")
     detectors = [detector for detector in plans[0].detectors if name in (None, detector.name)]
     counting = [detector for detector in detectors if not detector.stateless]

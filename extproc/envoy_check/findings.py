@@ -4,8 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
 from extproc.envoy_check.document import Place
+
+Code: TypeAlias = Literal[
+    "answers",
+    "attributes",
+    "buffer-limit",
+    "circuit-breakers",
+    "client-address",
+    "client-header",
+    "cluster",
+    "content-length",
+    "envoy-headers",
+    "escaped-slashes",
+    "expect",
+    "failure-mode",
+    "filter-order",
+    "forged-marks",
+    "health-checks",
+    "http2",
+    "http2-window",
+    "idle-timeout",
+    "jwt",
+    "kept-bodies",
+    "message-timeout",
+    "metadata",
+    "nothing-guarded",
+    "observing",
+    "outcomes",
+    "overrides",
+    "path-spelling",
+    "processing-mode",
+    "request-timeout",
+    "retries",
+    "routes-missing",
+    "twice",
+    "unguarded",
+    "usage",
+]
+"""What findings are called, in the order of the alphabet."""
+
+CODES: tuple[Code, ...] = get_args(Code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +62,7 @@ class Finding:
         hurts: whether it is a finding; else it is a note, which is no reason to fail.
     """
 
-    code: str
+    code: Code
     place: Place
     problem: str
     right: str = ""
@@ -29,6 +70,6 @@ class Finding:
     hurts: bool = True
 
 
-def note(code: str, place: Place, problem: str, right: str = "", routes: Sequence[str] = ()) -> Finding:
+def note(code: Code, place: Place, problem: str, right: str = "", routes: Sequence[str] = ()) -> Finding:
     """A finding that does not hurt."""
     return Finding(code, place, problem, right, routes, hurts=False)

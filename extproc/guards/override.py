@@ -22,6 +22,9 @@ KINDS: Final = (RELEASE, ALLOW, BLOCK, KILL, GRANT)
 
 ALL_POLICIES: Final = ""
 
+MAX_SECONDS: Final = 30 * 86_400
+"""Longest that an order stands."""
+
 
 class Target(NamedTuple):
     """Whom an override is about: all that is named must hold. Names and values of clients are hashes, 16 hex digits.

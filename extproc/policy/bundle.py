@@ -89,7 +89,12 @@ def _check_host(value: str) -> str:
     return normalize_host(value)
 
 
-def _check_limit_key(value: str) -> str:
+def check_limit_key(value: str) -> str:
+    """A limit key as it is compared: the names of headers in lower case.
+
+    Raises:
+        ValueError: it is none; what would be right.
+    """
     source, _, name = value.partition(":")
     if source.lower() == HEADER:
         value = f"{HEADER}:{name.lower()}"  # header names are case-insensitive (RFC 9110 section 5.1)
@@ -174,12 +179,12 @@ _HEAD_KEY_PATTERN: dict[str, Any] = {"pattern": f"^({_KEY_IN_HEAD})$"}
 Path = Annotated[str, AfterValidator(_check_path), Field(json_schema_extra={"pattern": "^/[^?#]*$"})]
 Method = Annotated[str, AfterValidator(_check_method), Field(json_schema_extra=_TOKEN)]
 Host = Annotated[str, AfterValidator(_check_host), Field(json_schema_extra=_HOST_PATTERN)]
-LimitKey = Annotated[str, AfterValidator(_check_limit_key), Field(json_schema_extra=_KEY_PATTERN)]
+LimitKey = Annotated[str, AfterValidator(check_limit_key), Field(json_schema_extra=_KEY_PATTERN)]
 ScopeKey = Annotated[
     str, AfterValidator(_check_scope_key), Field(json_schema_extra={"pattern": "^(jwt|header|query|ip|ua):[A-Za-z0-9_-]+$"})
 ]
 HeadKey = Annotated[
-    str, AfterValidator(_check_limit_key), AfterValidator(_check_in_head), Field(json_schema_extra=_HEAD_KEY_PATTERN)
+    str, AfterValidator(check_limit_key), AfterValidator(_check_in_head), Field(json_schema_extra=_HEAD_KEY_PATTERN)
 ]
 Header = Annotated[str, AfterValidator(_check_header), Field(json_schema_extra=_TOKEN)]
 Id = Annotated[str, AfterValidator(_check_id), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,128}$"})]

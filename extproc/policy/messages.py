@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from pydantic import BaseModel, ValidationError
@@ -13,10 +13,15 @@ from pydantic_core import ErrorDetails
 from extproc.policy import bundle
 from extproc.policy.bundle import Envelope, Policy
 from extproc.policy.objects import Place
-from extproc.similarity.keys import Escalation, Tool
+from extproc.policy.shapes import find_object, list_objects
 
 _LONGEST = 60
 """Most characters of a value that are shown."""
+
+_LIMITS: Place = ("spec", "session_limits")
+
+_NAMED: tuple[Place, ...] = (("tools",), ("prices",), ("max_calls_per_tool",))
+"""The mappings whose keys are checked as well."""
 
 _Phrase: TypeAlias = Callable[[str, Mapping[str, Any]], str]
 """A sentence from a field's name and pydantic's context of the error."""
@@ -43,7 +48,7 @@ def _leave_out_tags(place: Place) -> Place:
     """A place without what pydantic puts in beside keys: what kind of loop_detection it took, and that a key is wrong."""
     if place[:2] == ("spec", "loop_detection") and place[2:3] in ((bundle.OBJECT,), (bundle.LIST,)):
         place = (*place[:2], *place[3:])
-    return place[:-1] if place[-1:] == ("[key]",) and place[-3:-2] == ("tools",) else place
+    return place[:-1] if place[-1:] == ("[key]",) and place[-3:-2] in _NAMED else place
 
 
 def _phrase(model: type[BaseModel], place: Place, error: ErrorDetails) -> str:
@@ -55,6 +60,8 @@ def _phrase(model: type[BaseModel], place: Place, error: ErrorDetails) -> str:
         return _NOTHING_FOUND[kind](name, context)
     if place == ("spec", "loop_detection") and kind.startswith("model"):
         right = f"{name} must be an object or an array of objects"
+    elif kind.startswith("model"):
+        right = _phrase_object(model, name, place)
     else:
         right = _PHRASES[kind](name, context) if kind in _PHRASES else error["msg"]
     return f"{right}, not {describe(error['input'])}{context.get('why', '')}"
@@ -109,62 +116,54 @@ _PHRASES: dict[str, _Phrase] = {
     "string_type": _say("must be a string"),
     "list_type": _say("must be an array"),
     "dict_type": _say("must be an object"),
-    "model_type": _say("must be an object"),
-    "model_attributes_type": _say("must be an object"),
     "loopguard": lambda name, context: f"{name} {context['message']}",
 }
 """By pydantic's type of the error."""
 
-_KEYS: dict[str, Sequence[str]] = {
-    "the bundle": list(Envelope.model_fields),
-    "the policy": list(Policy.model_fields),
-    "spec": list(bundle.Spec.model_fields),
-    "spec/selector": list(bundle.Selector.model_fields),
-    "spec/loop_detection": list(bundle.LoopDetection.model_fields),
-    "spec/session": list(bundle.Session.model_fields),
-    "spec/loop_detection/escalate": list(Escalation.model_fields),
-    "an entry of tools": list(Tool.model_fields),
-    "an entry of bypass": list(bundle.Bypass.model_fields),
-    "a rule": list(bundle.Rule.model_fields),
-    "an override": list(bundle.Override.model_fields),
-    "a kill switch": list(bundle.KillSwitch.model_fields),
-}
-"""What may stand in each object of a policy file, in the order in which a misplaced key is looked for."""
+_FEW = 12
+"""So many keys of an object are named, where none of them was meant for sure."""
 
-_OBJECTS = {
-    "selector": "spec/selector",
-    "loop_detection": "spec/loop_detection",
-    "escalate": "spec/loop_detection/escalate",
-    "bypass": "an entry of bypass",
-    "session": "spec/session",
-    "spec": "spec",
-}
-"""What the object below a key is called."""
+_MODELS: dict[str, type[BaseModel]] = {"the bundle": Envelope, "the policy": Policy}
+_MODELS |= sorted(list_objects(Policy), key=lambda found: "session_limits" in found[0])
+_MODELS |= {**dict(list_objects(Envelope)), "a kill switch": bundle.KillSwitch}
+"""Each object of a policy file, in the order in which a misplaced key is looked for."""
 
 
 def _phrase_unknown_key(model: type[BaseModel], name: str, place: Place) -> str:
     """Which key was meant, or where it belongs."""
-    own = _name_object(model, [str(step) for step in place[:-1] if isinstance(step, str)])
-    started = [key for key in _KEYS[own] if key.startswith(f"{name}_")]
+    own = find_object(model, place[:-1])
+    keys = list(own.model_fields) if own is not None else []
+    started = [key for key in keys if key.startswith(f"{name}_") or name.startswith(f"{key}_")]
     if len(started) == 1:
         return f"unknown key; did you mean {started[0]}?"
-    owner = next((other for other, keys in _KEYS.items() if name in keys and other != own), None)
-    if owner is not None:
+    owner = _find_owner(name, place)
+    if owner:
         return f"unknown key; {name} belongs into {owner}"
-    close = difflib.get_close_matches(name, _KEYS[own], n=1)
+    close = difflib.get_close_matches(name, keys, n=1)
     if close:
         return f"unknown key; did you mean {close[0]}?"
+    if 0 < len(keys) <= _FEW:
+        return f"unknown key; there are {', '.join(keys)}"
     return "unknown key; only description and x-... may be added"
 
 
-_NAMES: dict[type[BaseModel], str] = {Envelope: "the bundle", bundle.KillSwitch: "a kill switch"}
-"""What the whole of a model is called; the others are policies."""
+def _find_owner(name: str, place: Place) -> str:
+    """The object that a misplaced key belongs into; empty where that is not to be told.
+
+    What stands below session_limits has names of its own: some are those of other objects' keys, and mean something else.
+    """
+    owners = [owner for owner, model in _MODELS.items() if name in model.model_fields]
+    below = [owner for owner in owners if owner.startswith("spec/session_limits/")]
+    others = [owner for owner in owners if owner not in below]
+    if place[: len(_LIMITS)] != _LIMITS:
+        return next(iter(others), "")
+    return next(iter(below + others), "") if place[:-1] == _LIMITS else ""
 
 
-def _name_object(model: type[BaseModel], above: Sequence[str]) -> str:
-    """What the object is called that stands below these keys."""
-    if "tools" in above:
-        return "an entry of tools"
-    if not above:
-        return _NAMES.get(model, "the policy")
-    return _OBJECTS.get(above[-1], "an override" if model is Envelope else "a rule")
+def _phrase_object(model: type[BaseModel], name: str, place: Place) -> str:
+    """What an object has to be, with its keys where they are few."""
+    own = find_object(model, place)
+    if own is None or len(own.model_fields) > _FEW or own.model_config.get("extra") == "allow":
+        return f"{name} must be an object"
+    keys = ", ".join(f'"{key}"' for key in own.model_fields)
+    return f"{name} must be an object {{{keys}}}"

@@ -19,6 +19,7 @@ from extproc.policy.bundle import (
     UNSUPPORTED_KEYS,
     Bypass,
     FallbackLimit,
+    LoopDetection,
     Policy,
     Spec,
     is_in_body,
@@ -276,6 +277,7 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
     if policy.spec.session is not None and not looks:
         looking = f"similarity {' or '.join(_REMEMBERING)} does, and so do session_limits"
         yield ("spec", "session"), f"no detector of this policy looks at sessions; {looking}"
+    yield from _find_idle_detectors(policy)
     yield from _find_idle_steering(policy)
     yield from _find_idle_ramp(policy.spec)
     selector = policy.spec.selector
@@ -294,16 +296,28 @@ def _find_idle_ramp(spec: Spec) -> Iterator[tuple[Place, str]]:
             yield ("spec", name), f"{name} does nothing without enforce_percent: all callers are acted on"
 
 
+def _list_entries(policy: Policy) -> list[tuple[Place, LoopDetection]]:
+    """The entries of `loop_detection`, enabled or not, each with its place below the policy."""
+    loops, place = policy.spec.loop_detection, ("spec", "loop_detection")
+    if isinstance(loops, list):
+        return [((*place, number), loop) for number, loop in enumerate(loops)]
+    return [(place, loops)] if loops is not None else []
+
+
+def _find_idle_detectors(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """Detectors that say what they look for, and not whether they do."""
+    for place, loop in _list_entries(policy):
+        if loop.model_fields_set and "enabled" not in loop.model_fields_set:
+            yield place, 'not enabled, so it does nothing: say "enabled": true, or false if that is meant'
+
+
 def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
     """Detectors that steer where no request can be steered."""
-    loops = policy.spec.loop_detection
-    places = enumerate(loops) if isinstance(loops, list) else [(None, loops)]
-    for number, loop in places:
-        if loop is None or not loop.enabled or not loop.steers:
+    for place, loop in _list_entries(policy):
+        if not loop.enabled or not loop.steers:
             continue
         why = "requests without a conversation" if loop.similarity == "mcp" else "requests whose body is not read"
         if loop.similarity == "mcp" or loop.body == "ignore":
-            place: Place = ("spec", "loop_detection") if number is None else ("spec", "loop_detection", number)
             yield place, f"steer has nothing to put its note on in {why}: they are let through with a warning"
 
 

@@ -147,7 +147,7 @@ def find_limit_errors(limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN4
         yield (), f"session_limits needs at least one of {', '.join(_LIMITS)}"
     if limits.get("max_cost_per_session") is not None and not _knows_all_prices(limits):
         needed = "what models cost that nobody knows has to be said in unknown_model"
-        yield ("max_cost_per_session",), f'{needed}, or in prices as "{ANY_MODEL}"; or install loopguard[prices]'
+        yield ("max_cost_per_session",), f'{needed}, or in prices as "{ANY_MODEL}"; or install extproc-loopguard[prices]'
     recent = limits.get("loop_detection")
     if isinstance(recent, dict):
         window, threshold = recent.get("window"), recent.get("threshold")

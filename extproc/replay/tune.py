@@ -158,7 +158,9 @@ def recommend(pairs: Sequence[Pair], requests: int, tenants: int, percent: float
     bound = f"{allowed:,} of {tenants:,} callers ({percent:g}%)"
     acting = [pair for pair in pairs if pair.requests]
     if not acting:
-        return Advice(None, f"no pair would have acted on any of {requests:,} requests: there was no loop in this log")
+        return Advice(
+            None, f"no pair would have acted on any of {requests:,} requests: this log has no loop that a window counts"
+        )
     fitting = [pair for pair in acting if pair.tenants <= allowed]
     stricter = [pair for pair in acting if pair.tenants > allowed]
     if not fitting:
