@@ -16,7 +16,7 @@ from extproc.guards.loop import Detector
 from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Overrides, find_kill, find_kind, sum_grants
 from extproc.guards.session import KILLED, MAX_INSPECT_BYTES, NO_CALLS, NO_GRANTS, WITHIN, Narrowing, SessionGuard
 from extproc.guards.session_names import SessionNames
-from extproc.ledger import LIMITS, REFUSED, Settlement, Standing, Step
+from extproc.ledger import LIMITS, Settlement, Standing, Step
 from extproc.plan import Plan
 from extproc.prices import read_model
 from extproc.request import cut_text
@@ -486,9 +486,13 @@ class SessionCandidate(Candidate):
         self.narrowing = None
         return self.limiter.refuse_unnarrowed(self.fingerprint, self.tenant, standing, narrowing, self._grants)
 
-    def take_back(self) -> Settlement:
-        """What the ledger is told of a request that it has let through, and another guard has not."""
-        return Settlement(self.name_ledger(), self.limiter.limits, self.call, 0, estimated=False, outcome=REFUSED)
+    def take_back(self, outcome: int) -> Settlement:
+        """What the ledger is told of a request that it has let through, and that goes no further.
+
+        Args:
+            outcome: `ledger.REFUSED` or `ledger.WITHDRAWN`.
+        """
+        return Settlement(self.name_ledger(), self.limiter.limits, self.call, 0, estimated=False, outcome=outcome)
 
     def find_last_tool(self) -> str:
         """The tool that was called last, empty for none."""

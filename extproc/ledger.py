@@ -46,6 +46,9 @@ FAILED: Final = 1
 REFUSED: Final = 2
 """Another guard of ours refused it: it was no step after all."""
 
+WITHDRAWN: Final = 4
+"""Its client left before it went on: it was no step either, and nothing was refused."""
+
 
 class Limits:
     """What one session may use up; -1 where there is no limit. Never changed.
@@ -160,7 +163,7 @@ class Settlement:
         call: the step's.
         cost: in nano-dollars, in place of what was reserved.
         estimated: nobody said what it cost.
-        outcome: `SUCCEEDED`, `FAILED` or `REFUSED`.
+        outcome: `SUCCEEDED`, `FAILED`, `REFUSED` or `WITHDRAWN`.
     """
 
     __slots__ = ("call", "cost", "estimated", "key", "limits", "outcome")
@@ -622,9 +625,10 @@ class Ledger(Used):
         """Settle a reservation, which is open no more."""
         _, identity, begun, reserve, quiet, blocks, bits = reservation
         self.reserved -= reserve
-        if asked.outcome == REFUSED:
+        if asked.outcome in {REFUSED, WITHDRAWN}:
             self._take_back(identity, begun, quiet, blocks, bits)
-            self._block(asked.limits)
+            if asked.outcome == REFUSED:
+                self._block(asked.limits)
             return
         cost = min(asked.cost, MAX_MONEY)
         self._pay(cost, cost if asked.estimated else 0)

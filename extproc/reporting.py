@@ -35,9 +35,6 @@ _NAME_SHOWN = 128
 
 _REMIND_SECONDS = 60
 _MOST_REMINDERS = 10_000
-_REFUSED_STATUS = 429
-"""Of requests that another guard has refused, whatever it says exactly."""
-
 _ADVICE = {
     "jwt": ": is jwt_authn attached to their route, or --allow-unverified-jwt wanted?",
     "header": ": do clients send it, and does every proxy on the way pass it on?",
@@ -147,8 +144,8 @@ class Reporter:
                 now,
             )
 
-    def report_taken_back(self, candidates: Sequence[SessionCandidate], standings: Sequence[Answer]) -> None:
-        """Requests that sessions have let through, and another guard has not."""
+    def report_taken_back(self, status: int, candidates: Sequence[SessionCandidate], standings: Sequence[Answer]) -> None:
+        """Requests that sessions have let through, and that go no further; `status` is of their answer, 0 for none."""
         now = time()
         for candidate, standing in zip(candidates, standings, strict=True):
             if isinstance(standing, Standing):
@@ -156,7 +153,7 @@ class Reporter:
                 session = OVERFLOW if shared else candidate.session
                 names = (candidate.plan.id, candidate.guard.mode, candidate.tenant, session)
                 model, call = candidate.model, candidate.call
-                self.sessions.settle(*names, standing, model, call, _REFUSED_STATUS, None, now, refused=True)
+                self.sessions.settle(*names, standing, model, call, status, None, now, refused=True)
 
     def report_settled(self, settled: Sequence[Settled], entry: Entry, standings: Sequence[Answer]) -> None:
         """What became of requests of sessions."""

@@ -39,6 +39,7 @@ from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY, Body, write_crc32
 from extproc.guards.override import KILL, Overrides
 from extproc.handover import POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicyError, parse_names
+from extproc.ledger import REFUSED, WITHDRAWN
 from extproc.metrics import Metrics
 from extproc.recording import record_body, record_head
 from extproc.reporting import Reporter
@@ -73,6 +74,9 @@ _SMALL_SECONDS: Final = 0.001
 """A body of so many bytes takes no longer to look into; the clock of a thread, which is a system call, would."""
 
 _INVALID_ARGUMENT = 3
+_REFUSED_STATUS: Final = 429
+"""Of requests that another guard has refused, whatever it says exactly."""
+
 _REFUSED_BODIES: Final = {b"408": "aborted", b"413": "too_large"}
 """What Envoy answers to a body that does not come in time, and to one above its buffer limit."""
 
@@ -275,6 +279,7 @@ class Stream:
         "_ended",
         "_engine",
         "_evaluation",
+        "_held",
         "_holding",
         "_observed",
         "_overloaded",
@@ -304,6 +309,7 @@ class Stream:
         self._record: dict[str, Any] | None = None  # of a request that is to be recorded, as far as it is known
         self.given_up = False
         self._holding: str | None = None
+        self._held: Sequence[SessionCandidate] = ()  # sessions of a request that is held, until its answer leaves
         self._observed = False
         self._ended = False  # by a refusal
         self._started = 0.0
@@ -353,6 +359,13 @@ class Stream:
         if self._holding is not None:
             self._service.holds.free(self._holding)
             self._holding = None
+        if self._held:
+            self._take_back(self._held, WITHDRAWN, 0)
+            self._held = ()
+
+    def end_hold(self) -> None:
+        """The answer that was held leaves now, so that the request goes on, whoever still waits for it."""
+        self._held = ()
 
     def give_up(self, reason: str) -> None:
         """Wait for the body no longer: the request goes on, uncounted."""
@@ -599,18 +612,20 @@ class Stream:
         service.reporter.report(evaluation, decision)
         reply = self._refuse(evaluation, decision, counts) or self._encode(kind, evaluation, decision, changed)
         if self._ended and evaluation.sessions:
-            self._take_back(evaluation.sessions)
+            self._take_back(evaluation.sessions, REFUSED, _REFUSED_STATUS)
+        elif self._holding is not None:
+            self._held = evaluation.sessions
         if evaluation.paired:
             self._compare(evaluation, decision)
         service.metrics.decision_seconds.observe(perf_counter() - self._started)
         return reply
 
-    def _take_back(self, sessions: Sequence[SessionCandidate]) -> None:
+    def _take_back(self, sessions: Sequence[SessionCandidate], outcome: int, status: int) -> None:
         """Tell ledgers that a request which they have let through goes no further."""
         service = self._service
         let_through = [session for session in sessions if session.is_let_through]
-        settlements = [session.take_back() for session in let_through]
-        service.counting.settle(settlements, partial(service.reporter.report_taken_back, let_through))
+        settlements = [session.take_back(outcome) for session in let_through]
+        service.counting.settle(settlements, partial(service.reporter.report_taken_back, status, let_through))
 
     def _compare(self, evaluation: Evaluation, decision: Decision) -> None:
         """Count for canaries what this request says about them."""

@@ -17,6 +17,7 @@ from extproc.ledger import (
     MAX_RECORDS,
     REFUSED,
     SUCCEEDED,
+    WITHDRAWN,
     Ledger,
     Limits,
     Settlement,
@@ -161,7 +162,7 @@ class Account:
 
     def finish(self, step: dict[str, Any], asked: Settlement) -> None:
         """One that is open."""
-        if asked.outcome == REFUSED:
+        if asked.outcome in {REFUSED, WITHDRAWN}:
             self.count -= not step["retry"]
             if not step["retry"] and step["identity"] in self.identities:
                 self.identities.remove(step["identity"])
@@ -169,7 +170,8 @@ class Account:
             self.narrowed = 0 if step["first"] else self.narrowed
             if self.last == step["now"]:
                 self.last = min(step["last"], step["now"])
-            self.block(asked.limits)
+            if asked.outcome == REFUSED:
+                self.block(asked.limits)
             return
         self.cost += asked.cost
         self.estimated += asked.cost if asked.estimated else 0
@@ -262,7 +264,7 @@ LIMITS_OF_ALL_KINDS = st.builds(
     errors=st.just(-1) | st.integers(1, 3),
 )
 _GAPS = st.integers(0, 5_000) | st.sampled_from([59_999, 60_000, 599_999, 600_000, -1_000, -70_000])
-_MOVES = ("step", "step", "step", "retry", "compact", "branch", "settle", "fail", "refuse")
+_MOVES = ("step", "step", "step", "retry", "compact", "branch", "settle", "fail", "refuse", "withdraw")
 MOVES = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(_MOVES), st.integers(0, 4), _GAPS), max_size=60)
 """Which of four sessions, what it does, a number that makes it vary, and after how many milliseconds."""
 
@@ -275,9 +277,9 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
     for number, (who, move, amount, gap) in enumerate(moves):
         now += gap
         history, done = histories[who], steps[who]
-        if move in ("settle", "fail", "refuse"):
+        if move in ("settle", "fail", "refuse", "withdraw"):
             if done:
-                outcome = {"settle": SUCCEEDED, "fail": FAILED, "refuse": REFUSED}[move]
+                outcome = {"settle": SUCCEEDED, "fail": FAILED, "refuse": REFUSED, "withdraw": WITHDRAWN}[move]
                 step, key = done[-min(len(done), amount // 2 + 1)]
                 settlement = settle_step(step, outcome, amount * 3, key=key, estimated=amount == 4)
                 answers.append(ask(settlement, now))

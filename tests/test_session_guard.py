@@ -157,6 +157,28 @@ def test_a_refusal_says_which_limit_and_how_much_of_it() -> None:
     assert refused.immediate_response.details == "session_limit_exceeded"
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_who_leaves_while_he_is_held_has_used_nothing(waits: bool) -> None:
+    """Nothing went on: there is no step, nothing is reserved, and it is no refusal. Who waits for his answer has it."""
+    limits = limited(max_steps=5, max_cost_per_session=1.0, unknown_model={"input": 2, "output": 8})
+    held = policy("held", ANY, action="throttle", threshold_identical_requests=2, limit_keys=["header:x-team"])
+    service = make_service(limits, held)
+    ask(service, turns(1))
+    once = service.reporter.sessions.copy()[0].standing.reserved
+    stream = service.open()
+    receive(stream, headers("/v1/chat/completions", x_team="t", x_session_id="s"))
+    assert receive(stream, body(turns(1))).hold_ms > 0
+    if waits:
+        stream.end_hold()
+    stream.close()
+
+    (run,) = service.reporter.sessions.copy()
+    standing = run.standing
+    assert standing.reserved == (2 * once if waits else once) > 0
+    assert (standing.steps, standing.blocks, standing.consecutive_blocks) == (1, 0, 0)  # the same again is a retry
+    assert service.holds.held == 0
+
+
 @pytest.mark.parametrize("cut", [rb"\ud83d", rb"\uDCFF", rb"\ude00\ud83d"], ids=repr)
 def test_half_a_character_hides_no_calls(cut: bytes) -> None:
     """Who cuts a text in the middle of an emoji sends half of a surrogate pair, and has the same limits."""

@@ -248,6 +248,36 @@ def test_health_is_told_and_watched(run: Run) -> None:
     run(make_service(policy("p", ANY)), steps)
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_sessions_know_whether_a_held_request_went_on(run: Run, leaves: bool) -> None:
+    """What is reserved for it stays once its answer has left, and is given back where nobody waited for that."""
+    held = policy("p", ANY, action="throttle", threshold_identical_requests=2, max_delay_ms=30_000 if leaves else 50)
+    held["spec"] |= {"session": {"keys": ["header:x-session-id"]}, "session_limits": {"max_cost_per_session": 1.0}}
+    held["spec"]["session_limits"]["unknown_model"] = {"input": 2, "output": 8}
+    service = make_service(held)
+    message = headers(end=True, x_session_id="s")
+
+    def reserved() -> int:
+        return service.reporter.sessions.copy()[0].standing.reserved
+
+    async def steps(made: Running) -> None:
+        await _exchange(made.process(), message)
+        once = reserved()
+        call = made.process()
+        await call.write(message.SerializeToString())
+        await call.read()  # that Envoy is to wait
+        assert reserved() == 2 * once
+        if leaves:
+            call.cancel()
+            await until(lambda: reserved() == once)
+        else:
+            await call.read()
+            await until(lambda: service.streams == 0)
+            assert reserved() == 2 * once
+
+    run(service, steps)
+
+
 def test_an_unknown_method_is_unimplemented(run: Run) -> None:
     """A method that nobody serves gets its proper status."""
 

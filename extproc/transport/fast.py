@@ -291,6 +291,8 @@ class _Peer(asyncio.Protocol):
             self._grpc.send(call, settled.first)
             self._schedule()
             await self._server.service.holds.wait(settled.hold_ms)
+            if serving.stream is not None:
+                serving.stream.end_hold()
         serving.task = None
         self._answer(call, settled)
         self._grpc.resume(call)

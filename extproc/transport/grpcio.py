@@ -122,6 +122,7 @@ class GrpcServer:
                 if reply.hold_ms:
                     await context.write(reply.first)
                     await self._service.holds.wait(reply.hold_ms)
+                    stream.end_hold()
                 if reply.answer is not None:
                     await context.write(reply.answer)
                 if reply.done:

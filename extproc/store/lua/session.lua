@@ -21,7 +21,7 @@ local RECORD, ID, NAME, IDENTITY, IDENTITIES = 14, 6, 10, 8, 16
 local OPEN, OPEN_MS = 32, 600000
 local TOOLS, MOST_TOOLS = 64, 255
 local MAX, MAX_MONEY = 4294967295, 4503599627370496
-local FAILED, REFUSED, STEP = 1, 2, 3
+local FAILED, REFUSED, STEP, WITHDRAWN = 1, 2, 3, 4
 local RETRY, NARROWED = 1, 2
 local GARBAGE_MS = 1000
 
@@ -244,6 +244,7 @@ local function close(l, at, asked)
   local _, identity, begun, reserve, quiet, blocks, bits = struct.unpack(RESERVATION, l.open, at)
   l.open = sub(l.open, 1, at - 1) .. sub(l.open, at + RESERVATION_SIZE)
   l.reserved = l.reserved - reserve
+  if asked.kind == WITHDRAWN then return take_back(l, identity, begun, quiet, blocks, bits) end
   if asked.kind == REFUSED then
     take_back(l, identity, begun, quiet, blocks, bits)
     return block(l, asked)
