@@ -255,24 +255,24 @@ def test_sessions_know_whether_a_held_request_went_on(run: Run, leaves: bool) ->
     held["spec"] |= {"session": {"keys": ["header:x-session-id"]}, "session_limits": {"max_cost_per_session": 1.0}}
     held["spec"]["session_limits"]["unknown_model"] = {"input": 2, "output": 8}
     service = make_service(held)
-    message = headers(end=True, x_session_id="s")
+    messages = headers(x_session_id="s"), body(b"{}" * 500)
 
     def reserved() -> int:
         return service.reporter.sessions.copy()[0].standing.reserved
 
     async def steps(made: Running) -> None:
-        await _exchange(made.process(), message)
+        await _exchange(made.process(), *messages)
         once = reserved()
+        assert once > 0
         call = made.process()
-        await call.write(message.SerializeToString())
-        await call.read()  # that Envoy is to wait
-        assert reserved() == 2 * once
+        await _exchange(call, *messages)  # Envoy is to wait
+        assert (reserved(), service.holds.held) == (2 * once, 1)
         if leaves:
             call.cancel()
             await until(lambda: reserved() == once)
         else:
             await call.read()
-            await until(lambda: service.streams == 0)
+            await until(lambda: service.holds.held == 0)
             assert reserved() == 2 * once
 
     run(service, steps)
