@@ -48,7 +48,7 @@ FLOORS: list[list[str]] = [
     ["similarity/results", "similarity/tools", "similarity/turn"],
     ["similarity/keys", "similarity/base", "similarity/loops"],
     ["similarity/canonical", "similarity/tail", "similarity/tool_calls", "similarity/turns", "similarity/mcp", "similarity"],
-    ["policy/bundle", "policy/routes", "policy/rules", "policy/messages", "policy/pairings", "policy/loader"],
+    ["policy/bundle", "policy/routes", "policy/rules", "policy/shapes", "policy/messages", "policy/pairings", "policy/loader"],
     ["guards", "guards/kill_switch", "guards/loop", "guards/override", "guards/session_names", "guards/session"],
     ["ramp", "plan", "candidates", "evaluation", "engine", "recording", "handover"],
     [

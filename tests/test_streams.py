@@ -190,7 +190,7 @@ def test_websockets_keep_streaming(body_mode: str) -> None:
         server.shutdown()
 
 
-def _over_http2(made: Stack, path: str, *, trailers: bool = False, **headers: str) -> tuple[str, bytes]:
+def _over_http2(made: Stack, path: str, headers: dict[str, str], *, trailers: bool = False) -> tuple[str, bytes]:
     """Status and body of one GET over HTTP/2, spoken to Envoy without asking first."""
     http = h2.connection.H2Connection()
     http.initiate_connection()
@@ -216,7 +216,7 @@ def _over_http2(made: Stack, path: str, *, trailers: bool = False, **headers: st
 
 def test_http2_clients_reach_an_upstream_of_http1(shared: Stack, user: dict[str, str]) -> None:
     """What the client speaks is no reason to speak it to the upstream; requests over HTTP/2 are counted like others."""
-    answers = [_over_http2(shared, "/reject/h2", **user) for _ in range(3)]
+    answers = [_over_http2(shared, "/reject/h2", user) for _ in range(3)]
 
     assert [status for status, _ in answers] == ["200", "200", "429"]
     assert json.loads(answers[0][1])["number"]
@@ -225,7 +225,7 @@ def test_http2_clients_reach_an_upstream_of_http1(shared: Stack, user: dict[str,
 @pytest.mark.parametrize("path", ["/reject", "/beside"])
 def test_a_request_with_trailers_and_no_body_is_counted(shared: Stack, user: dict[str, str], path: str) -> None:
     """Over HTTP/2 it does not end with its headers, and nobody sends its body."""
-    answers = [_over_http2(shared, path, trailers=True, **user) for _ in range(3)]
+    answers = [_over_http2(shared, path, user, trailers=True) for _ in range(3)]
 
     assert [status for status, _ in answers] == ["200", "200", "429"]
 
