@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.document import Document, NotCounted, decode_json
 from extproc.similarity.shapes import locate_results
 from extproc.similarity.shapes.places import Place, splice
 from tests.test_canonical import spelled
@@ -327,7 +327,7 @@ def test_hostile_bodies_have_places_or_none(name: str) -> None:
         return
 
     for place in places:
-        msgspec.json.decode(splice(body, [place], NOTE), type=msgspec.Raw)
+        decode_json(splice(body, [place], NOTE), msgspec.json.Decoder(msgspec.Raw).decode)
 
 
 @given(_REQUESTS)

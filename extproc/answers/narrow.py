@@ -61,7 +61,7 @@ def narrow(
     mark, document = open_document(request, body, document)
     try:
         needed = [] if request.path.endswith(_WITHOUT_CHOICE) else _list_used(document)
-        edits = Edits(document.original)
+        edits = Edits(document.data())
         _Narrowing(edits, without, needed).narrow(open_body(document.data()))
         return mark + edits.apply()
     except NotCounted as why:

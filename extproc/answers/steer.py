@@ -36,7 +36,7 @@ def steer(request: HttpRequest, body: bytes | memoryview, note: str, document: D
     """
     mark, document = open_document(request, body, document)
     try:
-        data = document.original
+        data = document.data()
         places = locate_results(document)
     except NotCounted as why:
         raise NotEdited(why.reason) from None

@@ -157,11 +157,11 @@ _FIRST_HALF: Final = 8
 """Halves are U+D800 to U+DFFF, and become U+E000 to U+E7FF."""
 
 
-def _mend(data: bytes) -> bytes:
-    """A body with a private character in place of each half of a surrogate pair, as long as that: all stays where it is."""
-    if (data.find(b"\\ud") < 0 and data.find(b"\\uD") < 0) or _HALF.search(data) is None:
-        return data
-    return _HALF.sub(_mend_half, data, _MOST_HALVES)
+def _mend(data: bytes | memoryview | msgspec.Raw | str) -> bytes | None:
+    """JSON with a private character in place of each half of a surrogate pair, as long as that; None where there is none."""
+    raw = data.encode() if isinstance(data, str) else bytes(data)
+    mended = _HALF.sub(_mend_half, raw, _MOST_HALVES)
+    return None if mended == raw else mended
 
 
 def _mend_half(found: re.Match[bytes]) -> bytes:
@@ -181,16 +181,14 @@ class Document:
     sees: where the whole body cannot be decoded, or holds too much, the part that somebody asks for is decoded all the same.
 
     Attributes:
-        original: the body as it came.
         conversation: what `open_conversation` makes of it, or the exception.
     """
 
-    __slots__ = ("_data", "_value", "conversation", "original")
+    __slots__ = ("_data", "_value", "conversation")
 
     def __init__(self, data: bytes | memoryview) -> None:
         """Nothing is decoded yet."""
-        self.original = data if isinstance(data, bytes) else data.tobytes()
-        self._data = _mend(self.original)
+        self._data = data if isinstance(data, bytes) else data.tobytes()
         self._value: Json = _MISSING  # or the exception that it is
         self.conversation: Any = None
 
@@ -219,7 +217,7 @@ class Document:
         _LEFT.in_parts, _LEFT.steps = MAX_FRACTIONS, MAX_STEPS
 
     def data(self) -> bytes:
-        """The body, for who leaves its arrays raw where they stand; each starts with all of the bounds.
+        """The body as it came, for who leaves its arrays raw where they stand; each starts with all of the bounds.
 
         Raises:
             NotCounted: there are too many objects and arrays in it.
@@ -271,6 +269,16 @@ def decode_json(data: bytes | memoryview | msgspec.Raw | str, decode: Any = _dec
         NotCounted: it is not JSON (also: nested hundreds of levels deep, numbers of hundreds of digits), or too much of it.
         msgspec.ValidationError: its types are not those that `decode` expects.
     """
+    try:
+        return _decode_strictly(data, decode)
+    except NotJson:
+        mended = _mend(data)
+        if mended is None:
+            raise
+    return _decode_strictly(mended, decode)
+
+
+def _decode_strictly(data: bytes | memoryview | msgspec.Raw | str, decode: Any) -> Json:  # noqa: ANN401  # msgspec's own
     try:
         return decode(data)
     except msgspec.ValidationError:

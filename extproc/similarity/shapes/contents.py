@@ -59,11 +59,9 @@ def read_content(content: Raw) -> list[Part]:
     if len(content) > WORTH_COUNTING:
         check_containers(bytes(content))
     try:
-        blocks = _decode_content(content)
+        blocks = decode_json(content, _decode_content)
     except ValidationError:
         return _read_values(decode_json(content))
-    except (ValueError, RecursionError):
-        raise NotJson from None
     if not isinstance(blocks, list):
         return [Part(TEXT, blocks)]
     walk(len(blocks))
