@@ -97,7 +97,7 @@ def make_chat(turns: int, *, agent: str = "a", more: str = "") -> dict[str, Any]
 
 def write(value: dict[str, Any], indent: int | None = None) -> bytes:
     """A body that is worth remembering."""
-    return json.dumps({"metadata": "x" * 2_048, **value}, indent=indent).encode()
+    return json.dumps({"metadata": "x" * 4_096, **value}, indent=indent).encode()
 
 
 @pytest.fixture(autouse=True)

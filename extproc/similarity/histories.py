@@ -35,8 +35,8 @@ from extproc.similarity.shapes.conversation import ASSISTANT, Conversation, Shap
 _LOOSE: Final = 4
 """So many of the newest messages some clients write in another way next time: marks of what is to be cached move along."""
 
-_SMALL: Final = 2_048
-"""A body of fewer bytes is read in no time."""
+_SMALL: Final = 4_096
+"""A body of fewer bytes is read as a whole in the time that it takes to know it again."""
 
 _SIDE_BY_SIDE: Final = 2
 """So many of a session's histories are known, as sub-agents have some of their own."""
