@@ -21,7 +21,7 @@ from extproc.plan import Plan
 from extproc.prices import read_model
 from extproc.request import cut_text
 from extproc.similarity.base import Memory
-from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.document import Document, NotCounted, NotJson
 from extproc.similarity.histories import read_known_calls
 from extproc.windows import Count, Hit, Push
 
@@ -37,9 +37,8 @@ _EVERY_CALL: Final = 2**62 - 1
 
 _LONGEST_MODEL: Final = 128
 _KILLED: Final = LIMITS.index(KILLED)
-_NOT_JSON: Final = "not_json"
-_NO_HISTORY: Final = frozenset({"no_messages", _NOT_JSON, "no_history"})
-"""Of a body that is no conversation, in which no calls can hide, unless it looks like one."""
+_NO_HISTORY: Final = frozenset({"no_messages", "no_history"})
+"""Of a body that is no conversation, in which no calls can hide."""
 
 
 class _Calls:
@@ -518,5 +517,5 @@ class SessionCandidate(Candidate):
         try:
             self.calls = read_known_calls(document, ledger)
         except NotCounted as why:
-            hides = why.reason not in _NO_HISTORY or (why.reason == _NOT_JSON and document.may_be_json())
+            hides = document.may_be_json() if isinstance(why, NotJson) else why.reason not in _NO_HISTORY
             self.unreadable = why.reason if hides else ""

@@ -35,6 +35,7 @@ _NAME_SHOWN = 128
 
 _REMIND_SECONDS = 60
 _MOST_REMINDERS = 10_000
+
 _ADVICE = {
     "jwt": ": is jwt_authn attached to their route, or --allow-unverified-jwt wanted?",
     "header": ": do clients send it, and does every proxy on the way pass it on?",
@@ -284,9 +285,7 @@ class Reporter:
                 continue
             if (candidate.plan.id, candidate.guard.mode) != (outcome.policy, outcome.mode):
                 continue
-            refusals = standing.consecutive_blocks  # none of one that was killed by order, where nobody counts
-            is_due = not refusals & (refusals - 1) if refusals else self._remind(candidate.session) > 0
-            if is_due:
+            if not standing.consecutive_blocks & (standing.consecutive_blocks - 1):
                 self._log_limit(candidate, outcome, subject)
 
     def _log_limit(self, candidate: SessionCandidate, outcome: Outcome, subject: SessionSubject) -> None:

@@ -286,6 +286,7 @@ def test_what_is_said_about_a_command_does_not_matter(key: str) -> None:
         assert verdict(write(call(command="make test"))) is not None
         assert verdict(write(call(cmd=["make", "test"]))) is not None
         assert verdict(write(call(path="a.py"))) is None
+        assert verdict(write(call(command="create"))) is None
     assert verdict(as_chat([Did((("f", {"command": f"make {n}", key: "test"}),), ("nothing",)) for n in range(3)])) is None
 
 

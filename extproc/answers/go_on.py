@@ -40,6 +40,8 @@ _REMOVE_HEADERS: Final = 2
 _DIGESTS: Final = ("content-md5", "digest", "content-digest", "repr-digest")
 """Checksums of a body in its headers (RFC 1864, RFC 3230, RFC 9530): another body has others."""
 
+_WITHOUT_DIGESTS: Final = b"".join([write_field(_REMOVE_HEADERS, name.encode()) for name in _DIGESTS])
+
 # By name: looking an enum's value up on its message class costs microseconds.
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _REPLACE = CommonResponse.CONTINUE_AND_REPLACE
@@ -82,10 +84,9 @@ def replace_body(body: bytes, metadata: dict[str, Any], *, warning: str, marks: 
     headers = [_write_header(name, value) for name, value in [*marks, ("content-length", str(len(body)))]]
     if warning:
         headers.append(_write_header(_WARNING, warning))
-    headers += [write_field(_REMOVE_HEADERS, name.encode()) for name in _DIGESTS]
     inner = write_head(_BODY, len(body))
     mutation = write_head(_BODY_MUTATION, len(inner) + len(body)) + inner
-    head = write_field(_HEADER_MUTATION, b"".join(headers)) + mutation
+    head = write_field(_HEADER_MUTATION, b"".join([*headers, _WITHOUT_DIGESTS])) + mutation
     head = write_head(_RESPONSE, len(head) + len(body)) + head
     head = write_head(_REQUEST_BODY, len(head) + len(body)) + head
     return b"".join([head, body, write_metadata(metadata)])

@@ -55,7 +55,7 @@ _REMARKS = frozenset(
         "yield_time_ms",
     }
 )
-"""Beside a command these say what it is for, and how long or how much of it somebody waits for; the command says all else."""
+"""Beside a shell's command these say what it is for, and how long or how much of it somebody waits for."""
 
 MAX_NAME = 256
 """So much of a tool's or command's name is matched and shown, in characters."""
@@ -202,9 +202,14 @@ def _without_thoughts(value: dict[str, Json], name: str, ignored: frozenset[str]
 
 
 def _without_remarks(value: dict[str, Json]) -> dict[str, Json]:
-    if value.keys().isdisjoint(_REMARKS) or value.keys().isdisjoint(_COMMANDS):
+    if value.keys().isdisjoint(_REMARKS) or not any(_is_shell(value.get(key)) for key in _COMMANDS):
         return value
     return {key: item for key, item in value.items() if key not in _REMARKS}
+
+
+def _is_shell(command: Json) -> bool:
+    """Whether a command has arguments; one word may be what a tool is to do with its other arguments, such as `create`."""
+    return isinstance(command, list) or (isinstance(command, str) and len(command.split(maxsplit=1)) > 1)
 
 
 def read_text_action(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
