@@ -263,6 +263,20 @@ def test_a_refusal_carries_everything_a_client_needs() -> None:
     }
 
 
+@pytest.mark.parametrize("content_type", ["application/grpc", "application/json"])
+def test_a_method_that_is_not_utf_8_is_refused_as_any_other(content_type: str) -> None:
+    """Its bytes stand in the refusal as escapes: an error in there would let the request through."""
+    service = make_service(policy("p", ANY))
+
+    answer = repeat(service, headers(method="P\udcffST", content_type=content_type, end=True), times=3)
+
+    assert answer.immediate_response.status.code == 429
+    page = answer.immediate_response.body.decode()
+    message = page if content_type == "application/grpc" else json.loads(page)["error"]["message"]
+    assert "this identical request (P\\udcffST /) has been sent 3 times" in message
+    assert sample(service, "fail_open_total", reason="internal_error") == 0
+
+
 def test_only_anthropic_paths_get_a_top_level_type() -> None:
     """Elsewhere the body has no `type` beside `error`."""
     answer = repeat(make_service(policy("p", ANY)), headers("/v1/chat/completions", end=True), times=3)
