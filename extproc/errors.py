@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_KEPT = 20
+_KEPT_CHARACTERS = 400
+
 
 class LoopguardError(Exception):
     """The root of every error that Loopguard raises on purpose."""
@@ -44,6 +47,12 @@ class BundleErrors(LoopguardError):
         """Keep all the errors; there is at least one."""
         self.errors = tuple(errors)
         super().__init__("\n".join(map(str, self.errors)))
+
+
+def excerpt(problems: Sequence[object]) -> list[str]:
+    """The first problems, each shortened: what is kept of them is small, however many there are, and however long."""
+    texts = map(str, problems[:_KEPT])
+    return [text if len(text) <= _KEPT_CHARACTERS else f"{text[:_KEPT_CHARACTERS]}..." for text in texts]
 
 
 class StoreError(LoopguardError):

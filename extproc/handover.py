@@ -12,12 +12,12 @@ What is wrong with either never reaches the client: the request goes on without 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
 from extproc.engine import Engine
-from extproc.errors import BundleErrors
+from extproc.errors import BundleErrors, excerpt
 from extproc.policy.loader import PolicySet, Source, parse
 
 POLICY_METADATA = "x-loopguard-policy"
@@ -40,19 +40,22 @@ def parse_names(value: str) -> list[str]:
     return [name for part in value.split(",") if (name := part.strip()) not in _NOT_SET]
 
 
-class RefusedPolicyError(Exception):
-    """A policy file in route metadata cannot be used.
+class RefusedPolicy(NamedTuple):
+    """Why a policy file in route metadata cannot be used; a few kilobytes at most, however much is wrong with it.
 
     Attributes:
         reason: `invalid`, `too_large` or `unenforced`, as the metric shows it.
-        problems: what is wrong and what would be right.
+        problems: the first of them, shortened: what is wrong and what would be right.
+        found: how many there are.
     """
 
-    def __init__(self, reason: str, problems: Iterable[object]) -> None:
-        """Say why."""
-        self.reason = reason
-        self.problems = [str(problem) for problem in problems]
-        super().__init__("; ".join(self.problems))
+    reason: str
+    problems: list[str]
+    found: int
+
+
+def _refuse(reason: str, problems: Sequence[object]) -> RefusedPolicy:
+    return RefusedPolicy(reason, excerpt(problems), len(problems))
 
 
 class _HandedOver(NamedTuple):
@@ -69,60 +72,62 @@ class HandedOver:
         """Compile as `serve` was told to."""
         self._shadow = shadow
         self._allow_unenforced = allow_unenforced
-        self._kept: OrderedDict[str, _HandedOver | RefusedPolicyError] = OrderedDict()
+        self._kept: OrderedDict[str, _HandedOver | RefusedPolicy] = OrderedDict()
 
-    def recall(self, text: str, now: datetime) -> Engine | RefusedPolicyError | None:
+    def recall(self, text: str, now: datetime) -> Engine | RefusedPolicy | None:
         """What came of this content before, None when it is new.
 
         Args:
             text: JSON, as a policy file holds it.
             now: ends a `global_shadow`.
         """
-        found = self._kept.get(text)
+        name = _cut(text)
+        found = self._kept.get(name)
         if found is None:
             return None
-        self._kept.move_to_end(text)
-        if isinstance(found, RefusedPolicyError):
-            return found
-        if found.shadowed != _is_shadowed(found.sources, now):
-            found = self._kept[text] = self._make_engine(text, now, found.checked)
-        return found.engine
+        self._kept.move_to_end(name)
+        if isinstance(found, _HandedOver) and found.shadowed != _is_shadowed(found.sources, now):
+            found = self._kept[name] = self._make_engine(text, now, found.checked)
+        return found.engine if isinstance(found, _HandedOver) else found
 
-    def compile(self, text: str, now: datetime) -> Engine | RefusedPolicyError:
+    def compile(self, text: str, now: datetime) -> Engine | RefusedPolicy:
         """Compile new content and remember what came of it.
 
         Args:
             text: JSON, as a policy file holds it.
             now: compared with each `expires_at`.
         """
-        try:
-            made: _HandedOver | RefusedPolicyError = self._make_engine(text, now, now)
-        except RefusedPolicyError as refused:
-            made = refused
-        self._kept[text] = made
+        made = self._kept[_cut(text)] = self._make_engine(text, now, now)
         if len(self._kept) > _MAX_KEPT:
             self._kept.popitem(last=False)
-        return made if isinstance(made, RefusedPolicyError) else made.engine
+        return made.engine if isinstance(made, _HandedOver) else made
 
-    def _make_engine(self, text: str, now: datetime, checked: datetime) -> _HandedOver:
+    def _make_engine(self, text: str, now: datetime, checked: datetime) -> _HandedOver | RefusedPolicy:
         """Compile for `now` what was good when it was `checked`; the policies themselves are not kept, they are large."""
         policies = self._parse(text, checked)
+        if isinstance(policies, RefusedPolicy):
+            return policies
         engine = Engine(policies, now, shadow=self._shadow)
         for source in policies.sources:
             source.policies.clear()
             source.kill_switches.clear()
         return _HandedOver(policies.sources, checked, _is_shadowed(policies.sources, now), engine)
 
-    def _parse(self, text: str, now: datetime) -> PolicySet:
+    def _parse(self, text: str, now: datetime) -> PolicySet | RefusedPolicy:
         if len(text) > MAX_POLICY_JSON:
-            raise RefusedPolicyError("too_large", [f"{len(text)} characters; at most {MAX_POLICY_JSON} are taken"])
+            return _refuse("too_large", [f"{len(text)} characters; at most {MAX_POLICY_JSON} are taken"])
         try:
             policies = parse({"route metadata": text.encode("utf-8", "surrogateescape")}, now, on_route=True)
         except BundleErrors as error:
-            raise RefusedPolicyError("invalid", error.errors) from None
+            return _refuse("invalid", error.errors)
         if policies.unenforced and not self._allow_unenforced:
-            raise RefusedPolicyError("unenforced", policies.unenforced)
+            return _refuse("unenforced", policies.unenforced)
         return policies
+
+
+def _cut(text: str) -> str:
+    """What a content is remembered by: of one that is too large no more than tells that."""
+    return text[: MAX_POLICY_JSON + 1]
 
 
 def _is_shadowed(sources: Iterable[Source], now: datetime) -> bool:

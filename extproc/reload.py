@@ -23,7 +23,7 @@ from watchfiles import awatch
 from watchfiles.main import FileChange
 
 from extproc.engine import Engine
-from extproc.errors import BundleError, BundleErrors
+from extproc.errors import BundleError, BundleErrors, excerpt
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.policy.bundle import Policy
@@ -56,7 +56,6 @@ _READ_SECONDS = 10.0
 """How long a file system may take to answer; one on a network that is gone may never."""
 
 _NAMES_SHOWN = 10
-_PROBLEMS_SHOWN = 20
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -219,7 +218,7 @@ class Reloader:
     async def _refuse(self, error: Exception) -> None:
         self._metrics.policy_reloads.labels("error").inc()
         problems: Sequence[object] = error.errors if isinstance(error, BundleErrors) else [error]
-        self._refusal = Refusal(_now(), [str(problem) for problem in problems[:_PROBLEMS_SHOWN]], len(problems))
+        self._refusal = Refusal(_now(), excerpt(problems), len(problems))
         await _log_all(logging.ERROR, problems)
         _LOG.error("policies not reloaded, the last good ones stay in force", extra=make_extra(errors=len(problems)))
 

@@ -14,7 +14,7 @@ from extproc.evaluation import Evaluation, Lane, group_by_policy
 from extproc.guards.kill_switch import Switch
 from extproc.guards.override import ALLOW, Override
 from extproc.guards.session import NARROW, SessionSubject
-from extproc.handover import POLICY_METADATA, RefusedPolicyError
+from extproc.handover import POLICY_METADATA, RefusedPolicy
 from extproc.ledger import Standing
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.loop_table import Loop, LoopTable
@@ -212,9 +212,9 @@ class Reporter:
         self._metrics.fail_open.labels("shadow_error").inc()
         self.report_failure("shadow policy failed", error, **more)
 
-    def report_refused_policy(self, refused: RefusedPolicyError) -> None:
+    def report_refused_policy(self, refused: RefusedPolicy) -> None:
         """A policy in a route's metadata that cannot be used."""
-        shown = make_extra(reason=refused.reason, problems=len(refused.problems), first=refused.problems[:_PROBLEMS_SHOWN])
+        shown = make_extra(reason=refused.reason, problems=refused.found, first=refused.problems)
         _LOG.error("policy in route metadata refused", extra=shown)
 
     def report_unknown_policies(self, names: Sequence[str]) -> None:

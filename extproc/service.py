@@ -38,7 +38,7 @@ from extproc.errors import ProtocolError, StoreError
 from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY, Body, write_crc32
 from extproc.guards.override import KILL, Overrides
-from extproc.handover import POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicyError, parse_names
+from extproc.handover import POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicy, parse_names
 from extproc.ledger import REFUSED, WITHDRAWN
 from extproc.metrics import Metrics
 from extproc.recording import record_body, record_head
@@ -256,7 +256,7 @@ class Service:
         found = self._handed_over.recall(policy_json, now)
         if found is None:
             found = self._handed_over.compile(policy_json, now)
-            if isinstance(found, RefusedPolicyError):
+            if isinstance(found, RefusedPolicy):
                 self.reporter.report_refused_policy(found)
         if isinstance(found, Engine):
             return found

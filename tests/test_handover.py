@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from extproc.handover import MAX_POLICY_JSON, POLICY_ATTRIBUTE, POLICY_METADATA
+from extproc.handover import MAX_POLICY_JSON, POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicy
 from extproc.ledger import Question
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.policy import loader
@@ -584,6 +584,31 @@ def test_a_bad_policy_is_counted_and_logged_and_the_request_goes_on(
     for problem, part in zip(line["first"], problems, strict=True):
         assert problem.startswith("route metadata") or reason == "too_large"
         assert part in problem
+
+
+MUCH_WRONG = {
+    "many errors": "[" + ",".join(["{}"] * 20_000) + "]",
+    "a long key": json.dumps({"id": "p", "spec": {"x" * 60_000: 1}}),
+    "many parts": json.dumps(bundle(CARRIED, kill_switches=[{"scope_key": "ua:bot", "scope_value": "x"}] * 1_000)),
+    "much too large": " " * 10_000_000,
+}
+
+
+@pytest.mark.parametrize("text", MUCH_WRONG.values(), ids=MUCH_WRONG)
+def test_little_is_kept_of_a_policy_with_much_wrong(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The first errors, shortened, and how many there are; and of a content that is too large not all of it."""
+    made = HandedOver(shadow=False, allow_unenforced=False)
+    refused_policy = made.compile(text, datetime.now(UTC))
+
+    ((name, kept),) = made._kept.items()
+
+    assert kept is refused_policy is made.recall(text, datetime.now(UTC))
+    assert isinstance(kept, RefusedPolicy)
+    assert len(name) <= MAX_POLICY_JSON + 1
+    assert len(repr(kept)) < 10_000
+    assert len(kept.problems) == min(kept.found, 20)
+    ask(make_service(), carry=text)
+    assert len(json.dumps(lines(caplog))) < 10_000
 
 
 def test_the_longest_policy_is_taken() -> None:
