@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from extproc.admin import server as admin_server
 from extproc.admin.client import AdminClient, find_admin, open_clients
-from extproc.admin.pages import MAX_BODY, Page, make_app, read_json, route_page, send_page
+from extproc.admin.pages import MAX_BODY, Page, is_near, make_app, read_json, route_page, send_page
 from extproc.admin.server import AdminServer
 from extproc.errors import LoopguardError, UsageError
 from extproc.metrics import Metrics
@@ -101,6 +101,30 @@ def server(tmp_path: Path) -> Server:
         json.dumps(bundle(policy("p", {"pathExact": "/a"}, limit_keys=["jwt:a"]), expires_at="2999-01-01T00:00:00Z"))
     )
     return made(Settings(policy=(str(file),)))
+
+
+HOSTS = {
+    **dict.fromkeys(["localhost", "localhost:9900", "LOCALHOST", "127.0.0.1", "127.8.8.8:9900", "[::1]", "[::1]:9900", ""], True),
+    "[::ffff:127.0.0.1]:9900": True,
+    **dict.fromkeys(["evil.example", "evil.example:9900", "localhost.evil.example", "192.0.2.7:9900", "[2001:db8::1]"], False),
+    **dict.fromkeys(["[::1", "::1", "[::1].evil.example", "[::1]:9900:1", "localhost:evil", ":9900", "[]", "127.0.0.1.evil"], False),
+}
+
+
+@pytest.mark.parametrize(("host", "near"), HOSTS.items())
+def test_near_is_who_asks_for_this_machine_by_its_own_name(host: str, near: bool) -> None:
+    """A browser here that was sent by a page from elsewhere says so in `Host`; a loopback address needs no port in there."""
+
+    async def tell(request: Request) -> Response:
+        return send_page(Page(HTTPStatus.OK, is_near(request)))
+
+    with serving(make_admin(routes=[Route("/near", tell)])) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request("GET", "/near", headers={"host": host})
+        answer = json.loads(connection.getresponse().read())
+        connection.close()
+
+    assert answer is near
 
 
 def test_metrics_have_the_promised_names_and_labels() -> None:

@@ -27,6 +27,9 @@ from extproc.metrics import Metrics
 MAX_BODY = 65_536
 """Bytes of what a client may send."""
 
+_HOST = re.compile(r"(?P<host>\[[^\[\]]*\]|[^:\[\]]*)(:[0-9]*)?")
+"""The header `Host` (RFC 9110 section 7.2): an IPv6 address stands in brackets, and the port may be left out."""
+
 
 class Page(NamedTuple):
     """One answer.
@@ -116,8 +119,12 @@ def is_near(request: Request) -> bool:
     """
     if request.client is None:
         return True
-    host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
-    return _is_loopback(request.client.host) and (host in ("localhost", "") or _is_loopback(host.strip("[]")))
+    found = _HOST.fullmatch(request.headers.get("host", ""))
+    return _is_loopback(request.client.host) and found is not None and (not found[0] or _is_here(found["host"].strip("[]")))
+
+
+def _is_here(host: str) -> bool:
+    return host.lower() == "localhost" or _is_loopback(host)
 
 
 def _is_loopback(text: str) -> bool:
