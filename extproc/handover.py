@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from extproc.engine import Engine
 from extproc.errors import BundleErrors, excerpt
+from extproc.plan import Plan
 from extproc.policy.loader import PolicySet, Source, parse
 
 POLICY_METADATA = "x-loopguard-policy"
@@ -73,6 +74,10 @@ class HandedOver:
         self._shadow = shadow
         self._allow_unenforced = allow_unenforced
         self._kept: OrderedDict[str, _HandedOver | RefusedPolicy] = OrderedDict()
+
+    def list_plans(self) -> list[Plan]:
+        """The policies of all contents that are remembered."""
+        return [plan for made in self._kept.values() if isinstance(made, _HandedOver) for plan in made.engine.plans]
 
     def recall(self, text: str, now: datetime) -> Engine | RefusedPolicy | None:
         """What came of this content before, None when it is new.

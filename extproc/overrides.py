@@ -12,12 +12,12 @@ import logging
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import blake2b
 from time import time
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from extproc.errors import LoopguardError, StoreError
 from extproc.guards.override import (
@@ -65,6 +65,8 @@ _MAX_DESCRIPTORS = 16
 _MAX_KEY = 64
 
 _AMOUNTS = Grant._fields
+_GRANTED = {"steps": "max_steps", "tool_calls": "max_tool_calls", "cost": "max_cost_per_session"}
+"""What is granted, and the limit to which it adds."""
 
 _EVENTS = {RELEASE: "loop_released", GRANT: "session_granted"}
 """What other programs are told of orders, by kind, where that has an event of its own."""
@@ -87,16 +89,32 @@ class BadOrderError(LoopguardError):
         super().__init__("; ".join(self.problems))
 
 
+class Seen(NamedTuple):
+    """The hashes that replicas have reported recently, which is where operators read them.
+
+    Attributes:
+        callers: hashes of all of a caller's descriptors together.
+        sessions: hashes of names.
+        fingerprints: of loops.
+    """
+
+    callers: Collection[str]
+    sessions: Collection[str]
+    fingerprints: Collection[str]
+
+
 class Desk:
     """Where operators give orders, and where this replica learns of those that were given elsewhere.
 
     Attributes:
         tell: is called with the kind of event (`events.TYPES`) for each change that is made here.
+        list_seen: is called, in a thread, for an order that names a hash; None where that is not known.
     """
 
     def __init__(self, store: Store, service: Service, metrics: Metrics) -> None:
         """Nothing stands yet."""
         self.tell: Callable[[str, Override], None] = lambda _, __: None
+        self.list_seen: Callable[[], Seen | None] = lambda: None
         self._store = store
         self._service = service
         self._version = ""
@@ -136,7 +154,11 @@ class Desk:
         _announce("override given", override, who)
         self.tell(_EVENTS.get(override.kind, "override_given"), override)
         await self.refresh()
-        return override, remark(override, plans, _find_session_key(order))
+        session_key = _find_session_key(order)
+        plans = [*plans, *self._service.handed_over.list_plans()]
+        hashes = _find_hashes(override.target, session_key)
+        seen = await asyncio.to_thread(self.list_seen) if hashes else None
+        return override, [*remark(override, plans, session_key), *_remark_on_hashes(hashes, seen)]
 
     async def revoke(self, name: str, who: str) -> bool:
         """End an override before its time; whether it stood.
@@ -281,6 +303,9 @@ def _read_fields(order: object) -> dict[str, Any]:
     for key, read in _READERS.items():
         if order.get(key) is None:
             continue
+        if broken := _find_broken(order[key]):
+            problems.append(f"{key} must be text that UTF-8 can hold, not {describe(broken)}")
+            continue
         try:
             given[key] = read(order[key])
         except ValueError as error:
@@ -293,6 +318,20 @@ def _read_fields(order: object) -> dict[str, Any]:
     if problems:
         raise BadOrderError(problems)
     return given
+
+
+def _find_broken(value: object) -> str:
+    """A text in a field that has half of a surrogate pair, which JSON can spell and nothing can write; empty for none."""
+    texts = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, dict) else []
+    return next((text for text in texts if isinstance(text, str) and _is_broken(text)), "")
+
+
+def _is_broken(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _read_kind(value: object) -> str:
@@ -416,19 +455,28 @@ def remark(override: Override, plans: Sequence[Plan], session_key: str = "") -> 
     """
     target = override.target
     meant = [plan for plan in plans if override.policy in ("", plan.id)]
+    if not meant:
+        return [f"no policy {override.policy} is loaded"] if override.policy else ["no policy is loaded"]
+    limits_alone = override.kind in (KILL, GRANT)
+    acting = [plan for plan in meant if plan.limiter is not None] if limits_alone else meant
+    if not acting:
+        which = f"policy {override.policy} has no" if override.policy else "no policy has"
+        return [f"this {override.kind} does nothing: {which} session limits"]
     said = []
-    if override.policy and not meant:
-        said.append(f"no policy {override.policy} is loaded")
-    known = {name for plan in meant for name in plan.list_names()}
+    known = {name for plan in acting for name in plan.list_names()}
     lacking = [name for name, _ in target.descriptors if name not in known]
-    if lacking and meant:
+    if lacking:
         there = ", ".join(sorted(known)) or "none"
         said.append(f"no policy tells callers apart by {' or '.join(lacking)}: there are {there}")
-    if session_key and meant:
-        said += _remark_on_session(session_key, meant, limited=override.kind in (KILL, GRANT))
-    if override.kind in (BLOCK, KILL) and meant and all(plan.shadow for plan in meant):
+    if target.session:
+        said += _remark_on_session(session_key, acting, limited=limits_alone)
+    if target.tool and not any(map(_looks_at_tools, acting)):
+        said.append(f"this {override.kind} does nothing: no policy looks at tools, as tool_calls, turns and mcp do")
+    if override.kind in (BLOCK, KILL) and all(plan.shadow for plan in acting):
         said.append("the policies that it is about are in shadow, so nobody is refused")
-    reading = [f"{plan.id} ({detector.name})" for plan in meant for detector in plan.detectors if detector.stateless]
+    if override.kind == GRANT:
+        said += _remark_on_grant(override.grant, acting)
+    reading = [f"{plan.id} ({detector.name})" for plan in acting for detector in plan.detectors if detector.stateless]
     if override.kind == RELEASE and reading:
         said.append(
             f"what a conversation shows itself cannot be forgotten, and this is what decides in {', '.join(reading[:10])}: "
@@ -437,13 +485,43 @@ def remark(override: Override, plans: Sequence[Plan], session_key: str = "") -> 
     return said
 
 
+def _looks_at_tools(plan: Plan) -> bool:
+    """Whether some detector of it knows which tools a request is about: each of these has keys for single tools."""
+    return any("tools" in detector.similarity.keys.model_fields for detector in plan.detectors)
+
+
 def _remark_on_session(key: str, plans: Sequence[Plan], *, limited: bool) -> Iterator[str]:
     """What is to be said where none of the policies looks for sessions, or for those that have limits, by this key."""
     keys = list(dict.fromkeys(known for plan in plans for known in plan.list_session_keys(limited=limited)))
-    if key not in keys:
-        none = "none of them has limits of sessions" if limited else "none of them looks for sessions"
-        there = ", ".join(keys)
-        yield f"no policy finds sessions by {key}: {f'there are {there}' if keys else none}"
+    if not keys:
+        yield "this does nothing: no policy looks for sessions"
+    elif key and key not in keys:
+        yield f"no policy finds sessions by {key}: there are {', '.join(keys)}"
+
+
+def _remark_on_grant(grant: Grant, plans: Sequence[Plan]) -> Iterator[str]:
+    """What is granted of something that no policy limits."""
+    for amount, limit in _GRANTED.items():
+        limits = [getattr(plan.limiter.limits, amount) for plan in plans if plan.limiter is not None]
+        if getattr(grant, amount) and max(limits) < 0:
+            yield f"granting {amount} does nothing: no policy has {limit}"
+
+
+def _find_hashes(target: Target, session_key: str) -> list[tuple[str, str]]:
+    """What an order names by a hash: the field of `Seen` that has it, and the hash."""
+    session = "" if session_key else target.session
+    named = (("callers", target.caller), ("sessions", session), ("fingerprints", target.fingerprint))
+    return [(kind, value) for kind, value in named if value]
+
+
+def _remark_on_hashes(hashes: Sequence[tuple[str, str]], seen: Seen | None) -> Iterator[str]:
+    """What is to be said about hashes that no server has reported."""
+    for kind, value in hashes if seen is not None else ():
+        if value not in getattr(seen, kind):
+            yield (
+                f"as far as this server knows, this does nothing: the {kind[:-1]} {value} was not reported in the last hour. "
+                "Take hashes from the server's own log or from /loops; those in a replay are of records, no request has them"
+            )
 
 
 # ---- What stands in the store

@@ -19,12 +19,12 @@ from extproc.admin.board import Board
 from extproc.admin.credentials import Credentials
 from extproc.admin.loop_page import route_page as route_loop_page
 from extproc.admin.loop_report import LoopPages
-from extproc.admin.loops import SharedLoops
+from extproc.admin.loops import SharedLoops, View
 from extproc.admin.overrides import route_overrides
 from extproc.admin.pages import Page, make_app, route_page
 from extproc.admin.server import AdminServer
 from extproc.admin.session_report import SessionPages
-from extproc.admin.sessions import SharedSessions
+from extproc.admin.sessions import SessionView, SharedSessions
 from extproc.canary.report import describe_canaries
 from extproc.canary.sharing import Sharing
 from extproc.canary.states import State
@@ -34,7 +34,7 @@ from extproc.errors import StoreError
 from extproc.events import LoopEvents, SessionEvents, open_events
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
-from extproc.overrides import Desk, describe_override
+from extproc.overrides import Desk, Seen, describe_override
 from extproc.prices import Prices
 from extproc.reload import Reloader
 from extproc.service import Service
@@ -117,6 +117,7 @@ class Server:
         loops = SharedLoops(reporter.loops, store, self._shows_callers, replica)
         sessions = SharedSessions(reporter.sessions, store, self._shows_callers, replica)
         self._boards: list[Board[Any]] = [loops.board, sessions.board]
+        self._desk.list_seen = lambda: _find_seen(loops.view(), sessions.view())
         loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers)
         session_pages = SessionPages(sessions, self._shows_callers)
         routes = [
@@ -306,6 +307,13 @@ def _import_transport(name: str) -> Callable[[Service, Health], Transport]:
     module, _, attribute = _TRANSPORTS[name].partition(":")
     made: Callable[[Service, Health], Transport] = getattr(import_module(module), attribute)
     return made
+
+
+def _find_seen(loops: View, sessions: SessionView) -> Seen:
+    """The hashes in what all replicas have reported."""
+    named = [(row.tenant, row.session) for row in loops.rows] + [(row.tenant, row.session) for row in sessions.rows]
+    callers, names = zip(*named, strict=True) if named else ((), ())
+    return Seen(frozenset(callers), frozenset(names), frozenset(row.fingerprint for row in loops.rows))
 
 
 def _drop_zero(number: float | None) -> float | None:

@@ -174,6 +174,7 @@ class Service:
         pairs: what shadow policies would do in place of enforcing ones.
         overrides: what operators have ordered; None where that is nothing. Assign to change it between two requests.
         access_log: is told what became of requests.
+        handed_over: policies that come with routes.
         streams: open now.
         waiting: of these, the ones that wait for a body, the oldest first.
         given_up: of these, the ones that decide nothing any more and only have to close.
@@ -207,7 +208,7 @@ class Service:
         self.streams = 0
         self.waiting: OrderedDict[Stream, None] = OrderedDict()
         self.given_up = 0
-        self._handed_over = HandedOver(shadow=settings.shadow, allow_unenforced=settings.allow_unenforced)
+        self.handed_over = HandedOver(shadow=settings.shadow, allow_unenforced=settings.allow_unenforced)
         metrics.throttled_in_flight.set_function(lambda: self.holds.held)
         metrics.streams_in_flight.set_function(lambda: self.streams)
 
@@ -253,9 +254,9 @@ class Service:
     def compile_handed_over(self, policy_json: str) -> Engine | None:
         """The policies that came with a route; None when they cannot be used, which is counted, and logged once."""
         now = datetime.now(UTC)
-        found = self._handed_over.recall(policy_json, now)
+        found = self.handed_over.recall(policy_json, now)
         if found is None:
-            found = self._handed_over.compile(policy_json, now)
+            found = self.handed_over.compile(policy_json, now)
             if isinstance(found, RefusedPolicy):
                 self.reporter.report_refused_policy(found)
         if isinstance(found, Engine):

@@ -104,10 +104,14 @@ def server(tmp_path: Path) -> Server:
 
 
 HOSTS = {
-    **dict.fromkeys(["localhost", "localhost:9900", "LOCALHOST", "127.0.0.1", "127.8.8.8:9900", "[::1]", "[::1]:9900", ""], True),
+    **dict.fromkeys(
+        ["localhost", "localhost:9900", "LOCALHOST", "127.0.0.1", "127.8.8.8:9900", "[::1]", "[::1]:9900", ""], True
+    ),
     "[::ffff:127.0.0.1]:9900": True,
     **dict.fromkeys(["evil.example", "evil.example:9900", "localhost.evil.example", "192.0.2.7:9900", "[2001:db8::1]"], False),
-    **dict.fromkeys(["[::1", "::1", "[::1].evil.example", "[::1]:9900:1", "localhost:evil", ":9900", "[]", "127.0.0.1.evil"], False),
+    **dict.fromkeys(
+        ["[::1", "::1", "[::1].evil.example", "[::1]:9900:1", "localhost:evil", ":9900", "[]", "127.0.0.1.evil"], False
+    ),
 }
 
 

@@ -196,6 +196,7 @@ def test_tokens_are_read_again(running: Running) -> None:
         (b"7", 400, "an override is an object, not 7"),
         (b'{"kind": "pardon", "tool": "t"}', 400, "kind must be one of release, allow, block, kill, grant, not"),
         (b'{"kind": "block", "tool": "' + b"t" * 65_536, 413, "65536 bytes"),
+        (b'{"kind": "block", "tool": "\\ud800"}', 400, r"tool must be text that UTF-8 can hold, not '\ud800'"),
     ],
 )
 def test_a_bad_order_is_refused_with_what_is_wrong(running: Running, body: bytes, status: int, part: str) -> None:
@@ -270,6 +271,21 @@ def test_a_command_says_what_the_server_refused(running: Running, capsys: pytest
     said = capsys.readouterr()
     assert "note: no policy tells callers apart by user: there are x-user-id" in said.err
     assert main(["overrides", "--revoke", said.out.split()[1], *good]) == 0
+    capsys.readouterr()
+    for order, note in (
+        (["kill", "--caller", "x-user-id=ann"], "this kill does nothing: no policy has session limits"),
+        (
+            ["block", "--fingerprint", "0badcafe"],
+            "this does nothing: the fingerprint 0badcafe was not reported in the last hour.",
+        ),
+        (["allow", "--caller", "0badcafe0badcafe"], "this does nothing: the caller 0badcafe0badcafe was not reported"),
+    ):
+        assert main([*order, *good]) == 0
+        said = capsys.readouterr()
+        assert said.err.startswith("note: ")
+        assert note in said.err
+        assert main(["overrides", "--revoke", said.out.split()[1], *good]) == 0
+        capsys.readouterr()
 
 
 def test_sessions_are_killed_and_granted_more(running: Running, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from decimal import Decimal
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from extproc.guards.override import (
     hash_descriptor,
     sum_grants,
 )
-from extproc.overrides import BadOrderError, Desk, describe_override, parse_order, read_override, write_override
+from extproc.overrides import BadOrderError, Desk, Seen, describe_override, parse_order, read_override, write_override
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.service import Service
 from extproc.store.memory import MemoryStore
@@ -795,6 +795,30 @@ def test_a_bad_order_says_what_would_be_right(given: object, problems: list[str]
     assert error.value.problems == problems
 
 
+@pytest.mark.parametrize("half", ["\ud800", "x\udfff"])
+@pytest.mark.parametrize(
+    ("key", "make"),
+    [
+        ("caller", lambda half: {"x-user-id": half}),
+        ("caller", lambda half: {half: "ann"}),
+        ("session", lambda half: {"header:x-session-id": half}),
+        ("session", lambda half: {f"header:{half}": "s"}),
+        ("tool", str),
+        ("reason", str),
+        ("key", str),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_no_text(key: str, make: Callable[[str], object], half: str) -> None:
+    """What JSON can spell and UTF-8 cannot hold is refused wherever it stands, and the answer can be written."""
+    with pytest.raises(BadOrderError) as error:
+        parse_order({"kind": "grant", "session": "a" * 16, "steps": 1, key: make(half)}, "", 0, [])
+
+    (problem,) = error.value.problems
+    assert problem.startswith(f"{key} must be text that UTF-8 can hold, not '")
+    assert "\\ud" in problem
+    problem.encode()
+
+
 def test_whoever_orders_is_told_what_it_will_not_do() -> None:
     """A name that no policy knows, a policy that is not loaded, a shadow policy, and a conversation that cannot forget."""
     one = Replicas(1, policy("p", ANY, **USER), policy("s", ANY, mode="shadow", **USER), agents(limit_keys=["jwt:org"]))
@@ -808,8 +832,7 @@ def test_whoever_orders_is_told_what_it_will_not_do() -> None:
     ]
     assert remarks(kind="allow", tool="t", policy="gone") == ["no policy gone is loaded"]
     in_shadow = ["the policies that it is about are in shadow, so nobody is refused"]
-    assert remarks(kind="block", tool="t", policy="s") == in_shadow
-    assert remarks(kind="kill", session="a" * 16, policy="s") == in_shadow
+    assert remarks(kind="block", caller={"x-user-id": "ann"}, policy="s") == in_shadow
     (said,) = remarks(kind="release", tool="t")
     assert said.startswith("what a conversation shows itself cannot be forgotten, and this is what decides in agents (default)")
 
@@ -829,10 +852,80 @@ def test_whoever_names_a_session_is_told_where_nobody_looks_for_it() -> None:
     ]
     unlimited = "no policy finds sessions by header:x-run: there are header:x-session-id"
     assert remarks(counting, "kill", "header:x-run") == remarks(counting, "grant", "header:x-run", steps=1) == [unlimited]
-    assert remarks(Replicas(1), "kill", "body:/run") == [
-        "no policy finds sessions by body:/run: none of them has limits of sessions"
-    ]
     assert remarks(counting, "kill", "jwt:run", policy="gone") == []
+
+
+NO_LIMITS = "this kill does nothing: no policy has session limits"
+NO_TOOLS = "this allow does nothing: no policy looks at tools, as tool_calls, turns and mcp do"
+NOTHING_DONE: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "a kill without limits": ({"kind": "kill", "caller": {"x-user-id": "ann"}}, [NO_LIMITS]),
+    "of a session": ({"kind": "kill", "session": {"header:x-session-id": "s"}}, [NO_LIMITS]),
+    "by its hash": ({"kind": "kill", "session": "a" * 16}, [NO_LIMITS]),
+    "in one policy": (
+        {"kind": "kill", "session": "a" * 16, "policy": "p"},
+        ["this kill does nothing: policy p has no session limits"],
+    ),
+    "a grant": (
+        {"kind": "grant", "session": "a" * 16, "steps": 1},
+        ["this grant does nothing: no policy has session limits"],
+    ),
+    "a session that no policy looks for": (
+        {"kind": "block", "session": "a" * 16},
+        ["this does nothing: no policy looks for sessions"],
+    ),
+    "a tool that no policy looks at": ({"kind": "allow", "tool": "t"}, [NO_TOOLS]),
+    "no such policy": ({"kind": "kill", "session": "a" * 16, "policy": "gone"}, ["no policy gone is loaded"]),
+    "a caller": ({"kind": "block", "caller": {"x-user-id": "ann"}}, []),
+}
+
+
+@pytest.mark.parametrize(("given", "notes"), NOTHING_DONE.values(), ids=NOTHING_DONE)
+def test_whoever_orders_what_does_nothing_is_told(given: dict[str, Any], notes: list[str]) -> None:
+    """Where no policy has what the order is about."""
+    assert Replicas(1).give(**given)[1] == notes
+
+
+def test_kills_and_grants_are_measured_by_the_policies_that_have_limits() -> None:
+    """How another policy tells its callers apart, and what no policy limits, helps neither."""
+    one = Replicas(1, limited(max_steps=3), policy("q", ANY, **USER))
+
+    def remarks(**given: Any) -> list[str]:  # noqa: ANN401  # an order
+        return one.give(**given)[1]
+
+    assert remarks(kind="kill", caller={"x-team": "t"}) == remarks(kind="grant", caller={"x-team": "t"}, steps=2) == []
+    assert remarks(kind="kill", caller={"x-user-id": "ann"}) == ["no policy tells callers apart by x-user-id: there are x-team"]
+    assert remarks(kind="block", caller={"x-user-id": "ann"}) == []
+    assert remarks(kind="grant", caller={"x-team": "t"}, steps=1, tool_calls=2, cost=3) == [
+        "granting tool_calls does nothing: no policy has max_tool_calls",
+        "granting cost does nothing: no policy has max_cost_per_session",
+    ]
+
+
+def test_policies_of_routes_have_limits_as_well() -> None:
+    """A kill that acts on what came with a route is not said to do nothing."""
+    one = Replicas(1)
+    text = json.dumps(limited(max_steps=3))
+    assert one.services[0].compile_handed_over(text) is not None
+
+    assert one.give(kind="kill", caller={"x-team": "t"})[1] == []
+
+
+def test_whoever_names_a_hash_that_no_server_has_reported_is_told() -> None:
+    """A caller, a session or a loop by a hash of its own; by their values there is nothing to compare."""
+    one = Replicas(1, limited(max_steps=3, session={"keys": ["header:x-session-id"]}))
+    one.desks[0].list_seen = lambda: Seen({"a" * 16}, {"b" * 16}, {"c" * 8})
+
+    def remarks(**given: Any) -> list[str]:  # noqa: ANN401  # an order
+        return [note.partition(". ")[0] for note in one.give(kind="block", **given)[1]]
+
+    unknown = "as far as this server knows, this does nothing: the {} was not reported in the last hour"
+    assert remarks(caller="a" * 16, session="b" * 16, fingerprint="c" * 8) == []
+    assert remarks(caller={"x-team": "t"}, session={"header:x-session-id": "s"}) == []
+    assert remarks(caller="b" * 16) == [unknown.format(f"caller {'b' * 16}")]
+    assert remarks(session="a" * 16, fingerprint="d" * 8) == [
+        unknown.format(f"session {'a' * 16}"),
+        unknown.format(f"fingerprint {'d' * 8}"),
+    ]
 
 
 def test_a_reload_keeps_what_is_ordered() -> None:

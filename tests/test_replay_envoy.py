@@ -128,3 +128,27 @@ def write(folder: Path) -> Path:
     file = folder / "policies.json"
     file.write_text(json.dumps(POLICIES))
     return file
+
+
+def test_a_hash_of_a_replay_is_said_to_stand_for_no_caller_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever blocks a caller by it is told so; by the hash that the live log has the caller is blocked."""
+    admin = tmp_path / "admin.sock"
+    with stack(POLICIES, "--record", "--admin-socket", str(admin)) as gate:
+        for _ in range(3):
+            gate.send("/reject/loop", headers={"x-user-id": "ann"})
+        entry = gate.envoy.logged("/reject/loop", loop_action="reject")
+        log = tmp_path / "access.log"
+        log.write_text(gate.envoy.output())
+        assert main(["replay", "--policy", str(write(tmp_path)), "--json", str(log)]) == 0
+        worst = json.loads(capsys.readouterr().out)["worst"][0]
+
+        def block(*about: str) -> str:
+            assert main(["block", *about, "--admin", f"unix:{admin}"]) == 0
+            return capsys.readouterr().err
+
+        assert worst["tenant"] != entry["tenant"]
+        assert f"this does nothing: the caller {worst['tenant']} was not reported" in block("--caller", worst["tenant"])
+        assert f"the fingerprint {worst['fingerprint']} was not" in block("--fingerprint", worst["fingerprint"])
+        assert gate.send("/reject/other", headers={"x-user-id": "ann"}).status == 200
+        assert block("--fingerprint", entry["fingerprint"]) == block("--caller", entry["tenant"]) == ""
+        assert gate.send("/reject/another", headers={"x-user-id": "ann"}).status == 429
