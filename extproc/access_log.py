@@ -446,8 +446,8 @@ def _take_count(told: dict[str, float], name: str) -> int:
 
 def _estimate_output(logged: _Logged) -> int:
     """Tokens of an answer that tells nothing, from its size."""
-    streams = logged.headers.get(b"content-type", "").startswith(_STREAMS)
+    streams = logged.headers.get(b"content-type", "").lower().startswith(_STREAMS)
     per_token = _BYTES_PER_EVENT if streams else BYTES_PER_TOKEN
-    if logged.headers.get(b"content-encoding", "identity") != "identity":
+    if logged.headers.get(b"content-encoding", "").lower() not in ("", "identity"):
         per_token = per_token * _BYTES_PER_COMPRESSED_TOKEN // BYTES_PER_TOKEN
     return min(logged.response_bytes // per_token, _MOST_OUTPUT)

@@ -31,10 +31,11 @@ Guard: TypeAlias = Detector | SessionGuard
 Answer: TypeAlias = Count | Standing
 """What the store says to what a guard asks."""
 
-_CALL: Final = 8
-_EVERY_CALL: Final = 2**62 - 1
-"""As many names as there are integers that compiled code is quick with."""
+_CALL: Final = 16
+_CALLS_AT_ONCE: Final = 256
+"""The system is asked for the randomness of this many names at a time: asking takes longer than all else that a name takes."""
 
+_IDENTITY: Final = 8
 _LONGEST_MODEL: Final = 128
 _KILLED: Final = LIMITS.index(KILLED)
 _NO_HISTORY: Final = frozenset({"no_messages", "no_history"})
@@ -42,17 +43,21 @@ _NO_HISTORY: Final = frozenset({"no_messages", "no_history"})
 
 
 class _Calls:
-    """Names calls: none as any other of this process, nor of another one, but for the unlikeliest chance."""
+    """Names calls, at random: whoever may send entries of an access log cannot guess the name of another client's call."""
 
-    __slots__ = ("_last",)
+    __slots__ = ("_at", "_names")
 
     def __init__(self) -> None:
-        self._last = int.from_bytes(os.urandom(_CALL)) & _EVERY_CALL
+        self._names = b""
+        self._at = 0
 
     def name(self) -> bytes:
-        """What changes from one to the next comes first: a few bytes of a name tell a call from the others of its session."""
-        self._last = (self._last + 1) & _EVERY_CALL
-        return self._last.to_bytes(_CALL, "little")
+        """One that no other call has."""
+        at = self._at
+        if at >= len(self._names):
+            self._names, at = os.urandom(_CALL * _CALLS_AT_ONCE), 0
+        self._at = at + _CALL
+        return self._names[at : at + _CALL]
 
 
 _CALLS: Final = _Calls()
@@ -363,7 +368,7 @@ class SessionCandidate(Candidate):
     Attributes:
         limiter: the guard.
         calls: that the request's history shows.
-        call: the name of the request, 8 bytes, for its settlement.
+        call: the name of the request, 16 bytes, for its settlement.
         model: that is asked, empty where the request does not say.
         reserve: what it will cost, in nano-dollars.
         standing: of the session, once the store has counted the request; None before.
@@ -436,7 +441,7 @@ class SessionCandidate(Candidate):
         self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
         self.hit = self.limiter.make_step(
             keys,
-            self.call if self._unknown else identify(sealing.head, body, keys.checksum),
+            self.call[:_IDENTITY] if self._unknown else identify(sealing.head, body, keys.checksum),
             self.call,
             self.reserve,
             self.calls,

@@ -119,7 +119,7 @@ class Step:
         shared: of the ledger of the sessions that are too many; it ends in the same two digits.
         limits: what the session may use up.
         identity: 8 bytes, a digest of the request; one of the session's last 16 again is a retry.
-        call: 8 bytes, a name for this request, for its settlement.
+        call: 16 bytes, a name for this request that cannot be guessed, for its settlement.
         reserve: what it is estimated to cost, in nano-dollars.
         calls: the tool calls that its history shows, oldest first and none twice, `RECORD` bytes each.
         tools: the digest and the name of each tool among them.
@@ -205,7 +205,7 @@ class Standing:
         killed: by what, an index into `KILLED`.
         age_ms: since the session began, in milliseconds.
         shared: it was counted in the ledger that too many sessions share.
-        retry: the request repeats one of the session's last 16.
+        retry: the request repeats one of the session's last 16; of a settlement: no call was open under its name.
         tools: the digest, the name and the number of calls of each tool, up to 64 of them: those with limits of their own
             and the first others to come. A name has up to 64 characters.
     """
@@ -305,7 +305,7 @@ _HEAD: Final = struct.Struct("<QQQQQIIIIIIBBBBH")
 killed; and how much follows: identities, reservations, tools, bytes of their names."""
 
 _HEAD_SIZE: Final = _HEAD.size
-_RESERVATION: Final = struct.Struct("<8s8sQQIIB")
+_RESERVATION: Final = struct.Struct("<16s8sQQIIB")
 """The call's name and identity; when, how much; what to go back to if it is no step: ms since the step before it, consecutive
 blocks, and two bits: it was a retry; it was the first that had used up all tool calls."""
 
@@ -490,12 +490,14 @@ class Ledger(Used):
     def settle(self, asked: Settlement, now: int) -> Standing:
         """Close a call, once: what is not open any more, or was never, changes nothing."""
         self.idle_ms = asked.limits.idle_ms
+        unknown = True
         for place in range(len(self.open)):
             if self.open[place][0] == asked.call:
                 self._close(self.open.pop(place), asked)
+                unknown = False
                 break
         self._close_old(now)
-        return self._describe(now, 0, 0, 0, b"", False, False)
+        return self._describe(now, 0, 0, 0, b"", False, unknown)
 
     def _learn(self, asked: Step) -> None:
         """Count the tool calls that are new; no history shows one twice."""
@@ -752,7 +754,7 @@ def read_standing(answer: bytes) -> Standing:
     )
 
 
-_QUESTION: Final = struct.Struct(">BBB8s8sQQQqqqqqqqI")
+_QUESTION: Final = struct.Struct(">BBB16s8sQQQqqqqqqqI")
 _STEP: Final = 3
 """What is asked, beside the outcomes of settlements."""
 

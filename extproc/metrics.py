@@ -105,7 +105,7 @@ class Metrics:
             self.fail_open.labels(reason)
         for reason in ("invalid", "too_large", "unenforced", "unknown_policy"):
             self.handover_errors.labels(reason)
-        for result in ("taken", "dropped", "error"):
+        for result in ("taken", "dropped", "unknown", "error"):
             self.access_log_entries.labels(result)
         for result in ("sent", "dropped"):
             self.events.labels(result)

@@ -162,7 +162,11 @@ class Reporter:
         usage = None if entry.estimated else entry.usage
         for place, each in enumerate(settled):
             standing = standings[place]
-            if isinstance(standing, Standing):
+            if not isinstance(standing, Standing):
+                continue
+            if standing.retry:
+                self.report_unknown_calls(1)
+            else:
                 self.sessions.settle(
                     each.policy,
                     each.mode,
@@ -175,6 +179,10 @@ class Reporter:
                     usage,
                     now,
                 )
+
+    def report_unknown_calls(self, calls: int) -> None:
+        """The access log tells of calls that no session has open: they were settled before, or too late, or are made up."""
+        self._metrics.access_log_entries.labels("unknown").inc(calls)
 
     def report_forbidden(self, policy: str, reason: str) -> None:
         """A request that is refused because it cannot be counted."""

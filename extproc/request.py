@@ -153,12 +153,12 @@ def explain_unknowable_body(request: HttpRequest) -> str:
 def is_grpc(request: HttpRequest) -> bool:
     """Whether the headers are those of gRPC (grpc/doc/PROTOCOL-HTTP2.md): method, content type and `te` together."""
     headers = request.headers
-    content_type = headers.get("content-type", b"")
+    content_type = headers.get("content-type", b"").lower()
     return (
         content_type.startswith(b"application/grpc")
         and content_type[16:17] in (b"", b"+", b";")
         and request.method == "POST"
-        and headers.get("te", b"") == b"trailers"
+        and headers.get("te", b"").lower() == b"trailers"
     )
 
 

@@ -241,6 +241,8 @@ class Service:
     def settle_entry(self, entry: Entry) -> None:
         """Take what became of a request."""
         settled = list_settlements(self.engine, entry)
+        if len(settled) < len(entry.sessions):
+            self.reporter.report_unknown_calls(len(entry.sessions) - len(settled))
         take = partial(self.reporter.report_settled, settled, entry)
         self.counting.settle([each.settlement for each in settled], take)
 

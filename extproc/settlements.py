@@ -9,7 +9,7 @@ from extproc.engine import Engine
 from extproc.guards.session import SessionGuard
 from extproc.ledger import FAILED, SUCCEEDED, Settlement
 
-_CALL: Final = 8
+_CALL: Final = 16
 _SHADOW: Final = "shadow"
 
 

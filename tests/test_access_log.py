@@ -106,6 +106,8 @@ def test_each_token_is_counted_once(told: dict[str, int], usage: Usage) -> None:
         ({"content-type": "application/vnd.amazon.eventstream"}, 6),
         ({**JSON, "content-encoding": "gzip"}, 800),
         ({**STREAM, "content-encoding": "br"}, 25),
+        ({"content-type": "Text/Event-Stream"}, 6),
+        ({**JSON, "content-encoding": "Identity"}, 200),
         ({**JSON, "content-encoding": "identity"}, 200),
         ({}, 200),
     ],

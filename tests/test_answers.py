@@ -109,7 +109,7 @@ def test_headers_and_body_say_it_where_the_path_does_not(
     assert json.loads(frame("/llm", sent, content).body) == expected
 
 
-@pytest.mark.parametrize("content_type", [b"application/grpc", b"application/grpc+proto", b"application/grpc; a=b"])
+@pytest.mark.parametrize("content_type", [b"application/grpc", b"application/grpc+proto", b"Application/gRPC; a=b"])
 def test_grpc_gets_words(content_type: bytes) -> None:
     """Envoy makes them the message of the RPC's status."""
     framed = frame("/v1/messages", {"content-type": content_type})

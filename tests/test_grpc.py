@@ -24,6 +24,7 @@ Seen: TypeAlias = tuple[str, int, bytes]
 def call(stream: int = 1, path: bytes = STREAMING, flags: int = 0, **changed: bytes) -> bytes:
     """The headers that open a call."""
     fields = {":method": b"POST", ":scheme": b"http", ":path": path, "content-type": b"application/grpc", "x-loopguard-a": b"b"}
+    fields["te"] = b"trailers"
     pairs = [(name.encode(), changed.get(name.strip(":").replace("-", "_"), value)) for name, value in fields.items()]
     return frame(http2.HEADERS, http2.END_HEADERS | flags, stream, encode(pairs))
 
@@ -185,6 +186,15 @@ def test_messages_that_are_not_taken_end_their_call(content: bytes, status: int,
     assert peer.receive(body(1, content)) == [("CallEnded", 1, b"")] * spoken
     assert peer.status(1) == status
     assert not peer.connection.calls
+
+
+def test_header_values_that_have_no_case_are_compared_without() -> None:
+    """A media type and `te` mean the same however they are written (RFC 9110 sections 8.3.1 and 10.1.4)."""
+    peer = Peer()
+
+    seen = peer.receive(call(content_type=b"Application/gRPC", te=b"Trailers"), body(1, frame_message(b"m")))
+
+    assert seen == [("MessageReceived", 1, b"m")]
 
 
 def test_what_is_no_call_is_refused() -> None:

@@ -53,7 +53,7 @@ def make_step(number: int, limits: Limits, calls: Sequence[bytes] = (), **change
     shown = sorted({record[6:10] for record in calls})
     tools = tuple((tool, tool.decode("latin-1").rstrip(".")) for tool in shown)
     keys = ("session:p::s1:7f", "sessions:p::7f", "session:p::*:7f")
-    identity, name = number.to_bytes(8), (number + 2**32).to_bytes(8)
+    identity, name = number.to_bytes(8), (number + 2**32).to_bytes(16)
     return replace(Step(*keys, limits, identity, name, 0, b"".join(calls), tools, (0, 0, 0)), **changes)
 
 
@@ -152,13 +152,12 @@ class Account:
 
     def settle(self, asked: Settlement, now: int) -> Standing:
         """What became of one."""
-        for step in self.open:
-            if step["call"] == asked.call:
-                self.open.remove(step)
-                self.finish(step, asked)
-                break
+        found = [step for step in self.open if step["call"] == asked.call]
+        for step in found:
+            self.open.remove(step)
+            self.finish(step, asked)
         self.close_old(now)
-        return self.stand(now, (0, 0, 0, b""), False, False)
+        return self.stand(now, (0, 0, 0, b""), False, not found)
 
     def finish(self, step: dict[str, Any], asked: Settlement) -> None:
         """One that is open."""
@@ -204,7 +203,7 @@ class Book:
         """What a store is asked."""
         account = self.find(asked.key, asked.limits, now)
         if isinstance(asked, Settlement):
-            return account.settle(asked, now) if account is not None else Standing()
+            return account.settle(asked, now) if account is not None else Standing(retry=True)
         key, shared = asked.key, False
         if account is None:
             began = self._rosters.get(asked.roster, [])
@@ -227,7 +226,7 @@ class Ledgers:
         """What a store is asked."""
         key, room, ledger = asked.key, True, self._take(asked.key, asked.limits, now)
         if isinstance(asked, Settlement):
-            standing = ledger.settle(asked, now) if ledger is not None else Standing()
+            standing = ledger.settle(asked, now) if ledger is not None else Standing(retry=True)
         else:
             if ledger is None:
                 self._kept[asked.roster], room = enter(self._kept.get(asked.roster), asked.limits, now)
@@ -292,7 +291,7 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
             tool = _TOOL_NAMES[amount % 4]
             history += [make_record(number * 8 + more, tool, str(amount // 2)) for more in range(amount)]
         again = done[-1][0].identity if move == "retry" and done else number.to_bytes(8)
-        names = {"key": f"session:p::s{who}:7f", "call": number.to_bytes(8), "identity": again}
+        names = {"key": f"session:p::s{who}:7f", "call": number.to_bytes(16), "identity": again}
         asked = make_step(number, limits, history, **names, reserve=amount * 2, grants=(amount // 3, amount // 4, amount))
         answers.append(ask(asked, now))
         done.append((asked, asked.shared if answers[-1].shared else asked.key))

@@ -240,6 +240,8 @@ def test_what_cannot_be_answered_is_refused_as_any_request(identity: str | None)
         ("application/json, text/event-stream", "application/json"),
         ("text/event-stream, */*;q=0.1", "application/json"),
         ("text/event-stream", "text/event-stream"),
+        ("Text/Event-Stream", "text/event-stream"),
+        ("Text/Event-Stream, Application/JSON", "application/json"),
     ],
 )
 def test_the_answer_is_of_a_type_that_the_client_takes(accept: str, content_type: str) -> None:

@@ -357,6 +357,7 @@ def test_a_hold_ends_early_when_the_server_stops() -> None:
     [
         (headers(content_type="application/grpc", te="trailers"), "grpc"),
         (headers(content_type="application/grpc+proto", te="trailers"), "grpc"),
+        (headers(content_type="Application/gRPC", te="Trailers"), "grpc"),
         (headers(upgrade="websocket", method="GET"), "upgrade"),
         (headers("", method="CONNECT"), "connect"),
         (headers(mode="NONE"), "no_body_phase"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from time import time
 from typing import Any
@@ -313,6 +314,51 @@ def test_what_is_not_settled_yet_is_estimated() -> None:
     assert [status(first), *send(service, [b"{}"])] == [200, 429]
     service.settle_entry(entry(first, tokens=3))
     assert send(service, [b"{}"]) == [200]
+
+
+def test_calls_cannot_be_settled_by_guessing_their_names() -> None:
+    """What one client is told of its own call says nothing of another's: such entries change nothing, and are counted."""
+    service = make_service(limited(max_cost_per_session=100, prices=PRICES))
+    large = json.dumps({"prompt": "x" * 500}).encode()
+    victim = entry(ask(service, large, team="victim"))
+    own = bytes.fromhex(entry(ask(service, b"{}", team="attacker")).sessions[0]["call"])
+
+    for order, step in product(("little", "big"), range(-64, 65)):
+        near = (int.from_bytes(own, order) + step) % 2 ** (8 * len(own))
+        named = {**victim.sessions[0], "call": near.to_bytes(len(own), order).hex()}
+        service.settle_entry(Entry((named,), 200, False, 0, 0, "", Usage(0, 0), estimated=False, refused=False))
+
+    assert status(ask(service, b"{}", team="victim")) == 429
+    assert sample(service, "access_log_entries_total", result="unknown") == 2 * 129
+    rows = list_sessions(service.reporter.sessions, shows_callers=False).rows
+    assert [call.settled for row in rows for call in row.calls] == [False, False]
+
+
+def test_names_of_calls_are_random() -> None:
+    """128 bits, each of them as often set as not; settled under its name a call is settled once."""
+    service = make_service(limited(max_cost_per_session=100_000, prices=PRICES))
+    answers = [ask(service, b"{}", session=str(number)) for number in range(1_000)]
+    names = [bytes.fromhex(json.loads(metadata_of(answer)["sessions"])[0]["call"]) for answer in answers]
+    ones = [sum(int.from_bytes(name) >> bit & 1 for name in names) for bit in range(128)]
+
+    service.settle_entry(entry(answers[0], tokens=1))
+    service.settle_entry(entry(answers[0], tokens=1))
+
+    assert {len(name) for name in names} == {16}
+    assert len(set(names)) == 1_000
+    assert all(400 < set_bits < 600 for set_bits in ones)
+    assert sample(service, "access_log_entries_total", result="unknown") == 1
+
+
+@pytest.mark.parametrize("call", ["", "00" * 8, "00" * 17, "g0" * 16, 7, None])
+def test_what_is_no_name_of_a_call_is_dropped(call: object) -> None:
+    """Whatever an entry of the access log has in place of a name."""
+    service = make_service(limited(max_cost_per_session=100, prices=PRICES))
+    (named,) = entry(ask(service, b"{}")).sessions
+
+    service.settle_entry(Entry(({**named, "call": call},), 200, False, 0, 0, "", Usage(9, 9), estimated=False, refused=False))
+
+    assert sample(service, "access_log_entries_total", result="unknown") == 1
 
 
 def test_failures_in_a_row_kill_a_session() -> None:

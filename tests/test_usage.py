@@ -344,6 +344,27 @@ def test_tokens_are_those_that_the_answer_tells(gateway: Gateway, api: str) -> N
     assert [session["policy"] for session in entry.sessions] == ["agents"]
 
 
+@pytest.mark.parametrize("kind", ["Application/JSON", "APPLICATION/JSON; charset=UTF-8", "application/json;charset=utf-8"])
+def test_json_is_json_however_its_type_is_written(gateway: Gateway, kind: str) -> None:
+    """Media types are compared without regard to case (RFC 9110 section 8.3.1)."""
+    reply, model, usage = TOLD["chat"]
+
+    entry = gateway.ask(reply._replace(kind=kind))
+
+    assert (entry.model, entry.usage, entry.estimated) == (model, usage, False)
+
+
+def test_events_are_events_however_their_type_is_written(gateway: Gateway) -> None:
+    """As with documents: what a stream tells is read, and what it does not tell is estimated as of a stream."""
+    reply, model, usage = TOLD["chat stream"]
+
+    told = gateway.ask(reply._replace(kind="Text/Event-Stream; Charset=UTF-8"))
+    untold = gateway.ask(stream(*[DELTA] * 20, "[DONE]")._replace(kind="TEXT/EVENT-STREAM"))
+
+    assert (told.model, told.usage, told.estimated) == (model, usage, False)
+    assert (untold.usage.output, untold.estimated) == (17, True)
+
+
 @pytest.mark.parametrize("count", [7, 0, 12.9, "900", " 9 ", True, None, -1, 10**10, 1e300, "many", "nan", "", [7], {"n": 7}])
 def test_a_stream_is_read_like_a_document(gateway: Gateway, count: object) -> None:
     """Whatever stands where a number should: the count is the same, or is estimated in both."""

@@ -230,7 +230,7 @@ class SessionGuard:
         self.gives_notice = bool(self._steer or self._warn)
         self.narrows = self.limits.narrows or bool(self.limits.tools)
         self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
-        self._key = f"{namespace}session:{policy}:"
+        self._key = f"{namespace}ledger:{policy}:"
         self._roster = f"{namespace}sessions:{policy}:"
         self._opening = f'{{"policy":"{policy}","mode":"{self.mode}","name":"'
 
@@ -288,7 +288,7 @@ class SessionGuard:
         Args:
             keys: of the session.
             identity: digest of the request, 8 bytes.
-            call: name of it, 8 bytes.
+            call: name of it, 16 bytes.
             reserve: what it will cost, in nano-dollars.
             calls: that its history shows.
             grants: from `sum_grants`.

@@ -93,7 +93,7 @@ class Call:
         """An answer of the protocol: as a tool's result, which the model reads, or as the error of a message."""
         if self._id is None:
             return None
-        answer = self._write_answer(message)
+        answer, accept = self._write_answer(message), accept.lower()
         if _EVENT_STREAM in accept and not any(media in accept for media in _TAKES_JSON):
             return Framed(200, _EVENT_STREAM, b"event: message\ndata: " + answer + b"\n\n")
         return Framed(200, _JSON, answer)

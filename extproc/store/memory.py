@@ -170,7 +170,7 @@ class MemoryStore:
     def _settle(self, asked: Settlement, now: int) -> Standing:
         ledger = self._take_ledger(asked.key, asked.limits, now)
         if ledger is None:
-            return Standing()
+            return Standing(retry=True)
         standing = ledger.settle(asked, now)
         self._keep_ledger(asked.key, ledger, now)
         return standing

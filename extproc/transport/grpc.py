@@ -395,7 +395,7 @@ def read_size(data: bytearray) -> int:
 
 def find_method(headers: Block) -> bytes:
     """The method that a request calls, empty when it is no gRPC."""
-    is_call = headers.method == b"POST" and headers.content_type.startswith(b"application/grpc")
+    is_call = headers.method == b"POST" and headers.content_type.lower().startswith(b"application/grpc")
     return headers.path if is_call else b""
 
 

@@ -101,7 +101,7 @@ def classify(name: bytes, value: bytes) -> int:
     if kind == REGULAR:
         return REGULAR
     if kind == TE:
-        return REGULAR if value == b"trailers" else MALFORMED
+        return REGULAR if value.lower() == b"trailers" else MALFORMED
     if kind == CONTENT_LENGTH:
         return kind if value.isdigit() and len(value) <= _LENGTH_DIGITS else MALFORMED
     return MALFORMED if kind & _NEEDED and not value else kind

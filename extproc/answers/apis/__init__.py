@@ -39,14 +39,14 @@ _KEYS = (
 )
 """Where the headers say nothing either: what bodies have."""
 
-_GRPC = re.compile(rb"application/grpc(?:[+;]|\Z)")
+_GRPC = re.compile(rb"application/grpc(?:[+;]|\Z)", re.IGNORECASE)
 
 
 def find_api(question: Question) -> Api:
     """The API that a request calls; the one of OpenAI, which many understand, where that cannot be told."""
     request = question.request
     if _GRPC.match(request.headers.get("content-type", b"")):
-        return rpc.GRPC  # by the content type alone, as Envoy decides it for its own answers
+        return rpc.GRPC  # by the content type alone, as Envoy does for its own answers
     for search, api in _SEARCHES:
         if search(request.path):
             return api

@@ -11,10 +11,10 @@
 -- collects garbage.
 
 local HEAD, HEAD_SIZE = '>I8I8I8I8I8I4I4I4I4I4I4BBBBI2', 70
-local RESERVATION, RESERVATION_SIZE = '>c8c8I8I8I4I4B', 41
+local RESERVATION, RESERVATION_SIZE = '>c16c8I8I8I4I4B', 49
 local TOOL, TOOL_SIZE = '>c4I4', 8
 local ROSTER, ROSTER_SIZE = '>I8I8I4', 20
-local ASKED = '>BBBc8c8I8I8I8i8i8i8i8i8i8i8I4'
+local ASKED = '>BBBc16c8I8I8I8i8i8i8i8i8i8i8I4'
 local STANDING = '>BBBBc4i8i8I4I4I4I4I4I8I8I8I8B'
 
 local RECORD, ID, NAME, IDENTITY, IDENTITIES = 14, 6, 10, 8, 16
@@ -280,12 +280,12 @@ end
 
 local function settle(key, asked)
   local l = recall(key, asked)
-  if not l then return describe(make(asked.now), asked.now, false, false, 0, 0, 0) end
+  if not l then return describe(make(asked.now), asked.now, false, true, 0, 0, 0) end
   local at = find(l.open, asked.call, RESERVATION_SIZE)
   if at then close(l, at, asked) end
   close_old(l, asked.now)
   keep(key, l, asked)
-  return describe(l, asked.now, false, false, 0, 0, 0)
+  return describe(l, asked.now, false, not at, 0, 0, 0)
 end
 
 local clock = redis.call('TIME')
