@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from extproc.answers.steer import MAX_PLACES
 from extproc.hash_key import PROCESS_KEY
-from extproc.notes import CLOSING, END, OPENING, Marks, cut_notes, frame_note
+from extproc.notes import CLOSING, END, OPENING, Marks, cut_notes
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.service import Service
 from extproc.similarity.document import Document
@@ -267,42 +267,6 @@ def test_a_note_is_not_repeated() -> None:
     assert answer.request_body.response.body_mutation.body == noted
     assert metadata_of(answer)["action"] == "steer"
     assert mutated(answer)["x-loopguard-steered"] == "1"
-
-
-@given(st.text(), st.text(), st.integers(0, 3))
-def test_a_note_survives_being_written_again(result: str, text: str, times: int) -> None:
-    """Decoded and encoded by whatever is on the way, also as a string in a string, the note is found and cut out."""
-    noted = result + frame_note(text)
-    for _ in range(times):
-        noted = json.dumps(noted)
-
-    left: Any = cut_notes(json.dumps(noted).encode())
-
-    for _ in range(times + 1):
-        left = json.loads(left)
-    assert left == (result + "\n\n" if times else result)
-
-
-@pytest.mark.parametrize(
-    ("data", "left"),
-    [
-        (f'"a{OPENING} and no end"', None),
-        (f'"a{CLOSING}"', None),
-        (f'["a{OPENING}", "b{CLOSING}"]', None),
-        (f'["a{OPENING}", "b{OPENING} c {CLOSING}d"]', f'["a{OPENING}", "bd"]'),
-        (f'"a{OPENING} b {CLOSING}c{OPENING} d {CLOSING}e"', '"ace"'),
-        (
-            f'[{{"type":"text","text":"a"}},{{"type":"text","text":"\\n\\n{OPENING} b {CLOSING}"}}]',
-            '[{"type":"text","text":"a"}]',
-        ),
-        ('"' + "~" * 999 + OPENING + " b " + CLOSING + '"', '"' + "~" * 999 + '"'),
-        (OPENING, None),
-        ("", None),
-    ],
-)
-def test_only_whole_notes_are_cut_out(data: str, left: str | None) -> None:
-    """A mark alone is text like any other, and no note reaches from one string into the next."""
-    assert cut_notes(data.encode()).decode() == (data if left is None else left)
 
 
 # --- what cannot be steered

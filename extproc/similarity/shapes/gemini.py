@@ -90,12 +90,11 @@ def _locate_result(_: Value, fields: Fields) -> list[Place]:
     if response is None or not is_object(response):
         return []
     given = open_fields(response)
-    text = next((given[key] for key in (*_RESPONSE_TEXTS, _NOTE) if key in given and is_text(given[key])), None)
-    if text is not None:
-        return [end_text(text, result=True)]
-    key = _NOTE
-    while key in given:  # of something else: a tool must not keep a note away by taking its name
+    key = next((key for key in _RESPONSE_TEXTS if key in given and is_text(given[key])), _NOTE)
+    while key in given and not is_text(given[key]):  # a tool must not keep a note away by taking its name
         key += "_"
+    if key in given:
+        return [end_text(given[key], result=True)]
     return [append_item(response, (b'"%b":"' % key.encode(), b'"'), result=True)]
 
 
