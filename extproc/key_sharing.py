@@ -24,19 +24,23 @@ _LOOK_SECONDS: Final = 60.0
 
 
 class KeySharing:
-    """One replica's part in the key of all of them."""
+    """One replica's part in the key of all of them.
+
+    Attributes:
+        is_shared: the key is the one in the store.
+    """
 
     def __init__(self, key: HashKey, store: Store) -> None:
         """Nothing is shared yet."""
         self._key = key
         self._store = store
-        self._is_shared = False
+        self.is_shared = False
         self._trouble = ""
 
     async def run(self) -> None:
         """Follow the shared key, until cancelled."""
         while True:
-            await asyncio.sleep(_LOOK_SECONDS if self._is_shared and not self._trouble else _RETRY_SECONDS)
+            await asyncio.sleep(_LOOK_SECONDS if self.is_shared and not self._trouble else _RETRY_SECONDS)
             await self.refresh()
 
     async def refresh(self) -> None:
@@ -44,17 +48,14 @@ class KeySharing:
         try:
             secret = await self._store.share_secret(_NAME, self._key.secret)
         except Exception as error:  # noqa: BLE001  # whatever it is, requests are none of its business
-            self._report(str(error))
+            self._report(str(error) or type(error).__name__)
             return
-        self._trouble = ""
-        if self._is_shared and secret != self._key.secret:
-            _LOG.warning("the store has another hash key: notes that were made with the old one are not recognised any more")
-        elif not self._is_shared:
-            _LOG.info("hash key: shared by the replicas, from the store")
-        self._key.secret, self._is_shared = secret, True
+        if secret != self._key.secret and (self.is_shared or self._trouble):  # else it is the start
+            _LOG.warning("the hash key is the store's from now on: notes made with another one are not recognised any more")
+        self._key.secret, self.is_shared, self._trouble = secret, True, ""
 
     def _report(self, trouble: str) -> None:
         if not self._trouble:
-            state = "the shared one stays in use" if self._is_shared else "this process uses its own until then"
-            _LOG.warning(f"hash key: the store cannot be asked, {state}", extra=make_extra(error=trouble))
+            state = "the last one known" if self.is_shared else "a key of its own: others do not recognise its notes"
+            _LOG.warning(f"the store has no hash key to give, so this process uses {state}", extra=make_extra(error=trouble))
         self._trouble = trouble

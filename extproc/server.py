@@ -147,7 +147,8 @@ class Server:
         await self._store.start()
         with suppress(StoreError):  # nobody knows then what was ordered; the desk keeps asking
             await self._desk.refresh()
-        await self._open_key()
+        if self._key_sharing is not None:
+            await self._key_sharing.refresh()
         admin = self._admin.start(self._settings.admin, self._settings.admin_socket)
         listening = await self._grpc.start(self._settings.listen, self._certificates)
         self._guard_the_port()
@@ -171,7 +172,13 @@ class Server:
         plans = self.service.engine.plans
         _LOG.info(
             "serving",
-            extra=make_extra(listen=listening, admin=admin, policies=len(plans), store=redact_url(self._settings.store)),
+            extra=make_extra(
+                listen=listening,
+                admin=admin,
+                policies=len(plans),
+                store=redact_url(self._settings.store),
+                hash_key=self._name_key(),
+            ),
         )
         try:
             await self._stop.wait()
@@ -191,14 +198,11 @@ class Server:
                 self._certificates.stop()
         _LOG.info("stopped")
 
-    async def _open_key(self) -> None:
-        """Say where the hash key comes from, and have it where other replicas have it."""
-        if self._key_sharing is not None:
-            await self._key_sharing.refresh()
-        elif self._settings.hash_key_file:
-            _LOG.info("hash key: from a file", extra=make_extra(file=self._settings.hash_key_file))
-        else:
-            _LOG.info("hash key: this process's own, so that others, and itself after a restart, do not recognise its notes")
+    def _name_key(self) -> str:
+        """Where the hash key comes from."""
+        if self._settings.hash_key_file:
+            return "file"
+        return "store" if self._key_sharing is not None and self._key_sharing.is_shared else "process"
 
     def _guard_the_port(self) -> None:
         """Follow the certificates, or tell that there are none where strangers may connect."""
