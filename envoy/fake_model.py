@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from demo import read_body, serving
 
-from extproc.notes import CLOSING, OPENING
+from extproc.notes import END, OPENING
 
 NAME = "fake-model-1"
 USER = "x-user-id"
@@ -35,7 +35,7 @@ class Call:
     arguments: Mapping[str, object] = field(default_factory=dict)
 
 
-_NOTE = re.compile(rf"{re.escape(OPENING)}.*?{re.escape(CLOSING)}".encode())
+_NOTE = re.compile(rf"{re.escape(OPENING)}.*?{re.escape(END)}".encode())
 
 Answer: TypeAlias = Sequence[Call] | str
 """Of one turn: tools to call, several at once if need be, or text, which ends the task."""

@@ -149,6 +149,7 @@ class Candidate:
         guard: of it.
         values: the descriptors that the request has, by name.
         caller: the same as the composite has them.
+        caller_in_head: the same as far as the request's head tells.
         composite: the whole composite.
         fingerprint: its CRC32, 8 hex digits.
         tenant: hash of the descriptors, 16 hex digits.
@@ -172,6 +173,7 @@ class Candidate:
         "_standing",
         "body_crc32",
         "caller",
+        "caller_in_head",
         "compared",
         "compared_exactly",
         "composite",
@@ -203,7 +205,7 @@ class Candidate:
         self.plan = plan
         self.guard = guard
         self.values = values
-        self.caller = descriptors
+        self.caller = self.caller_in_head = descriptors
         self.composite = self.fingerprint = self.tenant = ""
         self.body_crc32 = 0
         self.repeat: Repeat | None = None

@@ -5,6 +5,7 @@ What cannot be done is counted, and the request goes on without it, unless its s
 
 from __future__ import annotations
 
+from functools import partial
 from time import thread_time
 from typing import Final, NamedTuple
 
@@ -108,11 +109,12 @@ class Changes:
         self, evaluation: Evaluation, decision: Decision, outcome: Outcome, original: Original, changed: Changed
     ) -> tuple[Decision, Changed]:
         """Put a note into the request, or let it go on with a warning where it cannot have one."""
-        note = write_note(outcome, evaluation.request, evaluation.find_guard(outcome))
+        candidate, request = evaluation.find_candidate(outcome), evaluation.request
+        note, make_marks = write_note(outcome, request, candidate.guard), partial(evaluation.make_marks, candidate=candidate)
         try:
             if changed.body is not None:
-                return decision, Changed(steer(evaluation.request, changed.body, note), (*changed.marks, STEERED))
-            return decision, Changed(steer(evaluation.request, original.take(), note, evaluation.document), (STEERED,))
+                return decision, Changed(steer(request, changed.body, note, make_marks), (*changed.marks, STEERED))
+            return decision, Changed(steer(request, original.take(), note, make_marks, evaluation.document), (STEERED,))
         except NotEdited as why:
             self._reporter.report_unsteered(decision, why.reason)
             return decision.warn_instead(), changed

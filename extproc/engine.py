@@ -7,6 +7,7 @@ from datetime import datetime
 
 from extproc.evaluation import Evaluation
 from extproc.guards.kill_switch import KillSwitches, Switch
+from extproc.hash_key import PROCESS_KEY, HashKey
 from extproc.plan import Parts, Plan
 from extproc.policy.loader import PolicySet
 from extproc.policy.pairings import find_pairings
@@ -83,7 +84,12 @@ class Engine:
         return found
 
     def prepare(
-        self, request: HttpRequest, scope: str = "", pinned: Sequence[str] = (), handed_over: Engine | None = None
+        self,
+        request: HttpRequest,
+        scope: str = "",
+        pinned: Sequence[str] = (),
+        handed_over: Engine | None = None,
+        key: HashKey = PROCESS_KEY,
     ) -> Evaluation | None:
         """Match policies and read descriptors, after which the request's facts are let go; None when no policy matches.
 
@@ -92,6 +98,7 @@ class Engine:
             scope: attachment name, so that a gateway and a sidecar on one store do not count a request twice.
             pinned: ids of the policies that apply, in place of those whose selectors match; unknown ones are passed over.
             handed_over: the policies that came with the request's route; they take the place of those with the same id.
+            key: of keyed hashes.
         """
         plans = self._find_named(pinned) if pinned else self.match(request)
         if handed_over is not None:
@@ -100,7 +107,7 @@ class Engine:
             plans += own.values()
         if not plans:
             return None
-        evaluation = Evaluation(request, scope)
+        evaluation = Evaluation(request, scope, key)
         evaluation.plans = plans
         for plan in plans:
             evaluation.admit(plan)

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
-from extproc.candidates import Answer, Candidate, Guard, LoopCandidate, Sealing, SessionCandidate
+from extproc.candidates import Answer, Candidate, LoopCandidate, Sealing, SessionCandidate
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
 from extproc.encodings import UnreadableError, read_text
 from extproc.fingerprint import NO_BODY, Body, join_descriptors, write_head, write_query
 from extproc.guards.override import Override, Overrides
 from extproc.guards.session import SessionGuard
+from extproc.hash_key import PROCESS_KEY, HashKey
 from extproc.ledger import Step
-from extproc.notes import cut_notes
+from extproc.notes import Marks, cut_notes
 from extproc.plan import Plan
 from extproc.request import HttpRequest
 from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.shapes import open_conversation
 from extproc.windows import UNCOUNTED, Hit, Push
 
 _NO_SESSIONS: Final[list[SessionCandidate]] = []
@@ -250,6 +253,7 @@ class Evaluation:
         request: the request.
         content: its body, where somebody may look into it.
         document: the same, once somebody may have looked; None where it is not byte for byte what was sent.
+        plain: the body without notes, as it is compared, once somebody may have looked.
         enforcing: the lane whose answer counts.
         shadow: the lane whose answer never does.
         lanes: both.
@@ -264,6 +268,7 @@ class Evaluation:
 
     __slots__ = (
         "_earlier",
+        "_key",
         "_last",
         "_scope",
         "_sealing",
@@ -274,6 +279,7 @@ class Evaluation:
         "lanes",
         "obeys",
         "paired",
+        "plain",
         "plans",
         "request",
         "shadow",
@@ -282,11 +288,18 @@ class Evaluation:
         "trace",
     )
 
-    def __init__(self, request: HttpRequest, scope: str = "") -> None:
-        """Start with nothing matched; `scope` is the attachment name in every key."""
+    def __init__(self, request: HttpRequest, scope: str = "", key: HashKey = PROCESS_KEY) -> None:
+        """Start with nothing matched.
+
+        Args:
+            request: the request.
+            scope: the attachment name in every key of the store.
+            key: of the marks of notes.
+        """
         self.request = request
         self.content: bytes | memoryview | None = None
         self.document: Document | None = None
+        self.plain: Document | None = None
         self.size = 0
         self.enforcing = Lane(shadow=False)
         self.shadow = Lane(shadow=True)
@@ -296,6 +309,7 @@ class Evaluation:
         self.paired = False
         self.trace: list[Outcome] = []
         self.plans: Sequence[Plan] = ()
+        self._key = key
         self._earlier: Evaluation | None = None
         self._last: Candidate | None = None
         self.obeys = False
@@ -349,7 +363,7 @@ class Evaluation:
 
     def split(self) -> Evaluation:
         """Take the shadow policies that need the body out, into an evaluation of their own."""
-        watching = Evaluation(self.request, self._scope)
+        watching = Evaluation(self.request, self._scope, self._key)
         watching.shadow.candidates = self.shadow.take_body_readers()
         watching.shadow.sessions, self.shadow.sessions = self.shadow.sessions, _NO_SESSIONS
         watching.inspects = self.inspects
@@ -394,16 +408,49 @@ class Evaluation:
         document = None
         if text is not None:
             data = text if isinstance(text, bytes) else text.tobytes()
-            plain = cut_notes(data)
-            document = Document(plain)
-            if text is content and plain is data:
+            document = Document(data)
+            plain = cut_notes(data, partial(self._find_marks, document))
+            if plain is not data:
+                document = Document(plain)
+            elif text is content:
                 self.document = document
+            self.plain = document
         if not (self.enforcing.candidates or self.shadow.candidates):
             return  # nobody counts it, perhaps because its query would take too long to read
         request = self.request
         query = write_query(request.read_query()) if request.query else ""
         head = write_head(request.method, request.path, query)
         self._sealing = Sealing(request.path, head, known, document, unreadable, self._scope)
+
+    def make_marks(self, document: Document, candidate: Candidate | None = None) -> Marks:
+        """The marks of notes in the request's conversation.
+
+        They are bound to callers as the head alone tells them, because notes are cut out before anybody reads the body. Where
+        some policy acts, those that only watch have no say in what is cut out.
+
+        Args:
+            document: the body.
+            candidate: for whose caller notes are made; None where they are only to be known.
+
+        Raises:
+            NotCounted: there is no conversation in it, or it cannot be read.
+        """
+        candidates = self.enforcing.candidates or self.shadow.candidates
+        callers = [each.caller_in_head for each in ([candidate, *candidates] if candidate is not None else candidates)]
+        return Marks(self._key, list(dict.fromkeys(callers)), open_conversation(document).read_first_words())
+
+    def _find_marks(self, document: Document) -> Marks | None:
+        """The same where something in the body looks like a note; None where no note can be known."""
+        lane = self.enforcing if self.enforcing.candidates else self.shadow
+        if not lane.candidates:
+            return None
+        try:
+            return self.make_marks(document)
+        except NotCounted:
+            return None
+        except Exception as error:  # noqa: BLE001  # whatever it is, what looks like a note is content
+            lane.failures.append((lane.candidates[0].plan.id, error))
+            return None
 
     def withhold(self, reason: str) -> None:
         """Nobody looks into the body from now on."""
@@ -445,10 +492,10 @@ class Evaluation:
         trace = self.enforcing.judge(counts)
         return decide(trace, self.shadow.judge(shadow_counts) if self.shadow.candidates else ())
 
-    def find_guard(self, outcome: Outcome) -> Guard:
-        """The enforcing guard of an outcome."""
+    def find_candidate(self, outcome: Outcome) -> Candidate:
+        """The enforcing candidate of an outcome."""
         return next(
-            candidate.guard
+            candidate
             for candidate in self.enforcing.candidates
             if (candidate.plan.id, candidate.guard.name) == (outcome.policy, outcome.detector)
         )

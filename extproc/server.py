@@ -32,6 +32,8 @@ from extproc.canary.verdict import Rules
 from extproc.engine import Engine
 from extproc.errors import StoreError
 from extproc.events import LoopEvents, SessionEvents, open_events
+from extproc.hash_key import read_hash_key
+from extproc.key_sharing import KeySharing
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.overrides import Desk, Seen, describe_override
@@ -95,10 +97,13 @@ class Server:
         self._metrics = metrics = Metrics()
         self._certificates = open_certificates(settings, metrics)
         self._store = store = open_store(settings.store, metrics, settings)
+        key = read_hash_key(settings.hash_key_file)
+        shares = not (settings.hash_key_file or isinstance(store, MemoryStore))
+        self._key_sharing = KeySharing(key, store) if shares else None
         self._reloader = Reloader(settings, metrics)
         # While a shared store is away a window local to this replica decides; in memory the store is that already.
         local = store if isinstance(store, MemoryStore) else MemoryStore(metrics)
-        self.service = Service(self._reloader.engine, store, local, metrics, settings)
+        self.service = Service(self._reloader.engine, store, local, metrics, settings, key)
         self._desk = Desk(store, self.service, metrics)
         self._health = Health()
         self._grpc = _import_transport(settings.transport)(self.service, self._health)
@@ -143,6 +148,8 @@ class Server:
         await self._store.start()
         with suppress(StoreError):  # nobody knows then what was ordered; the desk keeps asking
             await self._desk.refresh()
+        if self._key_sharing is not None:
+            await self._key_sharing.refresh()
         admin = self._admin.start(self._settings.admin, self._settings.admin_socket)
         listening = await self._grpc.start(self._settings.listen, self._certificates)
         self._guard_the_port()
@@ -157,6 +164,7 @@ class Server:
             *(board.share() for board in self._boards),
             self._desk.follow(),
             self._watch_for_events(),
+            *([self._key_sharing.run()] if self._key_sharing is not None else []),
         )
         tasks = [asyncio.create_task(each) for each in work]
         self._health.set(serving=True)
@@ -165,7 +173,13 @@ class Server:
         plans = self.service.engine.plans
         _LOG.info(
             "serving",
-            extra=make_extra(listen=listening, admin=admin, policies=len(plans), store=redact_url(self._settings.store)),
+            extra=make_extra(
+                listen=listening,
+                admin=admin,
+                policies=len(plans),
+                store=redact_url(self._settings.store),
+                hash_key=self._name_key(),
+            ),
         )
         try:
             await self._stop.wait()
@@ -184,6 +198,12 @@ class Server:
             if self._certificates is not None:
                 self._certificates.stop()
         _LOG.info("stopped")
+
+    def _name_key(self) -> str:
+        """Where the hash key comes from."""
+        if self._settings.hash_key_file:
+            return "file"
+        return "store" if self._key_sharing is not None and self._key_sharing.is_shared else "process"
 
     def _guard_the_port(self) -> None:
         """Follow the certificates, or tell that there are none where strangers may connect."""

@@ -39,6 +39,7 @@ from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY, Body, write_crc32
 from extproc.guards.override import KILL, Overrides
 from extproc.handover import POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicy, parse_names
+from extproc.hash_key import PROCESS_KEY, HashKey
 from extproc.ledger import REFUSED, WITHDRAWN
 from extproc.metrics import Metrics
 from extproc.recording import record_body, record_head
@@ -162,6 +163,7 @@ class Service:
 
     Attributes:
         engine: the policies in force; see `follow`.
+        key: of keyed hashes.
         counting: asks the store.
         metrics: is told everything.
         reporter: tells it, and the log.
@@ -180,7 +182,15 @@ class Service:
         given_up: of these, the ones that decide nothing any more and only have to close.
     """
 
-    def __init__(self, engine: Engine, store: Store, local: MemoryStore, metrics: Metrics, settings: Settings) -> None:
+    def __init__(  # noqa: PLR0913  # all that streams share
+        self,
+        engine: Engine,
+        store: Store,
+        local: MemoryStore,
+        metrics: Metrics,
+        settings: Settings,
+        key: HashKey = PROCESS_KEY,
+    ) -> None:
         """Put the parts together.
 
         Args:
@@ -189,8 +199,10 @@ class Service:
             local: counts while `store` cannot.
             metrics: is told everything.
             settings: of the process.
+            key: of keyed hashes.
         """
         self.engine = engine
+        self.key = key
         self.counting = Counting(store, local, metrics, reject=settings.on_store_error == "reject")
         self.metrics = metrics
         self.reporter = Reporter(metrics, show_callers=settings.show_callers)
@@ -479,7 +491,7 @@ class Stream:
         if self._pinned and (unknown := engine.list_unknown(self._pinned)):
             self._service.reporter.report_unknown_policies(unknown)
         facts = request.facts
-        evaluation = engine.prepare(request, self._scope, self._pinned, handed_over)
+        evaluation = engine.prepare(request, self._scope, self._pinned, handed_over, self._service.key)
         if evaluation is not None and self._service.settings.record:
             self._record = record_head(request, facts, evaluation.plans, plain=self._service.reporter.show_callers)
         return evaluation

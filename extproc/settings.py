@@ -160,6 +160,9 @@ class Settings:
     store_timeout: float = option(0.05, _parse_timeout, "what a request waits for the store at most", "SECONDS")
     store_password: str = option("", str, "password of the store, where it does not stand in the URL", ENVIRONMENT_ONLY)
     store_password_file: str = option("", str, "file with the password of the store, read at every connect", "PATH")
+    hash_key_file: str = option(
+        "", str, "file with the key of keyed hashes, the same for all replicas; else they agree on one in the store", "PATH"
+    )
     scope: str = option("", _parse_scope, "attachment name: processes of different scopes count apart in one store", "NAME")
     on_store_error: Literal["allow", "reject"] = option(
         "allow",

@@ -263,7 +263,9 @@ def test_the_message_names_the_tool_and_what_would_be_progress() -> None:
     for _ in range(2):
         answer = send(service, call({"name": "f" * 10_000, "arguments": {"key": "hidden"}}))
 
-    assert text_of(answer).startswith(f"Loop detected: {'f' * 256} has been called 2 times with the same arguments within ")
+    assert text_of(answer).startswith(
+        f"Loop detected: {'f' * 63}\u2026 has been called 2 times with the same arguments within "
+    )
     assert text_of(answer).endswith(
         ", and was refused. Ask a human. Doing it again will be refused again. "
         "To get on, call it with others, try another way, or finish with the result you have so far. (recursive_loop_detected)"

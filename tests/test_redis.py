@@ -652,6 +652,7 @@ def test_nothing_is_ever_scanned() -> None:
             driver.run(driver.store.put_order(driver.name("book"), str(now), b"x", 5, now))
             driver.run(driver.store.drop_order(driver.name("book"), str(now - 3_000), now))
             driver.run(driver.store.read_orders(driver.name("book"), "", now))
+            driver.run(driver.store.share_secret(driver.name("secret"), bytes(32)))
 
         assert {f"+{name}" for name in set(fresh.commands()) - before} - {"+info"} <= set(ACL.split())
 

@@ -85,6 +85,12 @@ class FailingStore:
             raise self._error
         return await self._memory.read_orders(book, known, now)
 
+    async def share_secret(self, name: str, secret: bytes) -> bytes:
+        """Keep or fail."""
+        if self._failing in name:
+            raise self._error
+        return secret
+
     def _answer(self, keys: Sequence[str], ask: Callable[[], list[T]]) -> list[T] | Awaitable[list[T]]:
         failing = any(self._failing in key for key in keys)
 

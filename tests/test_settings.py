@@ -46,6 +46,7 @@ EVERY: list[tuple[str, list[str], str, object, object]] = [
     ("store", ["x://"], "y://", "x://", "y://"),
     ("store_timeout", ["1"], "0.5", 1.0, 0.5),
     ("store_password_file", ["/a"], "/b", "/a", "/b"),
+    ("hash_key_file", ["/a"], "/b", "/a", "/b"),
     ("scope", ["edge"], "sidecar", "edge", "sidecar"),
     ("on_store_error", ["reject"], "reject", "reject", "reject"),
     ("shadow", [], "yes", True, True),

@@ -11,9 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from extproc.answers.steer import MAX_PLACES
-from extproc.notes import CLOSING, OPENING, cut_notes, frame_note
+from extproc.hash_key import PROCESS_KEY
+from extproc.notes import CLOSING, END, OPENING, Marks, cut_notes
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.service import Service
+from extproc.similarity.document import Document
+from extproc.similarity.shapes import open_conversation
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_detectors import encoded, looked_into, looping, post, several
@@ -39,6 +42,15 @@ def mutated(answer: ProcessingResponse) -> dict[str, str]:
 def ask(service: Service, data: bytes) -> ProcessingResponse:
     """The last answer to a request with this body."""
     return decoded(exchange(service, headers("/v1/chat/completions"), body(data))[-1])
+
+
+def without_notes(data: bytes, caller: str = "") -> bytes:
+    """A body without the notes that this process has put into it for a caller."""
+
+    def open_marks() -> Marks:
+        return Marks(PROCESS_KEY, [caller], open_conversation(Document(data)).read_first_words())
+
+    return cut_notes(data, open_marks)
 
 
 def last_text(value: dict[str, Any]) -> str:
@@ -71,7 +83,7 @@ def test_a_loop_goes_on_with_a_note() -> None:
         f"\n\n{OPENING}\nLoop detected: 3 of the last 3 turns were read_file with the same input and the same result."
     )
     assert "Progress would be" in note
-    assert note.endswith(f"If it goes on like this, requests will be refused.\n{CLOSING}")
+    assert note.endswith(f"If it goes on like this, requests will be refused.\n{CLOSING}{note[-18:-2]}{END}")
     assert mutated(answer) == {
         "X-Fairvisor-Warning": "loop_steer",
         "x-loopguard-steered": "1",
@@ -115,7 +127,7 @@ def test_nothing_but_the_note_is_added(result: str, indent: int | None) -> None:
 
     changed = answer.request_body.response.body_mutation.body
     assert len(changed) > len(sent)
-    assert cut_notes(changed) == sent
+    assert without_notes(changed) == sent
     assert steered(answer)["messages"][:-1] == json.loads(sent)["messages"][:-1]
 
 
@@ -131,7 +143,7 @@ def test_in_every_api_nothing_but_the_note_is_added(results: list[str], api: str
 
     changed = ask(make_service(policy("p", ANY, **TURNS)), sent).request_body.response.body_mutation.body
 
-    assert cut_notes(changed) == sent
+    assert without_notes(changed) == sent
     notes = changed.count(OPENING.encode())
     assert notes == (1 if api == "text" else len(results))
 
@@ -156,7 +168,7 @@ def test_results_without_a_text_get_one(content: Any) -> None:  # noqa: ANN401  
 
     found = json.loads(changed)["messages"][-1]["content"]
     assert OPENING in json.dumps(found)
-    assert cut_notes(changed) == sent
+    assert without_notes(changed) == sent
     assert (
         isinstance(content, str) or [block["type"] for block in content] == [block["type"] for block in found][: len(content)]
     )
@@ -255,42 +267,6 @@ def test_a_note_is_not_repeated() -> None:
     assert answer.request_body.response.body_mutation.body == noted
     assert metadata_of(answer)["action"] == "steer"
     assert mutated(answer)["x-loopguard-steered"] == "1"
-
-
-@given(st.text(), st.text(), st.integers(0, 3))
-def test_a_note_survives_being_written_again(result: str, text: str, times: int) -> None:
-    """Decoded and encoded by whatever is on the way, also as a string in a string, the note is found and cut out."""
-    noted = result + frame_note(text)
-    for _ in range(times):
-        noted = json.dumps(noted)
-
-    left: Any = cut_notes(json.dumps(noted).encode())
-
-    for _ in range(times + 1):
-        left = json.loads(left)
-    assert left == (result + "\n\n" if times else result)
-
-
-@pytest.mark.parametrize(
-    ("data", "left"),
-    [
-        (f'"a{OPENING} and no end"', None),
-        (f'"a{CLOSING}"', None),
-        (f'["a{OPENING}", "b{CLOSING}"]', None),
-        (f'["a{OPENING}", "b{OPENING} c {CLOSING}d"]', f'["a{OPENING}", "bd"]'),
-        (f'"a{OPENING} b {CLOSING}c{OPENING} d {CLOSING}e"', '"ace"'),
-        (
-            f'[{{"type":"text","text":"a"}},{{"type":"text","text":"\\n\\n{OPENING} b {CLOSING}"}}]',
-            '[{"type":"text","text":"a"}]',
-        ),
-        ('"' + "~" * 999 + OPENING + " b " + CLOSING + '"', '"' + "~" * 999 + '"'),
-        (OPENING, None),
-        ("", None),
-    ],
-)
-def test_only_whole_notes_are_cut_out(data: str, left: str | None) -> None:
-    """A mark alone is text like any other, and no note reaches from one string into the next."""
-    assert cut_notes(data.encode()).decode() == (data if left is None else left)
 
 
 # --- what cannot be steered

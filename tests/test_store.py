@@ -397,6 +397,15 @@ def test_orders_have_a_clock_of_their_own(store: Driver) -> None:
     assert found.documents == {"a": b"x"}
 
 
+def test_a_secret_is_agreed_on_in_every_store(store: Driver) -> None:
+    """The first that is given; in memory, where there is no other replica, each process has its own."""
+    name, first, second = store.name("secret"), b"\x00\xff\r\n" * 8, b"x" * 32
+
+    found = [store.run(store.store.share_secret(name, secret)) for secret in (first, second)]
+
+    assert found == ([first, second] if isinstance(store.store, MemoryStore) else [first, first])
+
+
 def test_an_order_that_is_too_long_is_refused(store: Driver) -> None:
     """No store takes it, and none is changed by it."""
     with pytest.raises(StoreError) as error:

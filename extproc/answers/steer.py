@@ -5,12 +5,14 @@ A body is changed where it can be done safely, and is left alone everywhere else
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from extproc.answers.edits import NotEdited, open_document
 from extproc.candidates import Guard
 from extproc.decision import Outcome
-from extproc.notes import ends_with_note, frame_note
+from extproc.notes import SEPARATOR, Marks, ends_with_note, frame_note
+from extproc.quoting import quote_all
 from extproc.request import HttpRequest
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.shapes import locate_results
@@ -22,13 +24,20 @@ MAX_PLACES: Final = 16
 """Of so many results at most the newest get the note."""
 
 
-def steer(request: HttpRequest, body: bytes | memoryview, note: str, document: Document | None = None) -> bytes:
+def steer(
+    request: HttpRequest,
+    body: bytes | memoryview,
+    note: str,
+    make_marks: Callable[[Document], Marks],
+    document: Document | None = None,
+) -> bytes:
     """The request's body with the note.
 
     Args:
         request: whose body it is.
         body: all of it.
         note: its text.
+        make_marks: for the conversation in a document; raises NotCounted where there is none.
         document: the same body, as somebody has looked into it, which saves doing it again.
 
     Raises:
@@ -38,12 +47,13 @@ def steer(request: HttpRequest, body: bytes | memoryview, note: str, document: D
     try:
         data = document.data()
         places = locate_results(document)
+        marks = make_marks(document)
     except NotCounted as why:
         raise NotEdited(why.reason) from None
     if not places:
         raise NotEdited("no_result")
-    free = [place for place in places[-MAX_PLACES:] if not ends_with_note(data, place.offset)]
-    return mark + splice(data, free, frame_note(note))
+    free = [place for place in places[-MAX_PLACES:] if not ends_with_note(data, place.offset, marks)]
+    return mark + splice(data, free, frame_note(note, marks), SEPARATOR)
 
 
 def write_note(outcome: Outcome, request: HttpRequest, guard: Guard) -> str:
@@ -54,7 +64,7 @@ def write_note(outcome: Outcome, request: HttpRequest, guard: Guard) -> str:
         return guard.steer_note.format(
             what=advice.what,
             count=outcome.count,
-            tools=", ".join(repeat.tools) if repeat is not None else "",
+            tools=quote_all(repeat.tools) if repeat is not None else "",
             instead=advice.instead,
             reason=advice.reason,
             policy=outcome.policy,

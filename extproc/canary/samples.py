@@ -17,9 +17,7 @@ from extproc.decision import Outcome
 from extproc.evaluation import Evaluation
 from extproc.fingerprint import write_crc32
 from extproc.guards.session import SessionSubject
-from extproc.notes import cut_notes
 from extproc.request import cut_text
-from extproc.similarity.document import Document
 
 _TEXT = 2_000
 """Most characters of what was compared."""
@@ -89,11 +87,10 @@ def _describe_measure(outcome: Outcome) -> dict[str, Any]:
 def _show_compared(evaluation: Evaluation, candidate: Candidate) -> str:
     """What a detector compared in place of the body, or the start of that; empty where checksums or no bodies were compared."""
     content = evaluation.content
-    if content is None or not isinstance(candidate, LoopCandidate):
+    if content is None or evaluation.plain is None or not isinstance(candidate, LoopCandidate):
         return ""
     if candidate.compared is not None:
-        document = evaluation.document if evaluation.document is not None else Document(cut_notes(bytes(content)))
-        return candidate.detector.similarity.quote(candidate.compared, document, _TEXT)
+        return candidate.detector.similarity.quote(candidate.compared, evaluation.plain, _TEXT)
     if candidate.compared_exactly:  # else it is others that have looked into the body
         return bytes(content[:_TEXT]).decode("utf-8", "replace")
     return ""

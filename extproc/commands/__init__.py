@@ -44,6 +44,13 @@ def add_policy_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", action="append", required=True, metavar="PATH", help="policy file or directory; repeatable")
 
 
+def add_key_flag(parser: argparse.ArgumentParser) -> None:
+    """The flag that names the file of the hash key."""
+    parser.add_argument(
+        "--hash-key-file", default="", metavar="PATH", help="as serve --hash-key-file: recognise the notes of these servers"
+    )
+
+
 def check_paths(paths: Sequence[str]) -> Sequence[str]:
     """The policy paths of a command line, of which none is empty.
 

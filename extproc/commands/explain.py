@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from typing import TypeAlias
@@ -17,19 +18,19 @@ from extproc.answers.edits import NotEdited
 from extproc.answers.refuse import KILLED_SECONDS, KILLED_STATUS
 from extproc.answers.steer import steer, write_note
 from extproc.candidates import Candidate, LoopCandidate, SessionCandidate
-from extproc.commands import add_policy_flag, load_policies
+from extproc.commands import add_key_flag, add_policy_flag, load_policies
 from extproc.decision import Action, Outcome
 from extproc.engine import Engine
 from extproc.errors import UsageError
+from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY
 from extproc.guards.kill_switch import Switch
+from extproc.hash_key import read_hash_key
 from extproc.ledger import NANO_DOLLARS, RECORD
 from extproc.logs import escape_controls
-from extproc.notes import cut_notes
 from extproc.policy.bundle import DEFAULT_DETECTOR, EVERYBODY, METHOD
 from extproc.ramp import Ramp
 from extproc.request import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body
-from extproc.similarity.document import Document
 from extproc.windows import Count, Hit
 
 HELP = "show what the policies make of one request"
@@ -51,6 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--route", default="", metavar="NAME", help="Envoy's name of the route")
     parser.add_argument("--allow-unverified-jwt", action="store_true", help="take claims from -H 'authorization: Bearer ...'")
     parser.add_argument("--shadow", action="store_true", help="as serve --shadow")
+    add_key_flag(parser)
     parser.add_argument("url", metavar="URL")
 
 
@@ -72,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         if not options.shadow:
             return 0
     ramps = {plan.id: _show_place(plan.ramp, request) for plan in engine.match(request) if plan.ramp is not None}
-    evaluation = engine.prepare(request)
+    evaluation = engine.prepare(request, key=read_hash_key(options.hash_key_file))
     if evaluation is None:
         print(escape_controls(f"no policy matches {request.method} {request.path}: the request goes on uncounted"))
         return 0
@@ -87,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     for lane in evaluation.lanes:
         for candidate in lane.candidates:
             policy = candidate.plan.id
-            _print_candidate(candidate, request, body, ramps.get(policy, []) + _list_missing(missing, policy, request))
+            _print_candidate(candidate, evaluation, body, ramps.get(policy, []) + _list_missing(missing, policy, request))
     return 0
 
 
@@ -130,10 +132,10 @@ def _explain_missing(key: str, request: HttpRequest) -> str:
     return ""
 
 
-def _print_candidate(candidate: Candidate, request: HttpRequest, body: bytes, more: _Rows) -> None:
+def _print_candidate(candidate: Candidate, evaluation: Evaluation, body: bytes, more: _Rows) -> None:
     """What one guard of a policy sees in the request, and what it will do about it."""
     if isinstance(candidate, LoopCandidate):
-        _print_detector(candidate, request, body, more)
+        _print_detector(candidate, evaluation, body, more)
     elif isinstance(candidate, SessionCandidate):
         _print_session(candidate, more)
 
@@ -157,14 +159,14 @@ def _print_session(candidate: SessionCandidate, more: _Rows) -> None:
     _print_rows([*rows, ("decision", f"allow {told}{guard.refusal.status or AUTO_STATUS}")])
 
 
-def _print_detector(candidate: LoopCandidate, request: HttpRequest, body: bytes, more: _Rows) -> None:
+def _print_detector(candidate: LoopCandidate, evaluation: Evaluation, body: bytes, more: _Rows) -> None:
     """What one detector of a policy sees in the request, and what it will do about it."""
     detector, hit = candidate.detector, candidate.hit
     rows = [("policy", f"{candidate.plan.id} ({detector.mode})")]
     if detector.name != DEFAULT_DETECTOR or detector.looks:
         rows.append(("detector", f"{detector.name} ({detector.similarity_name})"))
-    if detector.looks:
-        rows += zip(chain(["compared"], repeat("")), detector.similarity.show(Document(cut_notes(body))), strict=False)
+    if detector.looks and evaluation.plain is not None:
+        rows += zip(chain(["compared"], repeat("")), detector.similarity.show(evaluation.plain), strict=False)
     rows += more
     rows += [("composite", candidate.composite), ("fingerprint", candidate.fingerprint), ("tenant", candidate.tenant)]
     if candidate.push is not None:
@@ -173,7 +175,7 @@ def _print_detector(candidate: LoopCandidate, request: HttpRequest, body: bytes,
         rows.append(("key", hit.key))
     rows.append(("decision", _describe_decision(candidate)))
     if _may_steer(candidate):
-        rows += _show_note(candidate, request, body)
+        rows += _show_note(candidate, evaluation, body)
     _print_rows(rows)
 
 
@@ -185,12 +187,12 @@ def _may_steer(candidate: LoopCandidate) -> bool:
     return found is not None and found.looping and detector.actions[found.step] is Action.STEER
 
 
-def _show_note(candidate: LoopCandidate, request: HttpRequest, body: bytes) -> _Rows:
+def _show_note(candidate: LoopCandidate, evaluation: Evaluation, body: bytes) -> _Rows:
     """What the model is told, and why it is not where it cannot be."""
-    detector = candidate.detector
+    detector, request = candidate.detector, evaluation.request
     note = write_note(_make_outcome(candidate, detector.actions.index(Action.STEER)), request, detector)
     try:
-        steer(request, body, note)
+        steer(request, body, note, partial(evaluation.make_marks, candidate=candidate))
     except NotEdited as why:
         return [("unsteered", f"let through with a warning: {why.reason}")]
     return [("note", note)]

@@ -7,8 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from extproc.commands import add_policy_flag, load_policies
+from extproc.commands import add_key_flag, add_policy_flag, load_policies
 from extproc.errors import UsageError
+from extproc.hash_key import read_hash_key
 from extproc.replay.command import COUNT, add_log_flags, compile_policies, open_logs, tell_lines
 
 HELP = "run recorded traffic through policies: what they would have done to it"
@@ -31,6 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard replay`."""
     add_policy_flag(parser)
     add_log_flags(parser)
+    add_key_flag(parser)
     parser.add_argument("--top", type=COUNT, default=_TOP, metavar="N", help="worst offenders shown (default 10)")
     parser.add_argument("--html", metavar="FILE", help="write one page with charts for a browser as well")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
@@ -53,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     if options.html is not None and not (Path(options.html).parent.is_dir() and not Path(options.html).is_dir()):
         raise UsageError(f"--html cannot be written to {options.html}: give a file in a folder that exists")
     engine = compile_policies(load_policies(options.policy), shadow=options.shadow)
-    judge, report = Judge(engine, options.max_entries), Report(engine)
+    judge, report = Judge(engine, options.max_entries, read_hash_key(options.hash_key_file)), Report(engine)
     with open_logs(options) as (logs, entries):
         for entry in entries:
             report.add(entry, judge.judge(entry.recorded))

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from extproc.commands import add_policy_flag, load_policies
+from extproc.commands import add_key_flag, add_policy_flag, load_policies
 from extproc.errors import BundleErrors, LoopguardError, UsageError
+from extproc.hash_key import read_hash_key
 from extproc.logs import escape_controls
 from extproc.policy.objects import MAX_SECONDS, MAX_THRESHOLD
 from extproc.replay.command import add_log_flags, compile_policies, open_logs, tell_lines
@@ -39,6 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard tune`."""
     add_policy_flag(parser)
     add_log_flags(parser)
+    add_key_flag(parser)
     parser.add_argument("--id", metavar="POLICY", help="which policy; needed where there are several")
     parser.add_argument("--detector", metavar="NAME", help="which of its detectors; needed where several count in a window")
     parser.add_argument("--windows", default=_WINDOWS, metavar="SECONDS,...", help=f"default {_WINDOWS}")
@@ -67,7 +69,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--max-touched must be a share between 0 and 100")
     windows = _read_numbers("--windows", options.windows, MAX_SECONDS, detector.window_seconds, 1)
     thresholds = _read_numbers("--thresholds", options.thresholds, MAX_THRESHOLD, detector.threshold, 2)
-    sweep = Sweep(engine, (detector.policy, detector.name), windows, thresholds, options.max_entries)
+    key = read_hash_key(options.hash_key_file)
+    sweep = Sweep(engine, (detector.policy, detector.name), windows, thresholds, options.max_entries, key)
     with open_logs(options) as (logs, entries):
         for entry in entries:
             sweep.add(entry.recorded)

@@ -16,6 +16,7 @@ from extproc.memo import Memo
 from extproc.policy.bundle import Session
 from extproc.policy.session_limits import Notice, SessionLimits
 from extproc.policy.session_limits import Price as PolicyPrice
+from extproc.quoting import quote
 from extproc.rates import Price, Rates
 from extproc.similarity.history import RECORD, ToolCalls, digest_tool
 
@@ -139,14 +140,15 @@ class SessionSubject:
 
     def _explain(self) -> str:
         used, allowed = self.shown
+        tool = quote(self.tool) if self.tool else "(unnamed)"
         if self.ordered:
             return "an operator has stopped this session"
         if self.limit == KILLED:
             return "this session was stopped, because too many of its requests in a row were refused or failed"
         if self.limit == PER_TOOL:
-            return f"the tool {self.tool or '(unnamed)'} was called {used} times in this session, of {allowed} that are allowed"
+            return f"the tool {tool} was called {used} times in this session, of {allowed} that are allowed"
         if self.limit == LOOP:
-            return f"the tool {self.tool or '(unnamed)'} was called {used} times with the same arguments"
+            return f"the tool {tool} was called {used} times with the same arguments"
         return f"this session has used {used:.6g} of its {allowed:.6g} {_WORDS[self.limit]}"
 
 

@@ -7,6 +7,7 @@ from extproc.decision import Decision
 from extproc.engine import Engine
 from extproc.evaluation import Evaluation, Lane
 from extproc.fingerprint import NO_BODY
+from extproc.hash_key import PROCESS_KEY, HashKey
 from extproc.metrics import Metrics
 from extproc.replay.records import Recorded
 from extproc.request import HttpRequest, explain_unknowable_body
@@ -14,15 +15,16 @@ from extproc.similarity.document import NotCounted
 from extproc.store.memory import MemoryStore
 
 
-def prepare(engine: Engine, recorded: Recorded, request: HttpRequest) -> Evaluation | None:
+def prepare(engine: Engine, recorded: Recorded, request: HttpRequest, key: HashKey) -> Evaluation | None:
     """A recorded request as far as it can be known without counting it; None when no policy matches it.
 
     Args:
         engine: the policies.
         recorded: what is known of the request.
         request: made of that.
+        key: of keyed hashes.
     """
-    evaluation = engine.prepare(request)
+    evaluation = engine.prepare(request, key=key)
     if evaluation is None:
         return None
     content = recorded.content
@@ -44,15 +46,17 @@ class Judge:
         evictions: live fingerprints that were dropped for want of room, so that some counts are too low.
     """
 
-    def __init__(self, engine: Engine, max_entries: int) -> None:
+    def __init__(self, engine: Engine, max_entries: int, key: HashKey = PROCESS_KEY) -> None:
         """Nothing has been counted.
 
         Args:
             engine: the policies.
             max_entries: of the store.
+            key: of keyed hashes.
         """
         self.unmatched = self.killed = 0
         self._engine = engine
+        self._key = key
         self._metrics = Metrics()
         self._now = 0  # by the log
         memory = MemoryStore(self._metrics, max_entries, lambda: self._now)
@@ -69,7 +73,7 @@ class Judge:
         if self._is_killed(request, recorded.time):
             self.killed += 1
             return None
-        evaluation = prepare(self._engine, recorded, request)
+        evaluation = prepare(self._engine, recorded, request, self._key)
         if evaluation is None:
             self.unmatched += 1
             return None

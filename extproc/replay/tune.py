@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from extproc.candidates import Candidate, LoopCandidate
 from extproc.engine import Engine
+from extproc.hash_key import PROCESS_KEY, HashKey
 from extproc.metrics import Metrics
 from extproc.policy.bundle import Policy
 from extproc.replay.judge import prepare
@@ -72,8 +73,14 @@ class Sweep:
         tenants: whose requests they were.
     """
 
-    def __init__(
-        self, engine: Engine, target: tuple[str, str], windows: Sequence[int], thresholds: Sequence[int], max_entries: int
+    def __init__(  # noqa: PLR0913  # what is tried, and with what
+        self,
+        engine: Engine,
+        target: tuple[str, str],
+        windows: Sequence[int],
+        thresholds: Sequence[int],
+        max_entries: int,
+        key: HashKey = PROCESS_KEY,
     ) -> None:
         """Nothing has been counted.
 
@@ -83,10 +90,12 @@ class Sweep:
             windows: in seconds, ascending.
             thresholds: ascending.
             max_entries: fingerprints kept at once, for all windows together.
+            key: of keyed hashes.
         """
         self.requests = self.uncounted = 0
         self.tenants = Sketch(size=4 * _KEPT)
         self._engine = engine
+        self._key = key
         self._target = target
         self._windows = windows
         self._thresholds = thresholds
@@ -102,7 +111,7 @@ class Sweep:
 
     def add(self, recorded: Recorded) -> None:
         """One more request."""
-        evaluation = prepare(self._engine, recorded, recorded.make_request())
+        evaluation = prepare(self._engine, recorded, recorded.make_request(), self._key)
         if evaluation is None:
             return
         candidates = [each for lane in evaluation.lanes for each in lane.candidates if isinstance(each, LoopCandidate)]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final, Protocol
 
 from extproc.decision import Advice, Framed, Outcome, Repeat, Subject
 from extproc.policy.objects import JsonObject, Place
-from extproc.request import cut_text
+from extproc.quoting import quote
 from extproc.similarity.document import Document
 from extproc.similarity.keys import LoopKeys, SimilarityKeys
 
@@ -132,8 +132,7 @@ class Similarity:
 
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
         """See `Subject`."""
-        shown = path if len(path) <= _SHOWN else path[: _SHOWN - 1] + "\u2026"
-        repeated = self.name_repeated(f"({cut_text(method, _SHOWN)} {cut_text(shown, _SHOWN)})")
+        repeated = self.name_repeated(f"({quote(method)} {quote(path, _SHOWN)})")
         what = f"{repeated} has been sent {outcome.count} times within {format_duration(outcome.span_ms)}"
         return Advice(what, "", "Change the approach or the input, or stop and report the result you have so far.")
 

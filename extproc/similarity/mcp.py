@@ -16,6 +16,7 @@ import msgspec
 
 from extproc.decision import COMPLETION, Advice, Framed, Outcome
 from extproc.policy.objects import JsonObject, Place
+from extproc.quoting import quote
 from extproc.similarity.actions import MAX_NAME
 from extproc.similarity.base import Similarity, format_duration
 from extproc.similarity.document import (
@@ -83,7 +84,8 @@ class Call:
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002  # as above
         """See `Similarity`."""
         if self.tool:
-            what, progress = f"{self.tool} has been called {outcome.count} times with the same arguments", "call it with others"
+            what = f"{quote(self.tool)} has been called {outcome.count} times with the same arguments"
+            progress = "call it with others"
         else:
             what, progress = f"this same message has been sent {outcome.count} times", "send another one"
         instead = f"To get on, {progress}, try another way, or finish with the result you have so far."

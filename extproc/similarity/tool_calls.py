@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from extproc.decision import Advice, Outcome, Repeat
 from extproc.policy.objects import JsonObject, Place
+from extproc.quoting import quote_all
 from extproc.similarity.actions import MAX_NAME
 from extproc.similarity.base import Similarity
 from extproc.similarity.document import Document, NotCounted, write_canonical
@@ -128,7 +129,7 @@ class ToolCalls(Similarity):
         """See `Similarity`."""
         if repeat is None:
             return "no call of the last turn, or fewer calls than any threshold"
-        return f"{', '.join(repeat.tools)}: {repeat.count} of {repeat.calls} calls"
+        return f"{quote_all(repeat.tools)}: {repeat.count} of {repeat.calls} calls"
 
     def tell(self, outcome: Outcome, method: str, path: str) -> str:
         """See `Similarity`; what the tools were called with and what they said stays out of it."""
@@ -232,7 +233,7 @@ class ToolCalls(Similarity):
 
 def _name_calls(repeat: Repeat) -> str:
     """Which tools were called, and how often."""
-    names = ", ".join(repeat.tools)
+    names = quote_all(repeat.tools)
     if not repeat.looping:
         return f"{names} was called in a loop, and this same call stays refused for a while"
     if len(repeat.tools) > 1:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from extproc.decision import Advice, Outcome, Repeat
 from extproc.logs import escape_controls
 from extproc.policy.objects import JsonObject, Place
+from extproc.quoting import quote_all
 from extproc.similarity.base import Memory, Similarity
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.keys import SimilarityKeys, TurnsKeys
@@ -189,7 +190,7 @@ class TurnMemory:
 
 
 def _name(repeat: Repeat) -> str:
-    return ", ".join(repeat.tools) if repeat.tools else "the same message"
+    return quote_all(repeat.tools) if repeat.tools else "the same message"
 
 
 def _explain(repeat: Repeat) -> tuple[str, str]:

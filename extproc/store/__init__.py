@@ -95,6 +95,21 @@ class Store(Protocol):
         """
         ...
 
+    async def share_secret(self, name: str, secret: bytes) -> bytes:
+        """Agree with the other replicas on random bytes; no request waits for that.
+
+        Args:
+            name: what they are for, one of our own words.
+            secret: to be used where the store has none of that name, which it keeps from then on.
+
+        Returns:
+            those that the store has, as many as were given.
+
+        Raises:
+            StoreError: the store is away, or has something else there.
+        """
+        ...
+
     def health(self) -> str:
         """`ok`, or what is wrong in a few words, for `/readyz`."""
         ...

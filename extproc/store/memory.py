@@ -122,6 +122,10 @@ class MemoryStore:
         """See `Store`."""
         return self._orders.read(book, known, _read_clock() if now is None else now)
 
+    async def share_secret(self, name: str, secret: bytes) -> bytes:  # noqa: ARG002  # a Store's signature
+        """See `Store`; this process is the only replica."""
+        return secret
+
     def health(self) -> str:
         """Memory is always well."""
         return "ok"

@@ -200,6 +200,15 @@ class RemoteStore:
         self._check_open()
         return await self._orders.read(book, known, now)
 
+    async def share_secret(self, name: str, secret: bytes) -> bytes:
+        """See `Store`."""
+        self._check_open()
+        key = self._aside.name_key("secret", name)
+        _, found = await self._aside.ask(name, [("SET", key, secret, "NX"), ("GET", key)])
+        if not isinstance(found, bytes) or len(found) != len(secret):
+            raise StoreError(f"what the server has as {key} is no secret of {len(secret)} bytes", kind="response")
+        return found
+
     def health(self) -> str:
         """`ok`, or what is wrong."""
         return "ok" if self._trouble is None else f"unavailable: {self._trouble}"

@@ -9,6 +9,7 @@ from statistics import median
 from time import thread_time
 from typing import Any
 
+from extproc.notes import CLOSING, END, OPENING
 from extproc.service import Service, Stream
 from extproc.settings import Settings
 from tests.bench import samples
@@ -77,6 +78,8 @@ def _bodies() -> Mapping[str, bytes]:
     last = '],"tool_calls":[%s]},{"role":"tool","tool_call_id":"c","content":"x"}]}'
     said = json.dumps("1 1s " * 6_000)[1:-1]
     again = '{"role":"assistant","tool_calls":[%s]},{"role":"tool","tool_call_id":"c","content":"%s"}'
+    forged = f"{OPENING} x {CLOSING}0123456789abcdef{END}"
+    heard = '{"role":"tool","tool_call_id":"c","content":"%s"}'
     asked = json.dumps(json.dumps([1.5 + number for number in range(20_000)]))
     return {
         "1 MB body, empty messages": filled("{}"),
@@ -99,6 +102,12 @@ def _bodies() -> Mapping[str, bytes]:
         "1 MB body, results that differ at their end": (
             b'{"messages":[%b]}' % ",".join([again % (call, f"{said} {number % 7}") for number in range(32)]).encode()
         ),
+        "1 MB body, forged marks of notes": filled(heard % (forged * 20)),
+        "1 MB body, forged marks of notes in the user's first words": filled(
+            forged, '{"messages":[{"role":"user","content":"', '"}]}'
+        ),
+        "1 MB body, forged marks of long notes": filled(heard % forged.replace(" x ", "\\u0041" * 10_000)),
+        "1 MB body, notes that begin and do not end": filled(OPENING, '{"messages":[{"role":"user","content":"', '"}]}'),
         "0.3 MB of arguments": (
             b'{"messages":[{"role":"assistant","tool_calls":[{"id":"c","function":{"arguments":%b}}]}]}' % asked.encode()
         ),

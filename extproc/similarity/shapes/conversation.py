@@ -13,8 +13,17 @@ from typing import Any, Final, NamedTuple
 from msgspec import Raw, Struct, ValidationError, defstruct, json
 from msgspec.structs import fields
 
-from extproc.similarity.document import ABSENT, MAX_STEPS, Document, Json, NotCounted, decode_json, write_canonical
-from extproc.similarity.shapes.messages import Message, Part
+from extproc.similarity.document import (
+    ABSENT,
+    MAX_STEPS,
+    Document,
+    Json,
+    NotCounted,
+    decode_json,
+    open_value,
+    write_canonical,
+)
+from extproc.similarity.shapes.messages import TEXT, Message, Part
 from extproc.similarity.shapes.places import Place, Value
 
 ASSISTANT, USER, TOOL, NOBODY = "assistant", "user", "tool", "other"
@@ -22,6 +31,9 @@ ASSISTANT, USER, TOOL, NOBODY = "assistant", "user", "tool", "other"
 
 _MAX_NEWEST: Final = 100
 """So many results, made at once, may have a place for a note."""
+
+_MAX_OLDEST: Final = 100
+"""Among so many messages at the start the user is expected to say something."""
 
 ASSISTANTS = frozenset({ASSISTANT, "model", "ai"})
 
@@ -165,6 +177,21 @@ class Conversation:
         """
         behind = takewhile(lambda message: message.speaker != ASSISTANT, self.read_backwards())
         return list(islice(behind, _MAX_NEWEST))
+
+    def read_first_words(self) -> str:
+        """What the user said first, as text; empty where none of the first messages is the user's and has a text.
+
+        Raises:
+            NotCounted: one of them cannot be read.
+        """
+        for place in range(min(len(self._messages), _MAX_OLDEST)):
+            value = self._open_message(place)
+            if self.shape.name_speaker(value) == USER:
+                texts = [open_value(part.value) for part in self.shape.read(value) if part.kind == TEXT]
+                words = "".join([text for text in texts if isinstance(text, str)])
+                if words:
+                    return words
+        return ""
 
     def list_values(self, speaker: str = "", start: int = 0) -> list[Any]:
         """What somebody, or everybody, has said and done, the oldest first, as the shape has it; calls stand one by one.

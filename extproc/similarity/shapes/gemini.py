@@ -24,7 +24,7 @@ from extproc.similarity.shapes.places import (
 )
 
 _RESPONSE_TEXTS = ("output", "result", "error")
-_NOTE = b'"gateway_note":"', b'"'
+_NOTE = "gateway_note"
 
 
 class Content(Struct, gc=False):
@@ -90,8 +90,12 @@ def _locate_result(_: Value, fields: Fields) -> list[Place]:
     if response is None or not is_object(response):
         return []
     given = open_fields(response)
-    text = next((given[key] for key in _RESPONSE_TEXTS if key in given and is_text(given[key])), None)
-    return [append_item(response, _NOTE, result=True) if text is None else end_text(text, result=True)]
+    key = next((key for key in _RESPONSE_TEXTS if key in given and is_text(given[key])), _NOTE)
+    while key in given and not is_text(given[key]):  # a tool must not keep a note away by taking its name
+        key += "_"
+    if key in given:
+        return [end_text(given[key], result=True)]
+    return [append_item(response, (b'"%b":"' % key.encode(), b'"'), result=True)]
 
 
 SHAPES = (

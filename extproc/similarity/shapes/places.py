@@ -98,17 +98,18 @@ class Member(NamedTuple):
 Fields = dict[str, Value]
 
 
-def splice(body: bytes, places: Sequence[Place], note: str) -> bytes:
-    r"""A body with a note in each of the places, which follow one another.
+def splice(body: bytes, places: Sequence[Place], note: str, separator: str = "") -> bytes:
+    r"""A body with a note in each of the places, which follow one another; the separator goes between a text and its note.
 
     >>> splice(b'["a"]', [Place(3)], ' says "b"')
     b'["a says \\"b\\""]'
     """
     written, whole = dumps(note)[1:-1].encode(), memoryview(body)
+    between = dumps(separator)[1:-1].encode()
     parts: list[bytes | memoryview] = []
     done = 0
     for place in places:
-        parts += [whole[done : place.offset], place.opening, written, place.closing]
+        parts += [whole[done : place.offset], place.opening or between, written, place.closing]
         done = place.offset
     parts.append(whole[done:])
     return b"".join(parts)
