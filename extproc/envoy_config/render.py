@@ -115,11 +115,15 @@ def reads_usage(policies: PolicySet, options: EnvoyOptions) -> bool:
     return costs and options.usage == "exact" and options.shadow_mode != "observability"
 
 
-def write_answer_parts(options: EnvoyOptions) -> dict[str, str]:
-    """The access log (`entries`) and the filters (`usage`) that tell what answers cost, as YAML."""
+def write_shared_parts(options: EnvoyOptions) -> dict[str, str]:
+    """What is the same wherever Envoy's configuration comes from, as YAML.
+
+    Returns:
+        the access log (`entries`) and the filters (`usage`) that tell what answers cost, and the cluster `loopguard`.
+    """
     values = defaultdict[str, str | bool](str, {**_describe_rules(options), "waiting": True, "outcomes": True, "usage": True})
     found = cut_parts(read_template("bootstrap"), values)
-    return {name: found[name] for name in ("entries", "usage")}
+    return {name: found[name] for name in ("entries", "usage", "cluster")}
 
 
 def _describe_answers(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, str | bool]:
