@@ -31,9 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import helm_python
+import yaml
 
 from extproc.envoy_config.options import EnvoyOptions
-from extproc.envoy_config.render import write_answer_parts
+from extproc.envoy_config.render import write_shared_parts
 from extproc.options import read_options
 from extproc.policy import bundle, rules
 from extproc.settings import Settings
@@ -494,6 +495,13 @@ _OPTIONS = read_options(EnvoyOptions, {"upstream": "upstream:1"})
 """Their defaults; the templates put the chart's values in place of those that it has."""
 
 
+def keep_health(cluster: str) -> str:
+    """Of the cluster what finds out that a Loopguard hangs or is gone; the rest is a mesh's own."""
+    (loopguard,) = yaml.safe_load(cluster)
+    kept = ("typed_extension_protocol_options", "health_checks", "outlier_detection", "common_lb_config")
+    return yaml.safe_dump({key: loopguard[key] for key in kept}, sort_keys=False)
+
+
 def generated(chart: Path = CHART) -> dict[Path, str]:
     """Every generated file of a chart and what should stand in it."""
     values = read_values((chart / "values.yaml").read_text())
@@ -502,10 +510,12 @@ def generated(chart: Path = CHART) -> dict[Path, str]:
     if not TABLES.search(readme):
         raise ChartError("README.md has no lines '<!-- values -->' and '<!-- end of values -->' to put the tables between")
     made = tables(values, schema["definitions"])
+    parts = write_shared_parts(_OPTIONS)
+    parts["cluster"] = keep_health(parts["cluster"])
     return {
         chart / "values.schema.json": json.dumps(schema, indent=2) + "\n",
         chart / "README.md": TABLES.sub(lambda _: f"\n{made}\n", readme),
-        **{chart / "envoy" / f"{name}.yaml": text for name, text in write_answer_parts(_OPTIONS).items()},
+        **{chart / "envoy" / f"{name}.yaml": text for name, text in parts.items()},
     }
 
 

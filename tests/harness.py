@@ -167,6 +167,7 @@ class Envoy(Process):
             self.admin_port = int(admin.read_text().rpartition(":")[2])
             listeners = eventually(lambda: json.loads(self.admin("/listeners?format=json")).get("listener_statuses"))
             self.port = int(listeners[0]["local_address"]["socket_address"]["port_value"])
+            eventually(lambda: self.admin("/ready").startswith("LIVE"), "Envoy, once each cluster's health is known")
         except BaseException:
             self.stop()
             raise

@@ -48,6 +48,8 @@ FILTER = f"{MANAGER}/http_filters/0/typed_config"
 HOST = f"{MANAGER}/route_config/virtual_hosts/0"
 GUARDED = f"{HOST}/routes/0"
 CLUSTER = "/static_resources/clusters/0"
+PER_ROUTE = f"{GUARDED}/typed_per_filter_config/envoy.filters.http.ext_proc/overrides"
+MODE = f"{PER_ROUTE}/processing_mode"
 
 
 def good() -> Json:
@@ -109,7 +111,24 @@ def behind(document: Json) -> None:
     find(document, f"{MANAGER}/http_filters").reverse()
 
 
-OBSERVING = {f"{FILTER}/observability_mode": True, f"{FILTER}/processing_mode/request_body_mode": "STREAMED"}
+def older(document: Json) -> None:
+    """The filter is off, and on with all that it says where a route asks for it: the shape of Envoy Gateway, and once ours."""
+    mode = find(document, PER_ROUTE).pop("processing_mode")
+    find(document, FILTER)["processing_mode"] = mode
+    find(document, f"{MANAGER}/http_filters/0")["disabled"] = True
+    on = find(document, f"{GUARDED}/typed_per_filter_config")
+    kind = "type.googleapis.com/envoy.config.route.v3.FilterConfig"
+    on["envoy.filters.http.ext_proc"] = {"@type": kind, "config": on["envoy.filters.http.ext_proc"]}
+
+
+def show_nothing(document: Json) -> None:
+    """The other route speaks of the filter, and forgets what it is to show."""
+    kind = find(document, f"{GUARDED}/typed_per_filter_config")["envoy.filters.http.ext_proc"]["@type"]
+    entry = {"@type": kind, "overrides": {}}
+    find(document, f"{HOST}/routes/1")["typed_per_filter_config"] = {"envoy.filters.http.ext_proc": entry}
+
+
+OBSERVING = {f"{FILTER}/observability_mode": True, f"{MODE}/request_body_mode": "STREAMED"}
 
 
 def observing(pointer: str, value: Json) -> Edit:
@@ -126,7 +145,7 @@ def in_parts(settings: dict[str, Json]) -> Edit:
     """An edit of a filter that collects bodies in parts."""
 
     def edit(document: Json) -> None:
-        put(f"{FILTER}/processing_mode/request_body_mode", "BUFFERED_PARTIAL")(document)
+        put(f"{MODE}/request_body_mode", "BUFFERED_PARTIAL")(document)
         put(f"{FILTER}/allow_content_length_header", value=True)(document)
         for place, setting in settings.items():
             put(place, setting)(document)
@@ -134,15 +153,9 @@ def in_parts(settings: dict[str, Json]) -> Edit:
     return edit
 
 
-def override(**overrides: Json) -> Edit:
-    """An edit of what the guarded route says of the filter."""
-    per_route = "typed_per_filter_config/envoy.filters.http.ext_proc/config/overrides"
-    return put(f"{GUARDED}/{per_route}", overrides)
-
-
+OFF = {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "disabled": True}
 RETRIES = {"retry_on": "connect-failure"}
 KEPT = ("kept-bodies", f"{GUARDED}/per_request_buffer_limit_bytes")
-PER_ROUTE = f"{GUARDED}/typed_per_filter_config/envoy.filters.http.ext_proc/config/overrides"
 WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
     "the limit of an Envoy that says none": (
         drop("/static_resources/listeners/0/per_connection_buffer_limit_bytes"),
@@ -189,47 +202,51 @@ WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
         "client-header",
         f"{HOST}/response_headers_to_add",
     ),
-    "attributes of a route": (override(request_attributes=["source.address"]), "overrides", f"{PER_ROUTE}/request_attributes"),
+    "attributes of a route": (
+        put(f"{PER_ROUTE}/request_attributes", ["source.address"]),
+        "overrides",
+        f"{PER_ROUTE}/request_attributes",
+    ),
     "behind the router": (behind, "filter-order", f"{MANAGER}/http_filters/1"),
     "no headers": (
-        put(f"{FILTER}/processing_mode/request_header_mode", "SKIP"),
+        put(f"{MODE}/request_header_mode", "SKIP"),
         "processing-mode",
-        f"{FILTER}/processing_mode/request_header_mode",
+        f"{MODE}/request_header_mode",
     ),
     "no bodies": (
-        drop(f"{FILTER}/processing_mode/request_body_mode"),
+        drop(f"{MODE}/request_body_mode"),
         "processing-mode",
-        f"{FILTER}/processing_mode/request_body_mode",
+        f"{MODE}/request_body_mode",
     ),
     "a route's own mode, which says nothing of bodies": (
-        override(processing_mode={"request_header_mode": "SEND"}),
+        put(MODE, {"request_header_mode": "SEND"}),
         "processing-mode",
         f"{PER_ROUTE}/processing_mode/request_body_mode",
     ),
     "bodies in pieces": (
-        put(f"{FILTER}/processing_mode/request_body_mode", "STREAMED"),
+        put(f"{MODE}/request_body_mode", "STREAMED"),
         "processing-mode",
-        f"{FILTER}/processing_mode/request_body_mode",
+        f"{MODE}/request_body_mode",
     ),
     "bodies in both directions": (
-        put(f"{FILTER}/processing_mode/request_body_mode", "FULL_DUPLEX_STREAMED"),
+        put(f"{MODE}/request_body_mode", "FULL_DUPLEX_STREAMED"),
         "processing-mode",
-        f"{FILTER}/processing_mode/request_body_mode",
+        f"{MODE}/request_body_mode",
     ),
     "no trailers": (
-        drop(f"{FILTER}/processing_mode/request_trailer_mode"),
+        drop(f"{MODE}/request_trailer_mode"),
         "processing-mode",
-        f"{FILTER}/processing_mode/request_trailer_mode",
+        f"{MODE}/request_trailer_mode",
     ),
     "answers": (
-        put(f"{FILTER}/processing_mode/response_body_mode", "BUFFERED"),
+        put(f"{MODE}/response_body_mode", "BUFFERED"),
         "processing-mode",
-        f"{FILTER}/processing_mode/response_body_mode",
+        f"{MODE}/response_body_mode",
     ),
     "looking on, and waiting": (
-        observing(f"{FILTER}/processing_mode/request_body_mode", "BUFFERED"),
+        observing(f"{MODE}/request_body_mode", "BUFFERED"),
         "processing-mode",
-        f"{FILTER}/processing_mode/request_body_mode",
+        f"{MODE}/request_body_mode",
     ),
     "looking on, and failing": (
         observing(f"{FILTER}/failure_mode_allow", False),
@@ -237,7 +254,7 @@ WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
         f"{FILTER}/failure_mode_allow",
     ),
     "chunks": (
-        put(f"{FILTER}/processing_mode/request_body_mode", "BUFFERED_PARTIAL"),
+        put(f"{MODE}/request_body_mode", "BUFFERED_PARTIAL"),
         "content-length",
         f"{FILTER}/allow_content_length_header",
     ),
@@ -286,6 +303,11 @@ WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
         "circuit-breakers",
         f"{CLUSTER}/circuit_breakers/thresholds/1/max_requests",
     ),
+    "a route that shows nothing": (
+        show_nothing,
+        "processing-mode",
+        f"{PER_ROUTE.replace('routes/0', 'routes/1')}/processing_mode",
+    ),
     "no route is on": (
         drop(f"{GUARDED}/typed_per_filter_config"),
         "nothing-guarded",
@@ -321,7 +343,7 @@ NOTES: dict[str, tuple[Edit, str]] = {
     "clients that wait": (put(f"{MANAGER}/proxy_100_continue", value=True), "expect"),
     "%2F": (drop(f"{MANAGER}/path_with_escaped_slashes_action"), "escaped-slashes"),
     "retries": (put(f"{GUARDED}/route/retry_policy", {"retry_on": "5xx"}), "retries"),
-    "a 413 that is not told": (put(f"{FILTER}/processing_mode/response_header_mode", "SKIP"), "processing-mode"),
+    "a 413 that is not told": (put(f"{MODE}/response_header_mode", "SKIP"), "processing-mode"),
     "deny, said": (put(f"{FILTER}/failure_mode_allow", value=False), "failure-mode"),
     "patience": (put(f"{FILTER}/message_timeout", "35s"), "message-timeout"),
     "no addresses": (put(f"{FILTER}/request_attributes", ["xds.route_name"]), "attributes"),
@@ -355,6 +377,110 @@ def test_what_keeps_no_bodies_may_collect_them_in_parts(place: str) -> None:
     assert [code for code, _, _ in found(kept_whole)] == ["retries"]
 
 
+# ---- Routes that are chosen late
+
+
+def add(place: int, name: str, config: Json) -> Edit:
+    """An edit that puts another filter in."""
+    full = {"@type": f"type.googleapis.com/envoy.extensions.filters.http.{config.pop('is')}", **config}
+
+    def edit(document: Json) -> None:
+        find(document, f"{MANAGER}/http_filters").insert(place, {"name": name, "typed_config": copy.deepcopy(full)})
+
+    return edit
+
+
+def catch_all(document: Json) -> None:
+    """Every route is guarded."""
+    del find(document, f"{HOST}/routes")[1:]
+    find(document, GUARDED)["match"] = {"prefix": "/"}
+
+
+SCRIPT = 'function envoy_on_request(h) h:headers():replace("x-model", "large") end'
+CLAIMS = {"is": "jwt_authn.v3.JwtAuthentication", "providers": {"idp": {"issuer": "i", "clear_route_cache": True}}}
+LATE: dict[str, tuple[list[Edit], bool]] = {  # edits, and whether that hurts
+    "nothing chooses": ([older], False),
+    "claims": ([older, add(0, "it", {**CLAIMS})], True),
+    "claims, whatever they are": ([add(0, "it", {**CLAIMS})], False),
+    "claims that come too late": ([add(1, "it", {**CLAIMS})], True),
+    "claims that choose no route": ([older, add(0, "it", {**CLAIMS, "providers": {"idp": {"issuer": "i"}}})], False),
+    "claims where every route is guarded": ([older, catch_all, add(0, "it", {**CLAIMS})], False),
+    "authorisation": ([older, add(0, "it", {"is": "ext_authz.v3.ExtAuthz", "clear_route_cache": True})], True),
+    "authorisation alone": ([older, add(0, "it", {"is": "ext_authz.v3.ExtAuthz"})], False),
+    "a script": ([older, add(0, "it", {"is": "lua.v3.Lua", "default_source_code": {"inline_string": SCRIPT}})], True),
+    "a script that may not": (
+        [older, add(0, "it", {"is": "lua.v3.Lua", "inline_code": SCRIPT, "clear_route_cache": False})],
+        False,
+    ),
+    "a script that does so itself": (
+        [older, add(1, "it", {"is": "lua.v3.Lua", "inline_code": "h:clearRouteCache()", "clear_route_cache": False})],
+        True,
+    ),
+    "a script for answers": (
+        [older, add(0, "it", {"is": "lua.v3.Lua", "inline_code": SCRIPT.replace("request", "response")})],
+        False,
+    ),
+    "the choice of a model": ([older, add(0, "it", {"is": "ext_proc.v3.ExternalProcessor"})], True),
+    "the choice of a model, before": ([add(0, "it", {"is": "ext_proc.v3.ExternalProcessor"})], False),
+    "a processor that chooses nothing": (
+        [older, add(0, "it", {"is": "ext_proc.v3.ExternalProcessor", "route_cache_action": "RETAIN"})],
+        False,
+    ),
+    "a processor that must not": (
+        [older, add(0, "it", {"is": "ext_proc.v3.ExternalProcessor", "disable_clear_route_cache": True})],
+        False,
+    ),
+    "gRPC of JSON": ([older, add(0, "it", {"is": "grpc_json_transcoder.v3.GrpcJsonTranscoder"})], True),
+    "a filter that is off": (
+        [older, add(0, "it", {**CLAIMS}), put(f"{MANAGER}/http_filters/0/disabled", value=True)],
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(("edits", "hurts"), LATE.values(), ids=LATE)
+def test_a_route_that_may_be_chosen_late_is_told(edits: list[Edit], hurts: bool) -> None:
+    """Where a filter may choose another route when Loopguard's was left out already, that filter and the routes are named."""
+    document = good()
+    for edit in edits:
+        edit(document)
+
+    made = report(document)
+
+    late = [item for item in made.findings if item.code == "late-route"]
+    assert [item.code for item in made.findings if item.hurts] == ["late-route"] * hurts
+    assert [(find(document, item.place.pointer)["name"], item.routes) for item in late] == [("it", ["guarded:/chat*"])] * hurts
+    assert all("it may choose the route anew: a request from 'unguarded'" in item.problem for item in late)
+
+
+def test_a_request_that_had_no_route_may_get_one_late() -> None:
+    """Where every route is guarded and none takes everything, as those of claims do."""
+    document = good()
+    older(document)
+    add(0, "it", {**CLAIMS})(document)
+    del find(document, f"{HOST}/routes")[1:]
+
+    (late,) = (item for item in report(document).findings if item.hurts)
+
+    assert (late.code, late.place.pointer) == ("late-route", f"{MANAGER}/http_filters/0")
+    assert "a request that had no route" in late.problem
+
+
+def test_a_filter_in_a_matcher_is_recognised() -> None:
+    """What chooses when a filter is used stands around it."""
+    document = good()
+    inner = find(document, FILTER)
+    matcher = "type.googleapis.com/envoy.extensions.common.matching.v3.ExtensionWithMatcher"
+    find(document, f"{MANAGER}/http_filters/0")["typed_config"] = {
+        "@type": matcher,
+        "extension_config": {"name": "inside", "typed_config": inner},
+    }
+
+    made = report(document)
+
+    assert (made.findings, [route.modes for route in made.routes]) == ([], [["BUFFERED"], []])
+
+
 # ---- What policies need
 
 
@@ -378,8 +504,8 @@ def test_nobody_tells_how_requests_end() -> None:
 @pytest.mark.parametrize(
     "edit",
     [
-        drop(f"{GUARDED}/typed_per_filter_config/envoy.filters.http.sse_to_metadata"),
-        drop(f"{GUARDED}/typed_per_filter_config/envoy.filters.http.json_to_metadata"),
+        put(f"{GUARDED}/typed_per_filter_config/envoy.filters.http.sse_to_metadata", OFF),
+        put(f"{GUARDED}/typed_per_filter_config/envoy.filters.http.json_to_metadata", OFF),
         lambda document: find(document, f"{MANAGER}/http_filters").pop(1),
     ],
     ids=["off for events", "off for JSON", "no filter for events"],
@@ -508,7 +634,8 @@ def test_two_filters_on_one_route_count_twice() -> None:
     """Unless one of them only looks on."""
     document = good()
     filters = find(document, f"{MANAGER}/http_filters")
-    filters.insert(0, {**copy.deepcopy(filters[0]), "name": "loopguard-too", "disabled": False})
+    filters.insert(0, {**copy.deepcopy(filters[0]), "name": "loopguard-too"})
+    filters[0]["typed_config"]["processing_mode"] = find(document, MODE)
     twice = [(code, pointer) for code, pointer, hurts in found(document) if hurts]
     filters[0]["typed_config"] |= {"observability_mode": True, "processing_mode": {"request_body_mode": "STREAMED"}}
 
@@ -566,7 +693,7 @@ def test_an_edge_with_small_limits_would_break_uploads() -> None:
     manager = listener["filter_chains"]["filters"]["typed_config"]
     before = found(document)
     manager["early_header_mutation_extensions"] = find(ours, f"{MANAGER}/early_header_mutation_extensions")
-    manager["http_filters"].insert(0, find(ours, f"{MANAGER}/http_filters")[0])
+    manager["http_filters"].insert(1, find(ours, f"{MANAGER}/http_filters")[0])
     host = manager["route_config"]["virtual_hosts"]
     host["response_headers_to_add"] = find(ours, f"{HOST}/response_headers_to_add")
     host["routes"][0]["typed_per_filter_config"] = find(ours, f"{GUARDED}/typed_per_filter_config")
@@ -623,6 +750,7 @@ def test_another_filter_is_taken_for_loopguards_only_by_name() -> None:
 def test_what_is_nearest_to_a_route_counts(levels: list[Json], guarded: bool) -> None:
     """The route, its virtual host and the whole configuration may turn the filter on and off."""
     document = good()
+    older(document)
     places = [GUARDED, HOST, f"{MANAGER}/route_config"]
     find(document, GUARDED).pop("typed_per_filter_config")
     for place, said in zip(places, levels, strict=True):
@@ -922,7 +1050,7 @@ def test_every_code_is_documented() -> None:
     codes = (
         {code for _, code, _ in WRONG.values()}
         | {code for _, code in NOTES.values()}
-        | {"jwt", "unguarded", "twice", "routes-missing"}
+        | {"jwt", "late-route", "unguarded", "twice", "routes-missing"}
     )
 
     assert len(CHECKS) > 1

@@ -268,6 +268,8 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     listener, (guard, upstream) = made["static_resources"]["listeners"][0], made["static_resources"]["clusters"]
     manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
     asking = manager["http_filters"][0]["typed_config"]
+    route = manager["route_config"]["virtual_hosts"][0]["routes"][0]
+    shown = route["typed_per_filter_config"]["envoy.filters.http.ext_proc"]["overrides"]["processing_mode"]
     tls = upstream["transport_socket"]["typed_config"]
     protocol = next(iter(upstream["typed_extension_protocol_options"].values()))
     assert (code, printed.err) == (0, "")
@@ -278,7 +280,7 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert tls["common_tls_context"]["validation_context"]["trusted_ca"] == {"filename": "/ca.pem"}
     assert protocol["explicit_http_config"] == {"http2_protocol_options": {}}
     assert listener["per_connection_buffer_limit_bytes"] == 99_999
-    assert asking["processing_mode"]["request_body_mode"] == "BUFFERED_PARTIAL"
+    assert shown["request_body_mode"] == "BUFFERED_PARTIAL"
     assert asking["failure_mode_allow"] is False
 
 

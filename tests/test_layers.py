@@ -119,9 +119,12 @@ FLOORS: list[list[str]] = [
     ],
     ["envoy_check", "envoy_check/document"],
     ["envoy_check/config", "envoy_check/findings", "envoy_check/needs"],
+    ["envoy_check/selectors"],
     [
-        "envoy_check/selectors",
-        *(f"envoy_check/checks/{name}" for name in ("answers", "callers", "clusters", "filters", "limits", "paths", "routes")),
+        *(
+            f"envoy_check/checks/{name}"
+            for name in ("answers", "callers", "clusters", "filters", "late", "limits", "paths", "routes")
+        ),
     ],
     ["envoy_check/checks"],
     ["envoy_check/inspect", "envoy_check/show"],

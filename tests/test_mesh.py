@@ -48,6 +48,7 @@ _PARSER = """
 import importlib, json, sys
 from google.protobuf.json_format import ParseDict, ParseError
 MODULES = {
+    "CLUSTER": ("envoy.config.cluster.v3.cluster_pb2", "Cluster"),
     "LISTENER": ("envoy.config.listener.v3.listener_pb2", "Listener"),
     "NETWORK_FILTER": ("envoy.config.listener.v3.listener_components_pb2", "Filter"),
     "HTTP_ROUTE": ("envoy.config.route.v3.route_components_pb2", "Route"),
@@ -59,11 +60,14 @@ importlib.import_module(MODULES["HTTP_FILTER"][0])  # what an Any holds has to b
 for module in (
     "access_loggers.grpc.v3.als",
     "common.matching.v3.extension_matcher",
+    "matching.common_inputs.network.v3.network_inputs",
+    "matching.input_matchers.metadata.v3.metadata",
     "filters.common.matcher.action.v3.skip_action",
     "filters.http.ext_proc.v3.ext_proc",
     "filters.http.json_to_metadata.v3.json_to_metadata",
     "http.early_header_mutation.header_mutation.v3.header_mutation",
     "retry.host.previous_hosts.v3.previous_hosts",
+    "upstreams.http.v3.http_protocol_options",
 ):
     importlib.import_module(f"envoy.extensions.{module}_pb2")
 importlib.import_module("envoy.type.matcher.v3.http_inputs_pb2")
@@ -92,7 +96,7 @@ def test_every_patch_is_a_message() -> None:
     """The free-form values of every case parse as the messages that they are patched into, down to what is in an Any."""
     patches = [patch for values in ISTIO.values() for patch in envoy_filter(values)["spec"]["configPatches"]]
 
-    assert {patch["applyTo"] for patch in patches} == {"LISTENER", "NETWORK_FILTER", "HTTP_FILTER", "HTTP_ROUTE"}
+    assert {patch["applyTo"] for patch in patches} == {"LISTENER", "NETWORK_FILTER", "HTTP_FILTER", "HTTP_ROUTE", "CLUSTER"}
     assert set(read_as_messages(patches)) == {"OK"}
 
 
@@ -101,7 +105,7 @@ def test_a_misspelt_field_of_a_patch_is_seen() -> None:
     patches = copy.deepcopy(envoy_filter(CASES["istio-sidecar"])["spec"]["configPatches"])
     for patch in patches:
         value = patch["patch"]["value"]
-        inside = value.get("typed_config") or value.get("typed_per_filter_config", {}).get(FILTER, {}).get("config", value)
+        inside = value.get("typed_config") or value.get("typed_per_filter_config", {}).get(FILTER, value)
         inside["message_time_out"] = "1s"
 
     said = read_as_messages(patches)
@@ -137,8 +141,7 @@ def configuration(text: str, values: Values, routes: dict[str, str], edit: Calla
     host["routes"] = listed
     clusters = made["static_resources"]["clusters"]
     for number, name in enumerate(sorted({CLUSTER, *cluster_names(found)})):
-        own = copy.deepcopy(clusters[0])
-        del own["health_checks"]  # Istio has none
+        own = without_health(clusters[0])
         own["name"] = own["load_assignment"]["cluster_name"] = name
         (group,) = own["load_assignment"]["endpoints"]
         endpoints = group["lb_endpoints"]
@@ -147,6 +150,14 @@ def configuration(text: str, values: Values, routes: dict[str, str], edit: Calla
     patched(made, found)
     edit(made)
     return json.dumps(made)
+
+
+def without_health(cluster: Object) -> Object:
+    """A copy that has none of what finds out that a Loopguard hangs, as Istio's clusters do by themselves."""
+    copied = copy.deepcopy(cluster)
+    for key in ("health_checks", "outlier_detection", "common_lb_config"):
+        del copied[key]
+    return copied
 
 
 def cluster_names(found: Object) -> Iterator[str]:
@@ -347,7 +358,7 @@ def test_one_count_is_one_upstream_request(gateway: Stack) -> None:
 
 @pytest.mark.parametrize("case", ["istio-gateway", "istio-sidecar"])
 def test_a_dead_pod_costs_no_request_anything(case: str) -> None:
-    """Without health checks, as in Istio, every request that finds its Loopguard dead is decided by another one."""
+    """Every request that finds its Loopguard dead is decided by another one."""
     plain: Values = {
         "envoy": {"failureMode": "deny", "bodyMode": "strict"},
         "canary": {"enabled": False},
@@ -741,7 +752,7 @@ def test_two_releases_on_one_gateway_guard_a_route_each() -> None:
     def both(text: str) -> str:
         made = json.loads(configuration(text, values, routes))
         clusters = made["static_resources"]["clusters"]
-        clusters.append({**copy.deepcopy(clusters[-1]), "name": CLUSTER.replace("guards", "others")})
+        clusters.append({**without_health(clusters[-1]), "name": CLUSTER.replace("guards", "others")})
         endpoints = [item["load_assignment"]["endpoints"][0]["lb_endpoints"] for item in clusters]
         endpoints[-2][:], endpoints[-1][:] = endpoints[0][:1], endpoints[0][1:]
         return json.dumps(patched(made, second))
@@ -767,11 +778,16 @@ def test_an_envoy_filter_elsewhere_has_a_name_of_its_own() -> None:
 def test_everything_is_patched_in_the_same_place(values: Values) -> None:
     """No patch of a listener reaches beyond the context and the port that the values name; routes are found by name alone."""
     istio = values["istio"]
-    matches = [patch["match"] for patch in envoy_filter(values)["spec"]["configPatches"]]
+    patches = envoy_filter(values)["spec"]["configPatches"]
+    clusters = [patch["match"] for patch in patches if patch["applyTo"] == "CLUSTER"]
+    matches = [patch["match"] for patch in patches if patch["applyTo"] != "CLUSTER"]
     listeners = [match.get("listener", {}) for match in matches if "routeConfiguration" not in match]
     routes = [match["routeConfiguration"] for match in matches if "routeConfiguration" in match]
 
-    assert {match["context"] for match in matches} == {istio.get("context", "GATEWAY")}
+    context = istio.get("context", "GATEWAY")
+    assert {match["context"] for match in matches} == {context}
+    assert {match["context"] for match in clusters} == {"GATEWAY" if context == "GATEWAY" else "SIDECAR_OUTBOUND"}
+    assert {match["cluster"]["name"] for match in clusters} == set(cluster_names(envoy_filter(values)))
     assert {listener.get("portNumber", 0) for listener in listeners} == {istio.get("listenerPort", 0)}
     assert [route for route in routes if "portNumber" in route] == []
 

@@ -20,6 +20,8 @@ _KINDS = {
     "envoy.config.core.v3.TypedExtensionConfig": "extensions",
 }
 
+_WITH_MATCHER = "envoy.extensions.common.matching.v3.ExtensionWithMatcher"
+
 _KINDS_BY_NAME = {"envoy.filters.http.router": "envoy.extensions.filters.http.router.v3.Router"}
 """Of filters that older configurations only name."""
 
@@ -203,6 +205,11 @@ class HttpFilter:
         """By which routes speak of it."""
         return self.place.get("name").text()
 
+    @property
+    def is_of_envoy_gateway(self) -> bool:
+        """Envoy Gateway has made it, of an EnvoyExtensionPolicy, which cannot say everything."""
+        return self.name.startswith("envoy.filters.http.ext_proc/envoyextensionpolicy/")
+
     def is_a(self, *kinds: str) -> bool:
         """Whether it is of one of these kinds, as in `ext_proc.v3.ExternalProcessor`."""
         return self.kind.endswith(tuple(f".{kind}" for kind in kinds))
@@ -243,6 +250,8 @@ def _read_filter(place: Place, resources: Resources) -> HttpFilter:
         kind, config = (extension or place.get("config_discovery")).get("typed_config").message()
     else:
         kind, config = place.get("typed_config").message()
+    if kind == _WITH_MATCHER:  # which chooses when the filter inside is used
+        kind, config = config.get("extension_config", "typed_config").message()
     return HttpFilter(place, kind or _KINDS_BY_NAME.get(place.get("name").text(), ""), config)
 
 
@@ -259,13 +268,14 @@ class Guard:
     Attributes:
         manager: that it is in.
         filter: itself.
-        guarded: the routes on which it is on, each with what holds for it there.
-        cluster: that it asks, by name; empty where it is no cluster.
+        guarded: the routes of whose requests it shows something, each with what holds for it there.
+        blind: the routes that speak of it, and of whose requests it shows nothing all the same.
     """
 
     manager: Manager
     filter: HttpFilter
     guarded: Sequence[GuardedRoute]
+    blind: Sequence[GuardedRoute] = ()
 
     @property
     def observes(self) -> bool:
@@ -302,6 +312,12 @@ class GuardedRoute:
         """How bodies of requests are shown."""
         return self.mode.get("request_body_mode").text("NONE")
 
+    @property
+    def is_shown(self) -> bool:
+        """Something of its requests is: Envoy opens no stream where nothing is."""
+        skipped = self.mode.get("request_header_mode").text() == "SKIP" and self.mode.get("request_trailer_mode").text() != "SEND"
+        return not skipped or self.body_mode != "NONE"
+
 
 def find_guards(manager: Manager, names: Sequence[str]) -> list[Guard]:
     """The filters of a manager that ask Loopguard.
@@ -312,7 +328,13 @@ def find_guards(manager: Manager, names: Sequence[str]) -> list[Guard]:
     """
     processors = [item for item in manager.filters if item.is_a("ext_proc.v3.ExternalProcessor")]
     meant = [item for item in processors if (item.name in names if names else _mentions_loopguard(item))]
-    return [Guard(manager, item, [*_list_guarded(manager, item)]) for item in meant]
+    return [_make_guard(manager, item) for item in meant]
+
+
+def _make_guard(manager: Manager, item: HttpFilter) -> Guard:
+    routes = list(_list_on(manager, item))
+    blind = [route for route in routes if not route.is_shown and _list_said(item, route.route)]
+    return Guard(manager, item, [route for route in routes if route.is_shown], blind)
 
 
 def list_processors(manager: Manager) -> list[str]:
@@ -333,7 +355,8 @@ def _mentions_loopguard(item: HttpFilter) -> bool:
     return any("loopguard" in text.lower() for text in told)
 
 
-def _list_guarded(manager: Manager, item: HttpFilter) -> Iterator[GuardedRoute]:
+def _list_on(manager: Manager, item: HttpFilter) -> Iterator[GuardedRoute]:
+    """The routes on which it is on, whatever it shows."""
     for route in manager.routes:
         if is_on(item, route):
             overrides = [_read_per_route(entry).get("overrides") for entry in _list_said(item, route)]

@@ -29,6 +29,7 @@ Code: TypeAlias = Literal[
     "idle-timeout",
     "jwt",
     "kept-bodies",
+    "late-route",
     "message-timeout",
     "metadata",
     "nothing-guarded",

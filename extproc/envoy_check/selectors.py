@@ -116,6 +116,11 @@ def _takes_all_below(route: Route, prefix: str) -> bool:
     return wide and _takes(route, prefix) and _takes_all_of_a_path(route)
 
 
+def takes_everything(route: Route) -> bool:
+    """Whatever the request is, this route takes it."""
+    return _takes_all_below(route, "/")
+
+
 def _is_inside(route: Route, prefix: str) -> bool:
     """Whether what it takes is below the prefix."""
     match = route.place.get("match")

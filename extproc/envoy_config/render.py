@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
 from extproc.envoy_config.options import EnvoyOptions, is_ip
@@ -46,7 +46,9 @@ def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
             **describe_guard(policies, options),
             **upstream,
             "action": action,
-            "guarded_routes": "".join(_render_routes(routes, tolerant, action, usage=reads_usage(policies, options))),
+            "guarded_routes": "".join(
+                _render_route(route, action, describe_route(policies, options, tolerant=route in tolerant)) for route in routes
+            ),
             "unguarded": not any(route.path == "/" and not route.exact for route in routes),
         },
     )
@@ -80,18 +82,29 @@ def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, s
 
 def _describe_mode(options: EnvoyOptions) -> Mapping[str, str | bool]:
     """Whether requests wait for Loopguard, and what becomes of those that it cannot answer for."""
-    if options.shadow_mode == "observability":  # answers are ignored: there is nothing to hold, to tell or to receive
-        body_mode = "STREAMED"
-    else:
-        body_mode = _BODY_MODES["tolerant" if options.shadow_mode == "partial" else options.body_mode]
     return {
         "observing": options.shadow_mode == "observability",
         "waiting": options.shadow_mode != "observability",
         "partial": options.shadow_mode == "partial",
-        "body_mode": body_mode,
-        "keeps_length": body_mode == _BODY_MODES["tolerant"] or bool(options.tolerant_routes),
-        "response_headers": "SKIP" if options.shadow_mode == "observability" else "SEND",
+        "keeps_length": _is_tolerant(options) or bool(options.tolerant_routes),
         "failure_mode_allow": _FAILURE_MODES[options.failure_mode],
+    }
+
+
+def _is_tolerant(options: EnvoyOptions) -> bool:
+    """Bodies above the limit pass on every guarded route."""
+    return options.shadow_mode == "partial" or (options.shadow_mode == "off" and options.body_mode == "tolerant")
+
+
+def describe_route(policies: PolicySet, options: EnvoyOptions, *, tolerant: bool) -> Mapping[str, str | bool]:
+    """What a guarded route shows; `tolerant` where it is so although others are not."""
+    observes = options.shadow_mode == "observability"  # answers are ignored: there is nothing to hold, to tell or to receive
+    buffered = _BODY_MODES["tolerant" if tolerant or _is_tolerant(options) else "strict"]
+    return {
+        "usage": reads_usage(policies, options),
+        "tolerant": tolerant,
+        "body_mode": "STREAMED" if observes else buffered,
+        "response_headers": "SKIP" if observes else "SEND",
     }
 
 
@@ -102,11 +115,15 @@ def reads_usage(policies: PolicySet, options: EnvoyOptions) -> bool:
     return costs and options.usage == "exact" and options.shadow_mode != "observability"
 
 
-def write_answer_parts(options: EnvoyOptions) -> dict[str, str]:
-    """The access log (`entries`) and the filters (`usage`) that tell what answers cost, as YAML."""
+def write_shared_parts(options: EnvoyOptions) -> dict[str, str]:
+    """What is the same wherever Envoy's configuration comes from, as YAML.
+
+    Returns:
+        the access log (`entries`) and the filters (`usage`) that tell what answers cost, and the cluster `loopguard`.
+    """
     values = defaultdict[str, str | bool](str, {**_describe_rules(options), "waiting": True, "outcomes": True, "usage": True})
     found = cut_parts(read_template("bootstrap"), values)
-    return {name: found[name] for name in ("entries", "usage")}
+    return {name: found[name] for name in ("entries", "usage", "cluster")}
 
 
 def _describe_answers(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, str | bool]:
@@ -169,22 +186,14 @@ def _describe_upstream(upstream: Address, options: EnvoyOptions) -> Mapping[str,
     }
 
 
-def _render_routes(
-    routes: Sequence[GuardedRoute], tolerant: Collection[GuardedRoute], action: str, *, usage: bool
-) -> Iterator[str]:
-    template = read_template("guarded_route")
-    for route in routes:
-        yield fill(
-            template,
-            {
-                "policies": ", ".join(route.policies) or "kill_switches",
-                "name": _quote(route.name),
-                "match": _write_match(route),
-                "action": action,
-                "tolerant": route in tolerant,
-                "usage": usage,
-            },
-        )
+def _render_route(route: GuardedRoute, action: str, shown: Mapping[str, str | bool]) -> str:
+    values = {
+        "policies": ", ".join(route.policies) or "kill_switches",
+        "name": _quote(route.name),
+        "match": _write_match(route),
+        "action": action,
+    }
+    return fill(read_template("guarded_route"), {**values, **shown})
 
 
 def _write_match(route: GuardedRoute) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from extproc.envoy_config.options import EnvoyOptions
-from extproc.envoy_config.render import describe_guard, find_tolerant, read_template, reads_usage
+from extproc.envoy_config.render import describe_guard, describe_route, find_tolerant, read_template
 from extproc.envoy_config.routes import GuardedRoute, find_acting, plan_routes
 from extproc.envoy_config.template import cut_parts
 from extproc.policy.loader import PolicySet
@@ -40,7 +40,7 @@ _PLACES = {  # by their names in the templates, in the order of the templates
     ),
     "filter": _Place(
         f"{_MANAGER}.http_filters",
-        "before envoy.filters.http.router, and behind envoy.filters.http.jwt_authn where there is one",
+        "right before envoy.filters.http.router: behind what verifies tokens or limits rates, and what may choose another route",
     ),
     "usage": _Place(f"{_MANAGER}.http_filters", "right before envoy.filters.http.router"),
     "virtual_host": _Place(_HOST, "those that have routes to guard"),
@@ -92,7 +92,7 @@ def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[_P
     for is_tolerant in (False, True):
         chosen = [route for route in routes if (route in tolerant) == is_tolerant]
         if chosen:
-            values = defaultdict[str, str | bool](str, tolerant=is_tolerant, usage=reads_usage(policies, options))
+            values = defaultdict[str, str | bool](str, describe_route(policies, options, tolerant=is_tolerant))
             place = _PLACES["route"]._replace(words=_name_routes(chosen))
             yield _Part(place, cut_parts(read_template("guarded_route"), values)["route"])
 

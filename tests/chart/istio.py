@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,11 @@ def patched(bootstrap: Object, envoy_filter: Object) -> Object:
         elif operation == ("NETWORK_FILTER", "MERGE"):
             assert match["listener"]["filterChain"]["filter"]["name"] == value["name"] == HCM
             merge(http_manager(bootstrap), value["typed_config"])
+        elif operation == ("CLUSTER", "MERGE"):
+            for cluster in bootstrap["static_resources"]["clusters"]:
+                if cluster["name"] == match["cluster"]["name"]:
+                    cluster.pop("typed_extension_protocol_options")  # what an Any holds is replaced as a whole
+                    merge(cluster, copy.deepcopy(value))
         else:
             assert operation == ("HTTP_ROUTE", "MERGE")
             found = list(_routes(bootstrap, match["routeConfiguration"]["vhost"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from extproc.envoy_check.checks import answers, callers, clusters, filters, limits, paths, routes
+from extproc.envoy_check.checks import answers, callers, clusters, filters, late, limits, paths, routes
 from extproc.envoy_check.config import Guard, Resources
 from extproc.envoy_check.findings import Finding
 from extproc.envoy_check.needs import Needs
@@ -13,6 +13,7 @@ Check = Callable[[Guard, Needs, Resources], Iterator[Finding]]
 
 CHECKS: tuple[Check, ...] = (
     filters.check_order,
+    late.check_late_routes,
     filters.check_processing_mode,
     filters.check_content_length,
     filters.check_failure_mode,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from extproc.envoy_check.config import Guard, HttpFilter, Resources, is_on
+from extproc.envoy_check.config import Guard, Resources, is_on
 from extproc.envoy_check.document import Place
 from extproc.envoy_check.findings import Finding, note
 from extproc.envoy_check.needs import Needs
@@ -15,8 +15,6 @@ _READERS = {
     "JSON": "envoy.extensions.filters.http.json_to_metadata.v3.JsonToMetadata",
 }
 """The filters that read tokens, by the answers in which they do."""
-
-_WITH_MATCHER = "envoy.extensions.common.matching.v3.ExtensionWithMatcher"
 
 
 def check_entries(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
@@ -40,17 +38,10 @@ def check_usage(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
     if not needs.usage or guard.observes:
         return
     for answers, kind in _READERS.items():
-        readers = [item for item in guard.manager.filters if _find_kind(item) == kind]
+        readers = [item for item in guard.manager.filters if item.kind == kind]
         blind = [route.name for route in guard.guarded if not any(is_on(item, route.route) for item in readers)]
         if blind:
             problem = f"nobody reads how many tokens an answer in {answers} took: costs are estimated from sizes"
             name = kind.split(".")[4]
             place = readers[0].place if readers else guard.manager.place.get("http_filters")
             yield note("usage", place, problem, f"envoy.filters.http.{name}, on for the route (Envoy 1.38)", blind)
-
-
-def _find_kind(item: HttpFilter) -> str:
-    """The filter's own, whatever chooses when it is used."""
-    if item.kind == _WITH_MATCHER:
-        return item.config.get("extension_config", "typed_config").message()[0]
-    return item.kind

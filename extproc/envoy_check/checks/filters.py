@@ -25,6 +25,11 @@ def check_order(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
 
 def check_processing_mode(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
     """Loopguard needs headers and whole bodies of requests, and nothing of what upstreams answer."""
+    for route in guard.blind:
+        problem = "it is on for this route and shows nothing of its requests: the route is not guarded"
+        right = "overrides: {processing_mode: {request_header_mode: SEND, request_body_mode: BUFFERED, request_trailer_mode: SEND}}"
+        place = route.overrides[0].get("processing_mode") if route.overrides else route.mode
+        yield Finding("processing-mode", place, problem, right, [route.name])
     for mode in {id(route.mode.value): route.mode for route in guard.guarded}.values():
         routes = [route.name for route in guard.guarded if route.mode.value is mode.value]
         headers, body = mode.get("request_header_mode"), mode.get("request_body_mode")
@@ -43,7 +48,8 @@ def check_processing_mode(guard: Guard, _: Needs, __: Resources) -> Iterator[Fin
         trailers = mode.get("request_trailer_mode")
         if trailers.text() != "SEND" and body.text("NONE") != "NONE" and not guard.observes:
             problem = "over HTTP/2, a request with trailers and no body is not counted (`no_body_phase`): anybody can send such"
-            yield Finding("processing-mode", trailers, problem, "request_trailer_mode: SEND", routes)
+            settable = not guard.filter.is_of_envoy_gateway
+            yield Finding("processing-mode", trailers, problem, "request_trailer_mode: SEND", routes, hurts=settable)
         early = mode.get("response_header_mode")
         if early.text() == "SKIP" and body.text() == "BUFFERED":
             problem = "Loopguard does not hear of a 413, and counts it as a client that left (`aborted`)"
@@ -80,7 +86,8 @@ def check_failure_mode(guard: Guard, _: Needs, resources: Resources) -> Iterator
         yield Finding("failure-mode", place, problem, "failure_mode_allow: true")
         return
     problem = "while Loopguard is away, requests on guarded routes get a 500, and a 504 where it is too slow"
-    chosen = place.is_there or resources.version is not None  # a dump leaves out what has its default
+    # A dump leaves out what has its default, and so does Envoy Gateway.
+    chosen = place.is_there or resources.version is not None or guard.filter.is_of_envoy_gateway
     yield Finding("failure-mode", place, problem, "failure_mode_allow: true; or say false, if that is meant", hurts=not chosen)
 
 

@@ -22,12 +22,34 @@ cannot give it a share of the traffic. Takes root.
 {{- toJson $filters -}}
 {{- end }}
 
-{{/* An ext_proc filter, off until a route turns it on. Takes root and filter. */}}
+{{/*
+What a filter does on a route that is guarded, as YAML; it takes the place of all of the filter's own processing mode. Takes root,
+filter and route.
+*/}}
+{{- define "loopguard.perRoute" -}}
+{{- $envoy := .root.Values.envoy -}}
+{{- $partial := or (eq $envoy.bodyMode "tolerant") (eq $envoy.shadowMode "partial") -}}
+{{- with .route.bodyMode }}{{ $partial = eq . "tolerant" }}{{ end -}}
+"@type": type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute
+overrides:
+  {{- with .route.policies }}
+  grpc_initial_metadata: [{key: x-loopguard-policy, value: {{ join "," . | quote }}}]
+  {{- end }}
+  processing_mode:
+    request_header_mode: SEND
+    request_body_mode: {{ .filter.observes | ternary "STREAMED" ($partial | ternary "BUFFERED_PARTIAL" "BUFFERED") }}
+    request_trailer_mode: SEND
+    response_header_mode: {{ .filter.observes | ternary "SKIP" "SEND" }} # of what Envoy itself answers to a body: so a 413 is told
+{{- end }}
+
+{{/*
+An ext_proc filter, which shows nothing until a route says what. It is not `disabled`: Envoy sets up a request's filters by the first
+route that it finds, and one that verified claims or another filter choose later could not turn it on. Takes root and filter.
+*/}}
 {{- define "loopguard.httpFilter" -}}
 {{- $envoy := .root.Values.envoy -}}
 {{- $partial := or (eq $envoy.bodyMode "tolerant") (eq $envoy.shadowMode "partial") -}}
 name: {{ .filter.name }}
-disabled: true
 typed_config:
   "@type": type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor
   grpc_service:
@@ -48,13 +70,7 @@ typed_config:
     {{- with .filter.scope }}
     initial_metadata: [{key: x-loopguard-scope, value: {{ . | quote }}}]
     {{- end }}
-  processing_mode:
-    request_header_mode: SEND
-    request_body_mode: {{ if .filter.observes }}STREAMED{{ else if $partial }}BUFFERED_PARTIAL{{ else }}BUFFERED{{ end }}
-    request_trailer_mode: SEND
-    response_header_mode: {{ if .filter.observes }}SKIP{{ else }}SEND # of what Envoy itself answers to a body: so a 413 is told{{ end }}
-    response_body_mode: NONE
-    response_trailer_mode: SKIP
+  processing_mode: {request_header_mode: SKIP, response_header_mode: SKIP}
   {{- if .filter.observes }}
   observability_mode: true
   failure_mode_allow: true # otherwise requests would fail while Loopguard is away
@@ -80,6 +96,22 @@ typed_config:
     {{- end }}
 {{- end }}
 
+{{/*
+What finds out that one of a track's pods hangs or is gone, as a patch of its cluster: the same as in what `envoy-config` prints. A
+DestinationRule has neither pings of HTTP/2 nor health checks, and its outlier detection would also have requests stay in a zone.
+In ambient mode the mesh may lead a health check elsewhere than a request, so that AUTO has none. Takes root and track.
+*/}}
+{{- define "loopguard.health" -}}
+{{- $health := .root.Files.Get "envoy/cluster.yaml" | fromYaml -}}
+{{- if eq .root.Values.istio.tls "AUTO" -}}
+{{- $_ := unset $health "health_checks" -}}
+{{- else -}}
+{{- $check := index $health.health_checks 0 "grpc_health_check" -}}
+{{- $_ := set $check "authority" (include "loopguard.istioHost" (dict "root" .root "track" .track)) -}}
+{{- end -}}
+{{- toYaml $health -}}
+{{- end }}
+
 {{/* The access log that tells the stable track how requests end. Takes root. */}}
 {{- define "loopguard.entries" -}}
 {{- $stable := include "loopguard.tracks" . | fromJsonArray | last -}}
@@ -89,7 +121,7 @@ typed_config:
 {{- .Files.Get "envoy/entries.yaml" | replace "{envoy_grpc: {cluster_name: loopguard}}" $service -}}
 {{- end }}
 
-{{/* The filters that read tokens in answers, as YAML; each release has its own, which its routes turn on. Takes root. */}}
+{{/* The filters that read tokens in answers, where Loopguard has said that a request counts for a session, as YAML. Takes root. */}}
 {{- define "loopguard.usageFilters" -}}
 {{- $filters := list -}}
 {{- if and (eq .Values.envoy.usage "exact") (ne .Values.envoy.shadowMode "observability") -}}
