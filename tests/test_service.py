@@ -279,7 +279,7 @@ def test_a_method_that_is_not_utf_8_is_refused_as_any_other(content_type: str) -
     assert answer.immediate_response.status.code == 429
     page = answer.immediate_response.body.decode()
     message = page if content_type == "application/grpc" else json.loads(page)["error"]["message"]
-    assert "this identical request (P\\udcffST /) has been sent 3 times" in message
+    assert "this identical request ('P?ST' /) has been sent 3 times" in message
     assert sample(service, "fail_open_total", reason="internal_error") == 0
 
 
