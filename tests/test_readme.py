@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from doctest import ELLIPSIS, OutputChecker
@@ -432,6 +433,18 @@ def test_no_flag_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     named = {flag for page in PAGES for flag in re.findall(r"`(--[a-z-]+)", page.read_text())} - {"--version", "--help"}
 
     assert [flag for flag in sorted(named) if not re.search(rf"{flag}\b", told)] == []
+
+
+def test_extras_are_installed_from_a_checkout() -> None:
+    """Nothing is published under the distribution's name: what is told to be installed by it is `.`, with an extra that exists."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    code = [*(ROOT / "extproc").rglob("*.py"), *(ROOT / "envoy").glob("*.py")]
+    told = "".join(file.read_text() for file in (*PAGES, *code))
+
+    found = re.findall(r"'?([\w.-]+)\[(\w[\w-]*)\]'", told)
+
+    assert "extproc-loopguard[" not in told
+    assert {extra for where, extra in found if where == "."} == {"demo", "prices"} <= extras.keys()
 
 
 def test_no_target_is_made_up() -> None:
