@@ -441,7 +441,7 @@ def test_policies_shows_what_is_loaded(server: Server) -> None:
 
 
 def test_what_is_not_enforced_shows_as_long_as_it_is_in_force(tmp_path: Path) -> None:
-    """With --allow-unenforced each part stands in `/policies` and in a metric, and `/readyz` has their number; until a reload."""
+    """With --allow-unenforced each part stands in `/policies` and a metric, and `/readyz` has their number."""
     more = {"rules": [{"name": "r", "limit_keys": ["ip:asn", "ua:bot"]}], "circuit_breaker": {"enabled": True}}
     plain = policy("p", {"pathExact": "/a"})
     switches = [{"scope_key": "ua:bot", "scope_value": "x"}]

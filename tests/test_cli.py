@@ -99,9 +99,10 @@ def test_validate_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path, monk
     run = Run(capsys, "validate", *(["--allow-unenforced"] if way == "flag" else []), one, two)
 
     assert (run.code, run.out) == (0, "good: 2 policies in 2 files\n")
+    stops = "the descriptor ip:asn cannot be derived by Loopguard, so this kill switch stops nobody"
     assert run.err.splitlines() == [
         f"warning: {two}: /spec: no limit_keys: all callers of policy q share its counts",
-        f"warning: {one}: /kill_switches/0: the descriptor ip:asn cannot be derived by Loopguard, so this kill switch stops nobody",
+        f"warning: {one}: /kill_switches/0: {stops}",
         f"warning: {one}: /policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org",
     ]
     assert Run(capsys, "validate", "--strict", one, two).code == 1
@@ -148,20 +149,18 @@ async def make_server(settings: Settings) -> Server:
     return Server(settings)
 
 
+PARTS: list[dict[str, object]] = [
+    {"fallback_limit": {"requests": 1}},
+    {"circuit_breaker": {}},
+    {"circuit_breaker": {"spend_rate_threshold_per_minute": 1}},
+    {"circuit_breaker": {"enabled": False}},
+    {"limit_keys": ["ip:country"]},
+    {"session": {"keys": ["ua:bot"]}},
+]
 UNENFORCED = [
     bundle(WITH_RULES),
     bundle(kill_switches=[{"scope_key": "ua:bot", "scope_value": "true"}]),
-    *(
-        {"id": "p", "spec": {**WITH_RULES["spec"], "rules": [], **part}}
-        for part in (
-            {"fallback_limit": {"requests": 1}},
-            {"circuit_breaker": {}},
-            {"circuit_breaker": {"spend_rate_threshold_per_minute": 1}},
-            {"circuit_breaker": {"enabled": False}},
-            {"limit_keys": ["ip:country"]},
-            {"session": {"keys": ["ua:bot"]}},
-        )
-    ),
+    *({"id": "p", "spec": {**WITH_RULES["spec"], "rules": [], **part}} for part in PARTS),
 ]
 BUNDLES: list[object] = [
     *(document for document, _ in DOCUMENTS),

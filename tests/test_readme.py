@@ -436,7 +436,7 @@ def test_no_flag_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_extras_are_installed_from_a_checkout() -> None:
-    """Nothing is published under the distribution's name: what is told to be installed by it is `.`, with an extra that exists."""
+    """Nothing is published under the distribution's name: pages and errors say `.` and an extra that there is."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     code = [*(ROOT / "extproc").rglob("*.py"), *(ROOT / "envoy").glob("*.py")]
     told = "".join(file.read_text() for file in (*PAGES, *code))

@@ -57,7 +57,7 @@ def test_agents_count_together_with_the_one_that_started_them() -> None:
 
 
 NEEDED = (
-    'needs the price of all other models in unknown_model, or in prices as "*", or the package genai-prices: '
+    'needs the price of all other models in unknown_model, or in prices as "*"; or the package genai-prices: '
     "pip install '.[prices]' in a checkout"
 )
 
