@@ -31,7 +31,7 @@ from extproc.metrics import Metrics
 from extproc.server import Server
 from extproc.settings import Settings, parse_address
 from tests.documents import bundle, policy
-from tests.harness import eventually
+from tests.harness import PATIENCE, eventually
 from tests.promql import list_labels
 
 Answer = tuple[int, dict[str, str], str]
@@ -57,7 +57,7 @@ IPV6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
 
 def ask(port: int, path: str) -> Answer:
     """Status, headers and body of one request."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -124,7 +124,7 @@ def test_near_is_who_asks_for_this_machine_by_its_own_name(host: str, near: bool
         return send_page(Page(HTTPStatus.OK, is_near(request)))
 
     with serving(make_admin(routes=[Route("/near", tell)])) as port:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         connection.request("GET", "/near", headers={"host": host})
         answer = json.loads(connection.getresponse().read())
         connection.close()
@@ -264,7 +264,7 @@ def test_what_is_sent_is_bounded_json() -> None:
     answers = []
     with serving(make_admin(routes=[_echo("/echo")])) as port:
         for method, body in cases:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
             connection.request(method, "/echo", body)
             answer = connection.getresponse()
             answers.append((answer.status, json.loads(answer.read())))

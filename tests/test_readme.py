@@ -31,7 +31,7 @@ from extproc.commands import COMMANDS
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from tests.chart import CHART, merged, rendered
-from tests.harness import ENVOY, Process, Upstream
+from tests.harness import Process, Upstream
 from tests.servers import Server, free_port
 
 ROOT = Path(__file__).parent.parent
@@ -201,6 +201,25 @@ _UPSTREAM = "127.0.0.1:8080"
 _VALKEY = "10.0.0.5:6379"
 
 
+_PATIENT_ENVOY = f"""#!{sys.executable}
+import json, os, sys
+sys.path.append({str(ROOT)!r})
+import yaml
+from tests.harness import ENVOY, be_patient
+arguments = sys.argv[1:]
+if "-c" in arguments:
+    place = arguments.index("-c") + 1
+    with open(arguments[place]) as file:
+        configuration = yaml.safe_load(file)
+    be_patient(configuration)
+    arguments[place] = arguments[place] + ".patient.json"
+    with open(arguments[place], "w") as file:
+        json.dump(configuration, file)
+os.execv(ENVOY, [ENVOY, *arguments])
+"""
+"""What a reader's `envoy` is: the real one, on a machine that may be busy."""
+
+
 class Reader:
     """Somebody who types what a page says, in a folder with the project in it and the page's examples saved as files."""
 
@@ -216,7 +235,8 @@ class Reader:
         self._staying: list[tuple[str, Process]] = []
         programs = folder / "bin"
         programs.mkdir()
-        (programs / "envoy").symlink_to(ENVOY)
+        (programs / "envoy").write_text(_PATIENT_ENVOY)
+        (programs / "envoy").chmod(0o755)
         path = [str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]
         self._environment = {"PATH": os.pathsep.join(path), "LOOPGUARD_ADMIN": "127.0.0.1:0", "LOOPGUARD_DRAIN_DELAY": "0"}
         for name in ("envoy", "helm"):
