@@ -354,7 +354,7 @@ async def _play(  # noqa: PLR0913  # the scene, and all that it takes place amon
 
 def _requests(ports: Mapping[str, int]) -> int:
     """How many requests have come to Envoy."""
-    connection = http.client.HTTPConnection(HERE, ports["envoy_admin_port"], timeout=10)
+    connection = http.client.HTTPConnection(HERE, ports["envoy_admin_port"], timeout=60)
     try:
         connection.request("GET", "/stats?filter=^http.ingress.downstream_rq_total$")
         return int(connection.getresponse().read().rpartition(b":")[2])

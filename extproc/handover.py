@@ -19,7 +19,7 @@ from typing import NamedTuple
 from extproc.engine import Engine
 from extproc.errors import BundleErrors, excerpt
 from extproc.plan import Plan
-from extproc.policy.loader import PolicySet, Source, parse
+from extproc.policy.loader import PolicySet, Source, Unenforced, parse
 
 POLICY_METADATA = "x-loopguard-policy"
 """Names the policies of a route in a stream's gRPC initial metadata, separated by commas."""
@@ -63,6 +63,7 @@ class _HandedOver(NamedTuple):
     sources: tuple[Source, ...]
     checked: datetime
     shadowed: bool
+    unenforced: tuple[Unenforced, ...]
     engine: Engine
 
 
@@ -78,6 +79,10 @@ class HandedOver:
     def list_plans(self) -> list[Plan]:
         """The policies of all contents that are remembered."""
         return [plan for made in self._kept.values() if isinstance(made, _HandedOver) for plan in made.engine.plans]
+
+    def list_unenforced(self) -> list[Unenforced]:
+        """The parts of all these contents that are not enforced; called from any thread."""
+        return [part for made in list(self._kept.values()) if isinstance(made, _HandedOver) for part in made.unenforced]
 
     def recall(self, text: str, now: datetime) -> Engine | RefusedPolicy | None:
         """What came of this content before, None when it is new.
@@ -116,7 +121,7 @@ class HandedOver:
         for source in policies.sources:
             source.policies.clear()
             source.kill_switches.clear()
-        return _HandedOver(policies.sources, checked, _is_shadowed(policies.sources, now), engine)
+        return _HandedOver(policies.sources, checked, _is_shadowed(policies.sources, now), policies.unenforced, engine)
 
     def _parse(self, text: str, now: datetime) -> PolicySet | RefusedPolicy:
         if len(text) > MAX_POLICY_JSON:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counted
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -76,6 +77,8 @@ class Metrics:
             "policy_enforce_percent", "Share of its callers that a policy acts on, if not all", "policy"
         )
         self.policy_expired = gauge("policy_expired", "Policy files whose expires_at has passed while they act")
+        self.list_unenforced: Callable[[], list[tuple[str, str]]] = list  # policy and part of each
+        registry.register(_Shown(lambda: _show_unenforced(self.list_unenforced())))
         self.policy_info = gauge("policy_info", "1 for each policy file in force", "bundle_version", "sha256")
         self.fail_open = counter("fail_open_total", "Requests let through because Loopguard could not decide", "reason")
         self.handover_errors = counter("handover_errors_total", "Requests whose route named or held no usable policy", "reason")
@@ -134,6 +137,14 @@ def _show_counts(name: str, text: str, labels: Sequence[str], counts: Iterable[C
     shown = CounterMetricFamily(name, text, labels=labels)
     for values, count in counts:
         shown.add_metric(values, count)
+    return shown
+
+
+def _show_unenforced(parts: Iterable[tuple[str, str]]) -> Metric:
+    text = "Parts of bundles in force that Loopguard does not enforce (--allow-unenforced)"
+    shown = GaugeMetricFamily(f"{_PREFIX}_unenforced", text, labels=("policy", "part"))
+    for labels, count in Counted(parts).items():
+        shown.add_metric(labels, count)
     return shown
 
 

@@ -27,8 +27,8 @@ from extproc.errors import BundleError, BundleErrors, excerpt
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.policy.bundle import Policy
-from extproc.policy.files import find_directories, read_files
-from extproc.policy.loader import Source, list_raw, load, parse
+from extproc.policy.files import find_directories, read_files, read_what_can_be
+from extproc.policy.loader import PolicySet, Source, Unenforced, list_raw, parse
 from extproc.policy.routes import copy_text
 from extproc.settings import Settings
 
@@ -81,10 +81,12 @@ class Reloader:
     Attributes:
         engine: compiled from what was loaded last without an error.
         sources: the files of which that was made, without their policies: those take a hundred times as much room.
+        unenforced: parts of them that are not enforced.
     """
 
     engine: Engine
     sources: tuple[Source, ...]
+    unenforced: tuple[Unenforced, ...]
     _digests: dict[str, int]
     _archive: _Archive
     _shadowed: list[bool]
@@ -100,19 +102,16 @@ class Reloader:
         self._metrics = metrics
         self._expired: Collection[str] = frozenset()
         self._lock = asyncio.Lock()
-        try:
-            files, self._seen = _read(settings.policy)
-        except BundleErrors:
-            load(settings.policy, _now())  # raises the same, with the errors of the files that can be read
-            raise
+        files, unreadable = read_what_can_be(settings.policy)
+        self._seen = _hash(files)
         self._files = _FileSystem()
         self._unreadable = ""
         self._refused = False
         self._refusal: Refusal | None = None
         metrics.policy_reload_refused.set_function(lambda: bool(self._refused or self._unreadable))
-        loaded = _compile(files, settings, _now())
+        loaded = _compile(files, settings, _now(), unreadable=unreadable)
         self._take(loaded)
-        for warning in loaded.warnings:
+        for warning in [*loaded.warnings, *loaded.unenforced]:
             _LOG.warning(str(warning))
 
     @property
@@ -188,7 +187,7 @@ class Reloader:
         self._refused = False
         changes = compare_policies(self._digests, loaded.digests)
         await self._swap(loaded, swap)
-        await _log_all(logging.WARNING, loaded.warnings)
+        await _log_all(logging.WARNING, [*loaded.warnings, *loaded.unenforced])
         self._metrics.policy_reloads.labels("ok").inc()
         _LOG.info("policies reloaded", extra=make_extra(policies=len(self.engine.plans), files=len(files), **changes))
 
@@ -201,7 +200,7 @@ class Reloader:
 
     def _take(self, loaded: _Loaded) -> None:
         self.sources, self.engine, self._archive = loaded.sources, loaded.engine, loaded.archive
-        self._digests = loaded.digests
+        self._digests, self.unenforced = loaded.digests, loaded.unenforced
         info = self._metrics.policy_info
         info.clear()
         for source in self.sources:
@@ -309,6 +308,7 @@ class _Loaded(NamedTuple):
 
     sources: tuple[Source, ...]
     warnings: tuple[BundleError, ...]
+    unenforced: tuple[Unenforced, ...]
     engine: Engine
     archive: _Archive
     now: datetime
@@ -318,10 +318,53 @@ class _Loaded(NamedTuple):
 def _read(paths: Iterable[str]) -> tuple[dict[str, bytes], dict[str, str]]:
     """The files below `paths`, and a hash of each."""
     files = read_files(paths)
-    return files, {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
+    return files, _hash(files)
 
 
-def _compile(files: dict[str, bytes], settings: Settings, now: datetime, checked: datetime | None = None) -> _Loaded:
+def _hash(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
+
+
+def build(  # noqa: PLR0913  # all that decides what is taken
+    files: Mapping[str, bytes],
+    now: datetime,
+    *,
+    allow_unenforced: bool,
+    shadow: bool = False,
+    checked: datetime | None = None,
+    unreadable: Sequence[BundleError] = (),
+) -> tuple[PolicySet, Engine]:
+    """Make an engine of policy files: what `serve` starts with, and what `validate` tries.
+
+    Args:
+        files: contents by name.
+        now: decides what has expired.
+        allow_unenforced: take bundles of which parts are not enforced.
+        shadow: force every policy into shadow mode.
+        checked: when it was decided what has expired, unless it is now.
+        unreadable: why further files cannot be read.
+
+    Raises:
+        BundleErrors: these files cannot be served, `unreadable` first.
+    """
+    try:
+        policies = parse(files, checked or now)
+        if not allow_unenforced:
+            policies.require_enforced()
+    except BundleErrors as error:
+        raise BundleErrors([*unreadable, *error.errors]) from None
+    if unreadable:
+        raise BundleErrors(unreadable)
+    return policies, Engine(policies, now, shadow=shadow)
+
+
+def _compile(
+    files: dict[str, bytes],
+    settings: Settings,
+    now: datetime,
+    checked: datetime | None = None,
+    unreadable: Sequence[BundleError] = (),
+) -> _Loaded:
     """Compile policy files, and free all that is not needed any more; runs in a worker thread during a reload.
 
     Args:
@@ -329,13 +372,18 @@ def _compile(files: dict[str, bytes], settings: Settings, now: datetime, checked
         settings: of the server.
         now: decides what has expired.
         checked: when that was decided, unless it is now.
+        unreadable: why further files cannot be read.
     """
     archive = _Archive({file: zlib.compress(data, _LEVEL) for file, data in files.items()}, checked or now)
     with _uncollected():
-        policies = parse(files, archive.now)
-        if policies.unenforced and not settings.allow_unenforced:
-            raise BundleErrors(policies.list_refusals())
-        engine = Engine(policies, now, shadow=settings.shadow)
+        policies, engine = build(
+            files,
+            now,
+            allow_unenforced=settings.allow_unenforced,
+            shadow=settings.shadow,
+            checked=checked,
+            unreadable=unreadable,
+        )
         # A decoded text keeps all the memory around it alive, so what outlives the file is copied.
         digests = {copy_text(policy.id): _digest(policy) for source in policies.sources for policy in source.policies}
         for source in policies.sources:
@@ -343,7 +391,7 @@ def _compile(files: dict[str, bytes], settings: Settings, now: datetime, checked
             _free(source.kill_switches)
         _free(policies.scrap)
     _trim()
-    return _Loaded(policies.sources, (*policies.warnings, *policies.unenforced), engine, archive, now, digests)
+    return _Loaded(policies.sources, policies.warnings, policies.unenforced, engine, archive, now, digests)
 
 
 def _digest(policy: Policy) -> int:

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from http import HTTPStatus
 from importlib import import_module
 from typing import Any, Protocol
@@ -37,6 +38,7 @@ from extproc.key_sharing import KeySharing
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.overrides import Desk, Seen, describe_override
+from extproc.policy.loader import Unenforced
 from extproc.prices import Prices
 from extproc.reload import Reloader
 from extproc.service import Service
@@ -104,6 +106,7 @@ class Server:
         # While a shared store is away a window local to this replica decides; in memory the store is that already.
         local = store if isinstance(store, MemoryStore) else MemoryStore(metrics)
         self.service = Service(self._reloader.engine, store, local, metrics, settings, key)
+        metrics.list_unenforced = lambda: [(part.policy, part.part) for part in self._list_unenforced()]
         self._desk = Desk(store, self.service, metrics)
         self._health = Health()
         self._grpc = _import_transport(settings.transport)(self.service, self._health)
@@ -288,7 +291,9 @@ class Server:
     def _readyz(self) -> Page:
         status = "draining" if self._stop.is_set() else "ready" if self._health.serving else "starting"
         code = HTTPStatus.OK if status == "ready" else HTTPStatus.SERVICE_UNAVAILABLE
-        return Page(code, {"status": status, "store": self._store.health()})
+        unenforced = len(self._list_unenforced())
+        missing = {"unenforced": unenforced} if unenforced else {}
+        return Page(code, {"status": status, "store": self._store.health(), **missing})
 
     def _policies(self) -> Page:
         sources = [
@@ -304,7 +309,12 @@ class Server:
         modes = {plan.id: plan.mode for plan in self.service.engine.plans}
         refusal = self._reloader.refusal
         refused = refusal and {"at": refusal.at.isoformat(), "errors": refusal.errors, "count": refusal.count}
-        return Page(HTTPStatus.OK, {"modes": modes, "refused": refused, "files": sources})
+        unenforced = [asdict(part) for part in self._list_unenforced()]
+        return Page(HTTPStatus.OK, {"modes": modes, "refused": refused, "unenforced": unenforced, "files": sources})
+
+    def _list_unenforced(self) -> list[Unenforced]:
+        """What --allow-unenforced has left out, of policies that come with routes as well."""
+        return [*self._reloader.unenforced, *self.service.handed_over.list_unenforced()]
 
     def _canary(self) -> Page:
         states = [state for replica in self._collect_states().values() for state in replica]

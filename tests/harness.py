@@ -20,6 +20,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
+
 from extproc.envoy_config.options import EnvoyOptions
 from extproc.envoy_config.render import render_bootstrap
 from extproc.options import read_options
@@ -29,6 +31,9 @@ T = TypeVar("T")
 
 PATIENCE = 60.0
 """Seconds that anything may take to happen; only a failing test ever waits that long."""
+
+STORE_PATIENCE = 5
+"""The same for the store, where a server may hang."""
 
 ENVOY = os.environ.get("LOOPGUARD_TEST_ENVOY", str(Path(sys.executable).parent / "envoy"))
 
@@ -51,6 +56,26 @@ def eventually(probe: Callable[[], T | None], what: str = "it") -> T:
         if time.monotonic() > deadline:
             raise AssertionError(f"{what} did not happen within {PATIENCE} s")
         time.sleep(0.02)
+
+
+def be_patient(configuration: Any) -> None:  # noqa: ANN401  # YAML
+    """Give what an Envoy's configuration asks time for a busy machine, in place: a verdict that is late is another verdict.
+
+    Generated configurations have Envoy decide by itself after 0.2 s, and hang up on a Loopguard that was silent for 0.15 s.
+    """
+    if isinstance(configuration, list):
+        for item in configuration:
+            be_patient(item)
+    if not isinstance(configuration, dict):
+        return
+    waits = [(configuration, "message_timeout"), (configuration, "connect_timeout")]
+    waits += [(configuration.get("connection_keepalive"), "timeout")]
+    waits += [(check, "timeout") for check in configuration.get("health_checks") or ()]
+    for place, name in waits:
+        if place and name in place:
+            place[name] = f"{PATIENCE:g}s"
+    for item in configuration.values():
+        be_patient(item)
 
 
 class Process:
@@ -116,6 +141,8 @@ class Loopguard(Process):
             preamble: Python to run in the process first, to break something on purpose.
         """
         listen = listen or f"unix:{folder}/loopguard.sock"
+        if "--store-timeout" not in arguments:
+            arguments = (*arguments, "--store-timeout", str(STORE_PATIENCE))
         flags = ["serve", "--policy", str(folder / "policies"), "--listen", listen, "--admin", "127.0.0.1:0"]
         code = f"{preamble}\nimport sys\nfrom extproc.cli import main\nsys.exit(main())"
         super().__init__(
@@ -155,11 +182,20 @@ class Loopguard(Process):
 class Envoy(Process):
     """The real Envoy with the configuration that `loopguard envoy-config` makes."""
 
-    def __init__(self, folder: Path, options: EnvoyOptions, edit: Callable[[str], str] = str) -> None:
-        """Start it and wait until it listens; `edit` may change the configuration first."""
-        text = edit(render_bootstrap(load([str(folder / "policies")], datetime.now(UTC)), options))
+    def __init__(self, folder: Path, options: EnvoyOptions, edit: Callable[[str], str] = str, *, hasty: bool = False) -> None:
+        """Start it and wait until it listens.
+
+        Args:
+            folder: with the policies.
+            options: of the configuration.
+            edit: changes it first.
+            hasty: leave its timeouts as they are, for tests about these.
+        """
+        configuration = yaml.safe_load(edit(render_bootstrap(load([str(folder / "policies")], datetime.now(UTC)), options)))
+        if not hasty:
+            be_patient(configuration)
         config, admin = folder / "envoy.yaml", folder / "envoy-admin.txt"
-        config.write_text(text)
+        config.write_text(json.dumps(configuration))
         arguments = ["-c", str(config), "--concurrency", "1", "--use-dynamic-base-id", "--admin-address-path", str(admin)]
         super().__init__([ENVOY, *arguments, "-l", "warning", "--file-flush-interval-msec", "50"], folder / "envoy.log")
         try:
@@ -343,6 +379,7 @@ def stack(  # what a stack is made of
     preamble: str = "",
     upstream: str = "",
     edit: Callable[[str], str] = str,
+    hasty: bool = False,
     replicas: int = 1,
     **options: Any,  # noqa: ANN401  # of EnvoyOptions
 ) -> Iterator[Stack]:
@@ -354,6 +391,7 @@ def stack(  # what a stack is made of
         preamble: Python that Loopguard's process runs first.
         upstream: instead of an HTTP upstream of our own.
         edit: changes Envoy's configuration.
+        hasty: Envoy's timeouts are those of the configuration, for tests about these.
         replicas: so many Loopguards, between which Envoy spreads the requests.
         **options: of EnvoyOptions.
     """
@@ -376,7 +414,7 @@ def stack(  # what a stack is made of
                 "endpoints": [guard.address for guard in guards],
                 **options,
             }
-            envoy = Envoy(folder, read_options(EnvoyOptions, flags), edit)
+            envoy = Envoy(folder, read_options(EnvoyOptions, flags), edit, hasty=hasty)
             parts.append(envoy)
             made = Stack(folder, server, loopguard, envoy, guards)
             eventually(lambda: "healthy" in envoy.admin("/clusters"))

@@ -152,7 +152,7 @@ def ask_node(sdk: str, job: Job) -> Reply:
 def run_node(script: str, arguments: Sequence[str], given: object) -> dict[str, Any]:
     """What a script in `node/` prints, which gets something as JSON; skips the test, loudly, where there is no node."""
     command = ["node", "--no-warnings", str(_install_node() / script), *arguments]
-    printed = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, timeout=60, check=False)
+    printed = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, timeout=300, check=False)
     assert printed.returncode == 0, printed.stderr
     answer: dict[str, Any] = json.loads(printed.stdout)
     return answer

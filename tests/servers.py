@@ -36,7 +36,6 @@ from tests.harness import PATIENCE
 from tests.records import replace
 
 T = TypeVar("T")
-_PATIENCE = 30.0
 
 SERVER = os.environ.get("LOOPGUARD_TEST_REDIS") or str(get_binary_path())
 """A real Valkey; the variable names another server, Redis or Valkey, to run all tests on."""
@@ -63,7 +62,7 @@ def free_port() -> int:
 
 def wait_until(probe: Callable[[], Any], what: str) -> None:
     """Poll until `probe` is true and raises nothing."""
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + PATIENCE
     while True:
         try:
             if probe():
@@ -71,7 +70,7 @@ def wait_until(probe: Callable[[], Any], what: str) -> None:
         except redis.RedisError:
             pass
         if time.monotonic() > deadline:
-            raise AssertionError(f"{what} did not happen within {_PATIENCE} s")
+            raise AssertionError(f"{what} did not happen within {PATIENCE} s")
         time.sleep(0.02)
 
 
@@ -109,7 +108,7 @@ class Server:
 
     def client(self, **more: Any) -> Any:  # noqa: ANN401  # redis-py's own types say little
         """A plain client; typed loosely, as its own types are."""
-        return redis.Redis(port=self.port, socket_timeout=2, retry=Retry(NoBackoff(), 0), **more)
+        return redis.Redis(port=self.port, socket_timeout=PATIENCE, retry=Retry(NoBackoff(), 0), **more)
 
     @property
     def address(self) -> str:

@@ -15,10 +15,10 @@ from extproc.settings import parse_address
 from extproc.transport import acceptor
 from extproc.transport.acceptor import Acceptor
 from extproc.transport.sockets import open_listening_socket
+from tests.harness import PATIENCE
 from tests.test_door import LOOPS
 
 FLOOD, INNOCENT = "127.0.0.2", "127.0.0.3"
-PATIENCE = 10
 
 
 class Place:

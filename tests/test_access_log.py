@@ -354,7 +354,7 @@ def test_a_flood_in_one_message_is_bounded() -> None:
     assert (len(taken), counted("taken"), counted("dropped")) == (1, 1, 6)
 
 
-def _open(made: Running, seconds: float = 20) -> Any:  # noqa: ANN401  # grpc is untyped
+def _open(made: Running, seconds: float = PATIENCE) -> Any:  # noqa: ANN401  # grpc is untyped
     return made.channel.stream_unary(f"/{ACCESS_LOG}/StreamAccessLogs")(timeout=seconds)
 
 

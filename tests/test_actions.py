@@ -145,7 +145,7 @@ def test_all_marks_are_known() -> None:
 
 @pytest.mark.parametrize("body", [None, b"x" * 5_000_000], ids=["none", "5 MB"])
 def test_a_throttled_request_is_held_and_then_served(shared: Stack, user: dict[str, str], body: bytes | None) -> None:
-    """The hold outlasts Envoy's 200 ms message_timeout, is capped by max_delay_ms, and the request is served in the end."""
+    """The hold is capped by max_delay_ms, and the request is served in the end."""
     for _ in range(2):
         shared.send("/throttle", method="POST", body=body, headers=user)
 
@@ -155,6 +155,21 @@ def test_a_throttled_request_is_held_and_then_served(shared: Stack, user: dict[s
 
     assert [answer.status for answer in answers] == [200] * 4
     assert held > 0.3 + 0.4 + 0.4 + 0.4  # counts 3 and 4, then twice the cap: the least that the holds themselves take
+
+
+def test_a_hold_outlasts_envoys_message_timeout() -> None:
+    """Even where Envoy is fail-closed, a request that is held for longer than Envoy waits for an answer is served."""
+    held = policy("held", {"pathPrefix": "/"}, action="throttle", threshold_identical_requests=30)
+
+    def hasty(config: str) -> str:
+        return config.replace("message_timeout: 0.2s", "message_timeout: 1.5s", 1)
+
+    with stack(bundle(held), edit=hasty, hasty=True, failure_mode="deny") as made:
+        statuses = [made.send("/").status for _ in range(30)]  # the last is held for 3 s
+
+        assert statuses == [200] * 30
+        assert made.envoy.stat("http.ingress.ext_proc.override_message_timeout_received") == 1
+        assert made.envoy.stat("http.ingress.ext_proc.message_timeouts") == 0
 
 
 def _request(path: str, user: dict[str, str]) -> bytes:

@@ -31,7 +31,7 @@ from extproc.metrics import Metrics
 from extproc.server import Server
 from extproc.settings import Settings, parse_address
 from tests.documents import bundle, policy
-from tests.harness import eventually
+from tests.harness import PATIENCE, eventually
 from tests.promql import list_labels
 
 Answer = tuple[int, dict[str, str], str]
@@ -40,6 +40,7 @@ NAMES = """
 requests_total{policy,mode,action} loops_detected_total{policy,mode,action} unmatched_total uncounted_total{policy,reason}
 decision_seconds throttled_in_flight streams_in_flight overload_total store_errors_total{kind} store_seconds store_batch_size
 store_entries store_evictions_total policy_reloads_total{result} policy_info{bundle_version,sha256} fail_open_total{reason}
+unenforced{policy,part}
 """
 
 
@@ -56,7 +57,7 @@ IPV6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
 
 def ask(port: int, path: str) -> Answer:
     """Status, headers and body of one request."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -123,7 +124,7 @@ def test_near_is_who_asks_for_this_machine_by_its_own_name(host: str, near: bool
         return send_page(Page(HTTPStatus.OK, is_near(request)))
 
     with serving(make_admin(routes=[Route("/near", tell)])) as port:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         connection.request("GET", "/near", headers={"host": host})
         answer = json.loads(connection.getresponse().read())
         connection.close()
@@ -263,7 +264,7 @@ def test_what_is_sent_is_bounded_json() -> None:
     answers = []
     with serving(make_admin(routes=[_echo("/echo")])) as port:
         for method, body in cases:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
             connection.request(method, "/echo", body)
             answer = connection.getresponse()
             answers.append((answer.status, json.loads(answer.read())))
@@ -437,6 +438,45 @@ def test_policies_shows_what_is_loaded(server: Server) -> None:
     assert '"bundle_version": 1,' in json.dumps(page.body)
     assert (file["bundle_version"], file["expires_at"], len(file["sha256"])) == (1, "2999-01-01T00:00:00+00:00", 64)
     assert file["policies"] == [json.loads(json.dumps(policy("p", {"pathExact": "/a"}, limit_keys=["jwt:a"])))]
+
+
+def test_what_is_not_enforced_shows_as_long_as_it_is_in_force(tmp_path: Path) -> None:
+    """With --allow-unenforced each part stands in `/policies` and a metric, and `/readyz` has their number."""
+    more = {"rules": [{"name": "r", "limit_keys": ["ip:asn", "ua:bot"]}], "circuit_breaker": {"enabled": True}}
+    plain = policy("p", {"pathExact": "/a"})
+    switches = [{"scope_key": "ua:bot", "scope_value": "x"}]
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(bundle({"id": "p", "spec": plain["spec"] | more}, kill_switches=switches)))
+    running = made(Settings(policy=(str(file),), allow_unenforced=True))
+    running._health.set(serving=True)
+
+    def show() -> tuple[list[tuple[str, str, str]], int | None, dict[tuple[str, str], float]]:
+        parts = running._policies().body["unenforced"]
+        (family,) = [family for family in running._metrics.registry.collect() if family.name == "loopguard_unenforced"]
+        samples = {(sample.labels["policy"], sample.labels["part"]): sample.value for sample in family.samples}
+        listed = [(part["policy"], part["part"], part["pointer"]) for part in parts]
+        return listed, running._readyz().body.get("unenforced"), samples
+
+    before = show()
+    route = json.dumps({"id": "route", "spec": {"loop_detection": {"enabled": False}, "fallback_limit": {"requests": 1}}})
+    running.service.compile_handed_over(route)
+    with_route = show()
+    file.write_text(json.dumps(bundle(plain)))
+    asyncio.run(running._reloader.reload(running._swap))
+    after = show()
+
+    expected = [
+        ("", "kill_switches", "/kill_switches/0"),
+        ("p", "rules", "/policies/0/spec/rules"),
+        ("p", "circuit_breaker", "/policies/0/spec/circuit_breaker"),
+        ("p", "rules", "/policies/0/spec/rules/0/limit_keys/0"),
+        ("p", "rules", "/policies/0/spec/rules/0/limit_keys/1"),
+    ]
+    counts = {("", "kill_switches"): 1, ("p", "rules"): 3, ("p", "circuit_breaker"): 1}
+    assert before == (expected, 5, counts)
+    of_route = [("route", "fallback_limit", "/spec/fallback_limit")]
+    assert with_route == ([*expected, *of_route], 6, counts | {("route", "fallback_limit"): 1})
+    assert after == (of_route, 1, {("route", "fallback_limit"): 1})
 
 
 def test_shadow_for_all_shows_in_policies(server: Server) -> None:

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from tests.documents import bundle, policy
-from tests.harness import Stack, stack
+from tests.harness import PATIENCE, Stack, stack
 from tests.sdks import SDKS, USER, Ask, Job, Reply, ask_anthropic_bedrock, ask_bedrock, ask_gemini, ask_ollama, ask_python
 
 RETRYING: dict[str, Ask] = {
@@ -114,7 +114,7 @@ def test_grpc_clients_read_words(gate: Stack, user: dict[str, str]) -> None:
         call = channel.unary_unary("/rpc.Echo/Call")
         for _ in range(3):
             with pytest.raises(grpc.RpcError) as refusal:
-                call(b"", metadata=metadata, timeout=10)
+                call(b"", metadata=metadata, timeout=PATIENCE)
 
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert refusal.value.details().startswith(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -17,12 +18,18 @@ from zlib import crc32
 
 import pytest
 
+import extproc
 from extproc.cli import main
 from extproc.commands import COMMANDS
+from extproc.errors import BundleErrors
+from extproc.logs import escape_controls
 from extproc.policy.bundle import Policy, make_schema
+from extproc.server import Server
+from extproc.settings import Settings
 from extproc.similarity.tool_calls import NO_CALLS
 from tests.documents import bundle, policy
 from tests.harness import PATIENCE, Loopguard, write_policies
+from tests.test_loader import DOCUMENTS, ENTRIES, FULL, SPEC_FIELDS, entries, spec
 
 SAID = {"missing_descriptor": "require_one"}
 GOOD = policy("p", {"pathExact": "/v1/chat/completions"}, limit_keys=["jwt:org_id", "jwt:user_id"], **SAID)
@@ -33,7 +40,7 @@ WITH_RULES["spec"]["rules"] = [{"name": "per-org"}]
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing from the environment of whoever runs the tests, and nothing left of what `serve` does to its process."""
-    for name in ("POLICY", "LISTEN", "ADMIN", "STORE"):
+    for name in ("POLICY", "LISTEN", "ADMIN", "STORE", "ALLOW_UNENFORCED"):
         monkeypatch.delenv(f"LOOPGUARD_{name}", raising=False)
     hangup = signal.getsignal(signal.SIGHUP)
     yield
@@ -47,8 +54,8 @@ def good(tmp_path: Path) -> str:
 
 
 def written(file: Path, document: object) -> str:
-    """The path of a file with a document."""
-    file.write_text(json.dumps(document))
+    """The path of a file with a document; bytes stand there as they are."""
+    file.write_bytes(document if isinstance(document, bytes) else json.dumps(document).encode())
     return str(file)
 
 
@@ -81,24 +88,25 @@ def test_validate_good(capsys: pytest.CaptureFixture[str], good: str) -> None:
     assert (run.code, run.out, run.err) == (0, "good: 1 policy in 1 file\n", "")
 
 
-def test_validate_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Warnings and parts that are not enforced go to stderr, each with its place, and the exit code stays 0."""
+@pytest.mark.parametrize("way", ["flag", "variable"])
+def test_validate_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Where they are allowed, parts that are not enforced are warnings, each with its place, and the exit code stays 0."""
     one = written(tmp_path / "one.json", bundle(WITH_RULES, kill_switches=[{"scope_key": "ip:asn", "scope_value": "64496"}]))
     two = written(tmp_path / "two.json", policy("q", {"pathExact": "/b"}))
+    if way == "variable":
+        monkeypatch.setenv("LOOPGUARD_ALLOW_UNENFORCED", "true")
 
-    run = Run(capsys, "validate", one, two)
+    run = Run(capsys, "validate", *(["--allow-unenforced"] if way == "flag" else []), one, two)
 
     assert (run.code, run.out) == (0, "good: 2 policies in 2 files\n")
+    stops = "the descriptor ip:asn cannot be derived by Loopguard, so this kill switch stops nobody"
     assert run.err.splitlines() == [
         f"warning: {two}: /spec: no limit_keys: all callers of policy q share its counts",
-        *(
-            f"warning: {one}: {part}; serve would refuse this"
-            for part in (
-                "/kill_switches/0: the descriptor ip:asn cannot be derived by Loopguard, so this kill switch stops nobody",
-                "/policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org",
-            )
-        ),
+        f"warning: {one}: /kill_switches/0: {stops}",
+        f"warning: {one}: /policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org",
     ]
+    assert Run(capsys, "validate", "--strict", one, two).code == 1
+    assert Run(capsys, "validate", "--strict", "--allow-unenforced", one).code == 2
 
 
 def test_validate_notes_what_a_default_means(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -121,18 +129,71 @@ def test_validate_notes_what_a_default_means(capsys: pytest.CaptureFixture[str],
     ]
 
 
-def test_validate_strict_fails_where_serve_would(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """With --strict the parts that are not enforced are errors, in the words of serve, and warnings are none."""
+@pytest.mark.parametrize("flags", [[], ["--strict"]])
+def test_validate_fails_where_serve_would(capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str]) -> None:
+    """Parts that are not enforced are errors, in the words of serve, and warnings are none."""
     file = written(tmp_path / "rules.json", bundle(WITH_RULES))
     warned = written(tmp_path / "warned.json", policy("q", {"pathExact": "/b"}))
 
-    run, fine = Run(capsys, "validate", "--strict", file, warned), Run(capsys, "validate", "--strict", warned)
+    run, fine = Run(capsys, "validate", *flags, file, warned), Run(capsys, "validate", *flags, warned)
 
     part = f"{file}: /policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org"
     assert (run.code, run.out) == (1, "")
     assert run.err.splitlines() == [f"{part}; remove it, or start with --allow-unenforced"]
     assert run.err.splitlines() == served("--policy", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")[1]
     assert (fine.code, fine.out) == (0, "good: 1 policy in 1 file\n")
+
+
+async def make_server(settings: Settings) -> Server:
+    """A server that does not listen yet."""
+    return Server(settings)
+
+
+PARTS: list[dict[str, object]] = [
+    {"fallback_limit": {"requests": 1}},
+    {"circuit_breaker": {}},
+    {"circuit_breaker": {"spend_rate_threshold_per_minute": 1}},
+    {"circuit_breaker": {"enabled": False}},
+    {"limit_keys": ["ip:country"]},
+    {"session": {"keys": ["ua:bot"]}},
+]
+UNENFORCED = [
+    bundle(WITH_RULES),
+    bundle(kill_switches=[{"scope_key": "ua:bot", "scope_value": "true"}]),
+    *({"id": "p", "spec": {**WITH_RULES["spec"], "rules": [], **part}} for part in PARTS),
+]
+BUNDLES: list[object] = [
+    *(document for document, _ in DOCUMENTS),
+    *(spec(**{name: value}) for name, value, _ in SPEC_FIELDS),
+    *(entries(changes) for changes, _ in ENTRIES),
+    *UNENFORCED,
+    *(path.read_bytes() for path in Path(extproc.__file__).parent.glob("presets/*.json")),
+    [FULL, GOOD | {"id": "q"}],
+    bundle(GOOD),
+    {"id": "p", "spec": {}},
+]
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_validate_takes_what_serve_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path, allow: bool) -> None:
+    """For each rule of policy files: the exit code says whether the server would start, for the same errors."""
+    missing, flags = str(tmp_path / "missing.json"), ["--allow-unenforced"] if allow else []
+    taken, refused = 0, 0
+    for number, document in enumerate(BUNDLES):
+        files = [written(tmp_path / f"{number}.json", document), *([missing] if number % 9 == 0 else [])]
+
+        run = Run(capsys, "validate", *flags, *files)
+        errors = []
+        try:
+            asyncio.run(make_server(Settings(policy=tuple(files), allow_unenforced=allow)))
+        except BundleErrors as error:
+            errors = [escape_controls(str(each)) for each in error.errors]
+
+        assert run.code == bool(errors), document
+        assert not errors or run.err.splitlines() == errors
+        taken, refused = taken + (not errors), refused + bool(errors)
+    assert taken > 5
+    assert refused > 100
 
 
 def test_validate_bad(capsys: pytest.CaptureFixture[str], tmp_path: Path, good: str) -> None:

@@ -29,13 +29,13 @@ from extproc.transport.health import EXT_PROC, HEALTH, Health
 from extproc.transport.http2 import Limits, Pool
 from extproc.transport.sockets import BACKLOG
 from tests.documents import policy
+from tests.harness import PATIENCE
 from tests.messages import headers
 from tests.test_engine import ANY
 from tests.test_http2 import HELLO, frame
 from tests.test_service import make_service
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-PATIENCE = 30
 
 
 def opening(stream: int, path: str = f"/{EXT_PROC}/Process") -> bytes:

@@ -652,7 +652,15 @@ def test_a_dead_replica_costs_no_request_anything() -> None:
 @pytest.mark.parametrize("seconds", [0.02, 0.2])
 def test_a_replica_that_hangs_costs_no_request_anything(seconds: float) -> None:
     """Under `deny` requests that come every so often find their Loopguard silent, and are decided in time by another one."""
-    with stack(bundle(policy("all", {"pathPrefix": "/"})), replicas=3, failure_mode="deny") as made:
+
+    def in_time(config: str) -> str:
+        """Envoy hangs up before it decides by itself; here each has ten times as long as it is given."""
+        assert "message_timeout: 0.2s" in config
+        assert "timeout: 0.15s" in config
+        return config.replace("message_timeout: 0.2s", "message_timeout: 5s").replace("timeout: 0.15s", "timeout: 1.5s")
+
+    document = bundle(policy("all", {"pathPrefix": "/"}))
+    with stack(document, replicas=3, failure_mode="deny", edit=in_time, hasty=True) as made:
         found = [made.send(f"/before/{number}").status for number in range(20)]
         made.replicas[1].signal(signal.SIGSTOP)
         time.sleep(0.1)  # a stream that is opened earlier takes the silence for that of a moment
@@ -668,7 +676,7 @@ def test_a_replica_that_hangs_costs_no_request_anything(seconds: float) -> None:
 
 def test_the_only_replica_is_asked_again_after_a_stall() -> None:
     """One Loopguard that stood still for a moment is not left out: the next request is counted."""
-    with stack(bundle(policy("all", {"pathPrefix": "/"})), failure_mode="deny") as made:
+    with stack(bundle(policy("all", {"pathPrefix": "/"})), failure_mode="deny", hasty=True) as made:
         made.send("/")
         made.loopguard.signal(signal.SIGSTOP)
         time.sleep(0.1)

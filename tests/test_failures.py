@@ -38,6 +38,18 @@ def test_a_dead_server_is_what_failure_mode_says(failure_mode: str, status: int)
         assert made.send("/").status == status
 
 
+def test_a_moments_pause_of_the_machine_changes_no_verdict() -> None:
+    """In all tests but those about timeouts Envoy waits for Loopguard, so that none fails because a machine is busy."""
+    with stack(REJECT) as made:
+        statuses = [made.send("/").status for _ in range(2)]
+        made.loopguard.signal(signal.SIGSTOP)
+        waking = threading.Timer(0.6, made.loopguard.signal, (signal.SIGCONT,))
+        waking.start()
+        statuses.append(made.send("/").status)
+
+        assert statuses == [200, 200, 429]
+
+
 def test_an_internal_error_never_reaches_the_client() -> None:
     """Even where Envoy is fail-closed, a bug of ours lets the request through; it is counted and logged."""
     with stack(REJECT, preamble=_BUG, failure_mode="deny") as made:

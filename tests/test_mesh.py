@@ -21,7 +21,7 @@ import yaml
 from tests.chart import CASES, Object, Values, merged, objects, of_kind, rendered
 from tests.chart.istio import HCM, http_manager, patched, without_loopguard
 from tests.documents import bundle, policy
-from tests.harness import ENVOY, Process, Stack, envoy_version, eventually, stack
+from tests.harness import ENVOY, Process, Stack, be_patient, envoy_version, eventually, stack
 
 ROOT = Path(__file__).parent.parent
 ISTIO = {name: values for name, values in CASES.items() if values.get("istio", {}).get("enabled")}
@@ -200,6 +200,7 @@ def mesh(values: Values, routes: dict[str, str], *arguments: str, **more: Any) -
 
         def edit(text: str) -> str:
             made, inside = with_sidecars(json.loads(configuration(text, values, routes)), folder)
+            be_patient(inside)
             (file := Path(folder) / "envoy.json").write_text(json.dumps(inside))
             sidecar = Process([ENVOY, "-c", str(file), "--use-dynamic-base-id", "-l", "warning"], Path(folder) / "envoy.log")
             ended.callback(sidecar.stop)
@@ -633,7 +634,7 @@ def test_a_gateway_would_cut_off_a_throttle() -> None:
     def hasty(text: str) -> str:
         return gateway_configuration(text, values).replace('"message_timeout": "3.500s"', '"message_timeout": "0.2s"')
 
-    with stack(values["policies"]["bundle"], edit=hasty) as made:
+    with stack(values["policies"]["bundle"], edit=hasty, hasty=True) as made:
         held = statuses(made, "/slow", 4, "ann")
 
     assert held[-1] == 504

@@ -14,7 +14,7 @@ import pytest
 
 from extproc.cli import main
 from tests.documents import bundle, policy
-from tests.harness import Loopguard, eventually, write_policies
+from tests.harness import PATIENCE, Loopguard, eventually, write_policies
 
 TOKEN = "correct-horse-battery-staple"
 USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
@@ -36,7 +36,7 @@ class Running:
 
     def ask(self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
         """Status and document of an answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.loopguard._admin, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.loopguard._admin, timeout=PATIENCE)
         try:
             data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
             connection.request(method, path, data, headers or {})
@@ -117,7 +117,7 @@ def test_whoever_has_no_credential_changes_nothing(running: Running, case: str) 
 
 def test_a_browser_is_not_asked_to_send_anything(running: Running) -> None:
     """Before a page may send a header of its own a browser asks, and nothing allows it."""
-    connection = http.client.HTTPConnection("127.0.0.1", running.loopguard._admin, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", running.loopguard._admin, timeout=PATIENCE)
     connection.request("OPTIONS", "/overrides", headers={"origin": "http://evil", "access-control-request-method": "POST"})
 
     answer = connection.getresponse()
@@ -215,7 +215,7 @@ def test_a_flood_of_orders_is_bounded(tmp_path: Path) -> None:
         tmp_path, "--admin-token-file", str(tokens), preamble="import extproc.overrides\nextproc.overrides.MAX_ORDERS = 20"
     )
     try:
-        connection = http.client.HTTPConnection("127.0.0.1", made.loopguard._admin, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", made.loopguard._admin, timeout=PATIENCE)
         statuses = []
         for number in range(1_000):
             connection.request("POST", "/overrides", json.dumps({"kind": "allow", "tool": f"tool-{number}"}), GOOD)

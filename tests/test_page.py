@@ -106,7 +106,7 @@ def serving(service: Service, looked: threading.Event | None = None) -> Iterator
 def fetch(url: str) -> tuple[dict[str, str], str]:
     """Headers and text of the page."""
     address, _, path = url.removeprefix("http://").partition("/")
-    connection = http.client.HTTPConnection(address, timeout=20)
+    connection = http.client.HTTPConnection(address, timeout=PATIENCE)
     connection.request("GET", f"/{path}")
     answer = connection.getresponse()
     text = answer.read().decode()

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from doctest import ELLIPSIS, OutputChecker
@@ -30,7 +31,7 @@ from extproc.commands import COMMANDS
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from tests.chart import CHART, merged, rendered
-from tests.harness import ENVOY, Process, Upstream
+from tests.harness import Process, Upstream
 from tests.servers import Server, free_port
 
 ROOT = Path(__file__).parent.parent
@@ -200,6 +201,25 @@ _UPSTREAM = "127.0.0.1:8080"
 _VALKEY = "10.0.0.5:6379"
 
 
+_PATIENT_ENVOY = f"""#!{sys.executable}
+import json, os, sys
+sys.path.append({str(ROOT)!r})
+import yaml
+from tests.harness import ENVOY, be_patient
+arguments = sys.argv[1:]
+if "-c" in arguments:
+    place = arguments.index("-c") + 1
+    with open(arguments[place]) as file:
+        configuration = yaml.safe_load(file)
+    be_patient(configuration)
+    arguments[place] = arguments[place] + ".patient.json"
+    with open(arguments[place], "w") as file:
+        json.dump(configuration, file)
+os.execv(ENVOY, [ENVOY, *arguments])
+"""
+"""What a reader's `envoy` is: the real one, on a machine that may be busy."""
+
+
 class Reader:
     """Somebody who types what a page says, in a folder with the project in it and the page's examples saved as files."""
 
@@ -215,7 +235,8 @@ class Reader:
         self._staying: list[tuple[str, Process]] = []
         programs = folder / "bin"
         programs.mkdir()
-        (programs / "envoy").symlink_to(ENVOY)
+        (programs / "envoy").write_text(_PATIENT_ENVOY)
+        (programs / "envoy").chmod(0o755)
         path = [str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]
         self._environment = {"PATH": os.pathsep.join(path), "LOOPGUARD_ADMIN": "127.0.0.1:0", "LOOPGUARD_DRAIN_DELAY": "0"}
         for name in ("envoy", "helm"):
@@ -432,6 +453,18 @@ def test_no_flag_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     named = {flag for page in PAGES for flag in re.findall(r"`(--[a-z-]+)", page.read_text())} - {"--version", "--help"}
 
     assert [flag for flag in sorted(named) if not re.search(rf"{flag}\b", told)] == []
+
+
+def test_extras_are_installed_from_a_checkout() -> None:
+    """Nothing is published under the distribution's name: pages and errors say `.` and an extra that there is."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    code = [*(ROOT / "extproc").rglob("*.py"), *(ROOT / "envoy").glob("*.py")]
+    told = "".join(file.read_text() for file in (*PAGES, *code))
+
+    found = re.findall(r"'?([\w.-]+)\[(\w[\w-]*)\]'", told)
+
+    assert "extproc-loopguard[" not in told
+    assert {extra for where, extra in found if where == "."} == {"demo", "prices"} <= extras.keys()
 
 
 def test_no_target_is_made_up() -> None:

@@ -57,8 +57,8 @@ def test_agents_count_together_with_the_one_that_started_them() -> None:
 
 
 NEEDED = (
-    "what models cost that nobody knows has to be said in unknown_model, "
-    'or in prices as "*"; or install extproc-loopguard[prices]'
+    'needs the price of all other models in unknown_model, or in prices as "*"; or the package genai-prices: '
+    "pip install '.[prices]' in a checkout"
 )
 
 

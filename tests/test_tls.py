@@ -329,7 +329,7 @@ class Door(NamedTuple):
             grpc.aio.secure_channel(where, credentials, options) if credentials else grpc.aio.insecure_channel(where, options)
         )
         async with channel:
-            call = channel.stream_stream(f"/{EXT_PROC}/Process")(timeout=10)
+            call = channel.stream_stream(f"/{EXT_PROC}/Process")(timeout=PATIENCE)
             try:
                 await call.write(headers("/a", end=True).SerializeToString())
                 await call.done_writing()

@@ -50,14 +50,14 @@ class Running:
 
     def process(self, **more: Any) -> Any:  # noqa: ANN401  # grpc is untyped
         """An ext_proc call."""
-        return self.channel.stream_stream(f"/{EXT_PROC}/Process")(timeout=20, **more)
+        return self.channel.stream_stream(f"/{EXT_PROC}/Process")(timeout=PATIENCE, **more)
 
     def check(self, service: str = "") -> Any:  # noqa: ANN401  # grpc is untyped
         """A health check."""
         call = self.channel.unary_unary(
             f"/{HEALTH}/Check", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString
         )
-        return call(HealthCheckRequest(service=service), timeout=20)
+        return call(HealthCheckRequest(service=service), timeout=PATIENCE)
 
 
 @asynccontextmanager
@@ -102,7 +102,7 @@ async def _exchange(call: Any, *messages: Any) -> list[str | None]:  # noqa: ANN
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for what tells nobody that it has happened."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110  # what is waited for knows no events
             await asyncio.sleep(0.01)
 
@@ -283,7 +283,7 @@ def test_an_unknown_method_is_unimplemented(run: Run) -> None:
 
     async def steps(made: Running) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await made.channel.unary_unary("/loopguard.test.Nobody/Knows")(b"x", timeout=20)
+            await made.channel.unary_unary("/loopguard.test.Nobody/Knows")(b"x", timeout=PATIENCE)
         assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
     run(make_service(policy("p", ANY)), steps)
@@ -385,7 +385,7 @@ def test_odd_metadata_harms_nobody() -> None:
                 + frame(DATA, END_STREAM, 1, frame_message(headers("/").SerializeToString()))
             )
             found = b""
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 while b"grpc-status" not in found:
                     part = await reader.read(65_536)
                     assert part, "the connection was closed"

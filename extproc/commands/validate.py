@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from datetime import UTC, datetime
 
-from extproc.commands import load_policies
-from extproc.errors import BundleErrors
+from extproc.commands import check_paths
 from extproc.logs import escape_controls
+from extproc.policy.files import read_what_can_be
+from extproc.settings import ENV_PREFIX, read_settings
 
 HELP = "check policy files and report every error at once"
 EXAMPLES = """examples:
   loopguard validate policies/ && git push
 
-exit code: 0 good (warnings and notes on stderr), 1 every error on stderr as file: /json/pointer: message;
-with --strict, parts of a bundle that serve would refuse without --allow-unenforced are errors as well"""
+exit code: 0 serve takes these files (warnings and notes on stderr), 1 it does not: every error is on stderr as
+file: /json/pointer: message"""
+
+_VARIABLE = f"{ENV_PREFIX}ALLOW_UNENFORCED"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard validate`."""
-    parser.add_argument("--strict", action="store_true", help="parts that serve would refuse are errors as well")
+    chosen = parser.add_mutually_exclusive_group()
+    text = f"parts of a bundle that are not enforced are warnings, as they are for serve with this flag [{_VARIABLE}]"
+    chosen.add_argument("--allow-unenforced", action="store_true", help=text)
+    chosen.add_argument("--strict", action="store_true", help="they are errors, which is the default")
     parser.add_argument("path", nargs="+", metavar="PATH", help="policy file or directory")
 
 
@@ -27,21 +35,27 @@ def run(options: argparse.Namespace) -> int:
     """Report warnings and notes, and how much is good; returns the exit code.
 
     Raises:
-        UsageError: a path is empty.
-        BundleErrors: with everything that is wrong in the files.
+        UsageError: a path is empty, or the environment variable is neither true nor false.
+        BundleErrors: with all for which serve would not start.
     """
-    policies = load_policies(options.path)
-    if policies.unenforced and options.strict:
-        raise BundleErrors(policies.list_refusals())
-    for warning in policies.warnings:
+    from extproc.reload import build  # noqa: PLC0415  # with the engine, which takes long to import
+
+    files, unreadable = read_what_can_be(check_paths(options.path))
+    policies, _ = build(files, datetime.now(UTC), allow_unenforced=_allows_unenforced(options), unreadable=unreadable)
+    for warning in [*policies.warnings, *policies.unenforced]:
         print(escape_controls(f"warning: {warning}"), file=sys.stderr)
-    for part in policies.unenforced:
-        print(escape_controls(f"warning: {part}; serve would refuse this"), file=sys.stderr)
     for note in policies.notes:
         print(escape_controls(f"note: {note}"), file=sys.stderr)
     count = sum(len(source.policies) for source in policies.sources)
     print(f"good: {_pluralize(count, 'policy', 'policies')} in {_pluralize(len(policies.sources), 'file', 'files')}")
     return 0
+
+
+def _allows_unenforced(options: argparse.Namespace) -> bool:
+    if options.strict or options.allow_unenforced:
+        return bool(options.allow_unenforced)
+    environ = {name: value for name, value in os.environ.items() if name == _VARIABLE}
+    return read_settings({}, environ).allow_unenforced
 
 
 def _pluralize(count: int, one: str, many: str) -> str:

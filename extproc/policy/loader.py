@@ -60,6 +60,19 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Unenforced(BundleError):
+    """A part of a drop-in bundle that this version does not enforce.
+
+    Attributes:
+        policy: whose part it is; empty for one of the bundle itself.
+        part: the key that it stands below, of the policy's spec or of the bundle.
+    """
+
+    policy: str
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
 class PolicySet:
     """Everything that was loaded, with what the user should know about it.
 
@@ -74,14 +87,19 @@ class PolicySet:
 
     sources: tuple[Source, ...]
     warnings: tuple[BundleError, ...]
-    unenforced: tuple[BundleError, ...]
+    unenforced: tuple[Unenforced, ...]
     scrap: list[object]
     notes: tuple[BundleError, ...] = ()
 
-    def list_refusals(self) -> list[BundleError]:
-        """What `serve` says to the parts that it does not enforce, unless it is told to start all the same."""
+    def require_enforced(self) -> None:
+        """Take no bundle of which a part is not enforced: no limit is lost without being told.
+
+        Raises:
+            BundleErrors: with each such part.
+        """
         hint = "remove it, or start with --allow-unenforced"
-        return [replace(part, message=f"{part.message}; {hint}") for part in self.unenforced]
+        if self.unenforced:
+            raise BundleErrors([replace(part, message=f"{part.message}; {hint}") for part in self.unenforced])
 
 
 def load(paths: Iterable[str], now: datetime) -> PolicySet:
@@ -143,7 +161,7 @@ class _Report:
         self.file = ""
         self.errors: list[BundleError] = []
         self.warnings: list[BundleError] = []
-        self.unenforced: list[BundleError] = []
+        self.unenforced: list[Unenforced] = []
         self.notes: dict[str, tuple[BundleError, int]] = {}  # by message: its first place, and how many policies it is about
         self.ids: list[tuple[str, str, str]] = []  # (id, file, pointer), of broken policies too
         self.entries: list[object] = []  # raw policies
@@ -155,8 +173,8 @@ class _Report:
     def warn(self, place: Place, message: str) -> None:
         self.warnings.append(BundleError(self.file, write_pointer(place), message))
 
-    def disclaim(self, place: Place, message: str) -> None:
-        self.unenforced.append(BundleError(self.file, write_pointer(place), message))
+    def disclaim(self, place: Place, message: str, part: str, policy: str = "") -> None:
+        self.unenforced.append(Unenforced(self.file, write_pointer(place), message, policy, part))
 
     def note(self, place: Place, message: str) -> None:
         first, policies = self.notes.get(message) or (BundleError(self.file, write_pointer(place), message), 0)
@@ -250,7 +268,8 @@ def _remark_on_switch(switch: KillSwitch, place: Place, now: datetime, report: _
     """Report what the user should know about a good kill switch; whether it can do anything."""
     key, route, end = switch.scope_key, switch.route, switch.expires_at
     if key.startswith(("ip:", "ua:")) and key != IP_ADDRESS:
-        report.disclaim(place, f"the descriptor {key} cannot be derived by Loopguard, so this kill switch stops nobody")
+        why = f"the descriptor {key} cannot be derived by Loopguard, so this kill switch stops nobody"
+        report.disclaim(place, why, "kill_switches")
         return False
     if end is not None and end <= now:
         report.warn((*place, "expires_at"), f"expired at {end.isoformat()}: this kill switch does nothing")
@@ -300,7 +319,8 @@ def _remark(policy: Policy, place: Place, report: _Report) -> None:
     for below, message in rules.find_suspicious(policy):
         report.warn((*place, *below), message)
     for below, message in rules.find_unenforced(policy):
-        report.disclaim((*place, *below), message)
+        _, part, *_ = below
+        report.disclaim((*place, *below), message, str(part), policy.id)
     for below, message in rules.explain_defaults(policy):
         report.note((*place, *below), message)
 

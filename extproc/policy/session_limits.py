@@ -146,8 +146,8 @@ def find_limit_errors(limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN4
     if all(limits.get(key) in (None, {}) for key in _LIMITS):
         yield (), f"session_limits needs at least one of {', '.join(_LIMITS)}"
     if limits.get("max_cost_per_session") is not None and not _knows_all_prices(limits):
-        needed = "what models cost that nobody knows has to be said in unknown_model"
-        yield ("max_cost_per_session",), f'{needed}, or in prices as "{ANY_MODEL}"; or install extproc-loopguard[prices]'
+        needed = f'needs the price of all other models in unknown_model, or in prices as "{ANY_MODEL}"'
+        yield ("max_cost_per_session",), f"{needed}; or the package genai-prices: pip install '.[prices]' in a checkout"
     recent = limits.get("loop_detection")
     if isinstance(recent, dict):
         window, threshold = recent.get("window"), recent.get("threshold")
