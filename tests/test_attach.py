@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -104,9 +105,10 @@ def follow(snippet: str, configuration: dict[str, Any], leave_out: str = "") -> 
             (place,) = find_places(configuration, path)
             place[:0] = part
             continue
-        for place in find_places(configuration, path):
-            if not path.endswith("routes[]") or place["name"] in words.removeprefix("the ones called ").split(", "):
-                place.update(part)
+        above, of_routes, below = path.partition("routes[]")
+        for place in find_places(configuration, above + of_routes):
+            if not of_routes or place["name"] in words.removeprefix("the ones called ").split(", "):
+                (place[below.removeprefix(".")] if below else place).update(part)
     return configuration
 
 
@@ -270,6 +272,26 @@ def test_a_route_that_is_chosen_late_is_guarded(follows: Callable[[str], str], s
     assert asked_then == asked
 
 
+def test_what_is_not_guarded_may_take_its_time() -> None:
+    """Whatever the snippet bounds, shortened to a second: a slow upload elsewhere goes on, one that stalls on a guarded route ends."""
+    follows = attach(*NAMED)
+    bound = re.compile(r'"(request_timeout|idle_timeout)": "\d+s"')
+
+    def slowly() -> Iterator[bytes]:
+        for _ in range(5):
+            yield b"x"
+            time.sleep(0.4)
+
+    with stack(POLICIES, edit=lambda text: bound.sub(r'"\1": "1s"', follows(text))) as made:
+        slow = made.send("/rest", method="POST", body=slowly())
+        with made.connect() as stalls:
+            stalls.sendall(b"POST /chat HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\nx")
+            ended = stalls.makefile("rb").readline()
+
+    assert (slow.status, made.upstream.seen[-1].body) == (200, b"xxxxx")
+    assert ended == b"HTTP/1.1 408 Request Timeout\r\n"
+
+
 @needs_content_length
 def test_steering_beside_tolerant_routes() -> None:
     """A note that makes a body longer goes with a content-length that fits, although the filter keeps lengths elsewhere."""
@@ -303,9 +325,12 @@ def test_every_part_has_its_place() -> None:
     parts = list(read_parts(render_snippet(policies(), read_options(EnvoyOptions, {"snippet": True, **options}))))
 
     assert [path.rpartition(".")[2] for path, _, _ in parts] == [
-        "listeners[]", "typed_config", "json_format", "http_filters", "virtual_hosts[]", "routes[]", "routes[]", "clusters",
+        "listeners[]", "typed_config", "json_format", "http_filters", "virtual_hosts[]", "routes[]", "route", "routes[]", "route",
+        "clusters",
     ]  # fmt: skip
     for path, _, part in parts:
+        if path.endswith(".route"):
+            continue  # a whole bootstrap bounds uploads on all of its routes at once
         places = list(find_places(whole, path))
         if isinstance(part, list):
             assert part[0] in places[0]
@@ -323,7 +348,7 @@ def test_what_answers_cost_has_its_places() -> None:
 
     assert [path.rpartition(".")[2] for path, _, _ in parts] == [
         "listeners[]", "typed_config", "access_log", "json_format", "http_filters", "http_filters", "virtual_hosts[]",
-        "routes[]", "clusters",
+        "routes[]", "route", "clusters",
     ]  # fmt: skip
     (route,) = [part for path, _, part in parts if path.endswith("routes[]")]
     assert list(route["typed_per_filter_config"]) == ["envoy.filters.http.ext_proc"]
@@ -348,6 +373,7 @@ def test_a_snippet_for_looking_on_touches_no_limit() -> None:
     names = [path.rpartition(".")[2] for path, _, _ in parts]
     assert "listeners[]" not in names
     assert "virtual_hosts[]" not in names
+    assert "route" not in names
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,13 @@ def in_parts(settings: dict[str, Json]) -> Edit:
     return edit
 
 
+def without_an_end(document: Json) -> None:
+    """Nothing ends an upload that stalls."""
+    manager = find(document, MANAGER)
+    del manager["request_timeout"]
+    manager["stream_idle_timeout"] = "0s"
+
+
 OFF = {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "disabled": True}
 RETRIES = {"retry_on": "connect-failure"}
 KEPT = ("kept-bodies", f"{GUARDED}/per_request_buffer_limit_bytes")
@@ -172,7 +179,7 @@ WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
         "http2-window",
         f"{MANAGER}/http2_protocol_options/initial_stream_window_size",
     ),
-    "uploads that stall": (drop(f"{MANAGER}/request_timeout"), "request-timeout", f"{MANAGER}/request_timeout"),
+    "uploads that stall": (without_an_end, "request-timeout", f"{MANAGER}/stream_idle_timeout"),
     "a hold that 408 ends": (put(f"{MANAGER}/request_timeout", "20s"), "request-timeout", f"{MANAGER}/request_timeout"),
     "a hold that silence ends": (
         put(f"{MANAGER}/stream_idle_timeout", "20s"),
@@ -375,6 +382,25 @@ def test_what_keeps_no_bodies_may_collect_them_in_parts(place: str) -> None:
 
     assert [code for code, _, _ in found(in_parts_alone)] == ["retries"]
     assert [code for code, _, _ in found(kept_whole)] == ["retries"]
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        put(f"{MANAGER}/request_timeout", "60s"),
+        put(f"{MANAGER}/stream_idle_timeout", "300s"),
+        put(f"{GUARDED}/route/idle_timeout", "300s"),
+        put(f"{GUARDED}/route/max_stream_duration", {"max_stream_duration": "900s"}),
+        put(f"{MANAGER}/common_http_protocol_options", {"max_stream_duration": "900s"}),
+    ],
+)
+def test_an_upload_that_stalls_may_end_in_several_ways(bound: Edit) -> None:
+    """Each of these bounds it."""
+    document = good()
+    without_an_end(document)
+    bound(document)
+
+    assert found(document) == []
 
 
 # ---- Routes that are chosen late
@@ -999,7 +1025,7 @@ def test_a_running_envoy_is_told_as_its_file_is(capsys: pytest.CaptureFixture[st
 
     def edit(text: str) -> str:
         document = yaml.safe_load(text)
-        find(document, MANAGER).pop("request_timeout")
+        without_an_end(document)
         find(document, "/static_resources/listeners/0")["per_connection_buffer_limit_bytes"] = 65_535
         return json.dumps(document)
 

@@ -314,6 +314,11 @@ PROBLEMS: list[tuple[Values, str]] = [
         for mesh in (ISTIO, GATEWAY)
     ),
     row(
+        merged(ISTIO, throttle(), {"envoy": {"idleTimeoutSeconds": 31}}),
+        "policies.bundle: policy slow may hold a request for 30000 ms, and envoy.idleTimeoutSeconds=31 cuts that off:",
+        "lower its max_delay_ms, or let a request take at least 32 seconds.",
+    ),
+    row(
         merged(GATEWAY, {"envoyGateway": {"targetRefs": []}}),
         "envoyGateway.enabled guards nothing, as long as no route is named: name some in envoyGateway.targetRefs, such as",
         "[{name: chat}].",
@@ -391,7 +396,8 @@ def test_every_problem_is_told_at_once() -> None:
         with_policies(expires_at="2999-01-01T00:00:00Z"),
         with_policies(global_shadow={"enabled": False, "expires_at": "2020-01-01T00:00:00Z"}),
         {"istio": {**ON, "routes": [{"name": "a", "virtualHost": host} for host in ("g:80", "h:80")]}},
-        merged(ISTIO, throttle(), {"envoy": {"requestTimeoutSeconds": 0}}),
+        merged(ISTIO, throttle(), {"envoy": {"requestTimeoutSeconds": 0, "idleTimeoutSeconds": 0}}),
+        merged(GATEWAY, throttle(), {"envoy": {"idleTimeoutSeconds": 1}}),
         throttle() | {"envoy": {"requestTimeoutSeconds": 1}},
         merged(OWN_LIMITS, throttle(), {"envoy": {"requestTimeoutSeconds": 1}}),
         merged(ISTIO, {"envoy": {"shadowMode": "partial"}, "shadow": {"enabled": True}}),
@@ -683,7 +689,7 @@ def test_a_routes_policy_needs_no_selector(document: dict[str, Any]) -> None:
     parse({"route metadata": json.dumps(document).encode()}, datetime.now(UTC), on_route=True)
     (found,) = (item for item in objects(on_route(bundle=document)) if item["kind"] == "EnvoyFilter")
 
-    patch = found["spec"]["configPatches"][-1]["patch"]["value"]
+    (patch,) = (each["patch"]["value"] for each in found["spec"]["configPatches"] if each["applyTo"] == "HTTP_ROUTE")
     text = patch["metadata"]["filter_metadata"]["loopguard"]["policy_json"]
     made = HandedOver(shadow=False, allow_unenforced=False).compile(text, datetime.now(UTC))
 

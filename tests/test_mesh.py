@@ -545,7 +545,8 @@ def gateway_configuration(text: str, values: Values) -> str:
     (proc,) = extension["spec"]["extProc"]
     manager = http_manager(made)
     manager |= GATEWAY_LEFT
-    manager["request_timeout"] = client["spec"]["timeout"]["http"]["requestReceivedTimeout"]
+    if "timeout" in client["spec"]:
+        manager["request_timeout"] = client["spec"]["timeout"]["http"]["requestReceivedTimeout"]
     manager["http2_protocol_options"] = {
         "initial_connection_window_size": 1_048_576,
         "initial_stream_window_size": int(client["spec"]["http2"]["initialStreamWindowSize"]),

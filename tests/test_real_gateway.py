@@ -48,7 +48,7 @@ POLICIES = bundle(
 )
 VALUES: Values = {
     "policies": {"bundle": POLICIES},
-    "envoy": {"failureMode": "deny"},
+    "envoy": {"failureMode": "deny", "requestTimeoutSeconds": 60},
     "envoyGateway": {
         "enabled": True,
         "namespace": GATEWAYS,
@@ -216,6 +216,7 @@ def test_check_envoy_reads_what_envoy_gateway_makes(gateway: Stack) -> None:
         "grpcroute/gateways/tools/rule/0": [],
     }
     assert [code for code, _, hurts in check(dump, POLICIES) if hurts] == ["unguarded"] * 3
+    assert {"processing-mode", "failure-mode"} <= {code for code, _, hurts in check(dump, POLICIES) if not hurts}
 
 
 def test_the_model_of_envoy_gateway_is_true(gateway: Stack) -> None:

@@ -6,9 +6,13 @@ tests/chart/istio.py is the model of it that `make test` has.
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import json
 import os
 import random
+import re
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -21,14 +25,21 @@ import yaml
 
 from extproc.envoy_check.config import find_managers, find_resources
 from extproc.envoy_check.document import Place
-from tests.chart import NAME, Object, Values, objects, of_kind
+from tests.chart import NAME, Object, Values, merged, objects, of_kind
 from tests.chart.istio import LEFT
 from tests.documents import bundle, policy
-from tests.harness import Process, Stack, eventually, stack
+from tests.harness import Loopguard, Process, Stack, eventually, stack, write_policies
 from tests.servers import free_port
 from tests.test_check_envoy import found as check
 from tests.test_check_envoy import report
 from tests.test_mesh import FILTER
+from tests.test_streams import _over_http2
+
+
+def write_base64(data: bytes) -> str:
+    """As tokens have it."""
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
 
 BUILT = os.environ.get("LOOPGUARD_TEST_MESH", "")
 """The folder with what `make test-mesh` has built."""
@@ -36,11 +47,16 @@ BUILT = os.environ.get("LOOPGUARD_TEST_MESH", "")
 pytestmark = pytest.mark.skipif(not BUILT, reason="`make test-mesh` was not asked for: the real Istio is NOT tested")
 
 GATEWAYS = "istio-ingress"
+CLUSTER = "outbound|50051||lg-loopguard.guards.svc.cluster.local"
+ISSUER = "https://idp.example.com"
+SECRET = b"a key that only this test knows, and long enough for HS256"
+KEY = {"kty": "oct", "alg": "HS256", "kid": "k", "k": write_base64(SECRET)}
 LABELS = {"istio": "ingressgateway"}
 USER = {"x-user-id": "ann"}
 
 POLICIES = bundle(
     policy("chat", {"pathPrefix": "/chat"}, limit_keys=["header:x-user-id"]),
+    policy("claims", {"routes": ["claims"]}, limit_keys=["header:x-user-id"]),
     policy("files", {"pathPrefix": "/files/counted"}, limit_keys=["header:x-user-id"]),
     policy("pinned", {"pathPrefix": "/nowhere"}, limit_keys=["header:x-user-id"], threshold_identical_requests=2),
 )
@@ -54,6 +70,7 @@ VALUES: Values = {
         "tls": "DISABLE",  # nobody hands out certificates here
         "routes": [
             {"name": "chat"},
+            {"name": "claims"},
             {"name": "pinned", "policies": ["pinned"]},
             {"name": "own", "bundle": OWN},
             {"name": "files", "bodyMode": "tolerant"},
@@ -85,6 +102,12 @@ def write_mesh(port: int, upstream: int) -> Iterator[Object]:
             "endpoints": [{"address": "127.0.0.1", "ports": {"http": upstream}}],
         },
     }
+    yield {
+        "apiVersion": "security.istio.io/v1",
+        "kind": "RequestAuthentication",
+        "metadata": {"name": "tokens", "namespace": GATEWAYS},
+        "spec": {"selector": {"matchLabels": LABELS}, "jwtRules": [{"issuer": ISSUER, "jwks": json.dumps({"keys": [KEY]})}]},
+    }
     to_upstream = [{"destination": {"host": "upstream.example", "port": {"number": 80}}}]
     yield {
         "apiVersion": "networking.istio.io/v1",
@@ -93,23 +116,32 @@ def write_mesh(port: int, upstream: int) -> Iterator[Object]:
         "spec": {
             "hosts": ["*"],
             "gateways": ["gateway"],
-            "http": [{"name": name, "match": [{"uri": {"prefix": f"/{name}"}}], "route": to_upstream} for name in ROUTES],
+            "http": [
+                {
+                    "name": "claims",
+                    "match": [{"uri": {"prefix": "/rest/claims"}, "headers": {"@request.auth.claims.team": {"exact": "a"}}}],
+                    "route": to_upstream,
+                },
+                *({"name": name, "match": [{"uri": {"prefix": f"/{name}"}}], "route": to_upstream} for name in ROUTES),
+            ],
         },
     }
 
 
-def write_endpoints(service: Object, port: int) -> Iterator[Object]:
-    """A Service with an address, and where its one pod is."""
+def write_endpoints(service: Object, *pods: str) -> Iterator[Object]:
+    """A Service with an address, and where its pods are, each as IP:PORT; Istio tells pods apart by their IPs."""
     yield {**service, "spec": {**service["spec"], "clusterIP": "10.0.0.1"}}
     name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
-    yield {
-        "apiVersion": "discovery.k8s.io/v1",
-        "kind": "EndpointSlice",
-        "metadata": {"name": name, "namespace": namespace, "labels": {"kubernetes.io/service-name": name}},
-        "addressType": "IPv4",
-        "endpoints": [{"addresses": ["127.0.0.1"], "conditions": {"ready": True}}],
-        "ports": [{"name": service["spec"]["ports"][0]["name"], "port": port, "protocol": "TCP"}],
-    }
+    for number, (address, _, port) in enumerate(pod.rpartition(":") for pod in pods):
+        labels = {"kubernetes.io/service-name": name}
+        yield {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": {"name": f"{name}-{number}", "namespace": namespace, "labels": labels},
+            "addressType": "IPv4",
+            "endpoints": [{"addresses": [address], "conditions": {"ready": True}}],
+            "ports": [{"name": service["spec"]["ports"][0]["name"], "port": int(port), "protocol": "TCP"}],
+        }
 
 
 def write_bootstrap(printed: Object, istiod: int) -> Object:
@@ -148,8 +180,8 @@ def write_bootstrap(printed: Object, istiod: int) -> Object:
 
 
 @contextmanager
-def istio(values: Values, **more: Any) -> Iterator[Stack]:  # noqa: ANN401  # of `stack`
-    """Loopguard behind an Envoy whose configuration is Istio's, with the chart's objects in it."""
+def istio(values: Values, *others: Loopguard, **more: Any) -> Iterator[Stack]:  # noqa: ANN401  # of `stack`
+    """Loopguard, and others beside it, behind an Envoy whose configuration is Istio's, with the chart's objects in it."""
     with tempfile.TemporaryDirectory(prefix="istio") as name, ExitStack() as ended:
         folder = Path(name)
 
@@ -159,7 +191,8 @@ def istio(values: Values, **more: Any) -> Iterator[Stack]:  # noqa: ANN401  # of
             made = objects(values)
             configs = [*of_kind(made, "EnvoyFilter"), *of_kind(made, "DestinationRule"), *write_mesh(free_port(), upstream)]
             (service,) = (item for item in of_kind(made, "Service") if item["metadata"]["name"] == NAME)
-            kubernetes = write_endpoints(service, read_port(printed["static_resources"]["clusters"][0]))
+            first = read_port(printed["static_resources"]["clusters"][0])
+            kubernetes = write_endpoints(service, f"127.0.0.1:{first}", *(other.address for other in others))
             for file, listed in (("configs.yaml", configs), ("objects.yaml", kubernetes)):
                 (folder / file).write_text("\n---\n".join(map(json.dumps, listed)))
             arguments = [f"127.0.0.1:{discovery}", str(folder / "configs.yaml"), str(folder / "objects.yaml")]
@@ -168,7 +201,7 @@ def istio(values: Values, **more: Any) -> Iterator[Stack]:  # noqa: ANN401  # of
             istiod.wait_for("serving")
             return json.dumps(write_bootstrap(printed, discovery))
 
-        with stack(POLICIES, "--listen", f"127.0.0.1:{free_port()}", edit=edit, **more) as made:
+        with stack(values["policies"]["bundle"], "--listen", f"127.0.0.1:{free_port()}", edit=edit, **more) as made:
             yield made
 
 
@@ -208,6 +241,75 @@ def test_routes_hand_over_their_policies(gateway: Stack) -> None:
 
     assert [answer.headers.get("x-fairvisor-warning") for answer in answers] == [None, "loop_warn"]
     assert gateway.upstream.seen[-1].header("x-fairvisor-warning") == "loop_warn"
+
+
+def test_a_route_that_claims_choose_is_guarded(gateway: Stack) -> None:
+    """A request takes it only when its token is verified, which is late; without a token it takes another, which is not guarded."""
+    payload = {"iss": ISSUER, "sub": "s", "exp": 4_000_000_000, "team": "a"}
+    parts = [write_base64(json.dumps(part).encode()) for part in ({"alg": "HS256", "kid": "k"}, payload)]
+    signature = hmac.new(SECRET, ".".join(parts).encode(), hashlib.sha256).digest()
+    token = {"authorization": f"Bearer {'.'.join([*parts, write_base64(signature)])}", **USER}
+
+    with_token = [gateway.send("/rest/claims", method="POST", body=b"same", headers=token).status for _ in range(4)]
+
+    assert with_token == [200, 200, 429, 429]
+    assert statuses(gateway, "/rest/claims", 4, body=b"same") == [200] * 4
+
+
+@pytest.mark.parametrize("path", ["/chat", "/files/counted"])
+def test_a_request_with_trailers_and_no_body_is_counted(gateway: Stack, path: str) -> None:
+    """On a strict route and on a tolerant one."""
+    answers = [_over_http2(gateway, f"{path}/trailers", USER, trailers=True) for _ in range(3)]
+
+    assert [status for status, _ in answers] == ["200", "200", "429"]
+
+
+def test_tokens_of_sessions_are_read() -> None:
+    """Istio takes what `envoy.usage: exact` adds, and Envoy tells Loopguard what an answer of a session took."""
+    limits = {"max_cost_per_session": 10, "unknown_model": {"input": 1, "output": 1}}
+    session = {"session": {"keys": ["header:x-session-id"]}, "session_limits": limits}
+    spec = {"selector": {"pathPrefix": "/chat"}, "limit_keys": ["header:x-user-id"], **session}
+    values = merged(VALUES, {"policies": {"bundle": bundle({"id": "chat", "spec": spec})}, "envoy": {"usage": "exact"}})
+    values["istio"]["routes"] = [{"name": "chat"}]
+    with istio(values) as made:
+        eventually(lambda: made.send("/rest").status == 200, "Istio's routes")
+        for path in ("/rest", "/chat"):
+            headers = {**USER, "x-session-id": "s"}
+            assert made.send(path, method="POST", body=b"{}", headers=headers).status == 200
+        eventually(lambda: made.loopguard.metric("access_log_entries_total", result="taken") == 1, "an entry")
+
+        assert made.envoy.stat("json_to_metadata.resp.success") == 1
+
+
+def test_a_pod_that_hangs_costs_nothing() -> None:
+    """Once Envoy has found out, no request waits for the pod that is stopped, and none passes without being decided."""
+    with tempfile.TemporaryDirectory(prefix="pod") as name, ExitStack() as ended:
+        write_policies(Path(name), POLICIES)
+        other = Loopguard(Path(name), listen=f"127.0.0.2:{free_port()}")
+        ended.callback(other.stop)
+        made = ended.enter_context(istio(VALUES, other))
+        healthy = f"cluster.{CLUSTER};.membership_healthy"  # as Istio names its statistics
+        eventually(lambda: made.send("/rest").status == 200, "Istio's routes")
+        eventually(lambda: made.envoy.stat(healthy) == 2, "two pods")
+        statuses(made, "/chat", 20)
+        asked_both = other.metric("requests_total") > 0
+        other.signal(signal.SIGSTOP)
+        ended.callback(other.signal, signal.SIGCONT)
+        eventually(lambda: made.envoy.stat(healthy) == 1, "the end of trust in the one that hangs")
+        counted, missed = made.loopguard.metric("requests_total"), count_missed(made)
+
+        found = {made.send(f"/chat/{number}", method="POST", body=b"x", headers=USER).status for number in range(100)}
+
+        assert asked_both
+        assert found == {200}
+        assert made.loopguard.metric("requests_total") - counted == 100
+        assert count_missed(made) == missed
+
+
+def count_missed(made: Stack) -> int:
+    """Requests that passed without an answer, or that waited for one in vain."""
+    names = "failure_mode_allowed|message_timeouts"
+    return sum(int(found) for found in re.findall(rf"ext_proc\.(?:{names}): (\d+)", made.envoy.admin("/stats")))
 
 
 def test_large_bodies(gateway: Stack) -> None:
@@ -260,7 +362,7 @@ def test_check_envoy_reads_what_istio_pushes(gateway: Stack) -> None:
     made = report(dump, POLICIES)
 
     assert {route.route.name: route.modes for route in made.routes} == {
-        "chat": ["BUFFERED"], "pinned": ["BUFFERED"], "own": ["BUFFERED"], "files": ["BUFFERED_PARTIAL"], "rest": [],
+        "claims": ["BUFFERED"], "chat": ["BUFFERED"], "pinned": ["BUFFERED"], "own": ["BUFFERED"], "files": ["BUFFERED_PARTIAL"], "rest": [],
     }  # fmt: skip
     assert [(code, pointer.rpartition("/")[2]) for code, pointer, hurts in check(dump, POLICIES) if hurts] == [
         ("path-spelling", "merge_slashes")

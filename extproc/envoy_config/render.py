@@ -102,6 +102,7 @@ def describe_route(policies: PolicySet, options: EnvoyOptions, *, tolerant: bool
     buffered = _BODY_MODES["tolerant" if tolerant or _is_tolerant(options) else "strict"]
     return {
         "usage": reads_usage(policies, options),
+        "bounded": not observes,
         "tolerant": tolerant,
         "body_mode": "STREAMED" if observes else buffered,
         "response_headers": "SKIP" if observes else "SEND",
@@ -193,7 +194,7 @@ def _render_route(route: GuardedRoute, action: str, shown: Mapping[str, str | bo
         "match": _write_match(route),
         "action": action,
     }
-    return fill(read_template("guarded_route"), {**values, **shown})
+    return fill(read_template("guarded_route"), {**values, **shown, "bounded": False})  # that is done for all routes at once
 
 
 def _write_match(route: GuardedRoute) -> str:

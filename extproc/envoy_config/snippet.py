@@ -45,6 +45,7 @@ _PLACES = {  # by their names in the templates, in the order of the templates
     "usage": _Place(f"{_MANAGER}.http_filters", "right before envoy.filters.http.router"),
     "virtual_host": _Place(_HOST, "those that have routes to guard"),
     "route": _Place(f"{_HOST}.routes[]", ""),  # which, is told by the routes themselves
+    "action": _Place(f"{_HOST}.routes[].route", ""),  # as above
     "cluster": _Place("static_resources.clusters", "one more cluster"),
 }
 
@@ -93,8 +94,10 @@ def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[_P
         chosen = [route for route in routes if (route in tolerant) == is_tolerant]
         if chosen:
             values = defaultdict[str, str | bool](str, describe_route(policies, options, tolerant=is_tolerant))
-            place = _PLACES["route"]._replace(words=_name_routes(chosen))
-            yield _Part(place, cut_parts(read_template("guarded_route"), values)["route"])
+            found = cut_parts(read_template("guarded_route"), values)
+            for part in ("route", "action"):
+                if part in found:
+                    yield _Part(_PLACES[part]._replace(words=_name_routes(chosen)), found[part])
 
 
 def _name_routes(routes: Sequence[GuardedRoute]) -> str:

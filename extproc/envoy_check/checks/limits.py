@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from extproc.envoy_check.config import Guard, GuardedRoute, Resources
+from extproc.envoy_check.document import Place
 from extproc.envoy_check.findings import Finding, note
 from extproc.envoy_check.needs import Needs
 
@@ -64,12 +65,27 @@ def check_request_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[
     timeout = place.seconds(0)
     if guard.observes:
         return
-    if not timeout:
-        problem = "an upload that stalls is buffered, and watched by Loopguard, for as long as it likes"
-        yield Finding("request-timeout", place, problem, "request_timeout: 60s")
-    elif timeout < needs.hold:
+    if 0 < timeout < needs.hold:
         problem = f"a throttled request is held for up to {needs.hold:g} s, and after {timeout:g} s Envoy answers 408"
         yield Finding("request-timeout", place, problem, f"request_timeout: {max(60, needs.hold + 1):g}s")
+    for route in guard.guarded if not timeout else ():
+        idle = _find_idle(guard, route)
+        if not idle.seconds(_DEFAULT_IDLE) and not _has_an_end(guard, route):
+            problem = "an upload that stalls is buffered, and watched by Loopguard, for as long as it likes"
+            yield Finding("request-timeout", idle, problem, "idle_timeout: 300s in the route's action", [route.name])
+
+
+def _find_idle(guard: Guard, route: GuardedRoute) -> Place:
+    """What says how long nothing may happen on a request."""
+    own = route.route.place.get("route", "idle_timeout")
+    return own if own.is_there else guard.manager.place.get("stream_idle_timeout")
+
+
+def _has_an_end(guard: Guard, route: GuardedRoute) -> bool:
+    """However much happens on a request, it ends."""
+    name = "max_stream_duration"
+    places = (route.route.place.get("route", name, name), guard.manager.place.get("common_http_protocol_options", name))
+    return any(place.seconds(0) for place in places)
 
 
 def check_expect(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
@@ -83,10 +99,8 @@ def check_expect(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
 
 def check_idle_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
     """Nothing happens on a request that is held."""
-    place = guard.manager.place.get("stream_idle_timeout")
     for route in guard.guarded:
-        own = route.route.place.get("route", "idle_timeout")
-        nearest = own if own.is_there else place
+        nearest = _find_idle(guard, route)
         timeout = nearest.seconds(_DEFAULT_IDLE)
         if 0 < timeout < needs.hold and not guard.observes:
             problem = f"a throttled request is held for up to {needs.hold:g} s, and after {timeout:g} s of silence it is over"
