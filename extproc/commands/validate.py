@@ -13,13 +13,13 @@ HELP = "check policy files and report every error at once"
 EXAMPLES = """examples:
   loopguard validate policies/ && git push
 
-exit code: 0 good (warnings and notes on stderr), 1 every error on stderr as file: /json/pointer: message;
-with --strict, parts of a bundle that serve would refuse without --allow-unenforced are errors as well"""
+exit code: 0 good (warnings and notes on stderr), 1 errors (on stderr, as file: /json/pointer: message);
+with --strict, parts of a bundle that serve refuses without --allow-unenforced are errors too"""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard validate`."""
-    parser.add_argument("--strict", action="store_true", help="parts that serve would refuse are errors as well")
+    parser.add_argument("--strict", action="store_true", help="treat parts that serve would refuse as errors")
     parser.add_argument("path", nargs="+", metavar="PATH", help="policy file or directory")
 
 
