@@ -137,82 +137,86 @@ class Settings:
         (), _parse_paths, "policy file or directory; repeatable (in the environment separated by ':')", "PATH", gather=tuple
     )
     listen: Address = option("127.0.0.1:50051", parse_address, "where Envoy connects (gRPC)", "HOST:PORT|unix:/PATH")
-    tls_cert: str = option("", str, "certificate of this server, with its chain; makes the port mutual TLS", "PATH")
-    tls_key: str = option("", str, "its private key", "PATH")
-    tls_client_ca: str = option("", str, "authorities whose client certificates may ask", "PATH")
+    tls_cert: str = option("", str, "server certificate chain; turns on mutual TLS", "PATH")
+    tls_key: str = option("", str, "private key of the server certificate", "PATH")
+    tls_client_ca: str = option("", str, "CA certificates to verify clients with", "PATH")
     tls_client_san: tuple[SubjectName, ...] = option(
         (),
         parse_subject_names,
-        "of their clients only those with one of these subjectAltNames may ask; repeatable or separated by commas",
+        "accept only clients with one of these subjectAltNames; repeatable or separated by commas",
         "DNS|IP|URI,...",
         gather=",".join,
     )
     allow_plaintext: bool = option(
-        False, parse_switch, "a mesh or a network policy says who may ask: do not warn about a port without TLS"
+        False, parse_switch, "do not warn about a port without TLS, because a mesh or a network policy limits access"
     )
     transport: Literal["fast", "grpcio"] = option(
-        "fast", parse_one_of("fast", "grpcio"), "fast: our own lean gRPC server; grpcio: the reference", "fast|grpcio"
+        "fast", parse_one_of("fast", "grpcio"), "gRPC server: fast is built in, grpcio is the reference", "fast|grpcio"
     )
-    admin: Address = option("127.0.0.1:9900", parse_address, "the page of loops, /metrics, /healthz and others", "HOST:PORT")
-    admin_token_file: str = option("", str, "tokens, one a line, of those who may give orders to the admin port", "PATH")
-    admin_socket: str = option("", str, "the same on a Unix socket, which only this server's user may open", "PATH")
+    admin: Address = option(
+        "127.0.0.1:9900", parse_address, "where the page of loops, /metrics, /healthz and others are served", "HOST:PORT"
+    )
+    admin_token_file: str = option("", str, "file of tokens, one per line, that may create overrides on the admin port", "PATH")
+    admin_socket: str = option("", str, "serve the admin port on a Unix socket too, for this server's user only", "PATH")
     store: str = option("memory://", str, "where counts are kept", "URL")
-    store_timeout: float = option(0.05, _parse_timeout, "what a request waits for the store at most", "SECONDS")
-    store_password: str = option("", str, "password of the store, where it does not stand in the URL", ENVIRONMENT_ONLY)
-    store_password_file: str = option("", str, "file with the password of the store, read at every connect", "PATH")
+    store_timeout: float = option(0.05, _parse_timeout, "how long a request waits for the store", "SECONDS")
+    store_password: str = option("", str, "password of the store, if it is not in the URL", ENVIRONMENT_ONLY)
+    store_password_file: str = option("", str, "file with the password of the store, read on every connect", "PATH")
     hash_key_file: str = option(
-        "", str, "file with the key of keyed hashes, the same for all replicas; else they agree on one in the store", "PATH"
+        "", str, "file with the key of keyed hashes, the same for all replicas (default: they share one through the store)", "PATH"
     )
-    scope: str = option("", _parse_scope, "attachment name: processes of different scopes count apart in one store", "NAME")
+    scope: str = option(
+        "", _parse_scope, "attachment name: processes with different scopes count separately in one store", "NAME"
+    )
     on_store_error: Literal["allow", "reject"] = option(
         "allow",
         parse_one_of("allow", "reject"),
-        "allow: count in this process while the store is away; reject: answer 503",
+        "while the store is down, allow: count in this process; reject: answer 503",
         "allow|reject",
     )
     shadow: bool = option(False, parse_switch, "force every policy into shadow mode: count and report, never act")
-    record: bool = option(
-        False, parse_switch, "send every matched request, callers hashed, to the access log, so that it can be replayed"
-    )
+    record: bool = option(False, parse_switch, "add every matched request to the access log for replay, callers hashed")
     shadow_samples: int = option(
         "0",
         parse_integer(0, MAX_SAMPLES),
-        "of each canary keep so many would-be refusals, redacted, for `loopguard canary review`",
+        "redacted new refusals to keep of each canary, for `loopguard canary review`",
         "N",
     )
     shadow_sample_bodies: bool = option(
-        False, parse_switch, "the same with what was compared, which may be tools' arguments and results"
+        False, parse_switch, "keep what was compared in these samples, which may include tool arguments and results"
     )
     allow_unverified_jwt: bool = option(
-        False, parse_switch, "jwt: descriptors may come from bearer tokens whose signature nobody checked"
+        False, parse_switch, "read jwt: limit keys from bearer tokens with unverified signatures"
     )
     allow_unenforced: bool = option(
-        False, parse_switch, "start although parts of a bundle (rules, circuit_breaker, ...) are not enforced"
+        False, parse_switch, "start even if parts of a bundle (rules, circuit_breaker, ...) are not enforced"
     )
-    max_streams: int = option(20_000, _parse_positive, "open streams; past it requests are let through at once", "N")
-    max_connections: int = option(10_000, _parse_positive, "connections; past it the longest idle ones are closed", "N")
-    max_throttled: int = option(10_000, _parse_positive, "requests held at once, a tenth of them per tenant", "N")
+    max_streams: int = option(20_000, _parse_positive, "maximum open streams; further requests pass at once", "N")
+    max_connections: int = option(
+        10_000, _parse_positive, "maximum connections; beyond it, the longest idle ones are closed", "N"
+    )
+    max_throttled: int = option(10_000, _parse_positive, "maximum throttled requests at once; a tenth of them per tenant", "N")
     drain_delay: float = option(
         5.0,
         _parse_delay,
-        "after SIGTERM: seconds of full service with health NOT_SERVING, so that Envoy turns away first",
+        "after SIGTERM, time of full service with health NOT_SERVING, so that Envoy stops sending first",
         "SECONDS",
     )
-    drain_timeout: float = option(35.0, _parse_delay, "after that: seconds that streams in flight may take", "SECONDS")
-    log_format: LogFormat = option("text", parse_one_of("text", "json"), "log lines for people or machines", "text|json")
+    drain_timeout: float = option(35.0, _parse_delay, "after the delay, time for open streams to finish", "SECONDS")
+    log_format: LogFormat = option("text", parse_one_of("text", "json"), "format of log lines", "text|json")
     log_level: str = option(
-        "info", parse_one_of("debug", "info", "warning", "error"), "least severe lines written", "debug|info|warning|error"
+        "info", parse_one_of("debug", "info", "warning", "error"), "lowest level to log", "debug|info|warning|error"
     )
     show_callers: bool = option(
         False,
         parse_switch,
-        "logs and /loops tell callers by the values of their descriptors (SIGUSR1 turns it on and off)",
+        "show the values of limit keys in logs and /loops, not only hashes (SIGUSR1 turns it on and off)",
     )
-    events: str = option("", str, "tell other programs of loops, as CloudEvents", "FILE|-|https://...")
-    events_secret_file: str = option("", str, "file with the secret that signs what is sent there", "PATH")
-    events_ca: str = option("", str, "authorities of the receiver's certificate, in place of the system's", "PATH")
+    events: str = option("", str, "send loops to other programs, as CloudEvents", "FILE|-|https://...")
+    events_secret_file: str = option("", str, "file with the secret that signs events", "PATH")
+    events_ca: str = option("", str, "CA certificates to verify the receiver with, instead of the system's", "PATH")
     price: float = option(
-        0.0, _parse_price, "US dollars for a million input tokens, in /loops; else genai-prices says, if it is installed", "USD"
+        0.0, _parse_price, "US dollars per million input tokens, in /loops; default: from genai-prices, if installed", "USD"
     )
 
 

@@ -24,8 +24,8 @@ def add_admin_flag(parser: argparse.ArgumentParser) -> None:
         "--admin",
         action="append",
         metavar="URL|unix:/PATH",
-        help=f"admin port or socket of a running server; repeatable (default: where LOOPGUARD_ADMIN_SOCKET or"
-        f" LOOPGUARD_ADMIN say that it is, else {_DEFAULT})",
+        help=f"admin port or socket of a running server; repeatable (default: LOOPGUARD_ADMIN_SOCKET or"
+        f" LOOPGUARD_ADMIN, else {_DEFAULT})",
     )
 
 

@@ -22,13 +22,11 @@ _parse_share = parse_number(lambda share: 0 <= share < 1, "a number from 0 to be
 class Rules:
     """When a candidate is safe; each attribute is a flag of `loopguard canary status`."""
 
-    min_requests: int = option(
-        "1000", _parse_count, "compare so many requests that live lets through before saying anything", "N"
-    )
-    max_extra_refusals: float = option("0.001", _parse_share, "share of these that a safe candidate refuses at most", "SHARE")
-    max_new_tenants: int | None = option(None, _parse_count, "tenants that it newly refuses at most (default: any)", "N")
-    max_new_sessions: int | None = option(None, _parse_count, "sessions that it newly refuses at most (default: any)", "N")
-    confidence: float = option("0.95", _parse_share, "how sure to be, that is, the level of the bounds", "SHARE")
+    min_requests: int = option("1000", _parse_count, "requests that pass today to compare before a verdict", "N")
+    max_extra_refusals: float = option("0.001", _parse_share, "maximum share of these that a safe canary refuses", "SHARE")
+    max_new_tenants: int | None = option(None, _parse_count, "maximum tenants that it newly refuses (default: any)", "N")
+    max_new_sessions: int | None = option(None, _parse_count, "maximum sessions that it newly refuses (default: any)", "N")
+    confidence: float = option("0.95", _parse_share, "confidence level of the interval", "SHARE")
 
 
 class Bounds(NamedTuple):

@@ -24,25 +24,26 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-HELP = "say what shadow policies would do in place of the enforcing ones beside them"
+HELP = "compare shadow policies with the enforcing ones they may replace"
 EXAMPLES = """examples:
   loopguard canary status
   loopguard canary status --admin http://10.0.0.5:9900 --admin http://10.0.0.6:9900
   loopguard canary review --policy strict
   loopguard canary status --policy strict --max-extra-refusals 0.0005 && loopguard validate policies/"""
 
-_STATUS_EXAMPLES = """Replicas that share a Redis or Valkey each know what all of them have counted; others are all to be named.
+_STATUS_EXAMPLES = """Replicas that share a Redis or Valkey know the counts of all: ask any of them.
+For others, repeat --admin for each.
 
-exit code: 0 safe, 3 keep watching, 4 too strict (of several canaries, the highest); 1 no answer, or no canary, 2 usage"""
+exit code: 0 safe, 3 keep watching, 4 too strict (with several canaries, the highest); 1 no answer or no canary, 2 usage"""
 
 _REVIEW_EXAMPLES = """examples:
   loopguard canary review
   loopguard canary review --policy strict --tally reviews/strict.json
 
-Samples are kept by `serve --shadow-samples N`, in each replica by itself: name all of them. Each answer is written down at
-once, and a sample that was answered is not shown again.
+Each replica of `serve --shadow-samples N` keeps its own samples: repeat --admin for each. Answers are saved at once, and an
+answered sample is not shown again.
 
-exit code: 0 shown, 1 no answer, or no samples are kept, 2 usage"""
+exit code: 0 shown, 1 no answer or no samples, 2 usage"""
 
 _CODES = {SAFE: 0, KEEP_WATCHING: 3, TOO_STRICT: 4}
 _COLORS = {SAFE: "green", KEEP_WATCHING: "yellow", TOO_STRICT: "red"}
@@ -60,19 +61,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             name, help=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
         add_admin_flag(question)
-        question.add_argument("--policy", metavar="ID", help="of this shadow policy alone (default: of all that are compared)")
+        question.add_argument("--policy", metavar="ID", help="only this shadow policy (default: all that are compared)")
         question.set_defaults(ask=ask)
         return question
 
-    status = add_question("status", "the verdict, and what it stands on", _STATUS_EXAMPLES, show_status)
+    status = add_question("status", "print the verdict and the counts behind it", _STATUS_EXAMPLES, show_status)
     add_options(status, Rules)
-    status.add_argument("--json", action="store_true", help="for machines")
-    text = "show what a canary would newly refuse, one by one, and keep what you say about it"
+    status.add_argument("--json", action="store_true", help="print JSON")
+    text = "show single requests that a canary would newly refuse, and save your answers"
     review = add_question("review", text, _REVIEW_EXAMPLES, review_samples)
     review.add_argument(
-        "--tally", metavar="FILE", default="loopguard-review.json", help="keeps the answers (default %(default)s)"
+        "--tally", metavar="FILE", default="loopguard-review.json", help="file with the answers (default %(default)s)"
     )
-    review.add_argument("--json", action="store_true", help="print the samples and what was said about them, and ask nothing")
+    review.add_argument("--json", action="store_true", help="print the samples and their answers as JSON, and ask nothing")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,45 +9,43 @@ import sys
 from extproc.commands import load_policies
 from extproc.errors import UsageError
 
-HELP = "say what in an Envoy's configuration is guarded, and what would hurt"
+HELP = "report what an Envoy configuration guards, and which settings would cause problems"
 EXAMPLES = """examples:
   loopguard check-envoy envoy.yaml
   loopguard check-envoy --policy policies/ --admin http://127.0.0.1:9901
   istioctl proxy-config all POD -o json | loopguard check-envoy --json /dev/stdin
 
-exit code: 0 good (notes are no findings), 1 findings, 2 nothing that could be read"""
+exit code: 0 good (notes are not findings), 1 findings, 2 the configuration cannot be read"""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard check-envoy`."""
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("file", nargs="?", metavar="FILE", help="bootstrap, config dump or resources of xDS, as YAML or JSON")
+    source.add_argument("file", nargs="?", metavar="FILE", help="bootstrap, config dump or xDS resources, as YAML or JSON")
     source.add_argument("--admin", metavar="URL", help="admin page of a running Envoy, such as http://127.0.0.1:9901")
     parser.add_argument(
         "--policy",
         action="append",
         default=[],
         metavar="PATH",
-        help="policies that will be loaded: then only what they need is asked for",
+        help="policies that will be loaded: check only what they need",
     )
     parser.add_argument(
         "--uploads",
         type=_parse_size,
         default=10 * 2**20,
         metavar="BYTES",
-        help="largest body that has to pass (default 10485760)",
+        help="largest body that must pass (default 10485760)",
     )
     parser.add_argument(
         "--filter",
         action="append",
         default=[],
         metavar="NAME",
-        help="the filter that asks Loopguard (default: each that mentions it)",
+        help="the filter that calls Loopguard (default: each that mentions it)",
     )
-    parser.add_argument(
-        "--ignore", action="append", default=[], metavar="CODE", help="a finding that is known and meant; repeatable"
-    )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--ignore", action="append", default=[], metavar="CODE", help="ignore this finding; repeatable")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _parse_size(text: str) -> int:

@@ -10,7 +10,7 @@ from extproc.errors import UsageError
 
 FILES = ("loopguard.json", "loopguard.rules.yaml")
 
-HELP = "write the Grafana dashboard and the Prometheus alerts into a folder"
+HELP = "write the Grafana dashboard and the Prometheus alerts to a folder"
 EXAMPLES = """files:
   loopguard.json         a dashboard to import into Grafana, or to provision from the folder
   loopguard.rules.yaml   alerts, for rule_files in prometheus.yml
@@ -19,7 +19,7 @@ examples:
   loopguard dashboards monitoring/
   loopguard dashboards --force /etc/prometheus/rules
 
-A file that is there already and says something else stays, unless --force is given."""
+Existing files with other content are kept, unless --force is given."""
 
 
 def read_dashboard(name: str) -> str:
@@ -29,8 +29,8 @@ def read_dashboard(name: str) -> str:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard dashboards`."""
-    parser.add_argument("--force", action="store_true", help="replace files that have been changed")
-    parser.add_argument("directory", metavar="DIR", help="made where it is not there")
+    parser.add_argument("--force", action="store_true", help="replace existing files")
+    parser.add_argument("directory", metavar="DIR", help="folder to write to; created if missing")
 
 
 def run(options: argparse.Namespace) -> int:

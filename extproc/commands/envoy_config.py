@@ -12,7 +12,7 @@ from extproc.envoy_config.render import render_bootstrap
 from extproc.envoy_config.routes import find_acting
 from extproc.envoy_config.snippet import find_unseen, render_snippet
 
-HELP = "print a complete Envoy bootstrap that guards the policies' routes, or what another one needs"
+HELP = "print an Envoy bootstrap that guards the policies' routes, or the parts for an existing one"
 EXAMPLES = """examples:
   loopguard envoy-config --policy policies/ --upstream 127.0.0.1:8080 > envoy.yaml && envoy -c envoy.yaml
   loopguard envoy-config --policy policies/ --snippet --routes chat,search"""

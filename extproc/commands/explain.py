@@ -44,12 +44,14 @@ _Rows: TypeAlias = list[tuple[str, str]]
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard explain`."""
     add_policy_flag(parser)
-    parser.add_argument("-X", "--request", metavar="METHOD", help="default GET, or POST with -d")
-    parser.add_argument("-H", "--header", action="append", default=[], metavar="'NAME: VALUE'", help="repeatable")
+    parser.add_argument("-X", "--request", metavar="METHOD", help="request method (default GET, or POST with -d)")
+    parser.add_argument(
+        "-H", "--header", action="append", default=[], metavar="'NAME: VALUE'", help="request header; repeatable"
+    )
     parser.add_argument("-d", "--data", metavar="BODY|@FILE", help="request body, @- for standard input")
     parser.add_argument("--claim", action="append", default=[], metavar="NAME=VALUE", help="a verified JWT claim; repeatable")
     parser.add_argument("--address", default="127.0.0.1", metavar="IP", help="the caller's address (default 127.0.0.1)")
-    parser.add_argument("--route", default="", metavar="NAME", help="Envoy's name of the route")
+    parser.add_argument("--route", default="", metavar="NAME", help="name of the Envoy route")
     parser.add_argument("--allow-unverified-jwt", action="store_true", help="take claims from -H 'authorization: Bearer ...'")
     parser.add_argument("--shadow", action="store_true", help="as serve --shadow")
     add_key_flag(parser)

@@ -8,20 +8,20 @@ import secrets
 from extproc.commands.ordering import add_order_flags, give
 from extproc.errors import UsageError
 
-HELP = "add steps, tool calls or dollars to what a session may use, or each of a caller's"
+HELP = "give a session, or each session of a caller, more steps, tool calls or dollars"
 EXAMPLES = """examples:
   loopguard grant --session header:x-session-id=abc --caller x-team=red --steps 10 --cost 5
   loopguard grant --session 9f2c51a07be3d418 --tool-calls 20 --for 2h --reason 'nearly done'
 
-Each grant adds to those before it."""
+Grants add up."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard grant`."""
     add_order_flags(parser, lasts="1d", sessions=True)
-    parser.add_argument("--steps", type=int, metavar="N", help="so many more requests")
-    parser.add_argument("--tool-calls", type=int, metavar="N", help="so many more calls of tools")
-    parser.add_argument("--cost", type=float, metavar="USD", help="so many more dollars")
+    parser.add_argument("--steps", type=int, metavar="N", help="additional requests")
+    parser.add_argument("--tool-calls", type=int, metavar="N", help="additional tool calls")
+    parser.add_argument("--cost", type=float, metavar="USD", help="additional dollars")
 
 
 def run(options: argparse.Namespace) -> int:

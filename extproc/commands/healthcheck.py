@@ -12,7 +12,7 @@ from extproc.commands.serve import hush_grpc
 from extproc.options import add_flags as add_options
 from extproc.options import option, read_options, require_together
 
-HELP = "ask the running server's grpc.health.v1"
+HELP = "check the health of a running server (grpc.health.v1)"
 EXAMPLES = """examples:
   loopguard healthcheck
   loopguard healthcheck --address unix:/run/loopguard.sock
@@ -25,10 +25,10 @@ exit code: 0 serving, 1 anything else"""
 class HealthcheckTls:
     """The flags for a port with mutual TLS."""
 
-    tls_ca: str = option("", str, "authorities of the server's certificate, where the port is mutual TLS", "PATH")
-    tls_cert: str = option("", str, "certificate to ask with", "PATH")
-    tls_key: str = option("", str, "its private key", "PATH")
-    tls_server_name: str = option("", str, "name in the server's certificate, where that is not the host", "NAME")
+    tls_ca: str = option("", str, "CA certificates to verify the server with, if the port uses mutual TLS", "PATH")
+    tls_cert: str = option("", str, "client certificate", "PATH")
+    tls_key: str = option("", str, "private key of the client certificate", "PATH")
+    tls_server_name: str = option("", str, "name in the server's certificate, if it is not the host", "NAME")
 
     def __post_init__(self) -> None:
         """Refuse half of what TLS needs.

@@ -35,7 +35,7 @@ examples:
   loopguard init > policies/agents.json
   loopguard init --preset canary > policies/canary.json && loopguard validate policies/
 
-Change the paths, and the limit keys that tell callers apart, to yours."""
+Replace the paths and limit keys with your own."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 from extproc.commands.ordering import add_order_flags, give
 
-HELP = "refuse a session that has limits, or all of a caller's, until it is released"
+HELP = "refuse a session with limits, or all sessions of a caller, until released"
 EXAMPLES = """examples:
   loopguard kill --session header:x-session-id=abc --caller x-team=red --reason 'runaway, incident 7'
   loopguard kill --session 9f2c51a07be3d418 --for 7d

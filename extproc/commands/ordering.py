@@ -35,16 +35,16 @@ def add_order_flags(parser: argparse.ArgumentParser, *, lasts: str = "", session
         action="append",
         default=[],
         metavar="NAME=VALUE|HASH",
-        help="a descriptor of the caller, named as `explain` names it, repeatable; or the tenant that logs show",
+        help="a limit key of the caller and its value, as `explain` prints it, repeatable; or its tenant hash from the logs",
     )
-    parser.add_argument("--session", metavar="KEY=VALUE|HASH", help="such as header:x-session-id=abc")
+    parser.add_argument("--session", metavar="KEY=VALUE|HASH", help="a session, such as header:x-session-id=abc, or its hash")
     if not sessions:
-        parser.add_argument("--fingerprint", metavar="HEX", help="of one loop, as logs and refusals show it")
-        parser.add_argument("--tool", metavar="NAME", help="that is called")
-    parser.add_argument("--policy", metavar="ID", help="in this policy alone (default: in all)")
-    parser.add_argument("--reason", metavar="TEXT", help="why, for the log and for others")
+        parser.add_argument("--fingerprint", metavar="HEX", help="the fingerprint of a loop, from a log or refusal")
+        parser.add_argument("--tool", metavar="NAME", help="only requests that call this tool")
+    parser.add_argument("--policy", metavar="ID", help="only under this policy (default: all)")
+    parser.add_argument("--reason", metavar="TEXT", help="reason, for the log and other operators")
     if lasts:
-        text = f"such as 90s, 30m, 2h, 1d (default {lasts})"
+        text = f"duration, such as 90s, 30m, 2h, 1d (default {lasts})"
         parser.add_argument("--for", dest="duration", default=lasts, metavar="DURATION", help=text)
     add_asking_flags(parser)
 
@@ -55,7 +55,7 @@ def add_asking_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file",
         metavar="PATH",
-        help=f"the first token in it is shown to an admin port (default: {ENV_PREFIX}ADMIN_TOKEN_FILE); a socket takes none",
+        help=f"file whose first token is sent to an admin port (default: {ENV_PREFIX}ADMIN_TOKEN_FILE); a socket needs none",
     )
 
 

@@ -11,7 +11,7 @@ from extproc.admin.client import open_clients
 from extproc.commands.ordering import add_asking_flags, make_headers
 from extproc.logs import escape_controls
 
-HELP = "list what release, allow, block, kill and grant have ordered, or revoke it"
+HELP = "list or revoke the overrides of release, allow, block, kill and grant"
 EXAMPLES = """examples:
   loopguard overrides
   loopguard overrides --revoke 3f9c0ab81d22"""
@@ -22,8 +22,8 @@ _GRANTED = {"steps": "steps", "tool_calls": "tool calls", "cost": "dollars"}
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard overrides`."""
-    parser.add_argument("--revoke", metavar="NAME", help="end this one now")
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--revoke", metavar="NAME", help="end this override now")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_asking_flags(parser)
 
 

@@ -25,25 +25,34 @@ from extproc.policy.objects import Place
 from extproc.policy.splice import insert_behind, remove_member, replace_value
 from extproc.policy.strict_json import decode
 
-HELP = "have a policy act on more callers, or on all of them"
+HELP = "make a policy act on more callers, or on all of them"
 EXAMPLES = """examples:
   loopguard promote policies/strict.json --policy strict --percent 25
   loopguard promote policies/strict.json --policy strict --percent 25 --write
   loopguard promote policies/strict.json --policy strict --beside policies/ --write
 
-The change is printed as a unified diff, and made with --write alone. A running server takes it as any other change of its
-files. exit code: 0 good, also where there is nothing to change; 1 the file, or what would become of it, is not good"""
+Prints the change as a unified diff, and makes it only with --write. A running server reloads the file.
+
+exit code: 0 good, or nothing to change; 1 the file is not valid, before or after the change"""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard promote`."""
     parser.add_argument("file", metavar="FILE", help="the policy file")
-    parser.add_argument("--policy", required=True, metavar="ID", help="of the policy in it")
+    parser.add_argument("--policy", required=True, metavar="ID", help="the policy in FILE")
     parser.add_argument(
-        "--percent", type=int, default=EVERYBODY, metavar="N", help=f"share of the callers, 1 to {EVERYBODY} (default: all)"
+        "--percent",
+        type=int,
+        default=EVERYBODY,
+        metavar="N",
+        help=f"share of the callers to act on, 1 to {EVERYBODY} (default: all)",
     )
     parser.add_argument(
-        "--beside", action="append", default=[], metavar="PATH", help="what is loaded along with FILE; repeatable"
+        "--beside",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="policy files or directories loaded along with FILE; repeatable",
     )
     parser.add_argument("--write", action="store_true", help="change the file")
 

@@ -6,12 +6,12 @@ from functools import partial
 
 from extproc.commands.ordering import add_order_flags, give
 
-HELP = "forget what was counted about a caller, a session, a loop or a tool: it begins anew"
+HELP = "reset the counts of a caller, a session, a loop or a tool"
 EXAMPLES = """examples:
   loopguard release --caller x-user-id=ann
   loopguard release --fingerprint 5d2a1c0e --policy chat --reason 'false alarm'
 
-What a conversation shows itself (tool_calls, turns) cannot be forgotten: allow its caller for a while instead."""
+Loops that a request itself shows (tool_calls, turns) cannot be reset: use `loopguard allow` for the caller instead."""
 
 add_flags = add_order_flags
 run = partial(give, "release")

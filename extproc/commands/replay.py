@@ -12,18 +12,18 @@ from extproc.errors import UsageError
 from extproc.hash_key import read_hash_key
 from extproc.replay.command import COUNT, add_log_flags, compile_policies, open_logs, tell_lines
 
-HELP = "run recorded traffic through policies: what they would have done to it"
+HELP = "show what policies would have done to recorded traffic"
 EXAMPLES = """examples:
   loopguard replay --policy policies/ access.log
   loopguard replay --policy candidate.json access.log access.log.1.gz --json | jq .policies
   loopguard replay --policy candidate.json access.log --html replay.html
   kubectl logs deploy/envoy | loopguard replay --policy policies/ -
 
-Envoy's access log as `loopguard envoy-config` shapes it, written while `serve --record` ran, or records with bodies, one in a
-line; see docs/replay.md. Memory does not grow with the logs.
+A log is Envoy's access log in the format of `loopguard envoy-config`, written with `serve --record`, or a file of records with
+bodies, one per line; see docs/replay.md. Memory does not grow with the logs.
 
-exit code: 0 replayed (what was wrong with lines is on stderr and in the report), 1 a log cannot be read or no request in it
-can be replayed; with --strict, also when a line could not be used"""
+exit code: 0 replayed (unusable lines are listed on stderr and in the report), 1 a log cannot be read, or has no request that
+can be replayed; with --strict, also if a line cannot be used"""
 
 _TOP = 10
 
@@ -33,8 +33,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_policy_flag(parser)
     add_log_flags(parser)
     add_key_flag(parser)
-    parser.add_argument("--top", type=COUNT, default=_TOP, metavar="N", help="worst offenders shown (default 10)")
-    parser.add_argument("--html", metavar="FILE", help="write one page with charts for a browser as well")
+    parser.add_argument("--top", type=COUNT, default=_TOP, metavar="N", help="number of worst offenders to show (default 10)")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with charts for a browser")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
     parser.add_argument("--shadow", action="store_true", help="as serve --shadow")
 

@@ -11,15 +11,14 @@ from urllib.parse import quote
 from extproc.admin.client import add_admin_flag, open_clients
 from extproc.logs import escape_controls
 
-HELP = "show what sessions have used up, or the report of one run"
+HELP = "show what sessions have used, or the report of one session"
 EXAMPLES = """examples:
   loopguard sessions
   loopguard sessions --sort cost --policy agents
   loopguard sessions 5a0c93e1bb7f2d64
   loopguard sessions --json | jq '.sessions[0].tool_call_counts'
 
-Replicas that share a store know all sessions: ask any of them. Those with a store of their own are asked one by one: repeat
---admin."""
+Replicas that share a store know all sessions: ask any of them. For replicas with separate stores, repeat --admin for each."""
 
 _SORTS = ("last", "cost", "steps", "tool_calls", "blocks")
 _TOKENS = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tokens")
@@ -27,13 +26,13 @@ _TOKENS = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_to
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard sessions`."""
-    parser.add_argument("session", nargs="?", default="", metavar="ID", help="the hash of one, as the list shows it")
+    parser.add_argument("session", nargs="?", default="", metavar="ID", help="hash of a session, as in the list")
     add_admin_flag(parser)
-    parser.add_argument("--json", action="store_true", help="print what /sessions says")
-    parser.add_argument("--sort", choices=_SORTS, default="last", help="what comes first (default last)")
-    parser.add_argument("--policy", default="", metavar="ID", help="only under this policy")
-    parser.add_argument("--caller", default="", metavar="HASH|[NAME=]VALUE", help="only this caller's")
-    parser.add_argument("--limit", type=int, default=50, metavar="N", help="at most so many (default 50)")
+    parser.add_argument("--json", action="store_true", help="print the JSON of /sessions")
+    parser.add_argument("--sort", choices=_SORTS, default="last", help="sort by this (default last)")
+    parser.add_argument("--policy", default="", metavar="ID", help="only sessions under this policy")
+    parser.add_argument("--caller", default="", metavar="HASH|[NAME=]VALUE", help="only sessions of this caller")
+    parser.add_argument("--limit", type=int, default=50, metavar="N", help="maximum sessions to show (default 50)")
 
 
 def run(options: argparse.Namespace) -> int:

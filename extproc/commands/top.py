@@ -17,15 +17,15 @@ from extproc.logs import escape_controls
 if TYPE_CHECKING:
     from rich.table import Table
 
-HELP = "show who loops now, since when, and at what cost"
+HELP = "show active loops, how long they have run, and what they cost"
 EXAMPLES = """examples:
   loopguard top
   loopguard top --admin http://10.0.0.7:9900 --policy chat --sort requests
   loopguard top --once --json | jq '.loops[0]'
   loopguard top --price 2.50
 
-Replicas that share a store know all loops: ask any of them. Those with a store of their own are asked one by one: repeat
---admin. Where the output is no terminal it is printed once."""
+Replicas that share a store know all loops: ask any of them. For replicas with separate stores, repeat --admin for each. If the
+output is not a terminal, it is printed once."""
 
 _SORTS = ("cost", "requests", "count", "last", "first")
 _COLUMNS = ("caller", "session", "policy", "tool, path", "since", "last", "count", "requests", "not sent on", "tokens", "cost")
@@ -36,17 +36,17 @@ _MINUTE, _HOUR = 60, 3_600
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard top`."""
     add_admin_flag(parser)
-    parser.add_argument("--once", action="store_true", help="print once and end")
-    parser.add_argument("--json", action="store_true", help="print what /loops says, once")
-    parser.add_argument("--sort", choices=_SORTS, default="cost", help="what comes first (default cost)")
-    parser.add_argument("--policy", default="", metavar="ID", help="only loops that this policy sees")
-    parser.add_argument("--caller", default="", metavar="HASH|[NAME=]VALUE", help="only this caller's")
-    parser.add_argument("--tool", default="", metavar="NAME", help="only with this tool")
-    parser.add_argument("--limit", type=int, default=50, metavar="N", help="at most so many (default 50)")
+    parser.add_argument("--once", action="store_true", help="print once and exit")
+    parser.add_argument("--json", action="store_true", help="print the JSON of /loops, once")
+    parser.add_argument("--sort", choices=_SORTS, default="cost", help="sort by this (default cost)")
+    parser.add_argument("--policy", default="", metavar="ID", help="only loops under this policy")
+    parser.add_argument("--caller", default="", metavar="HASH|[NAME=]VALUE", help="only loops of this caller")
+    parser.add_argument("--tool", default="", metavar="NAME", help="only loops with this tool")
+    parser.add_argument("--limit", type=int, default=50, metavar="N", help="maximum loops to show (default 50)")
     parser.add_argument(
-        "--price", default="", metavar="USD", help="for a million input tokens (default: what the server knows)"
+        "--price", default="", metavar="USD", help="US dollars per million input tokens (default: as the server is set)"
     )
-    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks (default 2)")
+    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="refresh interval (default 2)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from extproc.guards.loop import Detector
     from extproc.replay.tune import Pair
 
-HELP = "find a window and a threshold for a policy, by recorded traffic"
+HELP = "find a window and a threshold for a policy from recorded traffic"
 EXAMPLES = """examples:
   loopguard tune --policy candidate.json access.log
   loopguard tune --policy policies/ --id chat --windows 30,60,300 --thresholds 3,5,8 access.log --output tuned.json
 
-Every pair of a window and a threshold is tried in one pass over the logs, which are those that `loopguard replay` reads.
+Tries every pair of a window and a threshold in one pass over the logs. `loopguard replay` reads the same logs.
 
 exit code: 0 there is a recommendation, 1 there is none, or a log cannot be read; 2 usage"""
 
@@ -41,14 +41,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_policy_flag(parser)
     add_log_flags(parser)
     add_key_flag(parser)
-    parser.add_argument("--id", metavar="POLICY", help="which policy; needed where there are several")
-    parser.add_argument("--detector", metavar="NAME", help="which of its detectors; needed where several count in a window")
+    parser.add_argument("--id", metavar="POLICY", help="the policy; required if there are several")
+    parser.add_argument("--detector", metavar="NAME", help="its detector; required if several have a window")
     parser.add_argument("--windows", default=_WINDOWS, metavar="SECONDS,...", help=f"default {_WINDOWS}")
     parser.add_argument("--thresholds", default=_THRESHOLDS, metavar="N,...", help=f"default {_THRESHOLDS}")
     parser.add_argument(
-        "--max-touched", type=float, default=_PERCENT, metavar="PERCENT", help="callers that may be touched (default 1)"
+        "--max-touched", type=float, default=_PERCENT, metavar="PERCENT", help="maximum share of callers affected (default 1)"
     )
-    parser.add_argument("--output", metavar="FILE", help="write the policy with the recommended pair there")
+    parser.add_argument("--output", metavar="FILE", help="write the policy with the recommended pair to FILE")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
 
 

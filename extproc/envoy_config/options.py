@@ -89,22 +89,22 @@ def _parse_bytes(text: str) -> int:
 class EnvoyOptions:
     """The flags of `loopguard envoy-config`."""
 
-    upstream: Address | None = option(None, _parse_upstream, "where the requests go; needed for a whole bootstrap", "HOST:PORT")
+    upstream: Address | None = option(None, _parse_upstream, "where requests go; required for a bootstrap", "HOST:PORT")
     upstream_protocol: str = option(
         "http1",
         parse_one_of("http1", "http2", "as-client"),
-        "what it speaks: http2 for gRPC; as-client: both, each request goes on in the client's",
+        "protocol of the upstream: http2 for gRPC; as-client: the client's",
         "http1|http2|as-client",
     )
-    upstream_tls: bool = option(False, parse_switch, "speak TLS to it and verify its certificate")
+    upstream_tls: bool = option(False, parse_switch, "use TLS to the upstream and verify its certificate")
     upstream_ca: str = option(
         "/etc/ssl/certs/ca-certificates.crt",
         str,
-        "whose certificates to trust then",
+        "CA certificates to verify the upstream with",
         "PATH",
     )
     listen: Address = option("127.0.0.1:10000", _parse_local, "where Envoy listens", "IP:PORT")
-    admin: Address = option("127.0.0.1:9901", _parse_local, "where Envoy's own admin page listens", "IP:PORT")
+    admin: Address = option("127.0.0.1:9901", _parse_local, "where Envoy's admin page listens", "IP:PORT")
     endpoints: tuple[Address, ...] = option(
         "127.0.0.1:50051",
         _parse_endpoints,
@@ -112,59 +112,55 @@ class EnvoyOptions:
         "HOST:PORT|unix:/PATH,...",
         gather=",".join,
     )
-    endpoint_cert: str = option("", str, "certificate that Envoy shows Loopguard, with its chain; makes it mutual TLS", "PATH")
-    endpoint_key: str = option("", str, "its private key", "PATH")
-    endpoint_ca: str = option("", str, "authorities of Loopguard's own certificate", "PATH")
+    endpoint_cert: str = option("", str, "client certificate chain of Envoy for Loopguard; turns on mutual TLS", "PATH")
+    endpoint_key: str = option("", str, "private key of that certificate", "PATH")
+    endpoint_ca: str = option("", str, "CA certificates to verify Loopguard with", "PATH")
     endpoint_san: tuple[SubjectName, ...] = option(
         (),
         parse_subject_names,
-        "what Loopguard's certificate is made out to, one of these; repeatable or separated by commas; "
-        "default: the endpoints' hosts",
+        "accepted names in Loopguard's certificate; repeatable or separated by commas; default: the endpoints' hosts",
         "DNS|IP|URI,...",
         gather=",".join,
     )
     body_mode: str = option(
         "strict",
         parse_one_of("strict", "tolerant"),
-        "what becomes of a body above the limit: strict refuses it with 413, tolerant lets it through uncounted",
+        "what happens to a body above the limit: strict refuses it with 413, tolerant lets it through uncounted",
         "strict|tolerant",
     )
-    buffer_limit: int = option(10 * 2**20, _parse_bytes, "largest request body that is looked at", "BYTES")
+    buffer_limit: int = option(10 * 2**20, _parse_bytes, "largest request body to inspect", "BYTES")
     tolerant_routes: tuple[str, ...] = option(
         (),
         _parse_names,
-        "guarded routes that are tolerant where the others are strict, such as those of uploads: by name, or by the path in "
-        "their policies; repeatable or separated by commas",
+        "tolerant routes beside strict ones, such as uploads: by name, or by the path in their policies; repeatable or "
+        "separated by commas",
         "NAME|/PATH,...",
         gather=",".join,
     )
     failure_mode: str = option(
         "allow",
         parse_one_of("allow", "deny"),
-        "what becomes of a request that Loopguard did not answer for",
+        "what happens to a request that Loopguard did not answer",
         "allow|deny",
     )
     shadow_mode: str = option(
         "off",
         parse_one_of("off", "observability", "partial"),
-        "only look on: observability: requests never wait, nothing is enforced; "
-        "partial: no body is refused, for serve --shadow",
+        "count without enforcing: observability: requests never wait; partial: no body is refused, for serve --shadow",
         "off|observability|partial",
     )
     usage: str = option(
         "exact",
         parse_one_of("exact", "estimated"),
-        "how policies that limit costs learn about tokens: exact: Envoy reads them in answers, from 1.38 on; "
-        "estimated: from the sizes of requests and answers",
+        "where cost limits get tokens from: exact: Envoy 1.38 or newer reads them in answers; "
+        "estimated: the sizes of requests and answers",
         "exact|estimated",
     )
-    snippet: bool = option(
-        False, parse_switch, "print what a configuration needs that exists, part by part, each with its place"
-    )
+    snippet: bool = option(False, parse_switch, "print the parts that an existing configuration needs, each with its place")
     routes: tuple[str, ...] = option(
         (),
         _parse_names,
-        "with --snippet: its routes to guard, by name; repeatable or separated by commas; default: told by the policies' paths",
+        "with --snippet: names of the routes to guard; repeatable or separated by commas; default: from the policies' paths",
         "NAME,...",
         gather=",".join,
     )

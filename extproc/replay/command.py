@@ -27,23 +27,23 @@ COUNT = make_type(parse_integer(1))
 def add_log_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of commands that read logs."""
     parser.add_argument(
-        "log", nargs="+", metavar="LOG", help="access log or file of records, may be gzip; - for standard input"
+        "log", nargs="+", metavar="LOG", help="access log or file of records, plain or gzip; - for standard input"
     )
     parser.add_argument(
         "--reorder-seconds",
         type=make_type(parse_seconds(0, 86_400)),
         default=_REORDER_SECONDS,
         metavar="SECONDS",
-        help="how much later than it should a line may come (default 5)",
+        help="how late a line may be (default 5)",
     )
     parser.add_argument(
         "--max-entries",
         type=COUNT,
         default=_MAX_ENTRIES,
         metavar="N",
-        help="fingerprints kept in memory at once (default 1000000)",
+        help="maximum fingerprints in memory (default 1000000)",
     )
-    parser.add_argument("--strict", action="store_true", help="exit with 1 when a line could not be used")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a line cannot be used")
 
 
 def compile_policies(policies: PolicySet, *, shadow: bool = False) -> Engine:
