@@ -424,6 +424,7 @@ def catch_all(document: Json) -> None:
 
 SCRIPT = 'function envoy_on_request(h) h:headers():replace("x-model", "large") end'
 CLAIMS = {"is": "jwt_authn.v3.JwtAuthentication", "providers": {"idp": {"issuer": "i", "clear_route_cache": True}}}
+SKIPPED = {"request_header_mode": "SKIP"}
 LATE: dict[str, tuple[list[Edit], bool]] = {  # edits, and whether that hurts
     "nothing chooses": ([older], False),
     "claims": ([older, add(0, "it", {**CLAIMS})], True),
@@ -448,6 +449,10 @@ LATE: dict[str, tuple[list[Edit], bool]] = {  # edits, and whether that hurts
     ),
     "the choice of a model": ([older, add(0, "it", {"is": "ext_proc.v3.ExternalProcessor"})], True),
     "the choice of a model, before": ([add(0, "it", {"is": "ext_proc.v3.ExternalProcessor"})], False),
+    "a Loopguard beside it": (
+        [older, add(0, "loopguard-canary", {"is": "ext_proc.v3.ExternalProcessor", "processing_mode": SKIPPED})],
+        False,
+    ),
     "a processor that chooses nothing": (
         [older, add(0, "it", {"is": "ext_proc.v3.ExternalProcessor", "route_cache_action": "RETAIN"})],
         False,

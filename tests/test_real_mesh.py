@@ -14,6 +14,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,8 @@ import yaml
 
 from extproc.envoy_check.config import find_managers, find_resources
 from extproc.envoy_check.document import Place
+from extproc.envoy_check.inspect import inspect
+from extproc.envoy_check.needs import find_needs
 from tests.chart import NAME, Object, Values, merged, objects, of_kind
 from tests.chart.istio import LEFT
 from tests.documents import bundle, policy
@@ -32,7 +35,8 @@ from tests.harness import Loopguard, Process, Stack, eventually, stack, write_po
 from tests.servers import free_port
 from tests.test_check_envoy import found as check
 from tests.test_check_envoy import report
-from tests.test_mesh import FILTER
+from tests.test_envoy_config import verdict
+from tests.test_mesh import FILTER, cluster_names, each_istio, envoy_filter
 from tests.test_streams import _over_http2
 
 
@@ -343,6 +347,122 @@ def test_a_body_under_way_when_loopguard_dies() -> None:
         assert client.makefile("rb").readline() == b"HTTP/1.1 200 OK\r\n"
         assert hash(made.upstream.seen[-1].body) == hash(body)  # which are too long to be shown
         client.close()
+
+
+# ---- What Istio makes of every case
+
+
+PROXIES: dict[str, Object] = {
+    "GATEWAY": {"Type": "router", "IP": "10.1.1.1", "Namespace": GATEWAYS, "Labels": LABELS},
+    "SIDECAR_INBOUND": {"Type": "sidecar", "IP": "10.1.1.2", "Namespace": "guards", "Labels": {"app": "agent-api"}},
+    "SIDECAR_OUTBOUND": {"Type": "sidecar", "IP": "10.1.1.3", "Namespace": "agents", "Labels": {"app": "agent"}},
+}
+"""Where the cases attach Loopguard."""
+
+
+def write_service(proxy: Object, port: int, at: int) -> Iterator[Object]:
+    """A proxy's pod, with a Service whose port is another than the one on which the pod listens."""
+    named = {"name": "proxy", "namespace": proxy["Namespace"]}
+    status = {"phase": "Running", "podIP": proxy["IP"], "podIPs": [{"ip": proxy["IP"]}]}
+    containers = [{"name": "proxy", "image": "proxy", "ports": [{"containerPort": at}]}]
+    pod = {"metadata": {**named, "labels": proxy["Labels"]}, "spec": {"containers": containers}, "status": status}
+    yield {"apiVersion": "v1", "kind": "Pod", **pod}
+    ports = [{"name": "http", "port": port, "targetPort": at, "protocol": "TCP"}]
+    spec = {"selector": proxy["Labels"], "ports": ports}
+    yield from write_endpoints({"apiVersion": "v1", "kind": "Service", "metadata": named, "spec": spec}, f"{proxy['IP']}:{at}")
+
+
+def write_surroundings(values: Values) -> Iterator[Object]:
+    """The mesh around a case: a gateway that listens on 8443 for 443, and an API that agents call, with the case's routes."""
+    yield {
+        "apiVersion": "networking.istio.io/v1",
+        "kind": "Gateway",
+        "metadata": {"name": "gateway", "namespace": GATEWAYS},
+        "spec": {"selector": LABELS, "servers": [{"port": {"number": 443, "name": "http", "protocol": "HTTP"}, "hosts": ["*"]}]},
+    }
+    yield {
+        "apiVersion": "networking.istio.io/v1",
+        "kind": "ServiceEntry",
+        "metadata": {"name": "model", "namespace": "agents"},
+        "spec": {
+            "hosts": ["llm.example.com"],
+            "location": "MESH_EXTERNAL",
+            "resolution": "STATIC",
+            "ports": [{"number": 443, "name": "http", "protocol": "HTTP"}],
+            "endpoints": [{"address": "10.1.1.9"}],
+        },
+    }
+    to_model = [{"destination": {"host": "llm.example.com", "port": {"number": 443}}}]
+    hosts: dict[str, list[str]] = {}
+    for route in values["istio"]["routes"]:
+        hosts.setdefault(route.get("virtualHost", "*").partition(":")[0], []).append(route["name"])
+    for number, (host, names) in enumerate(hosts.items()):
+        yield {
+            "apiVersion": "networking.istio.io/v1",
+            "kind": "VirtualService",
+            "metadata": {"name": f"routes-{number}", "namespace": GATEWAYS},
+            "spec": {
+                "hosts": [host],
+                "gateways": [f"{GATEWAYS}/gateway"],
+                "http": [{"name": name, "match": [{"uri": {"prefix": f"/{name}"}}], "route": to_model} for name in names],
+            },
+        }
+
+
+def print_pushed(values: Values, folder: Path) -> Object:
+    """What Istio pushes to the proxy that a case is for, as resources of xDS."""
+    made = objects(values)
+    services = [item for item in of_kind(made, "Service") if item["spec"]["ports"][0]["port"] == 50_051]
+    pods = [item for number, service in enumerate(services) for item in write_endpoints(service, f"10.1.2.{number}:50051")]
+    pods += [*write_service(PROXIES["GATEWAY"], 443, 8_443), *write_service(PROXIES["SIDECAR_INBOUND"], 80, 8_080)]
+    configs = [*of_kind(made, "EnvoyFilter"), *of_kind(made, "DestinationRule"), *write_surroundings(values)]
+    for file, listed in (("configs.yaml", configs), ("objects.yaml", pods)):
+        (folder / file).write_text("\n---\n".join(map(json.dumps, listed)))
+    proxy = json.dumps(PROXIES[values["istio"].get("context", "GATEWAY")])
+    command = [f"{BUILT}/istiod", proxy, str(folder / "configs.yaml"), str(folder / "objects.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    pushed: Object = json.loads(done.stdout.splitlines()[-1])  # behind its log
+    return pushed
+
+
+@each_istio
+def test_every_case_guards_what_it_names(values: Values, tmp_path: Path) -> None:
+    """Istio refuses none of it, its proxy shows Loopguard the named routes and no other, and each cluster finds out what hangs."""
+    values = merged(values, {"istio": {"clusterDomain": "cluster.local"}})  # which is the domain of this Istio
+    pushed = print_pushed(values, tmp_path)
+
+    made = inspect(find_resources(Place(pushed)), find_needs(None, 65_535))
+    guarded = {item.route.name for item in made.routes if item.modes}
+    wanted = {route["name"] for route in values["istio"]["routes"]}
+    asked = set(cluster_names(envoy_filter(values)))
+    clusters = {item["name"]: item for item in pushed["resources"] if item["@type"].endswith(".Cluster")}
+    assert guarded == wanted
+    assert "late-route" not in {item.code for item in made.findings}
+    for name in asked:
+        protocol = clusters[name]["typed_extension_protocol_options"]["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"]
+        assert "connection_keepalive" in protocol["explicit_http_config"]["http2_protocol_options"]
+        assert clusters[name]["outlier_detection"]["consecutive_gateway_failure"] == 1
+        assert ("health_checks" in clusters[name]) == (values["istio"].get("tls") != "AUTO")
+    assert verdict(json.dumps(make_bootstrap(pushed)), tmp_path).rstrip().endswith("OK")
+
+
+def make_bootstrap(pushed: Object) -> Object:
+    """An Envoy that has it all by itself, for its own judgement; certificates come from elsewhere."""
+    kinds: dict[str, list[Object]] = {}
+    for item in pushed["resources"]:
+        kind = item["@type"].rpartition(".")[2]
+        kinds.setdefault(kind, []).append({key: value for key, value in item.items() if key != "@type"})
+    secrets = {"name": "sds-grpc", "type": "STATIC", "load_assignment": {"cluster_name": "sds-grpc"}}
+    api = {"api_type": "GRPC", "transport_api_version": "V3", "grpc_services": [{"envoy_grpc": {"cluster_name": "sds-grpc"}}]}
+    return {
+        "node": {"id": "proxy", "cluster": "proxy"},
+        "dynamic_resources": {"ads_config": api},
+        "static_resources": {"listeners": kinds["Listener"], "clusters": [secrets, *kinds["Cluster"]]},
+    }
+
+
+# ---- What the gateway has
 
 
 def test_the_model_of_istio_is_true(gateway: Stack) -> None:

@@ -327,7 +327,7 @@ def find_guards(manager: Manager, names: Sequence[str]) -> list[Guard]:
         names: of filters that do; empty: those that mention Loopguard.
     """
     processors = [item for item in manager.filters if item.is_a("ext_proc.v3.ExternalProcessor")]
-    meant = [item for item in processors if (item.name in names if names else _mentions_loopguard(item))]
+    meant = [item for item in processors if (item.name in names if names else mentions_loopguard(item))]
     return [_make_guard(manager, item) for item in meant]
 
 
@@ -342,7 +342,7 @@ def list_processors(manager: Manager) -> list[str]:
     return [item.name for item in manager.filters if item.is_a("ext_proc.v3.ExternalProcessor")]
 
 
-def _mentions_loopguard(item: HttpFilter) -> bool:
+def mentions_loopguard(item: HttpFilter) -> bool:
     """By its name, by whom it asks, or by what it takes from there."""
     service = item.config.get("grpc_service")
     told = (

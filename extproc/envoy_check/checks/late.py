@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from extproc.envoy_check.config import Guard, HttpFilter, Resources, Route, is_on
+from extproc.envoy_check.config import Guard, HttpFilter, Resources, Route, is_on, mentions_loopguard
 from extproc.envoy_check.document import Place
 from extproc.envoy_check.findings import Finding
 from extproc.envoy_check.needs import Needs
@@ -30,7 +30,9 @@ def check_late_routes(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding
     covered = any(takes_everything(route) for route in routes)
     for number, item in enumerate(filters):
         may = next((may for kind, may in _MAY_CLEAR.items() if item.is_a(kind)), None)
-        if item == guard.filter or not (may(item.config) if may else _clears(item.config.value)):
+        if not (may(item.config) if may else _clears(item.config.value)):
+            continue
+        if item == guard.filter or mentions_loopguard(item):  # Loopguard itself never asks for another route
             continue
         behind = number > filters.index(guard.filter)
         first = unguarded if behind else left_out  # routes whose requests have passed Loopguard by
