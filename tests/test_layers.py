@@ -29,6 +29,7 @@ FLOORS: list[list[str]] = [
         "logs",
         "options",
         "rates",
+        "model_names",
         "prices",
         "usage",
         "settings",
