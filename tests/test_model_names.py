@@ -13,7 +13,6 @@ import pytest
 from extproc.answers.apis import find_api
 from extproc.answers.apis.api import Question
 from extproc.answers.apis.bedrock import CONVERSE
-
 from extproc.model_names import LONGEST_MODEL, find_model
 from extproc.prices import read_model
 from extproc.rates import Price, Rates, Usage
