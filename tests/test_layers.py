@@ -59,6 +59,7 @@ FLOORS: list[list[str]] = [
         "store/pending",
         "store/resp",
         "store/scripts",
+        "store/shard",
         "store/boards",
         "store/link",
         "store/client",

@@ -37,7 +37,7 @@ from extproc.store.remote import RemoteStore
 from extproc.store.remote_orders import RemoteOrders
 from extproc.store.resp import write_keys, write_word
 from extproc.store.scripts import count_call, session_call
-from extproc.store.topology import SLOTS, Cluster, One, find_slot, spread_tags
+from extproc.store.topology import SLOTS, One, Slots, Undivided, find_slot, spread_tags
 from extproc.windows import Count, Hit
 from tests.harness import PATIENCE, eventually
 from tests.records import replace
@@ -75,8 +75,8 @@ def remote(driver: Driver) -> RemoteStore:
 
 
 def backend(driver: Driver) -> RedisBackend:
-    """The wire behind the store."""
-    return cast("RedisBackend", remote(driver)._backend)
+    """The wire behind a store of one server."""
+    return cast("RedisBackend", remote(driver)._by_part[0]._backend)
 
 
 # --- URLs and secrets
@@ -813,7 +813,7 @@ def test_a_list_of_orders_that_is_none_is_no_answer(rubbish: bytes) -> None:
     """Whatever a server answers, whoever asks hears that it is no list of orders."""
     with impostor(rubbish) as address:
         host, _, port = address.rpartition(":")
-        aside = Aside(One(Place(host, int(port)), Access()), "")
+        aside = Aside(Undivided(address, lambda: One(Place(host, int(port)), Access())), "")
 
         async def ask() -> object:
             try:
@@ -1291,7 +1291,7 @@ def test_a_hung_server_fails_everybody_who_waits() -> None:
 def test_a_busy_event_loop_is_no_outage(driver: Driver) -> None:
     """Where this process, not the server, was too slow, the answers that have come meanwhile are taken."""
     store = remote(driver)
-    store._timeout = 0.02
+    store._by_part[0]._timeout = 0.02
 
     async def stalled() -> int:
         answer = asyncio.ensure_future(cast("Any", store.hit([make_hit(key="stall:00")])))
@@ -1342,7 +1342,7 @@ def test_tags_spread_evenly() -> None:
 
 
 def test_cluster_keys_lie_in_few_slots_on_every_primary(six: list[Server]) -> None:
-    """Keys use at most 16 slots; every primary has its share; a batch takes one connection to each of them."""
+    """Keys use at most 16 slots; every primary has its share, and gets a batch of its own."""
     with Driver("redis+cluster://" + six[1].address) as driver:
         hits = [make_hit(key=str(number)) for number in range(300)]
         for start in range(0, 300, 100):
@@ -1352,7 +1352,7 @@ def test_cluster_keys_lie_in_few_slots_on_every_primary(six: list[Server]) -> No
         sizes = [node.client().dbsize() for node in six[:3]]
         assert len(slots) <= TAGS
         assert min(sizes) > 300 / 3 / 2
-        assert driver.metric("store_batch_size_count") == 3
+        assert driver.metric("store_batch_size_count") == 3 * 3
 
 
 def test_an_acl_user_of_a_cluster_with_the_least_rights(six: list[Server]) -> None:
@@ -1379,14 +1379,13 @@ def test_a_cluster_batch_is_few_commands(six: list[Server]) -> None:
 
 def test_who_has_which_slots_is_asked_of_one_node_after_the_other(six: list[Server]) -> None:
     """A node that was cut off and believes in owners of old is not asked again before the others were."""
-    topology = Cluster([Place("127.0.0.1", six[0].port)], Access(), TAGS)
+    slots = Slots([Place("127.0.0.1", six[0].port)], Access(), TAGS)
 
     async def asked() -> list[Place]:
         found = []
         for _ in six:
-            await topology.find(topology.tags[0])
-            await topology.drop()
-            found.append(topology._known[-1])
+            await slots.learn()
+            found.append(slots._known[-1])
         return found
 
     assert {place.port for place in asyncio.run(asked())} == {node.port for node in six}
