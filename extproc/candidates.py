@@ -17,8 +17,8 @@ from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Overrides, 
 from extproc.guards.session import KILLED, MAX_INSPECT_BYTES, NO_CALLS, NO_GRANTS, WITHIN, Narrowing, SessionGuard
 from extproc.guards.session_names import SessionNames
 from extproc.ledger import LIMITS, Settlement, Standing, Step
+from extproc.model_names import LONGEST_MODEL, find_model
 from extproc.plan import Plan
-from extproc.prices import read_model
 from extproc.request import cut_text
 from extproc.similarity.base import Memory
 from extproc.similarity.document import Document, NotCounted, NotJson
@@ -36,7 +36,6 @@ _CALLS_AT_ONCE: Final = 256
 """The system is asked for the randomness of this many names at a time: asking takes longer than all else that a name takes."""
 
 _IDENTITY: Final = 8
-_LONGEST_MODEL: Final = 128
 _KILLED: Final = LIMITS.index(KILLED)
 _NO_HISTORY: Final = frozenset({"no_messages", "no_history"})
 """Of a body that is no conversation, in which no calls can hide."""
@@ -438,7 +437,7 @@ class SessionCandidate(Candidate):
         if document is not None:
             self._read_calls(document, keys.ledger)
         self.call = _CALLS.name()
-        self.model = self.calls.model or cut_text(read_model(sealing.path, None), _LONGEST_MODEL)
+        self.model = cut_text(find_model(sealing.path, self.calls.model), LONGEST_MODEL)
         self.reserve = self.limiter.rates.estimate(self.model, body.length, 0)
         self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
         self.hit = self.limiter.make_step(

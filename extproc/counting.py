@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
 from types import NoneType
-from typing import Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 from extproc.candidates import Answer
-from extproc.errors import StoreError
+from extproc.errors import PartlyAwayError, StoreError
 from extproc.evaluation import Lane
 from extproc.ledger import Settlement
 from extproc.metrics import Metrics
@@ -118,7 +118,7 @@ class Counting:
                     return None
                 self._metrics.fail_open.labels("store_error").inc()
             try:
-                lane.recall(self._local.push(pushes))
+                lane.recall(_complete(error, pushes, self._local.push))
             except Exception as bug:  # noqa: BLE001  # as any other bug, below
                 error = bug
             else:
@@ -136,7 +136,7 @@ class Counting:
     def _finish(self, pushes: Sequence[Push], error: BaseException | None) -> None:
         if error is not None:
             self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
-            self._local.push(pushes)
+            _complete(error, pushes, self._local.push)
 
     def settle(self, settlements: Sequence[Settlement], take: Callable[[Sequence[Answer]], None]) -> None:
         """Tell ledgers what became of requests.
@@ -170,7 +170,7 @@ class Counting:
     ) -> None:
         """What was counted in this process is settled here as well."""
         self._metrics.store_errors.labels(error.kind).inc()
-        take(self._local.hit(settlements))
+        take(_complete(error, settlements, self._local.hit))
 
     def _count(self, lane: Lane) -> MaybeCounts:
         hits = lane.list_hits()
@@ -215,11 +215,20 @@ class Counting:
                 return None
             self._metrics.fail_open.labels("store_error").inc()
             try:
-                return self._local.hit(lane.list_hits())
+                return _complete(error, lane.list_hits(), self._local.hit)
             except Exception as bug:  # noqa: BLE001  # as any other bug, below
                 error = bug
         lane.fail(error)
         return ()
+
+
+def _complete(error: BaseException, asked: Sequence[Any], ask_here: Callable[[list[Any]], Any]) -> list[Any]:
+    """The answers of the shards that have counted, and for the keys of the others those of this process."""
+    if not isinstance(error, PartlyAwayError):
+        return list(ask_here(list(asked)))
+    missing = [asked[place] for place, answer in enumerate(error.answers) if answer is None]
+    here = iter(ask_here(missing))
+    return [next(here) if answer is None else answer for answer in error.answers]
 
 
 async def settle(counts: MaybeCounts) -> Counts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _KEPT = 20
 _KEPT_CHARACTERS = 400
@@ -66,6 +67,19 @@ class StoreError(LoopguardError):
         """Carry the message for the log and the kind for the metric."""
         self.kind = kind
         super().__init__(message)
+
+
+class PartlyAwayError(StoreError):
+    """Some servers of the store have counted, others could not.
+
+    Attributes:
+        answers: of those that have, None in place of each of the others.
+    """
+
+    def __init__(self, message: str, *, kind: str, answers: list[Any]) -> None:
+        """Carry what is known beside message and kind."""
+        self.answers = answers
+        super().__init__(message, kind=kind)
 
 
 class ProtocolError(LoopguardError):

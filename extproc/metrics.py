@@ -65,6 +65,8 @@ class Metrics:
         self.throttled_in_flight = gauge("throttled_in_flight", "Requests being held now")
         self.streams_in_flight = gauge("streams_in_flight", "ext_proc streams open now")
         self.overload = counter("overload_total", "Requests let through because --max-streams was reached")
+        text = "1 while a server of the store counts, 0 while each replica does so for its keys"
+        self.store_up = gauge("store_up", text, "shard")
         self.store_errors = counter("store_errors_total", "Failures of the store", "kind")
         self.store_seconds = histogram("store_seconds", "Time that the store took to count", _LATENCY_BUCKETS)
         self.store_batch_size = histogram("store_batch_size", "Hits sent to the store in one go", _BATCH_BUCKETS)

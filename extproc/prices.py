@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 
 import msgspec
 
+from extproc.model_names import find_model
 from extproc.rates import look_up
-
-_MAX_MODEL = 128
-
-_IN_PATH = re.compile(r"/models?/([^/:]{1,128})")  # Gemini's and Bedrock's
 
 
 class _Body(msgspec.Struct):
@@ -28,14 +24,11 @@ def read_model(path: str, content: bytes | memoryview | None) -> str:
         path: of the request.
         content: its body, None where nobody may look into it.
     """
-    if found := _IN_PATH.search(path):
-        return found[1]
-    if not content:
-        return ""
     try:
-        return _decode(content).model[:_MAX_MODEL]
+        named = _decode(content).model if content else ""
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        return ""
+        named = ""
+    return find_model(path, named)
 
 
 class Prices:

@@ -1,11 +1,13 @@
 """What calls of models cost, in integers of nano-dollars (1e-9 US dollars), so that sums never drift.
 
 A rate is found by the model's name: the policy's own first, then what the package genai-prices knows, where it is installed,
-then the policy's for models that nobody knows. What was found is kept by name: the package takes 100 us to look.
+then the policy's for models that nobody knows. Bedrock calls one model by several names, and a price for any of them is taken.
+What was found is kept by name: the package takes 100 us to look.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from fnmatch import fnmatchcase
@@ -23,6 +25,15 @@ _MAX_MODELS: Final = 1_000
 """Clients choose a model's name, so what is kept by name is bounded."""
 
 ANY_MODEL: Final = "*"
+
+_VAGUE: Final = 0
+_PACKAGE: Final = 1
+_POLICY: Final = 2
+"""Who tells a model's price: nobody for this one alone, the package, or the policy."""
+
+_ARN: Final = "arn:"
+_GEOGRAPHY: Final = re.compile(r"\A(?:us|eu|apac|jp|au|ca|us-gov|global)\.(?=[a-z0-9-]+\.)")
+"""In front of a Bedrock model's id: an inference profile, which spreads its calls over regions."""
 
 _PROVIDERS: Final = (("", None), (".", "aws"), ("/", "openrouter"))
 """Whose names of models the package is asked for, and what is in them: it guesses, but does not guess these two."""
@@ -85,7 +96,7 @@ class Rates:
         self._prices = [(pattern, (_compile(price),)) for pattern, price in by_pattern]
         self._unknown = (_compile(unknown or DEAREST),)
         self._found: dict[str, tuple[_Rate, ...]] = {}
-        self._vague: set[str] = set()  # of these, models whose price is that of any model
+        self._tellers: dict[str, int] = {}
         look_up(_WELL_KNOWN)
 
     def find_cost(self, model: str, usage: Usage) -> int:
@@ -106,14 +117,14 @@ class Rates:
         return _divide(prompt * rate.input + estimate_tokens(output_bytes) * rate.output, rate.per)
 
     def choose_name(self, answered: str, asked: str) -> str:
-        """Of a model's two names the one whose price somebody tells: its own, or if that is unknown, what it was asked as."""
-        return asked if asked and self._is_vague(answered) and not self._is_vague(asked) else answered or asked
+        """Of a model's two names the one whose price is known best: by the policy, else by the package; its own if both are."""
+        return asked if asked and self._find_teller(answered) < self._find_teller(asked) else answered or asked
 
-    def _is_vague(self, model: str) -> bool:
-        """Whether its price is that of any model."""
+    def _find_teller(self, model: str) -> int:
+        """Who tells its price."""
         if model not in self._found:
             self._keep(model)
-        return model in self._vague
+        return self._tellers[model]
 
     def _choose(self, model: str, prompt: int) -> _Rate:
         """The rate for a prompt of so many tokens."""
@@ -128,22 +139,31 @@ class Rates:
     def _keep(self, model: str) -> tuple[_Rate, ...]:
         if len(self._found) >= _MAX_MODELS:
             self._found.clear()
-            self._vague.clear()
-        rates = self._found[model] = self._find(model)
+            self._tellers.clear()
+        self._tellers[model], rates = self._find(model)
+        self._found[model] = rates
         return rates
 
-    def _find(self, model: str) -> tuple[_Rate, ...]:
-        """What holds for a model, the rate for the longest prompts first; the last one is for all."""
+    def _find(self, model: str) -> tuple[int, tuple[_Rate, ...]]:
+        """Who tells what holds for a model, and that: the rate for the longest prompts first; the last one is for all."""
+        names = _list_names(model)
         for pattern, rates in self._prices:
-            if fnmatchcase(model, pattern):
-                if pattern == ANY_MODEL:
-                    self._vague.add(model)
-                return rates
-        tiers = look_up(model)
-        if not tiers:
-            self._vague.add(model)
-            return self._unknown
-        return tuple([_compile(price, above) for above, price in tiers])
+            for name in names:
+                if fnmatchcase(name, pattern):
+                    return _VAGUE if pattern == ANY_MODEL else _POLICY, rates
+        for name in names:
+            tiers = look_up(name)
+            if tiers:
+                return _PACKAGE, tuple([_compile(price, above) for above, price in tiers])
+        return _VAGUE, self._unknown
+
+
+def _list_names(model: str) -> list[str]:
+    """A model's name, and what it is at Bedrock without its ARN, and without the geography of an inference profile."""
+    names = [model]
+    if model.startswith(_ARN):
+        names.append(model.rpartition("/")[2])
+    return [*names, _GEOGRAPHY.sub("", names[-1])]
 
 
 def _divide(total: int, per: int) -> int:

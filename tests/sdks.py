@@ -22,6 +22,7 @@ import ollama
 import openai
 import pytest
 from google import genai
+from google.auth.credentials import Credentials
 from google.genai import errors, types
 
 USER = "x-user-id"
@@ -215,3 +216,86 @@ NODE: dict[str, Ask] = {
     )
 }
 SDKS: dict[str, Ask] = PYTHON | NODE
+
+
+# --- those that name the model in the path
+
+_QUESTION: Any = [{"role": "user", "content": "x"}]
+
+AskModel: TypeAlias = Callable[[str, str, dict[str, str]], object]
+"""Asks one question, whole unless said otherwise; takes the URL, the model and headers beside its own."""
+
+
+class _Anonymous(Credentials):  # type: ignore[misc]  # google-auth has no types
+    """What Vertex AI's SDK wants before it asks anything."""
+
+    valid = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = "none"
+
+    def refresh(self, request: object) -> None:
+        """Never asked."""
+
+
+def _ask_model_bedrock(url: str, model: str, headers: dict[str, str], *, call: str) -> object:
+    config = botocore.config.Config(retries={"total_max_attempts": 1})
+    keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
+    client: Any = boto3.client("bedrock-runtime", endpoint_url=url, region_name="us-east-1", config=config, **keys)
+    client.meta.events.register("before-call", lambda params, **_: params["headers"].update(headers))
+    asked = {"body": b"{}"} if call.startswith("invoke") else {"messages": [{"role": "user", "content": [{"text": "x"}]}]}
+    return getattr(client, call)(modelId=model, **asked)
+
+
+def _ask_model_anthropic_bedrock(url: str, model: str, headers: dict[str, str]) -> object:
+    keys: Any = {"aws_access_key": "none", "aws_secret_key": "none", "aws_region": "us-east-1"}
+    client = anthropic.AnthropicBedrock(base_url=url, max_retries=0, default_headers=headers, **keys)
+    return client.messages.create(model=model, max_tokens=5, messages=_QUESTION)
+
+
+def _ask_model_anthropic_vertex(url: str, model: str, headers: dict[str, str], *, call: str = "") -> object:
+    keys: Any = {"access_token": "none", "project_id": "p", "region": "us-east5"}
+    client = anthropic.AnthropicVertex(base_url=url, max_retries=0, default_headers=headers, **keys)
+    if call == "count":
+        return client.messages.count_tokens(model=model, messages=_QUESTION)
+    return client.messages.create(model=model, max_tokens=5, messages=_QUESTION, stream=call == "stream")
+
+
+def _ask_model_azure(url: str, model: str, headers: dict[str, str], *, deployment: str | None = None) -> object:
+    where: Any = {"azure_endpoint": url, "azure_deployment": deployment, "api_version": "2024-10-21"}
+    client = openai.AzureOpenAI(api_key="none", max_retries=0, default_headers=headers, **where)
+    return client.chat.completions.create(model=model, messages=_QUESTION)
+
+
+def _ask_model_openai(url: str, model: str, headers: dict[str, str]) -> object:
+    client = openai.OpenAI(api_key="none", base_url=f"{url}/v1", max_retries=0, default_headers=headers)
+    return client.chat.completions.create(model=model, messages=_QUESTION)
+
+
+def _ask_model_google(url: str, model: str, headers: dict[str, str], *, vertex: bool = False, stream: bool = False) -> object:
+    on_vertex = {"vertexai": True, "project": "p", "location": "us-central1", "credentials": _Anonymous()}
+    where: Any = on_vertex if vertex else {"api_key": "none"}
+    client = genai.Client(http_options=types.HttpOptions(base_url=url, headers=headers), **where)
+    if stream:
+        return list(client.models.generate_content_stream(model=model, contents="x"))
+    return client.models.generate_content(model=model, contents="x")
+
+
+MODEL_SDKS: dict[str, AskModel] = {
+    **{
+        call: partial(_ask_model_bedrock, call=call)
+        for call in ("converse", "converse_stream", "invoke_model", "invoke_model_with_response_stream")
+    },
+    "anthropic-bedrock": _ask_model_anthropic_bedrock,
+    "anthropic-vertex": _ask_model_anthropic_vertex,
+    "anthropic-vertex-stream": partial(_ask_model_anthropic_vertex, call="stream"),
+    "anthropic-vertex-count": partial(_ask_model_anthropic_vertex, call="count"),
+    "azure": _ask_model_azure,
+    "azure-deployment": partial(_ask_model_azure, deployment="production"),
+    "openai": _ask_model_openai,
+    "gemini": _ask_model_google,
+    "gemini-stream": partial(_ask_model_google, stream=True),
+    "vertex": partial(_ask_model_google, vertex=True),
+}
+"""Bedrock's calls by boto3's names, and the others."""

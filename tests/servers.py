@@ -204,12 +204,16 @@ def _sees_all(watchers: Sequence[Server], service: str) -> bool:
 
 
 @contextmanager
-def cluster(primaries: int = 3) -> Iterator[list[Server]]:
-    """A cluster of so many primaries with a replica each; primaries come first."""
-    options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0"]
+def cluster(primaries: int = 3, *, replicas: bool = True, full: bool = True) -> Iterator[list[Server]]:
+    """A cluster of so many primaries, with a replica each unless told otherwise; primaries come first.
+
+    Unless it is to be `full`, its nodes serve their keys while others cannot be had.
+    """
+    options = [*(() if full else ("--cluster-require-full-coverage", "no"))]
+    options += ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0"]
     nodes: list[Server] = []
     try:
-        for _ in range(2 * primaries):
+        for _ in range(primaries * (1 + replicas)):
             nodes.append(Server(*options))  # noqa: PERF401  # those made so far must be stopped when one fails
         share = 16_384 // primaries
         for number, node in enumerate(nodes[:primaries]):

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.credentials import CredentialProvider
 
-from extproc.errors import StoreError, UsageError
+from extproc.errors import PartlyAwayError, StoreError, UsageError
 from extproc.ledger import Step
 from extproc.metrics import Metrics
 from extproc.settings import Settings
@@ -37,7 +37,7 @@ from extproc.store.remote import RemoteStore
 from extproc.store.remote_orders import RemoteOrders
 from extproc.store.resp import write_keys, write_word
 from extproc.store.scripts import count_call, session_call
-from extproc.store.topology import SLOTS, Cluster, One, find_slot, spread_tags
+from extproc.store.topology import SLOTS, One, Slots, Undivided, find_slot, spread_tags
 from extproc.windows import Count, Hit
 from tests.harness import PATIENCE, eventually
 from tests.records import replace
@@ -75,8 +75,8 @@ def remote(driver: Driver) -> RemoteStore:
 
 
 def backend(driver: Driver) -> RedisBackend:
-    """The wire behind the store."""
-    return cast("RedisBackend", remote(driver)._backend)
+    """The wire behind a store of one server."""
+    return cast("RedisBackend", remote(driver)._by_part[0]._backend)
 
 
 # --- URLs and secrets
@@ -814,7 +814,7 @@ def test_a_list_of_orders_that_is_none_is_no_answer(rubbish: bytes) -> None:
     """Whatever a server answers, whoever asks hears that it is no list of orders."""
     with impostor(rubbish) as address:
         host, _, port = address.rpartition(":")
-        aside = Aside(One(Place(host, int(port)), Access()), "")
+        aside = Aside(Undivided(address, lambda: One(Place(host, int(port)), Access())), "")
 
         async def ask() -> object:
             try:
@@ -1292,7 +1292,7 @@ def test_a_hung_server_fails_everybody_who_waits() -> None:
 def test_a_busy_event_loop_is_no_outage(driver: Driver) -> None:
     """Where this process, not the server, was too slow, the answers that have come meanwhile are taken."""
     store = remote(driver)
-    store._timeout = 0.02
+    store._by_part[0]._timeout = 0.02
 
     async def stalled() -> int:
         answer = asyncio.ensure_future(cast("Any", store.hit([make_hit(key="stall:00")])))
@@ -1343,7 +1343,7 @@ def test_tags_spread_evenly() -> None:
 
 
 def test_cluster_keys_lie_in_few_slots_on_every_primary(six: list[Server]) -> None:
-    """Keys use at most 16 slots; every primary has its share; a batch takes one connection to each of them."""
+    """Keys use at most 16 slots; every primary has its share, and gets a batch of its own."""
     with Driver("redis+cluster://" + six[1].address) as driver:
         hits = [make_hit(key=str(number)) for number in range(300)]
         for start in range(0, 300, 100):
@@ -1353,7 +1353,7 @@ def test_cluster_keys_lie_in_few_slots_on_every_primary(six: list[Server]) -> No
         sizes = [node.client().dbsize() for node in six[:3]]
         assert len(slots) <= TAGS
         assert min(sizes) > 300 / 3 / 2
-        assert driver.metric("store_batch_size_count") == 3
+        assert driver.metric("store_batch_size_count") == 3 * 3
 
 
 def test_an_acl_user_of_a_cluster_with_the_least_rights(six: list[Server]) -> None:
@@ -1380,14 +1380,13 @@ def test_a_cluster_batch_is_few_commands(six: list[Server]) -> None:
 
 def test_who_has_which_slots_is_asked_of_one_node_after_the_other(six: list[Server]) -> None:
     """A node that was cut off and believes in owners of old is not asked again before the others were."""
-    topology = Cluster([Place("127.0.0.1", six[0].port)], Access(), TAGS)
+    slots = Slots([Place("127.0.0.1", six[0].port)], Access(), TAGS)
 
     async def asked() -> list[Place]:
         found = []
         for _ in six:
-            await topology.find(topology.tags[0])
-            await topology.drop()
-            found.append(topology._known[-1])
+            await slots.learn()
+            found.append(slots._known[-1])
         return found
 
     assert {place.port for place in asyncio.run(asked())} == {node.port for node in six}
@@ -1460,6 +1459,191 @@ def test_sessions_in_slots_that_move_are_followed(six: list[Server]) -> None:
 
         assert step(3, 25) == [3] * 20 + [2] * 5
         assert driver.store.health() == "ok"
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list[Server]]:
+    """A cluster of three primaries that have no replicas; a test has to leave it well."""
+    with cluster(replicas=False, full=False) as nodes:
+        yield nodes
+
+
+def name_keys(number: int, node: int) -> list[str]:
+    """That many keys of a third of a cluster's slots."""
+    tags = spread_tags(TAGS)
+    mine = [f"{place:02x}" for place in range(256) if find_slot(tags[place % TAGS]) * 3 // SLOTS == node]
+    return [f"{turn}:{mine[turn % len(mine)]}" for turn in range(number)]
+
+
+def _count_each(driver: Driver, keys: list[str]) -> list[int | str]:
+    """The counts, each asked for alone, or kinds of errors; keys have their digits already."""
+
+    async def counted(key: str) -> int | str:
+        try:
+            answers = await cast("Any", driver.store.hit([make_hit(key=driver.name(key), window_ms=600_000, threshold=100)]))
+        except StoreError as error:
+            return error.kind
+        return cast("int", answers[0].count)
+
+    async def all_counted() -> list[int | str]:
+        return [await counted(key) for key in keys]
+
+    return driver.run(all_counted())
+
+
+def _well(driver: Driver) -> bool:
+    driver.run(asyncio.sleep(0.02))
+    return driver.store.health() == "ok"
+
+
+SHARD_TROUBLES = {"down": (_kill, Server.start), "hung": (Server.hang, Server.resume)}
+
+
+@pytest.mark.parametrize("trouble", SHARD_TROUBLES)
+def test_a_shard_that_is_away_takes_its_own_keys_alone_with_it(
+    three: list[Server], trouble: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of the other primaries are counted as before, without one error; log, health and metrics name the shard."""
+    caplog.set_level(logging.INFO, "loopguard")
+    harm, cure = SHARD_TROUBLES[trouble]
+    lost, *others = [name_keys(20, node) for node in (1, 0, 2)]
+    kept = [key for keys in others for key in keys]
+    with Driver(f"redis+cluster://{three[0].address}", store_timeout=0.5) as driver:
+        assert set(_count_each(driver, [*lost, *kept])) == {1}
+        harm(three[1])
+        eventually(lambda: _count_each(driver, lost[:1]) == ["unavailable"], "the outage")
+
+        refused, counted = _count_each(driver, lost), _count_each(driver, kept)
+        up = {node.address: driver.metric("store_up", shard=node.address) for node in three}
+        health = driver.store.health()
+        cure(three[1])
+        eventually(lambda: _well(driver), "the recovery")
+
+        assert set(refused) == {"unavailable"}
+        assert set(counted) == {2}
+        assert up == {three[0].address: 1, three[1].address: 0, three[2].address: 1}
+        assert health.startswith(f"1 of 3 shards unavailable: {three[1].address}: ")
+        assert set(_count_each(driver, lost)) <= {1, 2, 3}
+        assert driver.metric("store_up", shard=three[1].address) == 1
+    told = [(record.message, cast("Any", record).fields["shard"]) for record in caplog.records if record.name == "loopguard"]
+    assert told == [
+        ("shard of the store unavailable, each replica counts for itself", three[1].address),
+        ("shard of the store available again", three[1].address),
+    ]
+
+
+def test_a_request_of_several_shards_is_told_what_the_others_have_counted(three: list[Server]) -> None:
+    """Its counts of shards that are there, and which ones lack; nothing is counted twice for that."""
+    keys = [name_keys(1, node)[0] for node in range(3)]
+    hits = [make_hit(key=f"several:{key}", window_ms=600_000, threshold=100) for key in keys]
+    with Driver(f"redis+cluster://{three[0].address}", store_timeout=0.5) as driver:
+        driver.run(_settled(driver, hits))
+        three[1].hang()
+        try:
+            first = driver.run(_settled(driver, hits))
+            second = driver.run(_settled(driver, hits))
+            alone = driver.run(_settled(driver, [hits[1], replace(hits[1], key=f"x{hits[1].key}")]))
+        finally:
+            three[1].resume()
+        eventually(lambda: _well(driver), "the recovery")
+
+    for error, count in ((first, 2), (second, 3)):
+        assert isinstance(error, PartlyAwayError)
+        assert [answer and answer.count for answer in error.answers] == [count, None, count]
+    assert isinstance(alone, StoreError)
+    assert not isinstance(alone, PartlyAwayError)
+
+
+async def _settled(driver: Driver, hits: Sequence[Hit]) -> Any:  # noqa: ANN401  # answers or the error
+    try:
+        return await cast("Any", driver.store.hit(hits))
+    except StoreError as error:
+        return error
+
+
+def test_where_such_requests_are_refused_nothing_of_them_is_counted(three: list[Server]) -> None:
+    """With `reject`, a request that will be refused for one shard leaves no count on another; a settlement is no request."""
+    keys = [name_keys(1, node)[0] for node in range(2)]
+    hits = [make_hit(key=f"whole:{key}", window_ms=600_000, threshold=100) for key in keys]
+    step = make_step(1, NO_LIMITS, key=f"open:{keys[0]}", roster=f"roster:{keys[0]}", shared=f"shared:{keys[0]}")
+    gone = make_step(1, NO_LIMITS, key=f"open:{keys[1]}", roster=f"roster:{keys[1]}", shared=f"shared:{keys[1]}")
+    with Driver(f"redis+cluster://{three[0].address}", on_store_error="reject", store_timeout=0.5) as driver:
+        driver.run(_settled(driver, [step]))
+        three[1].hang()
+        try:
+            eventually(lambda: isinstance(driver.run(_settled(driver, hits[1:])), StoreError), "the outage")
+            refused = driver.run(_settled(driver, hits))
+            settled = driver.run(_settled(driver, [settle_step(step), settle_step(gone)]))
+            counted = driver.run(_settled(driver, hits[:1]))
+        finally:
+            three[1].resume()
+        eventually(lambda: _well(driver), "the recovery")
+
+    assert (type(refused), refused.kind) == (StoreError, "unavailable")
+    assert counted[0].count == 1
+    assert isinstance(settled, PartlyAwayError)
+    assert [answer and (answer.steps, answer.retry) for answer in settled.answers] == [(1, False), None]
+
+
+def test_boards_and_orders_of_the_other_shards_go_on(three: list[Server]) -> None:
+    """What operators ask is refused at once where its shard is away, and holds up nothing that lies on another."""
+    tags = spread_tags(TAGS)
+    names = {find_slot(tags[zlib.crc32(name.encode()) % TAGS]) * 3 // SLOTS: name for name in map(str, range(100))}
+    with Driver(f"redis+cluster://{three[0].address}", store_timeout=0.5) as driver:
+        store = driver.store
+        for name in names.values():
+            driver.run(store.put_order(name, "a", b"x", 60))
+        three[1].hang()
+        try:
+            eventually(lambda: _count_each(driver, name_keys(1, 1)) == ["unavailable"], "the outage")
+
+            with pytest.raises(StoreError) as error:
+                driver.run(store.publish(names[1], "a", b"x", 60))
+            for node in (0, 2):
+                driver.run(store.publish(names[node], "a", b"x", 60))
+                orders = driver.run(store.read_orders(names[node], ""))
+                assert orders is not None
+                assert orders.documents == {"a": b"x"}
+                assert driver.run(store.collect(names[node])) == {"a": b"x"}
+        finally:
+            three[1].resume()
+        eventually(lambda: _well(driver), "the recovery")
+
+        assert error.value.kind == "unavailable"
+        assert driver.run(store.read_orders(names[1], "")) is not None
+
+
+def test_after_a_failover_the_replica_counts_on() -> None:
+    """Keys of a dead primary are found on the replica that took over, which has the counts though not the scripts."""
+    lost, kept = name_keys(10, 1), name_keys(10, 0)
+    with cluster(full=False) as nodes, Driver(f"redis+cluster://{nodes[0].address}", store_timeout=0.5) as driver:
+        assert set(_count_each(driver, [*lost, *kept])) == {1}
+        driver.push([make_push("a")])
+        eventually(lambda: all(node.client().dbsize() for node in nodes[3:]), "replication")
+        nodes[1].hang()
+        eventually(lambda: _count_each(driver, lost[:1]) == ["unavailable"], "the outage")
+        assert set(_count_each(driver, kept)) == {2}
+
+        eventually(lambda: _well(driver) and _count_each(driver, lost[:1]) != ["unavailable"], "the failover")
+
+        assert set(_count_each(driver, lost[1:])) == {2}
+        assert driver.metric("store_up", shard=nodes[4].address) == 1
+        assert driver.metrics.registry.get_sample_value("loopguard_store_up", {"shard": nodes[1].address}) is None
+        nodes[1].resume()
+        assert set(_count_each(driver, kept)) == {3}
+        assert driver.store.health() == "ok"
+
+
+def test_a_cluster_that_cannot_be_asked_is_one_outage(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a node that says who has what, everything is away at once; each shard is tried once they are known."""
+    caplog.set_level(logging.INFO, "loopguard")
+    with server() as gone:
+        pass
+    with Driver(f"redis+cluster://{gone.address}") as driver:
+        assert driver.store.health().startswith(f"unavailable: no node of the cluster answers: {gone.address}: ")
+        assert driver.metric("store_up", shard="unassigned") == 0
+        assert set(_count_each(driver, ["a:00", "b:0f"])) == {"unavailable"}
+    assert [record.message for record in caplog.records] == ["store unavailable, each replica counts for itself"]
 
 
 def test_a_server_of_a_cluster_is_not_a_single_one(six: list[Server]) -> None:

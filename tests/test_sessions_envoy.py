@@ -19,6 +19,7 @@ from extproc.cli import main
 from extproc.guards.session_names import hash_session
 from tests.documents import bundle
 from tests.harness import PATIENCE, Answer, Loopguard, Stack, envoy_version, eventually, stack
+from tests.sdks import MODEL_SDKS
 from tests.servers import Server, server
 from tests.test_page import Outline
 from tests.test_session_guard import TOOL
@@ -41,6 +42,13 @@ PRICES = {
     "claude-*": {"input": 3, "output": 15, "cache_read": 0.3, "cache_write": 3.75},
     "*": {"input": 0.7, "output": 2.1},
 }
+CLAUDE = "anthropic.claude-3-5-sonnet-20240620-v1:0"
+BY_NAME = {
+    name: {"input": cents * 10_000, "output": 0}
+    for cents, name in enumerate((CLAUDE, "production", "gemini-2.5-pro", "claude-3-5-sonnet-v2@20241022", "gpt-4o"), 1)
+}
+"""So many cents for each token of the prompt."""
+
 TOKEN_COSTS_A_CENT = {"*": {"input": 0, "output": 10_000}}
 
 
@@ -53,6 +61,7 @@ def limited(identity: str, session: dict[str, Any] | None = None, **limits: Any)
 POLICIES = bundle(
     AGENTS,
     limited("bill", max_cost_per_session=10.0, prices=PRICES),
+    limited("named", max_cost_per_session=10_000.0, prices=BY_NAME, unknown_model={"input": 90_000, "output": 90_000}),
     limited("cap", max_cost_per_session=0.1, prices=TOKEN_COSTS_A_CENT),
     limited("errors", max_steps=100, circuit_breaker={"consecutive_errors": 3}),
     limited("steps", max_steps=3, circuit_breaker={"consecutive_blocks": 4}),
@@ -152,6 +161,48 @@ def price(model: str, usage: Any) -> Decimal:  # noqa: ANN401  # tokens
     rates: Any = next(rates for name, rates in PRICES.items() if model.startswith(name.rstrip("*")))
     listed = [Decimal(str(rates.get(name, rates["input"]))) for name in ("input", "output", "cache_read", "cache_write")]
     return sum((rate * tokens / 10**6 for rate, tokens in zip(listed, usage, strict=True)), Decimal())
+
+
+_CHAT = {"object": "chat.completion", "choices": [{"index": 0, "message": {"role": "assistant", "content": "x"}}]}
+_CONTENT = {"candidates": [{"content": {"role": "model", "parts": [{"text": "x"}]}}]}
+_MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "x"}]}
+_BEDROCK_ANSWER = whole(output={"message": {"role": "assistant", "content": [{"text": "x"}]}}, usage={"inputTokens": 100})
+_ARN = "arn:aws:bedrock:us-east-1:123456789012:inference-profile/us."
+
+
+@pytest.mark.parametrize(
+    ("sdk", "model", "answer", "dollars"),
+    [
+        ("converse", CLAUDE, _BEDROCK_ANSWER, 1),
+        ("converse", _ARN + CLAUDE, _BEDROCK_ANSWER, 1),
+        (
+            "anthropic-bedrock",
+            CLAUDE,
+            whole(**_MESSAGE, model="claude-3-5", usage={"input_tokens": 100, "output_tokens": 0}),
+            1,
+        ),
+        ("azure-deployment", "m", whole(**_CHAT, model="gpt-4o-2024-08-06", usage={"prompt_tokens": 100}), 2),
+        ("gemini", "gemini-2.5-pro", whole(**_CONTENT, usageMetadata={"promptTokenCount": 100}), 3),
+        ("vertex", "gemini-2.5-pro", whole(**_CONTENT, usageMetadata={"promptTokenCount": 100}), 3),
+        (
+            "anthropic-vertex",
+            "claude-3-5-sonnet-v2@20241022",
+            whole(**_MESSAGE, model="claude-3-5", usage={"input_tokens": 100, "output_tokens": 0}),
+            4,
+        ),
+        ("openai", "gpt-4o", whole(**_CHAT, model="gpt-4o-2024-08-06", usage={"prompt_tokens": 100}), 5),
+    ],
+)
+def test_the_price_in_the_policy_is_the_price_charged(  # a table
+    bank: Bank, session: str, sdk: str, model: str, answer: Reply, dollars: int
+) -> None:
+    """For the model as a program names it to its SDK, wherever that puts it, and whatever the model calls itself."""
+    bank.model.reply = answer
+    headers = {"x-team": "red", "x-session-id": session}
+
+    MODEL_SDKS[sdk](f"http://127.0.0.1:{bank.made.envoy.port}/named", model, headers)
+
+    assert bank.find(session, reserved_cost=0.0)["actual_cost"] == dollars
 
 
 def test_the_sum_is_the_providers_own(bank: Bank, session: str) -> None:

@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 
 from extproc.errors import StoreError
 from extproc.store.link import Command, Reply, explain_refusal
-from extproc.store.topology import Topology
+from extproc.store.topology import Layout, Topology
 
 _SECONDS = 2.0
 """What a question may take, that for all documents of a board included."""
@@ -21,18 +21,31 @@ _SECONDS = 2.0
 _MOVED = ("MOVED", "ASK")
 
 
-class Aside:
-    """The servers of a topology; all keys of one subject are in one hash slot."""
+class _Line:
+    """A way to the keys of a part."""
 
-    def __init__(self, topology: Topology, prefix: str) -> None:
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.lock = asyncio.Lock()  # a connection answers one question at a time
+
+
+class Aside:
+    """The servers of a layout; all keys of one subject are in one hash slot, and a server that hangs holds up no other's."""
+
+    def __init__(self, layout: Layout, prefix: str) -> None:
         """Nothing is connected yet; every key starts with `prefix`."""
-        self._topology = topology
+        self._layout = layout
         self._prefix = prefix
-        self._lock = asyncio.Lock()  # a connection answers one question at a time
+        self._lines: dict[int, _Line] = {}
 
     async def drop(self) -> None:
         """Drop the connections."""
-        await self._topology.drop()
+        for line in self._lines.values():
+            await line.topology.drop()
+
+    def find_part(self, subject: str) -> int:
+        """The part of the keys that a subject's belong to."""
+        return zlib.crc32(subject.encode()) % len(self._layout.owners)
 
     def name_key(self, kind: str, subject: str, *below: str) -> str:
         """A whole key, of a kind of state and its subject."""
@@ -41,8 +54,8 @@ class Aside:
         return start + ":".join([kind, subject, *below])
 
     def _find_tag(self, subject: str) -> str:
-        tags = self._topology.tags
-        return tags[zlib.crc32(subject.encode()) % len(tags)] if tags else ""
+        tags = self._layout.tags
+        return tags[self.find_part(subject)] if tags else ""
 
     async def run(
         self, subject: str, script: str, keys: Sequence[str], *arguments: str | bytes | int, now: int | None
@@ -62,29 +75,36 @@ class Aside:
         Raises:
             StoreError: there are none, or one of them is an error.
         """
-        async with self._lock:
+        part, tag = self.find_part(subject), self._find_tag(subject)
+        line = self._lines.get(part)
+        if line is None:
+            line = self._lines[part] = _Line(self._layout.open(""))
+        async with line.lock:
             try:
                 async with asyncio.timeout(_SECONDS):
-                    return await self._ask_twice(self._find_tag(subject), commands)
+                    return await _ask_twice(line.topology, tag, commands)
             except TimeoutError:
-                await self.drop()
+                await line.topology.drop()
                 raise StoreError(f"no answer within {_SECONDS:g} s", kind="timeout") from None
-            except BaseException:  # nobody knows what is still on the connections
-                await self.drop()
+            except BaseException:  # it is not known what is still on the connections
+                await line.topology.drop()
                 raise
 
-    async def _ask_twice(self, tag: str, commands: Sequence[Command]) -> list[Reply]:
-        """Ask, and where the slot has moved ask its new owner."""
-        replies = await self._ask_once(tag, commands)
-        if any(isinstance(reply, ResponseError) and reply.status_code in _MOVED for reply in replies):
-            self._topology.forget()
-            replies = await self._ask_once(tag, commands)
-        for reply in replies:
-            if isinstance(reply, ResponseError):
-                raise explain_refusal(reply)
-        return replies
 
-    async def _ask_once(self, tag: str, commands: Sequence[Command]) -> list[Reply]:
-        link = await self._topology.find(tag)
-        replies: list[Reply] = await link.exchange(commands)
-        return replies
+async def _ask_twice(topology: Topology, tag: str, commands: Sequence[Command]) -> list[Reply]:
+    """Ask, and where the slot has moved ask its new owner."""
+    replies = await _ask_once(topology, tag, commands)
+    moved = [reply for reply in replies if isinstance(reply, ResponseError) and reply.status_code in _MOVED]
+    if moved:
+        await topology.learn()
+        replies = await _ask_once(topology, tag, commands)
+    for reply in replies:
+        if isinstance(reply, ResponseError):
+            raise explain_refusal(reply)
+    return replies
+
+
+async def _ask_once(topology: Topology, tag: str, commands: Sequence[Command]) -> list[Reply]:
+    link = await topology.find(tag)
+    replies: list[Reply] = await link.exchange(commands)
+    return replies

@@ -123,10 +123,11 @@ class Certain:
             return 0
         return _take_owed(known)
 
-    def forget_told(self) -> None:
-        """What was on its way to the server is lost."""
-        for known in self._known.values():
-            known.told = 0
+    def forget_told(self, lost: Callable[[str], bool]) -> None:
+        """What was on its way to a server is lost; `lost` says of which keys."""
+        for key, known in self._known.items():
+            if lost(key):
+                known.told = 0
 
     def close(self) -> None:
         """Settle everything now."""

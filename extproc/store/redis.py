@@ -2,14 +2,14 @@
 
 Lua scripts do the work (`lua/*.lua`), atomically and by the server's clock. A batch is one write to each server, with one call
 for each script, and on a cluster one for each script and hash tag. Keys are spread over `TAGS` tags: a batch falls apart into
-few calls and still reaches every primary.
+few calls and still reaches every primary. Each primary of a cluster is a shard of its own, with its own connections.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,11 @@ from extproc.store.client import Access
 from extproc.store.credentials import Password, Provided
 from extproc.store.link import Link, Place, Reply, explain_refusal
 from extproc.store.pending import Pending
-from extproc.store.remote import RemoteStore, blame_bug
+from extproc.store.remote import RemoteStore
 from extproc.store.resp import write_keys, write_word
 from extproc.store.scripts import Call, Script, count_call
-from extproc.store.topology import Cluster, One, Topology, Watched
+from extproc.store.shard import blame_bug
+from extproc.store.topology import Layout, One, Slots, Topology, Undivided, Watched
 from extproc.windows import Hit
 
 TAGS = 16
@@ -125,7 +126,7 @@ class RedisBackend:
     """See `Backend`."""
 
     def __init__(self, topology: Topology, prefix: str) -> None:
-        """Keep state on the servers of `topology`; every key starts with `prefix`."""
+        """Keep state on a server of `topology`; every key starts with `prefix`."""
         self._topology = topology
         self._prefix = prefix
 
@@ -141,10 +142,11 @@ class RedisBackend:
         return trip
 
     async def probe(self) -> None:
-        """Count once for every hash tag: a server that answers but cannot write is not well."""
-        keys = [f"probe:{number:02x}" for number in range(len(self._topology.tags) or 1)]
+        """Count once for every hash tag of the shard: a server that answers but cannot write is not well."""
+        keys = [f"probe:{number:02x}" for number in await self._topology.learn()]
         hits = [Hit(key, "sliding_ttl", 1_000, 2, 0, count_refused=True, count_to=2) for key in keys]
-        await self.call([count_call(hit) for hit in hits])
+        if hits:  # else its keys are elsewhere now
+            await self.call([count_call(hit) for hit in hits])
 
     async def drop(self) -> None:
         """End the connections."""
@@ -163,9 +165,8 @@ class RedisBackend:
         return list(groups.values())
 
     def _tag(self, key: str) -> str:
-        """Where the key goes, from the last two digits of its check."""
         tags = self._topology.tags
-        return tags[int(key[-2:], 16) % len(tags)] if tags else ""
+        return tags[_find_number(key, len(tags))] if tags else ""
 
     async def _connect(self, trip: _Trip, groups: list[_Group]) -> None:
         """Send once every connection is open.
@@ -230,8 +231,9 @@ class RedisBackend:
             [reply] = await link.send(self._pack(group, whole=True), 1)
             _read(group, reply, answers)
         elif word == "MOVED":
-            self._topology.forget()
-            link = await self._topology.at(_read_place(error))
+            place = _read_place(error)
+            self._topology.move(group.tag, place)
+            link = await self._topology.at(place)
             [reply] = await link.send(self._pack(group, whole=True), 1)
             _read(group, reply, answers)
         elif word == "ASK" and len(group.list_keys()) == 1:  # the slot is on its way to another server
@@ -363,6 +365,37 @@ def _make_tls(url: _Url) -> ssl.SSLContext | None:
     return context
 
 
+class _Shares:
+    """See `Shares`; parts are a cluster's hash tags."""
+
+    def __init__(self, layout: Layout, prefix: str) -> None:
+        self._layout = layout
+        self._prefix = prefix
+
+    @property
+    def owners(self) -> Sequence[str]:
+        """See `Shares`."""
+        return self._layout.owners
+
+    @property
+    def changes(self) -> int:
+        """See `Shares`."""
+        return self._layout.changes
+
+    def find_part(self, key: str) -> int:
+        """See `Shares`."""
+        return _find_number(key, len(self._layout.tags)) if self._layout.tags else 0
+
+    def reach(self, owner: str) -> RedisBackend:
+        """See `Shares`."""
+        return RedisBackend(self._layout.open(owner), self._prefix)
+
+
+def _find_number(key: str, tags: int) -> int:
+    """Of a key's hash tag, by the last two digits of its check."""
+    return int(key[-2:], 16) % tags
+
+
 def open_redis(url: str, metrics: Metrics, settings: Settings) -> RemoteStore:
     """`redis://`, `rediss://` and `unix://`, with `+sentinel` and `+cluster`; see docs/operations.md for the forms.
 
@@ -372,40 +405,43 @@ def open_redis(url: str, metrics: Metrics, settings: Settings) -> RemoteStore:
     parts = _Url(url)
     prefix = parts.options.get("prefix", DEFAULT_PREFIX)
     access = Access(_choose_credentials(parts, settings), _make_tls(parts))
-    make_topology = _KINDS[parts.kind if parts.scheme != "unix" else "unix"]
-    backend = RedisBackend(make_topology(parts, access), prefix)
-    aside = Aside(make_topology(parts, access), prefix)
-    return RemoteStore(backend, aside, metrics, settings.store_timeout)
+    layout = _KINDS[parts.kind if parts.scheme != "unix" else "unix"](parts, access)
+    whole = settings.on_store_error == "reject"
+    return RemoteStore(_Shares(layout, prefix), Aside(layout, prefix), metrics, settings.store_timeout, whole=whole)
 
 
-def _make_single(url: _Url, access: Access) -> Topology:
+def _make_single(url: _Url, access: Access) -> Layout:
     if len(url.hosts) != 1:
         raise url.explain("it takes one HOST:PORT; for several use redis+sentinel:// or redis+cluster://")
-    return One(url.hosts[0], replace(access, database=url.parse_number(url.path or "0", "the database")))
+    access = replace(access, database=url.parse_number(url.path or "0", "the database"))
+    return Undivided(str(url.hosts[0]), lambda: One(url.hosts[0], access))
 
 
-def _make_unix(url: _Url, access: Access) -> Topology:
+def _make_unix(url: _Url, access: Access) -> Layout:
     if url.hosts or not url.path:
         raise url.explain("it takes the form unix:///PATH?db=0")
-    return One(Place(path=f"/{url.path}"), replace(access, database=url.parse_number(url.options.get("db", "0"), "db")))
+    place = Place(path=f"/{url.path}")
+    access = replace(access, database=url.parse_number(url.options.get("db", "0"), "db"))
+    return Undivided(str(place), lambda: One(place, access))
 
 
-def _make_sentinel(url: _Url, access: Access) -> Topology:
+def _make_sentinel(url: _Url, access: Access) -> Layout:
     service, _, database = url.path.partition("/")
     if not url.hosts or not service:
         raise url.explain(f"it takes the form {url.scheme}+sentinel://HOST1:PORT,HOST2:PORT/SERVICE")
-    return Watched(url.hosts, service, replace(access, database=url.parse_number(database or "0", "the database")))
+    access = replace(access, database=url.parse_number(database or "0", "the database"))
+    return Undivided(service, lambda: Watched(url.hosts, service, access))
 
 
-def _make_cluster(url: _Url, access: Access) -> Topology:
+def _make_cluster(url: _Url, access: Access) -> Layout:
     if not url.hosts or url.path not in ("", "0"):
         raise url.explain(f"it takes the form {url.scheme}+cluster://HOST1:PORT,HOST2:PORT (a cluster has no databases)")
     if "{" in url.options.get("prefix", ""):
         raise url.explain("the prefix must not contain {: the hash tag of a cluster's keys is Loopguard's")
-    return Cluster(url.hosts, access, TAGS)
+    return Slots(url.hosts, access, TAGS)
 
 
-_KINDS: Mapping[str, Callable[[_Url, Access], Topology]] = {
+_KINDS: Mapping[str, Callable[[_Url, Access], Layout]] = {
     "": _make_single,
     "unix": _make_unix,
     "sentinel": _make_sentinel,

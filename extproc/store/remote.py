@@ -1,28 +1,20 @@
-"""What a store across a network needs beside its wire: batches, deadlines, a breaker, and certainty about refused loops.
+"""What a store across a network needs beside its wire: shards, and certainty about refused loops.
 
-- **Batches.** Calls that arrive while a round trip is under way go together in the next one, which under load waits a few
-  milliseconds for more of them. The cost of a request falls as load rises, and an idle server adds no delay.
-- **Deadlines.** No call waits longer than the timeout, whether for its own round trip or for the one before.
-- **Breaker.** The first round trip that fails, or that takes longer than the timeout, opens it: calls fail at once, the caller
-  counts for itself, and only a probe asks the server, until it answers.
+- **Shards.** Each server has a share of the keys, and its own health. While one is away its keys alone cannot be counted: what
+  asks for them and for others hears of both.
 - **Certainty.** See `certain`.
-
-Worst case: a server that hangs costs one timeout for the requests of that moment, then nothing. A request that was sent and not
-answered may have counted; it is never sent again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
-from extproc.errors import StoreError
-from extproc.ledger import Question
-from extproc.logs import make_extra
+from extproc.errors import PartlyAwayError, StoreError
+from extproc.ledger import Question, Settlement
 from extproc.metrics import Metrics
 from extproc.store.aside import Aside
 from extproc.store.certain import Certain
@@ -31,129 +23,125 @@ from extproc.store.pending import Pending
 from extproc.store.remote_boards import RemoteBoards
 from extproc.store.remote_orders import RemoteOrders
 from extproc.store.scripts import Call, Verdict, count_call, push_call, session_call
+from extproc.store.shard import Backend, Finish, Shard
 from extproc.windows import Count, Hit, Push
 
-_LOG = logging.getLogger("loopguard")
-
-MAX_BATCH = 256
-"""Calls in one round trip: a script call of that size keeps the server busy for under a millisecond."""
-
-_GATHER_SECONDS = 0.0002
-_GATHER_AT_MOST = 0.004
-"""From one round trip to the next for each caller that shared the last one, and in all. A round trip costs as much as twenty of
-its calls, so that from some 5,000 requests a second on they gather; below that nobody waits for others."""
-
-_SECOND_LOOK = 0.002
-"""Before a deadline strikes, the event loop gets this long to read answers: it may have been busy while they came."""
-
-_LAST_LOOK = 0.001
-"""How often a store that closes looks whether what is owed has been sent."""
-
-_PROBE_SECONDS = (0.0, 0.1, 0.25, 0.5, 1.0)
-"""Pauses before probes, none before the first: a connection may be lost for no lasting reason. The last one repeats, so a
-server that is back is found within two seconds."""
-
-_PROBE_TIMEOUT = 1.0
-_WELL_SECONDS = 10.0
-"""A server that failed again sooner than that after it came back is probed as rarely as before."""
+_MOST_SHOWN = 3
+"""Shards of which `health` says what is wrong."""
 
 
-class Backend(Protocol):
-    """The wire to a server, for one round trip at a time; what goes wrong is a StoreError and nothing else."""
+class Shares(Protocol):
+    """How keys are shared out among servers."""
 
-    def call(self, calls: list[Call]) -> Pending:
-        """Make every call once, in as few round trips as the server allows; a list of what their scripts make of the answers.
-
-        Whoever cancels it does not want to wait any more, and drops the connections.
-        """
+    @property
+    def owners(self) -> Sequence[str]:
+        """The name of the server that has each part of the keys; empty where that is not known. One for a single server."""
         ...
 
-    async def probe(self) -> None:
-        """Return when the server can count."""
+    @property
+    def changes(self) -> int:
+        """How often the owners have changed."""
         ...
 
-    async def drop(self) -> None:
-        """Drop the connections: what is on them can no longer be told apart. They open again when needed."""
+    def find_part(self, key: str) -> int:
+        """The part that a key belongs to."""
+        ...
+
+    def reach(self, owner: str) -> Backend:
+        """The wire to a server, and for an empty name to whichever has the key."""
         ...
 
 
-_Finish: TypeAlias = Callable[[list[Call], list[Any]], Any]
+class _Joined(Pending):
+    """What waits for several shards."""
 
+    __slots__ = ("_answers", "_away", "_lost", "_parts")
 
-class _Waiting(Pending):
-    """What one caller waits for.
-
-    Attributes:
-        calls: what is asked.
-        finish: makes the caller's answer of the calls and theirs.
-        deadline: in seconds of the event loop's clock.
-    """
-
-    __slots__ = ("calls", "deadline", "finish")
-
-    def __init__(self, calls: list[Call], finish: _Finish, deadline: float) -> None:
+    def __init__(self, calls: int) -> None:
         super().__init__()
-        self.calls = calls
-        self.finish = finish
-        self.deadline = deadline
+        self._answers: list[Any] = [None] * calls
+        self._parts: list[Pending] = []
+        self._away = 0
+        self._lost: StoreError | None = None
 
+    def add(self, positions: list[int], part: Pending) -> None:
+        """Wait for some of the answers."""
+        self._away += 1
+        self._parts.append(part)
+        part.then(partial(self._take, positions, part))
 
-class _Flight:
-    """The round trip under way."""
+    def miss(self, error: StoreError) -> None:
+        """Some will not come."""
+        self._lost = self._lost or error
 
-    __slots__ = ("batch", "deadline", "trip")
+    def cancel(self) -> None:
+        """See `Pending`."""
+        super().cancel()
+        for part in self._parts:
+            part.cancel()
 
-    def __init__(self, trip: Pending, batch: list[_Waiting], deadline: float) -> None:
-        self.trip = trip
-        self.batch = batch
-        self.deadline = deadline
+    def _take(self, positions: list[int], part: Pending) -> None:
+        self._away -= 1
+        if part.error is not None:
+            self.miss(part.error)
+        else:
+            for position, answer in zip(positions, part.result(), strict=True):
+                self._answers[position] = answer
+        if self._away:
+            return
+        if self._lost is None:
+            self.settle(self._answers)
+        elif any(answer is not None for answer in self._answers):
+            self.settle(None, PartlyAwayError(str(self._lost), kind=self._lost.kind, answers=self._answers))
+        else:
+            self.settle(None, self._lost)
 
 
 class RemoteStore:
-    """A store behind a `Backend`; see `Store`."""
+    """A store on servers that share the keys; see `Store`."""
 
-    def __init__(self, backend: Backend, aside: Aside, metrics: Metrics, timeout: float) -> None:
+    def __init__(self, shares: Shares, aside: Aside, metrics: Metrics, timeout: float, *, whole: bool = False) -> None:
         """Nothing is connected yet.
 
         Args:
-            backend: makes the round trips.
+            shares: has the servers.
             aside: asks what no request waits for.
             metrics: is told of batches and failures.
             timeout: bounds what a request can wait, in seconds.
+            whole: of a request, nothing is counted where one of its shards is known to be away: it will be refused.
         """
-        self._backend = backend
+        self._shares = shares
         self._aside = aside
         self._boards = RemoteBoards(aside)
         self._orders = RemoteOrders(aside)
         self._metrics = metrics
         self._timeout = timeout
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._queue: list[_Waiting] = []
-        self._flight: _Flight | None = None
-        self._departing = False
-        self._departed = float("-inf")
-        self._pause = 0.0  # until the next round trip, in seconds
-        self._clock: asyncio.TimerHandle | None = None
-        self._trouble: StoreError | None = None
-        self._probing: asyncio.Task[None] | None = None
-        self._pauses: Iterator[float] = iter(())
-        self._well_since = float("-inf")
+        self._whole = whole
+        self._shards: dict[str, Shard] = {}
+        self._by_part: list[Shard] = []
+        self._retiring: set[asyncio.Task[None]] = set()
         self._certain = Certain(self._settle)
-        self._finish: _Finish = self._learn  # a method that is looked up for each hit is made for each hit
+        self._finish: Finish = self._learn  # a method that is looked up for each hit is made for each hit
+        self._seen = -1
+        self._assign()
+        self._only = self._by_part[0] if len(self._by_part) == 1 else None
 
     async def start(self) -> None:
-        """Try the server once, so that a wrong address or password is told at the start and not by the first request."""
-        try:
-            await _try_backend(self._backend)
-        except StoreError as error:
-            self._fail(error)
+        """Try each server once, so that a wrong address or password is told at the start and not by the first request."""
+        tried: list[Shard] = []
+        while new := [shard for shard in self._shards.values() if shard not in tried]:
+            tried += new
+            await asyncio.gather(*[shard.start() for shard in new])
+            self._assign()
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
         """Count every hit once; answers at once where that is certain.
 
         Raises:
-            StoreError: the breaker is open.
+            StoreError: no server counts any of them; where some do, the awaitable raises PartlyAwayError.
         """
+        if self._whole and self._only is None:
+            self._check_whole(hits)
         if now is not None:
             return self._ask([self._make_call(hit, now) for hit in hits], _take_answers)
         if not self._certain.knows_any:
@@ -171,33 +159,33 @@ class RemoteStore:
         """Push every entry once.
 
         Raises:
-            StoreError: the breaker is open.
+            StoreError: as for `hit`.
         """
         return self._ask([push_call(pushed, now) for pushed in pushes], _take_all) if pushes else []
 
     async def publish(self, board: str, replica: str, document: bytes, seconds: float, now: int | None = None) -> None:
         """See `Store`."""
-        self._check_open()
+        self._find_aside(board).check_open()
         await self._boards.publish(board, replica, document, int(seconds * 1000), now)
 
     async def collect(self, board: str, now: int | None = None) -> dict[str, bytes]:
         """See `Store`."""
-        self._check_open()
+        self._find_aside(board).check_open()
         return await self._boards.collect(board, now)
 
     async def put_order(self, book: str, name: str, document: bytes, seconds: float, now: int | None = None) -> None:
         """See `Store`."""
-        self._check_open()
+        self._find_aside(book).check_open()
         await self._orders.put(book, name, document, int(seconds * 1000), now)
 
     async def drop_order(self, book: str, name: str, now: int | None = None) -> bool:
         """See `Store`."""
-        self._check_open()
+        self._find_aside(book).check_open()
         return await self._orders.drop(book, name, now)
 
     async def read_orders(self, book: str, known: str, now: int | None = None) -> Orders | None:
         """See `Store`."""
-        self._check_open()
+        self._find_aside(book).check_open()
         return await self._orders.read(book, known, now)
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:
@@ -211,60 +199,98 @@ class RemoteStore:
 
     def health(self) -> str:
         """`ok`, or what is wrong."""
-        return "ok" if self._trouble is None else f"unavailable: {self._trouble}"
+        owners = dict.fromkeys(self._shares.owners)
+        away = [shard for name, shard in self._shards.copy().items() if name in owners and shard.trouble is not None]
+        if not away:
+            return "ok"
+        if len(away) == len(owners):
+            return f"unavailable: {away[0].trouble}"
+        shown = "; ".join([f"{shard.name}: {shard.trouble}" for shard in away[:_MOST_SHOWN]])
+        return f"{len(away)} of {len(owners)} shards unavailable: {shown}"
 
     async def close(self) -> None:
         """Send what is owed, then drop the connections."""
         self._certain.close()
-        while self._trouble is None and (self._queue or self._flight):  # noqa: ASYNC110  # for as long as a deadline at most
-            await asyncio.sleep(_LAST_LOOK)
-        self._trouble = self._trouble or StoreError("closed", kind="closed")
-        if self._probing is not None:
-            self._probing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._probing
-        if self._clock is not None:
-            self._clock.cancel()
-        await self._backend.drop()
+        await asyncio.gather(*[shard.close() for shard in self._shards.values()], *self._retiring)
         await self._aside.drop()
 
-    def _check_open(self) -> None:
-        """Ask nothing of a server that is away.
+    def _assign(self) -> None:
+        """Have a shard for each server that has keys, and let those go whose keys are all elsewhere."""
+        self._seen = self._shares.changes
+        owners, metrics = self._shares.owners, self._metrics
+        for name in dict.fromkeys(owners):
+            if name not in self._shards:
+                self._shards[name] = self._open(name, alone=len(owners) == 1)
+        self._by_part = [self._shards[name] for name in owners]
+        for name in [name for name in self._shards if name not in owners]:
+            shard = self._shards.pop(name)
+            metrics.store_up.remove(shard.name)
+            retiring = asyncio.get_running_loop().create_task(shard.retire())
+            self._retiring.add(retiring)
+            retiring.add_done_callback(self._retiring.discard)
+        for shard in self._shards.values():
+            shard.crowd = len(self._shards)
+
+    def _open(self, name: str, *, alone: bool) -> Shard:
+        shard = Shard(name, self._shares.reach(name), self._metrics, self._timeout, self._forget_told, alone=alone)
+        self._metrics.store_up.labels(shard.name).set_function(lambda: float(shard.trouble is None))
+        return shard
+
+    def _find(self, key: str) -> Shard:
+        """The shard that has a key."""
+        return self._list_shards()[self._shares.find_part(key)]
+
+    def _find_aside(self, subject: str) -> Shard:
+        """The shard that has what is asked aside about a subject."""
+        return self._list_shards()[self._aside.find_part(subject)]
+
+    def _list_shards(self) -> list[Shard]:
+        """The shard of each part."""
+        if self._shares.changes != self._seen:
+            self._assign()
+        return self._by_part
+
+    def _forget_told(self, lost: Shard) -> None:
+        """What was on its way to a shard is lost."""
+        self._certain.forget_told(lambda key: self._find(key) is lost)
+
+    def _ask(self, calls: list[Call], finish: Finish) -> Pending:
+        """Have calls made with the next round trip of each shard that has some of their keys.
 
         Raises:
-            StoreError: the breaker is open.
+            StoreError: every one of these is away.
         """
-        if self._trouble is not None:
-            raise _make_unavailable(self._trouble)
+        if self._only is not None:
+            return self._only.ask(calls, finish)
+        shares: dict[Shard, list[int]] = {}
+        for position, call in enumerate(calls):
+            shares.setdefault(self._find(call.subject.key), []).append(position)
+        if len(shares) == 1:
+            return next(iter(shares)).ask(calls, finish)
+        joined, lost = _Joined(len(calls)), 0
+        for shard, positions in shares.items():
+            try:
+                joined.add(positions, shard.ask([calls[position] for position in positions], finish))
+            except StoreError as error:
+                joined.miss(error)
+                lost += 1
+                if lost == len(shares):
+                    raise
+        return joined
 
-    def _ask(self, calls: list[Call], finish: _Finish) -> Pending:
-        """Have calls made with the next round trip.
+    def _check_whole(self, asked: Sequence[Question]) -> None:
+        """Count all of a request or nothing, as far as is known beforehand; a settlement is no request.
 
         Raises:
-            StoreError: the breaker is open.
+            StoreError: some shard is away.
         """
-        self._check_open()
-        loop = self._loop
-        if loop is None:  # to ask asyncio is a call of the system, each time
-            loop = self._loop = asyncio.get_running_loop()
-        waiting = _Waiting(calls, finish, loop.time() + self._timeout)
-        self._queue.append(waiting)
-        if self._flight is None and not self._departing:
-            self._call_departure(loop)
-        return waiting
-
-    def _call_departure(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let those who wait go, after whatever else is ready just now: it may have calls as well."""
-        if self._queue and self._flight is None and not self._departing:
-            self._departing = True
-            if self._pause:
-                loop.call_at(self._departed + self._pause, self._depart)
-            else:
-                loop.call_soon(self._depart)
+        for question in asked:
+            if not isinstance(question, Settlement):
+                self._find(question.key).check_open()
 
     def _settle(self, hit: Hit, times: int) -> None:
         """Send what was answered from memory."""
-        if self._trouble is None:
+        with suppress(StoreError):  # whose keys cannot be counted, of them nothing is owed
             self._ask([count_call(hit, 0, None, times)], self._finish)
 
     def _make_call(self, asked: Question, now: int | None) -> Call:
@@ -280,140 +306,6 @@ class RemoteStore:
                 answers[place] = answer.answer
         return answers
 
-    def _depart(self) -> None:
-        """Send those who wait, unless a round trip is under way."""
-        self._departing = False
-        while self._queue and self._flight is None:
-            batch = self._board()
-            if batch:
-                calls = [call for waiting in batch for call in waiting.calls]
-                self._metrics.store_batch_size.observe(len(calls))
-                loop = asyncio.get_running_loop()
-                self._departed = loop.time()
-                self._pause = min(_GATHER_AT_MOST, _GATHER_SECONDS * len(batch)) if len(batch) > 1 else 0.0
-                trip = self._backend.call(calls)
-                flight = self._flight = _Flight(trip, batch, self._departed + self._timeout)
-                if trip.done:
-                    self._land(flight)
-                else:
-                    trip.then(partial(self._land, flight))
-                    self._watch()
-
-    def _board(self) -> list[_Waiting]:
-        """Take those who go next: up to `MAX_BATCH` calls, without those who have been told that it took too long."""
-        calls = 0
-        for position, waiting in enumerate(self._queue):
-            calls += len(waiting.calls)
-            if calls > MAX_BATCH and position:
-                batch, self._queue = self._queue[:position], self._queue[position:]
-                break
-        else:
-            batch, self._queue = self._queue, []
-        return [waiting for waiting in batch if not waiting.done or waiting.cancelled]
-
-    def _land(self, flight: _Flight) -> None:
-        """Tell those who waited, in one turn of the event loop, so that what they make of it leaves together."""
-        self._flight = None
-        if flight.trip.error is not None:
-            self._fail(flight.trip.error, flight.batch)
-            return
-        answers, taken = flight.trip.result(), 0
-        for waiting in flight.batch:
-            until = taken + len(waiting.calls)
-            try:
-                waiting.settle(waiting.finish(waiting.calls, answers[taken:until]))
-            except Exception as bug:  # noqa: BLE001  # the others' answers are good
-                waiting.settle(None, blame_bug(bug))
-            taken = until
-        self._call_departure(asyncio.get_running_loop())
-
-    def _watch(self) -> None:
-        """Be back at the first deadline."""
-        if self._clock is None:
-            first = [self._flight.deadline] if self._flight is not None else []
-            first += [waiting.deadline for waiting in self._list_waiting() if not waiting.done][:1]
-            if first:
-                loop = asyncio.get_running_loop()
-                self._clock = loop.call_at(min(first) - _SECOND_LOOK, loop.call_later, _SECOND_LOOK, self._expire)
-
-    def _expire(self) -> None:
-        """Tell those whose time is up; a round trip that takes too long is a failure of the server."""
-        self._clock = None
-        now = asyncio.get_running_loop().time()
-        error = StoreError(f"no answer within {self._timeout:g} s", kind="timeout")
-        if self._flight is not None and self._flight.deadline <= now:
-            self._fail(error)
-            return
-        for waiting in self._list_waiting():
-            if waiting.deadline <= now:
-                waiting.settle(None, StoreError(str(error), kind=error.kind))
-        self._watch()
-
-    def _list_waiting(self) -> Sequence[_Waiting]:
-        """Everybody who waits, in the order of their deadlines."""
-        return [*(self._flight.batch if self._flight is not None else ()), *self._queue]
-
-    def _fail(self, error: StoreError, batch: Sequence[_Waiting] = ()) -> None:
-        """Open the breaker: everybody who waits hears of it, and the probe starts."""
-        self._metrics.store_errors.labels(error.kind).inc()
-        told = (*batch, *self._list_waiting())
-        flight, self._flight, self._queue = self._flight, None, []
-        if flight is not None:
-            flight.trip.cancel()
-        if self._trouble is None:
-            _LOG.error("store unavailable, each replica counts for itself", extra=make_extra(kind=error.kind, error=str(error)))
-        self._trouble = error
-        self._certain.forget_told()
-        if self._probing is None:
-            self._probing = asyncio.get_running_loop().create_task(self._probe())
-        for waiting in told:
-            waiting.settle(None, _make_unavailable(error))
-
-    async def _probe(self) -> None:
-        loop = asyncio.get_running_loop()
-        if loop.time() > self._well_since + _WELL_SECONDS:
-            self._pauses = iter(_PROBE_SECONDS)
-        while True:
-            await self._backend.drop()
-            await asyncio.sleep(next(self._pauses, _PROBE_SECONDS[-1]))
-            try:
-                await _try_backend(self._backend)
-            except StoreError as error:
-                self._metrics.store_errors.labels(error.kind).inc()
-                self._trouble = error
-            else:
-                break
-        self._well_since = loop.time()
-        self._trouble = self._probing = None
-        _LOG.info("store available again")
-
-
-async def _try_backend(backend: Backend) -> None:
-    """Probe once, within bounds.
-
-    Raises:
-        StoreError: the server cannot count.
-    """
-    try:
-        async with asyncio.timeout(_PROBE_TIMEOUT):
-            await backend.probe()
-    except StoreError:
-        raise
-    except TimeoutError:
-        raise StoreError(f"no answer within {_PROBE_TIMEOUT:g} s", kind="timeout") from None
-    except Exception as bug:  # the prober must outlive it
-        raise blame_bug(bug) from bug
-
-
-def blame_bug(bug: BaseException) -> StoreError:
-    """What is said of an error of ours."""
-    return StoreError(f"{type(bug).__name__}: {bug}", kind="internal")
-
-
-def _make_unavailable(trouble: StoreError) -> StoreError:
-    """What a request hears, an error of its own: one that is raised again and again would grow with every traceback."""
-    return StoreError(str(trouble), kind="unavailable")
-
 
 def _take_answers(_: list[Call], answers: list[Any]) -> list[Any]:
     for place, answer in enumerate(answers):
@@ -428,5 +320,10 @@ def _take_all(_: list[Call], answers: list[Any]) -> list[Any]:
 
 async def _merge(known: list[Count | None], asked: Awaitable[list[Any]]) -> list[Any]:
     """Answers that were certain, and those that had to be asked for, in the order of the hits."""
-    fresh = iter(await asked)
+    try:
+        fresh = iter(await asked)
+    except PartlyAwayError as error:
+        fresh = iter(error.answers)
+        error.answers = [answer if answer is not None else next(fresh) for answer in known]
+        raise
     return [answer if answer is not None else next(fresh) for answer in known]

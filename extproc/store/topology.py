@@ -1,7 +1,8 @@
 """Where the keys are: on one server, on the primary that Sentinels name, or spread over a cluster.
 
-A topology hands out connections by hash tag and opens them when they are needed. It never decides that a server is down: it
-raises, the store's breaker drops everything, and the next probe asks afresh who is in charge.
+A layout says which server has which part of the keys. A topology hands out connections by hash tag, opens them when they are
+needed, and shares them with no other. It never decides that a server is down: it raises, the breaker of that shard drops its
+connections, and the next probe asks afresh who is in charge.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from redis.exceptions import ResponseError
 
 from extproc.errors import StoreError
 from extproc.store.client import Access, connect
-from extproc.store.link import Link, Place, Reply, explain_refusal
+from extproc.store.link import Command, Link, Place, Reply, explain_refusal
 
 SLOTS = 16_384
 _SENTINEL_SECONDS = 0.25
@@ -35,7 +36,7 @@ def spread_tags(tags: int) -> tuple[str, ...]:
 
 
 class Topology(Protocol):
-    """Connections by hash tag; raises StoreError and nothing else."""
+    """Connections of one shard, by hash tag; raises StoreError and nothing else."""
 
     tags: Sequence[str]
     """Keys are spread over these; empty for a single server, which needs none."""
@@ -52,13 +53,50 @@ class Topology(Protocol):
         """One to a server that another one named."""
         ...
 
-    def forget(self) -> None:
-        """Who has which keys is out of date."""
+    def move(self, tag: str, place: Place) -> None:
+        """Another server has the tag's keys: the one that had them says so."""
+        ...
+
+    async def learn(self) -> Sequence[int]:
+        """Find out who has which keys; the numbers of the tags that are the shard's own, 0 for a single server."""
         ...
 
     async def drop(self) -> None:
-        """End every connection and forget who is in charge."""
+        """End every connection."""
         ...
+
+
+class Layout(Protocol):
+    """How keys are shared out among servers."""
+
+    tags: Sequence[str]
+    """As those of a topology."""
+
+    owners: Sequence[str]
+    """The name of each tag's server, empty where that is not known; one for a single server."""
+
+    changes: int
+    """How often these have changed."""
+
+    def open(self, owner: str) -> Topology:
+        """Connections of the shard of that name."""
+        ...
+
+
+class Undivided:
+    """A layout of one server, whichever that is just now."""
+
+    tags: Sequence[str] = ()
+    changes = 0
+
+    def __init__(self, name: str, make: Callable[[], Topology]) -> None:
+        """Take the name, for operators, and what makes connections."""
+        self.owners: Sequence[str] = (name,)
+        self._make = make
+
+    def open(self, owner: str) -> Topology:  # noqa: ARG002  # there is one
+        """See `Layout`."""
+        return self._make()
 
 
 class One:
@@ -88,8 +126,12 @@ class One:
         """See `Topology`; only a cluster sends anybody elsewhere."""
         raise StoreError(f"the server is part of a cluster and sends us to {place}; use redis+cluster://", kind="cluster")
 
-    def forget(self) -> None:
+    def move(self, tag: str, place: Place) -> None:
+        """See `Topology`; `at` says what is wrong."""
+
+    async def learn(self) -> Sequence[int]:
         """See `Topology`."""
+        return (0,)
 
     async def drop(self) -> None:
         """See `Topology`."""
@@ -125,12 +167,13 @@ class Watched(One):
         raise StoreError(f"no Sentinel knows the primary: {'; '.join(errors)}", kind="sentinel")
 
     async def _ask(self, sentinel: Place) -> Place:
+        command = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
         try:
-            reply = await self._query(sentinel, Access(tls=self._access.tls))
+            reply = await _query(sentinel, Access(tls=self._access.tls), command)
         except StoreError as error:
             if error.kind != "auth":
                 raise
-            reply = await self._query(sentinel, Access(self._access.credentials, self._access.tls))
+            reply = await _query(sentinel, Access(self._access.credentials, self._access.tls), command)
         if reply is None:
             raise StoreError(f"{sentinel} does not watch {self._service}", kind="sentinel")
         try:
@@ -139,71 +182,40 @@ class Watched(One):
         except (AttributeError, TypeError, ValueError):
             raise StoreError(f"{sentinel} names no server", kind="sentinel") from None
 
-    async def _query(self, sentinel: Place, access: Access) -> Reply:
-        link = await connect(sentinel, access)
-        try:
-            reply = await link.ask(("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service))
-        finally:
-            await link.drop()
-        if isinstance(reply, ResponseError):
-            raise explain_refusal(reply)
-        return reply
 
-
-class Cluster:
-    """A cluster: every tag's slot belongs to one primary."""
+class Slots:
+    """A cluster's layout, as far as its nodes have said it: every tag's slot belongs to one primary."""
 
     def __init__(self, seeds: Sequence[Place], access: Access, tags: int) -> None:
-        """Nothing is connected yet; any of the seeds may tell who has which slots."""
+        """Nothing is known yet; any of the seeds may tell who has which slots."""
         self.tags: Sequence[str] = spread_tags(tags)
+        self.owners: Sequence[str] = [""] * tags
+        self.changes = 0
+        self.places: dict[str, Place] = {}
         self._slots = [find_slot(tag) for tag in self.tags]  # ascending
         self._seeds = list(seeds)
         self._access = access
-        self._owners: dict[str, Place] = {}
         self._known: list[Place] = []
-        self._links: dict[Place, Link] = {}
 
-    def get(self, tag: str) -> Link | None:
-        """See `Topology`."""
-        link = self._links.get(self._owners[tag]) if tag in self._owners else None
-        return link if link is not None and link.is_usable() else None
+    def open(self, owner: str) -> Cluster:
+        """See `Layout`."""
+        return Cluster(self, self._access, owner)
 
-    async def find(self, tag: str) -> Link:
-        """See `Topology`."""
-        if tag not in self._owners:
-            await self._learn()
-        if tag not in self._owners:
-            raise StoreError(f"nobody has slot {find_slot(tag)}", kind="cluster")
-        return await self.at(self._owners[tag])
+    def move(self, tag: str, place: Place) -> None:
+        """A tag's keys are elsewhere."""
+        self._assign({**self.places, tag: place})
 
-    async def at(self, place: Place) -> Link:
-        """See `Topology`."""
-        link = self._links.get(place)
-        if link is None or not link.is_usable():
-            if link is not None:
-                await link.drop()
-            link = self._links[place] = await connect(place, self._access)
-        return link
+    async def learn(self) -> None:
+        """Ask the nodes in turn who has which slots, each time another one first: one that was cut off may not know.
 
-    def forget(self) -> None:
-        """See `Topology`."""
-        self._owners.clear()
-
-    async def drop(self) -> None:
-        """See `Topology`."""
-        self.forget()
-        links, self._links = list(self._links.values()), {}
-        for link in links:
-            await link.drop()
-
-    async def _learn(self) -> None:
-        """Ask the nodes in turn who has which slots, each time another one first: one that was cut off may not know."""
+        Raises:
+            StoreError: none of them says so.
+        """
         errors = []
         for place in dict.fromkeys([*self._known, *self._seeds]):
             try:
                 async with asyncio.timeout(_SENTINEL_SECONDS):
-                    link = await self.at(place)
-                    reply = await link.ask(("CLUSTER", "SLOTS"))
+                    reply = await _query(place, self._access, ("CLUSTER", "SLOTS"))
             except TimeoutError:
                 errors.append(f"{place}: no answer")
             except StoreError as error:
@@ -211,8 +223,6 @@ class Cluster:
                     raise
                 errors.append(str(error))
             else:
-                if isinstance(reply, ResponseError):
-                    raise explain_refusal(reply)
                 try:
                     return self._read(reply, place)
                 except (AttributeError, IndexError, TypeError, ValueError):
@@ -234,8 +244,87 @@ class Cluster:
                 places = [_read_node(node, asked) for node in listed]
                 nodes.update(places)
                 owners.update(dict.fromkeys(tags, places[0]))
-        self._owners = owners
+        self._assign(owners)
         self._known = [*(known for known in dict.fromkeys([*self._known, *nodes]) if known != asked and known in nodes), asked]
+
+    def _assign(self, places: dict[str, Place]) -> None:
+        if places != self.places:
+            self.places = places
+            self.owners = [str(places[tag]) if tag in places else "" for tag in self.tags]
+            self.changes += 1
+
+
+class Cluster:
+    """Connections to a cluster, of the shard of one primary or of those keys of which it is not known who has them."""
+
+    def __init__(self, slots: Slots, access: Access, owner: str) -> None:
+        """Nothing is connected yet; `owner` is one of the layout's."""
+        self.tags = slots.tags
+        self._slots = slots
+        self._access = access
+        self._owner = owner
+        self._links: dict[Place, Link] = {}
+
+    def get(self, tag: str) -> Link | None:
+        """See `Topology`."""
+        place = self._slots.places.get(tag)
+        link = self._links.get(place) if place is not None else None
+        return link if link is not None and link.is_usable() else None
+
+    async def find(self, tag: str) -> Link:
+        """See `Topology`."""
+        if tag not in self._slots.places:
+            await self._slots.learn()
+        if tag not in self._slots.places:
+            raise _make_orphaned(tag)
+        return await self.at(self._slots.places[tag])
+
+    async def at(self, place: Place) -> Link:
+        """See `Topology`."""
+        link = self._links.get(place)
+        if link is None or not link.is_usable():
+            if link is not None:
+                await link.drop()
+            link = self._links[place] = await connect(place, self._access)
+        return link
+
+    def move(self, tag: str, place: Place) -> None:
+        """See `Topology`."""
+        self._slots.move(tag, place)
+
+    async def learn(self) -> Sequence[int]:
+        """See `Topology`."""
+        await self._slots.learn()
+        own = [number for number, owner in enumerate(self._slots.owners) if owner == self._owner]
+        if own and not self._owner:
+            raise _make_orphaned(self.tags[own[0]])
+        return own
+
+    async def drop(self) -> None:
+        """See `Topology`."""
+        links, self._links = list(self._links.values()), {}
+        for link in links:
+            await link.drop()
+
+
+async def _query(place: Place, access: Access, command: Command) -> Reply:
+    """A server's reply to one command, on a connection of its own.
+
+    Raises:
+        StoreError: there is none, or it is an error.
+    """
+    link = await connect(place, access)
+    try:
+        reply = await link.ask(command)
+    finally:
+        await link.drop()
+    if isinstance(reply, ResponseError):
+        raise explain_refusal(reply)
+    return reply
+
+
+def _make_orphaned(tag: str) -> StoreError:
+    return StoreError(f"no node of the cluster has slot {find_slot(tag)}", kind="cluster")
 
 
 def _read_node(node: Any, asked: Place) -> Place:  # noqa: ANN401  # whatever a server answered

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
 import msgspec
 
 from extproc.decision import Framed
+from extproc.model_names import find_model
 from extproc.request import HttpRequest
 from extproc.similarity.document import WORTH_COUNTING
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
-
-_LONGEST_MODEL = 256
-"""Of a name that an answer repeats, in characters."""
 
 _LONGEST_VALUE = 4_096
 """Of the body, in bytes; those that are asked for are short."""
@@ -26,7 +22,6 @@ _LONGEST_VALUE = 4_096
 _MOST_VALUES = 1_000_000
 """In a body that is looked into: passing over as many takes 10 ms."""
 
-_MODEL_IN_PATH = re.compile(r"/(?:models?|deployments)/([^/:]+)")
 _ABSENT = msgspec.Raw()
 
 
@@ -85,12 +80,9 @@ class Question:
 
     @property
     def model(self) -> str:
-        """Its name as it stands in the body, else in the path; empty where it stands in neither."""
+        """See `find_model`."""
         named = self.read("model")
-        if isinstance(named, str) and named:
-            return named[:_LONGEST_MODEL]
-        found = _MODEL_IN_PATH.search(self.request.path)
-        return unquote(found[1])[:_LONGEST_MODEL] if found is not None else ""
+        return find_model(self.request.path, named if isinstance(named, str) else "")
 
 
 def _read_body(content: bytes | memoryview) -> Body | None:

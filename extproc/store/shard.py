@@ -1,0 +1,353 @@
+"""One server of a remote store, and all that can befall it: batches, deadlines, a breaker.
+
+- **Batches.** Calls that arrive while a round trip is under way go together in the next one, which under load waits a few
+  milliseconds for more of them. The cost of a request falls as load rises, and an idle server adds no delay.
+- **Deadlines.** No call waits longer than the timeout, whether for its own round trip or for the one before.
+- **Breaker.** The first round trip that fails, or that takes longer than the timeout, opens it: calls fail at once, the caller
+  counts for itself, and only a probe asks the server, until it answers.
+
+Worst case: a server that hangs costs one timeout for the requests of that moment, then nothing. A request that was sent and not
+answered may have counted; it is never sent again. Other shards do not notice: each has a queue and connections of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+from extproc.errors import StoreError
+from extproc.logs import make_extra
+from extproc.metrics import Metrics
+from extproc.store.pending import Pending
+from extproc.store.scripts import Call
+
+_LOG = logging.getLogger("loopguard")
+
+MAX_BATCH = 256
+"""Calls in one round trip: a script call of that size keeps the server busy for under a millisecond."""
+
+_GATHER_SECONDS = 0.0002
+_GATHER_AT_MOST = 0.004
+"""From one round trip to the next for each caller that shared the last one, times the shards, which share the callers; and in
+all. A round trip costs as much as twenty of its calls, so that from some 5,000 requests a second on they gather; below that no
+call waits for others."""
+
+_SECOND_LOOK = 0.002
+"""Before a deadline strikes, the event loop gets this long to read answers: it may have been busy while they came."""
+
+_LAST_LOOK = 0.001
+"""How often a shard that closes looks whether what is owed has been sent."""
+
+_PROBE_SECONDS = (0.0, 0.1, 0.25, 0.5, 1.0)
+"""Pauses before probes, none before the first: a connection may be lost for no lasting reason. The last one repeats, so a
+server that is back is found within two seconds."""
+
+_PROBE_TIMEOUT = 1.0
+_WELL_SECONDS = 10.0
+"""A server that failed again sooner than that after it came back is probed as rarely as before."""
+
+_UNASSIGNED = "unassigned"
+"""The name of a shard of keys of which it is not known who has them."""
+
+
+class Backend(Protocol):
+    """The wire to a shard's server, for one round trip at a time; what goes wrong is a StoreError and nothing else."""
+
+    def call(self, calls: list[Call]) -> Pending:
+        """Make every call once, in as few round trips as the server allows; a list of what their scripts make of the answers.
+
+        Whoever cancels it does not want to wait any more, and drops the connections.
+        """
+        ...
+
+    async def probe(self) -> None:
+        """Find out which keys the shard has, and return when their server can count."""
+        ...
+
+    async def drop(self) -> None:
+        """Drop the connections: what is on them can no longer be told apart. They open again when needed."""
+        ...
+
+
+Finish: TypeAlias = Callable[[list[Call], list[Any]], Any]
+
+
+class _Waiting(Pending):
+    """What one caller waits for.
+
+    Attributes:
+        calls: what is asked.
+        finish: makes the caller's answer of the calls and theirs.
+        deadline: in seconds of the event loop's clock.
+    """
+
+    __slots__ = ("calls", "deadline", "finish")
+
+    def __init__(self, calls: list[Call], finish: Finish, deadline: float) -> None:
+        super().__init__()
+        self.calls = calls
+        self.finish = finish
+        self.deadline = deadline
+
+
+class _Flight:
+    """The round trip under way."""
+
+    __slots__ = ("batch", "deadline", "trip")
+
+    def __init__(self, trip: Pending, batch: list[_Waiting], deadline: float) -> None:
+        self.trip = trip
+        self.batch = batch
+        self.deadline = deadline
+
+
+class Shard:
+    """The keys that one server has.
+
+    Attributes:
+        name: of the server, for operators.
+        trouble: why it does not count, None while it does.
+        crowd: how many shards share the callers.
+    """
+
+    def __init__(  # noqa: PLR0913  # the parts of a shard
+        self, name: str, backend: Backend, metrics: Metrics, timeout: float, on_lost: Callable[[Shard], None], *, alone: bool
+    ) -> None:
+        """Nothing is connected yet.
+
+        Args:
+            name: of the server; empty for keys of which it is not known who has them.
+            backend: makes the round trips.
+            metrics: is told of batches and failures.
+            timeout: bounds what a request can wait, in seconds.
+            on_lost: is told when the breaker opens.
+            alone: there are no others.
+        """
+        self.trouble: StoreError | None = None
+        self.crowd = 1
+        self.name = name or _UNASSIGNED
+        self._what = "store" if alone or not name else "shard of the store"
+        self._backend = backend
+        self._metrics = metrics
+        self._timeout = timeout
+        self._on_lost = on_lost
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._queue: list[_Waiting] = []
+        self._flight: _Flight | None = None
+        self._departing = False
+        self._departed = float("-inf")
+        self._pause = 0.0  # until the next round trip, in seconds
+        self._clock: asyncio.TimerHandle | None = None
+        self._probing: asyncio.Task[None] | None = None
+        self._pauses: Iterator[float] = iter(())
+        self._well_since = float("-inf")
+        self._closed = False
+
+    async def start(self) -> None:
+        """Try the server once, so that a wrong address or password is told at the start and not by the first request."""
+        try:
+            await _try_backend(self._backend)
+        except StoreError as error:
+            self._fail(error)
+
+    def check_open(self) -> None:
+        """Ask nothing of a server that is away.
+
+        Raises:
+            StoreError: the breaker is open.
+        """
+        if self.trouble is not None:
+            raise _make_unavailable(self.trouble)
+
+    def ask(self, calls: list[Call], finish: Finish) -> Pending:
+        """Have calls made with the next round trip.
+
+        Args:
+            calls: of keys that the shard has.
+            finish: makes the caller's answer of the calls and theirs.
+
+        Raises:
+            StoreError: the breaker is open.
+        """
+        self.check_open()
+        loop = self._loop
+        if loop is None:  # to ask asyncio is a call of the system, each time
+            loop = self._loop = asyncio.get_running_loop()
+        waiting = _Waiting(calls, finish, loop.time() + self._timeout)
+        self._queue.append(waiting)
+        if self._flight is None and not self._departing:
+            self._call_departure(loop)
+        return waiting
+
+    async def retire(self) -> None:
+        """Its keys are elsewhere, so that it is away no more; what waits for it still gets its answers."""
+        if self.trouble is not None:
+            self._recover()
+        await self.close()
+
+    async def close(self) -> None:
+        """Send what is owed, then drop the connections."""
+        self._closed = True
+        while self.trouble is None and (self._queue or self._flight):  # noqa: ASYNC110  # for as long as a deadline at most
+            await asyncio.sleep(_LAST_LOOK)
+        self.trouble = self.trouble or StoreError("closed", kind="closed")
+        if self._probing is not None:
+            self._probing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._probing
+        if self._clock is not None:
+            self._clock.cancel()
+        await self._backend.drop()
+
+    def _call_departure(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let those who wait go, after whatever else is ready just now: it may have calls as well."""
+        if self._queue and self._flight is None and not self._departing:
+            self._departing = True
+            if self._pause:
+                loop.call_at(self._departed + self._pause, self._depart)
+            else:
+                loop.call_soon(self._depart)
+
+    def _depart(self) -> None:
+        """Send those who wait, unless a round trip is under way."""
+        self._departing = False
+        while self._queue and self._flight is None:
+            batch = self._board()
+            if batch:
+                calls = [call for waiting in batch for call in waiting.calls]
+                self._metrics.store_batch_size.observe(len(calls))
+                loop = asyncio.get_running_loop()
+                self._departed = loop.time()
+                self._pause = min(_GATHER_AT_MOST, _GATHER_SECONDS * len(batch) * self.crowd) if len(batch) > 1 else 0.0
+                trip = self._backend.call(calls)
+                flight = self._flight = _Flight(trip, batch, self._departed + self._timeout)
+                if trip.done:
+                    self._land(flight)
+                else:
+                    trip.then(partial(self._land, flight))
+                    self._watch()
+
+    def _board(self) -> list[_Waiting]:
+        """Take those who go next: up to `MAX_BATCH` calls, without those who have been told that it took too long."""
+        calls = 0
+        for position, waiting in enumerate(self._queue):
+            calls += len(waiting.calls)
+            if calls > MAX_BATCH and position:
+                batch, self._queue = self._queue[:position], self._queue[position:]
+                break
+        else:
+            batch, self._queue = self._queue, []
+        return [waiting for waiting in batch if not waiting.done or waiting.cancelled]
+
+    def _land(self, flight: _Flight) -> None:
+        """Tell those who waited, in one turn of the event loop, so that what they make of it leaves together."""
+        self._flight = None
+        if flight.trip.error is not None:
+            self._fail(flight.trip.error, flight.batch)
+            return
+        answers, taken = flight.trip.result(), 0
+        for waiting in flight.batch:
+            until = taken + len(waiting.calls)
+            try:
+                waiting.settle(waiting.finish(waiting.calls, answers[taken:until]))
+            except Exception as bug:  # noqa: BLE001  # the others' answers are good
+                waiting.settle(None, blame_bug(bug))
+            taken = until
+        self._call_departure(asyncio.get_running_loop())
+
+    def _watch(self) -> None:
+        """Be back at the first deadline."""
+        if self._clock is None:
+            first = [self._flight.deadline] if self._flight is not None else []
+            first += [waiting.deadline for waiting in self._list_waiting() if not waiting.done][:1]
+            if first:
+                loop = asyncio.get_running_loop()
+                self._clock = loop.call_at(min(first) - _SECOND_LOOK, loop.call_later, _SECOND_LOOK, self._expire)
+
+    def _expire(self) -> None:
+        """Tell those whose time is up; a round trip that takes too long is a failure of the server."""
+        self._clock = None
+        now = asyncio.get_running_loop().time()
+        error = StoreError(f"no answer within {self._timeout:g} s", kind="timeout")
+        if self._flight is not None and self._flight.deadline <= now:
+            self._fail(error)
+            return
+        for waiting in self._list_waiting():
+            if waiting.deadline <= now:
+                waiting.settle(None, StoreError(str(error), kind=error.kind))
+        self._watch()
+
+    def _list_waiting(self) -> Sequence[_Waiting]:
+        """Everybody who waits, in the order of their deadlines."""
+        return [*(self._flight.batch if self._flight is not None else ()), *self._queue]
+
+    def _fail(self, error: StoreError, batch: Sequence[_Waiting] = ()) -> None:
+        """Open the breaker: everybody who waits hears of it, and the probe starts."""
+        self._metrics.store_errors.labels(error.kind).inc()
+        told = (*batch, *self._list_waiting())
+        flight, self._flight, self._queue = self._flight, None, []
+        if flight is not None:
+            flight.trip.cancel()
+        if self.trouble is None:
+            extra = make_extra(shard=self.name, kind=error.kind, error=str(error))
+            _LOG.error(f"{self._what} unavailable, each replica counts for itself", extra=extra)
+        self.trouble = error
+        self._on_lost(self)
+        if self._probing is None and not self._closed:
+            self._probing = asyncio.get_running_loop().create_task(self._probe())
+        for waiting in told:
+            waiting.settle(None, _make_unavailable(error))
+
+    async def _probe(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() > self._well_since + _WELL_SECONDS:
+            self._pauses = iter(_PROBE_SECONDS)
+        while True:
+            await self._backend.drop()
+            await asyncio.sleep(next(self._pauses, _PROBE_SECONDS[-1]))
+            try:
+                await _try_backend(self._backend)
+            except StoreError as error:
+                self._metrics.store_errors.labels(error.kind).inc()
+                self.trouble = error
+            else:
+                break
+        self._well_since = loop.time()
+        self._probing = None
+        self._recover()
+
+    def _recover(self) -> None:
+        """Close the breaker."""
+        self.trouble = None
+        _LOG.info(f"{self._what} available again", extra=make_extra(shard=self.name))
+
+
+async def _try_backend(backend: Backend) -> None:
+    """Probe once, within bounds.
+
+    Raises:
+        StoreError: the server cannot count.
+    """
+    try:
+        async with asyncio.timeout(_PROBE_TIMEOUT):
+            await backend.probe()
+    except StoreError:
+        raise
+    except TimeoutError:
+        raise StoreError(f"no answer within {_PROBE_TIMEOUT:g} s", kind="timeout") from None
+    except Exception as bug:  # the prober must outlive it
+        raise blame_bug(bug) from bug
+
+
+def blame_bug(bug: BaseException) -> StoreError:
+    """What is said of an error of ours."""
+    return StoreError(f"{type(bug).__name__}: {bug}", kind="internal")
+
+
+def _make_unavailable(trouble: StoreError) -> StoreError:
+    """What a request hears, an error of its own: one that is raised again and again would grow with every traceback."""
+    return StoreError(str(trouble), kind="unavailable")
