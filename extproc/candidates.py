@@ -14,7 +14,7 @@ from extproc.decision import Outcome, Repeat, Subject
 from extproc.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
 from extproc.guards.loop import Detector
 from extproc.guards.override import ALLOW, BLOCK, RELEASE, Override, Overrides, find_kill, find_kind, sum_grants
-from extproc.guards.session import KILLED, MAX_INSPECT_BYTES, NO_CALLS, NO_GRANTS, WITHIN, Narrowing, SessionGuard
+from extproc.guards.session import KILLED, NO_CALLS, NO_GRANTS, WITHIN, Narrowing, SessionGuard
 from extproc.guards.session_names import SessionNames
 from extproc.ledger import LIMITS, Settlement, Standing, Step
 from extproc.model_names import LONGEST_MODEL, find_model
@@ -421,7 +421,7 @@ class SessionCandidate(Candidate):
     def seal(self, sealing: Sealing, missing: list[tuple[str, str]]) -> None:
         """See `Candidate`."""
         if self.plan.reads_body:
-            self._read_body_descriptors(sealing.inspect(MAX_INSPECT_BYTES), missing)
+            self._read_body_descriptors(sealing.inspect(self.limiter.max_inspect_bytes), missing)
         body = sealing.body
         self.body_crc32 = body.crc32
         self.tenant = sealing.find_tenant(self.caller)
@@ -513,7 +513,7 @@ class SessionCandidate(Candidate):
     def _open(self, sealing: Sealing) -> Document | None:
         """The document, None where nobody can look into it."""
         try:
-            return sealing.inspect(MAX_INSPECT_BYTES)
+            return sealing.inspect(self.limiter.max_inspect_bytes)
         except NotCounted as why:
             self.unreadable = why.reason
             return None

@@ -5,7 +5,30 @@ Money is counted in nano-dollars, 1e-9 $.
 
 Every store answers as `Ledger.take_step` and `Ledger.settle` do. A ledger is stored as one packed value, the same for all of
 them but for the order of bytes in numbers: a head, the identities of the newest requests, what is reserved for calls that are
-not settled, how often each tool was called, the tools' names, and the newest tool calls. A fresh one takes 120 bytes.
+not settled, how often each tool was called, the tools' names, marks of the newest histories, and the newest tool calls. A fresh
+one takes 124 bytes. However long a session is, it takes 9 KB at most, and its tools' names.
+
+Which calls of a history are new is found in one of these ways, the first that applies:
+
+1. The history goes on from one of the newest that were shown: its first calls have the mark of that one, which is their number
+   and the sum of their digests, and the last of them is known by its id. Most requests are such, and need no search.
+2. Some ids are known. So ids last, and calls whose ids are not known are new, wherever they stand. In a ledger that has
+   forgotten calls, those before the first one that is known are older, and were counted once.
+3. No id is known, or there are none: some clients and gateways make ids anew for each request. The first calls have the mark of
+   a history that was shown; else, where the oldest calls are gone from a history, they are the newest ones that were counted.
+   Neither depends on the order of calls that were made at once. As long as ids seem to last, this is believed only of
+   histories with several turns, of which an earlier request has shown all but the last one. In any other an agent has begun
+   again with the same call, which has an id of its own.
+4. Nothing is known: all calls are new.
+
+Where ids are missing or do not last, these cannot be told apart:
+
+- The first turn that is sent again with new ids, before there is a second one, and the same calls made again: they count again.
+- A history without its oldest calls that shows the same calls as one that was shown, and that one: it does not count.
+- Two conversations of a session that begin with the same calls: these count once.
+
+What a ledger has forgotten counts again if it is shown again. It has forgotten a history if it knows neither one of its newest
+512 calls nor its start.
 
 A ledger is forgotten some time after the last request that was let through; refused ones do not keep it. What a clock that is
 set back makes of that is what it makes of rings, see `windows`.
@@ -37,7 +60,13 @@ NANO_DOLLARS: Final = 10**9
 """In a dollar."""
 
 RECORD: Final = 14
-"""Bytes of a tool call: digests of its id (6), of the tool's name (4), and of tool and arguments (4)."""
+"""Bytes of a tool call: digests of its id (6, or `NO_ID`), of the tool's name (4), and of tool and arguments (4)."""
+
+NO_ID: Final = bytes(6)
+"""Of a call that its client names nothing."""
+
+MAX_RETRIES_PER_STEP: Final = 3
+"""So many repetitions of a request are no steps; the next one is, and has as many."""
 
 SUCCEEDED: Final = 0
 FAILED: Final = 1
@@ -118,15 +147,30 @@ class Step:
         roster: of what is known about the tenant's sessions; it ends in the same two digits.
         shared: of the ledger of the sessions that are too many; it ends in the same two digits.
         limits: what the session may use up.
-        identity: 8 bytes, a digest of the request; one of the session's last 16 again is a retry.
+        identity: 8 bytes, a digest of the request; one of the session's last 16 again is a retry, `MAX_RETRIES_PER_STEP` times.
         call: 16 bytes, a name for this request that cannot be guessed, for its settlement.
         reserve: what it is estimated to cost, in nano-dollars.
-        calls: the tool calls that its history shows, oldest first and none twice, `RECORD` bytes each.
+        calls: the tool calls that its history shows, oldest first and no id twice, `RECORD` bytes each.
+        total: the sum of the last 4 bytes of each, as numbers.
+        at_once: all of them were made in one turn.
         tools: the digest and the name of each tool among them.
         grants: what is added to the limits of steps, tool calls and cost.
     """
 
-    __slots__ = ("call", "calls", "grants", "identity", "key", "limits", "reserve", "roster", "shared", "tools")
+    __slots__ = (
+        "at_once",
+        "call",
+        "calls",
+        "grants",
+        "identity",
+        "key",
+        "limits",
+        "reserve",
+        "roster",
+        "shared",
+        "tools",
+        "total",
+    )
 
     def __init__(  # noqa: PLR0913  # a record
         self,
@@ -138,10 +182,14 @@ class Step:
         call: bytes,
         reserve: int,
         calls: bytes,
+        total: int,
+        at_once: bool,  # noqa: FBT001  # a field
         tools: tuple[tuple[bytes, str], ...],
         grants: tuple[int, int, int],
     ) -> None:
         """Keep them as given."""
+        self.total = total
+        self.at_once = at_once
         self.key = key
         self.roster = roster
         self.shared = shared
@@ -205,7 +253,7 @@ class Standing:
         killed: by what, an index into `KILLED`.
         age_ms: since the session began, in milliseconds.
         shared: it was counted in the ledger that too many sessions share.
-        retry: the request repeats one of the session's last 16; of a settlement: no call was open under its name.
+        retry: the request repeats one of the session's last 16, and is no step; of a settlement: no call was open under its name.
         tools: the digest, the name and the number of calls of each tool, up to 64 of them: those with limits of their own
             and the first others to come. A name has up to 64 characters.
     """
@@ -300,9 +348,10 @@ Question: TypeAlias = Hit | Step | Settlement
 """What stores are asked in one go; they answer a hit with a `Count` and the others with a `Standing`."""
 
 # In the order of bytes of most processors, which takes a third of the time; what remote stores are told is in the network's.
-_HEAD: Final = struct.Struct("<QQQQQIIIIIIBBBBH")
-"""Last, began, cost, estimated, reserved; steps, tool_calls, narrowed_at, blocks, consecutive_blocks, consecutive_errors;
-killed; and how much follows: identities, reservations, tools, bytes of their names."""
+_VERSION: Final = 2
+_HEAD: Final = struct.Struct("<BQQQQQIIIIIIBBBBBHH")
+"""Version; last, began, cost, estimated, reserved; steps, tool_calls, narrowed_at, blocks, consecutive_blocks,
+consecutive_errors; killed, renewed; and how much follows: identities, reservations, tools, bytes of their names, marks."""
 
 _HEAD_SIZE: Final = _HEAD.size
 _RESERVATION: Final = struct.Struct("<16s8sQQIIB")
@@ -320,6 +369,9 @@ _ROSTER: Final = struct.Struct("<QQI")
 """When the newest of a tenant's sessions began, when the first did, and how many have since then."""
 
 _IDENTITY: Final = 8
+_REPEATED: Final = _IDENTITY + 1
+"""An identity, and how often it came again since it was a step."""
+
 _IDENTITIES: Final = 16
 _OPEN: Final = 32
 _OPEN_MS: Final = 600_000
@@ -330,11 +382,25 @@ _ID: Final = 6
 _NAME: Final = 10
 """Where the digest of the tool's name ends in a record."""
 
+_PAIR: Final = 4
+KNOWN: Final = _ID + _PAIR
+"""Bytes of a tool call that was counted: the digests of its id, and of tool and arguments."""
+
 _RECORDS: Final = 256
-MAX_RECORDS: Final = 10_000
-"""A session's tool calls are known again while they are among its newest: so many, or more where a limit is higher."""
+MAX_RECORDS: Final = 512
+"""A session's tool calls are known again while they are among its newest: so many, or more where a limit is higher. Of a
+history the newest `MAX_RECORDS` are looked at one by one."""
 
 _SPARE_RECORDS: Final = 64
+_MARK: Final = 8
+_MARKS: Final = 256
+_NEWEST_MARKS: Final = 4
+"""Of so many histories one may go on, as most do: a session's agents take turns."""
+
+_MAX_SHOWN: Final = 2**16 - 1
+_SUM: Final = 2**48 - 1
+_DEEPEST: Final = 256
+"""Only so many of a history's newest calls are looked at for where it was known to end, and half as many to compare them."""
 _MOST_TOOLS: Final = 255
 _TOOL_NAME: Final = 64
 _MAX: Final = 2**32 - 1
@@ -361,11 +427,13 @@ class Ledger(Used):
     Attributes:
         idle_ms: how long it is kept, as the limits said last; what is not listed here is as `Standing` has it.
         narrowed_at: how many tool calls there were when a request was let through that had used up all of them; or 0.
-        identities: of the newest steps, oldest first; no two are equal.
+        identities: of the newest steps, oldest first, and how often each came again.
+        renewed: ids do not last from one request to the next.
         open: reservations, oldest first.
         counts: a digest and a number for each tool.
         names: theirs, each behind its length.
-        records: the newest tool calls, in the order in which they were first seen.
+        marks: of the newest histories, `_MARK` bytes each: the number of their calls, and `Step.total`; the newest last.
+        records: the newest tool calls, in the order in which they were first seen, `KNOWN` bytes each.
     """
 
     __slots__ = (
@@ -380,10 +448,12 @@ class Ledger(Used):
         "idle_ms",
         "killed",
         "last",
+        "marks",
         "names",
         "narrowed_at",
         "open",
         "records",
+        "renewed",
         "reserved",
         "steps",
         "tool_calls",
@@ -396,9 +466,10 @@ class Ledger(Used):
         self.cost = self.estimated = self.reserved = 0
         self.steps = self.tool_calls = self.narrowed_at = 0
         self.blocks = self.consecutive_blocks = self.consecutive_errors = self.killed = 0
-        self.identities: dict[bytes, None] = {}
+        self.renewed = False
+        self.identities: dict[bytes, int] = {}
         self.open: list[_Reservation] = []
-        self.counts = self.names = self.records = b""
+        self.counts = self.names = self.marks = self.records = b""
         if state is not None:
             self._unpack(state)
 
@@ -407,7 +478,9 @@ class Ledger(Used):
         reservations: int
         tools: int
         names: int
+        marks: int
         (
+            _,
             self.last,
             self.began,
             self.cost,
@@ -420,25 +493,30 @@ class Ledger(Used):
             self.consecutive_blocks,
             self.consecutive_errors,
             self.killed,
+            self.renewed,
             identities,
             reservations,
             tools,
             names,
+            marks,
         ) = _HEAD.unpack_from(state)
         start = _HEAD_SIZE
-        end = start + identities * _IDENTITY
-        self.identities = dict.fromkeys([state[at : at + _IDENTITY] for at in range(start, end, _IDENTITY)])
+        end = start + identities * _REPEATED
+        self.identities = {state[at : at + _IDENTITY]: state[at + _IDENTITY] for at in range(start, end, _REPEATED)}
         start, end = end, end + reservations * _RESERVED
         self.open = list(_RESERVATION.iter_unpack(state[start:end]))
         start, end = end, end + tools * _COUNTED
         self.counts = state[start:end]
         start, end = end, end + names
         self.names = state[start:end]
+        start, end = end, end + marks * _MARK
+        self.marks = state[start:end]
         self.records = state[end:]
 
     def pack(self) -> bytes:
         """As it is stored."""
         head = _HEAD.pack(
+            _VERSION,
             self.last,
             self.began,
             self.cost,
@@ -451,13 +529,16 @@ class Ledger(Used):
             self.consecutive_blocks,
             self.consecutive_errors,
             self.killed,
+            self.renewed,
             len(self.identities),
             len(self.open),
             len(self.counts) // _COUNTED,
             len(self.names),
+            len(self.marks) // _MARK,
         )
+        identities = [b"%b%c" % repeated for repeated in self.identities.items()]
         reservations = [_RESERVATION.pack(*reservation) for reservation in self.open]
-        return b"".join([head, *self.identities, *reservations, self.counts, self.names, self.records])
+        return b"".join([head, *identities, *reservations, self.counts, self.names, self.marks, self.records])
 
     def is_over(self, limits: Limits, now: int) -> bool:
         """The session has been quiet for so long that it is forgotten."""
@@ -465,7 +546,7 @@ class Ledger(Used):
 
     def is_large(self) -> bool:
         """It knows so many tool calls that it is dear to keep unpacked."""
-        return len(self.records) > _RECORDS * RECORD
+        return len(self.records) > _RECORDS * KNOWN
 
     def take_step(self, asked: Step, now: int, *, shared: bool = False) -> Standing:
         """Let a request through, or refuse it.
@@ -476,9 +557,10 @@ class Ledger(Used):
             shared: whether it is the ledger of sessions that are too many.
         """
         self.idle_ms = asked.limits.idle_ms
-        if asked.calls:
+        times = self.identities.get(asked.identity, -1)
+        if asked.calls and times < 0:  # the same request shows the same calls
             self._learn(asked)
-        retry = asked.identity in self.identities
+        retry = 0 <= times < MAX_RETRIES_PER_STEP
         limit, used, allowed, tool = self._judge(asked, retry)
         if limit:
             self._block(asked.limits)
@@ -500,49 +582,114 @@ class Ledger(Used):
         return self._describe(now, 0, 0, 0, b"", False, unknown)
 
     def _learn(self, asked: Step) -> None:
-        """Count the tool calls that are new; no history shows one twice."""
-        known, calls = self.records, asked.calls
-        new = calls[len(known) :] if calls.startswith(known) else self._pick_new(calls)
-        if not new:
-            return
-        for at in range(0, len(new), RECORD):
-            self._count_tool(new[at + _ID : at + _NAME], asked)
-        self.tool_calls = min(self.tool_calls + len(new) // RECORD, _MAX)
-        self.records = known + new
-        if len(self.records) > _RECORDS * RECORD:
-            self.records = self.records[-count_records(asked) * RECORD :]
+        """Count the tool calls that are new."""
+        calls = cut_calls(asked)
+        whole, new = not self.tool_calls, calls
+        if not whole:
+            whole, new = self._pick_new(asked, calls)
+        if new:
+            numbers = dict(sum_up_older(asked)) if whole else {}
+            for at in range(0, len(new), RECORD):
+                tool = new[at + _ID : at + _NAME]
+                numbers[tool] = numbers.get(tool, 0) + 1
+            self._count_tools(numbers, asked)
+            self.tool_calls = min(self.tool_calls + (len(asked.calls) if whole else len(new)) // RECORD, _MAX)
+            added = [new[at : at + _ID] + new[at + _NAME : at + RECORD] for at in range(0, len(new), RECORD)]
+            self.records = b"".join([self.records, *added])
+            if len(self.records) > _RECORDS * KNOWN:
+                self.records = self.records[-count_records(asked) * KNOWN :]
+        self._mark(len(asked.calls) // RECORD, asked.total)
 
-    def _pick_new(self, calls: bytes) -> bytes:
-        """Those that are not known, in a history that has lost some or has been shown some others."""
-        known = self.records
-        ids = {known[at : at + _ID] for at in range(0, len(known), RECORD)}
-        forgot = self.tool_calls * RECORD > len(known)
-        new = []
-        for at in range(0, len(calls), RECORD):
-            if calls[at : at + _ID] not in ids:
-                new.append(calls[at : at + RECORD])
-            elif forgot:  # what stands before the first one that is known is older, and was counted once
-                new.clear()
-                forgot = False
-        return b"".join(new)
+    def _mark(self, shown: int, total: int) -> None:
+        """Know a history of so many calls as the newest one."""
+        mark = _write_mark(shown, total)
+        if not self.marks.endswith(mark):
+            at = _find(self.marks, mark, _MARK)
+            marks = self.marks if at < 0 else self.marks[:at] + self.marks[at + _MARK :]
+            self.marks = (marks + mark)[-_MARKS * _MARK :]
 
-    def _count_tool(self, tool: bytes, asked: Step) -> None:
-        at = _find(self.counts, tool, _COUNTED)
-        if at >= 0:
-            counted = _TOOL.pack(tool, min(self._count_calls(tool) + 1, _MAX))
-            self.counts = self.counts[:at] + counted + self.counts[at + _COUNTED :]
-        elif len(self.counts) < self._count_room(tool, asked.limits) * _COUNTED:
-            self.counts += _TOOL.pack(tool, 1)
-            self.names += pack_name(next((name for digest, name in asked.tools if digest == tool), ""))
+    def _pick_new(self, asked: Step, calls: bytes) -> tuple[bool, bytes]:
+        """Whether all calls of a history are new, and those of its newest that are; see the top of this file."""
+        size = len(calls)
+        for at in range(len(self.marks) - _MARK, max(-1, len(self.marks) - (_NEWEST_MARKS + 1) * _MARK), -_MARK):
+            end = size - (len(asked.calls) // RECORD - int.from_bytes(self.marks[at : at + 2])) * RECORD
+            if (
+                0 < end <= size
+                and int.from_bytes(self.marks[at + 2 : at + _MARK]) == asked.total - add_up(calls[end:])
+                and self._knows(calls[end - RECORD : end - RECORD + _ID])
+                and not self._knows(calls[end : end + _ID])
+            ):
+                return False, calls[end:]
+        named = any([calls[at : at + _ID] != NO_ID for at in range(0, size, RECORD)])
+        if named:
+            ids = {self.records[at : at + _ID] for at in range(0, len(self.records), KNOWN)}
+            ids.discard(NO_ID)
+            places = [at for at in range(0, size, RECORD) if calls[at : at + _ID] in ids]
+            if places:
+                self.renewed = False
+                first, last = places[0] if self._forgot() else 0, places[-1]
+                ids.add(NO_ID)
+                between = [calls[at : at + RECORD] for at in range(first, last, RECORD) if calls[at : at + _ID] not in ids]
+                return False, b"".join([*between, calls[last + RECORD :]])
+        lasting = named and not self.renewed
+        end = self._find_end(asked, calls, lasting=lasting) if not (lasting and asked.at_once) else -1
+        if end < 0:
+            return True, calls
+        self.renewed = named
+        return False, calls[end:]
 
-    def _count_room(self, tool: bytes, limits: Limits) -> int:
-        """How many tools there may be besides this one; others leave room for those that have limits of their own."""
-        missing = 0
-        for digest, _ in limits.tools:
-            if digest == tool:
-                return _MOST_TOOLS
-            missing += _find(self.counts, digest, _COUNTED) < 0
-        return _TOOLS - missing
+    def _knows(self, name: bytes) -> bool:
+        return len(name) == _ID and name != NO_ID and _find(self.records, name, KNOWN) >= 0
+
+    def _forgot(self) -> bool:
+        return self.tool_calls * KNOWN > len(self.records)
+
+    def _find_end(self, asked: Step, calls: bytes, *, lasting: bool) -> int:
+        """Where in a history's newest calls those end that are known by their place; -1 where none are.
+
+        Args:
+            asked: the request.
+            calls: the newest that it shows.
+            lasting: ids are taken to last.
+        """
+        count = len(calls) // RECORD
+        older = len(asked.calls) // RECORD - count
+        marks = {self.marks[at : at + _MARK] for at in range(0, len(self.marks), _MARK)}
+        total, sums = asked.total, {count: asked.total}  # of the digests of a history up to so many of these calls
+        for number in range(count, max(0, count - _DEEPEST), -1):
+            if _write_mark(older + number, total) in marks:
+                return number * RECORD
+            total -= int.from_bytes(calls[number * RECORD - _PAIR : number * RECORD])
+            sums[number - 1] = total
+        counted = len(self.records) // KNOWN
+        known = min(counted, _DEEPEST // 2, older + count)
+        newest = [0]  # of so many of the newest that were counted
+        for at in range(len(self.records) - KNOWN, len(self.records) - (known + 1) * KNOWN, -KNOWN):
+            newest.append(newest[-1] + int.from_bytes(self.records[at + _ID : at + KNOWN]))
+        most = older + count if self._forgot() else counted
+        for number in range(min(count, most - older), max(1 if lasting else 0, count - _DEEPEST // 2), -1):
+            length = min(older + number, known)
+            if number - length in sums and sums[number] - sums[number - length] == newest[length]:
+                return number * RECORD
+        return -1
+
+    def _count_tools(self, numbers: dict[bytes, int], asked: Step) -> None:
+        """Count so many more calls of each tool."""
+        missing: set[bytes] | None = None  # of those that have limits of their own, for which others leave room
+        names: dict[bytes, str] = {}
+        for tool, number in numbers.items():
+            at = _find(self.counts, tool, _COUNTED)
+            if at >= 0:
+                counted = _TOOL.pack(tool, min(self._count_calls(tool) + number, _MAX))
+                self.counts = self.counts[:at] + counted + self.counts[at + _COUNTED :]
+                continue
+            if missing is None:
+                missing = {digest for digest, _ in asked.limits.tools if _find(self.counts, digest, _COUNTED) < 0}
+                names = dict(pick_names(asked))
+            if len(self.counts) < (_MOST_TOOLS if tool in missing else _TOOLS - len(missing)) * _COUNTED:
+                self.counts += _TOOL.pack(tool, number)
+                self.names += pack_name(names.get(tool, ""))
+                missing.discard(tool)
 
     def _judge(self, asked: Step, retry: bool) -> tuple[int, int, int, bytes]:  # noqa: FBT001, PLR0911  # a limit each
         """Which limit refuses a request, an index into `LIMITS`; used and allowed of it; the tool that it is about."""
@@ -565,7 +712,7 @@ class Ledger(Used):
             count = self._count_calls(tool)
             if count > allowed:
                 return 5, count, allowed, tool
-        equal = self._count_equal(asked.calls, limits.window) if limits.threshold >= 0 else -1
+        equal = self._count_equal(cut_calls(asked), limits.window) if limits.threshold >= 0 and asked.calls else -1
         if equal >= max(limits.threshold, 1):
             return 6, equal, limits.threshold, asked.calls[_ID - RECORD : _NAME - RECORD]
         return 0, 0, 0, b""
@@ -576,18 +723,17 @@ class Ledger(Used):
 
     def _count_equal(self, calls: bytes, window: int) -> int:
         """How often the newest tool call stands among the last: those shown, and where they are few, those known before."""
-        recent = calls[-window * RECORD :]
-        missing = window - len(recent) // RECORD
-        if recent and missing > 0 and self.records != calls:
-            shown = {calls[at : at + _ID] for at in range(0, len(calls), RECORD)}
-            older = [self.records[at : at + RECORD] for at in range(0, len(self.records), RECORD)]
-            recent = b"".join([record for record in older if record[:_ID] not in shown][-missing:]) + recent
-        newest = calls[_NAME - RECORD :]
-        equal, at = 0, recent.find(newest, _NAME) if recent else -1
-        while at >= 0:
-            equal += at % RECORD == _NAME
-            at = recent.find(newest, at + 1)
-        return equal
+        newest = calls[-_PAIR:]
+        recent = [calls[at : at + _PAIR] for at in range(max(_NAME, len(calls) - window * RECORD + _NAME), len(calls), RECORD)]
+        missing, shown, known = window - len(recent), len(calls) // RECORD, self.records
+        if missing > 0 and len(known) > shown * KNOWN:
+            if self.renewed or calls.startswith(NO_ID, -RECORD):
+                known = known[: len(known) - shown * KNOWN]
+            else:
+                ids = {calls[at : at + _ID] for at in range(0, len(calls), RECORD)}
+                known = b"".join([known[at : at + KNOWN] for at in range(0, len(known), KNOWN) if known[at : at + _ID] not in ids])
+            recent += [known[at : at + _PAIR] for at in range(max(_ID, len(known) - missing * KNOWN + _ID), len(known), KNOWN)]
+        return recent.count(newest)
 
     def _block(self, limits: Limits) -> None:
         """One more request was refused."""
@@ -599,9 +745,12 @@ class Ledger(Used):
     def _let_through(self, asked: Step, retry: bool, now: int) -> None:  # noqa: FBT001  # a bit of what is stored
         """One more request was not."""
         limits = asked.limits
-        if not retry:
+        if retry:
+            self.identities[asked.identity] += 1
+        else:
             self.steps = min(self.steps + 1, _MAX)
-            self.identities[asked.identity] = None
+            self.identities.pop(asked.identity, None)
+            self.identities[asked.identity] = 0
             if len(self.identities) > _IDENTITIES:
                 del self.identities[next(iter(self.identities))]
         bits = _RETRY if retry else 0
@@ -652,6 +801,8 @@ class Ledger(Used):
         if not bits & _RETRY:
             self.steps -= 1
             self.identities.pop(identity, None)
+        elif self.identities.get(identity, 0):
+            self.identities[identity] -= 1
 
     def _describe(  # noqa: PLR0913  # what the ledger does not hold
         self,
@@ -685,6 +836,10 @@ class Ledger(Used):
         )
 
 
+def _write_mark(shown: int, total: int) -> bytes:
+    return min(shown, _MAX_SHOWN).to_bytes(2) + (total & _SUM).to_bytes(6)
+
+
 def _find(joined: bytes, start: bytes, width: int) -> int:
     """Where the item that starts so stands among items of one width; -1 where none does."""
     if not joined:
@@ -705,6 +860,36 @@ def count_records(asked: Step) -> int:
     limits = asked.limits
     highest = max([grant(limits.tool_calls, asked.grants[1]), *[allowed for _, allowed in limits.tools]])
     return min(MAX_RECORDS, max(_RECORDS, highest + _SPARE_RECORDS, limits.window))
+
+
+def cut_calls(asked: Step) -> bytes:
+    """The calls of a history that are looked at one by one: the newest ones."""
+    calls = asked.calls
+    return calls if len(calls) <= MAX_RECORDS * RECORD else calls[-MAX_RECORDS * RECORD :]
+
+
+def add_up(calls: bytes) -> int:
+    """The sum of the digests of tools and arguments; see `Step.total`."""
+    return sum([int.from_bytes(calls[at - _PAIR : at]) for at in range(RECORD, len(calls) + 1, RECORD)])
+
+
+def sum_up_older(asked: Step) -> list[tuple[bytes, int]]:
+    """How often tools are called before the calls that are looked at one by one; as many tools as there may be room for."""
+    most = len(asked.calls) - len(cut_calls(asked))
+    if not most:
+        return []
+    numbers: dict[bytes, int] = {}
+    for at in range(0, most, RECORD):
+        tool = asked.calls[at + _ID : at + _NAME]
+        numbers[tool] = numbers.get(tool, 0) + 1
+    limited = {digest for digest, _ in asked.limits.tools}
+    return [(tool, number) for place, (tool, number) in enumerate(numbers.items()) if place < _TOOLS or tool in limited]
+
+
+def pick_names(asked: Step) -> list[tuple[bytes, str]]:
+    """The tools of a history and their names, as many as there may be room for."""
+    limited = {digest for digest, _ in asked.limits.tools} if len(asked.tools) > _TOOLS else set()
+    return [(tool, name) for place, (tool, name) in enumerate(asked.tools) if place < _TOOLS or tool in limited]
 
 
 def pack_name(name: str) -> bytes:
@@ -754,17 +939,21 @@ def read_standing(answer: bytes) -> Standing:
     )
 
 
-_QUESTION: Final = struct.Struct(">BBB16s8sQQQqqqqqqqI")
+_QUESTION: Final = struct.Struct(">BBBB16s8sQQQqqqqqqqIIQ")
 _STEP: Final = 3
 """What is asked, beside the outcomes of settlements."""
 
 
-def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes]:
-    """What a remote store is asked: a head, tools that have limits, the names of tools, and tool calls."""
+def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+    """What a remote store is asked: a head, tools that have limits, names of tools, the newest tool calls, and the older ones'
+    tools.
+    """
     limits = asked.limits
     if isinstance(asked, Settlement):
         kind, estimated, identity, money, records = asked.outcome, asked.estimated, b"", min(asked.cost, MAX_MONEY), 0
-        grants, limited, names, calls = (0, 0, 0), b"", b"", b""
+        grants, limited, names, calls, older = (0, 0, 0), b"", b"", b"", b""
+        shown = total = 0
+        at_once = False
     else:
         kind, estimated, identity, money, records = (
             _STEP,
@@ -773,13 +962,16 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes]
             min(asked.reserve, MAX_RESERVE),
             count_records(asked),
         )
-        grants, calls = asked.grants, asked.calls
+        grants, calls, at_once = asked.grants, cut_calls(asked), asked.at_once
+        shown, total = len(asked.calls) // RECORD, asked.total
         limited = b"".join([_TOOL.pack(tool, allowed) for tool, allowed in limits.tools])
-        names = b"".join([tool + pack_name(name) for tool, name in asked.tools])
+        names = b"".join([tool + pack_name(name) for tool, name in pick_names(asked)])
+        older = b"".join([_TOOL.pack(tool, number) for tool, number in sum_up_older(asked)]) if len(asked.calls) > len(calls) else b""
     head = _QUESTION.pack(
         kind,
         estimated,
         limits.narrows,
+        at_once,
         asked.call,
         identity,
         money,
@@ -793,8 +985,10 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes]
         limits.blocks,
         limits.errors,
         records,
+        shown,
+        total,
     )
-    return head, limited, names, calls
+    return head, limited, names, calls, older
 
 
 def list_tools(counts: bytes, names: bytes) -> tuple[tuple[bytes, str, int], ...]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from extproc.fingerprint import is_too_long
 from extproc.guards.loop import Detector
-from extproc.guards.session import MAX_INSPECT_BYTES, SessionGuard
+from extproc.guards.session import SessionGuard
 from extproc.guards.session_names import Rings, SessionNames
 from extproc.policy.bundle import BODY, EVERYBODY, UNSUPPORTED_KEYS, Bypass, LoopDetection, Policy, Session
 from extproc.policy.routes import copy_text, is_below
@@ -136,7 +136,8 @@ class Plan:
         if spec.session_limits is not None:
             session = spec.session or Session()
             names = _make_names(session, self.rings)
-            self.limiter = SessionGuard(self.id, spec.session_limits, session, names, shadow=shadow, namespace=namespace)
+            most = spec.find_session_inspect_bytes()
+            self.limiter = SessionGuard(self.id, spec.session_limits, session, names, most, shadow=shadow, namespace=namespace)
         self.needs_body = self.reads_body or self.limiter is not None or any(detector.needs_body for detector in self.detectors)
         looking = [
             detector.max_inspect_bytes
@@ -145,9 +146,9 @@ class Plan:
         ]
         steering = [detector.max_inspect_bytes for detector in self.detectors if detector.steers and not shadow]
         if self.limiter is not None:
-            looking.append(MAX_INSPECT_BYTES)
+            looking.append(self.limiter.max_inspect_bytes)
             if (self.limiter.steers or self.limiter.narrows) and not shadow:
-                steering.append(MAX_INSPECT_BYTES)
+                steering.append(self.limiter.max_inspect_bytes)
         self.inspects = max(looking, default=0)
         self.steers = max(steering, default=0)
         self.ramp: Ramp | None = None

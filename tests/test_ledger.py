@@ -15,6 +15,7 @@ from extproc.ledger import (
     LIMITS,
     MAX_MONEY,
     MAX_RECORDS,
+    MAX_RETRIES_PER_STEP,
     REFUSED,
     SUCCEEDED,
     WITHDRAWN,
@@ -23,6 +24,7 @@ from extproc.ledger import (
     Settlement,
     Standing,
     Step,
+    add_up,
     enter,
 )
 from extproc.metrics import Metrics
@@ -44,8 +46,8 @@ def digest(name: str) -> bytes:
 
 
 def make_record(number: int, tool: str = "read", arguments: str = "a") -> bytes:
-    """A tool call by the number of its id."""
-    return number.to_bytes(6) + digest(tool) + digest(tool[:2] + arguments)
+    """A tool call by the number of its id; eight numbers are a turn's."""
+    return (number + 8).to_bytes(6) + digest(tool) + digest(tool[:2] + arguments)
 
 
 def make_step(number: int, limits: Limits, calls: Sequence[bytes] = (), **changes: Any) -> Step:  # noqa: ANN401  # Step's own
@@ -54,7 +56,9 @@ def make_step(number: int, limits: Limits, calls: Sequence[bytes] = (), **change
     tools = tuple((tool, tool.decode("latin-1").rstrip(".")) for tool in shown)
     keys = ("session:p::s1:7f", "sessions:p::7f", "session:p::*:7f")
     identity, name = number.to_bytes(8), (number + 2**32).to_bytes(16)
-    return replace(Step(*keys, limits, identity, name, 0, b"".join(calls), tools, (0, 0, 0)), **changes)
+    joined = b"".join(calls)
+    turns = {int.from_bytes(record[:6]) // 8 for record in calls}
+    return replace(Step(*keys, limits, identity, name, 0, joined, add_up(joined), len(turns) < 2, tools, (0, 0, 0)), **changes)
 
 
 def settle_step(step: Step, outcome: int = SUCCEEDED, cost: int = 0, **changes: Any) -> Settlement:  # noqa: ANN401  # its own
@@ -69,7 +73,7 @@ class Account:
         self.began = self.last = now
         self.steps: list[dict[str, Any]] = []  # those that were let through, retries included
         self.open: list[dict[str, Any]] = []
-        self.identities: list[bytes] = []
+        self.identities: dict[bytes, int] = {}
         self.records: list[bytes] = []
         self.tools: dict[bytes, list[Any]] = {}
         self.count = self.blocks = self.row = self.errors = self.narrowed = 0
@@ -131,14 +135,15 @@ class Account:
         """One request."""
         self.close_old(now)
         shown = self.learn(asked)
-        retry = asked.identity in self.identities
+        retry = self.identities.get(asked.identity, MAX_RETRIES_PER_STEP) < MAX_RETRIES_PER_STEP
         verdict = self.judge(asked, shown, retry)
         if verdict[0]:
             self.block(asked.limits)
         else:
             self.count += not retry
-            if not retry:
-                self.identities = [*self.identities, asked.identity][-16:]
+            times = self.identities[asked.identity] + 1 if retry else 0
+            others = {known: number for known, number in self.identities.items() if retry or known != asked.identity}
+            self.identities = dict(list({**others, asked.identity: times}.items())[-16:])
             limits = asked.limits
             met = limits.narrows and len(self.records) >= limits.tool_calls + asked.grants[1]
             first = met and not self.narrowed
@@ -163,8 +168,10 @@ class Account:
         """One that is open."""
         if asked.outcome in {REFUSED, WITHDRAWN}:
             self.count -= not step["retry"]
-            if not step["retry"] and step["identity"] in self.identities:
-                self.identities.remove(step["identity"])
+            if not step["retry"]:
+                self.identities.pop(step["identity"], None)
+            elif self.identities.get(step["identity"]):
+                self.identities[step["identity"]] -= 1
             self.row += step["row"]
             self.narrowed = 0 if step["first"] else self.narrowed
             if self.last == step["now"]:
@@ -284,12 +291,12 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
                 answers.append(ask(settlement, now))
             continue
         if move == "compact":
-            del history[: amount * 2]
+            del history[: min(amount * 2, len(history) - 1)]
         elif move == "branch":
-            del history[max(0, len(history) - amount) :]
+            del history[max(1, len(history) - amount) :]
         elif move == "step":
             tool = _TOOL_NAMES[amount % 4]
-            history += [make_record(number * 8 + more, tool, str(amount // 2)) for more in range(amount)]
+            history += [make_record(number * 8 + more, tool, f"{who}{amount // 2}") for more in range(amount)]
         again = done[-1][0].identity if move == "retry" and done else number.to_bytes(8)
         names = {"key": f"session:p::s{who}:7f", "call": number.to_bytes(16), "identity": again}
         asked = make_step(number, limits, history, **names, reserve=amount * 2, grants=(amount // 3, amount // 4, amount))
@@ -571,7 +578,7 @@ def test_a_fresh_ledger_is_small() -> None:
     ledger = Ledger(None, 0)
     ledger.take_step(make_step(1, NO_LIMITS), 0)
 
-    assert len(ledger.pack()) < 128
+    assert len(ledger.pack()) < 144
 
 
 def test_sessions_in_memory_are_bounded() -> None:

@@ -26,8 +26,7 @@ DETECTOR: Final = "session"
 NARROW: Final = "narrow"
 """What is done to a request that loses tools, beside the actions."""
 
-MAX_INSPECT_BYTES: Final = 2**20
-NO_CALLS: Final = ToolCalls(b"", (), "")
+NO_CALLS: Final = ToolCalls(b"", 0, (), "", at_once=True)
 NO_GRANTS: Final = (0, 0, 0)
 
 KILLED, MAX_STEPS, MAX_TOOL_CALLS, MAX_COST, PER_TOOL, LOOP = LIMITS[1:]
@@ -169,6 +168,7 @@ class SessionGuard:
         limits: as the ledger takes them.
         rates: what models cost.
         looks: into histories, for the calls that they show.
+        max_inspect_bytes: of a body that it looks into.
         gives_notice: before some limit is reached.
         steers: some notice puts a note into requests.
         steer_note: the operator's words for it; the guard has its own.
@@ -190,6 +190,7 @@ class SessionGuard:
         "gives_notice",
         "limits",
         "looks",
+        "max_inspect_bytes",
         "mode",
         "name",
         "names",
@@ -206,9 +207,18 @@ class SessionGuard:
     )
 
     def __init__(  # noqa: PLR0913  # what a policy says of it
-        self, policy: str, limits: SessionLimits, session: Session, names: SessionNames, *, shadow: bool, namespace: str
+        self,
+        policy: str,
+        limits: SessionLimits,
+        session: Session,
+        names: SessionNames,
+        max_inspect_bytes: int,
+        *,
+        shadow: bool,
+        namespace: str,
     ) -> None:
         """Compile; every key starts with the namespace."""
+        self.max_inspect_bytes = max_inspect_bytes
         self.policy = policy
         self.name = self.similarity_name = DETECTOR
         self.steer_note = ""
@@ -232,8 +242,8 @@ class SessionGuard:
         self.gives_notice = bool(self._steer or self._warn)
         self.narrows = self.limits.narrows or bool(self.limits.tools)
         self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
-        self._key = f"{namespace}ledger:{policy}:"
-        self._roster = f"{namespace}sessions:{policy}:"
+        self._key = f"{namespace}session2:{policy}:"
+        self._roster = f"{namespace}sessions2:{policy}:"
         self._opening = f'{{"policy":"{policy}","mode":"{self.mode}","name":"'
 
     @property
@@ -297,8 +307,20 @@ class SessionGuard:
             allowed: an operator has ordered that it is let through.
         """
         limits = self._unlimited if allowed else self.limits
-        ledger, roster, shared = keys.ledger, keys.roster, keys.shared
-        return Step(ledger, roster, shared, limits, identity, call, reserve, calls.records, calls.tools, grants)
+        return Step(
+            keys.ledger,
+            keys.roster,
+            keys.shared,
+            limits,
+            identity,
+            call,
+            reserve,
+            calls.records,
+            calls.total,
+            calls.at_once,
+            calls.tools,
+            grants,
+        )
 
     def describe_call(self, name: str, call: bytes, model: str, reserve: int) -> str:
         """What an entry of the access log has to repeat, so that it is known whose call it is about, as JSON.

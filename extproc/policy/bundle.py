@@ -26,12 +26,10 @@ from pydantic import (
 
 from extproc.fingerprint import normalize_path
 from extproc.notes import PLACEHOLDERS
-from extproc.policy.objects import MAX_SECONDS, NO_ITEMS, JsonObject, Status, is_pointer, make_error
+from extproc.policy.objects import INSPECT_BYTES, MAX_SECONDS, NO_ITEMS, InspectBytes, JsonObject, Status, is_pointer, make_error
 from extproc.policy.session_limits import MAX_COUNT, SessionLimits
 from extproc.similarity import KINDS
 from extproc.similarity.keys import SimilarityKeys
-
-MAX_INSPECT_BYTES = 16 * 2**20
 
 MAX_DELAY_MS = 30_000
 """Default and top of `max_delay_ms` (Fairvisor's cap on a throttled request)."""
@@ -242,7 +240,7 @@ class LoopDetection(SimilarityKeys):
     max_delay_ms: Annotated[int, Field(ge=1, le=MAX_DELAY_MS)] = MAX_DELAY_MS
     body: Literal["include", "ignore"] = "include"
     steer_note: NoteTemplate | None = None
-    max_inspect_bytes: Annotated[int, Field(ge=1, le=MAX_INSPECT_BYTES)] = 2**20
+    max_inspect_bytes: InspectBytes = INSPECT_BYTES
 
     @property
     def steers(self) -> bool:
@@ -375,6 +373,11 @@ class Spec(JsonObject):
         """Some detector stores something that callers without descriptors would share."""
         counting = any(not KINDS[loop.similarity].stateless or loop.cooldown_seconds for _, loop in self.detectors())
         return counting or self.session_limits is not None
+
+    def find_session_inspect_bytes(self) -> int:
+        """The largest body that `session_limits` look into: what they say, or what some detector looks into, or the default."""
+        own = self.session_limits.max_inspect_bytes if self.session_limits is not None else None
+        return own or max([INSPECT_BYTES, *[loop.max_inspect_bytes for _, loop in self.detectors()]])
 
     def detectors(self) -> list[tuple[str, LoopDetection]]:
         """The enabled entries of `loop_detection`, by name: their own, else their similarity, or `default` for a single one."""

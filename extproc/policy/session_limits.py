@@ -8,11 +8,12 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from extproc.policy.objects import JsonObject, Place, Status
+from extproc.policy.objects import InspectBytes, JsonObject, Place, Status
 
 MAX_COUNT: Final = 1_000_000_000
 MAX_TOOL_CALLS: Final = 10_000
-"""So many calls of a session are told apart."""
+MAX_WINDOW: Final = 1_000
+"""As many calls as every ledger of such a policy knows; see `ledger.MAX_RECORDS`."""
 
 MAX_TOOLS: Final = 64
 """So many tools are counted each for itself."""
@@ -58,8 +59,8 @@ class RecentCalls(JsonObject):
         threshold: so many equal ones are too many.
     """
 
-    window: Annotated[int, Field(ge=2, le=MAX_TOOL_CALLS)]
-    threshold: Annotated[int, Field(ge=2, le=MAX_TOOL_CALLS)]
+    window: Annotated[int, Field(ge=2, le=MAX_WINDOW)]
+    threshold: Annotated[int, Field(ge=2, le=MAX_WINDOW)]
 
 
 class SessionBreaker(JsonObject):
@@ -104,7 +105,7 @@ class SessionLimits(JsonObject):
     """What a session may use up; a request past one of these is refused.
 
     Attributes:
-        max_steps: requests that were let through; a retry is none.
+        max_steps: requests that were let through; of those that repeat one of the last 16, the first three are none.
         max_tool_calls: calls that the session's histories show, each once.
         max_tool_calls_mode: `narrow`: a session that has used them up goes on, without any tools.
         max_calls_per_tool: the same for single tools, by name; a tool that is used up is taken out of the request.
@@ -114,6 +115,8 @@ class SessionLimits(JsonObject):
         prices: of models, by name, in which `*` stands for anything; the longest name that fits counts.
         unknown_model: the price of those that nothing else tells.
         reject_status: HTTP status of a refusal; `auto`: 429, but 400 for clients that are known to retry that whatever it says.
+        max_inspect_bytes: largest body whose history is looked into, in bytes; default: the largest `max_inspect_bytes` of the
+            policy's detectors, and 1 MiB at least.
         escalate: what is done earlier.
     """
 
@@ -127,6 +130,7 @@ class SessionLimits(JsonObject):
     prices: dict[Model, Price] = {}
     unknown_model: Price | None = None
     reject_status: Status = 429
+    max_inspect_bytes: InspectBytes | None = None
     escalate: SessionEscalation = SessionEscalation()
 
     def needs_answers(self) -> bool:

@@ -18,7 +18,6 @@ from extproc.fingerprint import NO_BODY, Body
 from extproc.memo import Memo
 from extproc.similarity.document import ABSENT, MAX_STEPS, Document, NotCounted, count_left, decode_json, walk
 from extproc.similarity.history import (
-    MOST_SPELLED,
     NOTHING,
     RECORD,
     Shown,
@@ -113,7 +112,7 @@ class _Known:
             if self.count + len(new) > MAX_STEPS or None in new:
                 return None
             walk(tally.steps)
-            shown = look_at_all(self.shape, _pick_assistant(self.shape, new), MOST_SPELLED - tally.size)
+            shown = look_at_all(self.shape, _pick_assistant(self.shape, new))
         except (NotCounted, ValidationError):
             return None
         settled = len(new) - self.loose

@@ -1,13 +1,11 @@
-"""The calls of tools that a request's history shows, each under a digest by which it is known again in later requests.
+"""The calls of tools that a request's history shows, each under digests by which it is known again in later requests.
 
 A client sends its history again and again, so a call is told from one that was counted by what it is itself: its id, its tool
-and its arguments; of equal ones by how many stand before it. No digest depends on what else the history holds:
+and its arguments; of those whose ids are equal as well, by how many stand before it. No digest depends on what else the history
+holds: whoever sends a history again gets the same digests, and whoever appends to it gets them and new ones behind.
 
-- Whoever sends a history again gets the same digests, and whoever appends to it gets them and new ones behind.
-- Where a part of the history is gone (it was condensed), the digests of what is left are among those from before. A call is
-  never counted twice; nor is an equal one left out, as long as ids tell them apart.
-- Calls without ids, or whose ids repeat, are told apart by their number alone: one that is made again after its equals have
-  gone from the history is taken for one of them.
+A call without an id has the digests of its tool and arguments alone, as all its equals have, and so have calls whose ids are
+made anew for each request. They are known again by their place; see `ledger`.
 
 A client that changes the arguments of a call that it has made has made another one.
 """
@@ -19,10 +17,10 @@ from hashlib import blake2b
 from typing import Any, Final
 from zlib import crc32
 
-from msgspec import Raw, json
+from msgspec import json
 
 from extproc.memo import Memo
-from extproc.similarity.document import Document, NotCounted, count_left, walk, write_canonical
+from extproc.similarity.document import Document, count_left, walk, write_canonical
 from extproc.similarity.shapes import open_conversation
 from extproc.similarity.shapes.contents import read_arguments
 from extproc.similarity.shapes.conversation import ASSISTANT, Conversation, Shape
@@ -34,9 +32,6 @@ _PAIR: Final = 4
 RECORD: Final = _CALL + _TOOL + _PAIR
 """Length of a call's record, in bytes: digests of the call, of its tool's name, and of tool and arguments."""
 
-MOST_SPELLED: Final = 2**20
-"""So much of names and arguments is read in one history, in bytes: it takes 40 ms at worst."""
-
 _NAMED: Final = 16
 _MOST_KNOWN: Final = 8_192
 _LONGEST_KEY: Final = 512
@@ -47,6 +42,7 @@ more calls, or longer names of tools. They take 0.6 KB each, and 60 MB in all if
 
 _SHOWN: Final = 64
 _LONGEST_MODEL: Final = 256
+_NO_CALL: Final = bytes(_CALL)
 _SEPARATOR: Final = b"\xff"  # never in UTF-8
 _encode: Final = json.Encoder().encode
 
@@ -55,15 +51,21 @@ class ToolCalls:
     """What a request's history shows; never changed.
 
     Attributes:
-        records: RECORD bytes for each call, the oldest first; no two are equal.
+        records: RECORD bytes for each call, the oldest first; no two with ids are equal.
+        total: the sum of the last digests of all records, as numbers.
+        at_once: all calls stand in one message.
         tools: digest and name, cut to 64 characters, of the tools among them, the first to be called first.
         model: that the body names, cut to 256 characters; empty where it names none.
     """
 
-    __slots__ = ("model", "records", "tools")
+    __slots__ = ("at_once", "model", "records", "tools", "total")
 
-    def __init__(self, records: bytes, tools: tuple[tuple[bytes, str], ...], model: str) -> None:
+    def __init__(
+        self, records: bytes, total: int, tools: tuple[tuple[bytes, str], ...], model: str, *, at_once: bool
+    ) -> None:
         """Keep them as given."""
+        self.at_once = at_once
+        self.total = total
         self.records = records
         self.tools = tools
         self.model = model
@@ -75,31 +77,30 @@ class _Call:
     Attributes:
         tool: its name.
         tool_digest: of that.
-        named: digest of id, tool and arguments, which tell it from all but its equals.
+        named: digest of id, tool and arguments, which tell it from all but its equals; empty where it has no id.
         first: its record where no equal one stands before it.
-        pair: digest of tool and arguments.
-        size: of tool and arguments, in bytes.
+        pair: digest of tool and arguments, a number.
     """
 
-    __slots__ = ("first", "named", "pair", "size", "tool", "tool_digest")
+    __slots__ = ("first", "named", "pair", "tool", "tool_digest")
 
-    def __init__(self, part: Part, most: int) -> None:
+    def __init__(self, part: Part) -> None:
         """Bring it into one spelling.
 
         Raises:
-            NotCounted: it cannot be read, or has more than `most` bytes.
+            NotCounted: it cannot be read.
         """
-        spelled = _spell(part, most)
+        spelled = _spell(part)
         self.tool = part.name
         self.tool_digest = digest_tool(part.name)
-        self.named = _digest(part.id.encode() + _SEPARATOR + spelled, _NAMED)
-        self.pair = crc32(spelled).to_bytes(_PAIR)
-        self.size = len(spelled)
+        self.named = _digest(part.id.encode() + _SEPARATOR + spelled, _NAMED) if part.id else b""
+        self.pair = crc32(spelled)
         self.first = self.write(1)
 
     def write(self, number: int) -> bytes:
         """The record of the one that has so many equals up to itself."""
-        return _digest(b"%b%d" % (self.named, number), _CALL) + self.tool_digest + self.pair
+        name = _digest(b"%b%d" % (self.named, number), _CALL) if self.named else _NO_CALL
+        return name + self.tool_digest + self.pair.to_bytes(_PAIR)
 
 
 class Shown:
@@ -107,16 +108,14 @@ class Shown:
 
     Attributes:
         calls: in order.
-        size: of their tools and arguments, in bytes.
         steps: that it takes of those which a look into a body may take; see `walk`.
     """
 
-    __slots__ = ("calls", "size", "steps")
+    __slots__ = ("calls", "steps")
 
     def __init__(self, calls: list[_Call], steps: int) -> None:
-        """Sum up the calls' sizes."""
+        """Keep them as given."""
         self.calls = calls
-        self.size = sum([call.size for call in calls])
         self.steps = steps
 
 
@@ -129,43 +128,55 @@ class Tally:
 
     Attributes:
         records: as `ToolCalls` has them.
+        total: the same.
         tools: the same.
-        again: of calls that have equals, their first record and how many there are.
-        size: of all tools and arguments, in bytes.
+        turns: messages with calls.
+        again: of calls with ids that have equals, their first record and how many there are.
         steps: that it took of those which a look into a body may take.
     """
 
-    __slots__ = ("again", "records", "size", "steps", "tools")
+    __slots__ = ("again", "records", "steps", "tools", "total", "turns")
 
-    def __init__(
-        self, records: bytes, tools: tuple[tuple[bytes, str], ...], again: dict[bytes, int], size: int, steps: int
+    def __init__(  # noqa: PLR0913  # a record
+        self,
+        records: bytes,
+        total: int,
+        tools: tuple[tuple[bytes, str], ...],
+        again: dict[bytes, int],
+        turns: int,
+        steps: int,
     ) -> None:
         """Keep them as given."""
+        self.turns = turns
         self.records = records
+        self.total = total
         self.tools = tools
         self.again = again
-        self.size = size
         self.steps = steps
 
     def add(self, shown: Sequence[Shown]) -> Tally:
         """With what the next messages show."""
         if not shown:
             return self
-        size, steps = self.size, self.steps
+        total, turns, steps = self.total, self.turns, self.steps
         tools = dict(self.tools)
         numbers: dict[bytes, int] = {}
         records = [self.records]
         for message in shown:
-            size += message.size
             steps += message.steps
+            turns += bool(message.calls)
             for call in message.calls:
+                total += call.pair
                 if call.tool and call.tool_digest not in tools:
                     tools[call.tool_digest] = call.tool[:_SHOWN]
+                if not call.named:
+                    records.append(call.first)
+                    continue
                 number = numbers[call.first] = (numbers.get(call.first) or self._count(call.first)) + 1
                 records.append(call.first if number == 1 else call.write(number))
         again = {first: number for first, number in numbers.items() if number > 1}
         named = self.tools if len(tools) == len(self.tools) else tuple(tools.items())
-        return Tally(b"".join(records), named, {**self.again, **again} if again else self.again, size, steps)
+        return Tally(b"".join(records), total, named, {**self.again, **again} if again else self.again, turns, steps)
 
     def _count(self, first: bytes) -> int:
         """How many equals a call has, itself included, by its first record."""
@@ -177,7 +188,7 @@ class Tally:
         return self.again.get(first, 1) if at >= 0 else 0
 
 
-NOTHING: Final = Tally(b"", (), {}, 0, 0)
+NOTHING: Final = Tally(b"", 0, (), {}, 0, 0)
 
 
 def read_tool_calls(document: Document) -> ToolCalls:
@@ -192,7 +203,7 @@ def read_tool_calls(document: Document) -> ToolCalls:
 
 def tell(tally: Tally, model: str) -> ToolCalls:
     """What a request's history shows, given the model that its body names."""
-    return ToolCalls(tally.records, tally.tools, model[:_LONGEST_MODEL])
+    return ToolCalls(tally.records, tally.total, tally.tools, model[:_LONGEST_MODEL], at_once=tally.turns < 2)
 
 
 def list_used(document: Document) -> list[str]:
@@ -226,28 +237,21 @@ def list_shown(conversation: Conversation) -> list[Shown]:
         parts = [part for value in conversation.list_values() for part in _read_parts(shape, value)]
         called = {part.id for part in parts if part.kind == CALL}
         alone = [part for part in parts if part.kind == CALL or (part.kind == RESULT and part.id and part.id not in called)]
-        return [Shown(_describe(alone, MOST_SPELLED), 0)]
-    return look_at_all(shape, conversation.list_values(ASSISTANT), MOST_SPELLED)
+        return [Shown([_Call(part) for part in alone], 0)]
+    return look_at_all(shape, conversation.list_values(ASSISTANT))
 
 
-def look_at_all(shape: Shape, values: Sequence[Any], most: int) -> list[Shown]:
-    """What messages of the assistant's show, in `most` bytes.
+def look_at_all(shape: Shape, values: Sequence[Any]) -> list[Shown]:
+    """What messages of the assistant's show.
 
     Raises:
         NotCounted: one cannot be read, or they are too much.
     """
-    found = []
-    for value in values:
-        shown = _look(shape, value, most)
-        most -= shown.size
-        if most < 0:
-            raise NotCounted("inspect_limit")
-        found.append(shown)
-    return found
+    return [_look(shape, value) for value in values]
 
 
-def _look(shape: Shape, value: Any, most: int) -> Shown:  # noqa: ANN401  # of the shape's
-    """What a message shows, in `most` bytes. One that was looked at of late is known, but for one with bounded numbers."""
+def _look(shape: Shape, value: Any) -> Shown:  # noqa: ANN401  # of the shape's
+    """What a message shows. One that was looked at of late is known, but for one with bounded numbers."""
     key = _encode((shape.path[0], value))
     if len(key) > _LONGEST_KEY:
         key = _digest(key, _NAMED)
@@ -256,7 +260,7 @@ def _look(shape: Shape, value: Any, most: int) -> Shown:  # noqa: ANN401  # of t
         walk(shown.steps)
         return shown
     steps, fractions = count_left()
-    calls = _describe([part for part in _read_parts(shape, value) if part.kind == CALL], most)
+    calls = [_Call(part) for part in _read_parts(shape, value) if part.kind == CALL]
     steps_left, fractions_left = count_left()
     shown = Shown(calls, steps - steps_left)
     if fractions_left == fractions and len(calls) <= _MOST_CALLS and sum([len(call.tool) for call in calls]) <= _LONGEST_NAMES:
@@ -269,28 +273,12 @@ def _read_parts(shape: Shape, value: Any) -> list[Part]:  # noqa: ANN401  # of t
     return shape.read(value)
 
 
-def _describe(parts: list[Part], most: int) -> list[_Call]:
-    """Calls in `most` bytes."""
-    calls = []
-    for part in parts:
-        call = _Call(part, most)
-        most -= call.size
-        calls.append(call)
-    return calls
-
-
-def _spell(part: Part, most: int) -> bytes:
+def _spell(part: Part) -> bytes:
     """Tool and arguments in one spelling; those of a result's call are unknown, and equal to no others.
 
     Raises:
-        NotCounted: it cannot be read, or has more than so many bytes.
+        NotCounted: it cannot be read.
     """
     if part.kind == RESULT:
         return _SEPARATOR + _SEPARATOR + part.id.encode()
-    value = part.value
-    if isinstance(value, Raw | str) and len(value) > most:
-        raise NotCounted("inspect_limit")
-    spelled = part.name.encode() + _SEPARATOR + write_canonical(read_arguments(value))
-    if len(spelled) > most:
-        raise NotCounted("inspect_limit")
-    return spelled
+    return part.name.encode() + _SEPARATOR + write_canonical(read_arguments(part.value))

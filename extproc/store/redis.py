@@ -30,7 +30,7 @@ from extproc.store.link import Link, Place, Reply, explain_refusal
 from extproc.store.pending import Pending
 from extproc.store.remote import RemoteStore
 from extproc.store.resp import write_keys, write_word
-from extproc.store.scripts import Call, Script, count_call
+from extproc.store.scripts import MAX_WEIGHT, Call, Script, count_call
 from extproc.store.shard import blame_bug
 from extproc.store.topology import Layout, One, Slots, Topology, Undivided, Watched
 from extproc.windows import Hit
@@ -44,18 +44,20 @@ _ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 
 
 class _Group:
-    """The calls of a batch that share a script and a hash tag, which go as one; and their positions in the batch."""
+    """Calls of a batch that share a script and a hash tag, which go as one; and their positions in the batch."""
 
-    __slots__ = ("calls", "positions", "script", "tag")
+    __slots__ = ("calls", "positions", "script", "tag", "weight")
 
     def __init__(self, script: Script, tag: str) -> None:
         self.script = script
         self.tag = tag
+        self.weight = 0
         self.calls: list[Call] = []
         self.positions: list[int] = []
 
     def add(self, call: Call, position: int) -> _Group:
         """Take one more."""
+        self.weight += call.weight
         self.calls.append(call)
         self.positions.append(position)
         return self
@@ -153,6 +155,7 @@ class RedisBackend:
         await self._topology.drop()
 
     def _group(self, calls: list[Call]) -> list[_Group]:
+        full: list[_Group] = []
         groups: dict[tuple[str, str], _Group] = {}
         group: _Group | None = None
         for position, call in enumerate(calls):
@@ -161,8 +164,11 @@ class RedisBackend:
                 group = groups.get((script.sha, tag))
                 if group is None:
                     group = groups[script.sha, tag] = _Group(script, tag)
+            if group.weight and group.weight + call.weight > MAX_WEIGHT:
+                full.append(group)
+                group = groups[script.sha, tag] = _Group(script, tag)
             group.add(call, position)
-        return list(groups.values())
+        return [*full, *groups.values()]
 
     def _tag(self, key: str) -> str:
         tags = self._topology.tags

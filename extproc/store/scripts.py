@@ -14,9 +14,16 @@ from importlib.resources import files
 from typing import Any, Final
 
 from extproc.errors import StoreError
-from extproc.ledger import Question, Settlement, Standing, Step, pack_question, read_standing
+from extproc.ledger import RECORD, Question, Settlement, Standing, Step, pack_question, read_standing
 from extproc.store.resp import write_word
 from extproc.windows import Count, Hit, Push, read_entries, split_records
+
+
+MAX_WEIGHT: Final = 32
+"""Of the calls that go as one script, which other clients of the server have to wait for: they take 1 ms at worst."""
+
+_WEIGHT_BYTES: Final = 16 * RECORD
+"""Of a history's calls, that weigh as much as a step."""
 
 
 class Script:
@@ -51,9 +58,10 @@ class Call:
         arguments: what the script takes for each key.
         owed: of the counts among these, those that this process has answered already.
         others: keys behind the subject's that the script takes as well, in the same hash slot; mostly none.
+        weight: what it takes of `MAX_WEIGHT`.
     """
 
-    __slots__ = ("arguments", "others", "owed", "script", "subject")
+    __slots__ = ("arguments", "others", "owed", "script", "subject", "weight")
 
     def __init__(
         self,
@@ -62,8 +70,10 @@ class Call:
         arguments: tuple[int | bytes, ...],
         owed: int = 0,
         others: tuple[str, ...] = (),
+        weight: int = 0,
     ) -> None:
         """Keep them as given."""
+        self.weight = weight
         self.others = others
         self.owed = owed
         self.script = script
@@ -72,7 +82,7 @@ class Call:
 
     def narrow(self) -> Call:
         """The same with the subject's key alone."""
-        return Call(self.script, self.subject, self.arguments, self.owed)
+        return Call(self.script, self.subject, self.arguments, self.owed, (), self.weight)
 
 
 class Verdict:
@@ -150,8 +160,9 @@ _SESSION = Script("session", partial(_read_each, _read_standing))
 def session_call(asked: Step | Settlement, now: int | None = None) -> Call:
     """Take a step of a session's, or settle one; `now` as for counts."""
     arguments = (-1 if now is None else now, *pack_question(asked))
-    others = (asked.roster, asked.shared) if isinstance(asked, Step) else ()
-    return Call(_SESSION, asked, arguments, 0, others)
+    if not isinstance(asked, Step):
+        return Call(_SESSION, asked, arguments, weight=1)
+    return Call(_SESSION, asked, arguments, 0, (asked.roster, asked.shared), 1 + len(asked.calls) // _WEIGHT_BYTES)
 
 
 def push_call(pushed: Push, now: int | None = None) -> Call:

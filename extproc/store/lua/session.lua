@@ -2,22 +2,27 @@
 --
 -- KEYS     for each step three keys, all in one hash slot: the session's ledger, the tenant's roster, the ledger of sessions that
 --          are too many; for each settlement the ledger's. One step may come with its first key alone: then there is room
--- ARGV     for each step or settlement, or once where they are the same for all, five values: now_ms (-1: the server's clock);
---          what is asked, packed as ASKED; the tools that have limits, packed as TOOL; the names of the tools in the history, each
---          a digest and a length before it; the tool calls in the history
+-- ARGV     for each step or settlement, or once where they are the same for all, six values: now_ms (-1: the server's clock);
+--          what is asked, packed as ASKED; the tools that have limits, packed as TOOL; the names of tools in the history, each
+--          a digest and a length before it; the newest tool calls in the history; the tools of the older ones, packed as TOOL
 -- returns  for each how the session stands, packed as STANDING, a number for each tool as TOOL, and the tools' names
 --
 -- The formats and the rules are those of extproc/ledger.py, and so are the names here. The value decides; the key's own expiry only
 -- collects garbage.
 
-local HEAD, HEAD_SIZE = '>I8I8I8I8I8I4I4I4I4I4I4BBBBI2', 70
+local VERSION = 2
+local HEAD, HEAD_SIZE = '>BI8I8I8I8I8I4I4I4I4I4I4BBBBBI2I2', 74
 local RESERVATION, RESERVATION_SIZE = '>c16c8I8I8I4I4B', 49
 local TOOL, TOOL_SIZE = '>c4I4', 8
 local ROSTER, ROSTER_SIZE = '>I8I8I4', 20
-local ASKED = '>BBBc16c8I8I8I8i8i8i8i8i8i8i8I4'
+local MARK, MARK_SIZE, MARKS, NEWEST_MARKS = '>I2I6', 8, 256, 4
+local ASKED = '>BBBBc16c8I8I8I8i8i8i8i8i8i8i8I4I4I8'
 local STANDING = '>BBBBc4i8i8I4I4I4I4I4I8I8I8I8B'
 
-local RECORD, ID, NAME, IDENTITY, IDENTITIES = 14, 6, 10, 8, 16
+local RECORD, KNOWN, ID, NAME, NO_ID = 14, 10, 6, 10, '\0\0\0\0\0\0'
+local FEW = 16
+local DEEPEST, MAX_SHOWN, SUM = 256, 65535, 281474976710656
+local IDENTITY, REPEATED, IDENTITIES, MAX_RETRIES_PER_STEP = 8, 9, 16, 3
 local OPEN, OPEN_MS = 32, 600000
 local TOOLS, MOST_TOOLS = 64, 255
 local MAX, MAX_MONEY = 4294967295, 4503599627370496
@@ -42,31 +47,33 @@ end
 local function make(now)
   return {
     last = now, began = now, cost = 0, estimated = 0, reserved = 0, steps = 0, tool_calls = 0, narrowed_at = 0, blocks = 0,
-    consecutive_blocks = 0, consecutive_errors = 0, killed = 0, identities = '', open = '', counts = '', names = '', records = '',
+    consecutive_blocks = 0, consecutive_errors = 0, killed = 0, renewed = 0, identities = '', open = '', counts = '', names = '',
+    marks = '', records = '',
   }
 end
 
 local function unpack_ledger(value)
-  if #value < HEAD_SIZE then return nil end
-  local l, identities, open, tools, names, at = {}, nil, nil, nil, nil, nil
-  l.last, l.began, l.cost, l.estimated, l.reserved, l.steps, l.tool_calls, l.narrowed_at, l.blocks, l.consecutive_blocks,
-    l.consecutive_errors, l.killed, identities, open, tools, names, at = struct.unpack(HEAD, value)
-  local records = #value + 1 - at - identities * IDENTITY - open * RESERVATION_SIZE - tools * TOOL_SIZE - names
-  if records < 0 or records % RECORD > 0 then return nil end -- not ours either
+  if #value < HEAD_SIZE or string.byte(value) ~= VERSION then return nil end
+  local l, _, identities, open, tools, names, marks, at = {}, nil, nil, nil, nil, nil, nil, nil
+  _, l.last, l.began, l.cost, l.estimated, l.reserved, l.steps, l.tool_calls, l.narrowed_at, l.blocks, l.consecutive_blocks,
+    l.consecutive_errors, l.killed, l.renewed, identities, open, tools, names, marks, at = struct.unpack(HEAD, value)
+  identities, open, tools, marks = identities * REPEATED, open * RESERVATION_SIZE, tools * TOOL_SIZE, marks * MARK_SIZE
+  local records = #value + 1 - at - identities - open - tools - names - marks
+  if records < 0 or records % KNOWN > 0 then return nil end -- not ours either
   local function cut(length)
     at = at + length
     return sub(value, at - length, at - 1)
   end
-  l.identities, l.open, l.counts = cut(identities * IDENTITY), cut(open * RESERVATION_SIZE), cut(tools * TOOL_SIZE)
-  l.names, l.records = cut(names), cut(records)
+  l.identities, l.open, l.counts, l.names, l.marks, l.records =
+    cut(identities), cut(open), cut(tools), cut(names), cut(marks), cut(records)
   return l
 end
 
 local function pack_ledger(l)
-  local head = struct.pack(HEAD, l.last, l.began, l.cost, l.estimated, l.reserved, l.steps, l.tool_calls, l.narrowed_at, l.blocks,
-    l.consecutive_blocks, l.consecutive_errors, l.killed, #l.identities / IDENTITY, #l.open / RESERVATION_SIZE,
-    #l.counts / TOOL_SIZE, #l.names)
-  return table.concat({head, l.identities, l.open, l.counts, l.names, l.records})
+  local head = struct.pack(HEAD, VERSION, l.last, l.began, l.cost, l.estimated, l.reserved, l.steps, l.tool_calls, l.narrowed_at,
+    l.blocks, l.consecutive_blocks, l.consecutive_errors, l.killed, l.renewed, #l.identities / REPEATED,
+    #l.open / RESERVATION_SIZE, #l.counts / TOOL_SIZE, #l.names, #l.marks / MARK_SIZE)
+  return table.concat({head, l.identities, l.open, l.counts, l.names, l.marks, l.records})
 end
 
 local function recall(key, asked)
@@ -108,78 +115,176 @@ local function close_old(l, now)
   end
 end
 
-local function count_room(l, tool, limited)
-  local missing = 0
-  for at = 1, #limited, TOOL_SIZE do
-    local digest = sub(limited, at, at + 3)
-    if digest == tool then return MOST_TOOLS end
-    if not find(l.counts, digest, TOOL_SIZE) then missing = missing + 1 end
-  end
-  return TOOLS - missing
-end
-
-local function find_name(names, tool) -- behind its length
-  local at = 1
-  while at < #names do
-    local length = string.byte(names, at + 4)
-    if sub(names, at, at + 3) == tool then return sub(names, at + 4, at + 4 + length) end
-    at = at + 5 + length
-  end
-  return '\0'
-end
-
 local function count_calls(l, tool)
   local at = find(l.counts, tool, TOOL_SIZE)
-  return at and struct.unpack('>I4', l.counts, at + 4) or 0, at
+  return at and struct.unpack('>I4', l.counts, at + 4) or 0
 end
 
-local function count_tool(l, tool, asked)
-  local count, at = count_calls(l, tool)
-  if at then
-    local counted = struct.pack(TOOL, tool, math.min(count + 1, MAX))
-    l.counts = sub(l.counts, 1, at - 1) .. counted .. sub(l.counts, at + TOOL_SIZE)
-  elseif #l.counts < count_room(l, tool, asked.limited) * TOOL_SIZE then
-    l.counts = l.counts .. struct.pack(TOOL, tool, 1)
-    l.names = l.names .. find_name(asked.names, tool)
+local function read_names(names) -- each with its length before it
+  local found, at = {}, 1
+  while at < #names do
+    local length = string.byte(names, at + 4)
+    found[sub(names, at, at + 3)] = sub(names, at + 4, at + 4 + length)
+    at = at + 5 + length
   end
+  return found
 end
 
-local function pick_new(l, calls)
-  local known, ids, new = l.records, {}, {}
-  for at = 1, #known, RECORD do ids[sub(known, at, at + ID - 1)] = true end
-  local forgot = l.tool_calls * RECORD > #known
-  for at = 1, #calls, RECORD do
-    if not ids[sub(calls, at, at + ID - 1)] then
-      new[#new + 1] = sub(calls, at, at + RECORD - 1)
-    elseif forgot then -- what stands before the first one that is known is older, and was counted once
-      new, forgot = {}, false
+local function count_tools(l, tools, numbers, asked)
+  local places, counts = {}, {}
+  for at = 1, #l.counts, TOOL_SIZE do
+    counts[#counts + 1] = sub(l.counts, at, at + TOOL_SIZE - 1)
+    places[sub(l.counts, at, at + 3)] = #counts
+  end
+  local limited, missing, names = nil, 0, nil -- those that have limits of their own, for which others leave room
+  for _, tool in ipairs(tools) do
+    local place = places[tool]
+    if place then
+      local count = struct.unpack('>I4', counts[place], 5)
+      counts[place] = struct.pack(TOOL, tool, math.min(count + numbers[tool], MAX))
+    else
+      if not limited then
+        limited, names = {}, read_names(asked.names)
+        for at = 1, #asked.limited, TOOL_SIZE do
+          local digest = sub(asked.limited, at, at + 3)
+          if not places[digest] then limited[digest], missing = true, missing + 1 end
+        end
+      end
+      if #counts < (limited[tool] and MOST_TOOLS or TOOLS - missing) then
+        counts[#counts + 1] = struct.pack(TOOL, tool, numbers[tool])
+        places[tool] = #counts
+        l.names = l.names .. (names[tool] or '\0')
+        if limited[tool] then limited[tool], missing = nil, missing - 1 end
+      end
     end
   end
-  return table.concat(new)
+  l.counts = table.concat(counts)
+end
+
+local function read_pair(joined, at) return (struct.unpack('>I4', joined, at)) end
+
+local function add_up(calls, start)
+  local total = 0
+  for at = start + NAME, #calls, RECORD do total = total + read_pair(calls, at) end
+  return total
+end
+
+local function write_mark(shown, total) return struct.pack(MARK, math.min(shown, MAX_SHOWN), total % SUM) end
+
+local function knows(l, name) return #name == ID and name ~= NO_ID and find(l.records, name, KNOWN) end
+
+local function forgot(l) return l.tool_calls * KNOWN > #l.records end
+
+local function find_end(l, asked, calls, lasting) -- where those end that are known by their place
+  local count = #calls / RECORD
+  local older, total, sums, marks = asked.shown - count, asked.total, {[count] = asked.total}, {}
+  for mark in string.gmatch(l.marks, '........') do marks[mark] = true end
+  for number = count, math.max(0, count - DEEPEST) + 1, -1 do
+    if marks[write_mark(older + number, total)] then return number * RECORD end
+    total = total - read_pair(calls, number * RECORD - 3)
+    sums[number - 1] = total
+  end
+  local counted = #l.records / KNOWN
+  local known, newest = math.min(counted, DEEPEST / 2, asked.shown), {[0] = 0}
+  for number = 1, known do
+    newest[number] = newest[number - 1] + read_pair(l.records, #l.records - (number - 1) * KNOWN - 3)
+  end
+  local most = forgot(l) and older + count or counted
+  for number = math.min(count, most - older), math.max(lasting and 1 or 0, count - DEEPEST / 2) + 1, -1 do
+    local length = math.min(older + number, known)
+    local start = sums[number - length]
+    if start and sums[number] - start == newest[length] then return number * RECORD end
+  end
+  return nil
+end
+
+local function pick_new(l, asked, calls) -- those calls, and whether all of the history are
+  local size = #calls
+  for at = #l.marks - MARK_SIZE + 1, math.max(1, #l.marks - NEWEST_MARKS * MARK_SIZE + 1), -MARK_SIZE do
+    local shown, total = struct.unpack(MARK, l.marks, at)
+    local last = size - (asked.shown - shown) * RECORD
+    if 0 < last and last <= size and total == asked.total - add_up(calls, last + 1)
+        and knows(l, sub(calls, last - RECORD + 1, last - RECORD + ID)) and not knows(l, sub(calls, last + 1, last + ID)) then
+      return sub(calls, last + 1), false
+    end
+  end
+  local ids, old, count, first, last, named = nil, {}, 0, nil, nil, false
+  if size > FEW * RECORD then -- else each is looked for in less time
+    ids = {}
+    for id in string.gmatch(l.records, '(......)....') do ids[id] = true end
+  end
+  for id in string.gmatch(calls, '(......)........') do
+    count = count + 1
+    old[count] = id == NO_ID
+    if id ~= NO_ID then
+      named = true
+      if ids and ids[id] or not ids and knows(l, id) then first, last, old[count] = first or count, count, true end
+    end
+  end
+  if last then
+    l.renewed = 0
+    local new = {}
+    for number = forgot(l) and first or 1, last do
+      if not old[number] then new[#new + 1] = sub(calls, (number - 1) * RECORD + 1, number * RECORD) end
+    end
+    return table.concat(new) .. sub(calls, last * RECORD + 1), false
+  end
+  local lasting = named and l.renewed == 0
+  local ended = not (lasting and asked.at_once) and find_end(l, asked, calls, lasting)
+  if not ended then return calls, true end
+  l.renewed = named and 1 or 0
+  return sub(calls, ended + 1), false
 end
 
 local function learn(l, asked)
-  local known, calls = l.records, asked.calls
-  local new = sub(calls, 1, #known) == known and sub(calls, #known + 1) or pick_new(l, calls)
-  for at = 1, #new, RECORD do count_tool(l, sub(new, at + ID, at + NAME - 1), asked) end
-  l.tool_calls = math.min(l.tool_calls + #new / RECORD, MAX)
-  l.records = sub(known .. new, -asked.records * RECORD)
+  local calls, new, whole = asked.calls, asked.calls, l.tool_calls == 0
+  if not whole then new, whole = pick_new(l, asked, calls) end
+  if #new > 0 then
+    local tools, numbers = {}, {}
+    if whole then
+      for at = 1, #asked.older, TOOL_SIZE do
+        local tool, number = struct.unpack(TOOL, asked.older, at)
+        tools[#tools + 1], numbers[tool] = tool, number
+      end
+    end
+    for tool in string.gmatch(new, '......(....)....') do
+      local number = numbers[tool]
+      if not number then tools[#tools + 1] = tool end
+      numbers[tool] = (number or 0) + 1
+    end
+    count_tools(l, tools, numbers, asked)
+    l.tool_calls = math.min(l.tool_calls + (whole and asked.shown or #new / RECORD), MAX)
+    local added = string.gsub(sub(new, -asked.records * RECORD), '(......)....(....)', '%1%2')
+    l.records = sub(l.records .. added, -asked.records * KNOWN)
+  end
+  local mark = write_mark(asked.shown, asked.total)
+  if sub(l.marks, -MARK_SIZE) == mark then return end
+  local at = find(l.marks, mark, MARK_SIZE)
+  local marks = at and sub(l.marks, 1, at - 1) .. sub(l.marks, at + MARK_SIZE) or l.marks
+  l.marks = sub(marks .. mark, -MARKS * MARK_SIZE)
 end
 
 local function count_equal(l, calls, window)
-  local recent = sub(calls, -window * RECORD)
-  local missing = window - #recent / RECORD
-  if #recent > 0 and missing > 0 and l.records ~= calls then
-    local shown, older = {}, {}
-    for at = 1, #calls, RECORD do shown[sub(calls, at, at + ID - 1)] = true end
-    for at = 1, #l.records, RECORD do
-      if not shown[sub(l.records, at, at + ID - 1)] then older[#older + 1] = sub(l.records, at, at + RECORD - 1) end
-    end
-    recent = table.concat(older, '', math.max(1, #older - missing + 1)) .. recent
-  end
   local newest, equal = sub(calls, NAME - RECORD), 0
-  for at = 1, #recent, RECORD do
-    if sub(recent, at + NAME, at + RECORD - 1) == newest then equal = equal + 1 end
+  local shown = #calls / RECORD
+  local first = math.max(0, shown - window) * RECORD + 1
+  for at = first + NAME, #calls, RECORD do
+    if sub(calls, at, at + 3) == newest then equal = equal + 1 end
+  end
+  local missing, known = window - shown, l.records
+  if missing <= 0 or #known <= shown * KNOWN then return equal end
+  local ids, placed = {}, l.renewed == 1 or sub(calls, -RECORD, ID - RECORD - 1) == NO_ID
+  if placed then
+    known = sub(known, 1, #known - shown * KNOWN)
+  else
+    for at = 1, #calls, RECORD do ids[sub(calls, at, at + ID - 1)] = true end
+  end
+  for at = #known - KNOWN + 1, 1, -KNOWN do
+    if not ids[sub(known, at, at + ID - 1)] then
+      if sub(known, at + ID, at + KNOWN - 1) == newest then equal = equal + 1 end
+      missing = missing - 1
+      if missing == 0 then break end
+    end
   end
   return equal
 end
@@ -196,7 +301,7 @@ local function judge(l, asked, retry)
     local count = count_calls(l, tool)
     if count > allowed then return 5, count, allowed, tool end
   end
-  if asked.threshold >= 0 then
+  if asked.threshold >= 0 and #asked.calls > 0 then
     local equal = count_equal(l, asked.calls, asked.window)
     if equal >= math.max(asked.threshold, 1) then
       return 6, equal, asked.threshold, sub(asked.calls, ID - RECORD, NAME - RECORD - 1)
@@ -211,10 +316,29 @@ local function block(l, asked)
   if l.killed == 0 and asked.blocks >= 0 and l.consecutive_blocks >= asked.blocks then l.killed = 1 end
 end
 
+local function find_identity(l, identity) -- where it stands, and how often it came again
+  local at = find(l.identities, identity, REPEATED)
+  return at, at and string.byte(l.identities, at + IDENTITY)
+end
+
+local function drop_identity(l, identity)
+  local at = find_identity(l, identity)
+  return at and sub(l.identities, 1, at - 1) .. sub(l.identities, at + REPEATED) or l.identities
+end
+
+local function repeat_identity(l, identity, more)
+  local at, times = find_identity(l, identity)
+  if not at then return end
+  times = string.char(math.max(0, times + more))
+  l.identities = sub(l.identities, 1, at + IDENTITY - 1) .. times .. sub(l.identities, at + REPEATED)
+end
+
 local function let_through(l, asked, retry)
-  if not retry then
+  if retry then
+    repeat_identity(l, asked.identity, 1)
+  else
     l.steps = math.min(l.steps + 1, MAX)
-    l.identities = sub(l.identities .. asked.identity, -IDENTITIES * IDENTITY)
+    l.identities = sub(drop_identity(l, asked.identity) .. asked.identity .. '\0', -IDENTITIES * REPEATED)
   end
   local bits = retry and RETRY or 0
   if not asked.narrows or l.tool_calls < asked.max_calls then
@@ -234,10 +358,9 @@ local function take_back(l, identity, begun, quiet, blocks, bits)
   l.consecutive_blocks = math.min(l.consecutive_blocks + blocks, MAX)
   if l.last == begun then l.last = l.last - quiet end
   if bits >= NARROWED then l.narrowed_at = 0 end
-  if bits % NARROWED == RETRY then return end
+  if bits % NARROWED == RETRY then return repeat_identity(l, identity, -1) end
   l.steps = l.steps - 1
-  local at = find(l.identities, identity, IDENTITY)
-  if at then l.identities = sub(l.identities, 1, at - 1) .. sub(l.identities, at + IDENTITY) end
+  l.identities = drop_identity(l, identity)
 end
 
 local function close(l, at, asked)
@@ -269,8 +392,9 @@ local function take_step(key, roster, shared_key, asked)
     l = recall(key, asked)
   end
   l = l or make(asked.now)
-  learn(l, asked)
-  local retry = find(l.identities, asked.identity, IDENTITY) ~= nil
+  local known, times = find_identity(l, asked.identity)
+  if not known and #asked.calls > 0 then learn(l, asked) end -- the same request shows the same calls
+  local retry = known ~= nil and times < MAX_RETRIES_PER_STEP
   local limit, used, allowed, tool = judge(l, asked, retry)
   if limit > 0 then block(l, asked) else let_through(l, asked, retry) end
   close_old(l, asked.now)
@@ -293,12 +417,12 @@ local server_now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local answers, next_key, at = {}, 1, 0
 
 while next_key <= #KEYS do
-  local asked, estimated, narrows = {now = tonumber(ARGV[at + 1])}, nil, nil
-  asked.kind, estimated, narrows, asked.call, asked.identity, asked.money, asked.idle, asked.max_sessions, asked.max_steps,
-    asked.max_calls, asked.max_cost, asked.window, asked.threshold, asked.blocks, asked.errors, asked.records =
-    struct.unpack(ASKED, ARGV[at + 2])
-  asked.estimated, asked.narrows = estimated == 1, narrows == 1
-  asked.limited, asked.names, asked.calls = ARGV[at + 3], ARGV[at + 4], ARGV[at + 5]
+  local asked, estimated, narrows, at_once = {now = tonumber(ARGV[at + 1])}, nil, nil, nil
+  asked.kind, estimated, narrows, at_once, asked.call, asked.identity, asked.money, asked.idle, asked.max_sessions,
+    asked.max_steps, asked.max_calls, asked.max_cost, asked.window, asked.threshold, asked.blocks, asked.errors, asked.records,
+    asked.shown, asked.total = struct.unpack(ASKED, ARGV[at + 2])
+  asked.estimated, asked.narrows, asked.at_once = estimated == 1, narrows == 1, at_once == 1
+  asked.limited, asked.names, asked.calls, asked.older = ARGV[at + 3], ARGV[at + 4], ARGV[at + 5], ARGV[at + 6]
   if asked.now == -1 then asked.now = server_now end
   if asked.kind == STEP then
     answers[#answers + 1] = take_step(KEYS[next_key], KEYS[next_key + 1], KEYS[next_key + 2], asked)
@@ -307,7 +431,7 @@ while next_key <= #KEYS do
     answers[#answers + 1] = settle(KEYS[next_key], asked)
     next_key = next_key + 1
   end
-  if #ARGV > 5 then at = at + 5 end
+  if #ARGV > 6 then at = at + 6 end
 end
 
 return answers
