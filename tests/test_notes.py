@@ -463,6 +463,35 @@ def test_a_conversation_that_cannot_be_read_has_no_notes() -> None:
     assert evaluation.enforcing.candidates[0].compared == documents.write_canonical(json.loads(data))
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"mess\x80ages":[{"role":"user","content":"%b"}]}',
+        b'{"messages":[{"role":"us\x80er","content":"%b"}]}',
+        b'{"messages":[{"ro\\ud83dle":"user","content":"\\ud83d%b"}]}',
+        b'{"messages":[[[["%b"]]]]}',
+        b'{"messages":"%b"}',
+        b'{"messages":[{"role":"user","content":{"\x80":"%b"}}]}',
+        b'{"contents":[{"role":"user","parts":"%b"}]}',
+        b'{"input":{"a":"%b"}}',
+        b'{"input":[{"role":"user","content":[{"type":"input_text","text":["%b"]}]}]}',
+        b'["%b"]',
+        b"%b",
+        b'{"messages":[{"role":"user","content":"%b"}',
+    ],
+)
+@pytest.mark.parametrize("note", [FORGED, OLD, FORGED[:-1], frame_note("b", MARKS)])
+def test_no_body_that_looks_like_it_has_a_note_is_an_error(data: bytes, note: str) -> None:
+    """Where the first words cannot be had, detectors still have their say, or a reason why they have none."""
+    evaluation = looked_into(
+        make_engine(policy("q", ANY, similarity="canonical"), policy("t", ANY, similarity="turns")),
+        data % json.dumps(note)[1:-1].encode(),
+    )
+
+    assert evaluation.enforcing.failures == []
+    assert len(evaluation.enforcing.candidates) + len(evaluation.enforcing.left_out) == 2
+
+
 # --- names that clients choose
 
 _NAMES = {
