@@ -8,6 +8,7 @@ import logging
 from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -15,9 +16,8 @@ from extproc.cli import main
 from extproc.errors import StoreError, UsageError
 from extproc.hash_key import HashKey, read_hash_key
 from extproc.key_sharing import KeySharing
-from extproc.metrics import Metrics
 from extproc.notes import Marks, frame_note
-from extproc.store.memory import MemoryStore
+from extproc.store import Store
 from tests.documents import bundle, policy
 from tests.harness import Loopguard, eventually, write_policies
 from tests.servers import server
@@ -28,11 +28,10 @@ from tests.test_replay import USER, make_record, write_lines
 SECRET = bytes(range(32))
 
 
-class SharedStore(MemoryStore):
-    """A store that keeps what it is given first, where it is not away."""
+class SharedStore:
+    """As much of a store as is asked here: it keeps what it is given first, where it is not away."""
 
     def __init__(self) -> None:
-        super().__init__(Metrics())
         self.kept: dict[str, bytes] = {}
         self.error: Exception | None = None
 
@@ -100,6 +99,11 @@ def test_hashes_for_one_purpose_are_worth_nothing_for_another() -> None:
 # --- the store
 
 
+def share(key: HashKey, store: SharedStore) -> KeySharing:
+    """A replica's part in it."""
+    return KeySharing(key, cast("Store", store))
+
+
 def played(work: Callable[[SharedStore], Awaitable[None]]) -> None:
     """Run something with a store."""
 
@@ -116,7 +120,7 @@ def test_the_first_replica_gives_its_key_and_the_others_take_it() -> None:
 
     async def work(store: SharedStore) -> None:
         for key in (first, second):
-            await KeySharing(key, store).refresh()
+            await share(key, store).refresh()
 
     played(work)
 
@@ -129,7 +133,7 @@ def test_a_store_that_is_away_is_told_of_once_and_asked_again(caplog: pytest.Log
     own = key.secret
 
     async def work(store: SharedStore) -> None:
-        sharing = KeySharing(key, store)
+        sharing = share(key, store)
         store.kept["hash:1"] = SECRET
         store.error = StoreError("down", kind="connection")
         for _ in range(3):
@@ -156,14 +160,14 @@ def test_a_known_key_outlives_the_store(error: Exception, caplog: pytest.LogCapt
     given = key.secret
 
     async def work(store: SharedStore) -> None:
-        sharing = KeySharing(key, store)
+        sharing = share(key, store)
         await sharing.refresh()
         store.error = error
         await sharing.refresh()
         store.error = None
         store.kept.clear()
         await sharing.refresh()
-        await KeySharing(later, store).refresh()
+        await share(later, store).refresh()
 
     played(work)
 
