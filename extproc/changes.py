@@ -110,7 +110,7 @@ class Changes:
     ) -> tuple[Decision, Changed]:
         """Put a note into the request, or let it go on with a warning where it cannot have one."""
         candidate, request = evaluation.find_candidate(outcome), evaluation.request
-        note, make_marks = write_note(outcome, request, candidate.guard), partial(evaluation.make_marks, candidate=candidate)
+        note, make_marks = write_note(outcome, request, candidate.guard), partial(evaluation.make_marks, candidate)
         try:
             if changed.body is not None:
                 return decision, Changed(steer(request, changed.body, note, make_marks), (*changed.marks, STEERED))

@@ -422,30 +422,35 @@ class Evaluation:
         head = write_head(request.method, request.path, query)
         self._sealing = Sealing(request.path, head, known, document, unreadable, self._scope)
 
-    def make_marks(self, document: Document, candidate: Candidate | None = None) -> Marks:
-        """The marks of notes in the request's conversation.
-
-        They are bound to callers as the head alone tells them, because notes are cut out before anybody reads the body. Where
-        some policy acts, those that only watch have no say in what is cut out.
+    def make_marks(self, candidate: Candidate, data: bytes) -> Marks:
+        """The marks of notes for a candidate's caller, in the request's conversation.
 
         Args:
-            document: the body.
-            candidate: for whose caller notes are made; None where they are only to be known.
+            candidate: that steers.
+            data: the body, decoded where it has been looked into already.
 
         Raises:
             NotCounted: there is no conversation in it, or it cannot be read.
+        """
+        return self._open_marks(self.document if self.document is not None else Document(data), candidate)
+
+    def _open_marks(self, document: Document, candidate: Candidate | None = None) -> Marks:
+        """The same, also where notes are only to be recognised.
+
+        Marks are bound to callers as the head alone tells them, because notes are cut out before anybody reads the body. Where
+        some policy acts, those that only watch have no say in what is cut out.
         """
         candidates = self.enforcing.candidates or self.shadow.candidates
         callers = [each.caller_in_head for each in ([candidate, *candidates] if candidate is not None else candidates)]
         return Marks(self._key, list(dict.fromkeys(callers)), open_conversation(document).read_first_words())
 
     def _find_marks(self, document: Document) -> Marks | None:
-        """The same where something in the body looks like a note; None where no note can be known."""
+        """The same where something in the body looks like a note; None where no note can be recognised."""
         lane = self.enforcing if self.enforcing.candidates else self.shadow
         if not lane.candidates:
             return None
         try:
-            return self.make_marks(document)
+            return self._open_marks(document)
         except NotCounted:
             return None
         except Exception as error:  # noqa: BLE001  # whatever it is, what looks like a note is content

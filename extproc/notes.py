@@ -60,7 +60,7 @@ _TRIES: Final = 64
 _FORM: Final = f'{re.escape(OPENING)}([^"~]{{1,{_LONGEST_WRITTEN}}}+){CLOSING}([0-9a-f]{{{2 * _MARK_BYTES}}}){re.escape(END)}'
 _WRITTEN: Final = re.compile(_FORM.encode())
 _SAID: Final = re.compile(_FORM.replace("(", "(?:"))
-_ODD: Final = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_ODD: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _PLAIN: Final = str.maketrans({'"': "'", "\\": "/", chr(_RARE): "-"})
 
 # An item, or a member of an object, that is there for the note alone, as `similarity/shapes` writes it and others may write it

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from extproc.cli import main
 from extproc.errors import StoreError, UsageError
 from extproc.hash_key import HashKey, read_hash_key
 from extproc.key_sharing import KeySharing
-from extproc.metrics import Metrics
-from extproc.store.memory import MemoryStore
+from extproc.notes import Marks, frame_note
+from extproc.store import Store
 from tests.documents import bundle, policy
 from tests.harness import Loopguard, eventually, write_policies
 from tests.servers import server
+from tests.test_detectors import looping
+from tests.test_engine import ANY
+from tests.test_replay import USER, make_record, write_lines
 
 SECRET = bytes(range(32))
 
 
-class SharedStore(MemoryStore):
-    """A store that keeps what it is given first, where it is not away."""
+class SharedStore:
+    """As much of a store as is asked here: it keeps what it is given first, where it is not away."""
 
     def __init__(self) -> None:
-        super().__init__(Metrics())
         self.kept: dict[str, bytes] = {}
         self.error: Exception | None = None
 
@@ -93,6 +99,11 @@ def test_hashes_for_one_purpose_are_worth_nothing_for_another() -> None:
 # --- the store
 
 
+def share(key: HashKey, store: SharedStore) -> KeySharing:
+    """A replica's part in it."""
+    return KeySharing(key, cast("Store", store))
+
+
 def played(work: Callable[[SharedStore], Awaitable[None]]) -> None:
     """Run something with a store."""
 
@@ -109,7 +120,7 @@ def test_the_first_replica_gives_its_key_and_the_others_take_it() -> None:
 
     async def work(store: SharedStore) -> None:
         for key in (first, second):
-            await KeySharing(key, store).refresh()
+            await share(key, store).refresh()
 
     played(work)
 
@@ -122,7 +133,7 @@ def test_a_store_that_is_away_is_told_of_once_and_asked_again(caplog: pytest.Log
     own = key.secret
 
     async def work(store: SharedStore) -> None:
-        sharing = KeySharing(key, store)
+        sharing = share(key, store)
         store.kept["hash:1"] = SECRET
         store.error = StoreError("down", kind="connection")
         for _ in range(3):
@@ -149,14 +160,14 @@ def test_a_known_key_outlives_the_store(error: Exception, caplog: pytest.LogCapt
     given = key.secret
 
     async def work(store: SharedStore) -> None:
-        sharing = KeySharing(key, store)
+        sharing = share(key, store)
         await sharing.refresh()
         store.error = error
         await sharing.refresh()
         store.error = None
         store.kept.clear()
         await sharing.refresh()
-        await KeySharing(later, store).refresh()
+        await share(later, store).refresh()
 
     played(work)
 
@@ -225,3 +236,51 @@ def test_what_is_no_key_is_not_taken(tmp_path: Path) -> None:
             assert eventually(lambda: guard.get("/readyz")[0] == 200)
         finally:
             guard.stop()
+
+
+# --- commands
+
+
+def noted_bodies(key: HashKey) -> list[bytes]:
+    """The same request three times, once with a note in it."""
+    note = f"no such file\n\n{frame_note('Loop detected.', Marks(key, ['x-user-id=ann'], 'go'))}"
+    return [looping(1), looping(1, result=note), looping(1)]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_commands_take_the_key_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: bool) -> None:
+    """With the servers' key `explain` and `replay` compare requests as the servers do; without it a note is content."""
+    (tmp_path / "key").write_bytes(SECRET)
+    policies = tmp_path / "p.json"
+    policies.write_text(json.dumps(bundle(policy("p", ANY, similarity="canonical", **USER))))
+    bodies = noted_bodies(read_hash_key(str(tmp_path / "key")))
+    lines = [make_record(number, body=None, body_base64=b64encode(data).decode()) for number, data in enumerate(bodies)]
+    (tmp_path / "access.log").write_bytes(write_lines(lines))
+    flags = ["--policy", str(policies), *(["--hash-key-file", str(tmp_path / "key")] if given else [])]
+
+    names = []
+    for data in bodies:
+        assert main(["explain", *flags, "-H", "x-user-id: ann", "-d", data.decode(), "h/v1/chat"]) == 0
+        names += [line for line in capsys.readouterr().out.splitlines() if line.startswith("fingerprint")]
+    assert main(["replay", *flags, "--json", str(tmp_path / "access.log")]) == 0
+
+    assert len(set(names)) == (1 if given else 2)
+    assert json.loads(capsys.readouterr().out)["policies"][0]["refused"] == (1 if given else 0)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"],
+        ["explain", "h/"],
+        ["replay", "access.log"],
+        ["tune", "access.log"],
+    ],
+)
+def test_a_command_without_its_key_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    """One line says which file is missing."""
+    policies = tmp_path / "p.json"
+    policies.write_text(json.dumps(bundle(policy("p", ANY, **USER))))
+
+    assert main([*command, "--policy", str(policies), "--hash-key-file", f"{tmp_path}/none"]) == 2
+    assert capsys.readouterr().err == f"loopguard: --hash-key-file {tmp_path}/none: No such file or directory\n"

@@ -29,7 +29,7 @@ from tests.test_service import decoded, exchange, make_service
 from tests.test_steer import TURNS, ask, last_text, steered, without_notes
 from tests.turn_writers import SHAPES, STYLES, Did, Writer, as_text
 
-EXAMPLES = int(os.environ.get("LOOPGUARD_FUZZ_EXAMPLES", "0")) or settings.default.max_examples  # type: ignore[attr-defined]
+EXAMPLES = int(os.environ.get("LOOPGUARD_FUZZ_EXAMPLES", "0")) or settings().max_examples
 """For a long run by hand; else as many as any other property gets."""
 
 KEY = HashKey(bytes(range(32)))
@@ -396,13 +396,18 @@ def test_a_second_loopguard_knows_the_callers_notes(keys: list[str]) -> None:
     assert plain.repeat == second.repeat
 
 
+def _some(**headers_: str) -> dict[str, Any]:
+    """Headers of a request."""
+    return headers_
+
+
 def test_each_policy_may_tell_callers_apart_in_its_own_way() -> None:
     """The notes of every enforcing policy that matches are known, whichever of them has steered."""
     policies = [
         policy("org", ANY, limit_keys=["header:x-org"], similarity="canonical", action="warn"),
         policy("user", ANY, limit_keys=["header:x-a"], **TURNS),
     ]
-    sent, given_ = looping(3), {"x_a": "ann", "x_org": "o"}
+    sent, given_ = looping(3), _some(x_a="ann", x_org="o")
     answer = decoded(exchange(make_service(*policies), headers("/v1/chat/completions", **given_), body(sent))[-1])
     noted = answer.request_body.response.body_mutation.body
 
@@ -416,7 +421,7 @@ def test_each_policy_may_tell_callers_apart_in_its_own_way() -> None:
 def test_policies_that_only_watch_have_no_say_in_what_is_a_note() -> None:
     """What an enforcing policy compares is the same with and without one in shadow; alone, that one knows its notes."""
     sent = looping(3)
-    caller = {"x_a": "ann", "x_b": "b"}
+    caller = _some(x_a="ann", x_b="b")
     watching = {"limit_keys": ["header:x-a"], "similarity": "canonical"}
     steering = make_service(policy("p", ANY, limit_keys=["header:x-a"], **TURNS))
     answer = decoded(exchange(steering, headers("/v1/chat/completions", **caller), body(sent))[-1])
@@ -456,6 +461,35 @@ def test_a_conversation_that_cannot_be_read_has_no_notes() -> None:
     assert evaluation.plain is not None
     assert evaluation.plain.data() == data
     assert evaluation.enforcing.candidates[0].compared == documents.write_canonical(json.loads(data))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"mess\x80ages":[{"role":"user","content":"%b"}]}',
+        b'{"messages":[{"role":"us\x80er","content":"%b"}]}',
+        b'{"messages":[{"ro\\ud83dle":"user","content":"\\ud83d%b"}]}',
+        b'{"messages":[[[["%b"]]]]}',
+        b'{"messages":"%b"}',
+        b'{"messages":[{"role":"user","content":{"\x80":"%b"}}]}',
+        b'{"contents":[{"role":"user","parts":"%b"}]}',
+        b'{"input":{"a":"%b"}}',
+        b'{"input":[{"role":"user","content":[{"type":"input_text","text":["%b"]}]}]}',
+        b'["%b"]',
+        b"%b",
+        b'{"messages":[{"role":"user","content":"%b"}',
+    ],
+)
+@pytest.mark.parametrize("note", [FORGED, OLD, FORGED[:-1], frame_note("b", MARKS)])
+def test_no_body_that_looks_like_it_has_a_note_is_an_error(data: bytes, note: str) -> None:
+    """Where the first words cannot be had, detectors still have their say, or a reason why they have none."""
+    evaluation = looked_into(
+        make_engine(policy("q", ANY, similarity="canonical"), policy("t", ANY, similarity="turns")),
+        data % json.dumps(note)[1:-1].encode(),
+    )
+
+    assert evaluation.enforcing.failures == []
+    assert len(evaluation.enforcing.candidates) + len(evaluation.enforcing.left_out) == 2
 
 
 # --- names that clients choose
@@ -557,7 +591,12 @@ def test_a_tool_cannot_keep_a_note_away_by_its_name(taken: dict[str, Any]) -> No
     changed = changed_by(sent)
 
     pairs: list[list[str]] = []
-    found = json.loads(changed, object_pairs_hook=lambda items: pairs.append([key for key, _ in items]) or dict(items))
+
+    def read(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        pairs.append([key for key, _ in items])
+        return dict(items)
+
+    found = json.loads(changed, object_pairs_hook=read)
     assert all(len(keys) == len(set(keys)) for keys in pairs)
     response = found["contents"][-1]["parts"][0]["functionResponse"]["response"]
     assert json.dumps(response).count(OPENING) == 1

@@ -28,7 +28,7 @@ def steer(
     request: HttpRequest,
     body: bytes | memoryview,
     note: str,
-    make_marks: Callable[[Document], Marks],
+    make_marks: Callable[[bytes], Marks],
     document: Document | None = None,
 ) -> bytes:
     """The request's body with the note.
@@ -37,7 +37,7 @@ def steer(
         request: whose body it is.
         body: all of it.
         note: its text.
-        make_marks: for the conversation in a document; raises NotCounted where there is none.
+        make_marks: for the conversation in a body; raises NotCounted where there is none.
         document: the same body, as somebody has looked into it, which saves doing it again.
 
     Raises:
@@ -47,7 +47,7 @@ def steer(
     try:
         data = document.data()
         places = locate_results(document)
-        marks = make_marks(document)
+        marks = make_marks(data)
     except NotCounted as why:
         raise NotEdited(why.reason) from None
     if not places:

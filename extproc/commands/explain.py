@@ -194,7 +194,7 @@ def _show_note(candidate: LoopCandidate, evaluation: Evaluation, body: bytes) ->
     detector, request = candidate.detector, evaluation.request
     note = write_note(_make_outcome(candidate, detector.actions.index(Action.STEER)), request, detector)
     try:
-        steer(request, body, note, partial(evaluation.make_marks, candidate=candidate))
+        steer(request, body, note, partial(evaluation.make_marks, candidate))
     except NotEdited as why:
         return [("unsteered", f"let through with a warning: {why.reason}")]
     return [("note", note)]
