@@ -12,7 +12,7 @@ import gc
 from collections.abc import Sequence
 from typing import Final
 
-from extproc.candidates import Answer, Candidate, Guard, LoopCandidate, Sealing, SessionCandidate
+from extproc.candidates import Answer, Candidate, LoopCandidate, Sealing, SessionCandidate
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
 from extproc.encodings import UnreadableError, read_text
 from extproc.fingerprint import NO_BODY, Body, join_descriptors, write_head, write_query
@@ -445,10 +445,10 @@ class Evaluation:
         trace = self.enforcing.judge(counts)
         return decide(trace, self.shadow.judge(shadow_counts) if self.shadow.candidates else ())
 
-    def find_guard(self, outcome: Outcome) -> Guard:
-        """The enforcing guard of an outcome."""
+    def find_candidate(self, outcome: Outcome) -> Candidate:
+        """The enforcing candidate of an outcome."""
         return next(
-            candidate.guard
+            candidate
             for candidate in self.enforcing.candidates
             if (candidate.plan.id, candidate.guard.name) == (outcome.policy, outcome.detector)
         )

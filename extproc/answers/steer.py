@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from extproc.answers.edits import NotEdited, open_document
+from extproc.answers.edits import NotEdited, open_patch
 from extproc.candidates import Guard
 from extproc.decision import Outcome
 from extproc.notes import ends_with_note, frame_note
 from extproc.request import HttpRequest
-from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.document import NotCounted
 from extproc.similarity.shapes import locate_results
 from extproc.similarity.shapes.places import splice
 
@@ -22,28 +22,26 @@ MAX_PLACES: Final = 16
 """Of so many results at most the newest get the note."""
 
 
-def steer(request: HttpRequest, body: bytes | memoryview, note: str, document: Document | None = None) -> bytes:
+def steer(request: HttpRequest, body: bytes | memoryview, note: str) -> bytes:
     """The request's body with the note.
 
     Args:
         request: whose body it is.
         body: all of it.
         note: its text.
-        document: the same body, as somebody has looked into it, which saves doing it again.
 
     Raises:
         NotEdited: there is no place for it.
     """
-    mark, document = open_document(request, body, document)
+    mark, patch = open_patch(request, body)
     try:
-        data = document.data()
-        places = locate_results(document)
+        places = locate_results(patch)
+        if not places:
+            raise NotEdited("no_result")
+        free = [place for place in places[-MAX_PLACES:] if not ends_with_note(patch.data, place.offset)]
+        return mark + splice(patch, free, frame_note(note))
     except NotCounted as why:
         raise NotEdited(why.reason) from None
-    if not places:
-        raise NotEdited("no_result")
-    free = [place for place in places[-MAX_PLACES:] if not ends_with_note(data, place.offset)]
-    return mark + splice(data, free, frame_note(note))
 
 
 def write_note(outcome: Outcome, request: HttpRequest, guard: Guard) -> str:

@@ -108,6 +108,11 @@ def walk(count: int) -> None:
         raise NotCounted("inspect_limit")
 
 
+def start_looking() -> None:
+    """Let somebody look into a body, who starts with all of the bounds."""
+    _LEFT.in_parts, _LEFT.steps = MAX_FRACTIONS, MAX_STEPS
+
+
 def count_left() -> tuple[int, int]:
     """How many steps of `walk`, and how many numbers in parts of the body, are left."""
     return _LEFT.steps, _LEFT.in_parts
@@ -159,7 +164,7 @@ _FIRST_HALF: Final = 8
 """Halves are U+D800 to U+DFFF, and become U+E000 to U+E7FF."""
 
 
-def _mend(data: bytes | memoryview | msgspec.Raw | str) -> bytes | None:
+def mend(data: bytes | memoryview | msgspec.Raw | str) -> bytes | None:
     """JSON with a private character in place of each half of a surrogate pair, as long as that; None where there is none."""
     raw = data.encode() if isinstance(data, str) else bytes(data)
     mended = _HALF.sub(_mend_half, raw, _MOST_HALVES)
@@ -212,17 +217,13 @@ class Document:
         """Whether it begins as an object or an array, so that some parser may take it for JSON where ours does not."""
         return self._data.lstrip()[:1] in (b"{", b"[")
 
-    def start(self) -> None:
-        """Let somebody look into the body, who starts with all of the bounds."""
-        _LEFT.in_parts, _LEFT.steps = MAX_FRACTIONS, MAX_STEPS
-
     def data(self) -> bytes:
         """The body as it came, for who leaves its arrays raw where they stand; each starts with all of the bounds.
 
         Raises:
             NotCounted: there are too many objects and arrays in it.
         """
-        _LEFT.in_parts, _LEFT.steps = MAX_FRACTIONS, MAX_STEPS
+        start_looking()
         if len(self._data) > WORTH_COUNTING:
             check_containers(self._data)
         return self._data
@@ -232,7 +233,7 @@ class Document:
         _LEFT.in_body = MAX_FRACTIONS
         try:
             check_containers(self._data)
-            _check_members(self._data)
+            check_members(self._data)
             return decode_json(self._data, _decode_whole)
         except NotCounted as failure:
             return failure.renew()
@@ -250,7 +251,7 @@ def check_containers(data: bytes | memoryview | str) -> None:
             raise NotCounted("inspect_limit")
 
 
-def _check_members(data: bytes) -> None:
+def check_members(data: bytes) -> None:
     """See that the objects of JSON do not hold too many members.
 
     Raises:
@@ -272,7 +273,7 @@ def decode_json(data: bytes | memoryview | msgspec.Raw | str, decode: Any = _dec
     try:
         return _decode_strictly(data, decode)
     except NotJson:
-        mended = _mend(data)
+        mended = mend(data)
         if mended is None:
             raise
     return _decode_strictly(mended, decode)

@@ -5,26 +5,20 @@ from __future__ import annotations
 from msgspec import Raw, Struct
 
 from extproc.similarity.document import ABSENT
+from extproc.similarity.patch import Fields, Patch, Value
 from extproc.similarity.shapes.contents import Block, Reader, read_content, read_object, read_string
 from extproc.similarity.shapes.conversation import ASSISTANT, ASSISTANTS, Shape
 from extproc.similarity.shapes.messages import CALL, OTHER, RESULT, Part
 from extproc.similarity.shapes.places import (
+    PLAIN,
     TEXT_PART,
-    Fields,
     Locator,
     Place,
-    Value,
-    append_item,
-    end_text,
-    is_object,
-    is_text,
     locate_in_content,
-    open_field,
-    open_fields,
 )
 
 _RESPONSE_TEXTS = ("output", "result", "error")
-_NOTE = b'"gateway_note":"', b'"'
+_NOTE = "gateway_note"
 
 
 class Content(Struct, gc=False):
@@ -79,19 +73,20 @@ def _read_code_result(block: Block) -> Part:
     return Part(RESULT, block.get("codeExecutionResult", block.get("code_execution_result")))
 
 
-def _locate(_: Content, whole: Value) -> list[Place]:
-    return locate_in_content(open_field(whole, "parts"), TEXT_PART, result=False)
+def _locate(patch: Patch, _: Content, whole: Value) -> list[Place]:
+    return locate_in_content(patch, patch.open_fields(whole).get("parts"), TEXT_PART)
 
 
-def _locate_result(_: Value, fields: Fields) -> list[Place]:
+def _locate_result(patch: Patch, fields: Fields, _: Value) -> list[Place]:
     """In the text of a structured response, or as one more text of it."""
-    called = fields.get("functionResponse", fields.get("function_response"))
-    response = open_fields(called).get("response") if called is not None else None
-    if response is None or not is_object(response):
+    response = patch.open_fields(fields.get("functionResponse", fields.get("function_response"))).get("response")
+    if response is None or not patch.is_object(response):
         return []
-    given = open_fields(response)
-    text = next((given[key] for key in _RESPONSE_TEXTS if key in given and is_text(given[key])), None)
-    return [append_item(response, _NOTE, result=True) if text is None else end_text(text, result=True)]
+    given = patch.open_fields(response)
+    text = next((given[key] for key in (*_RESPONSE_TEXTS, _NOTE) if key in given and patch.is_text(given[key])), None)
+    if text is not None:
+        return [Place(text, result=True)]
+    return [] if _NOTE in given else [Place(response, PLAIN, _NOTE, result=True)]
 
 
 SHAPES = (
