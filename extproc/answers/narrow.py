@@ -35,6 +35,7 @@ _WITHOUT_CHOICE: Final = "/api/chat"
 
 _SERVERS: Final = frozenset({"mcp", "mcp_toolset", "mcpServers", "mcp_servers"})
 _NO_TOOLS: Final = frozenset({"cachePoint"})
+_LONGEST_KEY: Final = 256
 _MODES: Final = frozenset({"auto", "any", "none", "required"})
 
 _EDITION = re.compile(r"(?:_preview)?(?:_\d{4}_?\d\d_?\d\d)?\Z")
@@ -234,7 +235,8 @@ class _Tools:
             elif key in _SERVERS:
                 self.served = True
             elif key not in _NO_TOOLS:
-                self.found.append(_Tool((key, _SECOND_WORD.sub("_", key).lower()), inner, number, built_in=True))
+                called = _SECOND_WORD.sub("_", key[:_LONGEST_KEY]).lower()
+                self.found.append(_Tool((key, called), inner, number, built_in=True))
 
 
 def _read_names(patch: Patch, fields: Fields) -> tuple[str, ...]:

@@ -32,6 +32,9 @@ WORTH_COUNTING: Final = 256 * 2**10
 MAX_STEPS: Final = 5_000
 """Most messages, and parts of them, that one detector walks through; each takes a few microseconds."""
 
+_MANY_MEMBERS: Final = 256
+"""An object of more has its members put in order by us: what msgspec takes for it may grow with the square of their number."""
+
 MAX_FRACTIONS: Final = 10_000
 """Most numbers with a fraction or an exponent in one, each of which is brought into one spelling by us."""
 
@@ -146,6 +149,8 @@ def write_number(text: str) -> msgspec.Raw:
 _decode_whole = msgspec.json.Decoder(float_hook=_hook_number).decode
 _decode_part = msgspec.json.Decoder(float_hook=hook_number_in_part).decode
 _encode = msgspec.json.Encoder(order="sorted").encode
+_encode_as_is = msgspec.json.Encoder().encode
+_decode_copy = msgspec.json.Decoder(float_hook=lambda text: msgspec.Raw(text.encode())).decode
 
 
 # Half of a surrogate pair in its escape (RFC 8259, section 8.2), with a look at what stands beside it: who cuts a text in
@@ -306,9 +311,30 @@ def write_canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
     for pointer in ignore:
         value = remove_at(value, pointer)
     try:
+        if type(value) in _NESTING and _list_wide(value):
+            value = _decode_copy(_encode_as_is(value))
+            for wide in _list_wide(value):
+                members = sorted(wide.items())
+                wide.clear()
+                wide.update(members)
         return _encode(value)
     except RecursionError:  # it could be decoded further up the stack
         raise NotJson from None
+
+
+def _list_wide(value: Json) -> list[dict[str, Json]]:
+    """The objects of very many members in a value, itself among them."""
+    found: list[dict[str, Json]] = []
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, dict):
+            if len(item) > _MANY_MEMBERS:
+                found.append(item)
+            left += [inner for inner in item.values() if type(inner) in _NESTING]
+        else:
+            left += [inner for inner in item if type(inner) in _NESTING]
+    return found
 
 
 def split_pointer(pointer: str) -> list[str]:

@@ -24,7 +24,7 @@ from msgspec import Raw, json
 from extproc.memo import Memo
 from extproc.similarity.document import Document, NotCounted, count_left, walk, write_canonical
 from extproc.similarity.patch import Patch
-from extproc.similarity.shapes import find_conversation, look_back, open_conversation, read_backwards
+from extproc.similarity.shapes import find_conversation, look_back, open_conversation, read_message
 from extproc.similarity.shapes.contents import read_arguments
 from extproc.similarity.shapes.conversation import ASSISTANT, Conversation, Shape
 from extproc.similarity.shapes.messages import CALL, RESULT, Part
@@ -212,7 +212,8 @@ def find_called(patch: Patch, names: Collection[str]) -> str | None:
             raise
         return None
     called = "" if look_back(patch, shape).after else None
-    for message, value in read_backwards(patch, shape, given):
+    for raw, value in patch.open_newest(given):
+        message = read_message(patch, shape, raw)
         if shape.name_speaker(message) != ASSISTANT:
             continue
         patch.take_whole(value)

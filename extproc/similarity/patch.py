@@ -20,7 +20,7 @@ from extproc.similarity.document import NotCounted, NotJson, check_containers, c
 MAX_BYTES: Final = 2 * 2**20
 """Longest body that is changed: what takes no steps, such as counting its brackets, takes 3 ms of it."""
 
-MAX_STEPS: Final = 10_240
+MAX_STEPS: Final = 8_448
 """Most steps of one edit, of a microsecond each: one for each KiB that is decoded, and one for each value that is looked at."""
 
 AMBIGUOUS: Final = "ambiguous_body"
@@ -39,6 +39,9 @@ _HALF_BITS: Final = 3
 _CONTAINER_BITS: Final = 1
 """2 to the power of so many bytes, elements that are only passed by, escapes that may be halves of a pair, or objects and
 arrays that are decoded with all that is in them, take one step."""
+
+_LONGEST_NAME: Final = 1_024
+"""Of tools and of kinds of things, in bytes; what is longer is the name of nothing that we know."""
 
 _SPACE: Final = b" \t\n\r"
 _KEY: Final = re.compile(rb'[ \t\n\r]*+,?[ \t\n\r]*+("(?:[^"\\]|\\.)*+")[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL)
@@ -166,6 +169,10 @@ class Patch:
         """Whether a value is an object."""
         return value is not None and self._text.startswith(b"{", value.start)
 
+    def is_long(self, value: Value) -> bool:
+        """Whether a value, with its key, is too long to name something, or to tell what something is."""
+        return value.end - value.at > _LONGEST_NAME
+
     def is_null(self, value: Value) -> bool:
         """Whether a value is null."""
         return self._text.startswith(b"n", value.start)
@@ -174,13 +181,24 @@ class Patch:
         """A value as it stands there, but for halves of surrogate pairs."""
         return Raw(self._text[value.start : value.end])
 
+    def shorten(self, value: Value) -> bytes:
+        """An object without its long members, which tells what it is; anything else as null.
+
+        Raises:
+            NotCounted: a key stands there twice, or it is too much.
+        """
+        if not self.is_object(value):
+            return b"null"
+        members = [member for member in self._open_object(value) if not self.is_long(member)]
+        return b"{%b}" % b",".join([self._text[member.at : member.end] for member in members])
+
     def read_text(self, value: Value | None) -> str:
-        """A string; empty for anything else.
+        """A name, or another short string; empty for anything else.
 
         Raises:
             NotCounted: it is no UTF-8, or too much.
         """
-        if value is None or not self.is_text(value):
+        if value is None or self.is_long(value) or not self.is_text(value):
             return ""
         text: str = self.decode(self._text[value.start : value.end], _decode_text)
         return text
@@ -277,7 +295,7 @@ class Patch:
         self._children[value] = found
         return found
 
-    def decode(self, raw: bytes, decode: Any) -> Any:  # noqa: ANN401  # msgspec's own
+    def decode(self, raw: bytes | Raw, decode: Any) -> Any:  # noqa: ANN401  # msgspec's own
         """What a part of the body is.
 
         Raises:

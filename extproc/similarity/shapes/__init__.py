@@ -6,12 +6,11 @@ say where in such a block a note has its place. What stands in a content is read
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, Final
 
-from msgspec import ValidationError
+from msgspec import Raw, ValidationError
 from msgspec.structs import fields
 
 from extproc.similarity.document import NotCounted
@@ -50,11 +49,12 @@ def locate_results(patch: Patch) -> list[Place]:
     if patch.is_text(given):
         return [Place(given)]
     places: list[Place] = []
-    for number, (message, raw) in enumerate(read_backwards(patch, shape, given)):
+    for number, (_, whole) in enumerate(patch.open_newest(given)):
+        message = read_message(patch, shape, patch.shorten(whole))
         speaker = shape.name_speaker(message)
         if speaker == ASSISTANT or number == _MAX_NEWEST:
             break
-        found = shape.locate(patch, message, raw) if speaker else []
+        found = shape.locate(patch, message, whole) if speaker else []
         places += [place for place in found if place.result or speaker == USER]
     places.sort(key=lambda place: place.offset)
     return [place for place in places if place.result] or places
@@ -81,18 +81,16 @@ def find_conversation(patch: Patch) -> tuple[Shape, Value]:
     raise NotCounted("no_messages")
 
 
-def read_backwards(patch: Patch, shape: Shape, given: Value) -> Iterator[tuple[Any, Value]]:
-    """The messages in a list, thoughts among them, the newest first: what the shape makes of each, and where it stands.
+def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: ANN401  # of the shape's
+    """What the shape makes of a message, or of a part of one that tells who says it.
 
     Raises:
-        NotCounted: one cannot be read, or they are too much.
+        NotCounted: it cannot be read, or is too much.
     """
-    for raw, value in patch.open_newest(given):
-        try:
-            message = patch.decode(raw, shape.decode)
-        except ValidationError:
-            message = shape.message()  # of other types than a message's: of no known kind
-        yield message, value
+    try:
+        return patch.decode(raw, shape.decode)
+    except ValidationError:
+        return shape.message()  # of other types than a message's: of no known kind
 
 
 def look_back(patch: Patch, shape: Shape) -> Before:
@@ -105,6 +103,7 @@ def look_back(patch: Patch, shape: Shape) -> Before:
     raw: dict[str, Any] = dict.fromkeys(shape.path[:1])
     for field in fields(shape.body):
         if field.name in given and field.name not in raw:
-            patch.take_whole(given[field.name])
+            if patch.is_long(given[field.name]):
+                return Before(after=b"{}")  # whatever it is, it is something
             raw[field.name] = patch.read_raw(given[field.name])
     return shape.look_back(shape.body(**raw))
