@@ -6,10 +6,10 @@ What cannot be done is counted, and the request goes on without it, unless its s
 from __future__ import annotations
 
 from functools import partial
-from time import thread_time
+from time import perf_counter, thread_time
 from typing import Final, NamedTuple
 
-from extproc.answers.edits import AMBIGUOUS, NotEdited
+from extproc.answers.edits import NotEdited
 from extproc.answers.go_on import NARROWED, STEERED, Header
 from extproc.answers.narrow import narrow
 from extproc.answers.steer import steer, write_note
@@ -17,11 +17,13 @@ from extproc.budget import InspectionBudget
 from extproc.decision import Action, Decision, Outcome
 from extproc.evaluation import Evaluation
 from extproc.reporting import Reporter
+from extproc.similarity.patch import AMBIGUOUS
 
 OBSERVED: Final = "observed"
 NOTHING: Final = "no_body"
 """Why a body cannot be changed: the request is only watched, or has none."""
 
+_INSPECT_LIMIT: Final = "inspect_limit"
 _NOTHING_DONE: Final = frozenset({OBSERVED, NOTHING})
 
 
@@ -36,14 +38,19 @@ class Original(NamedTuple):
     content: bytes | memoryview | None
     why: str = ""
 
-    def take(self) -> bytes | memoryview:
+    def take(self, most: int) -> bytes | memoryview:
         """All of it.
 
+        Args:
+            most: bytes of a body that is looked into.
+
         Raises:
-            NotEdited: it cannot be changed.
+            NotEdited: it cannot be changed, or has more.
         """
         if self.content is None:
             raise NotEdited(self.why)
+        if len(self.content) > most:
+            raise NotEdited(_INSPECT_LIMIT)
         return self.content
 
 
@@ -81,40 +88,53 @@ class Changes:
         Returns:
             the decision, which is another one where that cannot be done, and the body.
         """
+        tenant = evaluation.find_tenant()
+        if original.content is not None and not self._budget.allows(tenant, perf_counter()):
+            original = Original(None, "inspect_budget")
         began = thread_time()
         changed = UNCHANGED
         if evaluation.is_narrowed:
             decision, changed = self._narrow(evaluation, decision, original)
         if decision.steer is not None and decision.action is not Action.REJECT:
             decision, changed = self._steer(evaluation, decision, decision.steer, original, changed)
-        self._budget.spend(evaluation.find_tenant(), thread_time() - began)
+        self._budget.spend(tenant, thread_time() - began)
         return decision, changed
 
     def _narrow(self, evaluation: Evaluation, decision: Decision, original: Original) -> tuple[Decision, Changed]:
         """Take tools out of the request, or refuse it where that cannot be."""
         sessions = evaluation.enforcing.sessions
         narrowed = [(session, session.narrowing) for session in sessions if session.narrowing is not None]
-        strictest = next((session for session, narrowing in narrowed if narrowing.every), None)
+        strict = [session for session, narrowing in narrowed if narrowing.every]
         tools = {tool for _, narrowing in narrowed for tool in narrowing.tools}
+        most = min([session.plan.steers for session in strict or [session for session, _ in narrowed]])
         try:
-            body = narrow(evaluation.request, original.take(), None if strictest is not None else tools, evaluation.document)
-        except NotEdited as why:
-            self._reporter.report_unnarrowed([session.plan.id for session, _ in narrowed], why.reason)
-            if why.reason in _NOTHING_DONE or (strictest is None and why.reason != AMBIGUOUS):
+            body = narrow(evaluation.request, original.take(most), None if strict else tools)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the decision stands
+            why = self._find_reason(error)
+            self._reporter.report_unnarrowed([session.plan.id for session, _ in narrowed], why)
+            if why in _NOTHING_DONE or (not strict and why != AMBIGUOUS):
                 return decision, UNCHANGED  # a tool that is called all the same refuses the next request
-            return decision.refuse_instead((strictest or narrowed[0][0]).refuse_unnarrowed()), UNCHANGED
+            return decision.refuse_instead((strict or [narrowed[0][0]])[0].refuse_unnarrowed()), UNCHANGED
         return decision, UNCHANGED if body == original.content else Changed(body, (NARROWED,))
 
     def _steer(
         self, evaluation: Evaluation, decision: Decision, outcome: Outcome, original: Original, changed: Changed
     ) -> tuple[Decision, Changed]:
         """Put a note into the request, or let it go on with a warning where it cannot have one."""
-        candidate, request = evaluation.find_candidate(outcome), evaluation.request
-        note, make_marks = write_note(outcome, request, candidate.guard), partial(evaluation.make_marks, candidate)
         try:
-            if changed.body is not None:
-                return decision, Changed(steer(request, changed.body, note, make_marks), (*changed.marks, STEERED))
-            return decision, Changed(steer(request, original.take(), note, make_marks, evaluation.document), (STEERED,))
-        except NotEdited as why:
-            self._reporter.report_unsteered(decision, why.reason)
+            candidate = evaluation.find_candidate(outcome)
+            body = changed.body if changed.body is not None else original.take(candidate.plan.steers)
+            note = write_note(outcome, evaluation.request, candidate.guard)
+            return decision, Changed(
+                steer(evaluation.request, body, note, partial(evaluation.make_marks, candidate)), (*changed.marks, STEERED)
+            )
+        except Exception as error:  # noqa: BLE001  # whatever it is, the decision stands
+            self._reporter.report_unsteered(decision, self._find_reason(error))
             return decision.warn_instead(), changed
+
+    def _find_reason(self, error: Exception) -> str:
+        """Why a body stays as it was; what is an error of ours is logged."""
+        if isinstance(error, NotEdited):
+            return error.reason
+        self._reporter.report_failure("a body could not be changed, the decision stands", error)
+        return "internal_error"

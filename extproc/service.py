@@ -617,6 +617,13 @@ class Stream:
             return self._fail(kind, error)
 
     def _answer(self, kind: str, evaluation: Evaluation, counts: Counts, shadow_counts: Counts) -> Reply:
+        """Answer a request that has been counted: whatever goes wrong from here on, sessions learn whose call it is."""
+        try:
+            return self._decide(kind, evaluation, counts, shadow_counts)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
+            return self._fail(kind, error, self._describe_calls(evaluation))
+
+    def _decide(self, kind: str, evaluation: Evaluation, counts: Counts, shadow_counts: Counts) -> Reply:
         service = self._service
         decision = evaluation.decide(counts, shadow_counts)
         if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self._observed:
@@ -722,12 +729,12 @@ class Stream:
             metadata = {**names, **metadata}
         return {**metadata, "record": self._record}
 
-    def _fail(self, kind: str, error: Exception) -> Reply:
-        """An internal error: the request goes on, loudly."""
+    def _fail(self, kind: str, error: Exception, calls: str = "") -> Reply:
+        """An internal error: the request goes on, loudly; `calls` says whose call it is, where it has been counted."""
         self._stop_waiting()
         self._service.metrics.fail_open.labels("internal_error").inc()
         self._service.reporter.report_failure("internal error, request let through", error, phase=kind)
-        return _DONE[kind]
+        return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else _DONE[kind]
 
 
 def _explain_no_body(body_mode: int) -> str:

@@ -45,7 +45,7 @@ FLOORS: list[list[str]] = [
         "ledger",
     ],
     ["policy", "policy/objects", "policy/session_limits", "policy/strict_json", "policy/splice", "policy/files"],
-    ["similarity/document"],
+    ["similarity/document", "similarity/patch"],
     [*SHARED, *(name for name in SHAPES if name not in SHARED), "similarity/shapes"],
     ["similarity/actions", "similarity/history", "similarity/histories"],
     ["similarity/results", "similarity/tools", "similarity/turn"],

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from extproc.similarity.document import Document, NotCounted, decode_json
+from extproc.similarity.document import NotCounted, decode_json
+from extproc.similarity.patch import AMBIGUOUS, Patch
 from extproc.similarity.shapes import locate_results
 from extproc.similarity.shapes.places import Place, splice
 from tests.test_canonical import spelled
@@ -121,7 +122,25 @@ every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 def locate(body: bytes) -> list[Place]:
     """Where a note can go."""
-    return locate_results(Document(body))
+    return locate_results(Patch(body))
+
+
+def put_each(body: bytes, note: str = NOTE) -> list[bytes]:
+    """The body with the note in each of its places, one at a time."""
+    bodies = []
+    for number in range(len(locate(body))):
+        patch = Patch(body)
+        bodies.append(splice(patch, [locate_results(patch)[number]], note))
+    return bodies
+
+
+def count_kept(old: bytes, new: bytes) -> int:
+    """How many bytes of a body still stand before and behind what was put in."""
+    return min(_count_alike(old, new) + _count_alike(old[::-1], new[::-1]), len(old))
+
+
+def _count_alike(old: bytes, new: bytes) -> int:
+    return next((place for place, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), len(old))
 
 
 def find_difference(old: Any, new: Any) -> list[object]:  # noqa: ANN401  # any JSON value
@@ -209,14 +228,12 @@ def test_a_note_goes_into_the_result_and_nowhere_else(shape: str, data: st.DataO
     old = write(data.draw(results), data.draw(st.sampled_from(["", "and now?"])))
     body = spelled(data.draw, old).encode()
 
-    (place,) = locate(body)
-    new = splice(body, [place], NOTE)
+    (place,), (new,) = locate(body), put_each(body)
 
     (added,) = find_difference(old, json.loads(new))
     assert place.result
     assert NOTE in (added, added.get("text") if isinstance(added, dict) else None)
-    assert new.startswith(body[: place.offset] + place.opening)
-    assert new.endswith(place.closing + body[place.offset :])
+    assert count_kept(body, new) == len(body)
 
 
 @pytest.mark.parametrize("shape", VALIDATORS)
@@ -228,13 +245,12 @@ def test_a_body_with_a_note_is_valid(shape: str, data: st.DataObject) -> None:
     body = json.dumps(write(data.draw(results), "")).encode()
     VALIDATORS[shape](json.loads(body))
 
-    VALIDATORS[shape](json.loads(splice(body, [locate(body)[-1]], NOTE)))
+    VALIDATORS[shape](json.loads(put_each(body)[-1]))
 
 
 def _find_texts(body: dict[str, Any]) -> list[object]:
     """Where notes would go: what each place adds to a body."""
-    data = json.dumps(body).encode()
-    return [json.loads(splice(data, [place], "#")) for place in locate(data)]
+    return [json.loads(new) for new in put_each(json.dumps(body).encode(), "#")]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +291,6 @@ def test_a_text_in_place_of_items_takes_the_note() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        '{"x":1,"messages":[{"role":"user","content":"a"}],"x":2}',
         '{"y":{"messages":[{"role":"user","content":"a"}]},"messages":[{"role":"user","content":"a"}]}',
         '{"y":"\\"messages\\":[{}]","messages" : [{"role":"user","content":"a"}]}',
         '{"messages":[{"role":"assistant","content":"{}]"},{"role":"user","content":"a"}]}',
@@ -286,10 +301,9 @@ def test_a_text_in_place_of_items_takes_the_note() -> None:
 )
 def test_what_stands_beside_does_not_matter(body: str) -> None:
     """The place is in the conversation itself, whatever looks like it, and however many keys there are."""
-    (place,) = locate(body.encode())
+    (new,) = put_each(body.encode(), "!")
 
-    changed = json.loads(splice(body.encode(), [place], "!"))
-
+    changed = json.loads(new)
     expected = json.loads(body)
     expected["messages"][-1]["content"] += "!"
     assert changed == expected
@@ -304,17 +318,37 @@ def test_what_stands_beside_does_not_matter(body: str) -> None:
         '{"messages":[{"role":"assistant","content":"b"},{"role":"tool"}]}',
         '{"messages":[{"role":"assistant","content":"b"},{"role":"system","content":"c"}]}',
         '{"messages":[{"role":"user","content":7}]}',
-        '{"messages":[{"role":"user","content":"a","content":"b"}]}',
-        '{"messages":[{"role":"user","content":"a"}],"messages":[{"role":"user","content":"bb"}]}',
-        '{"messages":[{"role":"user","content":"a"}' + " " * 1_000 + "]}",
         '{"input":[{"type":"computer_call_output","output":{"type":"computer_screenshot"}}]}',
         '{"input":[{"type":"shell_call_output","output":[{"stdout":"a"}]}]}',
     ],
     ids=lambda body: body[:60],
 )
 def test_where_nobody_can_tell_there_is_no_place(body: str) -> None:
-    """No text, no result, or a body that does not add up: a note is not put anywhere."""
+    """No text and no result: a note is not put anywhere."""
     assert locate(body.encode()) == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"messages":[{"role":"user","content":"a","content":"b"}]}',
+        '{"messages":[{"role":"user","content":"a","content":"a"}]}',
+        '{"messages":[{"role":"user","content":"a"}],"messages":[{"role":"user","content":"bb"}]}',
+        '{"messages":[{"role":"user","content":"a"}],"m\\u0065ssages":[{"role":"user","content":"a"}]}',
+        '{"model":"m","messages":[{"role":"user","content":"a"}],"model":"m"}',
+        '{"messages":[{"role":"user","content":"a"}],"input":[{"role":"user","content":"a"}]}',
+        '{"contents":[{"parts":[{"text":"a"}]}],"request":{"contents":[{"parts":[{"text":"a"}]}]}}',
+        '{"messages":[{"role":"user","content":[{"type":"text","text":"a","text":"b"}]}]}',
+        '{"messages":[{"role":"user","content":[{"type":"tool_result","content":"a","content":[]}]}]}',
+        '{"messages":[{"role":"user","content":[{"toolResult":{"content":[{"text":"a"}],"content":[]}}]}]}',
+        '{"messages":[{"role":"user","content":"a"}' + " " * 1_000 + "]}",
+    ],
+    ids=lambda body: body[:60],
+)
+def test_what_may_be_read_in_two_ways_gets_no_note(body: str) -> None:
+    """A key that stands twice on the way to a place, two conversations, or a body that does not add up."""
+    with pytest.raises(NotCounted, match=AMBIGUOUS):
+        locate(body.encode())
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -322,12 +356,12 @@ def test_hostile_bodies_have_places_or_none(name: str) -> None:
     """Whatever a body is, nothing but NotCounted is raised, and a body with a note is JSON."""
     body = HOSTILE[name][0]()
     try:
-        places = locate(body)
+        bodies = put_each(body)
     except NotCounted:
         return
 
-    for place in places:
-        decode_json(splice(body, [place], NOTE), msgspec.json.Decoder(msgspec.Raw).decode)
+    for new in bodies:
+        decode_json(new, msgspec.json.Decoder(msgspec.Raw).decode)
 
 
 @given(_REQUESTS)
@@ -335,10 +369,10 @@ def test_nearly_right_bodies_take_a_note_or_none(value: dict[str, Any]) -> None:
     """With anything in any place, a note changes nothing but one text."""
     body = json.dumps(value).encode()
     try:
-        places = locate(body)
+        bodies = put_each(body)
     except NotCounted:
         return
 
-    for place in places:
-        (added,) = find_difference(value, json.loads(splice(body, [place], NOTE)))
+    for new in bodies:
+        (added,) = find_difference(value, json.loads(new))
         assert NOTE in (added, added.get("text") if isinstance(added, dict) else None)

@@ -12,14 +12,12 @@ from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
-from extproc.answers.edits import AMBIGUOUS, Edits, NotEdited, open_document
+from extproc.answers.edits import NotEdited, open_patch
 from extproc.request import HttpRequest
-from extproc.similarity.document import Document, NotCounted
-from extproc.similarity.history import list_used
-from extproc.similarity.shapes.contents import read_string
-from extproc.similarity.shapes.places import Member, Value, is_list, is_object, open_body
+from extproc.similarity.document import NotCounted
+from extproc.similarity.history import find_called
+from extproc.similarity.patch import AMBIGUOUS, Fields, Patch, Value
 
-Fields = dict[str, Member]
 Changes = dict[str, bytes | None]
 """New values of an object's members; None where one goes."""
 
@@ -37,6 +35,7 @@ _WITHOUT_CHOICE: Final = "/api/chat"
 
 _SERVERS: Final = frozenset({"mcp", "mcp_toolset", "mcpServers", "mcp_servers"})
 _NO_TOOLS: Final = frozenset({"cachePoint"})
+_LONGEST_KEY: Final = 256
 _MODES: Final = frozenset({"auto", "any", "none", "required"})
 
 _EDITION = re.compile(r"(?:_preview)?(?:_\d{4}_?\d\d_?\d\d)?\Z")
@@ -44,37 +43,47 @@ _SECOND_WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _CALLED: Final = {"computer_use": "computer"}
 
 
-def narrow(
-    request: HttpRequest, body: bytes | memoryview, without: Collection[str] | None, document: Document | None = None
-) -> bytes:
+def narrow(request: HttpRequest, body: bytes | memoryview, without: Collection[str] | None) -> bytes:
     """The request's body, in which some tools are not declared any more.
 
     Args:
         request: whose body it is.
         body: all of it.
         without: the tools, as they are declared or as their calls go by; None for all of them.
-        document: the same body, as somebody has looked into it, which saves doing it again.
 
     Raises:
         NotEdited: it cannot be had.
     """
-    mark, document = open_document(request, body, document)
+    mark, patch = open_patch(request, body)
     try:
-        needed = [] if request.path.endswith(_WITHOUT_CHOICE) else _list_used(document)
-        edits = Edits(document.data())
-        _Narrowing(edits, without, needed).narrow(open_body(document.data()))
-        return mark + edits.apply()
+        _Narrowing(patch, without, needs_tool=not request.path.endswith(_WITHOUT_CHOICE)).narrow()
+        return mark + patch.apply()
     except NotCounted as why:
         raise NotEdited(why.reason) from None
 
 
-def _list_used(document: Document) -> list[str]:
-    try:
-        return list_used(document)
-    except NotCounted as why:
-        if why.reason != "no_messages":
-            raise
-        return []
+def _open_object(patch: Patch, value: Value) -> Fields:
+    """The members of what has to be an object.
+
+    Raises:
+        NotEdited: it is none.
+        NotCounted: a key stands there twice, or it is too much.
+    """
+    if not patch.is_object(value):
+        raise NotEdited(AMBIGUOUS)
+    return patch.open_fields(value)
+
+
+def _open_list(patch: Patch, value: Value) -> list[Value]:
+    """The elements of what has to be a list.
+
+    Raises:
+        NotEdited: it is none.
+        NotCounted: it is too much.
+    """
+    if not patch.is_list(value):
+        raise NotEdited(AMBIGUOUS)
+    return patch.open_items(value)
 
 
 class _Api(NamedTuple):
@@ -103,18 +112,26 @@ _BEDROCK: Final = _Api("tools", "toolChoice", b"", b'{"auto":{}}')
 
 
 class _Group:
-    """A list of tools, or an object whose members are tools; where none is left, the group itself goes from its own group."""
+    """A list of tools, or an object whose members are tools; where none is left, the group itself goes from its own group.
 
-    __slots__ = ("_place", "_within", "gone", "members")
+    Attributes:
+        value: where it stands.
+        members: the tools, and what else stands there.
+        gone: the places of those that go.
+    """
 
-    def __init__(self, members: Sequence[Member], within: _Group | None = None, place: int = 0) -> None:
+    __slots__ = ("_place", "_within", "gone", "members", "value")
+
+    def __init__(self, value: Value, members: Sequence[Value], within: _Group | None = None, place: int = 0) -> None:
         """Start with all of them.
 
         Args:
+            value: where it stands.
             members: the tools, and what else stands there.
             within: the group in which this one stands.
             place: there.
         """
+        self.value = value
         self.members = members
         self.gone: set[int] = set()
         self._within = within
@@ -157,22 +174,23 @@ class _Tools:
         plain: names stand in the tools themselves, as Anthropic has them.
     """
 
-    __slots__ = ("_edits", "_groups", "found", "plain", "served")
+    __slots__ = ("_groups", "_patch", "found", "plain", "served")
 
-    def __init__(self, edits: Edits, value: Value) -> None:
+    def __init__(self, patch: Patch, value: Value) -> None:
         """Read the list.
 
         Raises:
-            NotEdited: it cannot be read in one way alone, or is too much.
+            NotEdited: it cannot be read in one way alone.
+            NotCounted: the same, or it is too much.
         """
-        self._edits = edits
+        self._patch = patch
         self._groups: list[_Group] = []
         self.found: list[_Tool] = []
         self.served = False
         self.plain = False
-        group = self._open(edits.open_list(value))
+        group = self._open(value, _open_list(patch, value))
         for place, entry in enumerate(group.members):
-            self._read(edits.open_object(entry.value), group, place)
+            self._read(entry, group, place)
 
     def remove(self, tools: Sequence[_Tool]) -> None:
         """Take some out; call it once."""
@@ -180,60 +198,58 @@ class _Tools:
             tool.group.remove(tool.place)
         for group in self._groups:
             if group.stays:
-                self._edits.remove(group.members, group.gone)
+                self._patch.remove(group.value, group.gone)
 
-    def _open(self, members: Sequence[Member], within: _Group | None = None, place: int = 0) -> _Group:
-        group = _Group(members, within, place)
+    def _open(self, value: Value, members: Sequence[Value], within: _Group | None = None, place: int = 0) -> _Group:
+        group = _Group(value, members, within, place)
         self._groups.append(group)
         return group
 
-    def _read(self, fields: Fields, group: _Group, place: int) -> None:
+    def _read(self, entry: Value, group: _Group, place: int) -> None:
         """An element of the list: a tool, several, a server, or something else."""
-        kind = _read_text(fields, "type")
+        fields = _open_object(self._patch, entry)
+        kind = self._patch.read_text(fields.get("type"))
         self.plain = self.plain or kind == "mcp_toolset" or ("name" in fields and "function" not in fields)
         if kind in _SERVERS:
             self.served = True
         elif kind == "namespace" and "tools" in fields:
-            self._read_list(fields["tools"].value, group, place)
-        elif names := _read_names(self._edits, fields):
+            self._read_list(fields["tools"], group, place)
+        elif names := _read_names(self._patch, fields):
             self.found.append(_Tool(names, group, place))
         else:
-            self._read_members(fields, group, place)
+            self._read_members(entry, fields, group, place)
 
     def _read_list(self, value: Value, group: _Group, place: int) -> None:
         """Tools in a list of their own."""
-        inner = self._open(self._edits.open_list(value), group, place)
+        inner = self._open(value, _open_list(self._patch, value), group, place)
         for number, entry in enumerate(inner.members):
-            names = _read_names(self._edits, self._edits.open_object(entry.value))
+            names = _read_names(self._patch, _open_object(self._patch, entry))
             self.found.append(_Tool(names, inner, number))
 
-    def _read_members(self, fields: Fields, group: _Group, place: int) -> None:
+    def _read_members(self, entry: Value, fields: Fields, group: _Group, place: int) -> None:
         """Members that are tools each, or lists of them, as Gemini has them."""
-        inner = self._open(list(fields.values()), group, place)
+        inner = self._open(entry, list(fields.values()), group, place)
         for number, (key, member) in enumerate(fields.items()):
-            if key in {"functionDeclarations", "function_declarations"} and is_list(member.value):
-                self._read_list(member.value, inner, number)
+            if key in {"functionDeclarations", "function_declarations"} and self._patch.is_list(member):
+                self._read_list(member, inner, number)
             elif key in _SERVERS:
                 self.served = True
             elif key not in _NO_TOOLS:
-                self.found.append(_Tool((key, _SECOND_WORD.sub("_", key).lower()), inner, number, built_in=True))
+                called = _SECOND_WORD.sub("_", key[:_LONGEST_KEY]).lower()
+                self.found.append(_Tool((key, called), inner, number, built_in=True))
 
 
-def _read_names(edits: Edits, fields: Fields) -> tuple[str, ...]:
+def _read_names(patch: Patch, fields: Fields) -> tuple[str, ...]:
     """As what a tool is declared or chosen, and by which its calls go; none where it is not named."""
-    wrappers = [fields[key].value for key in _WRAPPERS if key in fields and is_object(fields[key].value)]
-    named = [edits.open_object(wrapper) for wrapper in wrappers] + [fields]
-    if names := tuple([_read_text(inner, "name") for inner in named if "name" in inner]):
+    wrappers = [fields[key] for key in _WRAPPERS if key in fields and patch.is_object(fields[key])]
+    named = [patch.open_fields(wrapper) for wrapper in wrappers] + [fields]
+    if names := tuple([patch.read_text(inner["name"]) for inner in named if "name" in inner]):
         return names
-    kind = _read_text(fields, "type")
+    kind = patch.read_text(fields.get("type"))
     if not kind or kind in _MODES:
         return ()
     called = _EDITION.sub("", kind)
     return kind, _CALLED.get(called, called)
-
-
-def _read_text(fields: Fields, key: str) -> str:
-    return read_string(fields[key].value.raw) if key in fields else ""
 
 
 class _Outcome(Enum):
@@ -248,45 +264,50 @@ class _Outcome(Enum):
 class _Narrowing:
     """One body's narrowing."""
 
-    __slots__ = ("_edits", "_gone", "_needed", "_without")
+    __slots__ = ("_gone", "_needs_tool", "_patch", "_without")
 
-    def __init__(self, edits: Edits, without: Collection[str] | None, needed: Sequence[str]) -> None:
+    def __init__(self, patch: Patch, without: Collection[str] | None, *, needs_tool: bool) -> None:
         """Take what to do.
 
         Args:
-            edits: of the body.
+            patch: of the body.
             without: the names of tools; None for all of them.
-            needed: tools of which one stays, the first that is declared; none where the API does without.
+            needs_tool: the API refuses a history with calls where no tool is declared.
         """
-        self._edits = edits
+        self._patch = patch
         self._without = None if without is None else frozenset(without)
-        self._needed = needed
+        self._needs_tool = needs_tool
         self._gone: set[str] = set()
 
-    def narrow(self, body: Value) -> None:
+    def narrow(self) -> None:
         """Edit a body of any API.
 
         Raises:
             NotEdited: it cannot be done.
+            NotCounted: the same.
         """
-        fields = self._edits.open_object(body)
+        body = self._patch.root
+        fields = self._open(body)
         conversations = [key for key in _CONVERSATIONS if key in fields]
-        wrapped = not conversations and "request" in fields and is_object(fields["request"].value)
+        wrapped = not conversations and "request" in fields and self._patch.is_object(fields["request"])
         configured = "messages" in fields and "toolConfig" in fields
         if len(conversations) > 1 or ((wrapped or configured) and not _ELSEWHERE.isdisjoint(fields)):
             raise NotEdited(AMBIGUOUS)
         if "contents" in fields:
             self._narrow_gemini(body, fields)
         elif wrapped:
-            inner = fields["request"].value
-            self._narrow_gemini(inner, self._edits.open_object(inner))
+            inner = fields["request"]
+            self._narrow_gemini(inner, self._open(inner))
         elif configured:
             self._narrow_bedrock(body, fields)
         elif "messages" in fields:
             changes = self._narrow_members(fields, _CHAT) | self._narrow_members(fields, _FUNCTIONS)
-            self._edits.change(body, fields, changes)
+            self._patch.change(body, changes)
         else:
-            self._edits.change(body, fields, self._narrow_members(fields, _RESPONSES))
+            self._patch.change(body, self._narrow_members(fields, _RESPONSES))
+
+    def _open(self, value: Value) -> Fields:
+        return _open_object(self._patch, value)
 
     def _narrow_members(self, fields: Fields, api: _Api) -> Changes:
         """Edit a list of tools, and say what becomes of the members beside it."""
@@ -301,18 +322,17 @@ class _Narrowing:
         if outcome is _Outcome.FORBIDDEN:
             return {api.choice: _forbid(api)}
         choice = fields.get(api.choice)
-        if outcome is _Outcome.FEWER and choice is not None and is_object(choice.value):
-            return self._mend_choice(choice.value, api)
+        if outcome is _Outcome.FEWER and choice is not None and self._patch.is_object(choice):
+            return self._mend_choice(choice, api)
         return {}
 
     def _narrow_bedrock(self, body: Value, fields: Fields) -> None:
-        config = fields["toolConfig"].value
-        inner = self._edits.open_object(config)
-        changes = self._narrow_members(inner, _BEDROCK)
+        config = fields["toolConfig"]
+        changes = self._narrow_members(self._open(config), _BEDROCK)
         if _BEDROCK.tools in changes:
-            self._edits.change(body, fields, {"toolConfig": None})
+            self._patch.change(body, {"toolConfig": None})
         else:
-            self._edits.change(config, inner, changes)
+            self._patch.change(config, changes)
 
     def _narrow_gemini(self, owner: Value, fields: Fields) -> None:
         tools = self._open_tools(fields, "tools")
@@ -320,42 +340,42 @@ class _Narrowing:
             return
         outcome = self._take_out(tools)
         changes: Changes = {"tools": None} if outcome is _Outcome.GONE else {}
-        self._edits.change(owner, fields, changes | self._choose_gemini(fields, outcome))
+        self._patch.change(owner, changes | self._choose_gemini(fields, outcome))
 
     def _choose_gemini(self, fields: Fields, outcome: _Outcome) -> Changes:
         """Edit the choice among Gemini's tools, and say what becomes of the member in which it stands."""
         key = _pick(fields, "toolConfig", "tool_config")
-        if key not in fields or not is_object(fields[key].value):
+        if key not in fields or not self._patch.is_object(fields[key]):
             forbidden = b'{"functionCallingConfig":{"mode":"NONE"}}'
             return {key: forbidden} if outcome is _Outcome.FORBIDDEN else {}
-        config = fields[key].value
-        inner = self._edits.open_object(config)
+        config = fields[key]
+        inner = self._open(config)
         calling = _pick(inner, "functionCallingConfig", "function_calling_config")
-        if outcome is _Outcome.FEWER and calling in inner and is_object(inner[calling].value):
-            outcome = self._mend_names(self._edits.open_object(inner[calling].value))
+        if outcome is _Outcome.FEWER and calling in inner and self._patch.is_object(inner[calling]):
+            outcome = self._mend_names(self._open(inner[calling]))
         if outcome is _Outcome.FORBIDDEN:
-            self._edits.change(config, inner, {calling: b'{"mode":"NONE"}'})
+            self._patch.change(config, {calling: b'{"mode":"NONE"}'})
         elif outcome is _Outcome.GONE and calling in inner:
-            self._edits.change(config, inner, {calling: None})
+            self._patch.change(config, {calling: None})
         return {}
 
     def _mend_names(self, calling: Fields) -> _Outcome:
         """Edit the list of functions that Gemini may call; one of which none is left forbids all."""
         key = _pick(calling, "allowedFunctionNames", "allowed_function_names")
-        if key not in calling or not is_list(calling[key].value):
+        if key not in calling or not self._patch.is_list(calling[key]):
             return _Outcome.FEWER
-        names = self._edits.open_list(calling[key].value)
-        gone = {place for place, name in enumerate(names) if read_string(name.value.raw) in self._gone}
+        names = self._patch.open_items(calling[key])
+        gone = {place for place, name in enumerate(names) if self._patch.read_text(name) in self._gone}
         if gone and len(gone) == len(names):
             return _Outcome.FORBIDDEN
-        self._edits.remove(names, gone)
+        self._patch.remove(calling[key], gone)
         return _Outcome.FEWER
 
     def _open_tools(self, fields: Fields, key: str) -> _Tools | None:
         """The tools in a member; None where it is not there, or null."""
-        if key not in fields or bytes(fields[key].value.raw) == b"null":
+        if key not in fields or self._patch.is_null(fields[key]):
             return None
-        return _Tools(self._edits, fields[key].value)
+        return _Tools(self._patch, fields[key])
 
     def _take_out(self, tools: _Tools) -> _Outcome:
         """Edit a list of tools, unless all of it goes."""
@@ -364,36 +384,38 @@ class _Narrowing:
         if not gone and not forbidden:
             return _Outcome.SAME
         if len(gone) == len(tools.found) and not tools.served:
-            candidates = [tool for tool in gone if not tool.built_in] if self._needed else []
-            if not candidates:
+            needed = self._find_needed([tool for tool in gone if not tool.built_in])
+            if needed is None:
                 return _Outcome.GONE
-            gone.remove(self._find_needed(candidates))
+            gone.remove(needed)
             forbidden = True
         self._gone.update([name for tool in gone for name in tool.names])
         tools.remove(gone)
         return _Outcome.FORBIDDEN if forbidden else _Outcome.FEWER
 
-    def _find_needed(self, tools: Sequence[_Tool]) -> _Tool:
-        """The one that was called last, else the first."""
-        ranks = {name: rank for rank, name in enumerate(self._needed)}
-        return min(tools, key=lambda tool: min([ranks.get(name, len(ranks)) for name in tool.names], default=len(ranks)))
+    def _find_needed(self, tools: Sequence[_Tool]) -> _Tool | None:
+        """The one that has to stay: that which was called last, else the first; None where the API does without."""
+        if not tools or not self._needs_tool:
+            return None
+        called = find_called(self._patch, {name for tool in tools for name in tool.names})
+        return next((tool for tool in tools if called in tool.names), tools[0]) if called is not None else None
 
     def _mend_choice(self, value: Value, api: _Api) -> Changes:
         """Edit a choice among tools, or say what stands in its place: it may be one that has gone, or a list of such."""
-        choice = self._edits.open_object(value)
-        if _read_text(choice, "type") == "allowed_tools":
+        choice = self._open(value)
+        if self._patch.read_text(choice.get("type")) == "allowed_tools":
             return self._mend_allowed(choice, api)
-        if self._gone.isdisjoint(_read_names(self._edits, choice)):
+        if self._gone.isdisjoint(_read_names(self._patch, choice)):
             return {}
         if "disable_parallel_tool_use" not in choice:
             return {api.choice: api.auto}
-        self._edits.change(value, choice, {"type": b'"auto"', "name": None})
+        self._patch.change(value, {"type": b'"auto"', "name": None})
         return {}
 
     def _mend_allowed(self, choice: Fields, api: _Api) -> Changes:
         """The same of a list of tools that may be called."""
         if "allowed_tools" in choice:
-            choice = self._edits.open_object(choice["allowed_tools"].value)
+            choice = self._open(choice["allowed_tools"])
         allowed = self._open_tools(choice, "tools")
         if allowed is None:
             return {}

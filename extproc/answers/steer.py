@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from extproc.answers.edits import NotEdited, open_document
+from extproc.answers.edits import NotEdited, open_patch
 from extproc.candidates import Guard
 from extproc.decision import Outcome
 from extproc.notes import SEPARATOR, Marks, ends_with_note, frame_note
 from extproc.quoting import quote_all
 from extproc.request import HttpRequest
-from extproc.similarity.document import Document, NotCounted
+from extproc.similarity.document import NotCounted
 from extproc.similarity.shapes import locate_results
 from extproc.similarity.shapes.places import splice
 
@@ -24,13 +24,7 @@ MAX_PLACES: Final = 16
 """Of so many results at most the newest get the note."""
 
 
-def steer(
-    request: HttpRequest,
-    body: bytes | memoryview,
-    note: str,
-    make_marks: Callable[[bytes], Marks],
-    document: Document | None = None,
-) -> bytes:
+def steer(request: HttpRequest, body: bytes | memoryview, note: str, make_marks: Callable[[bytes], Marks]) -> bytes:
     """The request's body with the note.
 
     Args:
@@ -38,22 +32,20 @@ def steer(
         body: all of it.
         note: its text.
         make_marks: for the conversation in a body; raises NotCounted where there is none.
-        document: the same body, as somebody has looked into it, which saves doing it again.
 
     Raises:
         NotEdited: there is no place for it.
     """
-    mark, document = open_document(request, body, document)
+    mark, patch = open_patch(request, body)
     try:
-        data = document.data()
-        places = locate_results(document)
-        marks = make_marks(data)
+        places = locate_results(patch)
+        if not places:
+            raise NotEdited("no_result")
+        marks = make_marks(patch.data)
+        free = [place for place in places[-MAX_PLACES:] if not ends_with_note(patch.data, place.offset, marks)]
+        return mark + splice(patch, free, frame_note(note, marks), SEPARATOR)
     except NotCounted as why:
         raise NotEdited(why.reason) from None
-    if not places:
-        raise NotEdited("no_result")
-    free = [place for place in places[-MAX_PLACES:] if not ends_with_note(data, place.offset, marks)]
-    return mark + splice(data, free, frame_note(note, marks), SEPARATOR)
 
 
 def write_note(outcome: Outcome, request: HttpRequest, guard: Guard) -> str:

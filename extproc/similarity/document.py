@@ -32,6 +32,9 @@ WORTH_COUNTING: Final = 256 * 2**10
 MAX_STEPS: Final = 5_000
 """Most messages, and parts of them, that one detector walks through; each takes a few microseconds."""
 
+_MANY_MEMBERS: Final = 256
+"""An object of more has its members put in order by us: what msgspec takes for it may grow with the square of their number."""
+
 MAX_FRACTIONS: Final = 10_000
 """Most numbers with a fraction or an exponent in one, each of which is brought into one spelling by us."""
 
@@ -108,6 +111,11 @@ def walk(count: int) -> None:
         raise NotCounted("inspect_limit")
 
 
+def start_looking() -> None:
+    """Let somebody look into a body, who starts with all of the bounds."""
+    _LEFT.in_parts, _LEFT.steps = MAX_FRACTIONS, MAX_STEPS
+
+
 def count_left() -> tuple[int, int]:
     """How many steps of `walk`, and how many numbers in parts of the body, are left."""
     return _LEFT.steps, _LEFT.in_parts
@@ -141,6 +149,8 @@ def write_number(text: str) -> msgspec.Raw:
 _decode_whole = msgspec.json.Decoder(float_hook=_hook_number).decode
 _decode_part = msgspec.json.Decoder(float_hook=hook_number_in_part).decode
 _encode = msgspec.json.Encoder(order="sorted").encode
+_encode_as_is = msgspec.json.Encoder().encode
+_decode_copy = msgspec.json.Decoder(float_hook=lambda text: msgspec.Raw(text.encode())).decode
 
 
 # Half of a surrogate pair in its escape (RFC 8259, section 8.2), with a look at what stands beside it: who cuts a text in
@@ -159,7 +169,7 @@ _FIRST_HALF: Final = 8
 """Halves are U+D800 to U+DFFF, and become U+E000 to U+E7FF."""
 
 
-def _mend(data: bytes | memoryview | msgspec.Raw | str) -> bytes | None:
+def mend(data: bytes | memoryview | msgspec.Raw | str) -> bytes | None:
     """JSON with a private character in place of each half of a surrogate pair, as long as that; None where there is none."""
     raw = data.encode() if isinstance(data, str) else bytes(data)
     mended = _HALF.sub(_mend_half, raw, _MOST_HALVES)
@@ -212,17 +222,13 @@ class Document:
         """Whether it begins as an object or an array, so that some parser may take it for JSON where ours does not."""
         return self._data.lstrip()[:1] in (b"{", b"[")
 
-    def start(self) -> None:
-        """Let somebody look into the body, who starts with all of the bounds."""
-        _LEFT.in_parts, _LEFT.steps = MAX_FRACTIONS, MAX_STEPS
-
     def data(self) -> bytes:
         """The body as it came, for who leaves its arrays raw where they stand; each starts with all of the bounds.
 
         Raises:
             NotCounted: there are too many objects and arrays in it.
         """
-        _LEFT.in_parts, _LEFT.steps = MAX_FRACTIONS, MAX_STEPS
+        start_looking()
         if len(self._data) > WORTH_COUNTING:
             check_containers(self._data)
         return self._data
@@ -232,7 +238,7 @@ class Document:
         _LEFT.in_body = MAX_FRACTIONS
         try:
             check_containers(self._data)
-            _check_members(self._data)
+            check_members(self._data)
             return decode_json(self._data, _decode_whole)
         except NotCounted as failure:
             return failure.renew()
@@ -250,7 +256,7 @@ def check_containers(data: bytes | memoryview | str) -> None:
             raise NotCounted("inspect_limit")
 
 
-def _check_members(data: bytes) -> None:
+def check_members(data: bytes) -> None:
     """See that the objects of JSON do not hold too many members.
 
     Raises:
@@ -272,7 +278,7 @@ def decode_json(data: bytes | memoryview | msgspec.Raw | str, decode: Any = _dec
     try:
         return _decode_strictly(data, decode)
     except NotJson:
-        mended = _mend(data)
+        mended = mend(data)
         if mended is None:
             raise
     return _decode_strictly(mended, decode)
@@ -305,9 +311,30 @@ def write_canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
     for pointer in ignore:
         value = remove_at(value, pointer)
     try:
+        if type(value) in _NESTING and _list_wide(value):
+            value = _decode_copy(_encode_as_is(value))
+            for wide in _list_wide(value):
+                members = sorted(wide.items())
+                wide.clear()
+                wide.update(members)
         return _encode(value)
     except RecursionError:  # it could be decoded further up the stack
         raise NotJson from None
+
+
+def _list_wide(value: Json) -> list[dict[str, Json]]:
+    """The objects of very many members in a value, itself among them."""
+    found: list[dict[str, Json]] = []
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, dict):
+            if len(item) > _MANY_MEMBERS:
+                found.append(item)
+            left += [inner for inner in item.values() if type(inner) in _NESTING]
+        else:
+            left += [inner for inner in item if type(inner) in _NESTING]
+    return found
 
 
 def split_pointer(pointer: str) -> list[str]:

@@ -12,7 +12,7 @@ A client that changes the arguments of a call that it has made has made another 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from typing import Any, Final
 from zlib import crc32
@@ -20,8 +20,9 @@ from zlib import crc32
 from msgspec import json
 
 from extproc.memo import Memo
-from extproc.similarity.document import Document, count_left, walk, write_canonical
-from extproc.similarity.shapes import open_conversation
+from extproc.similarity.document import Document, NotCounted, count_left, walk, write_canonical
+from extproc.similarity.patch import Patch
+from extproc.similarity.shapes import find_conversation, look_back, open_conversation, read_message
 from extproc.similarity.shapes.contents import read_arguments
 from extproc.similarity.shapes.conversation import ASSISTANT, Conversation, Shape
 from extproc.similarity.shapes.messages import CALL, RESULT, Part
@@ -60,9 +61,7 @@ class ToolCalls:
 
     __slots__ = ("at_once", "model", "records", "tools", "total")
 
-    def __init__(
-        self, records: bytes, total: int, tools: tuple[tuple[bytes, str], ...], model: str, *, at_once: bool
-    ) -> None:
+    def __init__(self, records: bytes, total: int, tools: tuple[tuple[bytes, str], ...], model: str, *, at_once: bool) -> None:
         """Keep them as given."""
         self.at_once = at_once
         self.total = total
@@ -206,15 +205,32 @@ def tell(tally: Tally, model: str) -> ToolCalls:
     return ToolCalls(tally.records, tally.total, tally.tools, model[:_LONGEST_MODEL], at_once=tally.turns < 2)
 
 
-def list_used(document: Document) -> list[str]:
-    """The tools that a history uses, the last to be called first; an empty name for calls of which it does not say it.
+def find_called(patch: Patch, names: Collection[str]) -> str | None:
+    """Which of some tools a history has called last.
+
+    Returns:
+        its name; empty where the history has called others alone, or the server keeps it; None where nothing was called.
 
     Raises:
-        NotCounted: as `read_tool_calls`.
+        NotCounted: the history cannot be read in one way alone, or is too much.
     """
-    conversation = open_conversation(document)
-    used = [call.tool for shown in reversed(list_shown(conversation)) for call in reversed(shown.calls)]
-    return list(dict.fromkeys([*used, ""] if conversation.before.after else used))
+    try:
+        shape, given = find_conversation(patch)
+    except NotCounted as why:
+        if why.reason != "no_messages":
+            raise
+        return None
+    called = "" if look_back(patch, shape).after else None
+    for raw, value in patch.open_newest(given):
+        message = read_message(patch, shape, raw)
+        if shape.name_speaker(message) != ASSISTANT:
+            continue
+        patch.take_whole(value)
+        for part in reversed(_read_parts(shape, message)):
+            if part.kind == CALL and part.name in names:
+                return part.name
+            called = "" if part.kind == CALL else called
+    return called
 
 
 def digest_tool(name: str) -> bytes:

@@ -12,12 +12,13 @@ from typing import Any
 from extproc.notes import CLOSING, END, OPENING
 from extproc.service import Service, Stream
 from extproc.settings import Settings
-from tests.bench import samples
+from tests.bench import edits, samples
 from tests.bench.report import Row, progress
 
 TITLE = "hostile: the longest that one message keeps the event loop busy"
 
 _LIMIT_MS = 50
+_EDIT_LIMIT_MS = 20
 _SELECTORS: tuple[dict[str, Any], ...] = (
     {"pathExact": samples.PATH, "methods": ["POST"]},
     {"pathPrefix": "/"},
@@ -90,6 +91,9 @@ def _bodies() -> Mapping[str, bytes]:
         "1 MB body, keys out of order": b"{"
         + b",".join(b'"%06d":0' % (number * 7919 % 90_000) for number in range(90_000))
         + b"}",
+        "0.6 MB body, keys in order but for the last": b'{"model":{'
+        + b",".join([b'"%06d":0' % number for number in range(49_000)])
+        + b',"":0},"messages":[{"role":"user","content":"a"}]}',
         "1 MB body, words in one text": b'{"messages":[{"role":"user","content":"%b"}]}' % (b"a  " * (room // 3)),
         "1 MB body, words that are not ASCII": b'{"messages":[{"role":"user","content":"%b"}]}' % (b"\xce\xa3 " * (room // 3)),
         "1 MB body, calls in one turn": filled(call, '{"messages":[{"role":"assistant","content":[', last % call).replace(
@@ -136,6 +140,8 @@ def run(*, quick: bool) -> list[Row]:
         times = range(2 if quick else 4)  # a fifth would be refused as a loop
         longest = [max(_send(serving, messages) for serving in servings) for _ in times]
         rows.append(Row(name, median(longest), "ms", _LIMIT_MS))
+    for kind, worst in (("notes", edits.find_worst_note(quick=quick)), ("narrowings", edits.find_worst_narrowing(quick=quick))):
+        rows.append(Row(f"worst of {worst.bodies} {kind}: {worst.name}", worst.milliseconds, "ms", _EDIT_LIMIT_MS))
     return rows
 
 

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any, Final
 
-from extproc.similarity.document import Document
+from msgspec import Raw, ValidationError
+from msgspec.structs import fields
+
+from extproc.similarity.document import NotCounted
+from extproc.similarity.patch import AMBIGUOUS, Patch, Value
 from extproc.similarity.shapes.contents import READERS
-from extproc.similarity.shapes.conversation import USER, Shape, Shapes
-from extproc.similarity.shapes.places import (
-    LOCATORS,
-    Place,
-    Value,
-    end_text,
-    is_text,
-    open_body,
-    open_field,
-    open_newest,
-)
+from extproc.similarity.shapes.conversation import ASSISTANT, USER, Before, Shape, Shapes
+from extproc.similarity.shapes.places import LOCATORS, Place
+
+_MAX_NEWEST: Final = 100
+"""So many results, made at once, may have a place for a note."""
 
 _FILES = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
-_FOUND: list[Shape] = [shape for file in _FILES for shape in getattr(file, "SHAPES", ())]
+_FOUND: list[Shape] = sorted(
+    [shape for file in _FILES for shape in getattr(file, "SHAPES", ())], key=lambda shape: shape.fallback
+)
 
 for _file in _FILES:
     READERS.update(getattr(_file, "BLOCKS", {}))
@@ -33,28 +34,76 @@ for _file in _FILES:
 open_conversation = Shapes(_FOUND).open_conversation
 
 
-def locate_results(document: Document) -> list[Place]:
+def locate_results(patch: Patch) -> list[Place]:
     """Where a note can be put into the newest results of a conversation, or else into what the user said last.
 
     Returns:
-        places in the bytes of `document.data()`, the newest last; none where the API allows none, or nobody can tell.
+        places in the body, the newest last; none where the API allows none, or nobody can tell.
 
     Raises:
-        NotCounted: there is no conversation, or it cannot be read.
+        NotCounted: there is no conversation, it cannot be read in one way alone, or is too much.
     """
-    conversation = open_conversation(document)
-    shape = conversation.shape
-    value: Value | None = open_body(document.data())
-    for step in shape.path:
-        value = open_field(value, step) if value is not None else None
-    if shape.locate is None or value is None:
+    shape, given = find_conversation(patch)
+    if shape.locate is None:
         return []
-    if is_text(value):
-        return [end_text(value, result=False)]
-    newest = conversation.list_newest()
-    items = open_newest(value, len(conversation) - newest[-1].place) if newest else []
+    if patch.is_text(given):
+        return [Place(given)]
     places: list[Place] = []
-    for message in reversed(newest if items else []):
-        item = items[len(conversation) - 1 - message.place]
-        places += [place for place in shape.locate(message.value, item) if place.result or message.speaker == USER]
+    for number, (_, whole) in enumerate(patch.open_newest(given)):
+        message = read_message(patch, shape, patch.shorten(whole))
+        speaker = shape.name_speaker(message)
+        if speaker == ASSISTANT or number == _MAX_NEWEST:
+            break
+        found = shape.locate(patch, message, whole) if speaker else []
+        places += [place for place in found if place.result or speaker == USER]
+    places.sort(key=lambda place: place.offset)
     return [place for place in places if place.result] or places
+
+
+def find_conversation(patch: Patch) -> tuple[Shape, Value]:
+    """Where in a body its one conversation stands: a list of messages, or a text in its place.
+
+    Raises:
+        NotCounted: there is none, or several.
+    """
+    found: list[tuple[Shape, Value]] = []
+    for shape in _FOUND:
+        value: Value | None = patch.root
+        for step in shape.path:
+            value = patch.open_fields(value).get(step)
+        if value is not None and not patch.is_null(value) and not (shape.fallback and found):
+            found.append((shape, value))
+    if len(found) > 1:
+        raise NotCounted(AMBIGUOUS)
+    for shape, value in found:
+        if shape.locate is None or patch.is_list(value) or shape.take(patch.read_text(value)):
+            return shape, value
+    raise NotCounted("no_messages")
+
+
+def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: ANN401  # of the shape's
+    """What the shape makes of a message, or of a part of one that tells who says it.
+
+    Raises:
+        NotCounted: it cannot be read, or is too much.
+    """
+    try:
+        return patch.decode(raw, shape.decode)
+    except ValidationError:
+        return shape.message()  # of other types than a message's: of no known kind
+
+
+def look_back(patch: Patch, shape: Shape) -> Before:
+    """What a body says about what went before its messages.
+
+    Raises:
+        NotCounted: it cannot be read, or is too much.
+    """
+    given = patch.open_fields(patch.root)
+    raw: dict[str, Any] = dict.fromkeys(shape.path[:1])
+    for field in fields(shape.body):
+        if field.name in given and field.name not in raw:
+            if patch.is_long(given[field.name]):
+                return Before(after=b"{}")  # whatever it is, it is something
+            raw[field.name] = patch.read_raw(given[field.name])
+    return shape.look_back(shape.body(**raw))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from extproc.similarity.document import ABSENT, open_value
+from extproc.similarity.patch import Fields, Patch, Value
 from extproc.similarity.shapes.contents import Block, Reader, read_string, skip_thought
 from extproc.similarity.shapes.messages import CALL, RESULT, Part
-from extproc.similarity.shapes.places import TEXT_BLOCK, Fields, Locator, Place, Value, append_item, locate_in_content
+from extproc.similarity.shapes.places import PLAIN, TEXT_BLOCK, Locator, Place, locate_text
 
 
 def _read_call(block: Block) -> Part:
@@ -17,10 +18,10 @@ def _read_result(block: Block) -> Part:
     return Part(RESULT, block.get("content", ABSENT), id=read_string(block.get("tool_use_id")), failed=failed)
 
 
-def _locate_result(block: Value, fields: Fields) -> list[Place]:
+def _locate_result(patch: Patch, fields: Fields, block: Value) -> list[Place]:
     if "content" not in fields:
-        return [append_item(block, (b'"content":"', b'"'), result=True)]
-    return locate_in_content(fields["content"], TEXT_BLOCK, result=True)
+        return [Place(block, PLAIN, "content", result=True)]
+    return locate_text(patch, fields["content"], TEXT_BLOCK, result=True)
 
 
 LOCATORS: dict[str, Locator] = {"tool_result": _locate_result}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from extproc.similarity.document import ABSENT
+from extproc.similarity.patch import Fields, Patch, Value
 from extproc.similarity.shapes.contents import Block, Reader, read_object, read_string, skip_thought
 from extproc.similarity.shapes.messages import CALL, RESULT, Part
-from extproc.similarity.shapes.places import TEXT_PART, Fields, Locator, Place, Value, locate_in_content, open_fields
+from extproc.similarity.shapes.places import TEXT_PART, Locator, Place, locate_text
 
 
 def _read_call(block: Block) -> Part:
@@ -19,8 +20,8 @@ def _read_result(block: Block) -> Part:
     return Part(RESULT, result.get("content", ABSENT), id=read_string(result.get("toolUseId")), failed=failed)
 
 
-def _locate_result(_: Value, fields: Fields) -> list[Place]:
-    return locate_in_content(open_fields(fields["toolResult"]).get("content"), TEXT_PART, result=True)
+def _locate_result(patch: Patch, fields: Fields, _: Value) -> list[Place]:
+    return locate_text(patch, patch.open_fields(fields.get("toolResult")).get("content"), TEXT_PART, result=True)
 
 
 LOCATORS: dict[str, Locator] = {"toolResult": _locate_result}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from msgspec import Raw, Struct, ValidationError, json
 
 from extproc.similarity.document import ABSENT, Json, decode_json, hook_number_in_part, open_value, walk, write_canonical
+from extproc.similarity.patch import Patch, Value
 from extproc.similarity.shapes.contents import Reader, is_given, read_content, read_string, read_text
 from extproc.similarity.shapes.conversation import ASSISTANT, ASSISTANTS, NOBODY, NOTHING_BEFORE, Before, Shape
 from extproc.similarity.shapes.messages import CALL, OTHER, RESULT, TEXT, Part
-from extproc.similarity.shapes.places import TEXT_BLOCK, Place, Value, locate_in_content, open_field
+from extproc.similarity.shapes.places import TEXT_BLOCK, Place, locate_in_content, locate_text
 
 _RESULT_ROLES = frozenset({"tool", "function"})
 
@@ -124,8 +125,11 @@ def _read_function(call: Raw) -> Part:
     return Part(CALL, tool.arguments, tool.name or "")
 
 
-def _locate(message: Message, whole: Value) -> list[Place]:
-    return locate_in_content(open_field(whole, "content"), TEXT_BLOCK, result=message.role in _RESULT_ROLES)
+def _locate(patch: Patch, message: Message, whole: Value) -> list[Place]:
+    content = patch.open_fields(whole).get("content")
+    if message.role in _RESULT_ROLES:
+        return locate_text(patch, content, TEXT_BLOCK, result=True)
+    return locate_in_content(patch, content, TEXT_BLOCK)
 
 
 SHAPES = (Shape(("messages",), Body, Message, _name_speaker, _read, _find_raw, look_back=_look_back, locate=_locate),)

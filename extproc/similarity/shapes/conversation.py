@@ -7,7 +7,6 @@ somebody looks at it, which for most of a long history nobody does. What a shape
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, takewhile
 from typing import Any, Final, NamedTuple
 
 from msgspec import Raw, Struct, ValidationError, defstruct, json
@@ -21,16 +20,15 @@ from extproc.similarity.document import (
     NotCounted,
     decode_json,
     open_value,
+    start_looking,
     write_canonical,
 )
+from extproc.similarity.patch import Patch, Value
 from extproc.similarity.shapes.messages import TEXT, Message, Part
-from extproc.similarity.shapes.places import Place, Value
+from extproc.similarity.shapes.places import Place
 
 ASSISTANT, USER, TOOL, NOBODY = "assistant", "user", "tool", "other"
 """Who says a message; any other is who a client says it is."""
-
-_MAX_NEWEST: Final = 100
-"""So many results, made at once, may have a place for a note."""
 
 _MAX_OLDEST: Final = 100
 """Among so many messages at the start the user is expected to say something."""
@@ -78,6 +76,7 @@ class Shape:
         path: of keys, to the messages.
         body: a struct of the body's keys in which a conversation stands; all but the first on the path are raw.
         message: a struct of what is read of one message. Each of its keys may be missing.
+        decode: reads one.
         name_speaker: who says a message; empty for a thought, which nobody gets to see.
         read: what stands in a message, in order; raises NotCounted where that cannot be read, or is too much.
         find_raw: where in a message its text and its calls stand; ABSENT where that is in several places.
@@ -85,12 +84,13 @@ class Shape:
         joins: whether a message is one of several calls that were made at once, where they stand side by side; None where each
             message is one of its own.
         look_back: what such a body says about what went before; None where every request shows all of it.
-        locate: where a note can be put into a message, the newest place last, given all of it; None where nobody can tell.
+        locate: where a note can be put into a message, given the body in which it stands; None where nobody can tell.
         fallback: the key means something else in other APIs, so they are asked first.
     """
 
     __slots__ = (
         "body",
+        "decode",
         "fallback",
         "find_raw",
         "joins",
@@ -114,7 +114,7 @@ class Shape:
         take: Callable[[Any], Sequence[Json]] | None = None,
         joins: Callable[[Any], bool] | None = None,
         look_back: Callable[[Any], Before] | None = None,
-        locate: Callable[[Any, Value], list[Place]] | None = None,
+        locate: Callable[[Patch, Any, Value], list[Place]] | None = None,
         *,
         fallback: bool = False,
     ) -> None:
@@ -122,6 +122,7 @@ class Shape:
         self.path = path
         self.body = body
         self.message = message
+        self.decode = json.Decoder(message).decode
         self.name_speaker = name_speaker
         self.read = read
         self.find_raw = find_raw
@@ -168,15 +169,6 @@ class Conversation:
     def __len__(self) -> int:
         """How many messages the request has, thoughts among them."""
         return len(self._messages)
-
-    def list_newest(self) -> list[Message]:
-        """The messages behind the assistant's last one, the newest first, as far as a note may be put there.
-
-        Raises:
-            NotCounted: there are too many.
-        """
-        behind = takewhile(lambda message: message.speaker != ASSISTANT, self.read_backwards())
-        return list(islice(behind, _MAX_NEWEST))
 
     def read_first_words(self) -> str:
         """What the user said first, as text; empty where none of the first messages is the user's and has a text.
@@ -247,7 +239,7 @@ class Conversation:
         if type(value) is self.shape.message:
             return value
         try:
-            return decode_json(write_canonical(value), json.Decoder(self.shape.message).decode)
+            return decode_json(write_canonical(value), self.shape.decode)
         except ValidationError:
             return self.shape.message()
 
@@ -276,7 +268,7 @@ class Shapes:
                 found = failure.renew()
             document.conversation = found
         else:
-            document.start()
+            start_looking()
         if isinstance(found, NotCounted):
             raise found.renew()
         return found

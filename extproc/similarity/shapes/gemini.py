@@ -5,22 +5,16 @@ from __future__ import annotations
 from msgspec import Raw, Struct
 
 from extproc.similarity.document import ABSENT
+from extproc.similarity.patch import Fields, Patch, Value
 from extproc.similarity.shapes.contents import Block, Reader, read_content, read_object, read_string
 from extproc.similarity.shapes.conversation import ASSISTANT, ASSISTANTS, Shape
 from extproc.similarity.shapes.messages import CALL, OTHER, RESULT, Part
 from extproc.similarity.shapes.places import (
+    PLAIN,
     TEXT_PART,
-    Fields,
     Locator,
     Place,
-    Value,
-    append_item,
-    end_text,
-    is_object,
-    is_text,
     locate_in_content,
-    open_field,
-    open_fields,
 )
 
 _RESPONSE_TEXTS = ("output", "result", "error")
@@ -79,23 +73,20 @@ def _read_code_result(block: Block) -> Part:
     return Part(RESULT, block.get("codeExecutionResult", block.get("code_execution_result")))
 
 
-def _locate(_: Content, whole: Value) -> list[Place]:
-    return locate_in_content(open_field(whole, "parts"), TEXT_PART, result=False)
+def _locate(patch: Patch, _: Content, whole: Value) -> list[Place]:
+    return locate_in_content(patch, patch.open_fields(whole).get("parts"), TEXT_PART)
 
 
-def _locate_result(_: Value, fields: Fields) -> list[Place]:
+def _locate_result(patch: Patch, fields: Fields, _: Value) -> list[Place]:
     """In the text of a structured response, or as one more text of it."""
-    called = fields.get("functionResponse", fields.get("function_response"))
-    response = open_fields(called).get("response") if called is not None else None
-    if response is None or not is_object(response):
+    response = patch.open_fields(fields.get("functionResponse", fields.get("function_response"))).get("response")
+    if response is None or not patch.is_object(response):
         return []
-    given = open_fields(response)
-    key = next((key for key in _RESPONSE_TEXTS if key in given and is_text(given[key])), _NOTE)
-    while key in given and not is_text(given[key]):  # a tool must not keep a note away by taking its name
+    given = patch.open_fields(response)
+    key = next((key for key in _RESPONSE_TEXTS if key in given and patch.is_text(given[key])), _NOTE)
+    while key in given and not patch.is_text(given[key]):  # a tool must not keep a note away by taking its name
         key += "_"
-    if key in given:
-        return [end_text(given[key], result=True)]
-    return [append_item(response, (b'"%b":"' % key.encode(), b'"'), result=True)]
+    return [Place(given[key], result=True)] if key in given else [Place(response, PLAIN, key, result=True)]
 
 
 SHAPES = (

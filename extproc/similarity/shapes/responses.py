@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from msgspec import Raw, Struct
 
 from extproc.similarity.document import ABSENT, Json, open_value, write_canonical
+from extproc.similarity.patch import Patch, Value
 from extproc.similarity.shapes.contents import is_given, read_content, read_string
 from extproc.similarity.shapes.conversation import ASSISTANT, ASSISTANTS, NOBODY, TOOL, Before, Shape, take_list
 from extproc.similarity.shapes.messages import CALL, OTHER, RESULT, Part
-from extproc.similarity.shapes.places import INPUT_TEXT_BLOCK, Place, Value, is_text, locate_in_content, open_field
+from extproc.similarity.shapes.places import INPUT_TEXT_BLOCK, Place, locate_in_content, locate_text
 
 _OUTPUTS_OF_BLOCKS = frozenset({"function_call_output", "custom_tool_call_output"})
 
@@ -104,13 +105,14 @@ def _find_input(item: Item) -> Raw:
     return ABSENT
 
 
-def _locate(item: Item, whole: Value) -> list[Place]:
+def _locate(patch: Patch, item: Item, whole: Value) -> list[Place]:
+    fields = patch.open_fields(whole)
     if item.role:
-        return locate_in_content(open_field(whole, "content"), INPUT_TEXT_BLOCK, result=False)
-    output = open_field(whole, "output")
-    if output is None or not (is_text(output) or item.type in _OUTPUTS_OF_BLOCKS):
+        return locate_in_content(patch, fields.get("content"), INPUT_TEXT_BLOCK)
+    output = fields.get("output")
+    if output is None or not (patch.is_text(output) or item.type in _OUTPUTS_OF_BLOCKS):
         return []
-    return locate_in_content(output, INPUT_TEXT_BLOCK, result=True)
+    return locate_text(patch, output, INPUT_TEXT_BLOCK, result=True)
 
 
 SHAPES = (Shape(("input",), Body, Item, _name_speaker, _read, _find_raw, _take, _is_call, _look_back, locate=_locate),)
