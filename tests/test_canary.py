@@ -110,12 +110,12 @@ def test_who_is_compared(case: str) -> None:
 
 
 REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
-    "nobody": ([LIVE, shadow(canary_of="lvie")], "/policies/1/spec/canary_of", "none is called 'lvie'; did you mean 'live'?"),
-    "itself": ([LIVE, shadow(canary_of="strict")], "/policies/1/spec/canary_of", "this is the policy itself"),
+    "nobody": ([LIVE, shadow(canary_of="lvie")], "/policies/1/spec/canary_of", "there is no 'lvie'; did you mean 'live'?"),
+    "itself": ([LIVE, shadow(canary_of="strict")], "/policies/1/spec/canary_of", "not this one"),
     "another shadow": (
         [LIVE, shadow("a", canary_of="strict"), shadow()],
         "/policies/1/spec/canary_of",
-        "'strict' is in shadow mode itself",
+        "'strict' is in shadow mode",
     ),
     "one that acts": (
         [LIVE, policy("e", ANY, canary_of="live")],
@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
     "nobody, for a share": (
         [LIVE, policy("e", ANY, canary_of="lvie", enforce_percent=99, **USER)],
         "/policies/1/spec/canary_of",
-        "none is called 'lvie'; did you mean 'live'?",
+        "there is no 'lvie'; did you mean 'live'?",
     ),
     "no id": ([LIVE, shadow(canary_of="a b")], "/policies/1/spec/canary_of", "not 'a b'"),
 }
