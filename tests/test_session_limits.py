@@ -93,7 +93,11 @@ REFUSED: list[tuple[object, str, str]] = [
     ({"max_steps": 1, "escalate": {"warn": {"max_tool_call": 1}}}, "/escalate/warn/max_tool_call", "mean max_tool_calls?"),
     ({"max_steps": 1, "escalate": {"warn": 5}}, "/escalate/warn", f"warn must be an object {NOTICE}, not 5"),
     ({"max_steps": 1, "prices": {"m*": 2.5}}, "/prices/m*", f"m* must be an object {PRICE}, not 2.5"),
-    ({"max_steps": 1, "prices": {"m": PRICED | {"in": 1}}}, "/prices/m/in", "known keys are input, output, cache_read, cache_write"),
+    (
+        {"max_steps": 1, "prices": {"m": PRICED | {"in": 1}}},
+        "/prices/m/in",
+        "known keys are input, output, cache_read, cache_write",
+    ),
     ({"loop_detection": {"window": 3, "threshold": 4}}, "/loop_detection/threshold", "threshold must be <= window"),
     ({"circuit_breaker": {"consecutive_errors": 0}}, "/circuit_breaker/consecutive_errors", "must be >= 1, not 0"),
     ({"max_steps": 9, "reject_status": 200}, "/reject_status", "reject_status must be >= 400, not 200"),
