@@ -303,17 +303,17 @@ def test_explain_shows_no_note_to_a_request_that_is_not_steered(
     [
         (
             ["-H", "x-user: carl"],
-            "in: place 4 of 100 by header:x-user (seed p), and places 1 to 25 are acted on",
+            "in: place 4 of 100 by header:x-user (seed p); the policy acts on places 1 to 25",
             "enforce",
             "",
         ),
         (
             ["-H", "x-user: ann"],
-            "out, so only watched: place 29 of 100 by header:x-user (seed p), and places 1 to 25 are acted on",
+            "out, so in shadow mode: place 29 of 100 by header:x-user (seed p); the policy acts on places 1 to 25",
             "shadow",
             "shadow:",
         ),
-        ([], "out, so only watched: the request has no header:x-user", "shadow", "shadow:"),
+        ([], "out, so in shadow mode: the request has no header:x-user", "shadow", "shadow:"),
     ],
 )
 def test_explain_says_who_is_in_and_why(  # a table's columns
