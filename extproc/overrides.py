@@ -298,7 +298,7 @@ def _read_fields(order: object) -> dict[str, Any]:
     if not isinstance(order, dict):
         raise BadOrderError([f"an override is an object, not {describe(order)}"])
     known = ", ".join(_READERS)
-    problems = [f"{describe(key)}: unknown key; there are {known}" for key in order if key not in _READERS]
+    problems = [f"{describe(key)}: unknown key; known keys are {known}" for key in order if key not in _READERS]
     given: dict[str, Any] = {}
     for key, read in _READERS.items():
         if order.get(key) is None:

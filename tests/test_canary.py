@@ -110,12 +110,12 @@ def test_who_is_compared(case: str) -> None:
 
 
 REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
-    "nobody": ([LIVE, shadow(canary_of="lvie")], "/policies/1/spec/canary_of", "none is called 'lvie'; did you mean 'live'?"),
-    "itself": ([LIVE, shadow(canary_of="strict")], "/policies/1/spec/canary_of", "this is the policy itself"),
+    "nobody": ([LIVE, shadow(canary_of="lvie")], "/policies/1/spec/canary_of", "there is no 'lvie'; did you mean 'live'?"),
+    "itself": ([LIVE, shadow(canary_of="strict")], "/policies/1/spec/canary_of", "not this one"),
     "another shadow": (
         [LIVE, shadow("a", canary_of="strict"), shadow()],
         "/policies/1/spec/canary_of",
-        "'strict' is in shadow mode itself",
+        "'strict' is in shadow mode",
     ),
     "one that acts": (
         [LIVE, policy("e", ANY, canary_of="live")],
@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
     "nobody, for a share": (
         [LIVE, policy("e", ANY, canary_of="lvie", enforce_percent=99, **USER)],
         "/policies/1/spec/canary_of",
-        "none is called 'lvie'; did you mean 'live'?",
+        "there is no 'lvie'; did you mean 'live'?",
     ),
     "no id": ([LIVE, shadow(canary_of="a b")], "/policies/1/spec/canary_of", "not 'a b'"),
 }
@@ -749,17 +749,22 @@ def test_bounds_are_never_nonsense(one: int, other: int, confidence: float) -> N
 
 
 VERDICTS: dict[str, tuple[tuple[int, int, int, int], dict[str, object], str, str]] = {
-    "nothing yet": ((0, 0, 0, 0), {}, KEEP_WATCHING, "0 requests that went on are compared, and 1000 are asked for"),
-    "too few, however bad": ((999, 999, 9, 9), {}, KEEP_WATCHING, "999 requests that went on are compared"),
-    "enough and none": ((0, 10_000, 0, 0), {}, SAFE, "it refuses at most 0.038% of what goes on today, and 0.100% are allowed"),
+    "nothing yet": ((0, 0, 0, 0), {}, KEEP_WATCHING, "compared 0 of the 1000 requests that a verdict needs"),
+    "too few, however bad": ((999, 999, 9, 9), {}, KEEP_WATCHING, "compared 999 of the 1000"),
+    "enough and none": (
+        (0, 10_000, 0, 0),
+        {},
+        SAFE,
+        "it refuses at most 0.038% of the requests that pass today; the limit is 0.100%",
+    ),
     "too few to be sure": ((0, 2_000, 0, 0), {}, KEEP_WATCHING, "it refuses between 0.000% and 0.192%"),
     "on the edge": ((10, 10_000, 3, 0), {}, KEEP_WATCHING, "it refuses between 0.054% and 0.184%"),
     "too many": ((100, 10_000, 3, 0), {}, TOO_STRICT, "it refuses at least 0.823%"),
     "more are allowed": ((100, 10_000, 3, 0), {"max_extra_refusals": 0.02}, SAFE, "it refuses at most 1.2"),
     "none is allowed": ((1, 10_000, 1, 0), {"max_extra_refusals": 0.0}, TOO_STRICT, "at least 0.002%"),
-    "tenants": ((3, 100_000, 3, 0), {"max_new_tenants": 2}, TOO_STRICT, "newly refuse 3 tenants, and at most 2 are allowed"),
+    "tenants": ((3, 100_000, 3, 0), {"max_new_tenants": 2}, TOO_STRICT, "newly refuses 3 tenants; the limit is 2"),
     "as many tenants": ((3, 100_000, 3, 0), {"max_new_tenants": 3}, SAFE, ""),
-    "sessions": ((3, 100_000, 1, 3), {"max_new_sessions": 0}, TOO_STRICT, "newly refuse 3 sessions"),
+    "sessions": ((3, 100_000, 1, 3), {"max_new_sessions": 0}, TOO_STRICT, "newly refuses 3 sessions"),
     "less sure": ((0, 2_000, 0, 0), {"confidence": 0.5}, SAFE, ""),
     "fewer asked for": ((5, 10, 1, 0), {"min_requests": 10}, TOO_STRICT, ""),
 }

@@ -89,7 +89,7 @@ def test_the_table_for_people(one: Stack, capsys: pytest.CaptureFixture[str], mo
     out = Run(capsys, "canary", "status", "--admin", url_of(one.loopguard), "--policy", "strict").out
 
     assert "strict, canary of live: keep watching" in out
-    assert "103 requests that went on are compared, and 1000 are asked for" in out
+    assert "compared 103 of the 1000 requests that a verdict needs" in out
     assert "newly refused: tenants 1 of 101, sessions 1" in out
     assert re.search(r"refusals: new +2 +1\.942% +0\.534% and 6\.805%", out)
     assert re.search(r"extra +2 +GET +/v1/chat +[0-9a-f]{16} +default", out)
@@ -208,12 +208,12 @@ def test_a_review_keeps_what_a_person_says(
     third = Run(capsys, *arguments)
 
     assert (first.code, second.code, third.code) == (0, 0, 0)
-    assert "3 samples, 3 of them not answered yet" in first.out
+    assert "3 samples, 3 unanswered" in first.out
     assert first.out.count("path          /v1/chat\n") == 3
     assert "strict: 1 right, 0 wrong, 0 unsure; 0% wrong, between 0% and 79%" in first.out
-    assert "3 samples, 2 of them not answered yet" in second.out
+    assert "3 samples, 2 unanswered" in second.out
     assert "strict: 1 right, 1 wrong, 1 unsure; 50% wrong, between 9% and 91%" in second.out
-    assert "3 samples, 0 of them not answered yet" in third.out
+    assert "3 samples, 0 unanswered" in third.out
     assert sorted(json.loads(tally.read_text())["strict"].values()) == ["right", "unsure", "wrong"]
     assert "SECRET" not in first.out
 

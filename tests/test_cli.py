@@ -99,7 +99,7 @@ def test_validate_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path, monk
     run = Run(capsys, "validate", *(["--allow-unenforced"] if way == "flag" else []), one, two)
 
     assert (run.code, run.out) == (0, "good: 2 policies in 2 files\n")
-    stops = "the descriptor ip:asn cannot be derived by Loopguard, so this kill switch stops nobody"
+    stops = "the descriptor ip:asn cannot be derived by Loopguard, so this kill switch stops no one"
     assert run.err.splitlines() == [
         f"warning: {two}: /spec: no limit_keys: all callers of policy q share its counts",
         f"warning: {one}: /kill_switches/0: {stops}",
@@ -120,11 +120,11 @@ def test_validate_notes_what_a_default_means(capsys: pytest.CaptureFixture[str],
     run = Run(capsys, "validate", "--strict", file)
 
     assert (run.code, run.out) == (0, "good: 7 policies in 1 file\n")
-    uncounted = "a request with none of the limit keys is not counted, by the default require_one"
-    shared = "share has all of them share one count, which was the default before"
-    alone = "by which alone those are counted that have no other limit key"
+    uncounted = "requests with none of the limit keys are not counted (default: require_one)"
+    shared = "with share, the former default, they share one count"
+    alone = "so requests without the other limit keys are counted by that alone"
     assert run.err.splitlines() == [
-        f"note: {file}: /policies/0/spec: missing_descriptor is not given: {uncounted}; {shared} (and 2 more)",
+        f"note: {file}: /policies/0/spec: missing_descriptor is not set: {uncounted}; {shared} (and 2 more)",
         f"note: {file}: /policies/5/spec/limit_keys: every request has header:host and ip:address, {alone}",
     ]
 
@@ -208,7 +208,7 @@ def test_validate_bad(capsys: pytest.CaptureFixture[str], tmp_path: Path, good: 
     assert run.err.splitlines() == [
         f"{bad}: /spec/loop_detection/window_seconds: window_seconds must be a positive integer, not 0",
         f"{bad}: /spec/loop_detection/action: action must be one of reject, throttle, steer, warn, not 'explode'",
-        f"{bad}: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes, and has nothing",
+        f"{bad}: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes, but has nothing",
         f"{broken}: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
     ]
 
@@ -217,7 +217,7 @@ def test_validate_keeps_each_error_on_one_line(capsys: pytest.CaptureFixture[str
     """A key with a line break in it cannot forge a line of its own."""
     run = Run(capsys, "validate", written(tmp_path / "p.json", {**GOOD, "a\nb": 1}))
 
-    assert run.complaint.endswith(r"/a\nb: unknown key; there are id, spec")
+    assert run.complaint.endswith(r"/a\nb: unknown key; known keys are id, spec")
 
 
 # explain
@@ -364,17 +364,17 @@ def test_explain_shows_no_note_to_a_request_that_is_not_steered(
     [
         (
             ["-H", "x-user: carl"],
-            "in: place 4 of 100 by header:x-user (seed p), and places 1 to 25 are acted on",
+            "in: place 4 of 100 by header:x-user (seed p); the policy acts on places 1 to 25",
             "enforce",
             "",
         ),
         (
             ["-H", "x-user: ann"],
-            "out, so only watched: place 29 of 100 by header:x-user (seed p), and places 1 to 25 are acted on",
+            "out, so in shadow mode: place 29 of 100 by header:x-user (seed p); the policy acts on places 1 to 25",
             "shadow",
             "shadow:",
         ),
-        ([], "out, so only watched: the request has no header:x-user", "shadow", "shadow:"),
+        ([], "out, so in shadow mode: the request has no header:x-user", "shadow", "shadow:"),
     ],
 )
 def test_explain_says_who_is_in_and_why(  # a table's columns
@@ -678,9 +678,9 @@ def test_validate_knows_every_field_of_a_list(capsys: pytest.CaptureFixture[str]
         ),
         "loop_detection/2/tail_messages: tail_messages must be >= 1, not 0",
         "loop_detection/3/max_cycle: max_cycle must be <= 16, not 99",
-        "loop_detection/0/tail_messages: tail_messages belongs to similarity tail, and this one is exact",
+        "loop_detection/0/tail_messages: tail_messages belongs to similarity tail, not exact",
         (
-            "bypass/0: needs at least one of header, pathExact, pathPrefix, methods, and has only headers; "
+            "bypass/0: needs at least one of header, pathExact, pathPrefix, methods, but has only headers; "
             "it would bypass everything"
         ),
     ]

@@ -225,7 +225,7 @@ KEY = "scope_key must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names o
         ({"scope_key": "jwt:a", "scope_value": 1}, [("scope_value", "scope_value must be a string, not 1")]),
         (switch(route="guarded"), [("route", "route must start with '/', not 'guarded'")]),
         (switch(reason=7), [("reason", "reason must be a string, not 7")]),
-        (switch(ttl="x"), [("ttl", f"unknown key; there are {', '.join(KEYS)}")]),
+        (switch(ttl="x"), [("ttl", f"unknown key; known keys are {', '.join(KEYS)}")]),
         (switch(expiresat="x"), [("expiresat", "unknown key; did you mean expires_at?")]),
         ("bad", [("", f"it must be an object {{{', '.join(f'{chr(34)}{key}{chr(34)}' for key in KEYS)}}}, not 'bad'")]),
     ],
@@ -250,7 +250,7 @@ def test_what_cannot_act_is_told() -> None:
     """A descriptor that is not to be had is unenforced; an expired switch and a route like a prefix are warnings."""
     policies = load(switch("ip:country", "XX"), switch(expires_at="2026-05-31T00:00:00Z"), switch(route="/v1/"))
 
-    derived = "the descriptor ip:country cannot be derived by Loopguard, so this kill switch stops nobody"
+    derived = "the descriptor ip:country cannot be derived by Loopguard, so this kill switch stops no one"
     assert [(part.pointer, part.message) for part in policies.unenforced] == [("/kill_switches/0", derived)]
     assert [(part.pointer, part.message.partition(":")[0]) for part in policies.warnings] == [
         ("/kill_switches/1/expires_at", "expired at 2026-05-31T00"),

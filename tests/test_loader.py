@@ -29,8 +29,8 @@ LIMIT_KEY = (
 )
 HOST = "it must be a host name such as 'api.example.com' (wildcards are not supported: list each host)"
 TIME = "must be an ISO 8601 time with its zone, such as '2026-12-31T00:00:00Z'"
-TWICE = "the key stands more than once in its object; keep one"
-ANNOTATION = "unknown key; only description and x-... may be added"
+TWICE = "duplicate key; keep one"
+ANNOTATION = "unknown key; only description and x-... can be added"
 
 TOOL_KEYS = ("threshold", "window_calls", "reason", "allow")
 SELECTOR_KEYS = ("pathExact", "pathPrefix", "methods", "hosts", "routes")
@@ -42,7 +42,7 @@ Errors = list[tuple[str, str]]
 
 def unknown(*keys: str) -> str:
     """The answer to an unknown key where the keys that there are are few."""
-    return f"unknown key; there are {', '.join(keys)}"
+    return f"unknown key; known keys are {', '.join(keys)}"
 
 
 def an_object(name: str, *keys: str) -> str:
@@ -144,19 +144,19 @@ TAIL: dict[str, object] = {"similarity": "tail"}
 CALLS: dict[str, object] = {"similarity": "tool_calls"}
 TURNS: dict[str, object] = {"similarity": "turns"}
 MCP: dict[str, object] = {"similarity": "mcp"}
-FITS = "threshold must be <= 14 with similarity turns: 32 turns are looked at"
+FITS = "threshold must be <= 14 with similarity turns: 32 turns are compared"
 STEER: dict[str, Any] = {"action": "steer"}
-ALREADY = ("/escalate/reject", "reject is the action already, from 3 on; name it in one place")
+ALREADY = ("/escalate/reject", "reject is already the action, from 3 on; remove one of them")
 NAME = "name must be 1 to 128 of the characters A-Z a-z 0-9 _ . -"
 POINTER = "it must be a JSON Pointer, such as '/metadata/request_id' or '/messages/*/id'"
 BODY_KEY = "it must be 'body:' and a JSON Pointer, such as 'body:/model' or 'body:/metadata/session_id'"
-BYPASSES_ALL = "needs at least one of header, pathExact, pathPrefix, methods, and has nothing; it would bypass everything"
+BYPASSES_ALL = "needs at least one of header, pathExact, pathPrefix, methods, but has nothing; it would bypass everything"
 ANCHORS = "needs at least one of pathExact, pathPrefix and routes"
 
 
 def belongs(key: str, owner: str, here: str) -> tuple[str, str]:
     """The error of a key of another similarity."""
-    return f"/{key}", f"{key} belongs to similarity {owner}, and this one is {here}"
+    return f"/{key}", f"{key} belongs to similarity {owner}, not {here}"
 
 
 def milder(name: str, action: str) -> tuple[str, str]:
@@ -261,13 +261,13 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
         for entry in one_of(
             "body",
             ["ignore"],
-            f"body must not be ignore with similarity {similarity}, which compares what stands in the body",
+            f"body must not be ignore with similarity {similarity}, which compares the body",
             similarity=similarity,
         )
     ),
     (
         {"refuse_as": "completion", "body": "ignore"},
-        [("/refuse_as", "refuse_as is completion and body is ignore; the body says what answer is asked for, so include it")],
+        [("/refuse_as", "refuse_as completion needs the body, but body is ignore")],
     ),
     (
         MCP | {"refuse_as": "completion"},
@@ -312,7 +312,7 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     (
         TURNS | {"tools": {"f": {"threshold": 15, "window_calls": 9}, "g": {"threshold": 14}}},
         [
-            ("/tools/f/threshold", f"{FITS}; to let a tool go on for longer, allow it"),
+            ("/tools/f/threshold", f"{FITS}; to permit a tool more, set allow"),
             ("/tools/f/window_calls", "window_calls belongs to similarity tool_calls"),
         ],
     ),
@@ -326,21 +326,21 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     ({"action": "warn", "escalate": {"reject": "5"}}, [("/escalate/reject", "reject must be an integer")]),
     (
         STEER | {"escalate": {"steer": 4, "reject": 5}},
-        [("/escalate/steer", "steer is the action already, from 3 on; name it in one place")],
+        [("/escalate/steer", "steer is already the action, from 3 on; remove one of them")],
     ),
     ({"escalate": {"throttle": 5}}, [milder("throttle", "reject")]),
     ({"escalate": {"throttle": 2, "reject": 5}}, [milder("throttle", "reject"), ALREADY]),
     (
         STEER | {"escalate": {"throttle": 7, "reject": 5}},
-        [("/escalate/reject", "reject must begin later than throttle, which is milder and begins at 7")],
+        [("/escalate/reject", "reject must have a higher threshold than throttle, which begins at 7")],
     ),
     (
         STEER | {"escalate": {"reject": 3}},
-        [("/escalate/reject", "reject must begin later than steer, which is milder and begins at 3")],
+        [("/escalate/reject", "reject must have a higher threshold than steer, which begins at 3")],
     ),
     (
         TURNS | STEER | {"threshold_identical_requests": ..., "escalate": {"reject": 2}},
-        [("/escalate/reject", "reject must begin later than steer, which is milder and begins at 3")],
+        [("/escalate/reject", "reject must have a higher threshold than steer, which begins at 3")],
     ),
     (
         TURNS | STEER | {"escalate": {"throttle": 8, "reject": 9}},
@@ -348,29 +348,29 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     ),
     (
         TURNS | STEER | {"escalate": {"reject": 5}, "tools": {"f": {"threshold": 12}, "g": {"threshold": 13}}},
-        [("/escalate/reject", f"{FITS}; to let a tool go on for longer, allow it; escalate raises /tools/g/threshold by 2")],
+        [("/escalate/reject", f"{FITS}; to permit a tool more, set allow; escalate raises /tools/g/threshold by 2")],
     ),
     (CALLS | STEER | {"escalate": {"reject": 11}}, [never("/escalate/reject", 11, 10)]),
     (
         STEER | {"window_type": "sliding_log", "escalate": {"reject": 10_001}},
-        [("/escalate/reject", "reject must be <= 10000 with window_type sliding_log: it remembers each")],
+        [("/escalate/reject", "reject must be <= 10000 with window_type sliding_log: each request is stored")],
     ),
     # Unknown keys: what was meant, or where it belongs.
     ({"ignore_field": []}, [("/ignore_field", "unknown key; did you mean ignore_fields?")]),
     ({"tail_mesages": 3}, [("/tail_mesages", "unknown key; did you mean tail_messages?")]),
-    ({"bypass": []}, [("/bypass", "unknown key; bypass belongs into spec")]),
+    ({"bypass": []}, [("/bypass", "unknown key; bypass belongs in spec")]),
     ({"threshold": 3}, [("/threshold", "unknown key; did you mean threshold_identical_requests?")]),
-    ({"header": "x"}, [("/header", "unknown key; header belongs into an entry of bypass")]),
-    ({"pathPrefix": "/"}, [("/pathPrefix", "unknown key; pathPrefix belongs into spec/selector")]),
+    ({"header": "x"}, [("/header", "unknown key; header belongs in an entry of bypass")]),
+    ({"pathPrefix": "/"}, [("/pathPrefix", "unknown key; pathPrefix belongs in spec/selector")]),
     ({"zzz": 1}, [("/zzz", ANNOTATION)]),
     (
         CALLS | {"tools": {"tools": {"thresold": 3, "action": "warn", "window": 1, "limit_keys": [], "header": "x", "zzz": 1}}},
         [
             ("/tools/tools/thresold", "unknown key; did you mean threshold?"),
-            ("/tools/tools/action", "unknown key; action belongs into spec/loop_detection"),
+            ("/tools/tools/action", "unknown key; action belongs in spec/loop_detection"),
             ("/tools/tools/window", "unknown key; did you mean window_calls?"),
-            ("/tools/tools/limit_keys", "unknown key; limit_keys belongs into spec"),
-            ("/tools/tools/header", "unknown key; header belongs into an entry of bypass"),
+            ("/tools/tools/limit_keys", "unknown key; limit_keys belongs in spec"),
+            ("/tools/tools/header", "unknown key; header belongs in an entry of bypass"),
             ("/tools/tools/zzz", unknown(*TOOL_KEYS)),
         ],
     ),
@@ -379,9 +379,9 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
 
 SPEC_FIELDS: list[tuple[str, object, Errors]] = [
     ("selector", 5, [("/spec/selector", an_object("selector", *SELECTOR_KEYS))]),
-    ("selector", {}, in_spec("selector", f"{ANCHORS}, and has nothing")),
-    ("selector", {"hosts": ["a"], "methods": ["GET"]}, in_spec("selector", f"{ANCHORS}, and has only hosts and methods")),
-    ("selector", {"pathExact": None, "x-a": 1}, in_spec("selector", f"{ANCHORS}, and has nothing")),
+    ("selector", {}, in_spec("selector", f"{ANCHORS}, but has nothing")),
+    ("selector", {"hosts": ["a"], "methods": ["GET"]}, in_spec("selector", f"{ANCHORS}, but has only hosts and methods")),
+    ("selector", {"pathExact": None, "x-a": 1}, in_spec("selector", f"{ANCHORS}, but has nothing")),
     ("selector", {"pathExact": "v1"}, in_spec("selector/pathExact", "must start with '/'")),
     ("selector", {"pathPrefix": ""}, in_spec("selector/pathPrefix", "must start with '/'")),
     ("selector", {"pathExact": 1}, in_spec("selector/pathExact", "must be a string")),
@@ -419,7 +419,7 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
             ("/spec/ramp_by/0", LIMIT_KEY),
             (
                 "/spec/ramp_by/2",
-                "it must stand in a request's head: whom the policy acts on is decided before the body is there",
+                "it must not be in the body: callers are chosen before the body arrives",
             ),
             ("/spec/ramp_by/3", BODY_KEY),
             ("/spec/ramp_by/4", "it must be a string"),
@@ -513,11 +513,11 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
             ("/spec/bypass/0/headers", "unknown key; did you mean header?"),
             ("/spec/bypass/1/path", "unknown key; did you mean pathExact?"),
             ("/spec/bypass/2/pathPrefx", "unknown key; did you mean pathPrefix?"),
-            ("/spec/bypass/3/selector", "unknown key; selector belongs into spec"),
-            ("/spec/bypass/4/hosts", "unknown key; hosts belongs into spec/selector"),
-            ("/spec/bypass/5/routes", "unknown key; routes belongs into spec/selector"),
-            ("/spec/bypass/6/enabled", "unknown key; enabled belongs into spec/loop_detection"),
-            ("/spec/bypass/7/threshold", "unknown key; threshold belongs into an entry of tools"),
+            ("/spec/bypass/3/selector", "unknown key; selector belongs in spec"),
+            ("/spec/bypass/4/hosts", "unknown key; hosts belongs in spec/selector"),
+            ("/spec/bypass/5/routes", "unknown key; routes belongs in spec/selector"),
+            ("/spec/bypass/6/enabled", "unknown key; enabled belongs in spec/loop_detection"),
+            ("/spec/bypass/7/threshold", "unknown key; threshold belongs in an entry of tools"),
             ("/spec/bypass/8/zzz", unknown(*BYPASS_KEYS)),
         ],
     ),
@@ -528,11 +528,8 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
     ("circuit_breaker", 1, in_spec("circuit_breaker", "must be an object")),
 ]
 
-WATCHES_ALL = "enforce_percent belongs to mode enforce, which only watches the other callers; this policy is in shadow"
-NOBODY_KNOWN = (
-    "enforce_percent chooses among callers, and no limit_keys tell callers apart by the head of their requests; "
-    "name in ramp_by what does"
-)
+WATCHES_ALL = "enforce_percent needs mode enforce; this policy is in shadow mode"
+NOBODY_KNOWN = "enforce_percent chooses among callers, but no limit_keys identify them before the body is read; set ramp_by"
 
 DOCUMENTS: list[tuple[object, Errors]] = [
     # What is no document at all.
@@ -543,7 +540,7 @@ DOCUMENTS: list[tuple[object, Errors]] = [
     (b'{"bundle_version": -Infinity, "policies": []}', [("", "is not JSON: -Infinity is not a JSON number")]),
     (b"[" * 100_000, [("", "is nested too deeply to be a policy file")]),
     (b'{"a":' * 100_000, [("", "is nested too deeply to be a policy file")]),
-    (b"1" * 5000, [("", "holds a number of thousands of digits; no number of a policy is that long")]),
+    (b"1" * 5000, [("", "has a number with thousands of digits")]),
     (b"null", [("", "is null; it must hold a bundle, a policy or a list of policies")]),
     # Shapes.
     ({}, [("", SHAPES)]),
@@ -595,15 +592,15 @@ DOCUMENTS: list[tuple[object, Errors]] = [
     ),
     # Unknown keys: what was meant, or where it belongs.
     (loop(window=1), [("/spec/loop_detection/window", "unknown key; did you mean window_type?")]),
-    (loop(mode="shadow"), [("/spec/loop_detection/mode", "unknown key; mode belongs into spec")]),
-    (spec(action="warn"), [("/spec/action", "unknown key; action belongs into spec/loop_detection")]),
-    (spec(pathExact="/a"), [("/spec/pathExact", "unknown key; pathExact belongs into spec/selector")]),
-    ({**good(), "mode": "shadow"}, [("/mode", "unknown key; mode belongs into spec")]),
+    (loop(mode="shadow"), [("/spec/loop_detection/mode", "unknown key; mode belongs in spec")]),
+    (spec(action="warn"), [("/spec/action", "unknown key; action belongs in spec/loop_detection")]),
+    (spec(pathExact="/a"), [("/spec/pathExact", "unknown key; pathExact belongs in spec/selector")]),
+    ({**good(), "mode": "shadow"}, [("/mode", "unknown key; mode belongs in spec")]),
     ({**good(), "zzz": 1}, [("/zzz", unknown("id", "spec"))]),
-    ({**good(), "bypass": []}, [("/bypass", "unknown key; bypass belongs into spec")]),
-    (spec(tail_messages=3), [("/spec/tail_messages", "unknown key; tail_messages belongs into spec/loop_detection")]),
+    ({**good(), "bypass": []}, [("/bypass", "unknown key; bypass belongs in spec")]),
+    (spec(tail_messages=3), [("/spec/tail_messages", "unknown key; tail_messages belongs in spec/loop_detection")]),
     (spec(bypas=[]), [("/spec/bypas", "unknown key; did you mean bypass?")]),
-    (bundle(id="x"), [("/id", "unknown key; id belongs into the policy")]),
+    (bundle(id="x"), [("/id", "unknown key; id belongs in the policy")]),
     (bundle(global_shadow={"enabled": True, "reson": "x"}), [("/global_shadow/reson", "unknown key; did you mean reason?")]),
     (spec(rules=[{"name": "r", "limit_key": []}]), [("/spec/rules/0/limit_key", "unknown key; did you mean limit_keys?")]),
     (spec(**{"a/b~c": 1}), [("/spec/a~1b~0c", ANNOTATION)]),
@@ -617,7 +614,8 @@ DOCUMENTS: list[tuple[object, Errors]] = [
     (
         loop(window_type="sliding_log", threshold_identical_requests=10_001),
         in_spec(
-            "loop_detection/threshold_identical_requests", "must be <= 10000 with window_type sliding_log: it remembers each"
+            "loop_detection/threshold_identical_requests",
+            "must be <= 10000 with window_type sliding_log: each request is stored",
         ),
     ),
     # Repeated keys, at any depth.
@@ -642,7 +640,7 @@ DOCUMENTS: list[tuple[object, Errors]] = [
         spec(selector={"methods": [1]}),
         [
             ("/spec/selector/methods/0", "it must be a string"),
-            ("/spec/selector", "selector needs at least one of pathExact, pathPrefix and routes, and has only methods"),
+            ("/spec/selector", "selector needs at least one of pathExact, pathPrefix and routes, but has only methods"),
         ],
     ),
     (
@@ -696,7 +694,7 @@ def test_each_field_of_an_entry_is_checked(changes: dict[str, object], expected:
         ),
         (
             spec(bypass=[{"header": "Host"}]),
-            "header must be another header, not 'Host', which every request has; name the hosts in the selector",
+            "header must be another header, not 'Host', which every request has; use hosts in the selector",
         ),
         (
             loop(similarity="turns", threshold_identical_requests=9),
@@ -704,14 +702,11 @@ def test_each_field_of_an_entry_is_checked(changes: dict[str, object], expected:
         ),
         (
             loop(similarity="turns", tools={"f": {"threshold": 15}}),
-            (
-                "threshold must be <= 14 with similarity turns, not 15: 32 turns are looked at; "
-                "to let a tool go on for longer, allow it"
-            ),
+            ("threshold must be <= 14 with similarity turns, not 15: 32 turns are compared; to permit a tool more, set allow"),
         ),
         (
             loop(window_type="sliding_log", threshold_identical_requests=10_001),
-            "threshold_identical_requests must be <= 10000 with window_type sliding_log, not 10001: it remembers each",
+            "threshold_identical_requests must be <= 10000 with window_type sliding_log, not 10001: each request is stored",
         ),
         (spec(bypass=[{"header": None, "description": "x"}]), BYPASSES_ALL),
         (bundle(expires_at="soon"), f"expires_at {TIME}, not 'soon'"),
@@ -748,11 +743,11 @@ def test_every_error_of_every_entry_is_reported_at_once() -> None:
         ("0/action", "action must be one of reject, throttle, steer, warn, not 'explode'"),
         ("1/tail_messages", "tail_messages must be >= 1, not 0"),
         ("2/tools/f/alow", "unknown key; did you mean allow?"),
-        ("1/tools", "tools belongs to similarity tool_calls or turns or mcp, and this one is tail"),
+        ("1/tools", "tools belongs to similarity tool_calls or turns or mcp, not tail"),
         ("1", "when enabled is true, window_seconds is required"),
         never("2/threshold_identical_requests", 20, 10),
         never("2/tools/f", 50, 10),
-        ("3", "duplicate name 'exact', also at loop_detection/0; give each a name of its own (default: its similarity)"),
+        ("3", "duplicate name 'exact', also at loop_detection/0; give each its own name (default: its similarity)"),
     ]
 
 
@@ -789,7 +784,7 @@ def test_detectors_have_names(document: dict[str, Any], names: list[str]) -> Non
 def test_names_are_unique_in_a_policy(changes: list[dict[str, object]], name: str, second: int) -> None:
     """Two entries that would count under one name are refused, where one is off as well, or only one is given."""
     first = second - 1
-    message = f"duplicate name {name!r}, also at loop_detection/{first}; give each a name of its own (default: its similarity)"
+    message = f"duplicate name {name!r}, also at loop_detection/{first}; give each its own name (default: its similarity)"
 
     assert right(refused(entries(*changes))) == [(f"/spec/loop_detection/{second}", message)]
 
@@ -924,7 +919,7 @@ def test_a_selector_of_too_many_combinations_is_refused() -> None:
     (error,) = refused(spec(selector=selector))
 
     assert error.pointer == "/spec/selector"
-    assert error.message.startswith("hosts, methods and routes make 10100 combinations, of which 10000 are taken; make several")
+    assert error.message.startswith("hosts, methods and routes make 10100 combinations, and at most 10000 are allowed; split")
 
 
 @pytest.mark.parametrize(("document", "expected"), DOCUMENTS)
@@ -948,7 +943,7 @@ def test_every_error_of_every_file_is_reported_at_once() -> None:
         "0: /policies/1/id: id must be a string, not 1",
         "0: /policies/1/spec/mode: mode must be one of enforce, shadow, not 'y'",
         "1: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
-        "3: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes, and has nothing",
+        "3: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes, but has nothing",
         "3: /id: duplicate id 'p', also at 0 /policies/0/id; ids are unique across all files",
     ]
 
@@ -1057,7 +1052,7 @@ def test_what_a_drop_in_bundle_switches_off_is_not_reported() -> None:
 
 
 SHARED = "no limit_keys: all callers of policy p share its counts"
-OFF = 'not enabled, so it does nothing: say "enabled": true, or false if that is meant'
+OFF = 'not enabled, so it does nothing: set "enabled" to true, or to false if that is intended'
 IDLE = "loop_detection is not enabled: policy p does nothing"
 
 
@@ -1082,7 +1077,7 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
             [
                 (
                     "/spec/selector/pathExact",
-                    """'*' is matched literally; for all that is below, give "pathPrefix": "/v1/\"""",
+                    """'*' is matched literally; to match everything below, use "pathPrefix": "/v1/\"""",
                 ),
             ],
         ),
@@ -1092,23 +1087,23 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
             [
                 (
                     "/spec/session",
-                    "no detector of this policy looks at sessions; similarity turns does, and so do session_limits",
+                    "nothing in this policy uses sessions; similarity turns and session_limits do",
                 )
             ],
         ),
         (
             spec(ramp_by=["jwt:org"], ramp_seed="s", keep_counts=True),
             [
-                ("/spec/ramp_by", "ramp_by does nothing without enforce_percent: all callers are acted on"),
-                ("/spec/ramp_seed", "ramp_seed does nothing without enforce_percent: all callers are acted on"),
+                ("/spec/ramp_by", "ramp_by does nothing without enforce_percent: it acts on all callers"),
+                ("/spec/ramp_seed", "ramp_seed does nothing without enforce_percent: it acts on all callers"),
             ],
         ),
         (spec(mode="shadow", ramp_by=["jwt:org"], ramp_seed="s", keep_counts=True), []),
         (spec(enforce_percent=1, ramp_by=["jwt:org"], ramp_seed="s", keep_counts=True), []),
         (spec(enforce_percent=25, limit_keys=["body:/a"], rules=[{"name": "r", "limit_keys": ["jwt:a"]}]), []),
         (spec(enforce_percent=100, limit_keys=["body:/a"]), []),
-        (bundle(), [("/policies", "holds no policy: nothing is guarded")]),
-        ([], [("", "holds no policy: nothing is guarded")]),
+        (bundle(), [("/policies", "has no policies: nothing is guarded")]),
+        ([], [("", "has no policies: nothing is guarded")]),
     ],
 )
 def test_what_works_but_is_perhaps_not_meant_is_a_warning(document: object, expected: Errors) -> None:
@@ -1241,7 +1236,7 @@ def test_every_path_that_cannot_be_read_is_reported(tmp_path: Path, monkeypatch:
         "missing.json: /: cannot be read: No such file or directory",
         "locked.json: /: cannot be read: Permission denied",
         "links/dangling.json: /: cannot be read: No such file or directory",
-        "empty: /: the directory holds no *.json file; put at least one policy into it",
+        "empty: /: the directory has no *.json file; add at least one policy",
         "barred: /: cannot be listed: Permission denied",
         "fifo.json: /: is not a regular file",
         "large.json: /: is larger than 64 MiB",
@@ -1364,7 +1359,7 @@ def test_the_schema_takes_what_loads(document: object) -> None:
 
 _BETWEEN_FIELDS = re.compile(
     r"belongs to similarity|is required$|never reached|must not be \w+ with|with similarity turns|with window_type"
-    r"|and body is ignore|is the action already|is milder than|must begin later"
+    r"|but body is ignore|is already the action|is milder than|must have a higher threshold"
 )
 REFUSED_FIELDS = [
     changes

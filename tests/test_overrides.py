@@ -781,7 +781,7 @@ CALLER = "caller must be the 16 hex digits that logs call the tenant, or an obje
         (
             {"kind": "allow", "tool": "t", "until": 7, "reason": ""},
             [
-                f"'until': unknown key; there are {', '.join(KEYS)}",
+                f"'until': unknown key; known keys are {', '.join(KEYS)}",
                 "reason must be a text of 1 to 256 characters, not ''",
             ],
         ),

@@ -152,7 +152,7 @@ def test_what_would_not_load_is_not_written(capsys: pytest.CaptureFixture[str], 
 
     assert (run.code, run.out) == (1, "")
     assert run.err.startswith(
-        f"{file}: /policies/0/spec/enforce_percent: enforce_percent chooses among callers, and no limit_keys"
+        f"{file}: /policies/0/spec/enforce_percent: enforce_percent chooses among callers, but no limit_keys"
     )
     assert file.read_bytes() == before
 
@@ -241,7 +241,7 @@ def test_policies_of_other_files_are_named_beside_it(capsys: pytest.CaptureFixtu
     beside = promote(capsys, file, 25, "--beside", f"{tmp_path}/./", name="strict")
 
     assert alone.code == 1
-    assert "none is called 'live'" in alone.err
+    assert "there is no 'live'" in alone.err
     assert (beside.code, beside.out.count("\n+")) == (0, 3)
 
 
@@ -253,7 +253,7 @@ def test_what_comes_of_it_is_told(capsys: pytest.CaptureFixture[str], tmp_path: 
     run = promote(capsys, file, None)
 
     assert run.err.splitlines() == [
-        f"warning: {file}: /policies/0/spec/ramp_by: ramp_by does nothing without enforce_percent: all callers are acted on",
+        f"warning: {file}: /policies/0/spec/ramp_by: ramp_by does nothing without enforce_percent: it acts on all callers",
         "note: global_shadow keeps all policies of the file in shadow as long as it holds",
     ]
 

@@ -57,8 +57,8 @@ def test_agents_count_together_with_the_one_that_started_them() -> None:
 
 
 NEEDED = (
-    'needs the price of all other models in unknown_model, or in prices as "*"; or the package genai-prices: '
-    "pip install '.[prices]' in a checkout"
+    'needs a price for every model: set unknown_model, or "*" in prices, '
+    "or install the package genai-prices: pip install '.[prices]' in a checkout"
 )
 
 
@@ -74,31 +74,35 @@ REFUSED: list[tuple[object, str, str]] = [
     ({}, "", "session_limits needs at least one of max_steps, max_tool_calls, max_cost_per_session, max_calls_per_tool"),
     ({"max_steps": 0}, "/max_steps", "max_steps must be >= 1, not 0"),
     ({"max_tool_calls": 10_001}, "/max_tool_calls", "max_tool_calls must be <= 10000, not 10001"),
-    ({"max_steps": 1, "max_tool_calls_mode": "narrow"}, "/max_tool_calls_mode", "belongs to max_tool_calls"),
+    ({"max_steps": 1, "max_tool_calls_mode": "narrow"}, "/max_tool_calls_mode", "needs max_tool_calls"),
     ({"max_calls_per_tool": {"a": -1}}, "/max_calls_per_tool/a", "a must be >= 0, not -1"),
     ({"max_steps": 1, "max_turns": 2}, "/max_turns", "unknown key"),
     ({"max_steps": 1, "max_step": 2}, "/max_step", "unknown key; did you mean max_steps?"),
-    ({"max_steps": 1, "idle_seconds": 2}, "/idle_seconds", "unknown key; idle_seconds belongs into spec/session"),
-    ({"max_steps": 1, "threshold": 2}, "/threshold", "threshold belongs into spec/session_limits/loop_detection"),
+    ({"max_steps": 1, "idle_seconds": 2}, "/idle_seconds", "unknown key; idle_seconds belongs in spec/session"),
+    ({"max_steps": 1, "threshold": 2}, "/threshold", "threshold belongs in spec/session_limits/loop_detection"),
     (recent(window_seconds=3), "/loop_detection/window_seconds", "did you mean window?"),
     (recent(window_calls=3), "/loop_detection/window_calls", "did you mean window?"),
-    (recent(enabled=True), "/loop_detection/enabled", "unknown key; there are window, threshold"),
+    (recent(enabled=True), "/loop_detection/enabled", "unknown key; known keys are window, threshold"),
     (
         {"max_steps": 1, "circuit_breaker": {"consecutive_block": 2}},
         "/circuit_breaker/consecutive_block",
         "consecutive_blocks?",
     ),
-    ({"max_steps": 1, "escalate": {"reject": {}}}, "/escalate/reject", "unknown key; there are warn, steer"),
+    ({"max_steps": 1, "escalate": {"reject": {}}}, "/escalate/reject", "unknown key; known keys are warn, steer"),
     ({"max_steps": 1, "escalate": {"warn": {"max_cost": 1}}}, "/escalate/warn/max_cost", "did you mean max_cost_per_session?"),
     ({"max_steps": 1, "escalate": {"warn": {"max_tool_call": 1}}}, "/escalate/warn/max_tool_call", "mean max_tool_calls?"),
     ({"max_steps": 1, "escalate": {"warn": 5}}, "/escalate/warn", f"warn must be an object {NOTICE}, not 5"),
     ({"max_steps": 1, "prices": {"m*": 2.5}}, "/prices/m*", f"m* must be an object {PRICE}, not 2.5"),
-    ({"max_steps": 1, "prices": {"m": PRICED | {"in": 1}}}, "/prices/m/in", "there are input, output, cache_read, cache_write"),
+    (
+        {"max_steps": 1, "prices": {"m": PRICED | {"in": 1}}},
+        "/prices/m/in",
+        "known keys are input, output, cache_read, cache_write",
+    ),
     ({"loop_detection": {"window": 3, "threshold": 4}}, "/loop_detection/threshold", "threshold must be <= window"),
     ({"circuit_breaker": {"consecutive_errors": 0}}, "/circuit_breaker/consecutive_errors", "must be >= 1, not 0"),
     ({"max_steps": 9, "reject_status": 200}, "/reject_status", "reject_status must be >= 400, not 200"),
     ({"max_steps": 9, "escalate": {"steer": {"max_steps": 10}}}, "/escalate/steer/max_steps", "must be <= max_steps"),
-    ({"max_steps": 9, "escalate": {"warn": {"max_tool_calls": 1}}}, "/escalate/warn/max_tool_calls", "is not limited"),
+    ({"max_steps": 9, "escalate": {"warn": {"max_tool_calls": 1}}}, "/escalate/warn/max_tool_calls", "has no limit"),
     ({"max_steps": 9, "prices": {"*": {"input": 1}}}, "/prices/*/output", "output is required"),
 ]
 

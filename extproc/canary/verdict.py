@@ -76,17 +76,17 @@ def judge(extra: int, went_on: int, tenants: int, sessions: int, rules: Rules) -
     """
     bounds, most = find_bounds(extra, went_on, rules.confidence), rules.max_extra_refusals
     broken = [
-        f"it would newly refuse {number} {what}, and at most {limit} are allowed"
+        f"it newly refuses {number} {what}; the limit is {limit}"
         for number, what, limit in ((tenants, "tenants", rules.max_new_tenants), (sessions, "sessions", rules.max_new_sessions))
         if limit is not None and number > limit
     ]
     if went_on < rules.min_requests:
-        return Verdict(KEEP_WATCHING, [f"{went_on} requests that went on are compared, and {rules.min_requests} are asked for"])
+        return Verdict(KEEP_WATCHING, [f"compared {went_on} of the {rules.min_requests} requests that a verdict needs"])
     if bounds.low > most:
-        broken.insert(0, f"it refuses at least {bounds.low:.3%} of what goes on today, and {most:.3%} are allowed")
+        broken.insert(0, f"it refuses at least {bounds.low:.3%} of the requests that pass today; the limit is {most:.3%}")
     if broken:
         return Verdict(TOO_STRICT, broken)
     if bounds.high <= most:
-        return Verdict(SAFE, [f"it refuses at most {bounds.high:.3%} of what goes on today, and {most:.3%} are allowed"])
+        return Verdict(SAFE, [f"it refuses at most {bounds.high:.3%} of the requests that pass today; the limit is {most:.3%}"])
     reach = f"between {bounds.low:.3%} and {bounds.high:.3%}"
-    return Verdict(KEEP_WATCHING, [f"it refuses {reach} of what goes on today, and {most:.3%} are allowed"])
+    return Verdict(KEEP_WATCHING, [f"it refuses {reach} of the requests that pass today; the limit is {most:.3%}"])

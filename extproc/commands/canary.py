@@ -151,7 +151,7 @@ def review_samples(options: argparse.Namespace) -> int:
         print(json.dumps({"samples": [{**sample, "answer": tally.find(sample)} for sample in samples]}, indent=2))
         return 0
     open_samples = [sample for sample in samples if tally.find(sample) is None]
-    print(f"{len(samples)} samples, {len(open_samples)} of them not answered yet")
+    print(f"{len(samples)} samples, {len(open_samples)} unanswered")
     for number, sample in enumerate(open_samples, 1):
         print(f"\n{number} of {len(open_samples)}")
         _print_sample(sample)

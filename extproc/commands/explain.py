@@ -106,9 +106,9 @@ def _show_place(ramp: Ramp, request: HttpRequest) -> _Rows:
     """Whether the policy acts on the request's caller, and why."""
     place, keys = ramp.find_place(request), " and ".join(ramp.keys)
     if not place:
-        return [("ramp", f"out, so only watched: the request has no {keys}")]
-    found = f"place {place} of {EVERYBODY} by {keys} (seed {ramp.seed}), and places 1 to {ramp.percent} are acted on"
-    return [("ramp", f"in: {found}" if ramp.takes(place) else f"out, so only watched: {found}")]
+        return [("ramp", f"out, so in shadow mode: the request has no {keys}")]
+    found = f"place {place} of {EVERYBODY} by {keys} (seed {ramp.seed}); the policy acts on places 1 to {ramp.percent}"
+    return [("ramp", f"in: {found}" if ramp.takes(place) else f"out, so in shadow mode: {found}")]
 
 
 def _list_missing(missing: Sequence[tuple[str, str]], policy: str, request: HttpRequest) -> _Rows:

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps(standing, indent=2))
         elif not standing:
-            print("nothing is ordered")
+            print("no overrides")
         for override in standing if not options.json else ():
             print(escape_controls(describe(override)))
     return 0

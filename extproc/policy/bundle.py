@@ -124,7 +124,7 @@ def is_in_body(limit_key: str) -> bool:
 
 def _check_in_head(value: str) -> str:
     if is_in_body(value):
-        raise make_error("must stand in a request's head", ": whom the policy acts on is decided before the body is there")
+        raise make_error("must not be in the body", ": callers are chosen before the body arrives")
     return value
 
 
@@ -132,7 +132,7 @@ def _check_header(value: str) -> str:
     if not METHOD.match(value):
         raise make_error("must be the name of a header, such as 'x-health-check'")
     if value.lower() == "host":
-        raise make_error("must be another header", ", which every request has; name the hosts in the selector")
+        raise make_error("must be another header", ", which every request has; use hosts in the selector")
     return value.lower()
 
 
@@ -146,13 +146,13 @@ def _check_note(value: str) -> str:
     try:
         fields = list(Formatter().parse(value))
     except ValueError:
-        raise make_error("must have each { and } twice where it is no placeholder") from None
+        raise make_error("must double each { and } outside placeholders") from None
     if not value.strip():
-        raise make_error("must say something")
+        raise make_error("must not be blank")
     for _, field, form, conversion in fields:
         if field is not None and (field not in PLACEHOLDERS or form or conversion):
             known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
-            raise make_error(f"must have no placeholders but {known}")
+            raise make_error(f"must only have the placeholders {known}")
     return value
 
 

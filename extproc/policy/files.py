@@ -38,7 +38,7 @@ def read_what_can_be(paths: Iterable[str]) -> tuple[dict[str, bytes], list[Bundl
             errors.append(BundleError(path, "", f"cannot be listed: {error.strerror}"))
             continue
         if not found:
-            errors.append(BundleError(path, "", "the directory holds no *.json file; put at least one policy into it"))
+            errors.append(BundleError(path, "", "the directory has no *.json file; add at least one policy"))
         for file in found:
             try:
                 files[file] = _read(file)

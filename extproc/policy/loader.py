@@ -217,7 +217,7 @@ def _decode(data: bytes, report: _Report) -> Any:  # noqa: ANN401  # raw JSON
     if document is None:
         report.refuse((), "is null; it must hold a bundle, a policy or a list of policies")
     for place in repeated:
-        report.refuse(place, "the key stands more than once in its object; keep one")
+        report.refuse(place, "duplicate key; keep one")
     return document
 
 
@@ -268,7 +268,7 @@ def _remark_on_switch(switch: KillSwitch, place: Place, now: datetime, report: _
     """Report what the user should know about a good kill switch; whether it can do anything."""
     key, route, end = switch.scope_key, switch.route, switch.expires_at
     if key.startswith(("ip:", "ua:")) and key != IP_ADDRESS:
-        why = f"the descriptor {key} cannot be derived by Loopguard, so this kill switch stops nobody"
+        why = f"the descriptor {key} cannot be derived by Loopguard, so this kill switch stops no one"
         report.disclaim(place, why, "kill_switches")
         return False
     if end is not None and end <= now:
@@ -288,7 +288,7 @@ def _find_end(override: Override | None) -> datetime | None:
 
 def _parse_policies(entries: list[Any], place: Place, report: _Report) -> list[Policy]:
     if not entries:
-        report.warn(place, "holds no policy: nothing is guarded")
+        report.warn(place, "has no policies: nothing is guarded")
     return [policy for number, entry in enumerate(entries) if (policy := _parse_policy(entry, (*place, number), report))]
 
 

@@ -138,13 +138,13 @@ def _phrase_unknown_key(model: type[BaseModel], name: str, place: Place) -> str:
         return f"unknown key; did you mean {started[0]}?"
     owner = _find_owner(name, place)
     if owner:
-        return f"unknown key; {name} belongs into {owner}"
+        return f"unknown key; {name} belongs in {owner}"
     close = difflib.get_close_matches(name, keys, n=1)
     if close:
         return f"unknown key; did you mean {close[0]}?"
     if 0 < len(keys) <= _FEW:
-        return f"unknown key; there are {', '.join(keys)}"
-    return "unknown key; only description and x-... may be added"
+        return f"unknown key; known keys are {', '.join(keys)}"
+    return "unknown key; only description and x-... can be added"
 
 
 def _find_owner(name: str, place: Place) -> str:

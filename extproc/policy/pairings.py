@@ -99,10 +99,10 @@ def find_pairing_errors(claims: Iterable[Claim | None]) -> Iterator[tuple[int, s
         if claim is None or named is None:
             continue
         if named == claim.identity:
-            yield place, "canary_of must name another policy, and this is the policy itself"
+            yield place, "canary_of must name another policy, not this one"
         elif named not in modes:
             close = difflib.get_close_matches(named, modes, n=1)
             meant = f"; did you mean {close[0]!r}?" if close else ""
-            yield place, f"canary_of must name a policy that is loaded beside this one, and none is called {named!r}{meant}"
+            yield place, f"canary_of must name a loaded policy, and there is no {named!r}{meant}"
         elif modes[named] == "shadow":
-            yield place, f"canary_of must name a policy with mode enforce, and {named!r} is in shadow mode itself"
+            yield place, f"canary_of must name a policy with mode enforce, but {named!r} is in shadow mode"

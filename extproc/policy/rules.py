@@ -84,13 +84,13 @@ def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # ra
         return
     selector = spec.get("selector")
     if isinstance(selector, dict) and all(selector.get(key) is None for key in _ANCHORS):
-        yield ("selector",), f"selector needs at least one of pathExact, pathPrefix and routes, and has {_list_keys(selector)}"
+        yield ("selector",), f"selector needs at least one of pathExact, pathPrefix and routes, but has {_list_keys(selector)}"
     if isinstance(selector, dict):
         lists = [selector.get(key) for key in ("hosts", "methods", "routes")]
         combinations = prod(max(1, len(listed)) for listed in lists if isinstance(listed, list))
         if combinations > MAX_COMBINATIONS:
-            many = f"hosts, methods and routes make {combinations} combinations, of which {MAX_COMBINATIONS} are taken"
-            yield ("selector",), f"{many}; make several policies of it, or leave one of them out to match any"
+            many = f"hosts, methods and routes make {combinations} combinations, and at most {MAX_COMBINATIONS} are allowed"
+            yield ("selector",), f"{many}; split the policy, or leave one of them out to match any"
     yield from _find_ramp_errors(spec)
     if spec.get("canary_of") is not None and spec.get("mode", "enforce") == "enforce" and not is_watching(spec):
         owners = "a policy with mode shadow, or with an enforce_percent below 100"
@@ -111,7 +111,7 @@ def _find_bypass_errors(bypasses: Any) -> Iterator[tuple[Place, str]]:  # noqa: 
     """Entries of a raw `bypass` that name nothing."""
     for number, entry in enumerate(bypasses if isinstance(bypasses, list) else ()):
         if isinstance(entry, dict) and all(entry.get(key) is None for key in Bypass.model_fields):
-            needed = f"needs at least one of {', '.join(Bypass.model_fields)}, and has {_list_keys(entry)}"
+            needed = f"needs at least one of {', '.join(Bypass.model_fields)}, but has {_list_keys(entry)}"
             yield ("bypass", number), f"{needed}; it would bypass everything"
 
 
@@ -121,10 +121,10 @@ def _find_ramp_errors(spec: dict[str, Any]) -> Iterator[tuple[Place, str]]:
     if not isinstance(percent, int):
         return
     if spec.get("mode") == SHADOW:
-        yield place, "enforce_percent belongs to mode enforce, which only watches the other callers; this policy is in shadow"
+        yield place, "enforce_percent needs mode enforce; this policy is in shadow mode"
     elif percent < EVERYBODY and spec.get("ramp_by") is None and all(map(is_in_body, _list_limit_keys(spec))):
-        needed = "no limit_keys tell callers apart by the head of their requests; name in ramp_by what does"
-        yield place, f"enforce_percent chooses among callers, and {needed}"
+        needed = "no limit_keys identify them before the body is read; set ramp_by"
+        yield place, f"enforce_percent chooses among callers, but {needed}"
 
 
 def is_watching(spec: Mapping[str, Any]) -> bool:
@@ -156,7 +156,7 @@ def _find_name_errors(loops: list[Any]) -> Iterator[tuple[Place, str]]:
         name = loop.get("name") or loop.get("similarity", "exact")
         if isinstance(name, str) and first.setdefault(name, number) != number:
             taken = f"duplicate name {name!r}, also at loop_detection/{first[name]}"
-            yield ("loop_detection", number), f"{taken}; give each a name of its own (default: its similarity)"
+            yield ("loop_detection", number), f"{taken}; give each its own name (default: its similarity)"
 
 
 def _find_loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
@@ -168,8 +168,7 @@ def _find_loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  
     if kind is not None:
         yield from _find_similarity_errors(loop, place, name, kind)
     if loop.get("refuse_as") == COMPLETION and loop.get("body") == "ignore":
-        says = "and body is ignore; the body says what answer is asked for, so include it"
-        yield (*place, "refuse_as"), f"refuse_as is completion {says}"
+        yield (*place, "refuse_as"), "refuse_as completion needs the body, but body is ignore"
     if loop.get("enabled") is not True:
         return
     stateless = kind is not None and kind.stateless
@@ -196,7 +195,7 @@ def _find_threshold_errors(loop: dict[str, Any], place: Place, kind: type[Simila
         most = f"threshold_identical_requests must be <= {MAX_LOG_THRESHOLD}"
         yield (
             (*place, _THRESHOLD),
-            f"{most} with window_type sliding_log, not {threshold}: it remembers each",
+            f"{most} with window_type sliding_log, not {threshold}: each request is stored",
         )
     yield from kind.find_errors(loop, place)
 
@@ -214,11 +213,11 @@ def _find_escalation_errors(loop: dict[str, Any], place: Place, kind: type[Simil
             continue
         where = (*place, "escalate", name)
         if name == action:
-            yield where, f"{name} is the action already, from {first} on; name it in one place"
+            yield where, f"{name} is already the action, from {first} on; remove one of them"
         elif ACTIONS.index(name) < ACTIONS.index(action):
             yield where, f"{name} is milder than the action, {action}; escalate takes stricter ones, in the order {_ORDER}"
         elif threshold <= latest:
-            yield where, f"{name} must begin later than {before}, which is milder and begins at {latest}"
+            yield where, f"{name} must have a higher threshold than {before}, which begins at {latest}"
         else:
             yield from _find_raised_errors(loop, place, kind, name, threshold - first)
             before, latest = name, threshold
@@ -260,9 +259,9 @@ def _find_similarity_errors(
     """Keys that mean nothing with the similarity of this entry."""
     for key, owners in _OWNERS.items():
         if key in loop and similarity not in owners:
-            yield (*place, key), f"{key} belongs to similarity {' or '.join(owners)}, and this one is {similarity}"
+            yield (*place, key), f"{key} belongs to similarity {' or '.join(owners)}, not {similarity}"
     if loop.get("body") == "ignore" and kind.looks:
-        yield (*place, "body"), f"body must not be ignore with similarity {similarity}, which compares what stands in the body"
+        yield (*place, "body"), f"body must not be ignore with similarity {similarity}, which compares the body"
 
 
 def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
@@ -275,8 +274,8 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
         loop.similarity in _REMEMBERING for _, loop in policy.spec.detectors()
     )
     if policy.spec.session is not None and not looks:
-        looking = f"similarity {' or '.join(_REMEMBERING)} does, and so do session_limits"
-        yield ("spec", "session"), f"no detector of this policy looks at sessions; {looking}"
+        looking = f"similarity {' or '.join(_REMEMBERING)} and session_limits do"
+        yield ("spec", "session"), f"nothing in this policy uses sessions; {looking}"
     yield from _find_idle_detectors(policy)
     yield from _find_idle_steering(policy)
     yield from _find_idle_ramp(policy.spec)
@@ -284,7 +283,10 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
     for name, path in (("pathExact", selector.pathExact), ("pathPrefix", selector.pathPrefix)):
         if path is not None and "*" in path:
             meant = path.partition("*")[0]
-            yield ("spec", "selector", name), f'\'*\' is matched literally; for all that is below, give "pathPrefix": "{meant}"'
+            yield (
+                ("spec", "selector", name),
+                f'\'*\' is matched literally; to match everything below, use "pathPrefix": "{meant}"',
+            )
 
 
 def _find_idle_ramp(spec: Spec) -> Iterator[tuple[Place, str]]:
@@ -293,7 +295,7 @@ def _find_idle_ramp(spec: Spec) -> Iterator[tuple[Place, str]]:
         return  # a policy in shadow may be prepared for what is to come
     for name in ("ramp_by", "ramp_seed"):
         if getattr(spec, name) is not None:
-            yield ("spec", name), f"{name} does nothing without enforce_percent: all callers are acted on"
+            yield ("spec", name), f"{name} does nothing without enforce_percent: it acts on all callers"
 
 
 def _list_entries(policy: Policy) -> list[tuple[Place, LoopDetection]]:
@@ -308,7 +310,7 @@ def _find_idle_detectors(policy: Policy) -> Iterator[tuple[Place, str]]:
     """Detectors that say what they look for, and not whether they do."""
     for place, loop in _list_entries(policy):
         if loop.model_fields_set and "enabled" not in loop.model_fields_set:
-            yield place, 'not enabled, so it does nothing: say "enabled": true, or false if that is meant'
+            yield place, 'not enabled, so it does nothing: set "enabled" to true, or to false if that is intended'
 
 
 def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
@@ -318,7 +320,7 @@ def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
             continue
         why = "requests without a conversation" if loop.similarity == "mcp" else "requests whose body is not read"
         if loop.similarity == "mcp" or loop.body == "ignore":
-            yield place, f"steer has nothing to put its note on in {why}: they are let through with a warning"
+            yield place, f"steer cannot add a note to {why}: they go on with a warning"
 
 
 def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
@@ -366,10 +368,8 @@ def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
         named = " and ".join(sorted(always))
         yield (
             ("spec", "limit_keys"),
-            f"every request has {named}, by which alone those are counted that have no other limit key",
+            f"every request has {named}, so requests without the other limit keys are counted by that alone",
         )
     else:
-        now = (
-            "missing_descriptor is not given: a request with none of the limit keys is not counted, by the default require_one"
-        )
-        yield ("spec",), f"{now}; share has all of them share one count, which was the default before"
+        now = "missing_descriptor is not set: requests with none of the limit keys are not counted (default: require_one)"
+        yield ("spec",), f"{now}; with share, the former default, they share one count"

@@ -150,15 +150,15 @@ def find_limit_errors(limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN4
     if all(limits.get(key) in (None, {}) for key in _LIMITS):
         yield (), f"session_limits needs at least one of {', '.join(_LIMITS)}"
     if limits.get("max_cost_per_session") is not None and not _knows_all_prices(limits):
-        needed = f'needs the price of all other models in unknown_model, or in prices as "{ANY_MODEL}"'
-        yield ("max_cost_per_session",), f"{needed}; or the package genai-prices: pip install '.[prices]' in a checkout"
+        needed = f'needs a price for every model: set unknown_model, or "{ANY_MODEL}" in prices'
+        yield ("max_cost_per_session",), f"{needed}, or install the package genai-prices: pip install '.[prices]' in a checkout"
     recent = limits.get("loop_detection")
     if isinstance(recent, dict):
         window, threshold = recent.get("window"), recent.get("threshold")
         if isinstance(window, int) and isinstance(threshold, int) and threshold > window:
             yield ("loop_detection", "threshold"), f"threshold must be <= window, which is {window}: it can never be reached"
     if limits.get("max_tool_calls_mode") == "narrow" and limits.get("max_tool_calls") is None:
-        yield ("max_tool_calls_mode",), "max_tool_calls_mode belongs to max_tool_calls, which is not given"
+        yield ("max_tool_calls_mode",), "max_tool_calls_mode needs max_tool_calls"
     yield from _find_notice_errors(limits)
 
 
@@ -178,6 +178,6 @@ def _find_notice_errors(limits: dict[str, Any]) -> Iterator[tuple[Place, str]]:
             if start is None:
                 continue
             if limit is None:
-                yield ("escalate", action, key), f"{key} is not limited, so nobody can say how much of it is left"
+                yield ("escalate", action, key), f"{key} has no limit, so there is nothing to escalate"
             elif isinstance(start, int | float) and isinstance(limit, int | float) and start > limit:
-                yield ("escalate", action, key), f"must be <= {key}, which is {limit}: nothing goes on past it"
+                yield ("escalate", action, key), f"must be <= {key}, which is {limit}: requests beyond it are refused"

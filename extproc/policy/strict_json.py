@@ -77,7 +77,7 @@ def _explain(error: ValueError | RecursionError) -> str:
             return str(error)
         case RecursionError():
             return "is nested too deeply to be a policy file"
-    return "holds a number of thousands of digits; no number of a policy is that long"  # what int() takes is bounded
+    return "has a number with thousands of digits"  # what int() takes is bounded
 
 
 def _find_repeated(document: Any) -> Iterator[Place]:  # noqa: ANN401  # raw JSON

@@ -158,7 +158,7 @@ class Turns(Similarity):
             own = tool.get("threshold")
             if isinstance(own, int) and own > MAX_TOOL_THRESHOLD:
                 fits = f"threshold must be <= {MAX_TOOL_THRESHOLD} with similarity turns, not {own}"
-                more = f"{MAX_TURNS} turns are looked at; to let a tool go on for longer, allow it"
+                more = f"{MAX_TURNS} turns are compared; to permit a tool more, set allow"
                 yield (*place, "tools", name, "threshold"), f"{fits}: {more}"
         yield from find_window_errors(loop, place)
 
