@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -56,6 +57,12 @@ _STALLED_SECONDS = 10
 
 _YOUNG_OBJECTS = 10_000
 """So many before the garbage collector looks at them, in place of 700: those of the requests under way are no garbage yet."""
+
+SWITCH_SECONDS = 0.0002
+"""How long a thread keeps the interpreter while another one waits for it; Python's default is 5 ms. Policies are loaded and
+admin pages are made in threads, and a request waits for them each time that the event loop wakes up for it: half of the time for
+10 ms and more on a busy machine, for 1.5 to 3 ms with this. Less gains nothing more. The work of the threads takes the same CPU
+time, and where only one of them runs this changes nothing."""
 
 _ANSWER_SECONDS = 5.0
 """How long an admin page waits for the event loop and the store."""
@@ -147,6 +154,7 @@ class Server:
         Raises:
             LoopguardError: an address cannot be listened on.
         """
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._loop = loop = asyncio.get_running_loop()
         await self._store.start()
         with suppress(StoreError):  # nobody knows then what was ordered; the desk keeps asking

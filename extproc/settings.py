@@ -163,7 +163,7 @@ class Settings:
     store_password: str = option("", str, "password of the store, if it is not in the URL", ENVIRONMENT_ONLY)
     store_password_file: str = option("", str, "file with the password of the store, read on every connect", "PATH")
     hash_key_file: str = option(
-        "", str, "file with the key of keyed hashes, the same for all replicas (default: they share one through the store)", "PATH"
+        "", str, "key of keyed hashes, the same for all replicas (default: they share one through the store)", "PATH"
     )
     scope: str = option(
         "", _parse_scope, "attachment name: processes with different scopes count separately in one store", "NAME"
