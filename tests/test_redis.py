@@ -311,7 +311,7 @@ def test_a_credential_provider_is_asked_at_every_connect(module: str, where: str
             assert driver.count([make_hit(window_ms=600_000)])[0].count == 1
             admin.execute_command("ACL", "SETUSER", "counter", "resetpass", ">second")
             admin.client_kill_filter(_type="normal", skipme=True)
-            driver.run(asyncio.sleep(0.05))
+            driver.run(asyncio.sleep(0.5))
 
             assert driver.count([make_hit(window_ms=600_000)])[0].count == 2
 
@@ -1246,7 +1246,7 @@ def test_trouble_is_told_once_and_heals(trouble: str, caplog: pytest.LogCaptureF
     """Requests fail rather than wait, the cause is in health and metrics, one line each tells of outage and recovery."""
     harm, cure, kinds = TROUBLES[trouble]
     caplog.set_level(logging.INFO, "loopguard")
-    with server() as broken, Driver(f"redis://{broken.address}", store_timeout=0.2) as driver:
+    with server() as broken, Driver(f"redis://{broken.address}", store_timeout=1) as driver:
         assert driver.count([make_hit(window_ms=600_000)])[0].count == 1
         harm(broken)
 
@@ -1276,7 +1276,7 @@ def _refused(driver: Driver) -> StoreError | None:
 
 def test_a_hung_server_fails_everybody_who_waits() -> None:
     """Requests of one moment, in flight and in the queue, all hear of a server that does not answer."""
-    with server() as hung, Driver(f"redis://{hung.address}", store_timeout=0.1) as driver:
+    with server() as hung, Driver(f"redis://{hung.address}", store_timeout=1) as driver:
         driver.count([make_hit()])
         hung.hang()
 
@@ -1292,14 +1292,18 @@ def test_a_hung_server_fails_everybody_who_waits() -> None:
 def test_a_busy_event_loop_is_no_outage(driver: Driver) -> None:
     """Where this process, not the server, was too slow, the answers that have come meanwhile are taken."""
     store = remote(driver)
+<<<<<<< HEAD
     store._by_part[0]._timeout = 0.02
+=======
+    store._timeout = 0.3
+>>>>>>> small
 
     async def stalled() -> int:
         answer = asyncio.ensure_future(cast("Any", store.hit([make_hit(key="stall:00")])))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        _spin(0.05)
+        _spin(0.6)
         return cast("int", (await answer)[0].count)
 
     assert driver.run(stalled()) == 1
@@ -1317,7 +1321,7 @@ def test_a_connection_that_the_server_closed_is_opened_again(driver: Driver, one
     """An idle connection's end costs the next request nothing but a connect."""
     driver.count([make_hit()])
     one.client().client_kill_filter(_type="normal", skipme=True)
-    driver.run(asyncio.sleep(0.05))
+    driver.run(asyncio.sleep(0.5))
 
     assert driver.count([make_hit()])[0].count == 2
 
@@ -1663,7 +1667,7 @@ def test_sentinels_name_the_primary_and_its_successor() -> None:
     with sentinels() as (watchers, primary, replica):
         watchers[0].kill()
         hosts = ",".join(watcher.address for watcher in watchers)
-        with Driver(f"redis+sentinel://{hosts}/counts", store_timeout=0.2) as driver:
+        with Driver(f"redis+sentinel://{hosts}/counts", store_timeout=1) as driver:
             assert driver.count([make_hit(window_ms=600_000)])[0].count == 1
             eventually(lambda: replica.client().dbsize() >= 1, "replication")
             primary.kill()
