@@ -1292,11 +1292,7 @@ def test_a_hung_server_fails_everybody_who_waits() -> None:
 def test_a_busy_event_loop_is_no_outage(driver: Driver) -> None:
     """Where this process, not the server, was too slow, the answers that have come meanwhile are taken."""
     store = remote(driver)
-<<<<<<< HEAD
-    store._by_part[0]._timeout = 0.02
-=======
-    store._timeout = 0.3
->>>>>>> small
+    store._by_part[0]._timeout = 0.3
 
     async def stalled() -> int:
         answer = asyncio.ensure_future(cast("Any", store.hit([make_hit(key="stall:00")])))
