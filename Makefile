@@ -112,9 +112,10 @@ test-mesh: .venv/test.stamp ## the chart on Istio's and Envoy Gateway's own cont
 bench: .venv/test.stamp $(COMPILED)/test.stamp ## CPU, memory and stalls, as ratios measured in one run (flags: make bench ARGS='--help')
 	@$(COMPILED)/bin/python -P -m tests.bench $(ARGS)
 
-check: .venv/check.stamp ## ruff, mypy --strict and the tests
+check: .venv/check.stamp ## ruff, mypy --strict and the tests; where Go is installed those of meshes as well
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-mesh
 
 chart: .venv/test.stamp ## the chart's values.schema.json and README, from its values.yaml
 	@$(BIN)/python helm/generate.py

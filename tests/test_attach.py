@@ -24,6 +24,7 @@ from extproc.settings import Settings
 from tests.documents import bundle, policy
 from tests.harness import Stack, envoy_version, eventually, stack
 from tests.test_envoy_config import loaded
+from tests.test_streams import _over_http2
 
 POLICIES = bundle(
     policy("chat", {"pathPrefix": "/chat"}, action="warn", threshold_identical_requests=2, escalate={"reject": 3}),
@@ -251,7 +252,7 @@ def choose_late(text: str) -> str:
 @pytest.mark.parametrize("follows", [str, attach(*NAMED)], ids=["bootstrap", "snippet"])
 @pytest.mark.parametrize("shadow_mode", ["off", "observability"])
 def test_a_route_that_is_chosen_late_is_guarded(follows: Callable[[str], str], shadow_mode: str) -> None:
-    """A request that a filter moves to a guarded route meets Loopguard; one that ends elsewhere opens no stream, at any size."""
+    """A request that a filter moves to a guarded route meets Loopguard; one that ends elsewhere opens no stream."""
     acts = shadow_mode == "off"
     flags = {} if acts else {"shadow_mode": shadow_mode}
     edit = follows if acts or follows is str else attach(*NAMED, "--shadow-mode", shadow_mode)
@@ -273,7 +274,7 @@ def test_a_route_that_is_chosen_late_is_guarded(follows: Callable[[str], str], s
 
 
 def test_what_is_not_guarded_may_take_its_time() -> None:
-    """Whatever the snippet bounds, shortened to a second: a slow upload elsewhere goes on, one that stalls on a guarded route ends."""
+    """With each bound of the snippet a second, a slow upload elsewhere goes on, and one that stalls on a guarded route ends."""
     follows = attach(*NAMED)
     bound = re.compile(r'"(request_timeout|idle_timeout)": "\d+s"')
 
@@ -290,6 +291,15 @@ def test_what_is_not_guarded_may_take_its_time() -> None:
 
     assert (slow.status, made.upstream.seen[-1].body) == (200, b"xxxxx")
     assert ended == b"HTTP/1.1 408 Request Timeout\r\n"
+
+
+@needs_content_length
+def test_a_request_of_trailers_is_counted_on_a_tolerant_route() -> None:
+    """Over HTTP/2 it has no body, and its trailers are shown as on strict routes."""
+    with stack(POLICIES, tolerant_routes=["/files"]) as made:
+        answers = [_over_http2(made, "/files", {}, trailers=True) for _ in range(3)]
+
+    assert [status for status, _ in answers] == ["200", "200", "429"]
 
 
 @needs_content_length
@@ -325,8 +335,8 @@ def test_every_part_has_its_place() -> None:
     parts = list(read_parts(render_snippet(policies(), read_options(EnvoyOptions, {"snippet": True, **options}))))
 
     assert [path.rpartition(".")[2] for path, _, _ in parts] == [
-        "listeners[]", "typed_config", "json_format", "http_filters", "virtual_hosts[]", "routes[]", "route", "routes[]", "route",
-        "clusters",
+        "listeners[]", "typed_config", "json_format", "http_filters", "virtual_hosts[]",
+        "routes[]", "route", "routes[]", "route", "clusters",
     ]  # fmt: skip
     for path, _, part in parts:
         if path.endswith(".route"):
@@ -339,7 +349,7 @@ def test_every_part_has_its_place() -> None:
 
 
 def test_what_answers_cost_has_its_places() -> None:
-    """A policy that limits it adds an access log and filters; a route has no more to say than that answers are not compressed."""
+    """A policy that limits it adds an access log and filters; a route only has answers uncompressed."""
     limits = {"max_cost_per_session": 1, "unknown_model": {"input": 1, "output": 1}}
     spec = {"selector": {"pathPrefix": "/v1/"}, "limit_keys": ["header:x-user-id"], "session_limits": limits}
     costs = loaded(bundle({"id": "agents", "spec": spec}))

@@ -856,7 +856,8 @@ def _route(path: str) -> str:
 def _naming(config: str, path: str, value: str) -> str:
     """The route of a path names its policies."""
     metadata = f"{{key: {POLICY_METADATA}, value: {json.dumps(value)}}}"
-    return _replaced(config, "overrides: {}", f"overrides: {{grpc_initial_metadata: [{metadata}]}}", _route(path))
+    named = f"overrides:\n{' ' * 22}grpc_initial_metadata: [{metadata}]\n"
+    return _replaced(config, "overrides:\n", named, _route(path))
 
 
 def _carrying(config: str, path: str, value: object) -> str:
@@ -984,7 +985,8 @@ def _as_the_docs_say(config: str) -> str:
     config = _replaced(config, "request_attributes: [source.address, xds.route_name]", asking.strip())
     config = _replaced(config, "match:", f"{_indented(metadata)}match:", _route("/carried"))
     start = config.index("typed_per_filter_config:", config.index(_route("/named")))
-    end = config.index("overrides: {}\n", start) + len("overrides: {}\n")
+    last = "response_header_mode: SEND\n"
+    end = config.index(last, start) + len(last)
     return config[:start] + _indented(naming).rstrip(" ") + config[end:]
 
 

@@ -248,7 +248,7 @@ def test_routes_hand_over_their_policies(gateway: Stack) -> None:
 
 
 def test_a_route_that_claims_choose_is_guarded(gateway: Stack) -> None:
-    """A request takes it only when its token is verified, which is late; without a token it takes another, which is not guarded."""
+    """A request takes it only once its token is verified; without a token it takes another, which is not guarded."""
     payload = {"iss": ISSUER, "sub": "s", "exp": 4_000_000_000, "team": "a"}
     parts = [write_base64(json.dumps(part).encode()) for part in ({"alg": "HS256", "kid": "k"}, payload)]
     signature = hmac.new(SECRET, ".".join(parts).encode(), hashlib.sha256).digest()
@@ -378,7 +378,10 @@ def write_surroundings(values: Values) -> Iterator[Object]:
         "apiVersion": "networking.istio.io/v1",
         "kind": "Gateway",
         "metadata": {"name": "gateway", "namespace": GATEWAYS},
-        "spec": {"selector": LABELS, "servers": [{"port": {"number": 443, "name": "http", "protocol": "HTTP"}, "hosts": ["*"]}]},
+        "spec": {
+            "selector": LABELS,
+            "servers": [{"port": {"number": 443, "name": "http", "protocol": "HTTP"}, "hosts": ["*"]}],
+        },
     }
     yield {
         "apiVersion": "networking.istio.io/v1",
@@ -428,7 +431,7 @@ def print_pushed(values: Values, folder: Path) -> Object:
 
 @each_istio
 def test_every_case_guards_what_it_names(values: Values, tmp_path: Path) -> None:
-    """Istio refuses none of it, its proxy shows Loopguard the named routes and no other, and each cluster finds out what hangs."""
+    """Istio refuses none of it, its proxy guards the named routes and no other, and each cluster finds out what hangs."""
     values = merged(values, {"istio": {"clusterDomain": "cluster.local"}})  # which is the domain of this Istio
     pushed = print_pushed(values, tmp_path)
 
@@ -482,7 +485,8 @@ def test_check_envoy_reads_what_istio_pushes(gateway: Stack) -> None:
     made = report(dump, POLICIES)
 
     assert {route.route.name: route.modes for route in made.routes} == {
-        "claims": ["BUFFERED"], "chat": ["BUFFERED"], "pinned": ["BUFFERED"], "own": ["BUFFERED"], "files": ["BUFFERED_PARTIAL"], "rest": [],
+        "claims": ["BUFFERED"], "chat": ["BUFFERED"], "pinned": ["BUFFERED"], "own": ["BUFFERED"],
+        "files": ["BUFFERED_PARTIAL"], "rest": [],
     }  # fmt: skip
     assert [(code, pointer.rpartition("/")[2]) for code, pointer, hurts in check(dump, POLICIES) if hurts] == [
         ("path-spelling", "merge_slashes")

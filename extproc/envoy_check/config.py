@@ -315,8 +315,8 @@ class GuardedRoute:
     @property
     def is_shown(self) -> bool:
         """Something of its requests is: Envoy opens no stream where nothing is."""
-        skipped = self.mode.get("request_header_mode").text() == "SKIP" and self.mode.get("request_trailer_mode").text() != "SEND"
-        return not skipped or self.body_mode != "NONE"
+        headers, trailers = self.mode.get("request_header_mode").text(), self.mode.get("request_trailer_mode").text()
+        return headers != "SKIP" or trailers == "SEND" or self.body_mode != "NONE"
 
 
 def find_guards(manager: Manager, names: Sequence[str]) -> list[Guard]:

@@ -40,7 +40,7 @@ _PLACES = {  # by their names in the templates, in the order of the templates
     ),
     "filter": _Place(
         f"{_MANAGER}.http_filters",
-        "right before envoy.filters.http.router: behind what verifies tokens or limits rates, and what may choose another route",
+        "right before envoy.filters.http.router, behind all that may refuse a request or choose its route",
     ),
     "usage": _Place(f"{_MANAGER}.http_filters", "right before envoy.filters.http.router"),
     "virtual_host": _Place(_HOST, "those that have routes to guard"),

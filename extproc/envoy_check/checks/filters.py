@@ -27,7 +27,7 @@ def check_processing_mode(guard: Guard, _: Needs, __: Resources) -> Iterator[Fin
     """Loopguard needs headers and whole bodies of requests, and nothing of what upstreams answer."""
     for route in guard.blind:
         problem = "it is on for this route and shows nothing of its requests: the route is not guarded"
-        right = "overrides: {processing_mode: {request_header_mode: SEND, request_body_mode: BUFFERED, request_trailer_mode: SEND}}"
+        right = "processing_mode: {request_header_mode: SEND, request_body_mode: BUFFERED, request_trailer_mode: SEND}"
         place = route.overrides[0].get("processing_mode") if route.overrides else route.mode
         yield Finding("processing-mode", place, problem, right, [route.name])
     for mode in {id(route.mode.value): route.mode for route in guard.guarded}.values():

@@ -1,8 +1,8 @@
 """Whether a request may come to a guarded route when it is too late to ask Loopguard.
 
-Envoy sets up a request's filters by the first route that it finds, and leaves out those that are off there. A filter that clears the
-route cache has it look for a route again, with other headers, claims or a model that is known by then. Sources: Envoy's code of
-each filter named below, and its page on HTTP filters.
+Envoy sets up a request's filters by the first route that it finds, and leaves out those that are off there. A filter that
+clears the route cache has it look for a route again, with other headers, claims or a model that is known by then. Sources:
+Envoy's code of each filter named below, and its page on HTTP filters.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_late_routes(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding
 def _tell(guard: Guard, item: HttpFilter, first: list[Route], *, behind: bool) -> Finding:
     start = f"from {first[0].name!r}" if first else "that had no route"
     problem = (
-        f"{item.name} may choose the route anew: a request {start} that comes to a guarded route by that passes unguarded, because "
+        f"{item.name} may choose the route anew: a request {start} that comes to a guarded one by that is not guarded, because "
         + (f"{guard.filter.name} stands before it" if behind else f"{guard.filter.name} was left out when it came")
     )
     right = f"{guard.filter.name} behind it" if behind else _FIRST
@@ -52,7 +52,7 @@ def _tell(guard: Guard, item: HttpFilter, first: list[Route], *, behind: bool) -
 
 
 def _clears(config: Any) -> bool:  # noqa: ANN401  # whatever a document holds
-    """Whether a filter is told to clear the route cache: those of verified claims, of authorisation and others have this field."""
+    """Whether a filter is told to: those of verified claims, of authorisation and others have this field."""
     if isinstance(config, list):
         return any(_clears(item) for item in config)
     if not isinstance(config, dict):
