@@ -14,18 +14,18 @@ Which calls of a history are new is found in one of these ways, the first that a
    and the sum of their digests, and the last of them is known by its id. Most requests are such, and need no search.
 2. Some ids are known. So ids last, and calls whose ids are not known are new, wherever they stand. In a ledger that has
    forgotten calls, those before the first one that is known are older, and were counted once.
-3. No id is known, or there are none: some clients and gateways make ids anew for each request. The first calls have the mark of
-   a history that was shown; else, where the oldest calls are gone from a history, they are the newest ones that were counted.
-   Neither depends on the order of calls that were made at once. As long as ids seem to last, this is believed only of
-   histories with several turns, of which an earlier request has shown all but the last one. In any other an agent has begun
-   again with the same call, which has an id of its own.
+3. No id is known, or there are none: some clients and gateways make ids anew for each request. If the first calls have the mark
+   of the history that was shown last, those behind them are new. Else those of the last turn are, because earlier requests have
+   shown the others; or none, where all are the newest ones that were counted. No mark depends on the order of calls that were
+   made at once. As long as ids seem to last, this needs several turns, of which the first calls are known so: in any other
+   history an agent has begun again with the same call, which has an id of its own.
 4. Nothing is known: all calls are new.
 
 Where ids are missing or do not last, these cannot be told apart:
 
 - The first turn that is sent again with new ids, before there is a second one, and the same calls made again: they count again.
-- A history without its oldest calls that shows the same calls as one that was shown, and that one: it does not count.
-- Two conversations of a session that begin with the same calls: these count once.
+- A history without its oldest calls that shows the same calls as the last one, and that one: it does not count.
+- An agent that begins with the same calls as the one before it in its session, and that one: they count once.
 
 What a ledger has forgotten counts again if it is shown again. It has forgotten a history if it knows neither one of its newest
 512 calls nor its start.
@@ -152,19 +152,19 @@ class Step:
         reserve: what it is estimated to cost, in nano-dollars.
         calls: the tool calls that its history shows, oldest first and no id twice, `RECORD` bytes each.
         total: the sum of the last 4 bytes of each, as numbers.
-        at_once: all of them were made in one turn.
+        newest: how many of them the last turn has; earlier requests have shown the others.
         tools: the digest and the name of each tool among them.
         grants: what is added to the limits of steps, tool calls and cost.
     """
 
     __slots__ = (
-        "at_once",
         "call",
         "calls",
         "grants",
         "identity",
         "key",
         "limits",
+        "newest",
         "reserve",
         "roster",
         "shared",
@@ -183,13 +183,13 @@ class Step:
         reserve: int,
         calls: bytes,
         total: int,
-        at_once: bool,  # noqa: FBT001  # a field
+        newest: int,
         tools: tuple[tuple[bytes, str], ...],
         grants: tuple[int, int, int],
     ) -> None:
         """Keep them as given."""
         self.total = total
-        self.at_once = at_once
+        self.newest = newest
         self.key = key
         self.roster = roster
         self.shared = shared
@@ -399,8 +399,6 @@ _NEWEST_MARKS: Final = 4
 
 _MAX_SHOWN: Final = 2**16 - 1
 _SUM: Final = 2**48 - 1
-_DEEPEST: Final = 256
-"""Only so many of a history's newest calls are looked at for where it was known to end, and half as many to compare them."""
 _MOST_TOOLS: Final = 255
 _TOOL_NAME: Final = 64
 _MAX: Final = 2**32 - 1
@@ -612,13 +610,8 @@ class Ledger(Used):
         """Whether all calls of a history are new, and those of its newest that are; see the top of this file."""
         size = len(calls)
         for at in range(len(self.marks) - _MARK, max(-1, len(self.marks) - (_NEWEST_MARKS + 1) * _MARK), -_MARK):
-            end = size - (len(asked.calls) // RECORD - int.from_bytes(self.marks[at : at + 2])) * RECORD
-            if (
-                0 < end <= size
-                and int.from_bytes(self.marks[at + 2 : at + _MARK]) == asked.total - add_up(calls[end:])
-                and self._knows(calls[end - RECORD : end - RECORD + _ID])
-                and not self._knows(calls[end : end + _ID])
-            ):
+            end = self._find_mark(asked, calls, at)
+            if end >= 0 and self._knows(calls[end - RECORD : end - RECORD + _ID]) and not self._knows(calls[end : end + _ID]):
                 return False, calls[end:]
         named = any([calls[at : at + _ID] != NO_ID for at in range(0, size, RECORD)])
         if named:
@@ -632,7 +625,8 @@ class Ledger(Used):
                 between = [calls[at : at + RECORD] for at in range(first, last, RECORD) if calls[at : at + _ID] not in ids]
                 return False, b"".join([*between, calls[last + RECORD :]])
         lasting = named and not self.renewed
-        end = self._find_end(asked, calls, lasting=lasting) if not (lasting and asked.at_once) else -1
+        several = asked.newest * RECORD < len(asked.calls)
+        end = self._find_end(asked, calls, lasting=lasting) if several or not lasting else -1
         if end < 0:
             return True, calls
         self.renewed = named
@@ -650,28 +644,37 @@ class Ledger(Used):
         Args:
             asked: the request.
             calls: the newest that it shows.
-            lasting: ids are taken to last.
+            lasting: ids seem to last.
         """
-        count = len(calls) // RECORD
-        older = len(asked.calls) // RECORD - count
-        marks = {self.marks[at : at + _MARK] for at in range(0, len(self.marks), _MARK)}
-        total, sums = asked.total, {count: asked.total}  # of the digests of a history up to so many of these calls
-        for number in range(count, max(0, count - _DEEPEST), -1):
-            if _write_mark(older + number, total) in marks:
-                return number * RECORD
-            total -= int.from_bytes(calls[number * RECORD - _PAIR : number * RECORD])
-            sums[number - 1] = total
-        counted = len(self.records) // KNOWN
-        known = min(counted, _DEEPEST // 2, older + count)
-        newest = [0]  # of so many of the newest that were counted
-        for at in range(len(self.records) - KNOWN, len(self.records) - (known + 1) * KNOWN, -KNOWN):
-            newest.append(newest[-1] + int.from_bytes(self.records[at + _ID : at + KNOWN]))
-        most = older + count if self._forgot() else counted
-        for number in range(min(count, most - older), max(1 if lasting else 0, count - _DEEPEST // 2), -1):
-            length = min(older + number, known)
-            if number - length in sums and sums[number] - sums[number - length] == newest[length]:
-                return number * RECORD
-        return -1
+        shown, size = len(asked.calls) // RECORD, len(calls)
+        end = self._find_mark(asked, calls, len(self.marks) - _MARK)
+        if end >= 0:
+            return end
+        if self._are_newest(shown, calls):
+            return size
+        end = max(0, size - asked.newest * RECORD)
+        older, total = shown - asked.newest, asked.total - add_up(calls[end:])
+        known = not lasting or self._has_mark(shown, asked.total) or self._has_mark(older, total)
+        return end if older > 0 and (known or (older > 1 and self._are_newest(older, calls[:end]))) else -1
+
+    def _find_mark(self, asked: Step, calls: bytes, at: int) -> int:
+        """Where in a history's newest calls the history ends that one of the marks is of; -1 for nowhere."""
+        end = len(calls) - (len(asked.calls) // RECORD - int.from_bytes(self.marks[at : at + 2])) * RECORD
+        known = 0 < end <= len(calls) and int.from_bytes(self.marks[at + 2 : at + _MARK]) == asked.total - add_up(calls[end:])
+        return end if known else -1
+
+    def _has_mark(self, shown: int, total: int) -> bool:
+        return _find(self.marks, _write_mark(shown, total), _MARK) >= 0
+
+    def _are_newest(self, number: int, calls: bytes) -> bool:
+        """Whether so many calls, of which these are the newest, are the newest that were counted."""
+        known = len(self.records) // KNOWN
+        length = min(number, known)
+        if length > len(calls) // RECORD or (number > known and not self._forgot()):
+            return False
+        pairs = self.records[(known - length) * KNOWN :]
+        total = sum([int.from_bytes(pairs[at - _PAIR : at]) for at in range(KNOWN, len(pairs) + 1, KNOWN)])
+        return total == add_up(calls[len(calls) - length * RECORD :])
 
     def _count_tools(self, numbers: dict[bytes, int], asked: Step) -> None:
         """Count so many more calls of each tool."""
@@ -939,7 +942,7 @@ def read_standing(answer: bytes) -> Standing:
     )
 
 
-_QUESTION: Final = struct.Struct(">BBBB16s8sQQQqqqqqqqIIQ")
+_QUESTION: Final = struct.Struct(">BBB16s8sQQQqqqqqqqIIIQ")
 _STEP: Final = 3
 """What is asked, beside the outcomes of settlements."""
 
@@ -953,7 +956,7 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
         kind, estimated, identity, money, records = asked.outcome, asked.estimated, b"", min(asked.cost, MAX_MONEY), 0
         grants, limited, names, calls, older = (0, 0, 0), b"", b"", b"", b""
         shown = total = 0
-        at_once = False
+        newest = 0
     else:
         kind, estimated, identity, money, records = (
             _STEP,
@@ -962,7 +965,7 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
             min(asked.reserve, MAX_RESERVE),
             count_records(asked),
         )
-        grants, calls, at_once = asked.grants, cut_calls(asked), asked.at_once
+        grants, calls, newest = asked.grants, cut_calls(asked), asked.newest
         shown, total = len(asked.calls) // RECORD, asked.total
         limited = b"".join([_TOOL.pack(tool, allowed) for tool, allowed in limits.tools])
         names = b"".join([tool + pack_name(name) for tool, name in pick_names(asked)])
@@ -971,7 +974,6 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
         kind,
         estimated,
         limits.narrows,
-        at_once,
         asked.call,
         identity,
         money,
@@ -986,6 +988,7 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
         limits.errors,
         records,
         shown,
+        newest,
         total,
     )
     return head, limited, names, calls, older

@@ -57,8 +57,9 @@ def make_step(number: int, limits: Limits, calls: Sequence[bytes] = (), **change
     keys = ("session:p::s1:7f", "sessions:p::7f", "session:p::*:7f")
     identity, name = number.to_bytes(8), (number + 2**32).to_bytes(16)
     joined = b"".join(calls)
-    turns = {int.from_bytes(record[:6]) // 8 for record in calls}
-    return replace(Step(*keys, limits, identity, name, 0, joined, add_up(joined), len(turns) < 2, tools, (0, 0, 0)), **changes)
+    turns = [int.from_bytes(record[:6]) // 8 for record in calls]
+    newest = turns.count(turns[-1]) if turns else 0
+    return replace(Step(*keys, limits, identity, name, 0, joined, add_up(joined), newest, tools, (0, 0, 0)), **changes)
 
 
 def settle_step(step: Step, outcome: int = SUCCEEDED, cost: int = 0, **changes: Any) -> Settlement:  # noqa: ANN401  # its own

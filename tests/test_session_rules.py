@@ -26,6 +26,7 @@ TEAMS = ("red", "red", "red", "blue")
 SESSIONS = ("a", "a", "a", "b", "c")
 TOOLS = ("look", "pay")
 IDENTITIES = 16
+FREE_RETRIES = 3
 BYTES_PER_TOKEN = 4
 THRESHOLD = 2
 """Equal requests of a tenant, for the detector beside the limits."""
@@ -36,11 +37,12 @@ PRICES = {"*": {"input": 1_000_000, "output": 1_000_000}}
 
 
 class Called(NamedTuple):
-    """A call of a tool, which is known by its number."""
+    """A call of a tool, which is known by the number of its turn and its place there; no two sessions make equal ones."""
 
     number: int
+    place: int
     tool: str
-    argument: int
+    argument: str
 
 
 class Ask(NamedTuple):
@@ -50,8 +52,8 @@ class Ask(NamedTuple):
         team: whose.
         session: its name.
         replica: that Envoy asks.
-        new: tools and arguments of calls since the last request.
-        kept: so many calls are left of the history, where it is condensed.
+        new: tools and arguments of calls since the last request, made at once.
+        kept: so many turns are left of the history, where it is condensed.
         again: the team's newest request but so many is sent once more, maybe in another session; -1 for none.
     """
 
@@ -101,7 +103,7 @@ class Plain:
 
     limits: dict[str, Any]
     steps: int = 0
-    recent: list[tuple[str, bytes]] = field(default_factory=list)
+    recent: dict[tuple[str, bytes], int] = field(default_factory=dict)
     calls: list[Called] = field(default_factory=list)
     open: dict[int, int] = field(default_factory=dict)
     cost: int = 0
@@ -124,7 +126,7 @@ class Plain:
         limits, narrows = self.limits, self.limits.get("max_tool_calls_mode") == "narrow"
         if self.killed:
             return "killed"
-        if self.steps >= limits.get("max_steps", 10**9) and identity not in self.recent:
+        if self.steps >= limits.get("max_steps", 10**9) and not self._is_free(identity):
             return "max_steps"
         if len(self.calls) > limits.get("max_tool_calls", 10**9) and (not narrows or 0 < self.went_on < len(self.calls)):
             return "max_tool_calls"
@@ -135,13 +137,16 @@ class Plain:
             return "max_calls_per_tool"
         return "loop_detection" if self._loops(shown) else ""
 
+    def _is_free(self, identity: tuple[str, bytes]) -> bool:
+        return self.recent.get(identity, FREE_RETRIES) < FREE_RETRIES
+
     def _loops(self, shown: Sequence[Called]) -> bool:
         if not shown or "loop_detection" not in self.limits:
             return False
         window = int(self.limits["loop_detection"]["window"])
         threshold = int(self.limits["loop_detection"]["threshold"])
         recent = [*[call for call in self.calls if call not in shown], *shown][-window:]
-        return sum(call[1:] == shown[-1][1:] for call in recent) >= threshold
+        return sum(call[2:] == shown[-1][2:] for call in recent) >= threshold
 
     def refuse(self) -> None:
         """One more request was."""
@@ -152,9 +157,12 @@ class Plain:
 
     def let_through(self, number: int, identity: tuple[str, bytes], reserve: int) -> None:
         """One more request was."""
-        if identity not in self.recent:
+        if self._is_free(identity):
+            self.recent[identity] += 1
+        else:
             self.steps += 1
-            self.recent = [*self.recent, identity][-IDENTITIES:]
+            self.recent.pop(identity, None)
+            self.recent = dict([*self.recent.items(), (identity, 0)][-IDENTITIES:])
         self.went_on = self.went_on or len(self.calls) if len(self.calls) >= self.limits.get("max_tool_calls", 10**9) else 0
         self.open[number] = reserve
         self.blocks_in_row = 0
@@ -198,7 +206,7 @@ class World:
         self._replicas = [make_service(document, store=store) for _ in range(2)]
         self.plain: dict[tuple[str, str], Plain] = {}
         self._named: dict[tuple[str, str], tuple[str, str]] = {}
-        self._histories: dict[tuple[str, str], list[Called]] = {}
+        self._histories: dict[tuple[str, str], list[list[Called]]] = {}
         self._sent: dict[str, list[tuple[bytes, list[Called]]]] = {}
         self._seen: Counter[tuple[str, bytes]] = Counter()
         self._passed: list[tuple[ProcessingResponse, tuple[str, str]]] = []
@@ -243,11 +251,16 @@ class World:
         if 0 <= asked.again < len(sent):
             return sent[-1 - asked.again]
         history = self._histories.get(name, [])[-asked.kept :] if asked.kept else []
-        history = [*history, *[Called(next(self._numbers), tool, argument) for tool, argument in asked.new]]
-        self._histories[name] = history
-        done = [Did(((call.tool, {"n": call.argument}),), ("ok",), number=call.number) for call in history]
+        number = next(self._numbers)
+        new = [Called(number, place, tool, "-".join((*name, str(wanted)))) for place, (tool, wanted) in enumerate(asked.new)]
+        self._histories[name] = history = [*history, new] if new else history
+        done = [
+            Did(tuple((call.tool, {"n": call.argument}) for call in turn), ("ok",) * len(turn), number=turn[0].number)
+            for turn in history
+        ]
         tools = [{"type": "function", "function": {"name": tool}} for tool in TOOLS]
-        sent.append((json.dumps({**as_chat(done), "tools": tools, "nonce": next(self._numbers)}).encode(), history))
+        body = json.dumps({**as_chat(done), "tools": tools, "nonce": next(self._numbers)}).encode()
+        sent.append((body, [call for turn in history for call in turn]))
         return sent[-1]
 
     def _find_ledger(self, name: tuple[str, str]) -> Plain:

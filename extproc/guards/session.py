@@ -26,7 +26,7 @@ DETECTOR: Final = "session"
 NARROW: Final = "narrow"
 """What is done to a request that loses tools, beside the actions."""
 
-NO_CALLS: Final = ToolCalls(b"", 0, (), "", at_once=True)
+NO_CALLS: Final = ToolCalls(b"", 0, 0, (), "")
 NO_GRANTS: Final = (0, 0, 0)
 
 KILLED, MAX_STEPS, MAX_TOOL_CALLS, MAX_COST, PER_TOOL, LOOP = LIMITS[1:]
@@ -317,7 +317,7 @@ class SessionGuard:
             reserve,
             calls.records,
             calls.total,
-            calls.at_once,
+            calls.newest,
             calls.tools,
             grants,
         )

@@ -29,7 +29,7 @@ from extproc.similarity.history import (
     tell,
 )
 from extproc.similarity.shapes import open_conversation
-from extproc.similarity.shapes.conversation import ASSISTANT, Conversation, Shape
+from extproc.similarity.shapes.conversation import Conversation, Shape
 
 _LOOSE: Final = 4
 """So many of the newest messages some clients write in another way next time: marks of what is to be cached move along."""
@@ -112,13 +112,13 @@ class _Known:
             if self.count + len(new) > MAX_STEPS or None in new:
                 return None
             walk(tally.steps)
-            shown = look_at_all(self.shape, _pick_assistant(self.shape, new))
+            shown = look_at_all(self.shape, _leave_out_thoughts(self.shape, new))
         except (NotCounted, ValidationError):
             return None
         settled = len(new) - self.loose
         if settled <= 0 or count_left()[1] != left:
             return tally.add(shown), self
-        first = len(shown) - len(_pick_assistant(self.shape, new[settled:]))
+        first = len(shown) - len(_leave_out_thoughts(self.shape, new[settled:]))
         tally = tally.add(shown[:first])
         more = _find_end(text, len(_OPENING), _decode_items(text)[1 : settled + 1]) - len(_OPENING)
         start = self.start.plus(memoryview(data)[before : before + more])
@@ -215,7 +215,7 @@ def _leave_gap(conversation: Conversation, data: bytes, shown: Sequence[Shown], 
     settled = len(conversation) - loose
     start = at + _find_end(messages, 1, _decode_items(messages)[:settled])
     gap_end = at + len(messages) - 1
-    tally = NOTHING.add(shown[: len(shown) - len(conversation.list_values(ASSISTANT, settled))])
+    tally = NOTHING.add(shown[: len(shown) - len(conversation.list_values(start=settled))])
     before, behind = NO_BODY.plus(data[:start]), NO_BODY.plus(data[gap_end:])
     return _Known(shape, conversation.model, before, behind, settled, tally, loose)
 
@@ -234,8 +234,8 @@ def _find_end(array: bytes, at: int, items: Sequence[Raw]) -> int:
     return at
 
 
-def _pick_assistant(shape: Shape, messages: Sequence[Any]) -> list[Any]:
-    return [message for message in messages if shape.name_speaker(message) == ASSISTANT]
+def _leave_out_thoughts(shape: Shape, messages: Sequence[Any]) -> list[Any]:
+    return [message for message in messages if shape.name_speaker(message)]
 
 
 def _find_messages_decoder(shape: Shape) -> _Decode:

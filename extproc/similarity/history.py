@@ -54,16 +54,16 @@ class ToolCalls:
     Attributes:
         records: RECORD bytes for each call, the oldest first; no two with ids are equal.
         total: the sum of the last digests of all records, as numbers.
-        at_once: all calls stand in one message.
+        newest: how many the assistant's last turn has.
         tools: digest and name, cut to 64 characters, of the tools among them, the first to be called first.
         model: that the body names, cut to 256 characters; empty where it names none.
     """
 
-    __slots__ = ("at_once", "model", "records", "tools", "total")
+    __slots__ = ("model", "newest", "records", "tools", "total")
 
-    def __init__(self, records: bytes, total: int, tools: tuple[tuple[bytes, str], ...], model: str, *, at_once: bool) -> None:
+    def __init__(self, records: bytes, total: int, newest: int, tools: tuple[tuple[bytes, str], ...], model: str) -> None:
         """Keep them as given."""
-        self.at_once = at_once
+        self.newest = newest
         self.total = total
         self.records = records
         self.tools = tools
@@ -118,6 +118,9 @@ class Shown:
         self.steps = steps
 
 
+OTHERS: Final = Shown([], 0)
+"""What a message shows that is not the assistant's."""
+
 _KNOWN: Final[Memo[bytes, Shown]] = Memo(_MOST_KNOWN)
 """What messages show, by what they are: a history comes again with each request of its agent, and is longer by one turn."""
 
@@ -128,25 +131,29 @@ class Tally:
     Attributes:
         records: as `ToolCalls` has them.
         total: the same.
+        newest: the same.
+        ended: the assistant's turn is over.
         tools: the same.
-        turns: messages with calls.
         again: of calls with ids that have equals, their first record and how many there are.
         steps: that it took of those which a look into a body may take.
     """
 
-    __slots__ = ("again", "records", "steps", "tools", "total", "turns")
+    __slots__ = ("again", "ended", "newest", "records", "steps", "tools", "total")
 
     def __init__(  # noqa: PLR0913  # a record
         self,
         records: bytes,
         total: int,
+        newest: int,
         tools: tuple[tuple[bytes, str], ...],
         again: dict[bytes, int],
-        turns: int,
         steps: int,
+        *,
+        ended: bool,
     ) -> None:
         """Keep them as given."""
-        self.turns = turns
+        self.ended = ended
+        self.newest = newest
         self.records = records
         self.total = total
         self.tools = tools
@@ -157,13 +164,17 @@ class Tally:
         """With what the next messages show."""
         if not shown:
             return self
-        total, turns, steps = self.total, self.turns, self.steps
+        total, newest, ended, steps = self.total, self.newest, self.ended, self.steps
         tools = dict(self.tools)
         numbers: dict[bytes, int] = {}
         records = [self.records]
         for message in shown:
+            if message is OTHERS:
+                ended = True
+                continue
+            newest = len(message.calls) + (0 if ended else newest)
+            ended = False
             steps += message.steps
-            turns += bool(message.calls)
             for call in message.calls:
                 total += call.pair
                 if call.tool and call.tool_digest not in tools:
@@ -175,7 +186,8 @@ class Tally:
                 records.append(call.first if number == 1 else call.write(number))
         again = {first: number for first, number in numbers.items() if number > 1}
         named = self.tools if len(tools) == len(self.tools) else tuple(tools.items())
-        return Tally(b"".join(records), total, named, {**self.again, **again} if again else self.again, turns, steps)
+        again = {**self.again, **again} if again else self.again
+        return Tally(b"".join(records), total, newest, named, again, steps, ended=ended)
 
     def _count(self, first: bytes) -> int:
         """How many equals a call has, itself included, by its first record."""
@@ -187,7 +199,7 @@ class Tally:
         return self.again.get(first, 1) if at >= 0 else 0
 
 
-NOTHING: Final = Tally(b"", 0, (), {}, 0, 0)
+NOTHING: Final = Tally(b"", 0, 0, (), {}, 0, ended=True)
 
 
 def read_tool_calls(document: Document) -> ToolCalls:
@@ -202,7 +214,7 @@ def read_tool_calls(document: Document) -> ToolCalls:
 
 def tell(tally: Tally, model: str) -> ToolCalls:
     """What a request's history shows, given the model that its body names."""
-    return ToolCalls(tally.records, tally.total, tally.tools, model[:_LONGEST_MODEL], at_once=tally.turns < 2)
+    return ToolCalls(tally.records, tally.total, tally.newest, tally.tools, model[:_LONGEST_MODEL])
 
 
 def find_called(patch: Patch, names: Collection[str]) -> str | None:
@@ -243,7 +255,7 @@ def _digest(data: bytes, size: int) -> bytes:
 
 
 def list_shown(conversation: Conversation) -> list[Shown]:
-    """What the assistant's messages show, the oldest first; of calls that the server keeps, their results.
+    """What messages show, the oldest first; of calls that the server keeps, their results.
 
     Raises:
         NotCounted: a message cannot be read, or they are too much.
@@ -254,16 +266,17 @@ def list_shown(conversation: Conversation) -> list[Shown]:
         called = {part.id for part in parts if part.kind == CALL}
         alone = [part for part in parts if part.kind == CALL or (part.kind == RESULT and part.id and part.id not in called)]
         return [Shown([_Call(part) for part in alone], 0)]
-    return look_at_all(shape, conversation.list_values(ASSISTANT))
+    return look_at_all(shape, conversation.list_values())
 
 
 def look_at_all(shape: Shape, values: Sequence[Any]) -> list[Shown]:
-    """What messages of the assistant's show.
+    """What messages show.
 
     Raises:
         NotCounted: one cannot be read, or they are too much.
     """
-    return [_look(shape, value) for value in values]
+    name_speaker = shape.name_speaker
+    return [_look(shape, value) if name_speaker(value) == ASSISTANT else OTHERS for value in values]
 
 
 def _look(shape: Shape, value: Any) -> Shown:  # noqa: ANN401  # of the shape's

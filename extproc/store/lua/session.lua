@@ -16,12 +16,12 @@ local RESERVATION, RESERVATION_SIZE = '>c16c8I8I8I4I4B', 49
 local TOOL, TOOL_SIZE = '>c4I4', 8
 local ROSTER, ROSTER_SIZE = '>I8I8I4', 20
 local MARK, MARK_SIZE, MARKS, NEWEST_MARKS = '>I2I6', 8, 256, 4
-local ASKED = '>BBBBc16c8I8I8I8i8i8i8i8i8i8i8I4I4I8'
+local ASKED = '>BBBc16c8I8I8I8i8i8i8i8i8i8i8I4I4I4I8'
 local STANDING = '>BBBBc4i8i8I4I4I4I4I4I8I8I8I8B'
 
 local RECORD, KNOWN, ID, NAME, NO_ID = 14, 10, 6, 10, '\0\0\0\0\0\0'
 local FEW = 16
-local DEEPEST, MAX_SHOWN, SUM = 256, 65535, 281474976710656
+local MAX_SHOWN, SUM = 65535, 281474976710656
 local IDENTITY, REPEATED, IDENTITIES, MAX_RETRIES_PER_STEP = 8, 9, 16, 3
 local OPEN, OPEN_MS = 32, 600000
 local TOOLS, MOST_TOOLS = 64, 255
@@ -175,37 +175,41 @@ local function knows(l, name) return #name == ID and name ~= NO_ID and find(l.re
 
 local function forgot(l) return l.tool_calls * KNOWN > #l.records end
 
+local function find_mark(l, asked, calls, at) -- where the history ends that one of the marks is of
+  if at < 1 then return nil end
+  local shown, total = struct.unpack(MARK, l.marks, at)
+  local ended = #calls - (asked.shown - shown) * RECORD
+  return 0 < ended and ended <= #calls and total == asked.total - add_up(calls, ended + 1) and ended or nil
+end
+
+local function has_mark(l, shown, total) return find(l.marks, write_mark(shown, total), MARK_SIZE) end
+
+local function are_newest(l, number, calls, ended) -- so many calls, of which these up to there are the newest
+  local known = #l.records / KNOWN
+  local length, total = math.min(number, known), 0
+  if length > ended / RECORD or number > known and not forgot(l) then return false end
+  for at = (known - length) * KNOWN + ID + 1, #l.records, KNOWN do total = total + read_pair(l.records, at) end
+  for at = ended - length * RECORD + NAME + 1, ended, RECORD do total = total - read_pair(calls, at) end
+  return total == 0
+end
+
 local function find_end(l, asked, calls, lasting) -- where those end that are known by their place
-  local count = #calls / RECORD
-  local older, total, sums, marks = asked.shown - count, asked.total, {[count] = asked.total}, {}
-  for mark in string.gmatch(l.marks, '........') do marks[mark] = true end
-  for number = count, math.max(0, count - DEEPEST) + 1, -1 do
-    if marks[write_mark(older + number, total)] then return number * RECORD end
-    total = total - read_pair(calls, number * RECORD - 3)
-    sums[number - 1] = total
-  end
-  local counted = #l.records / KNOWN
-  local known, newest = math.min(counted, DEEPEST / 2, asked.shown), {[0] = 0}
-  for number = 1, known do
-    newest[number] = newest[number - 1] + read_pair(l.records, #l.records - (number - 1) * KNOWN - 3)
-  end
-  local most = forgot(l) and older + count or counted
-  for number = math.min(count, most - older), math.max(lasting and 1 or 0, count - DEEPEST / 2) + 1, -1 do
-    local length = math.min(older + number, known)
-    local start = sums[number - length]
-    if start and sums[number] - start == newest[length] then return number * RECORD end
-  end
-  return nil
+  local ended = find_mark(l, asked, calls, #l.marks - MARK_SIZE + 1)
+  if ended then return ended end
+  if are_newest(l, asked.shown, calls, #calls) then return #calls end
+  ended = math.max(0, #calls - asked.newest * RECORD)
+  local older, total = asked.shown - asked.newest, asked.total - add_up(calls, ended + 1)
+  local known = not lasting or has_mark(l, asked.shown, asked.total) or has_mark(l, older, total)
+  return older > 0 and (known or older > 1 and are_newest(l, older, calls, ended)) and ended or nil
 end
 
 local function pick_new(l, asked, calls) -- those calls, and whether all of the history are
   local size = #calls
   for at = #l.marks - MARK_SIZE + 1, math.max(1, #l.marks - NEWEST_MARKS * MARK_SIZE + 1), -MARK_SIZE do
-    local shown, total = struct.unpack(MARK, l.marks, at)
-    local last = size - (asked.shown - shown) * RECORD
-    if 0 < last and last <= size and total == asked.total - add_up(calls, last + 1)
-        and knows(l, sub(calls, last - RECORD + 1, last - RECORD + ID)) and not knows(l, sub(calls, last + 1, last + ID)) then
-      return sub(calls, last + 1), false
+    local ended = find_mark(l, asked, calls, at)
+    if ended and knows(l, sub(calls, ended - RECORD + 1, ended - RECORD + ID))
+        and not knows(l, sub(calls, ended + 1, ended + ID)) then
+      return sub(calls, ended + 1), false
     end
   end
   local ids, old, count, first, last, named = nil, {}, 0, nil, nil, false
@@ -230,7 +234,7 @@ local function pick_new(l, asked, calls) -- those calls, and whether all of the 
     return table.concat(new) .. sub(calls, last * RECORD + 1), false
   end
   local lasting = named and l.renewed == 0
-  local ended = not (lasting and asked.at_once) and find_end(l, asked, calls, lasting)
+  local ended = (asked.newest < asked.shown or not lasting) and find_end(l, asked, calls, lasting)
   if not ended then return calls, true end
   l.renewed = named and 1 or 0
   return sub(calls, ended + 1), false
@@ -417,11 +421,11 @@ local server_now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local answers, next_key, at = {}, 1, 0
 
 while next_key <= #KEYS do
-  local asked, estimated, narrows, at_once = {now = tonumber(ARGV[at + 1])}, nil, nil, nil
-  asked.kind, estimated, narrows, at_once, asked.call, asked.identity, asked.money, asked.idle, asked.max_sessions,
-    asked.max_steps, asked.max_calls, asked.max_cost, asked.window, asked.threshold, asked.blocks, asked.errors, asked.records,
-    asked.shown, asked.total = struct.unpack(ASKED, ARGV[at + 2])
-  asked.estimated, asked.narrows, asked.at_once = estimated == 1, narrows == 1, at_once == 1
+  local asked, estimated, narrows = {now = tonumber(ARGV[at + 1])}, nil, nil
+  asked.kind, estimated, narrows, asked.call, asked.identity, asked.money, asked.idle, asked.max_sessions, asked.max_steps,
+    asked.max_calls, asked.max_cost, asked.window, asked.threshold, asked.blocks, asked.errors, asked.records, asked.shown,
+    asked.newest, asked.total = struct.unpack(ASKED, ARGV[at + 2])
+  asked.estimated, asked.narrows = estimated == 1, narrows == 1
   asked.limited, asked.names, asked.calls, asked.older = ARGV[at + 3], ARGV[at + 4], ARGV[at + 5], ARGV[at + 6]
   if asked.now == -1 then asked.now = server_now end
   if asked.kind == STEP then
