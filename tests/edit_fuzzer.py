@@ -501,11 +501,9 @@ def _compare_tools(old: Value, new: Value, without: frozenset[str] | None) -> No
     for tool in new:
         if not any(_is_part(one, tool) for one in left):
             raise WrongEditError("a tool is new")
-    names = [name for tool in new for name in _list_names(tool)]
-    if without is not None and len(names) > 1 and without.issuperset(names):
-        raise WrongEditError("tools are left")
-    if without is not None and not without.isdisjoint(names) and set(names) - without:
-        raise WrongEditError("a tool is left")
+    declared = [names for tool in new for names in _list_declared(tool)]
+    if without is not None and len(declared) > 1 and any(not without.isdisjoint(names) for names in declared):
+        raise WrongEditError("a tool is left")  # one alone may stay where the API needs one
 
 
 def _is_part(old: Value, new: Value) -> bool:
@@ -522,14 +520,16 @@ def _is_part(old: Value, new: Value) -> bool:
     return True
 
 
-def _list_names(tool: Value) -> list[str]:
-    """The names under which an entry declares tools."""
+def _list_declared(tool: Value) -> list[list[str]]:
+    """The tools that an entry declares, each by all of its names."""
     fields = dict(tool) if isinstance(tool, Members) else {}
     named = [fields, *[dict(fields[key]) for key in ("function", "toolSpec") if isinstance(fields.get(key), Members)]]
     declared = fields.get("functionDeclarations")
-    if isinstance(declared, list) and not isinstance(declared, Members) and "name" not in fields:
-        named += [dict(item) for item in declared if isinstance(item, Members)]
-    return [inner["name"] for inner in named if type(inner.get("name")) is str]
+    groups = [named]
+    if isinstance(declared, list) and not isinstance(declared, Members):
+        groups += [[dict(item)] for item in declared if isinstance(item, Members)]
+    names = [[inner["name"] for inner in group if type(inner.get("name")) is str] for group in groups]
+    return [found for found in names if found]
 
 
 def _check_bytes(old: bytes, new: bytes) -> None:
