@@ -42,7 +42,7 @@ DOORS = {
 """They go through a door of Loopguard, and run on the compiled wheel."""
 
 UNITS = {
-    "test_answers", "test_canary", "test_canonical", "test_conversation", "test_detectors", "test_engine",
+    "test_answers", "test_canary", "test_canonical", "test_conversation", "test_detectors", "test_edits", "test_engine",
     "test_escalation", "test_fingerprint", "test_histories", "test_history", "test_isolation", "test_kill_switches",
     "test_ledger", "test_loops", "test_mcp", "test_memo", "test_model_names", "test_narrow", "test_notes",
     "test_overrides",

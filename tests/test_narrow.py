@@ -365,6 +365,7 @@ _TWICE = '"messages":[{"role":"user","content":"go"}],"tools":[{"name":"f"},{"na
             '{"contents":[{}],"tools":[{"functionDeclarations":[{"name":"f"},{"name":"g"}]}],' + _CONFIGS + "}",
             "ambiguous_body",
         ),
+        ('{"contents":[],"tools":[{"type":"x","functionDeclarations":[{"name":"f"}]}]}', "ambiguous_body"),
         ('{"messages":[{"role":"user"}],"tools":{"name":"f"}}', "ambiguous_body"),
         ('{"messages":[{"role":"user"}],"tools":["f"]}', "ambiguous_body"),
         ('{"messages":[{"role":"user"}],"tools":"' + "f" * 9 + '"}', "ambiguous_body"),

@@ -58,8 +58,20 @@ def limited(identity: str, session: dict[str, Any] | None = None, **limits: Any)
     return {"id": identity, "spec": {"selector": {"pathPrefix": f"/{identity}/"}, **keys, "session_limits": limits}}
 
 
+_FOUR_DOLLARS: dict[str, Any] = {"max_cost_per_session": 4.0, "prices": TOKEN_COSTS_A_CENT}
+TOLD_POLICY = limited("told", **_FOUR_DOLLARS)
+TOLD_POLICY["spec"]["loop_detection"] = {
+    "enabled": True,
+    "window_seconds": 60,
+    "threshold_identical_requests": 3,
+    "similarity": "turns",
+    "action": "steer",
+}
+
 POLICIES = bundle(
     AGENTS,
+    TOLD_POLICY,
+    limited("fewer", max_calls_per_tool={"issue_refund": 1}, **_FOUR_DOLLARS),
     limited("bill", max_cost_per_session=10.0, prices=PRICES),
     limited("named", max_cost_per_session=10_000.0, prices=BY_NAME, unknown_model={"input": 90_000, "output": 90_000}),
     limited("cap", max_cost_per_session=0.1, prices=TOKEN_COSTS_A_CENT),
@@ -230,6 +242,29 @@ def test_the_call_that_passes_the_cap_has_run_and_the_next_is_refused(bank: Bank
     assert bank.send(tokens(1), "/cap/x", session, "blue").status == 200
 
 
+_WARNINGS = {"top level": "loop_warn", "tools": "loop_steer", "tool_choice": "loop_steer", "messages": "loop_warn"}
+"""A note has to read what is around the newest message, and that."""
+
+
+@pytest.mark.parametrize("place", _WARNINGS)
+@pytest.mark.parametrize("path", ["/told/x", "/fewer/x"])
+def test_a_body_that_cannot_be_changed_costs_what_it_costs(bank: Bank, session: str, path: str, place: str) -> None:
+    """With a byte that is no text in some key, calls of 2.25 dollars are over their 4 dollars after two, as all others are."""
+    keys = {"top level": b"nonce", "tools": b"parameters", "tool_choice": b"why", "messages": b"seen_at"}
+
+    statuses = []
+    for number in range(1, 9):
+        body = write_history("issue_refund", 3 if path == "/told/x" else 1, equal=True, tool_choice={"type": "auto", "why": 1})
+        body = body.replace(b'"role": "tool"', b'"role": "tool", "seen_at": 1')
+        answer = bank.send(tokens(225), path, session, body=body.replace(keys[place], b"\x80"))
+        statuses.append(answer.status)
+        if answer.status == 200:
+            assert answer.headers.get("x-fairvisor-warning", "") == (_WARNINGS[place] if path == "/told/x" else "")
+            bank.find(session, total_step_count=number, actual_cost=2.25 * number, reserved_cost=0.0)
+
+    assert statuses == [200] * 2 + [429] * 6
+
+
 @pytest.mark.parametrize(
     "reply",
     [
@@ -333,11 +368,11 @@ def test_dollars_are_granted(bank: Bank, session: str) -> None:
     assert read_refusal(bank.send(FREE, "/cap/x", session)) == ("max_cost_per_session", 0.15, 0.15)
 
 
-def write_history(tool: str, calls: int, *, equal: bool = False) -> bytes:
+def write_history(tool: str, calls: int, *, equal: bool = False, **more: object) -> bytes:
     """A conversation in which a tool was called so often, and in which it is offered beside another one."""
-    done = [Did(((tool, {"n": 0 if equal else n}),), (f"result {n}",), number=n) for n in range(1, calls + 1)]
+    done = [Did(((tool, {"n": 0 if equal else n}),), (f"result {0 if equal else n}",), number=n) for n in range(1, calls + 1)]
     tools = [TOOL, {"type": "function", "function": {"name": tool, "parameters": {}}}]
-    return json.dumps({**as_chat(done), "tools": tools, "nonce": next(_numbers)}).encode()
+    return json.dumps({**as_chat(done), "tools": tools, "nonce": next(_numbers), **more}).encode()
 
 
 def list_tools(body: bytes) -> list[str]:

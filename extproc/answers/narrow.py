@@ -33,6 +33,10 @@ _WRAPPERS: Final = ("function", "custom", "toolSpec", "systemTool", "tool")
 _WITHOUT_CHOICE: Final = "/api/chat"
 """Ollama's, which has no choice among tools, and needs none declared."""
 
+_DECLARATIONS: Final = frozenset({"functionDeclarations", "function_declarations"})
+_NAMED: Final = frozenset({"name", "type", *_WRAPPERS})
+"""Of an entry that holds tools as Gemini has them, and that is a tool as others have them."""
+
 _SERVERS: Final = frozenset({"mcp", "mcp_toolset", "mcpServers", "mcp_servers"})
 _NO_TOOLS: Final = frozenset({"cachePoint"})
 _LONGEST_KEY: Final = 256
@@ -209,6 +213,8 @@ class _Tools:
         """An element of the list: a tool, several, a server, or something else."""
         fields = _open_object(self._patch, entry)
         kind = self._patch.read_text(fields.get("type"))
+        if not _DECLARATIONS.isdisjoint(fields) and not _NAMED.isdisjoint(fields):
+            raise NotEdited(AMBIGUOUS)
         self.plain = self.plain or kind == "mcp_toolset" or ("name" in fields and "function" not in fields)
         if kind in _SERVERS:
             self.served = True
@@ -230,7 +236,7 @@ class _Tools:
         """Members that are tools each, or lists of them, as Gemini has them."""
         inner = self._open(entry, list(fields.values()), group, place)
         for number, (key, member) in enumerate(fields.items()):
-            if key in {"functionDeclarations", "function_declarations"} and self._patch.is_list(member):
+            if key in _DECLARATIONS and self._patch.is_list(member):
                 self._read_list(member, inner, number)
             elif key in _SERVERS:
                 self.served = True
