@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from extproc.hash_key import PROCESS_KEY
+from extproc.notes import Marks
 from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
+from extproc.similarity.document import Document
+from extproc.similarity.shapes import open_conversation
 
 MODES = {name: number for name, number in ProcessingMode.BodySendMode.items()}  # noqa: C416  # a dict of a descriptor's items
 ATTRIBUTES = "envoy.filters.http.ext_proc"
@@ -35,3 +39,8 @@ def headers(
 def body(data: bytes = b"", *, end: bool = True) -> ProcessingRequest:
     """A request_body message."""
     return ProcessingRequest(request_body=HttpBody(body=data, end_of_stream=end))
+
+
+def make_marks(data: bytes, caller: str = "") -> Marks:
+    """The marks of notes that this process makes for a caller, in the conversation of a body."""
+    return Marks(PROCESS_KEY, [caller], open_conversation(Document(data)).read_first_words())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,14 +12,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from extproc.answers.steer import MAX_PLACES
-from extproc.hash_key import PROCESS_KEY
-from extproc.notes import CLOSING, END, OPENING, Marks, cut_notes
+from extproc.notes import CLOSING, END, OPENING, cut_notes
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.service import Service
-from extproc.similarity.document import Document
-from extproc.similarity.shapes import open_conversation
 from tests.documents import policy
-from tests.messages import body, headers
+from tests.messages import body, headers, make_marks
 from tests.test_detectors import encoded, looked_into, looping, post, several
 from tests.test_engine import ANY, make_engine
 from tests.test_service import decoded, exchange, make_service, metadata_of, repeat, sample
@@ -46,11 +44,7 @@ def ask(service: Service, data: bytes) -> ProcessingResponse:
 
 def without_notes(data: bytes, caller: str = "") -> bytes:
     """A body without the notes that this process has put into it for a caller."""
-
-    def open_marks() -> Marks:
-        return Marks(PROCESS_KEY, [caller], open_conversation(Document(data)).read_first_words())
-
-    return cut_notes(data, open_marks)
+    return cut_notes(data, partial(make_marks, data, caller))
 
 
 def last_text(value: dict[str, Any]) -> str:

@@ -190,7 +190,7 @@ class RemoteStore:
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:
         """See `Store`."""
-        self._check_open()
+        self._find_aside(name).check_open()
         key = self._aside.name_key("secret", name)
         _, found = await self._aside.ask(name, [("SET", key, secret, "NX"), ("GET", key)])
         if not isinstance(found, bytes) or len(found) != len(secret):

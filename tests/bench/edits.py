@@ -14,6 +14,7 @@ from extproc.answers.steer import steer
 from extproc.request import HttpRequest
 from extproc.similarity.patch import MAX_BYTES
 from tests.bench.report import progress
+from tests.messages import make_marks
 
 _Edit: TypeAlias = Callable[[bytes], bytes]
 
@@ -166,7 +167,7 @@ def fill(filling: str, before: str, behind: str, size: int) -> bytes:
 def find_worst_note(*, quick: bool) -> Worst:
     """The slowest of notes that are put, or not, into such bodies."""
     request = HttpRequest("POST", "/v1/x")
-    return _find_worst("notes", _STEERED, [lambda body: steer(request, body, _NOTE)], quick=quick)
+    return _find_worst("notes", _STEERED, [lambda body: steer(request, body, _NOTE, make_marks)], quick=quick)
 
 
 def find_worst_narrowing(*, quick: bool) -> Worst:
