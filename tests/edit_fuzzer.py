@@ -404,7 +404,7 @@ def _follow_blocks(message: Value, inner: Path) -> Iterator[Value]:
     if not rest:
         yield content
         return
-    block = content[rest[0]] if rest[0] < len(content) else "new"
+    block: Value = content[rest[0]] if int(rest[0]) < len(content) else "new"
     kind = rest[1]
     if rest[1:] == ("text",):
         yield block
@@ -438,7 +438,7 @@ def _is_assistant(message: Value) -> bool:
 
 def _follow(value: Value, path: Path) -> Value:
     for step in path:
-        value = dict(value)[step] if isinstance(value, Members) else value[step]
+        value = dict(value)[str(step)] if isinstance(value, Members) else value[step]
     return value
 
 
@@ -543,7 +543,8 @@ def _check_bytes(old: bytes, new: bytes) -> None:
 def _list_raw(text: str) -> list[tuple[str, str]]:
     """The members of an object, as they are spelled."""
     decode = json.JSONDecoder(strict=False).raw_decode
-    place, found = text.index("{") + 1, []
+    place = text.index("{") + 1
+    found: list[tuple[str, str]] = []
     while True:
         place = _skip(text, place, ",")
         if text[place] == "}":

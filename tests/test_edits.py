@@ -30,12 +30,12 @@ _REQUEST = HttpRequest("POST", "/v1/x")
 _TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("run", "look")]
 
 
-def ask(service: Service, data: bytes, **more: str) -> ProcessingResponse:
-    """The answer to one request of a session."""
+def ask(service: Service, data: bytes, **more: Any) -> ProcessingResponse:  # noqa: ANN401  # as `headers`
+    """The answer to one request of a session; `more` are headers."""
     return decoded(exchange(service, headers("/v1/x", x_team="t", x_session_id="s", **more), body(data))[-1])
 
 
-def repeat(service: Service, data: bytes, **more: str) -> ProcessingResponse:
+def repeat(service: Service, data: bytes, **more: Any) -> ProcessingResponse:  # noqa: ANN401  # as `headers`
     """The answer to the second of two equal requests."""
     return [ask(service, data, **more) for _ in range(2)][-1]
 
