@@ -13,6 +13,8 @@ from extproc.answers.edits import NotEdited
 from extproc.answers.narrow import narrow
 from extproc.answers.steer import steer
 from extproc.budget import InspectionBudget
+from extproc.hash_key import PROCESS_KEY
+from extproc.notes import Marks
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request import HttpRequest
 from extproc.service import Service
@@ -28,6 +30,11 @@ from tests.turn_writers import Did, as_anthropic, as_chat
 _EXAMPLES = 3_000
 _REQUEST = HttpRequest("POST", "/v1/x")
 _TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("run", "look")]
+
+
+def put_note(data: bytes, request: HttpRequest = _REQUEST) -> bytes:
+    """A body with a note in it."""
+    return steer(request, data, "note", lambda _: Marks(PROCESS_KEY, [""], ""))
 
 
 def ask(service: Service, data: bytes, **more: str) -> ProcessingResponse:
@@ -92,7 +99,7 @@ def test_a_result_in_a_result_is_content_like_any_other(depth: int) -> None:
     """The note stands behind the text of the outermost, which is the one that the model was sent."""
     old = nested(depth, behind=',{"type":"text","text":"behind"}')
 
-    new = steer(_REQUEST, old, "note").decode()
+    new = put_note(old).decode()
 
     (block, behind) = json.loads(new)["messages"][0]["content"]
     said = block["content"] if depth == 1 else block["content"][-1]["text"]
@@ -104,7 +111,7 @@ def test_a_result_in_a_result_is_content_like_any_other(depth: int) -> None:
 def test_a_result_without_content_gets_one() -> None:
     """Whatever stands behind it."""
     blocks = [{"type": "tool_result", "tool_use_id": "1"}, {"type": "text", "text": "go on"}]
-    new = json.loads(steer(_REQUEST, json.dumps({"messages": [{"role": "user", "content": blocks}]}).encode(), "note"))
+    new = json.loads(put_note(json.dumps({"messages": [{"role": "user", "content": blocks}]}).encode()))
 
     result, text = new["messages"][0]["content"]
     assert result == blocks[0] | {"content": result["content"]}
@@ -115,9 +122,9 @@ def test_a_result_without_content_gets_one() -> None:
 def test_a_note_that_stands_in_a_response_of_its_own_is_not_written_twice() -> None:
     """Gemini's structured result keeps one member for it."""
     parts = [{"functionResponse": {"name": "f", "response": {"a": 1}}}]
-    once = steer(_REQUEST, json.dumps({"contents": [{"role": "user", "parts": parts}]}).encode(), "note")
+    once = put_note(json.dumps({"contents": [{"role": "user", "parts": parts}]}).encode())
 
-    assert steer(_REQUEST, once, "note") == once
+    assert put_note(once) == once
 
 
 def find(patch: Patch, *path: str | int) -> Value:
@@ -228,7 +235,7 @@ def test_a_signed_body_stays_as_it_is(signature: dict[str, str], signed: bool) -
 def test_a_signature_in_the_query_is_one() -> None:
     """As in a URL that was signed for somebody else."""
     with pytest.raises(NotEdited, match="signed_body"):
-        steer(HttpRequest("POST", "/x?X-Amz-Signature=0&X-Amz-Date=1"), called(), "note")
+        put_note(called(), HttpRequest("POST", "/x?X-Amz-Signature=0&X-Amz-Date=1"))
 
 
 def test_a_policy_changes_no_body_that_is_above_its_own_bound() -> None:
@@ -260,7 +267,7 @@ def test_a_policy_changes_no_body_that_is_above_its_own_bound() -> None:
 def test_what_is_too_much_is_left_alone(data: bytes, reason: str) -> None:
     """All levels of a body share one number of steps."""
     with pytest.raises(NotEdited, match=reason):
-        steer(_REQUEST, data, "note")
+        put_note(data)
 
 
 def test_a_long_result_gets_its_note() -> None:
@@ -269,7 +276,7 @@ def test_a_long_result_gets_its_note() -> None:
     for write in (as_chat, as_anthropic):
         data = json.dumps(write([turn])).encode()
         assert len(data) > 2**20 - 2**12
-        assert len(steer(_REQUEST, data, "note")) > len(data)
+        assert len(put_note(data)) > len(data)
 
 
 @pytest.mark.parametrize("looks", [{}, {"similarity": "tail"}])

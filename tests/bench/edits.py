@@ -11,8 +11,12 @@ from typing import NamedTuple, TypeAlias
 from extproc.answers.edits import NotEdited
 from extproc.answers.narrow import narrow
 from extproc.answers.steer import steer
+from extproc.hash_key import PROCESS_KEY
+from extproc.notes import Marks
 from extproc.request import HttpRequest
+from extproc.similarity.document import Document
 from extproc.similarity.patch import MAX_BYTES
+from extproc.similarity.shapes import open_conversation
 from tests.bench.report import progress
 
 _Edit: TypeAlias = Callable[[bytes], bytes]
@@ -166,7 +170,7 @@ def fill(filling: str, before: str, behind: str, size: int) -> bytes:
 def find_worst_note(*, quick: bool) -> Worst:
     """The slowest of notes that are put, or not, into such bodies."""
     request = HttpRequest("POST", "/v1/x")
-    return _find_worst("notes", _STEERED, [lambda body: steer(request, body, _NOTE)], quick=quick)
+    return _find_worst("notes", _STEERED, [lambda body: steer(request, body, _NOTE, _make_marks)], quick=quick)
 
 
 def find_worst_narrowing(*, quick: bool) -> Worst:
@@ -174,6 +178,11 @@ def find_worst_narrowing(*, quick: bool) -> Worst:
     request = HttpRequest("POST", "/v1/x")
     edits: list[_Edit] = [lambda body: narrow(request, body, {"f"}), lambda body: narrow(request, body, None)]
     return _find_worst("narrowing", _NARROWED, edits, quick=quick)
+
+
+def _make_marks(data: bytes) -> Marks:
+    """As for a body that nobody has looked into."""
+    return Marks(PROCESS_KEY, [""], open_conversation(Document(data)).read_first_words())
 
 
 def _find_worst(title: str, places: Mapping[str, tuple[str, str]], edits: Sequence[_Edit], *, quick: bool) -> Worst:
