@@ -11,7 +11,6 @@ from pkgutil import iter_modules
 from typing import Any, Final
 
 from msgspec import Raw, ValidationError
-from msgspec.structs import fields
 
 from extproc.similarity.document import NotCounted
 from extproc.similarity.patch import AMBIGUOUS, Patch, Value
@@ -101,9 +100,9 @@ def look_back(patch: Patch, shape: Shape) -> Before:
     """
     given = patch.open_fields(patch.root)
     raw: dict[str, Any] = dict.fromkeys(shape.path[:1])
-    for field in fields(shape.body):
-        if field.name in given and field.name not in raw:
-            if patch.is_long(given[field.name]):
+    for key in shape.kept:
+        if key in given:
+            if patch.is_long(given[key]):
                 return Before(after=b"{}")  # whatever it is, it is something
-            raw[field.name] = patch.read_raw(given[field.name])
+            raw[key] = patch.read_raw(given[key])
     return shape.look_back(shape.body(**raw))

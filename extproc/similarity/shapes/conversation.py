@@ -83,6 +83,7 @@ class Shape:
         take: the messages in what stands at the end of the path; None for those of a list.
         joins: whether a message is one of several calls that were made at once, where they stand side by side; None where each
             message is one of its own.
+        kept: the other keys of such a body, which say what went before.
         look_back: what such a body says about what went before; None where every request shows all of it.
         locate: where a note can be put into a message, given the body in which it stands; None where nobody can tell.
         fallback: the key means something else in other APIs, so they are asked first.
@@ -94,6 +95,7 @@ class Shape:
         "fallback",
         "find_raw",
         "joins",
+        "kept",
         "locate",
         "look_back",
         "message",
@@ -121,6 +123,7 @@ class Shape:
         """Keep them as given."""
         self.path = path
         self.body = body
+        self.kept = [field.name for field in fields(body) if field.name != path[0]]
         self.message = message
         self.decode = json.Decoder(message).decode
         self.name_speaker = name_speaker
