@@ -254,7 +254,7 @@ def choose_late(text: str) -> str:
 def test_a_route_that_is_chosen_late_is_guarded(follows: Callable[[str], str], shadow_mode: str) -> None:
     """A request that a filter moves to a guarded route meets Loopguard; one that ends elsewhere opens no stream."""
     acts = shadow_mode == "off"
-    flags = {} if acts else {"shadow_mode": shadow_mode}
+    flags: dict[str, Any] = {} if acts else {"shadow_mode": shadow_mode}
     edit = follows if acts or follows is str else attach(*NAMED, "--shadow-mode", shadow_mode)
     with stack(POLICIES, edit=lambda text: choose_late(edit(text)), **flags) as made:
         eventually(lambda: made.envoy.stat("cluster.loopguard.membership_healthy") == 1)

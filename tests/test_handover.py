@@ -1017,7 +1017,7 @@ _SENT = "http.ingress.ext_proc.stream_msgs_sent"
 
 def _observing(config: str) -> str:
     """Streams that Loopguard leaves open would stay so for ten minutes."""
-    config = _replaced(config, "request_body_mode: BUFFERED", "request_body_mode: STREAMED")
+    config = config.replace("request_body_mode: BUFFERED", "request_body_mode: STREAMED")
     observed = "failure_mode_allow: true"
     indent = "\n" + " " * 14
     return _replaced(config, observed, f"{observed}{indent}observability_mode: true{indent}deferred_close_timeout: 600s")

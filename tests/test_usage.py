@@ -24,6 +24,7 @@ from extproc.settings import parse_address
 from extproc.transport.health import Health
 from tests.documents import bundle
 from tests.harness import PATIENCE, Envoy, envoy_version, eventually, write_policies
+from tests.test_attach import choose_late
 from tests.test_service import make_service
 from tests.test_transport import TRANSPORTS
 
@@ -200,7 +201,7 @@ def gateway(request: pytest.FixtureRequest) -> Iterator[Gateway]:
         with _serving(request.param, folder) as (address, entries):
             flags = {"listen": "127.0.0.1:0", "admin": "127.0.0.1:0", "buffer_limit": str(LIMIT)}
             options = read_options(EnvoyOptions, {"upstream": model.address, "endpoints": [address], **flags})
-            envoy = Envoy(folder, options)
+            envoy = Envoy(folder, options, choose_late)
             try:
                 eventually(lambda: envoy.stat("cluster.loopguard.membership_healthy"), "a healthy Loopguard")
                 yield Gateway(envoy, model, entries)
@@ -494,3 +495,19 @@ def test_requests_of_no_session_are_not_told(gateway: Gateway) -> None:
         answer.read()
 
     assert gateway.ask(whole(usage=RESPONSE_USAGE)).usage == Usage(400, 60, 100, 0)
+
+
+@pytest.mark.parametrize("reply", [whole(usage=CHAT_USAGE), stream({**DELTA, "usage": CHAT_USAGE})], ids=["document", "stream"])
+def test_tokens_are_read_on_a_route_that_is_chosen_late(gateway: Gateway, reply: Reply) -> None:
+    """What reads them is there for every request, and acts where Loopguard counts a session."""
+    entry = gateway.ask(reply, "/late/v1/x")
+
+    assert (entry.usage, entry.estimated) == (Usage(176, 34, 1_024, 0), False)
+
+
+def test_answers_of_no_session_are_not_held(gateway: Gateway) -> None:
+    """One that is above the buffer limit, and whose length is not told, passes where nothing is guarded."""
+    data = json.dumps({"b64_json": "a" * 2 * LIMIT}).encode()
+
+    with gateway.send(Reply([data]), "/other") as answer:
+        assert (answer.status, answer.read()) == (200, data)
