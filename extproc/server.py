@@ -60,9 +60,9 @@ _YOUNG_OBJECTS = 10_000
 
 SWITCH_SECONDS = 0.0002
 """How long a thread keeps the interpreter while another one waits for it; Python's default is 5 ms. Policies are loaded and
-admin pages are made in threads, and a request waits for them each time that the event loop wakes up for it: half of the time for
-10 ms and more on a busy machine, for 1.5 to 3 ms with this. Less gains nothing more. The work of the threads takes the same CPU
-time, and where only one of them runs this changes nothing."""
+admin pages are made in threads, and a request waits for them each time that the event loop wakes up for it: half of the time
+for 10 ms and more on a busy machine, for 1.5 to 3 ms with this. Less gains nothing more. The work of the threads takes the
+same CPU time, and where only one of them runs this changes nothing."""
 
 _ANSWER_SECONDS = 5.0
 """How long an admin page waits for the event loop and the store."""

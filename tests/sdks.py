@@ -226,13 +226,13 @@ AskModel: TypeAlias = Callable[[str, str, dict[str, str]], object]
 """Asks one question, whole unless said otherwise; takes the URL, the model and headers beside its own."""
 
 
-class _Anonymous(Credentials):  # type: ignore[misc]  # google-auth has no types
+class _Anonymous(Credentials):
     """What Vertex AI's SDK wants before it asks anything."""
 
     valid = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # google-auth has few types
         self.token = "none"
 
     def refresh(self, request: object) -> None:

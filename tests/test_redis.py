@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from redis.credentials import CredentialProvider
 
 from extproc.errors import PartlyAwayError, StoreError, UsageError
-from extproc.ledger import Step
+from extproc.ledger import Question, Step
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import certain, open_store, redact_url
@@ -1554,7 +1554,7 @@ def test_a_request_of_several_shards_is_told_what_the_others_have_counted(three:
     assert not isinstance(alone, PartlyAwayError)
 
 
-async def _settled(driver: Driver, hits: Sequence[Hit]) -> Any:  # noqa: ANN401  # answers or the error
+async def _settled(driver: Driver, hits: Sequence[Question]) -> Any:  # noqa: ANN401  # answers or the error
     try:
         return await cast("Any", driver.store.hit(hits))
     except StoreError as error:

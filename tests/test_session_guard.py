@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -323,10 +322,12 @@ def test_calls_cannot_be_settled_by_guessing_their_names() -> None:
     victim = entry(ask(service, large, team="victim"))
     own = bytes.fromhex(entry(ask(service, b"{}", team="attacker")).sessions[0]["call"])
 
-    for order, step in product(("little", "big"), range(-64, 65)):
-        near = (int.from_bytes(own, order) + step) % 2 ** (8 * len(own))
-        named = {**victim.sessions[0], "call": near.to_bytes(len(own), order).hex()}
-        service.settle_entry(Entry((named,), 200, False, 0, 0, "", Usage(0, 0), estimated=False, refused=False))
+    orders: tuple[Literal["little"], Literal["big"]] = ("little", "big")
+    for order in orders:
+        for step in range(-64, 65):
+            near = (int.from_bytes(own, order) + step) % 2 ** (8 * len(own))
+            named = {**victim.sessions[0], "call": near.to_bytes(len(own), order).hex()}
+            service.settle_entry(Entry((named,), 200, False, 0, 0, "", Usage(0, 0), estimated=False, refused=False))
 
     assert status(ask(service, b"{}", team="victim")) == 429
     assert sample(service, "access_log_entries_total", result="unknown") == 2 * 129

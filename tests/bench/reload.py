@@ -71,7 +71,7 @@ class Ticker:
             self._gaps.append(perf_counter() - before - _NAP)
 
     def take(self) -> tuple[float, float]:
-        """The gap that half of the time so far was spent beyond, and the longest, in milliseconds; starts again from nothing."""
+        """The gap beyond which half of the time was spent, and the longest, in milliseconds; starts again from nothing."""
         gaps, self._gaps = sorted(self._gaps or [0.0]), []
         spent = list(accumulate(gap + _NAP for gap in gaps))
         return gaps[bisect(spent, spent[-1] / 2)] * 1000, gaps[-1] * 1000
