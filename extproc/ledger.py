@@ -613,7 +613,7 @@ class Ledger(Used):
             end = self._find_mark(asked, calls, at)
             if end >= 0 and self._knows(calls[end - RECORD : end - RECORD + _ID]) and not self._knows(calls[end : end + _ID]):
                 return False, calls[end:]
-        named = any([calls[at : at + _ID] != NO_ID for at in range(0, size, RECORD)])
+        named = {calls[at : at + _ID] for at in range(0, size, RECORD)} != {NO_ID}
         if named:
             ids = {self.records[at : at + _ID] for at in range(0, len(self.records), KNOWN)}
             ids.discard(NO_ID)
@@ -734,7 +734,9 @@ class Ledger(Used):
                 known = known[: len(known) - shown * KNOWN]
             else:
                 ids = {calls[at : at + _ID] for at in range(0, len(calls), RECORD)}
-                known = b"".join([known[at : at + KNOWN] for at in range(0, len(known), KNOWN) if known[at : at + _ID] not in ids])
+                known = b"".join(
+                    [known[at : at + KNOWN] for at in range(0, len(known), KNOWN) if known[at : at + _ID] not in ids]
+                )
             recent += [known[at : at + _PAIR] for at in range(max(_ID, len(known) - missing * KNOWN + _ID), len(known), KNOWN)]
         return recent.count(newest)
 
@@ -948,9 +950,7 @@ _STEP: Final = 3
 
 
 def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes, bytes]:
-    """What a remote store is asked: a head, tools that have limits, names of tools, the newest tool calls, and the older ones'
-    tools.
-    """
+    """What a remote store is asked: a head, tools with limits, names of tools, the newest calls, and tools of older ones."""
     limits = asked.limits
     if isinstance(asked, Settlement):
         kind, estimated, identity, money, records = asked.outcome, asked.estimated, b"", min(asked.cost, MAX_MONEY), 0
@@ -969,7 +969,11 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
         shown, total = len(asked.calls) // RECORD, asked.total
         limited = b"".join([_TOOL.pack(tool, allowed) for tool, allowed in limits.tools])
         names = b"".join([tool + pack_name(name) for tool, name in pick_names(asked)])
-        older = b"".join([_TOOL.pack(tool, number) for tool, number in sum_up_older(asked)]) if len(asked.calls) > len(calls) else b""
+        older = (
+            b"".join([_TOOL.pack(tool, number) for tool, number in sum_up_older(asked)])
+            if len(asked.calls) > len(calls)
+            else b""
+        )
     head = _QUESTION.pack(
         kind,
         estimated,

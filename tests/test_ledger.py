@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from extproc.ledger import (
     FAILED,
     KILLED,
+    KNOWN,
     LIMITS,
     MAX_MONEY,
     MAX_RECORDS,
@@ -372,6 +373,38 @@ CASES: dict[str, Case] = {
         (4, make_step(3, _TWO_STEPS), "max_steps 2/2"),
         (5, make_step(3, _TWO_STEPS), "max_steps 2/2"),
     ],
+    "three retries of a step are free": [
+        *((number, make_step(1, _TWO_STEPS), "ok") for number in range(5)),  # the last one is the second step
+        *((number, make_step(1, _TWO_STEPS), "ok") for number in range(5, 8)),
+        (8, make_step(1, _TWO_STEPS), "max_steps 2/2"),
+        (9, make_step(1, _TWO_STEPS), "max_steps 2/2"),
+    ],
+    "each step has retries of its own": [
+        *((number, make_step(number % 2, _TWO_STEPS), "ok") for number in range(8)),
+        *((number, make_step(number % 2, _TWO_STEPS), "max_steps 2/2") for number in (8, 9)),
+    ],
+    "a retry that goes no further is not used up": [
+        (0, make_step(1, limit(steps=1)), "ok"),
+        *(
+            (number, asked, "ok")
+            for number in range(1, 9)
+            for asked in (make_step(1, limit(steps=1), call=b"retry..1"), settle_step(_FIRST, WITHDRAWN, call=b"retry..1"))
+        ),
+        *(
+            (number, asked, "ok")
+            for number in range(9, 17)
+            for asked in (make_step(1, limit(steps=1), call=b"retry..2"), settle_step(_FIRST, REFUSED, call=b"retry..2"))
+        ),
+        *((number, make_step(1, limit(steps=1)), "ok") for number in range(17, 20)),
+        (20, make_step(1, limit(steps=1)), "max_steps 1/1"),
+    ],
+    "a step whose retries are used up, and that another guard refuses, was none": [
+        *((number, make_step(1, _TWO_STEPS), "ok") for number in range(4)),
+        (4, make_step(1, _TWO_STEPS, call=b"the fift"), "ok"),
+        (5, settle_step(_FIRST, REFUSED, call=b"the fift"), "ok"),
+        *((number, make_step(1, _TWO_STEPS), "ok") for number in range(6, 10)),
+        (10, make_step(1, _TWO_STEPS), "max_steps 2/2"),
+    ],
     "what lies 17 requests back is no retry": [
         *((number, make_step(number, limit(steps=17)), "ok") for number in range(17)),
         (17, make_step(1, limit(steps=17)), "ok"),
@@ -531,12 +564,13 @@ def test_calls_that_are_not_known_any_more_are_not_counted_again() -> None:
 
 
 def test_as_many_calls_are_known_as_a_limit_needs() -> None:
-    """Where a thousand calls are allowed, the last ones known are found again in a history that has lost its oldest turns."""
-    history = [make_record(number) for number in range(900)]
+    """Where a thousand calls are allowed, twice as many are found again in a history that has lost its newest turns."""
+    history = [make_record(number, arguments=str(number)) for number in range(900)]
+    shown = (history, history[388:420], history[300:330])
 
-    before, after = ask(*(make_step(1, limit(tool_calls=1_000), calls) for calls in (history, history[:50])))
+    standings = ask(*(make_step(number, limit(tool_calls=1_000), calls) for number, calls in enumerate(shown)))
 
-    assert (before.tool_calls, after.tool_calls) == (900, 900)
+    assert [standing.tool_calls for standing in standings] == [900, 900, 930]  # of a thousand, the newest 512
 
 
 def test_tools_are_counted_as_far_as_there_is_room() -> None:
@@ -571,7 +605,30 @@ def test_whatever_a_history_holds_is_taken(number: int) -> None:
     many = [position.to_bytes(14) for position in range(20_000)]
     ledger.take_step(make_step(2, limit(tool_calls=10**9), many, tools=()), 1)
 
-    assert len(ledger.pack()) < MAX_RECORDS * 14 + 1_000
+    assert len(ledger.pack()) < MAX_RECORDS * KNOWN + 1_000
+
+
+def test_a_ledger_is_bounded() -> None:
+    """Whatever a session shows, however long: 9 KB and the names of its tools."""
+    limits, state = limit(tool_calls=10**9), b""
+    for number in range(1, 400):
+        calls = [make_record(at * 8, arguments=str(at)) for at in range(number * 2)]
+        ledger = Ledger(state or None, number)
+        ledger.take_step(make_step(number, limits, calls, reserve=1), number)
+        state = ledger.pack()
+
+    assert len(state) - len(ledger.names) < 9_000
+
+
+def test_every_call_of_a_long_history_is_counted() -> None:
+    """Also by tool, where only the newest are looked at one by one: a session that was not known may have a long past."""
+    tools = ["send" if number % 10 == 3 else "read" for number in range(4_900)]
+    limits = limit(tool_calls=10**9, tools=((digest("send"), 490),))
+
+    (first, second) = ask(*(make_step(number, limits, call(*tools, *["send"] * number)) for number in range(2)))
+
+    assert (tell(first), first.tool_calls) == ("ok", 4_900)
+    assert (tell(second), second.tool_calls) == ("max_calls_per_tool 491/490 send", 4_901)
 
 
 def test_a_fresh_ledger_is_small() -> None:

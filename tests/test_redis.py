@@ -42,7 +42,7 @@ from extproc.windows import Count, Hit
 from tests.harness import PATIENCE, eventually
 from tests.records import replace
 from tests.servers import Driver, Server, cluster, impostor, listening, relay, replicated, sentinels, server
-from tests.test_ledger import NO_LIMITS, limit, make_step, settle_step, tell
+from tests.test_ledger import NO_LIMITS, limit, make_record, make_step, settle_step, tell
 from tests.test_windows import WINDOW_TYPES, cooldown_hits, make_hit, make_push, oracle
 
 SECRET = "hunter2"
@@ -748,6 +748,32 @@ def test_replicas_share_the_steps_of_a_session(driver: Driver, one: Server) -> N
         told = [tell((driver, other)[number % 3 == 0].account([step])[0]) for number, step in enumerate(steps)]
 
     assert told == ["ok"] * 7 + ["max_steps 7/7"] * 3
+
+
+@pytest.mark.parametrize(("calls", "scripts"), [(0, 4), (20, 7), (512, 100)])
+def test_steps_go_in_scripts_that_are_short(driver: Driver, one: Server, calls: int, scripts: int) -> None:
+    """Other clients of the server get their turn between them; each session's steps stay in order."""
+    history = [make_record(number * 8, arguments=str(number)) for number in range(calls)]
+    steps = [make_step(number, limit(steps=25), history, key=f"session {number % 4}:7f") for number in range(100)]
+    before = one.commands().get("evalsha", 0) + one.commands().get("eval", 0)
+
+    found = driver.account(steps)
+
+    assert one.commands().get("evalsha", 0) + one.commands().get("eval", 0) - before in (scripts, scripts + 1)  # unknown yet
+    assert [standing.steps for standing in found] == [number // 4 + 1 for number in range(100)]
+
+
+def test_a_ledger_on_the_server_is_small(driver: Driver, one: Server) -> None:
+    """Whatever a session has shown: nobody reads and writes a hundred kilobytes for each of its steps."""
+    limits = limit(tool_calls=10_000, tools=tuple((number.to_bytes(4), 10_000) for number in range(1, 61)))
+    history = [make_record(number * 8, arguments=str(number)) for number in range(4_900)]
+    steps = [make_step(number, limits, history[: 4_500 + number]) for number in range(400)]
+
+    for step in steps:
+        (standing,) = driver.account([step])
+
+    assert standing.tool_calls == 4_899
+    assert one.client().strlen(f"loopguard:{driver.place(steps[0]).key}") < 9_000
 
 
 @pytest.mark.parametrize("poison", ["set x y", "set x ''", "set x 12345678\x05abc", "hset x a b", "rpush x y", "sadd x y"])

@@ -1,4 +1,4 @@
-"""Agents whose number of tool calls is known, against what a ledger counts: whatever their clients make of ids and histories."""
+"""Agents whose number of tool calls is known, against what a ledger counts, whatever their clients do to ids and histories."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ SEEDS = st.sampled_from([0, 0, 7])
     SEEDS,
 )
 def test_with_ids_that_last_every_call_is_counted_once(shape: str, moves: list[Move], most: int, first: int, seed: int) -> None:
-    """Whatever becomes of the history: windows, with or without its first turns; condensed, taken back, sent again; reordered."""
+    """Whatever becomes of the history: without its oldest or middle turns, condensed, taken back, sent again, reordered."""
     client = Client(shape, ids="last", most_turns=most if most < 5 else 10**9, first_turns=first, seed=seed)
 
     for counted, made in follow(client, moves, in_memory()):

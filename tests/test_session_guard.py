@@ -72,6 +72,37 @@ def entry(answer: ProcessingResponse, status: int = 200, tokens: int = 0, *, fai
     return Entry(named, status, failed, 0, 0, "", Usage(tokens, 0), estimated=False, refused=False)
 
 
+@pytest.mark.parametrize(
+    ("own", "detector", "counted"),
+    [
+        ({}, {}, 0),
+        ({"max_inspect_bytes": 4 * 2**20}, {}, 40),
+        ({}, {"max_inspect_bytes": 4 * 2**20}, 40),
+        ({"max_inspect_bytes": 2**20}, {"max_inspect_bytes": 4 * 2**20}, 0),
+    ],
+    ids=["neither", "the limits' own", "a detector's", "the limits' own comes first"],
+)
+def test_long_histories_are_looked_into_as_far_as_the_policy_says(
+    own: dict[str, Any], detector: dict[str, Any], counted: int
+) -> None:
+    """A history of 2 MiB, half of it in arguments: `max_inspect_bytes` is the one bound of all that read it."""
+    document = limited(max_tool_calls=100, **own)
+    if detector:
+        loop = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 99, **detector}
+        document["spec"]["loop_detection"] = loop
+    done = [Did((("run", {"step": at, "text": "x" * 30_000}),), ("y" * 30_000,), number=at) for at in range(1, 41)]
+    service = make_service(document)
+
+    ask(service, json.dumps({**as_chat(done), "tools": [TOOL]}).encode())
+
+    assert [run.standing.tool_calls for run in service.reporter.sessions.copy()] == [counted]
+
+
+def test_three_retries_of_a_step_are_free() -> None:
+    """Five steps are twenty equal requests at most."""
+    assert send(make_service(limited(max_steps=5)), [turns(1)] * 22) == [200] * 20 + [429] * 2
+
+
 def test_steps_are_requests_that_were_let_through() -> None:
     """The request behind the last step is refused, whatever is in it; a retry of one that went through is not."""
     service = make_service(limited(max_steps=3))

@@ -78,6 +78,8 @@ POLICIES = bundle(
     limited("errors", max_steps=100, circuit_breaker={"consecutive_errors": 3}),
     limited("steps", max_steps=3, circuit_breaker={"consecutive_blocks": 4}),
     limited("flood", {"max_sessions_per_tenant": 3}, max_steps=2),
+    limited("retries", max_steps=2),
+    limited("calls", max_tool_calls=6, max_inspect_bytes=4 * 2**20),
 )
 
 TOKEN = "correct-horse-battery-staple"
@@ -463,6 +465,45 @@ def test_scripts_for_names_are_text(bank: Bank) -> None:
     for replica in bank.made.replicas:
         seen = Outline(replica.get("/")[1])
         assert (seen.elements.count("script"), "img" in seen.elements, seen.handlers) == (1, False, [])
+
+
+def write_agent(turns: int, *, anew: int = 0, more: int = 0) -> bytes:
+    """A request of an agent's after so many turns, each with two calls of its own; its ids are made anew for it.
+
+    Args:
+        turns: of the agent.
+        anew: tells its ids from those of other requests.
+        more: bytes of each call's arguments.
+    """
+    done = [
+        Did(tuple(("read", {"path": f"{turn}-{place}", "text": "x" * more}) for place in range(2)), ("ok",) * 2, number=turn)
+        for turn in range(1, turns + 1)
+    ]
+    return json.dumps({**as_chat([turn._replace(number=turn.number + anew) for turn in done]), "nonce": anew}).encode()
+
+
+def test_three_retries_of_a_step_are_free(bank: Bank, session: str) -> None:
+    """On whichever replica they arrive; the next one is a step as well, with as many, and then none is left."""
+    found = [bank.send(FREE, "/retries/chat/completions", session, body=b'{"messages": []}').status for _ in range(10)]
+
+    assert found == [200] * 8 + [429] * 2
+
+
+def test_calls_whose_ids_are_made_anew_count_once(bank: Bank, session: str) -> None:
+    """For each request, as some gateways make them: three turns of two calls are six calls, and the fourth is too much."""
+    bodies = [write_agent(turns, anew=turns * 100) for turns in (1, 2, 3, 3, 4)]
+
+    found = [bank.send(FREE, "/calls/chat/completions", session, body=body) for body in bodies]
+
+    assert [answer.status for answer in found] == [200] * 4 + [429]
+    assert (found[-1].headers["x-loopguard-used"], found[-1].headers["x-loopguard-allowed"]) == ("8", "6")
+
+
+def test_calls_in_a_body_of_megabytes_count(bank: Bank, session: str) -> None:
+    """As far as `max_inspect_bytes` says: eight calls with 300 kB of arguments each."""
+    found = bank.send(FREE, "/calls/chat/completions", session, body=write_agent(4, more=300_000))
+
+    assert (found.status, found.headers["x-loopguard-limit"]) == (429, "max_tool_calls")
 
 
 def test_a_restart_loses_nothing(bank: Bank, session: str) -> None:

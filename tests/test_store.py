@@ -7,16 +7,17 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.errors import StoreError, UsageError
 from extproc.evaluation import Evaluation
 from extproc.fingerprint import NO_BODY
-from extproc.ledger import Limits
+from extproc.ledger import Limits, add_up
 from extproc.metrics import Metrics
 from extproc.request import HttpRequest
 from extproc.store import open_store, orders, remote_orders
@@ -29,6 +30,8 @@ from tests.records import replace
 from tests.servers import REDIS, Driver, cluster, server
 from tests.test_engine import make_engine
 from tests.test_ledger import CASES, LIMITS_OF_ALL_KINDS, MOVES, Book, in_session, limit, play, settle_step, tell
+from tests.test_session_calls import MOVES as AGENT_MOVES
+from tests.test_session_calls import Client, Move, follow, in_memory
 from tests.test_windows import (
     COOLDOWN_STEPS,
     PUSH_STEPS,
@@ -275,6 +278,53 @@ def test_a_store_keeps_sessions_as_the_rules_say(
     found = play(moves, limits, lambda asked, now: store.account([asked], now)[0])
 
     assert found == play(moves, limits, Book().ask)
+
+
+@pytest.mark.parametrize("shape", ["chat", "responses", "gemini"])
+@settings(max_examples=40)
+@given(AGENT_MOVES, st.sampled_from(["last", "anew"]), st.integers(1, 6), st.sampled_from([0, 7]))
+def test_a_store_counts_calls_as_memory_does(
+    opened: Driver, shape: str, moves: list[Move], ids: str, most: int, seed: int
+) -> None:
+    """Whatever clients make of ids and histories, every store tells the calls that are new from the others."""
+    store = opened.fresh()
+
+    def make_client() -> Client:
+        return Client(shape, ids=ids, most_turns=most if most < 6 else 10**9, seed=seed)
+
+    found = follow(make_client(), moves, lambda asked, now: store.account([asked], now)[0])
+
+    assert found == follow(make_client(), moves, in_memory())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_store_counts_long_histories_as_memory_does(store: Driver, seed: int) -> None:
+    """Also those of which only the newest calls are looked at one by one, with many tools and limits."""
+    order = Random(seed)
+    limits = limit(
+        tool_calls=order.choice([100, 10**9]),
+        tools=tuple((number.to_bytes(4), order.choice([3, 10**6])) for number in range(1, order.choice([1, 61]))),
+        window=order.choice([5, 500]),
+        threshold=order.choice([-1, 3]),
+    )
+    memory, tools = in_memory(), order.choice([3, 100])
+    history: list[bytes] = []
+    for number in range(40):
+        newest = order.choice([0, 1, 1, 2, 3, 300, 700])
+        first = order.randrange(len(history) + 1) if order.random() < 0.2 else 0
+        last = order.randrange(first, len(history) + 1) if order.random() < 0.2 else len(history)
+        history = history[first:last]
+        if order.random() < 0.2:
+            history = [order.choice([bytes(6), order.randbytes(6)]) + record[6:] for record in history]
+        for _ in range(newest):
+            tool = order.randint(1, tools).to_bytes(4)
+            history.append((order.randbytes(6) if order.random() < 0.9 else bytes(6)) + tool + order.randrange(9).to_bytes(4))
+        calls = b"".join(history)
+        names = tuple((at.to_bytes(4), f"tool {at}") for at in range(1, tools + 1))
+        step = in_session("long", number, limits)
+        asked = replace(step, calls=calls, total=add_up(calls), newest=newest, tools=names)
+
+        assert store.account([asked], number) == [memory(asked, number)]
 
 
 class Published(NamedTuple):

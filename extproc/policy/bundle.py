@@ -26,7 +26,16 @@ from pydantic import (
 
 from extproc.fingerprint import normalize_path
 from extproc.notes import PLACEHOLDERS
-from extproc.policy.objects import INSPECT_BYTES, MAX_SECONDS, NO_ITEMS, InspectBytes, JsonObject, Status, is_pointer, make_error
+from extproc.policy.objects import (
+    INSPECT_BYTES,
+    MAX_SECONDS,
+    NO_ITEMS,
+    InspectBytes,
+    JsonObject,
+    Status,
+    is_pointer,
+    make_error,
+)
 from extproc.policy.session_limits import MAX_COUNT, SessionLimits
 from extproc.similarity import KINDS
 from extproc.similarity.keys import SimilarityKeys

@@ -18,7 +18,6 @@ from extproc.ledger import RECORD, Question, Settlement, Standing, Step, pack_qu
 from extproc.store.resp import write_word
 from extproc.windows import Count, Hit, Push, read_entries, split_records
 
-
 MAX_WEIGHT: Final = 32
 """Of the calls that go as one script, which other clients of the server have to wait for: they take 1 ms at worst."""
 
@@ -63,7 +62,7 @@ class Call:
 
     __slots__ = ("arguments", "others", "owed", "script", "subject", "weight")
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # a record
         self,
         script: Script,
         subject: Question | Push,
