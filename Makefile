@@ -73,7 +73,7 @@ test-compiled: $(COMPILED)/test.stamp
 	@$(COMPILED)/bin/python -P -m pytest $(WAITING) -m compiled
 
 ENVOYS := 1.36.4 1.38.3 1.40.0
-END_TO_END := tests/test_actions.py tests/test_agents.py tests/test_attach.py tests/test_descriptors.py tests/test_envoy_config.py \
+END_TO_END := tests/test_actions.py tests/test_agents.py tests/test_attach.py tests/test_bodies.py tests/test_descriptors.py tests/test_envoy_config.py \
 	tests/test_failures.py tests/test_handover.py tests/test_mesh.py tests/test_sessions_envoy.py tests/test_shadow.py tests/test_steering.py \
 	tests/test_steer_agents.py tests/test_streams.py tests/test_usage.py
 

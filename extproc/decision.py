@@ -32,6 +32,7 @@ class Reason(str, Enum):
 
 
 CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
+    "responses_websocket": (426, "it opens a WebSocket for calls that Loopguard could not see"),
     "grpc": (415, "it claims to be gRPC"),
     "upgrade": (415, "it asks for an upgrade"),
     "connect": (415, "it asks for a tunnel"),

@@ -12,7 +12,7 @@ from extproc.plan import Parts, Plan
 from extproc.policy.loader import PolicySet
 from extproc.policy.pairings import find_pairings
 from extproc.policy.routes import Index
-from extproc.request import HttpRequest
+from extproc.request import HttpRequest, opens_responses
 
 
 class Engine:
@@ -53,8 +53,13 @@ class Engine:
         return [*self.plans, *self._index.list_parts(), *self._switches.list_parts()]
 
     def match(self, request: HttpRequest) -> Sequence[Plan]:
-        """The policies whose selectors take the request, in bundle order."""
+        """The policies whose selectors take the request, in bundle order.
+
+        What opens a WebSocket for model calls is taken whatever the method: it is always GET, and the calls would be POSTs.
+        """
         route = request.facts.route() if self._index.uses_routes else ""
+        if opens_responses(request):
+            return self._index.match_whatever_method(request.authority, request.path, route)
         return self._index.match(request.method, request.authority, request.path, route)
 
     def find_plan(self, policy: str) -> Plan | None:

@@ -22,8 +22,8 @@ from extproc.guards.session import SessionGuard
 from extproc.hash_key import PROCESS_KEY, HashKey
 from extproc.ledger import Step
 from extproc.notes import Marks, cut_notes
-from extproc.plan import Plan
-from extproc.request import HttpRequest
+from extproc.plan import BYPASS, Plan
+from extproc.request import RESPONSES_WEBSOCKET, HttpRequest, opens_responses
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.shapes import open_conversation
 from extproc.windows import UNCOUNTED, Hit, Push
@@ -41,7 +41,7 @@ class Lane:
         shadow: they only watch.
         candidates: the guards that have something to say about the request.
         left_out: (policy, detector, reason) of what matched and does not count this request; no detector where all are meant.
-        forbidden: (policy, reason) of the first of these whose policy lets nothing pass uncounted; None for none.
+        forbidden: (policy, reason) of the first of these that may not pass uncounted; None for none.
         missing: (policy, limit key) of descriptors that the request does not have.
         failures: (policy, error) of candidates that raised, or could not be counted for an error of ours.
         remembers: the session of some candidate keeps something of the request.
@@ -106,7 +106,8 @@ class Lane:
                 named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request)
                 self._limit(plan, plan.limiter, values, joined, named)
         except NotCounted as why:
-            self._leave_out(plan, "", why.reason)
+            hidden = opens_responses(request) and why.reason != BYPASS  # calls of whoever it is
+            self._leave_out(plan, "", RESPONSES_WEBSOCKET if hidden else why.reason)
             return False
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this policy's alone
             self.failures.append((plan.id, error))
@@ -223,10 +224,10 @@ class Lane:
         return taken
 
     def drop_body_readers(self, reason: str) -> None:
-        """Those that need the body do not count the request."""
+        """Those that need the body do not count the request; where it stands for many requests, nobody does."""
         kept = []
         for candidate in self.candidates:
-            if not candidate.needs_body or candidate.goes_on_without_body():
+            if reason != RESPONSES_WEBSOCKET and (not candidate.needs_body or candidate.goes_on_without_body()):
                 kept.append(candidate)
             else:
                 self._drop(candidate, reason)
@@ -242,7 +243,8 @@ class Lane:
 
     def _leave_out(self, plan: Plan, detector: str, reason: str, *, allowed: bool = False) -> None:
         self.left_out.append((plan.id, detector, reason))
-        if plan.refuses_uncountable and not allowed and self.forbidden is None and reason in CHOSEN_BY_CLIENTS:
+        refuses = reason in CHOSEN_BY_CLIENTS if plan.refuses_uncountable else reason == RESPONSES_WEBSOCKET
+        if refuses and not allowed and self.forbidden is None:
             self.forbidden = plan.id, reason
 
 

@@ -19,6 +19,9 @@ from extproc.similarity.keys import SimilarityKeys
 
 _SIMILARITY_KEYS = set(SimilarityKeys.model_fields)
 
+BYPASS = "bypass"
+"""Why a request is not counted that the policy's own `bypass` names."""
+
 SHADOW_NAMESPACE = "shadow:"
 """Before every key of a policy that only watches."""
 
@@ -181,7 +184,7 @@ class Plan:
             NotCounted: the policy does not count such a request.
         """
         if self._bypass and any(_bypasses(entry, request) for entry in self._bypass):
-            raise NotCounted("bypass")
+            raise NotCounted(BYPASS)
         if is_too_long(request.target, request.query):
             raise NotCounted("target_too_long")
         values = []

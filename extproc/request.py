@@ -8,7 +8,7 @@ import re
 from base64 import urlsafe_b64decode
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qsl
 
 from extproc.fingerprint import normalize_path
@@ -18,6 +18,12 @@ MAX_DESCRIPTOR = 8_192
 
 MAX_TOKEN = 32_768
 """Longest bearer token that is decoded, in characters; a longer one counts as missing."""
+
+RESPONSES_WEBSOCKET: Final = "responses_websocket"
+"""Why a request is not counted that opens a WebSocket for model calls, none of which would be seen."""
+
+_RESPONSES: Final = "/responses"
+"""What the path ends in of OpenAI's API that takes its calls over a WebSocket as well as by POST."""
 
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # absolute-form up to its path (RFC 9112 section 3.2.2)
 
@@ -135,12 +141,28 @@ def cut_text(text: str, length: int) -> str:
     return text[:length].encode("utf-8", "backslashreplace").decode()
 
 
+def opens_responses(request: HttpRequest) -> bool:
+    """Whether the request opens a WebSocket for calls of the Responses API.
+
+    Codex does so before it tries POST. Over HTTP/1.1 that is an upgrade (RFC 6455 section 4.1), over HTTP/2 a CONNECT with a
+    `:protocol` (RFC 8441), which Envoy shows as an upgrade, too.
+    """
+    headers = request.headers
+    if "upgrade" not in headers and ":protocol" not in headers:
+        return False
+    wanted = headers.get("upgrade", b"") + b"," + headers.get(":protocol", b"")
+    names = [item.strip().partition(b"/")[0] for item in wanted.lower().split(b",")]
+    return b"websocket" in names and request.path.endswith(_RESPONSES)
+
+
 def explain_unknowable_body(request: HttpRequest) -> str:
     """Why the request has no body that could be compared, whoever sends it on; empty when it may have one.
 
     What stands for the body of an RPC, an upgrade or a tunnel is a conversation, which nobody waits for. One whose length is
     known is none: whether it is gRPC's can be seen.
     """
+    if opens_responses(request):
+        return RESPONSES_WEBSOCKET
     if is_grpc(request) and "content-length" not in request.headers:
         return "grpc"
     if request.method == "CONNECT":

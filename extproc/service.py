@@ -24,7 +24,16 @@ from typing import Any, Final, TypeAlias
 from google.protobuf.message import DecodeError
 
 from extproc.access_log import AccessLog, Entry
-from extproc.answers.go_on import LAST_HEADERS, end_headers, find_warning, let_go_on, make_metadata, make_wait, replace_body
+from extproc.answers.go_on import (
+    LAST_HEADERS,
+    end_headers,
+    find_warning,
+    hand_back,
+    let_go_on,
+    make_metadata,
+    make_wait,
+    replace_body,
+)
 from extproc.answers.metadata import SESSIONS, write_sessions
 from extproc.answers.refuse import refuse, refuse_blocked, refuse_killed, refuse_uncountable, refuse_without_store
 from extproc.budget import InspectionBudget
@@ -33,6 +42,7 @@ from extproc.candidates import SessionCandidate
 from extproc.changes import NOTHING, OBSERVED, UNCHANGED, Changed, Changes, Original
 from extproc.counting import HERE, Asked, Counting, Counts, MaybeCounts, settle
 from extproc.decision import Action, Decision, Outcome
+from extproc.duplex import Duplex, is_duplex
 from extproc.engine import Engine
 from extproc.errors import ProtocolError, StoreError
 from extproc.evaluation import Evaluation
@@ -44,28 +54,33 @@ from extproc.ledger import REFUSED, WITHDRAWN
 from extproc.metrics import Metrics
 from extproc.recording import record_body, record_head
 from extproc.reporting import Reporter
-from extproc.request import HttpRequest, explain_unknowable_body, is_grpc
+from extproc.request import RESPONSES_WEBSOCKET, HttpRequest, explain_unknowable_body, is_grpc, opens_responses
 from extproc.settings import Settings, is_scope
 from extproc.settlements import list_settlements
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.store.pending import Listener
 from extproc.throttle import Holds
-from extproc.upload import CUT_OFF, MORE, Kept, Upload
+from extproc.upload import CUT_OFF, MORE, SMALLEST_LIMIT, Kept, Upload
 from extproc.wire import (
     BODY_BUFFERED,
     BODY_BUFFERED_PARTIAL,
+    BODY_DUPLEX,
+    BODY_GRPC,
     BODY_NONE,
     BODY_STREAMED,
     BODY_UNTOLD,
-    UNSUPPORTED_BODY_MODES,
     Message,
+    cut_body,
     parse_message,
     read_request,
 )
 
 SCOPE_METADATA = "x-loopguard-scope"
 """Names the attachment for one stream, in place of `--scope`."""
+
+BUFFER_LIMIT_METADATA: Final = "x-loopguard-buffer-limit"
+"""How many bytes Envoy collects of a body at least, which tells one that was cut off from one that ends in trailers."""
 
 HOLD_MARGIN_MS = 2_000
 """What the overridden message timeout exceeds the hold by, so that a busy moment does not turn a hold into a 504."""
@@ -74,6 +89,7 @@ _SMALL: Final = 8_192
 _SMALL_SECONDS: Final = 0.001
 """A body of so many bytes takes no longer to look into; the clock of a thread, which is a system call, would."""
 
+_LIMIT_DIGITS: Final = 18
 _INVALID_ARGUMENT = 3
 _REFUSED_STATUS: Final = 429
 """Of requests that another guard has refused, whatever it says exactly."""
@@ -179,7 +195,7 @@ class Service:
         handed_over: policies that come with routes.
         streams: open now.
         waiting: of these, the ones that wait for a body, the oldest first.
-        given_up: of these, the ones that decide nothing any more and only have to close.
+        given_up: of these, the ones that decide nothing any more: they only have to close, or to hand bodies back.
     """
 
     def __init__(  # noqa: PLR0913  # all that streams share
@@ -235,20 +251,22 @@ class Service:
         Args:
             metadata: the stream's gRPC initial metadata, which Envoy's `grpc_service.initial_metadata` sets.
         """
-        scope = self.settings.scope
+        scope, limit = self.settings.scope, SMALLEST_LIMIT
         pinned: list[str] = []
         for name, value in metadata:
             if name == SCOPE_METADATA and isinstance(value, str) and is_scope(value):
                 scope = value
             elif name == POLICY_METADATA and isinstance(value, str):
                 pinned += parse_names(value)
+            elif name == BUFFER_LIMIT_METADATA and isinstance(value, str) and value.isascii() and value.isdigit():
+                limit = int(value[:_LIMIT_DIGITS])
         overloaded = self.streams - self.given_up >= self.settings.max_streams
         if overloaded and self.waiting:
             # Whoever uploads may stall for as long as he likes; that must not switch the guard off for everybody else.
             self.metrics.overload.inc()
             next(iter(self.waiting)).give_up("overload")
             overloaded = False
-        return Stream(self, scope, list(dict.fromkeys(pinned)) if pinned else pinned, overloaded=overloaded)
+        return Stream(self, scope, list(dict.fromkeys(pinned)) if pinned else pinned, limit, overloaded=overloaded)
 
     def settle_entry(self, entry: Entry) -> None:
         """Take what became of a request."""
@@ -289,13 +307,16 @@ class Stream:
     """
 
     __slots__ = (
+        "_aside",
         "_body_mode",
         "_content",
+        "_duplex",
         "_ended",
         "_engine",
         "_evaluation",
         "_held",
         "_holding",
+        "_limit",
         "_observed",
         "_overloaded",
         "_pinned",
@@ -309,12 +330,13 @@ class Stream:
         "on_given_up",
     )
 
-    def __init__(self, service: Service, scope: str, pinned: Sequence[str], *, overloaded: bool) -> None:
+    def __init__(self, service: Service, scope: str, pinned: Sequence[str], limit: int, *, overloaded: bool) -> None:
         """Take part in the service's counts until `close`; an overloaded stream lets its request through at once."""
         self._service = service
         self._engine = service.engine  # one request sees one set of policies, whatever is reloaded meanwhile
         self._scope = scope
         self._pinned = pinned
+        self._limit = limit
         self._overloaded = overloaded
         self._evaluation: Evaluation | None = None  # what waits for the body
         self._upload: Upload | None = None
@@ -323,6 +345,8 @@ class Stream:
         self._unknown = ""  # why there is none
         self._record: dict[str, Any] | None = None  # of a request that is to be recorded, as far as it is known
         self.given_up = False
+        self._duplex: Duplex | None = None  # what has to be handed back
+        self._aside = False  # nothing more is decided here
         self._holding: str | None = None
         self._held: Sequence[SessionCandidate] = ()  # sessions of a request that is held, until its answer leaves
         self._observed = False
@@ -347,13 +371,32 @@ class Stream:
             return _NO_ANSWER  # a phase that does not exist yet; Envoy goes on when the stream ends with OK
         if kind == "request_headers" and message.body_mode == BODY_BUFFERED_PARTIAL and not message.ended:
             kind = LAST_HEADERS
+        if self._duplex is None and is_duplex(message):
+            self._duplex = Duplex(message)
+        if self._duplex is not None and self._duplex.follow(message):
+            return Reply(hand_back(kind, cut_body(data, kind)), done=self._duplex.over)
         if self._overloaded:
+            self._overloaded = False
             self._service.metrics.overload.inc()
-            return _DONE[kind]
+            return self._stay(_DONE[kind])
         try:
-            return self._handle(message, kind)
+            reply = self._handle(message, kind)
         except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
-            return self._fail(kind, error)
+            reply = self._fail(kind, error)
+        return self._stay(reply) if isinstance(reply, Reply) else reply
+
+    def _stay(self, reply: Reply) -> Reply:
+        """The same, but for the end of a stream that has bodies to hand back."""
+        if self._duplex is None or not reply.done or self._ended or reply.answer is None:
+            return reply
+        self._step_aside()
+        return reply if self._duplex.over else Reply(reply.answer, done=False, hold_ms=reply.hold_ms, first=reply.first)
+
+    def _step_aside(self) -> None:
+        """Take no place any more among those that decide."""
+        if not self._aside:
+            self._aside = True
+            self._service.given_up += 1
 
     def _handle(self, message: Message, kind: str) -> MaybeLater:
         # Not by a table: a method out of a dict is called as interpreted code calls it.
@@ -368,7 +411,7 @@ class Stream:
     def close(self) -> None:
         """The stream has ended, in whatever way: free what it held."""
         self._service.streams -= 1
-        self._service.given_up -= self.given_up
+        self._service.given_up -= self._aside
         # Where Envoy did not say whether it sends bodies, nobody knows which of the two it was.
         self._leave_uncounted("no_body_phase" if self._body_mode < 0 else "aborted")
         if self._holding is not None:
@@ -378,6 +421,11 @@ class Stream:
             self._take_back(self._held, WITHDRAWN, 0)
             self._held = ()
 
+    @property
+    def carries(self) -> bool:
+        """A body is under way that Envoy does not keep: it would be cut off if the stream ended with OK."""
+        return self._duplex is not None and self._duplex.carries
+
     def end_hold(self) -> None:
         """The answer that was held leaves now, so that the request goes on, whoever still waits for it."""
         self._held = ()
@@ -386,7 +434,7 @@ class Stream:
         """Wait for the body no longer: the request goes on, uncounted."""
         self._leave_uncounted(reason)
         self.given_up = True
-        self._service.given_up += 1
+        self._step_aside()
         if self.on_given_up is not None:
             self.on_given_up()
 
@@ -413,10 +461,11 @@ class Stream:
             evaluation.obey(standing, time())
             if standing.blocks_heads and (blocked := self._block(evaluation)) is not None:
                 return blocked
-        if message.ended:
+        websocket = opens_responses(evaluation.request)
+        if message.ended and not websocket:
             return self._judge(last, evaluation, NO_BODY, content=b"")
-        if not evaluation.needs_body:
-            return self._judge(last, evaluation, None)
+        if websocket or not evaluation.needs_body:
+            return self._judge(last, evaluation, None, RESPONSES_WEBSOCKET if websocket else "")
         self._body_mode = message.body_mode
         reason = explain_unknowable_body(evaluation.request) or _explain_no_body(self._body_mode)
         if not reason and self._service.released:
@@ -437,7 +486,7 @@ class Stream:
         return self._watch_later(reply, watching)
 
     async def _watch_later(self, reply: Awaitable[Reply], watching: Evaluation) -> Reply:
-        return self._wait_for_body(watching, await reply)
+        return self._stay(self._wait_for_body(watching, await reply))
 
     def _wait_for_body(self, evaluation: Evaluation, reply: Reply) -> Reply:
         """Answer the headers and wait for the body, unless the request does not go on to have one."""
@@ -528,7 +577,7 @@ class Stream:
             self._body_mode = BODY_STREAMED  # the only way to observe bodies; Envoy sends observers no protocol_config
         length = evaluation.request.headers.get("content-length", b"")
         keeps = max(evaluation.inspects, evaluation.steers) if self._body_mode == BODY_BUFFERED else evaluation.inspects
-        return Upload(self._service.kept, self._body_mode, length, keeps)
+        return Upload(self._service.kept, self._body_mode, length, keeps, self._limit)
 
     def _on_response(self, message: Message) -> MaybeLater:
         """The request was answered before its body was here: Envoy refused it, or sends no bodies."""
@@ -605,16 +654,16 @@ class Stream:
         try:
             # Of a list: else its type says that it gives a tuple, and compiled code insists on that.
             settled = await asyncio.gather(*[settle(counts), settle(shadow_counts)])
-            return self._answer(kind, evaluation, *settled)
+            return self._stay(self._answer(kind, evaluation, *settled))
         except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
-            return self._fail(kind, error)
+            return self._stay(self._fail(kind, error))
 
     def settle(self, kind: str, evaluation: Evaluation, asked: Asked, shadow_counts: Counts) -> Reply:
         """Answer a request that the store has counted."""
         try:
-            return self._answer(kind, evaluation, asked.take(), shadow_counts)
+            return self._stay(self._answer(kind, evaluation, asked.take(), shadow_counts))
         except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
-            return self._fail(kind, error)
+            return self._stay(self._fail(kind, error))
 
     def _answer(self, kind: str, evaluation: Evaluation, counts: Counts, shadow_counts: Counts) -> Reply:
         """Answer a request that has been counted: whatever goes wrong from here on, sessions learn whose call it is."""
@@ -732,6 +781,7 @@ class Stream:
     def _fail(self, kind: str, error: Exception, calls: str = "") -> Reply:
         """An internal error: the request goes on, loudly; `calls` says whose call it is, where it has been counted."""
         self._stop_waiting()
+        self._ended = False
         self._service.metrics.fail_open.labels("internal_error").inc()
         self._service.reporter.report_failure("internal error, request let through", error, phase=kind)
         return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else _DONE[kind]
@@ -741,6 +791,6 @@ def _explain_no_body(body_mode: int) -> str:
     """Why Envoy will not hand over any body as a whole, empty when it will."""
     if body_mode == BODY_NONE:
         return "no_body_phase"
-    if body_mode in UNSUPPORTED_BODY_MODES:
+    if body_mode in (BODY_DUPLEX, BODY_GRPC):
         return "body_mode"
     return ""

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 from extproc.fingerprint import NO_BODY
-from extproc.wire import BODY_BUFFERED, BODY_STREAMED
+from extproc.wire import BODY_BUFFERED, BODY_BUFFERED_PARTIAL, BODY_STREAMED
 
 MAX_KEPT = 64 * 2**20
 """Most bytes of streamed bodies that are kept at once; buffered ones come in one message and are not kept at all."""
+
+SMALLEST_LIMIT: Final = 32_768
+"""Bytes that Envoy collects of a body at least, where it does not say how many. This is the buffer limit in Envoy's own guide
+for the edge, and Envoy Gateway's; its default is 1 MiB."""
 
 # What has come of a body.
 MORE: Final = 0
@@ -47,9 +51,11 @@ class Upload:
         body: what has come so far.
     """
 
-    __slots__ = ("_before", "_content_length", "_inspects", "_kept", "_last", "_mode", "_start", "body")
+    __slots__ = ("_before", "_content_length", "_inspects", "_kept", "_last", "_limit", "_mode", "_start", "body")
 
-    def __init__(self, kept: Kept, mode: int, content_length: bytes, inspects: int) -> None:
+    def __init__(  # all that is known of a body before it comes
+        self, kept: Kept, mode: int, content_length: bytes, inspects: int, limit: int = SMALLEST_LIMIT
+    ) -> None:
         """Nothing has come yet.
 
         Args:
@@ -57,8 +63,10 @@ class Upload:
             mode: Envoy's body mode, negative when it did not say.
             content_length: the header, empty when absent.
             inspects: a body of so many bytes at most is going to be looked into.
+            limit: Envoy's buffer limit, in bytes, or less than that.
         """
         self._kept = kept
+        self._limit = limit
         self._mode = mode
         self._content_length = content_length
         self._inspects = inspects
@@ -71,7 +79,7 @@ class Upload:
         """Take the next chunk; returns MORE, WHOLE or CUT_OFF. With `ended` nothing follows."""
         self.body = body = self.body.plus(chunk)
         # With trailers to come, a complete buffered body does not say that it ends the stream.
-        if ended or self._mode == BODY_BUFFERED or self._is_expected(body.length):
+        if ended or self._mode == BODY_BUFFERED or self._is_expected(body.length) or self._has_trailers(body.length):
             self._last = chunk
             return WHOLE
         if self._mode != BODY_STREAMED:
@@ -98,6 +106,14 @@ class Upload:
             last = bytes(self._before + last)
         self.drop()
         return last if len(last) == length <= self._inspects else None
+
+    def _has_trailers(self, length: int) -> bool:
+        """Whether a body that Envoy collects up to its limit ended before that, and only trailers follow.
+
+        They cannot be waited for. Envoy sends them once the body has been let go on to the upstream, and behind a body that was
+        cut off they come as well.
+        """
+        return self._mode == BODY_BUFFERED_PARTIAL and not self._content_length and length <= self._limit
 
     def _is_expected(self, length: int) -> bool:
         """Whether that is the content-length."""

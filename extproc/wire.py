@@ -12,7 +12,7 @@ from typing import Final
 
 from google.protobuf.struct_pb2 import Value
 
-from extproc.pb.external_processor_pb2 import ProcessingRequest
+from extproc.pb.external_processor_pb2 import HttpBody, ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
 from extproc.protobuf import read_varint
 from extproc.request import NO_FACTS, Facts, HttpRequest, decode_claims, write_claim
@@ -28,7 +28,10 @@ BODY_NONE: Final = int(ProcessingMode.NONE)
 BODY_STREAMED: Final = int(ProcessingMode.STREAMED)
 BODY_BUFFERED: Final = int(ProcessingMode.BUFFERED)
 BODY_BUFFERED_PARTIAL: Final = int(ProcessingMode.BUFFERED_PARTIAL)
-UNSUPPORTED_BODY_MODES: Final = (int(ProcessingMode.FULL_DUPLEX_STREAMED), int(ProcessingMode.GRPC))
+BODY_DUPLEX: Final = int(ProcessingMode.FULL_DUPLEX_STREAMED)
+BODY_GRPC: Final = int(ProcessingMode.GRPC)
+"""Envoy 1.40 takes this mode and does nothing about it: bodies go on by themselves, whether or not they are shown."""
+
 BODY_UNTOLD: Final = -1
 
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
@@ -43,6 +46,7 @@ _JWT_NAMESPACE = "envoy.filters.http.jwt_authn"
 # A key on the wire is a field's number and its kind: 0 for a number, 2 for what has a length.
 _REQUEST_HEADERS: Final = 2 << 3 | 2
 _REQUEST_BODY: Final = 4 << 3 | 2
+_RESPONSE_BODY: Final = 5 << 3 | 2
 _METADATA_CONTEXT: Final = 8 << 3 | 2
 _OBSERVABILITY_MODE: Final = 10 << 3
 _PROTOCOL_CONFIG: Final = 11 << 3 | 2
@@ -115,12 +119,13 @@ class Message:
         kind: the name of its phase, empty for one that does not exist yet.
         headers: of request_headers: raw values by lower-case name; the first of repeated headers wins.
         body: of request_body; a large one is a view of the message.
-        ended: nothing of the request follows.
+        ended: nothing of the request follows, or where the message is of a response, nothing of that.
         observed: nobody waits for the answer.
         body_mode: how bodies are sent; BODY_UNTOLD in all messages but a stream's first, and where Envoy does not say.
+        response_mode: the same of responses' bodies.
     """
 
-    __slots__ = ("_beside", "_parsed", "body", "body_mode", "ended", "headers", "kind", "observed")
+    __slots__ = ("_beside", "_parsed", "body", "body_mode", "ended", "headers", "kind", "observed", "response_mode")
 
     def __init__(self, kind: str, beside: bytes, parsed: ProcessingRequest | None = None) -> None:
         """A message that says nothing yet.
@@ -138,6 +143,7 @@ class Message:
         self.ended = False
         self.observed = False
         self.body_mode = BODY_UNTOLD
+        self.response_mode = BODY_UNTOLD
 
     def read_attribute(self, name: str) -> str | None:
         """An attribute that Envoy was asked for, None where it does not have it; raises as `parse_beside` does."""
@@ -193,6 +199,7 @@ def _parse_any(data: bytes) -> Message:
     message.observed = parsed.observability_mode
     if parsed.HasField("protocol_config"):
         message.body_mode = parsed.protocol_config.request_body_mode
+        message.response_mode = parsed.protocol_config.response_body_mode
     if message.kind == "request_headers":
         # Of headers with one name the first is to win, so it comes last.
         listed = reversed(parsed.request_headers.headers.headers[:MAX_HEADERS])
@@ -201,7 +208,27 @@ def _parse_any(data: bytes) -> Message:
     elif message.kind == "request_body":
         message.body = parsed.request_body.body
         message.ended = parsed.request_body.end_of_stream
+    elif message.kind == "response_headers":
+        message.ended = parsed.response_headers.end_of_stream
+    elif message.kind == "response_body":
+        message.ended = parsed.response_body.end_of_stream
+    else:  # trailers
+        message.ended = bool(message.kind)
     return message
+
+
+def cut_body(data: bytes, kind: str) -> bytes | memoryview:
+    """The HttpBody in a message that has one, as it stands on the wire.
+
+    Args:
+        data: the message.
+        kind: `request_body` or `response_body`.
+    """
+    if data[0] == (_REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY):  # as it comes from Envoy
+        size, position = read_varint(data, 1)
+        return memoryview(data)[position : position + size]
+    part: HttpBody = getattr(ProcessingRequest.FromString(data), kind)
+    return part.SerializeToString()
 
 
 def _walk_headers(data: bytes) -> Message:

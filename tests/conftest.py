@@ -31,13 +31,14 @@ limit_integers()  # as the command does
 # `make test` runs tests on the sources and on the compiled wheel, `make test-pure` all of them on the sources. By module:
 DOORS = {
     "test_acceptor", "test_access_log", "test_actions", "test_agent_demo", "test_agents", "test_answers_sdks",
-    "test_attach", "test_canary_stack", "test_check_envoy", "test_cli", "test_demo", "test_descriptors", "test_door",
-    "test_envoy_config", "test_failures", "test_grpc", "test_handover", "test_headers", "test_honest_envoy",
+    "test_attach", "test_bodies", "test_canary_stack", "test_check_envoy", "test_cli", "test_demo", "test_descriptors",
+    "test_door", "test_envoy_config", "test_failures", "test_grpc", "test_handover", "test_headers", "test_honest_envoy",
     "test_hostile_bodies", "test_http2", "test_http2_bounds", "test_limits_agents", "test_mcp_agents", "test_mesh",
     "test_night", "test_operations", "test_orders", "test_promote", "test_ramping", "test_readme",
     "test_real_gateway", "test_real_mesh", "test_redis", "test_reload", "test_replay_envoy", "test_sessions_agents",
     "test_sessions_envoy", "test_shadow", "test_soak", "test_steer_agents", "test_steering", "test_stopping",
     "test_store", "test_streams", "test_tls", "test_transport", "test_turns_agents", "test_uncountable", "test_usage",
+    "test_websockets",
 }  # fmt: skip
 """They go through a door of Loopguard, and run on the compiled wheel."""
 

@@ -251,13 +251,31 @@ class Seen:
         return next((value for key, value in self.headers if key.lower() == name), None)
 
 
+def _read_body(handler: BaseHTTPRequestHandler) -> bytes:
+    """All of a request's body; raises an error where it is cut off."""
+    if handler.headers.get("transfer-encoding", "").lower() != "chunked":
+        length = int(handler.headers.get("content-length") or 0)
+        body = handler.rfile.read(length)
+        if len(body) < length:
+            raise ConnectionError("a request that was cut off is none")
+        return body
+    parts = []
+    while size := int(handler.rfile.readline().partition(b";")[0], 16):
+        parts.append(handler.rfile.read(size))
+        handler.rfile.readline()
+    while handler.rfile.readline().strip():  # trailers
+        pass
+    return b"".join(parts)
+
+
 class Upstream:
     """A small HTTP/1.1 server that remembers what reaches it, in threads of the test process."""
 
     def __init__(self) -> None:
         """Listen on a free port and serve.
 
-        A path with `/hang` is answered only once `release` is set, and one with `/close` with the end of the connection.
+        A path with `/hang` is answered only once `release` is set, one with `/close` with the end of the connection, one with
+        `/echo` with the request's own body.
         """
         self.seen: list[Seen] = []
         self.release = threading.Event()
@@ -268,10 +286,11 @@ class Upstream:
             disable_nagle_algorithm = True
 
             def _serve(self) -> None:
-                outer.seen.append(Seen(self.command, self.path, self.headers.items(), self._body()))
+                seen = Seen(self.command, self.path, self.headers.items(), _read_body(self))
+                outer.seen.append(seen)
                 if "/hang" in self.path:
                     outer.release.wait(PATIENCE)
-                body = json.dumps({"number": len(outer.seen)}).encode()
+                body = seen.body if "/echo" in self.path else json.dumps({"number": len(outer.seen)}).encode()
                 self.send_response(200)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(body)))
@@ -281,17 +300,6 @@ class Upstream:
                     self.wfile.write(body)
 
             do_GET = do_POST = do_PUT = do_HEAD = do_OPTIONS = do_DELETE = _serve  # noqa: N815  # the base class's names
-
-            def _body(self) -> bytes:
-                if self.headers.get("transfer-encoding", "").lower() != "chunked":
-                    return self.rfile.read(int(self.headers.get("content-length") or 0))
-                parts = []
-                while size := int(self.rfile.readline().partition(b";")[0], 16):
-                    parts.append(self.rfile.read(size))
-                    self.rfile.readline()
-                while self.rfile.readline().strip():  # trailers
-                    pass
-                return b"".join(parts)
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
                 pass

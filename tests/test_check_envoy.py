@@ -141,12 +141,16 @@ def observing(pointer: str, value: Json) -> Edit:
     return edit
 
 
+TOLD: Json = [{"key": "x-loopguard-buffer-limit", "value": "10485760"}]
+
+
 def in_parts(settings: dict[str, Json]) -> Edit:
     """An edit of a filter that collects bodies in parts."""
 
     def edit(document: Json) -> None:
         put(f"{MODE}/request_body_mode", "BUFFERED_PARTIAL")(document)
         put(f"{FILTER}/allow_content_length_header", value=True)(document)
+        put(f"{FILTER}/grpc_service/initial_metadata", TOLD)(document)
         for place, setting in settings.items():
             put(place, setting)(document)
 
@@ -239,6 +243,21 @@ WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
         put(f"{MODE}/request_body_mode", "FULL_DUPLEX_STREAMED"),
         "processing-mode",
         f"{MODE}/request_body_mode",
+    ),
+    "bodies in gRPC's mode": (
+        put(f"{FILTER}/processing_mode/request_body_mode", "GRPC"),
+        "processing-mode",
+        f"{FILTER}/processing_mode/request_body_mode",
+    ),
+    "a buffer limit that is none": (
+        in_parts({f"{FILTER}/grpc_service/initial_metadata": [{"key": "x-loopguard-buffer-limit", "value": "10485761"}]}),
+        "told-limit",
+        f"{FILTER}/grpc_service/initial_metadata",
+    ),
+    "upgrades that meet other filters": (
+        put(f"{MANAGER}/upgrade_configs", [{"upgrade_type": "websocket", "filters": [{"name": "envoy.filters.http.router"}]}]),
+        "upgrades",
+        f"{MANAGER}/upgrade_configs/0/filters",
     ),
     "no trailers": (
         drop(f"{MODE}/request_trailer_mode"),
@@ -337,9 +356,15 @@ def test_what_would_hurt_is_found_in_its_place(edit: Edit, code: str, pointer: s
 
 NOTES: dict[str, tuple[Edit, str]] = {
     "large bodies pass uncounted": (
-        put("/static_resources/listeners/0/per_connection_buffer_limit_bytes", 65_535),
+        in_parts(
+            {
+                "/static_resources/listeners/0/per_connection_buffer_limit_bytes": 65_535,
+                f"{FILTER}/grpc_service/initial_metadata": [{"key": "x-loopguard-buffer-limit", "value": "65535"}],
+            }
+        ),
         "buffer-limit",
     ),
+    "a limit that nobody tells": (in_parts({f"{FILTER}/grpc_service/initial_metadata": []}), "told-limit"),
     "Envoy's own window": (drop(f"{MANAGER}/http2_protocol_options"), "http2-window"),
     "an address that anybody chooses": (drop(f"{MANAGER}/use_remote_address"), "client-address"),
     "no networks, in an Envoy of unknown age": (drop(f"{MANAGER}/internal_address_config"), "envoy-headers"),
@@ -363,8 +388,6 @@ NOTES: dict[str, tuple[Edit, str]] = {
 def test_what_is_a_choice_is_a_note(edit: Edit, code: str) -> None:
     """What only some would mind is told, and is no reason to fail."""
     document = good()
-    if code == "buffer-limit":
-        in_parts({})(document)
     edit(document)
 
     made = report(document)

@@ -72,7 +72,7 @@ FLOORS: list[list[str]] = [
         "store/remote_orders",
     ],
     ["store/remote", "store/redis", "store/memory"],
-    ["wire", "counting", "throttle", "budget", "upload", "loop_table", "session_table", "events"],
+    ["wire", "duplex", "counting", "throttle", "budget", "upload", "loop_table", "session_table", "events"],
     [
         "answers/apis/api",
         *(f"answers/apis/{api}" for api in ("openai", "responses", "anthropic", "gemini", "bedrock", "ollama", "rpc")),

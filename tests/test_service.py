@@ -23,12 +23,13 @@ from extproc.ledger import Question
 from extproc.metrics import Metrics
 from extproc.pb.base_pb2 import HeaderMap, HeaderValue
 from extproc.pb.external_processor_pb2 import CommonResponse, HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse
-from extproc.service import Reply, Service, Stream
+from extproc.service import BUFFER_LIMIT_METADATA, Reply, Service, Stream
 from extproc.settings import Settings
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.store.orders import Orders
 from extproc.throttle import Holds
+from extproc.upload import SMALLEST_LIMIT
 from extproc.windows import Push
 from extproc.wire import LARGE, MAX_HEADERS, parse_message, read_request
 from tests.documents import policy
@@ -367,7 +368,7 @@ def test_a_hold_ends_early_when_the_server_stops() -> None:
         (headers(upgrade="websocket", method="GET"), "upgrade"),
         (headers("", method="CONNECT"), "connect"),
         (headers(mode="NONE"), "no_body_phase"),
-        (headers(mode="FULL_DUPLEX_STREAMED"), "body_mode"),
+        (headers(mode="GRPC"), "body_mode"),
     ],
 )
 def test_an_unknowable_body_finishes_the_stream_uncounted(message: ProcessingRequest, reason: str) -> None:
@@ -389,6 +390,154 @@ def test_grpc_web_bodies_are_known() -> None:
         False,
         True,
     ]
+
+
+TRAILERS = ProcessingRequest(request_trailers=HttpTrailers())
+_DUPLEX: dict[str, Any] = {"mode": "FULL_DUPLEX_STREAMED"}
+_RARE: dict[str, Any] = {"body": "ignore", "threshold_identical_requests": 1_000}
+
+
+def handed_back(replies: Sequence[Reply], kind: str = "request_body") -> list[tuple[bytes, bool]]:
+    """What is handed back of a body, with the end of the stream."""
+    answers = [answer for reply in replies if (answer := decoded(reply)).WhichOneof("response") == kind]
+    parts = [getattr(answer, kind).response.body_mutation.streamed_response for answer in answers]
+    return [(part.body, part.end_of_stream) for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("last", "parts"),
+    [
+        ([body(b"c")], [(b"a", False), (b"b" * 70_000, False), (b"c", True)]),
+        ([body(b"")], [(b"a", False), (b"b" * 70_000, False), (b"", True)]),
+        ([TRAILERS], [(b"a", False), (b"b" * 70_000, False)]),
+    ],
+    ids=["body", "nothing", "trailers"],
+)
+@pytest.mark.parametrize(
+    "service",
+    [
+        pytest.param(lambda: make_service(policy("p", ANY)), id="matched"),
+        pytest.param(lambda: make_service(policy("p", ANY), policy("s", ANY, mode="shadow", body="ignore")), id="watched"),
+        pytest.param(lambda: make_service(policy("p", {"pathExact": "/other"})), id="unmatched"),
+        pytest.param(lambda: make_service(policy("p", ANY, action="warn", body="ignore")), id="warned"),
+        pytest.param(lambda: make_service(policy("p", ANY, **_RARE), store=FailingStore()), id="no store"),
+        pytest.param(lambda: make_service(policy("p", ANY, **_RARE), store=FailingStore(later=True)), id="no store, later"),
+    ],
+)
+def test_in_full_duplex_a_body_is_handed_back(
+    service: Callable[[], Service], last: list[ProcessingRequest], parts: list[tuple[bytes, bool]]
+) -> None:
+    """Envoy keeps nothing of it, so the stream lasts as long as the body does, whatever becomes of the request."""
+    made = service()
+    for _ in range(3):
+        replies = exchange(made, headers(**_DUPLEX), body(b"a", end=False), body(b"b" * 70_000, end=False), *last)
+
+    assert [reply.done for reply in replies] == [False, False, False, True]
+    assert decoded(replies[0]).WhichOneof("response") == "request_headers"
+    assert handed_back(replies) == parts
+    assert made.kept.bytes == made.streams == made.given_up == 0
+
+
+def test_what_full_duplex_hands_back_is_uncounted() -> None:
+    """It is in the metric, once a request; one that ends with its headers is counted as ever."""
+    service = make_service(policy("p", ANY))
+
+    for _ in range(3):
+        exchange(service, headers(**_DUPLEX), body(b"a", end=False), TRAILERS)
+    refused = repeat(service, headers(**_DUPLEX, end=True), times=3)
+
+    assert sample(service, "uncounted_total", policy="p", reason="body_mode") == 3
+    assert refused.immediate_response.status.code == 429
+
+
+def test_a_refusal_ends_a_full_duplex() -> None:
+    """Of what is refused nothing is handed back."""
+    service = make_service(policy("p", ANY, body="ignore"))
+
+    replies = [exchange(service, headers(**_DUPLEX), body(b"x")) for _ in range(3)]
+
+    assert [len(each) for each in replies] == [2, 2, 1]
+    assert decoded(replies[-1][0]).immediate_response.status.code == 429
+
+
+def test_an_error_forgets_a_refusal_and_no_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong once a request is refused lets it through, with its body."""
+    service = make_service(policy("p", ANY, body="ignore"))
+    repeat(service, headers(**_DUPLEX), body(b"x"), times=2)
+    monkeypatch.setattr(service.metrics, "decision_seconds", None)
+
+    replies = exchange(service, headers(**_DUPLEX), body(b"x"))
+
+    assert [reply.done for reply in replies] == [False, True]
+    assert handed_back(replies) == [(b"x", True)]
+    assert sample(service, "fail_open_total", reason="internal_error") == 1
+
+
+def test_full_duplex_takes_no_place_and_survives_an_overload() -> None:
+    """Uploads that are only handed back switch the guard off for nobody, and an overload loses none of them."""
+    service = make_service(policy("p", {"pathExact": "/p"}), max_streams=1)
+    open_ones: list[Stream] = []
+    for _ in range(3):
+        open_ones.append(service.open())
+        receive(open_ones[-1], headers(**_DUPLEX))
+    refused = repeat(service, headers("/p"), body(b"x"), times=3)
+    before = sample(service, "overload_total")
+    busy = service.open()  # decides something still
+
+    overloaded = exchange(service, headers(**_DUPLEX), body(b"x", end=False), TRAILERS)
+
+    assert before == 0
+    assert refused.immediate_response.status.code == 429
+    assert sample(service, "overload_total") == 1
+    assert handed_back(overloaded) == [(b"x", False)]
+    assert [reply.done for reply in overloaded] == [False, False, True]
+    for stream in (*open_ones, busy):
+        stream.close()
+    assert service.streams == service.given_up == 0
+
+
+def response_part(kind: str, data: bytes = b"", *, end: bool) -> ProcessingRequest:
+    """A message about a response."""
+    message = ProcessingRequest()
+    part = getattr(message, kind)
+    part.end_of_stream = end
+    if data:
+        part.body = data
+    return message
+
+
+@pytest.mark.parametrize("mode", ["NONE", "BUFFERED", "FULL_DUPLEX_STREAMED"])
+def test_in_full_duplex_an_answer_is_handed_back(mode: str) -> None:
+    """The stream lasts until the response has ended; Envoy would lose what is under way."""
+    service = make_service(policy("p", ANY))
+    first = headers(mode=mode)
+    first.protocol_config.response_body_mode = MODES["FULL_DUPLEX_STREAMED"]  # type: ignore[assignment]  # open
+    request = [body(b"q")] if mode != "NONE" else []
+    response = [response_part("response_headers", end=False), response_part("response_body", b"a", end=False)]
+
+    replies = exchange(service, first, *request, *response, response_part("response_body", b"b", end=True))
+
+    assert [reply.done for reply in replies] == [False] * (len(replies) - 1) + [True]
+    assert handed_back(replies, "response_body") == [(b"a", False), (b"b", True)]
+    assert handed_back(replies) == ([(b"q", True)] if mode == "FULL_DUPLEX_STREAMED" else [(b"", False)] * len(request))
+
+
+def test_a_stream_that_carries_a_body_says_so() -> None:
+    """Whoever has to end it ends it with an error then: half a request is worse than none."""
+    service = make_service(policy("p", ANY))
+    first = headers(**_DUPLEX)
+    first.protocol_config.response_body_mode = MODES["FULL_DUPLEX_STREAMED"]  # type: ignore[assignment]  # open
+    stream, plain = service.open(), service.open()
+    receive(plain, headers())
+
+    carries = [plain.carries, stream.carries]
+    for message in (first, body(b"x", end=True), response_part("response_headers", end=False), body(b"", end=True)):
+        receive(stream, message)
+        carries.append(stream.carries)
+
+    assert carries == [False, False, True, False, True, True]
+    stream.close()
+    plain.close()
 
 
 _PARTIAL: dict[str, Any] = {"mode": "BUFFERED_PARTIAL"}
@@ -434,7 +583,9 @@ def test_envoy_collects_only_bodies_that_somebody_waits_for(message: ProcessingR
         ([headers(mode=None, content_length="3"), body(b"abc", end=False)], True),
         ([headers(mode="BUFFERED_PARTIAL", content_length="3"), body(b"abc", end=False)], True),
         ([headers(mode="BUFFERED_PARTIAL", content_length="9"), body(b"abc", end=False)], False),
-        ([headers(mode="BUFFERED_PARTIAL"), body(b"abc", end=False)], False),
+        ([headers(mode="BUFFERED_PARTIAL"), body(b"abc", end=False)], True),  # trailers follow
+        ([headers(mode="BUFFERED_PARTIAL"), body(b"a" * SMALLEST_LIMIT, end=False)], True),
+        ([headers(mode="BUFFERED_PARTIAL"), body(b"a" * (SMALLEST_LIMIT + 1), end=False)], False),
         ([headers(mode=None, content_length="-3"), body(b"abc", end=False)], False),
         ([headers(mode="STREAMED"), body(b"a", end=False), body(b"bc", end=False), body(b"")], True),
         ([headers(mode="STREAMED"), body(b"abc", end=False), ProcessingRequest(request_trailers=HttpTrailers())], True),
@@ -453,6 +604,34 @@ def test_a_body_counts_exactly_when_it_is_whole(messages: list[ProcessingRequest
     assert sum(s.value for m in service.metrics.uncounted.collect() for s in m.samples if s.name.endswith("_total")) == (
         not counted
     )
+
+
+@pytest.mark.parametrize(
+    ("told", "whole"),
+    [
+        ("100", [100]),
+        ("100000", [100, 40_000, 100_000]),
+        ("10485760", [100, 40_000, 100_000, 100_001]),
+        ("none", [100]),
+        ("-1", [100]),
+        ("", [100]),
+        ("9" * 100, [100, 40_000, 100_000, 100_001]),
+    ],
+)
+def test_envoy_tells_its_buffer_limit(told: str, whole: list[int]) -> None:
+    """A body that is no longer than that and does not end its stream ends in trailers; a longer one has been cut off."""
+    service = make_service(policy("p", ANY))
+    counted = []
+    for size in (100, 40_000, 100_000, 100_001):
+        before = sample(service, "requests_total", policy="p", mode="enforce", action="allow")
+        stream = service.open([(BUFFER_LIMIT_METADATA, told)])
+        receive(stream, headers(**_PARTIAL))
+        assert receive(stream, body(b"a" * size, end=False)).done  # whichever it is, nothing more is waited for
+        stream.close()
+        if sample(service, "requests_total", policy="p", mode="enforce", action="allow") > before:
+            counted.append(size)
+
+    assert counted == whole
 
 
 @pytest.mark.parametrize(

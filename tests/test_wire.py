@@ -101,16 +101,17 @@ def read_by_protobuf(data: bytes) -> Reading | None:
         message = ProcessingRequest.FromString(data)
     except DecodeError:
         return None
-    said = message.request_headers if message.HasField("request_headers") else message.request_body
+    kind = message.WhichOneof("request") or ""
+    said = getattr(message, kind) if kind else None
     found: dict[str, bytes] = {}
     for header in message.request_headers.headers.headers:
         found.setdefault(header.key, header.raw_value)
     attributes = message.attributes[ATTRIBUTES].fields if ATTRIBUTES in message.attributes else {}
     return Reading(
-        message.WhichOneof("request") or "",
+        kind,
         found,
         message.request_body.body,
-        said.end_of_stream,
+        kind.endswith("_trailers") or getattr(said, "end_of_stream", False),
         message.observability_mode,
         message.protocol_config.request_body_mode if message.HasField("protocol_config") else BODY_UNTOLD,
         attributes["xds.route_name"].string_value if "xds.route_name" in attributes else None,

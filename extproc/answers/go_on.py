@@ -32,7 +32,7 @@ _KIND = {Reason.LOOP_DETECTED: "loop", Reason.SESSION_LIMIT_EXCEEDED: "session"}
 """What a warning is about."""
 
 # The numbers of the fields that lead to a body, and to headers (envoy/service/ext_proc/v3/external_processor.proto).
-_REQUEST_BODY, _RESPONSE, _BODY_MUTATION, _BODY = 3, 1, 3, 1
+_REQUEST_BODY, _RESPONSE_BODY, _RESPONSE, _BODY_MUTATION, _BODY, _STREAMED = 3, 4, 1, 3, 1, 3
 _HEADER_MUTATION, _SET_HEADERS, _HEADER, _KEY, _RAW_VALUE = 2, 1, 1, 1, 3
 _OVERWRITTEN: Final = b"\x18\x02"  # append_action: OVERWRITE_IF_EXISTS_OR_ADD
 _REMOVE_HEADERS: Final = 2
@@ -90,6 +90,19 @@ def replace_body(body: bytes, metadata: dict[str, Any], *, warning: str, marks: 
     head = write_head(_RESPONSE, len(head) + len(body)) + head
     head = write_head(_REQUEST_BODY, len(head) + len(body)) + head
     return b"".join([head, body, write_metadata(metadata)])
+
+
+def hand_back(kind: str, body: bytes | memoryview) -> bytes:
+    """The answer that hands a part of a body back as it came, which is the only way on for it where Envoy keeps none.
+
+    Args:
+        kind: `request_body` or `response_body`.
+        body: an HttpBody, whose fields are those of a StreamedBodyResponse.
+    """
+    head = write_head(_STREAMED, len(body))
+    for number in (_BODY_MUTATION, _RESPONSE, _REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY):
+        head = write_head(number, len(head) + len(body)) + head
+    return b"".join([head, body])
 
 
 def _write_header(name: str, value: str) -> bytes:

@@ -15,7 +15,7 @@ from extproc.answers.metadata import write_metadata
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason, Subject
 from extproc.guards.session import SessionSubject
 from extproc.pb.external_processor_pb2 import ProcessingResponse
-from extproc.request import HttpRequest
+from extproc.request import RESPONSES_WEBSOCKET, HttpRequest
 
 _LOOP = "recursive_loop_detected"
 
@@ -92,8 +92,14 @@ def refuse_uncountable(policy: str, why: str, metadata: dict[str, Any], request:
     status, words = CHOSEN_BY_CLIENTS[why]
     message = f"The request was refused because {words}, and policy {policy} lets nothing pass that it cannot count ({why})."
     reason = Reason.UNCOUNTABLE
-    framed = _frame(Refusal(status, message, reason.value, why, {}), request, content)
     headers = [("x-should-retry", "false"), ("X-Fairvisor-Reason", reason.value), ("x-loopguard-policy", policy)]
+    if why == RESPONSES_WEBSOCKET:
+        message = (
+            f"The WebSocket was refused because policy {policy} could not count the calls in it."
+            f" Send each call to the same URL by HTTP POST instead. ({why})"
+        )
+        headers = [*headers, ("Upgrade", "HTTP/1.1"), ("Connection", "Upgrade")]
+    framed = _frame(Refusal(status, message, reason.value, why, {}), request, content)
     metadata = {**metadata, "action": Action.REJECT.value, "reason": reason.value, "policy": policy}
     return _make_immediate(framed, _INVALID_ARGUMENT, reason, headers, metadata)
 

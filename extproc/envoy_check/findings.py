@@ -41,8 +41,10 @@ Code: TypeAlias = Literal[
     "request-timeout",
     "retries",
     "routes-missing",
+    "told-limit",
     "twice",
     "unguarded",
+    "upgrades",
     "usage",
 ]
 """What findings are called, in the order of the alphabet."""

@@ -92,8 +92,10 @@ class Index(Generic[Item]):
         self._depth = 0
         self.uses_hosts = self.uses_routes = False
         texts = Texts()
+        self._methods = [""]  # which stands for selectors that name none
         for place, (selector, item) in enumerate(entries):
             self._items.append(item)
+            self._methods += [texts.keep(method) for method in selector.methods or () if method not in self._methods]
             self.uses_hosts = self.uses_hosts or selector.hosts is not None
             self.uses_routes = self.uses_routes or selector.routes is not None
             if selector.pathExact is not None:
@@ -119,17 +121,29 @@ class Index(Generic[Item]):
             path: without the query.
             route: Envoy's name of the route, empty when unknown.
         """
+        return self._list([method], authority, path, route)
+
+    def match_whatever_method(self, authority: str, path: str, route: str = "") -> Sequence[Item]:
+        """Every item whose selector takes such a request with some method; see `match`."""
+        return self._list(self._methods, authority, path, route)
+
+    def _list(self, methods: Sequence[str], authority: str, path: str, route: str) -> Sequence[Item]:
         host = normalize_host(authority) if self.uses_hosts else ""
         found: list[int] = []
+        for method in methods:
+            self._find(method, host, path, route, found)
+        if len(found) > 1:  # one with both anchors may stand twice
+            found = sorted(set(found))
+        return [self._items[place] for place in found]
+
+    def _find(self, method: str, host: str, path: str, route: str, found: list[int]) -> None:
+        """Add the places of the items that take this request to `found`."""
         self._exact.find(path, host, method, route, found)
         if self._depth:
             for prefix in self._prefixes(path):
                 self._prefix.find(prefix, host, method, route, found)
         if self._anywhere.shapes:
             self._anywhere.find("", host, method, route, found)
-        if len(found) > 1:  # one with both anchors may stand twice
-            found = sorted(set(found))
-        return [self._items[place] for place in found]
 
     def _prefixes(self, path: str) -> Iterator[str]:
         """The prefixes that would match `path`: itself, and its start up to each slash, with and without the slash.

@@ -163,9 +163,13 @@ class _Peer(asyncio.Protocol):
         self._flush()
 
     def release(self) -> None:
-        """End every call with OK, which makes Envoy go on with its request."""
+        """End every call with OK, which makes Envoy go on with its request; where that would lose a body, with an error."""
         for call in list(self._grpc.calls.values()):
-            self._end(call)
+            serving = self._serving.get(call.number)
+            if serving is not None and serving.stream is not None and serving.stream.carries:
+                self._finish(call, grpc.UNAVAILABLE, "shutting down")
+            else:
+                self._end(call)
         self._flush()
 
     def retire(self) -> None:

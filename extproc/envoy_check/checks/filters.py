@@ -59,8 +59,10 @@ def check_processing_mode(guard: Guard, _: Needs, __: Resources) -> Iterator[Fin
 def _explain_body_mode(mode: str, *, observes: bool) -> Iterator[str]:
     if mode == "NONE":
         yield 'no body is shown, so no request that has one is counted (`no_body_phase`) but under "body": "ignore"'
-    elif mode in ("FULL_DUPLEX_STREAMED", "GRPC"):
-        yield f"{mode} shows bodies in a way that Loopguard does not take: nothing with a body is counted (`body_mode`)"
+    elif mode == "FULL_DUPLEX_STREAMED":
+        yield f"{mode}: Loopguard hands bodies back as they come, and counts no request that has one (`body_mode`)"
+    elif mode == "GRPC":
+        yield f"{mode} is nothing that Envoy does yet: bodies go on, and no request that has one is counted (`body_mode`)"
     elif mode == "STREAMED" and not observes:
         yield "STREAMED sends the upstream what has come of a request, before Loopguard has seen all of it and can refuse it"
     elif observes and mode != "STREAMED":

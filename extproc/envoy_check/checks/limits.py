@@ -8,6 +8,8 @@ from extproc.envoy_check.config import Guard, GuardedRoute, Resources
 from extproc.envoy_check.document import Place
 from extproc.envoy_check.findings import Finding, note
 from extproc.envoy_check.needs import Needs
+from extproc.service import BUFFER_LIMIT_METADATA
+from extproc.upload import SMALLEST_LIMIT
 
 _DEFAULT_LIMIT = 2**20
 _DEFAULT_WINDOW = 2**24
@@ -57,6 +59,28 @@ def check_http2_window(guard: Guard, needs: Needs, _: Resources) -> Iterator[Fin
     elif not window.is_there:
         problem = "each stream of HTTP/2 may buffer as much as Envoy's default window: 16 MiB, in older ones 256 MiB"
         yield note("http2-window", window, problem, right)
+
+
+def check_told_limit(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+    """By its size a body that was cut off at the buffer limit is told from one that ends in trailers."""
+    partial = [route for route in guard.guarded if route.body_mode == "BUFFERED_PARTIAL"]
+    if not partial or guard.observes:
+        return
+    manager, names = guard.manager.place, [route.name for route in partial]
+    limits = [_find_limit(guard, route) for route in partial if manager.get("codec_type").text() != "HTTP2"]
+    if manager.get("codec_type").text("AUTO") != "HTTP1":
+        limits.append(manager.get("http2_protocol_options", "initial_stream_window_size").number(_DEFAULT_WINDOW))
+    limit = int(min(limits))
+    place = guard.filter.config.get("grpc_service", "initial_metadata")
+    told = [item.get("value").text() for item in place.items() if item.get("key").text() == BUFFER_LIMIT_METADATA]
+    known = int(told[0]) if told and told[0].isdigit() else SMALLEST_LIMIT
+    right = f'initial_metadata: [{{key: {BUFFER_LIMIT_METADATA}, value: "{limit}"}}]'
+    if known > limit:
+        problem = f"Envoy cuts bodies off above {limit:,} bytes, and Loopguard takes those up to {known:,} bytes for whole"
+        yield Finding("told-limit", place, f"{problem}: different requests look equal", right, names)
+    elif not told and known < limit:
+        problem = f"a body above {known:,} bytes that comes without its length and ends in trailers is not counted"
+        yield note("told-limit", place, f"{problem} (`body_truncated`): an HTTP/2 client can send such", right, names)
 
 
 def check_request_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:

@@ -34,6 +34,17 @@ def _tells_clients(route: GuardedRoute) -> bool:
     return any(_WARNING.search(value) for value in headers)
 
 
+def check_upgrades(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+    """Upgrades may meet other filters than requests do: then WebSockets for model calls are not refused either."""
+    for item in guard.manager.place.get("upgrade_configs").items():
+        filters = item.get("filters")
+        names = [each.get("name").text() for each in filters.items()]
+        if names and item.get("enabled").flag(default=True) and guard.filter.name not in names:
+            kind = item.get("upgrade_type").text()
+            problem = f"upgrades to {kind} meet filters of their own, and nobody asks Loopguard about them"
+            yield Finding("upgrades", filters, problem, f"{guard.filter.name} among them, or no filters here")
+
+
 def check_retries(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
     """What Envoy sends again by itself is counted once."""
     for route in guard.guarded:

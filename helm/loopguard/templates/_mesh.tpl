@@ -49,6 +49,7 @@ route that it finds, and one that verified claims or another filter choose later
 {{- define "loopguard.httpFilter" -}}
 {{- $envoy := .root.Values.envoy -}}
 {{- $partial := or (eq $envoy.bodyMode "tolerant") (eq $envoy.shadowMode "partial") -}}
+{{- $tolerant := or $partial (has "tolerant" (include "loopguard.routeBodyModes" .root | fromJsonArray)) -}}
 name: {{ .filter.name }}
 typed_config:
   "@type": type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor
@@ -67,8 +68,12 @@ typed_config:
           typed_config:
             "@type": type.googleapis.com/envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate
       host_selection_retry_max_attempts: 10
-    {{- with .filter.scope }}
-    initial_metadata: [{key: x-loopguard-scope, value: {{ . | quote }}}]
+    {{- $metadata := list }}
+    {{- with .filter.scope }}{{ $metadata = append $metadata (dict "key" "x-loopguard-scope" "value" .) }}{{ end }}
+    {{- /* It tells a body that was cut off at the buffer limit from one that ends in trailers. */}}
+    {{- if and $tolerant (not .filter.observes) }}{{ $metadata = append $metadata (dict "key" "x-loopguard-buffer-limit" "value" (int $envoy.bufferLimitBytes | toString)) }}{{ end }}
+    {{- with $metadata }}
+    initial_metadata: {{ toJson . }}
     {{- end }}
   processing_mode: {request_header_mode: SKIP, response_header_mode: SKIP}
   {{- if .filter.observes }}
@@ -76,7 +81,7 @@ typed_config:
   failure_mode_allow: true # otherwise requests would fail while Loopguard is away
   deferred_close_timeout: 5s
   {{- else }}
-  {{- if or $partial (has "tolerant" (include "loopguard.routeBodyModes" .root | fromJsonArray)) }}
+  {{- if $tolerant }}
   allow_content_length_header: true
   {{- end }}
   failure_mode_allow: {{ or (eq $envoy.failureMode "allow") (eq $envoy.shadowMode "partial") }}
