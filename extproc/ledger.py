@@ -253,7 +253,7 @@ class Standing:
         killed: by what, an index into `KILLED`.
         age_ms: since the session began, in milliseconds.
         shared: it was counted in the ledger that too many sessions share.
-        retry: the request repeats one of the session's last 16, and is no step; of a settlement: no call was open under its name.
+        retry: the request repeats one of the session's last 16, and is no step. Of a settlement: no call of its name was open.
         tools: the digest, the name and the number of calls of each tool, up to 64 of them: those with limits of their own
             and the first others to come. A name has up to 64 characters.
     """

@@ -32,7 +32,8 @@ limit_integers()  # as the command does
 DOORS = {
     "test_acceptor", "test_access_log", "test_actions", "test_agent_demo", "test_agents", "test_answers_sdks",
     "test_attach", "test_bodies", "test_canary_stack", "test_check_envoy", "test_cli", "test_demo", "test_descriptors",
-    "test_door", "test_envoy_config", "test_failures", "test_grpc", "test_handover", "test_headers", "test_honest_envoy",
+    "test_door", "test_envoy_config", "test_failures", "test_grpc", "test_handover", "test_hash_key", "test_headers",
+    "test_honest_envoy",
     "test_hostile_bodies", "test_http2", "test_http2_bounds", "test_limits_agents", "test_mcp_agents", "test_mesh",
     "test_night", "test_operations", "test_orders", "test_promote", "test_ramping", "test_readme",
     "test_real_gateway", "test_real_mesh", "test_redis", "test_reload", "test_replay_envoy", "test_sessions_agents",

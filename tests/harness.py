@@ -68,7 +68,7 @@ def be_patient(configuration: Any) -> None:  # noqa: ANN401  # YAML
             be_patient(item)
     if not isinstance(configuration, dict):
         return
-    waits = [(configuration, "message_timeout"), (configuration, "connect_timeout")]
+    waits: list[tuple[Any, str]] = [(configuration, "message_timeout"), (configuration, "connect_timeout")]
     waits += [(configuration.get("connection_keepalive"), "timeout")]
     waits += [(check, "timeout") for check in configuration.get("health_checks") or ()]
     for place, name in waits:
