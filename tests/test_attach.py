@@ -258,7 +258,7 @@ def test_a_route_that_is_chosen_late_is_guarded(follows: Callable[[str], str], s
     edit = follows if acts or follows is str else attach(*NAMED, "--shadow-mode", shadow_mode)
     with stack(POLICIES, edit=lambda text: choose_late(edit(text)), **flags) as made:
         eventually(lambda: made.envoy.stat("cluster.loopguard.membership_healthy") == 1)
-        late = send(made, "/late/files", LARGE)
+        late = send(made, "/late/files", LARGE if acts else 1_000)  # Envoy 1.38 may cut an observer off behind a large body
         eventually(lambda: made.loopguard.metric("requests_total", policy="files") == 3, "three decisions")
         asked = count_streams(made)
         found = send(made, "/rest", 20_000_000, 4)
