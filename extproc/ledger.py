@@ -391,6 +391,7 @@ MAX_RECORDS: Final = 512
 """A session's tool calls are known again while they are among its newest: so many, or more where a limit is higher. Of a
 history the newest `MAX_RECORDS` are looked at one by one."""
 
+_FEW: Final = 16
 _SPARE_RECORDS: Final = 64
 _MARK: Final = 8
 _MARKS: Final = 256
@@ -585,7 +586,7 @@ class Ledger(Used):
         whole, new = not self.tool_calls, calls
         if not whole:
             whole, new = self._pick_new(asked, calls)
-        if new:
+        if whole or len(new) > RECORD:
             numbers = dict(sum_up_older(asked)) if whole else {}
             for at in range(0, len(new), RECORD):
                 tool = new[at + _ID : at + _NAME]
@@ -594,24 +595,23 @@ class Ledger(Used):
             self.tool_calls = min(self.tool_calls + (len(asked.calls) if whole else len(new)) // RECORD, _MAX)
             added = [new[at : at + _ID] + new[at + _NAME : at + RECORD] for at in range(0, len(new), RECORD)]
             self.records = b"".join([self.records, *added])
-            if len(self.records) > _RECORDS * KNOWN:
-                self.records = self.records[-count_records(asked) * KNOWN :]
-        self._mark(len(asked.calls) // RECORD, asked.total)
-
-    def _mark(self, shown: int, total: int) -> None:
-        """Know a history of so many calls as the newest one."""
-        mark = _write_mark(shown, total)
-        if not self.marks.endswith(mark):
-            at = _find(self.marks, mark, _MARK)
-            marks = self.marks if at < 0 else self.marks[:at] + self.marks[at + _MARK :]
-            self.marks = (marks + mark)[-_MARKS * _MARK :]
+        elif new:
+            self._count_tools({new[_ID:_NAME]: 1}, asked)
+            self.tool_calls = min(self.tool_calls + 1, _MAX)
+            self.records += new[:_ID] + new[_NAME:]
+        if len(self.records) > _RECORDS * KNOWN:
+            self.records = self.records[-count_records(asked) * KNOWN :]
+        mark = _write_mark(len(asked.calls) // RECORD, asked.total)
+        at = _find(self.marks, mark, _MARK)
+        marks = self.marks if at < 0 else self.marks[:at] + self.marks[at + _MARK :]
+        self.marks = (marks + mark)[-_MARKS * _MARK :]
 
     def _pick_new(self, asked: Step, calls: bytes) -> tuple[bool, bytes]:
         """Whether all calls of a history are new, and those of its newest that are; see the top of this file."""
-        size = len(calls)
-        for at in range(len(self.marks) - _MARK, max(-1, len(self.marks) - (_NEWEST_MARKS + 1) * _MARK), -_MARK):
+        size, newest = len(calls), len(self.marks) - _MARK
+        for at in range(newest, max(-1, newest - _NEWEST_MARKS * _MARK), -_MARK):
             end = self._find_mark(asked, calls, at)
-            if end >= 0 and self._knows(calls[end - RECORD : end - RECORD + _ID]) and not self._knows(calls[end : end + _ID]):
+            if end > 0 and self._knows(calls[end - RECORD : end - RECORD + _ID]) and not self._knows(calls[end : end + _ID]):
                 return False, calls[end:]
         named = {calls[at : at + _ID] for at in range(0, size, RECORD)} != {NO_ID}
         if named:
@@ -660,8 +660,9 @@ class Ledger(Used):
     def _find_mark(self, asked: Step, calls: bytes, at: int) -> int:
         """Where in a history's newest calls the history ends that one of the marks is of; -1 for nowhere."""
         end = len(calls) - (len(asked.calls) // RECORD - int.from_bytes(self.marks[at : at + 2])) * RECORD
-        known = 0 < end <= len(calls) and int.from_bytes(self.marks[at + 2 : at + _MARK]) == asked.total - add_up(calls[end:])
-        return end if known else -1
+        if not 0 < end <= len(calls) or int.from_bytes(self.marks[at + 2 : at + _MARK]) != asked.total - add_up(calls[end:]):
+            return -1
+        return end
 
     def _has_mark(self, shown: int, total: int) -> bool:
         return _find(self.marks, _write_mark(shown, total), _MARK) >= 0
@@ -683,8 +684,8 @@ class Ledger(Used):
         for tool, number in numbers.items():
             at = _find(self.counts, tool, _COUNTED)
             if at >= 0:
-                counted = _TOOL.pack(tool, min(self._count_calls(tool) + number, _MAX))
-                self.counts = self.counts[:at] + counted + self.counts[at + _COUNTED :]
+                count = int.from_bytes(self.counts[at + len(tool) : at + _COUNTED]) + number
+                self.counts = self.counts[:at] + _TOOL.pack(tool, min(count, _MAX)) + self.counts[at + _COUNTED :]
                 continue
             if missing is None:
                 missing = {digest for digest, _ in asked.limits.tools if _find(self.counts, digest, _COUNTED) < 0}
@@ -867,6 +868,13 @@ def count_records(asked: Step) -> int:
     return min(MAX_RECORDS, max(_RECORDS, highest + _SPARE_RECORDS, limits.window))
 
 
+def weigh(asked: Step) -> int:
+    """What a step takes a store at worst, where 1 is what a short history takes."""
+    limits, shown = asked.limits, min(len(asked.calls) // RECORD, MAX_RECORDS)
+    known = count_records(asked) if shown > _FEW else 0
+    return 1 + (4 * shown + known + max(0, limits.window) + 4 * len(limits.tools)) // 64
+
+
 def cut_calls(asked: Step) -> bytes:
     """The calls of a history that are looked at one by one: the newest ones."""
     calls = asked.calls
@@ -875,7 +883,10 @@ def cut_calls(asked: Step) -> bytes:
 
 def add_up(calls: bytes) -> int:
     """The sum of the digests of tools and arguments; see `Step.total`."""
-    return sum([int.from_bytes(calls[at - _PAIR : at]) for at in range(RECORD, len(calls) + 1, RECORD)])
+    total = 0
+    for at in range(_NAME, len(calls), RECORD):
+        total += int.from_bytes(calls[at : at + _PAIR])
+    return total
 
 
 def sum_up_older(asked: Step) -> list[tuple[bytes, int]]:

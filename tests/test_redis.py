@@ -750,7 +750,7 @@ def test_replicas_share_the_steps_of_a_session(driver: Driver, one: Server) -> N
     assert told == ["ok"] * 7 + ["max_steps 7/7"] * 3
 
 
-@pytest.mark.parametrize(("calls", "scripts"), [(0, 4), (20, 7), (512, 100)])
+@pytest.mark.parametrize(("calls", "scripts"), [(0, 7), (40, 50), (512, 100)])
 def test_steps_go_in_scripts_that_are_short(driver: Driver, one: Server, calls: int, scripts: int) -> None:
     """Other clients of the server get their turn between them; each session's steps stay in order."""
     history = [make_record(number * 8, arguments=str(number)) for number in range(calls)]

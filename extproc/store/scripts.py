@@ -14,15 +14,12 @@ from importlib.resources import files
 from typing import Any, Final
 
 from extproc.errors import StoreError
-from extproc.ledger import RECORD, Question, Settlement, Standing, Step, pack_question, read_standing
+from extproc.ledger import Question, Settlement, Standing, Step, pack_question, read_standing, weigh
 from extproc.store.resp import write_word
 from extproc.windows import Count, Hit, Push, read_entries, split_records
 
-MAX_WEIGHT: Final = 32
-"""Of the calls that go as one script, which other clients of the server have to wait for: they take 1 ms at worst."""
-
-_WEIGHT_BYTES: Final = 16 * RECORD
-"""Of a history's calls, that weigh as much as a step."""
+MAX_WEIGHT: Final = 16
+"""Of the calls that go as one script, which all other clients of the server have to wait for: it takes 1 ms at worst."""
 
 
 class Script:
@@ -161,7 +158,7 @@ def session_call(asked: Step | Settlement, now: int | None = None) -> Call:
     arguments = (-1 if now is None else now, *pack_question(asked))
     if not isinstance(asked, Step):
         return Call(_SESSION, asked, arguments, weight=1)
-    return Call(_SESSION, asked, arguments, 0, (asked.roster, asked.shared), 1 + len(asked.calls) // _WEIGHT_BYTES)
+    return Call(_SESSION, asked, arguments, 0, (asked.roster, asked.shared), weigh(asked))
 
 
 def push_call(pushed: Push, now: int | None = None) -> Call:

@@ -1,7 +1,8 @@
 """What limits of sessions cost a store: a step beside a hit, in memory and on a real Valkey, and the room that a million take.
 
 Every step is of a session whose ledger knows seven tool calls, and shows one more. The room is measured in a process of its own
-(`python -m tests.bench.sessions COUNT`), as that of fingerprints is.
+(`python -m tests.bench.sessions COUNT`), as that of fingerprints is. Then the dearest steps that there are, by Valkey's own
+clock: what one script takes, every other client of the server waits for.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from statistics import median
 from time import thread_time
-from typing import cast
+from typing import Any, cast
 
-from extproc.ledger import SUCCEEDED, Limits, Question, Settlement, Step
+from extproc.ledger import RECORD, SUCCEEDED, Limits, Question, Settlement, Step, add_up
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import Store, open_store
@@ -31,6 +33,9 @@ TITLE = "sessions: a step beside a hit, in the store; 1,000,000 sessions in memo
 _MILLION = 1_000_000
 _TOGETHER = 64
 _LIMIT_STALL_MS = 50
+_LONG = 4_900
+_LIMIT_SCRIPT_US = 1_000
+_LIMIT_LEDGER_KB = 16
 _LIMITS = Limits(
     3_600_000,
     _MILLION,
@@ -56,7 +61,8 @@ def _step(number: int, calls: int, request: int = 0) -> Step:
     tenant = f"{number % 1000:016x}"
     keys = (f"session:p::{number:016x}:{tenant}", f"sessions:p::{tenant}", f"session:p::shared:{tenant}")
     name = (number << 8 | request).to_bytes(8)
-    return Step(*keys, _LIMITS, name, name, 1_000, b"".join(_CALLS[:calls]), _TOOLS, (0, 0, 0))
+    shown = b"".join(_CALLS[:calls])
+    return Step(*keys, _LIMITS, name, name, 1_000, shown, add_up(shown), 1, _TOOLS, (0, 0, 0))
 
 
 def _settle(step: Step) -> Settlement:
@@ -114,6 +120,109 @@ def _count_trips(metrics: Metrics) -> float:
     return metrics.registry.get_sample_value("loopguard_store_batch_size_count") or 0.0
 
 
+def _long(limits: Limits, history: bytes, number: int, tools: int, newest: int = 1) -> Step:
+    """A request with a history of any length, of a session of that number."""
+    keys = (f"session:long::{number:016x}:00", "sessions:long::00", "session:long::shared:00")
+    names = tuple((tool.to_bytes(4), f"tool_{tool}") for tool in range(tools))
+    name = os.urandom(8)
+    return Step(*keys, limits, name, name, 1_000, history, add_up(history), newest, names, (0, 0, 0))
+
+
+def _call_tools(count: int, tools: int) -> bytes:
+    return b"".join([os.urandom(6) + (at % tools).to_bytes(4) + os.urandom(4) for at in range(count)])
+
+
+def _renew(history: bytes, name: bytes = b"") -> bytes:
+    """The same calls under other ids."""
+    return b"".join([(name or os.urandom(6)) + history[at + 6 : at + RECORD] for at in range(0, len(history), RECORD)])
+
+
+class _Long:
+    """A session of 4,900 calls, sixty tools with limits, and the requests that cost a store most, by name."""
+
+    def __init__(self) -> None:
+        limited = tuple((tool.to_bytes(4), 10_000) for tool in range(60))
+        self._limits = Limits(3_600_000, _MILLION, tool_calls=10_000, tools=limited, window=500, threshold=400)
+        self._history = _call_tools(_LONG, 300)
+        self.steps = {
+            "ordinary": self._step(self._history + _call_tools(1, 300)),
+            "first": self._step(_call_tools(_LONG, _LONG), _LONG, 1),
+            "another history": self._step(_call_tools(_LONG, _LONG), _LONG),
+            "a window": self._step(self._history[-300 * RECORD :] + _call_tools(1, 300)),
+            "ids anew": self._step(_renew(self._history) + _call_tools(1, 300)),
+            "ids anew, a window": self._step(_renew(self._history[-300 * RECORD :]) + _call_tools(1, 300)),
+            "no ids": self._step(_renew(self._history, bytes(6)) + _call_tools(1, 300)),
+        }
+
+    def _step(self, history: bytes, tools: int = 300, number: int = 0) -> Step:
+        return _long(self._limits, history, number, tools)
+
+    def begin(self) -> list[Step]:
+        """As many requests as fill a ledger."""
+        return [self._step(self._history[: most * RECORD]) for most in (4_000, *range(_LONG - 300, _LONG + 1))]
+
+    def measure_memory(self) -> dict[str, float]:
+        """Microseconds."""
+        spent = {}
+        for name, step in self.steps.items():
+            store = MemoryStore(Metrics())
+            for begun in self.begin():
+                store.hit([begun])
+            spent[name] = cpu_us(lambda step=step, store=store: store.hit([step]), 1)  # type: ignore[misc]
+        return spent
+
+    def measure_server(self, valkey: Server) -> tuple[dict[str, float], int]:
+        """Microseconds of one script, by the server's own clock; and the bytes that the ledger takes there."""
+        client, spent = valkey.client(), {}
+        with asyncio.Runner() as runner:
+            store = open_store(f"redis://{valkey.address}", Metrics(), Settings(store_timeout=1.0))
+            runner.run(store.start())
+            for name, step in self.steps.items():
+                client.flushall()
+                for begun in self.begin():
+                    runner.run(_ask(store, [begun]))
+                spent[name] = _time_scripts(client, lambda step=step: runner.run(_ask(store, [step])))  # type: ignore[misc]
+            taken = client.memory_usage(f"loopguard:{self.steps['no ids'].key}")
+            client.flushall()
+            for number in range(_TOGETHER):
+                runner.run(_ask(store, [_long(self._limits, self._history, number, 300)]))
+            for calls in (15, 50):
+                steps = [_long(_LIMITS, _call_tools(calls, 300), number, 300) for number in range(_TOGETHER)]
+                spent[f"64 at once, with {calls} calls"] = _time_scripts(
+                    client, lambda steps=steps: runner.run(_ask(store, steps))
+                )  # type: ignore[misc]
+            runner.run(store.close())
+        return spent, taken
+
+
+async def _ask(store: Store, asked: Sequence[Question]) -> None:
+    await cast("Awaitable[object]", store.hit(asked))
+
+
+def _time_scripts(client: Any, work: Callable[[], object]) -> float:  # noqa: ANN401  # redis-py's
+    """Microseconds of a script that it runs, on average."""
+    before = client.info("commandstats")["cmdstat_evalsha"]
+    work()
+    after = client.info("commandstats")["cmdstat_evalsha"]
+    return float(after["usec"] - before["usec"]) / (after["calls"] - before["calls"])
+
+
+def _run_long(*, quick: bool) -> list[Row]:
+    fixture, rounds = _Long(), 5 if quick else 15
+    with server() as valkey:
+        served = [fixture.measure_server(valkey) for _ in range(rounds)]
+    spent = {name: min(found[name] for found, _ in served) for name in served[0][0]}  # its clock runs on while others work
+    held = [fixture.measure_memory() for _ in range(rounds)]
+    kept = {name: median(found[name] for found in held) for name in held[0]}
+    dearest, largest = max(spent, key=spent.__getitem__), max(kept, key=kept.__getitem__)
+    return [
+        Row(f"Valkey: an ordinary step of a session of {_LONG:,} calls", spent["ordinary"], "us"),
+        Row("Valkey: the longest script", spent[dearest], "us", _LIMIT_SCRIPT_US, dearest),
+        Row(f"a session of {_LONG:,} calls: memory of Valkey", served[0][1] / 1e3, "kB", _LIMIT_LEDGER_KB),
+        Row("in memory: the longest step", kept[largest], "us", _LIMIT_STALL_MS * 100, largest),
+    ]
+
+
 def run(*, quick: bool) -> list[Row]:
     """Measure in memory, on Valkey, and the room that sessions take."""
     rounds, count = (5, 1_000) if quick else (15, 5_000)
@@ -143,6 +252,7 @@ def run(*, quick: bool) -> list[Row]:
         Row("round trips, with a step against without", trips["hit and step"] / trips["hit"], "x", 1),
         Row(f"{sessions:,} sessions begin: memory", room["mb"], "MB", None, f"{room['kept']:,.0f} are kept"),
         Row(f"{sessions:,} sessions begin: longest call", room["longest_ms"], "ms", _LIMIT_STALL_MS, "CPU"),
+        *_run_long(quick=quick),
     ]
 
 

@@ -117,7 +117,7 @@ end
 
 local function count_calls(l, tool)
   local at = find(l.counts, tool, TOOL_SIZE)
-  return at and struct.unpack('>I4', l.counts, at + 4) or 0
+  return at and struct.unpack('>I4', l.counts, at + 4) or 0, at
 end
 
 local function read_names(names) -- each with its length before it
@@ -240,32 +240,48 @@ local function pick_new(l, asked, calls) -- those calls, and whether all of the 
   return sub(calls, ended + 1), false
 end
 
-local function learn(l, asked)
-  local calls, new, whole = asked.calls, asked.calls, l.tool_calls == 0
-  if not whole then new, whole = pick_new(l, asked, calls) end
-  if #new > 0 then
-    local tools, numbers = {}, {}
-    if whole then
-      for at = 1, #asked.older, TOOL_SIZE do
-        local tool, number = struct.unpack(TOOL, asked.older, at)
-        tools[#tools + 1], numbers[tool] = tool, number
-      end
-    end
-    for tool in string.gmatch(new, '......(....)....') do
-      local number = numbers[tool]
-      if not number then tools[#tools + 1] = tool end
-      numbers[tool] = (number or 0) + 1
-    end
-    count_tools(l, tools, numbers, asked)
-    l.tool_calls = math.min(l.tool_calls + (whole and asked.shown or #new / RECORD), MAX)
-    local added = string.gsub(sub(new, -asked.records * RECORD), '(......)....(....)', '%1%2')
-    l.records = sub(l.records .. added, -asked.records * KNOWN)
+local function count_one(l, new, asked) -- as most steps do
+  local tool = sub(new, ID + 1, NAME)
+  local count, at = count_calls(l, tool)
+  if at then
+    l.counts = sub(l.counts, 1, at + 3) .. struct.pack('>I4', math.min(count + 1, MAX)) .. sub(l.counts, at + TOOL_SIZE)
+  else
+    count_tools(l, {tool}, {[tool] = 1}, asked)
   end
+  l.records = l.records .. sub(new, 1, ID) .. sub(new, NAME + 1)
+end
+
+local function count_all(l, new, asked, older)
+  local tools, numbers = {}, {}
+  for at = 1, #older, TOOL_SIZE do
+    local tool, number = struct.unpack(TOOL, older, at)
+    tools[#tools + 1], numbers[tool] = tool, number
+  end
+  for tool in string.gmatch(new, '......(....)....') do
+    local number = numbers[tool]
+    if not number then tools[#tools + 1] = tool end
+    numbers[tool] = (number or 0) + 1
+  end
+  count_tools(l, tools, numbers, asked)
+  local added = string.gsub(sub(new, -asked.records * RECORD), '(......)....(....)', '%1%2')
+  l.records = l.records .. added
+end
+
+local function learn(l, asked)
+  local new, whole = asked.calls, l.tool_calls == 0
+  if not whole then new, whole = pick_new(l, asked, new) end
+  if #new == RECORD and not whole then
+    count_one(l, new, asked)
+  elseif #new > 0 then
+    count_all(l, new, asked, whole and asked.older or '')
+  end
+  l.tool_calls = math.min(l.tool_calls + (whole and asked.shown or #new / RECORD), MAX)
+  if #l.records > asked.records * KNOWN then l.records = sub(l.records, -asked.records * KNOWN) end
   local mark = write_mark(asked.shown, asked.total)
-  if sub(l.marks, -MARK_SIZE) == mark then return end
   local at = find(l.marks, mark, MARK_SIZE)
-  local marks = at and sub(l.marks, 1, at - 1) .. sub(l.marks, at + MARK_SIZE) or l.marks
-  l.marks = sub(marks .. mark, -MARKS * MARK_SIZE)
+  if at then l.marks = sub(l.marks, 1, at - 1) .. sub(l.marks, at + MARK_SIZE) end
+  l.marks = l.marks .. mark
+  if #l.marks > MARKS * MARK_SIZE then l.marks = sub(l.marks, MARK_SIZE + 1) end
 end
 
 local function count_equal(l, calls, window)
