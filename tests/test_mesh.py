@@ -733,6 +733,18 @@ def test_attachments_have_names() -> None:
     assert ["initial_metadata" in config["grpc_service"] for config in unscoped.values()] == [False, False]
 
 
+@pytest.mark.parametrize(
+    "more", [{"envoy": {"bodyMode": "tolerant"}}, {"istio": {"routes": [{"name": "f", "bodyMode": "tolerant"}]}}]
+)
+def test_where_bodies_may_be_cut_off_the_limit_is_told(more: Values) -> None:
+    """Beside the scope, by the filter that acts; one that looks on cuts nothing off."""
+    found = filters(merged(CASES["istio-gateway"], more))
+
+    limit = {"key": "x-loopguard-buffer-limit", "value": "10485760"}
+    assert found[FILTER]["grpc_service"]["initial_metadata"] == [{"key": "x-loopguard-scope", "value": "gateway"}, limit]
+    assert limit not in found[f"{FILTER}-canary"]["grpc_service"]["initial_metadata"]
+
+
 def test_a_canary_that_acts_is_not_attached() -> None:
     """A filter cannot give it a share of the traffic, and two filters that act would both count."""
     values = merged(CASES["istio-gateway"], {"canary": {"shadow": {"enabled": False}}, "store": {"url": "redis://redis"}})

@@ -94,7 +94,7 @@ def test_over_http2_it_is_refused_as_well() -> None:
         return config.replace(options, options.replace("initial", "allow_connect: true\n            initial"), 1)
 
     with stack(bundle(policy("p", POSTS)), edit=connecting) as made, made.connect() as connection:
-        settings = h2.config.H2Configuration(header_encoding="utf-8", validate_outbound_headers=False)
+        settings = h2.config.H2Configuration(validate_outbound_headers=False)
         http = h2.connection.H2Connection(settings)
         http.initiate_connection()
         lines = {":method": "CONNECT", ":protocol": "websocket", ":scheme": "http", ":path": "/v1/responses", ":authority": "h"}
@@ -107,12 +107,13 @@ def test_over_http2_it_is_refused_as_well() -> None:
             events += http.receive_data(connection.recv(65_536))
 
         answer = next(event for event in events if isinstance(event, h2.events.ResponseReceived))
-        assert dict(answer.headers)[":status"] == "426"
+        assert dict(answer.headers)[b":status"] == b"426"
 
 
 def handshake(path: str = "/v1/responses", **more: str) -> ProcessingRequest:
     """What Envoy shows of one."""
-    return headers(path, method="GET", **{"connection": "Upgrade", "upgrade": "websocket", **more})
+    given: dict[str, Any] = {"connection": "Upgrade", "upgrade": "websocket", **more}
+    return headers(path, method="GET", **given)
 
 
 def status(service: Service, message: ProcessingRequest) -> int:
@@ -132,6 +133,7 @@ def test_its_refusal_says_what_to_do() -> None:
 
 
 _ENDED = headers("/v1/responses", method="GET", upgrade="websocket", end=True)
+_PROTOCOL: dict[str, Any] = {":protocol": "websocket"}
 _REALTIME = handshake("/v1/realtime")
 
 
@@ -142,7 +144,7 @@ _REALTIME = handshake("/v1/realtime")
         ({}, _ENDED, 426),
         ({}, handshake(upgrade="WebSocket"), 426),
         ({}, handshake(upgrade="h2c, websocket/13"), 426),
-        ({}, headers("/v1/responses", method="CONNECT", **{":protocol": "websocket"}), 426),
+        ({}, headers("/v1/responses", method="CONNECT", **_PROTOCOL), 426),
         ({}, handshake("/v1/responses/"), 0),
         ({}, handshake(upgrade="h2c"), 0),
         ({}, _REALTIME, 0),

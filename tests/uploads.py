@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import h2.config
 import h2.connection
 import h2.events
 import h2.settings
@@ -90,7 +89,7 @@ class _Http2:
     def __init__(self, connection: socket.socket, upload: Upload) -> None:
         self._connection = connection
         self._upload = upload
-        self._http = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+        self._http = h2.connection.H2Connection()
         self._frames = [part[at : at + _FRAME] for part in upload.cut() for at in range(0, len(part), _FRAME)]
         self._sent = False
         self._status, self._headers, self._body = 0, dict[str, str](), b""
@@ -130,7 +129,7 @@ class _Http2:
         for event in events:
             match event:
                 case h2.events.ResponseReceived():
-                    self._headers = dict(event.headers)
+                    self._headers = {name.decode(): value.decode() for name, value in event.headers if isinstance(name, bytes)}
                     self._status = int(self._headers[":status"])
                 case h2.events.DataReceived():
                     self._body += event.data
