@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from statistics import median
 from time import thread_time
 from typing import Any, cast
@@ -181,16 +182,14 @@ class _Long:
                 client.flushall()
                 for begun in self.begin():
                     runner.run(_ask(store, [begun]))
-                spent[name] = _time_scripts(client, lambda step=step: runner.run(_ask(store, [step])))  # type: ignore[misc]
+                spent[name] = _time_scripts(client, partial(runner.run, _ask(store, [step])))
             taken = client.memory_usage(f"loopguard:{self.steps['no ids'].key}")
             client.flushall()
             for number in range(_TOGETHER):
                 runner.run(_ask(store, [_long(self._limits, self._history, number, 300)]))
             for calls in (15, 50):
                 steps = [_long(_LIMITS, _call_tools(calls, 300), number, 300) for number in range(_TOGETHER)]
-                spent[f"64 at once, with {calls} calls"] = _time_scripts(
-                    client, lambda steps=steps: runner.run(_ask(store, steps))
-                )  # type: ignore[misc]
+                spent[f"64 at once, with {calls} calls"] = _time_scripts(client, partial(runner.run, _ask(store, steps)))
             runner.run(store.close())
         return spent, taken
 
@@ -201,10 +200,10 @@ async def _ask(store: Store, asked: Sequence[Question]) -> None:
 
 def _time_scripts(client: Any, work: Callable[[], object]) -> float:  # noqa: ANN401  # redis-py's
     """Microseconds of a script that it runs, on average."""
-    before = client.info("commandstats")["cmdstat_evalsha"]
+    before: dict[str, float] = client.info("commandstats")["cmdstat_evalsha"]
     work()
-    after = client.info("commandstats")["cmdstat_evalsha"]
-    return float(after["usec"] - before["usec"]) / (after["calls"] - before["calls"])
+    after: dict[str, float] = client.info("commandstats")["cmdstat_evalsha"]
+    return (after["usec"] - before["usec"]) / (after["calls"] - before["calls"])
 
 
 def _run_long(*, quick: bool) -> list[Row]:
