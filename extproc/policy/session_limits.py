@@ -12,8 +12,8 @@ from extproc.policy.objects import InspectBytes, JsonObject, Place, Status
 
 MAX_COUNT: Final = 1_000_000_000
 MAX_TOOL_CALLS: Final = 10_000
-MAX_WINDOW: Final = 1_000
-"""As many calls as every ledger of such a policy knows; see `ledger.MAX_RECORDS`."""
+MAX_WINDOW: Final = 500
+"""Calls among which equal ones are looked for: as many as a ledger knows, see `ledger.MAX_RECORDS`."""
 
 MAX_TOOLS: Final = 64
 """So many tools are counted each for itself."""
