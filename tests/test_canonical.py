@@ -558,3 +558,15 @@ def test_a_body_that_is_not_json_stays_so() -> None:
         with pytest.raises(NotJson) as raised:
             document.value()
         assert raised.value.reason == "not_json"
+
+
+def test_wide_objects_are_put_in_order_like_any_other() -> None:
+    """Members in whatever order, deep inside of other values, with every kind of number: one spelling."""
+    members = [(f"k{number:05d}", [0.5, 10**300, None, number]) for number in range(2_000)] + [("", True), ("\U0001f600", "é")]
+    given = [dict(members), dict(reversed(members)), dict(sorted(members, key=lambda member: member[0][::-1]))]
+
+    spelled = {write_canonical(Document(json.dumps([{"a": [value]}, "b"]).encode()).value()) for value in given}
+
+    (one,) = spelled
+    assert json.loads(one) == [{"a": [given[0]]}, "b"]
+    assert list(json.loads(one)[0]["a"][0]) == sorted(given[0])
