@@ -478,6 +478,7 @@ class Ledger(Used):
         tools: int
         names: int
         marks: int
+        renewed: int
         (
             _,
             self.last,
@@ -492,13 +493,14 @@ class Ledger(Used):
             self.consecutive_blocks,
             self.consecutive_errors,
             self.killed,
-            self.renewed,
+            renewed,
             identities,
             reservations,
             tools,
             names,
             marks,
         ) = _HEAD.unpack_from(state)
+        self.renewed = renewed != 0
         start = _HEAD_SIZE
         end = start + identities * _REPEATED
         self.identities = {state[at : at + _IDENTITY]: state[at + _IDENTITY] for at in range(start, end, _REPEATED)}

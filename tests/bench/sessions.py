@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from statistics import median
 from time import thread_time
 from typing import Any, cast
@@ -178,18 +177,22 @@ class _Long:
         with asyncio.Runner() as runner:
             store = open_store(f"redis://{valkey.address}", Metrics(), Settings(store_timeout=1.0))
             runner.run(store.start())
+
+            def ask(asked: Sequence[Question]) -> None:
+                runner.run(_ask(store, asked))
+
             for name, step in self.steps.items():
                 client.flushall()
                 for begun in self.begin():
-                    runner.run(_ask(store, [begun]))
-                spent[name] = _time_scripts(client, partial(runner.run, _ask(store, [step])))
+                    ask([begun])
+                spent[name] = _time_scripts(client, ask, [step])
             taken = client.memory_usage(f"loopguard:{self.steps['no ids'].key}")
             client.flushall()
             for number in range(_TOGETHER):
-                runner.run(_ask(store, [_long(self._limits, self._history, number, 300)]))
+                ask([_long(self._limits, self._history, number, 300)])
             for calls in (15, 50):
                 steps = [_long(_LIMITS, _call_tools(calls, 300), number, 300) for number in range(_TOGETHER)]
-                spent[f"64 at once, with {calls} calls"] = _time_scripts(client, partial(runner.run, _ask(store, steps)))
+                spent[f"64 at once, with {calls} calls"] = _time_scripts(client, ask, steps)
             runner.run(store.close())
         return spent, taken
 
@@ -198,12 +201,16 @@ async def _ask(store: Store, asked: Sequence[Question]) -> None:
     await cast("Awaitable[object]", store.hit(asked))
 
 
-def _time_scripts(client: Any, work: Callable[[], object]) -> float:  # noqa: ANN401  # redis-py's
-    """Microseconds of a script that it runs, on average."""
-    before: dict[str, float] = client.info("commandstats")["cmdstat_evalsha"]
-    work()
-    after: dict[str, float] = client.info("commandstats")["cmdstat_evalsha"]
-    return (after["usec"] - before["usec"]) / (after["calls"] - before["calls"])
+def _time_scripts(
+    client: Any,  # noqa: ANN401  # redis-py's
+    ask: Callable[[Sequence[Question]], None],
+    asked: Sequence[Question],
+) -> float:
+    """Microseconds of a script that this runs, on average."""
+    before = client.info("commandstats")["cmdstat_evalsha"]
+    ask(asked)
+    after = client.info("commandstats")["cmdstat_evalsha"]
+    return float((after["usec"] - before["usec"]) / (after["calls"] - before["calls"]))
 
 
 def _run_long(*, quick: bool) -> list[Row]:
