@@ -17,7 +17,7 @@ from tests.documents import bundle, policy
 from tests.frameworks import FRAMEWORKS, Errand
 from tests.harness import stack
 from tests.test_agents import CHECK, DONE, Gate, again, same, told
-from tests.test_turns_agents import ACTION, AGENTS, SDK_ERRORS
+from tests.test_turns_agents import ACTION, AGENTS, SDK_ERRORS, bedrock_agent
 
 sys.path.append(str(Path(__file__).parent.parent / "envoy"))
 
@@ -108,6 +108,20 @@ def test_an_agent_that_does_not_listen_is_refused(gate: Gate, name: str, user: d
     assert len(turns) == gate.model.asked[user[USER]] == 5
     assert OPENING in json.dumps(json.loads(gate.model.bodies[user[USER]]))
     assert gate.stack.envoy.stat("http.ingress.downstream_rq_total") - before == 6
+
+
+def test_an_agent_that_signs_its_requests_is_not_told(gate: Gate, user: dict[str, str]) -> None:
+    """AWS's SDK signs the body by SigV4: its model gets what was signed, and the loop is refused where it always is."""
+    gate.model.scripts[user[USER]] = again([CHECK])
+    job = Job(f"http://127.0.0.1:{gate.stack.envoy.port}", user[USER], ["Tell me when it is done."], _tools())
+    before = gate.stack.loopguard.metric("unsteered_total", policy="steer", reason="signed_body")
+
+    with pytest.raises(SDK_ERRORS, match="recursive_loop_detected"):
+        list(islice(bedrock_agent(job, "v4"), 20))
+
+    assert gate.model.asked[user[USER]] == 5
+    assert OPENING not in json.dumps(json.loads(gate.model.bodies[user[USER]]))
+    assert gate.stack.loopguard.metric("unsteered_total", policy="steer", reason="signed_body") - before == 2
 
 
 def errand(gate: Gate, user: str) -> Errand:

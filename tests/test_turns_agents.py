@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import botocore
 import botocore.config
 import botocore.exceptions
 import openai
@@ -48,9 +49,9 @@ def gemini_agent(job: Job) -> Iterator[Turn]:
         contents.append(types.Content(role="user", parts=said))
 
 
-def bedrock_agent(job: Job) -> Iterator[Turn]:
-    """AWS's SDK, Converse."""
-    once = botocore.config.Config(retries={"total_max_attempts": 1})
+def bedrock_agent(job: Job, signature: str | object = botocore.UNSIGNED) -> Iterator[Turn]:
+    """AWS's SDK, Converse; signed by SigV4 where that is said."""
+    once = botocore.config.Config(retries={"total_max_attempts": 1}, signature_version=signature)
     keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
     client: Any = boto3.client("bedrock-runtime", endpoint_url=job.url, region_name="us-east-1", config=once, **keys)
     client.meta.events.register("before-call", lambda params, **_: params["headers"].update({USER: job.user}))
