@@ -21,7 +21,7 @@ from extproc.guards.session import SessionGuard
 from extproc.ledger import Step
 from extproc.notes import cut_notes
 from extproc.plan import BYPASS, Plan
-from extproc.request import RESPONSES_WEBSOCKET, HttpRequest, opens_responses
+from extproc.request import RESPONSES_WEBSOCKET, HttpRequest
 from extproc.similarity.document import Document, NotCounted
 from extproc.windows import UNCOUNTED, Hit, Push
 
@@ -103,7 +103,7 @@ class Lane:
                 named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request)
                 self._limit(plan, plan.limiter, values, joined, named)
         except NotCounted as why:
-            hidden = opens_responses(request) and why.reason != BYPASS  # calls of whoever it is
+            hidden = request.opens_responses and why.reason != BYPASS  # calls of whoever it is
             self._leave_out(plan, "", RESPONSES_WEBSOCKET if hidden else why.reason)
             return False
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this policy's alone
