@@ -12,7 +12,7 @@ from extproc.plan import Parts, Plan
 from extproc.policy.loader import PolicySet
 from extproc.policy.pairings import find_pairings
 from extproc.policy.routes import Index
-from extproc.request import HttpRequest, opens_responses
+from extproc.request import HttpRequest
 
 
 class Engine:
@@ -58,7 +58,7 @@ class Engine:
         What opens a WebSocket for model calls is taken whatever the method: it is always GET, and the calls would be POSTs.
         """
         route = request.facts.route() if self._index.uses_routes else ""
-        if opens_responses(request):
+        if request.opens_responses:
             return self._index.match_whatever_method(request.authority, request.path, route)
         return self._index.match(request.method, request.authority, request.path, route)
 

@@ -23,7 +23,7 @@ from extproc.hash_key import PROCESS_KEY, HashKey
 from extproc.ledger import Step
 from extproc.notes import Marks, cut_notes
 from extproc.plan import BYPASS, Plan
-from extproc.request import RESPONSES_WEBSOCKET, HttpRequest, opens_responses
+from extproc.request import RESPONSES_WEBSOCKET, HttpRequest
 from extproc.similarity.document import Document, NotCounted
 from extproc.similarity.shapes import open_conversation
 from extproc.windows import UNCOUNTED, Hit, Push
@@ -106,7 +106,7 @@ class Lane:
                 named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request)
                 self._limit(plan, plan.limiter, values, joined, named)
         except NotCounted as why:
-            hidden = opens_responses(request) and why.reason != BYPASS  # calls of whoever it is
+            hidden = request.opens_responses and why.reason != BYPASS  # calls of whoever it is
             self._leave_out(plan, "", RESPONSES_WEBSOCKET if hidden else why.reason)
             return False
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this policy's alone

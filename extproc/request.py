@@ -84,9 +84,10 @@ class HttpRequest:
         authority: `:authority`, empty when absent.
         headers: raw values by lower-case name.
         facts: what else is known.
+        opens_responses: it opens a WebSocket for model calls, as whoever reads it has to say.
     """
 
-    __slots__ = ("_pairs", "authority", "facts", "headers", "method", "path", "query", "target")
+    __slots__ = ("_pairs", "authority", "facts", "headers", "method", "opens_responses", "path", "query", "target")
 
     def __init__(
         self,
@@ -107,6 +108,7 @@ class HttpRequest:
         self.authority = authority
         self.headers: Mapping[str, bytes] = headers if headers is not None else {}
         self.facts = facts
+        self.opens_responses = False
         self._pairs: list[tuple[str, str]] | None = None
 
     def read_header(self, name: str) -> str:
@@ -141,7 +143,7 @@ def cut_text(text: str, length: int) -> str:
     return text[:length].encode("utf-8", "backslashreplace").decode()
 
 
-def opens_responses(request: HttpRequest) -> bool:
+def find_websocket(request: HttpRequest) -> bool:
     """Whether the request opens a WebSocket for calls of the Responses API.
 
     Codex does so before it tries POST. Over HTTP/1.1 that is an upgrade (RFC 6455 section 4.1), over HTTP/2 a CONNECT with a
@@ -161,7 +163,7 @@ def explain_unknowable_body(request: HttpRequest) -> str:
     What stands for the body of an RPC, an upgrade or a tunnel is a conversation, which nobody waits for. One whose length is
     known is none: whether it is gRPC's can be seen.
     """
-    if opens_responses(request):
+    if request.opens_responses:
         return RESPONSES_WEBSOCKET
     if is_grpc(request) and "content-length" not in request.headers:
         return "grpc"

@@ -54,7 +54,7 @@ from extproc.ledger import REFUSED, WITHDRAWN
 from extproc.metrics import Metrics
 from extproc.recording import record_body, record_head
 from extproc.reporting import Reporter
-from extproc.request import RESPONSES_WEBSOCKET, HttpRequest, explain_unknowable_body, is_grpc, opens_responses
+from extproc.request import RESPONSES_WEBSOCKET, HttpRequest, explain_unknowable_body, is_grpc
 from extproc.settings import Settings, is_scope
 from extproc.settlements import list_settlements
 from extproc.store import Store
@@ -461,7 +461,7 @@ class Stream:
             evaluation.obey(standing, time())
             if standing.blocks_heads and (blocked := self._block(evaluation)) is not None:
                 return blocked
-        websocket = opens_responses(evaluation.request)
+        websocket = evaluation.request.opens_responses
         if message.ended and not websocket:
             return self._judge(last, evaluation, NO_BODY, content=b"")
         if websocket or not evaluation.needs_body:

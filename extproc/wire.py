@@ -15,7 +15,7 @@ from google.protobuf.struct_pb2 import Value
 from extproc.pb.external_processor_pb2 import HttpBody, ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
 from extproc.protobuf import read_varint
-from extproc.request import NO_FACTS, Facts, HttpRequest, decode_claims, write_claim
+from extproc.request import NO_FACTS, Facts, HttpRequest, decode_claims, find_websocket, write_claim
 
 MAX_HEADERS: Final = 10_000
 """So many headers of a request are read (Envoy itself takes 100 by default); those behind them count as missing.
@@ -64,6 +64,7 @@ LARGE: Final = 4_096
 
 _KIND: Final = 7
 _LENGTH: Final = 2
+_SIZE_BYTES: Final = 5
 _MORE: Final = 0x80
 """Set in every byte of a number but the last."""
 
@@ -239,12 +240,12 @@ def _walk_headers(data: bytes) -> Message:
         IndexError: or cut off.
         ValueError: or malformed.
     """
-    size, position = read_varint(data, 1)
+    size, position = _read_size(data, 1)
     end = position + size
     message = Message("request_headers", data[end:])
     if data[position] != _HEADER_MAP:
         raise _UnusualError
-    size, position = read_varint(data, position + 1)
+    size, position = _read_size(data, position + 1)
     map_end = position + size
     message.headers = _read_headers(_split_header_map(data, position, map_end))
     position = map_end
@@ -260,7 +261,7 @@ def _split_header_map(data: bytes, position: int, end: int) -> list[bytes]:
     while position < end:
         if data[position] != _HEADER:
             raise _UnusualError
-        size, start = read_varint(data, position + 1)
+        size, start = _read_size(data, position + 1)
         position = start + size
         if len(fields) == MAX_HEADERS:
             raise _UnusualError
@@ -288,14 +289,14 @@ def _read_header(field: bytes) -> tuple[str, bytes]:
     """Name and value."""
     if field[0] != _NAME:
         raise _UnusualError
-    size, position = read_varint(field, 1)
+    size, position = _read_size(field, 1)
     end = position + size
     name = field[position:end].decode()
     if end == len(field):
         return name, b""
     if field[end] != _RAW_VALUE:
         raise _UnusualError
-    size, position = read_varint(field, end + 1)
+    size, position = _read_size(field, end + 1)
     if position + size != len(field):
         raise _UnusualError
     return name, field[position:]
@@ -303,13 +304,13 @@ def _read_header(field: bytes) -> tuple[str, bytes]:
 
 def _walk_body(data: bytes) -> Message:
     """A request_body message; raises as `_walk_headers` does."""
-    size, position = read_varint(data, 1)
+    size, position = _read_size(data, 1)
     end = position + size
     message = Message("request_body", data[end:])
     if position != end:
         if data[position] != _BODY:
             raise _UnusualError
-        size, position = read_varint(data, position + 1)
+        size, position = _read_size(data, position + 1)
         stop = position + size
         message.body = data[position:stop] if size < LARGE else memoryview(data)[position:stop]
         position = stop
@@ -330,12 +331,20 @@ def _walk_rest(data: bytes, position: int, end: int, message: Message) -> None:
         elif key == _PROTOCOL_CONFIG:
             message.body_mode, position = _read_body_mode(data, position)
         elif _METADATA_CONTEXT <= key < _MORE and key & _KIND == _LENGTH:
-            size, position = read_varint(data, position + 1)
+            size, position = _read_size(data, position + 1)
             position += size
         else:
             raise _UnusualError
     if position != len(data):
         raise _UnusualError
+
+
+def _read_size(data: bytes, position: int) -> tuple[int, int]:
+    """The length at `position`, and where what has it begins; protobuf takes no longer spelling."""
+    size, start = read_varint(data, position)
+    if start - position > _SIZE_BYTES:
+        raise _UnusualError
+    return size, start
 
 
 def _read_text_entry(entry: bytes) -> str:
@@ -377,13 +386,15 @@ def read_request(message: Message, *, allow_unverified_jwt: bool = False) -> Htt
     """
     headers = message.headers
     token = headers.get("authorization", b"") if allow_unverified_jwt else b""
-    return HttpRequest(
+    request = HttpRequest(
         _decode(headers.get(":method", b"")),
         _decode(headers.get(":path", b"")),
         _decode(headers.get(":authority", b"")),
         headers,
         _EnvoyFacts(message, token),
     )
+    request.opens_responses = find_websocket(request)
+    return request
 
 
 class _RouteAlone(Facts):

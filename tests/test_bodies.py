@@ -134,7 +134,7 @@ def in_every_mode(config: str) -> str:
     for route in manager["route_config"]["virtual_hosts"][0]["routes"]:
         named = route["match"].get("prefix", "").split("/")[1:-1]
         if len(named) == 2:
-            overrides = route["typed_per_filter_config"]["envoy.filters.http.ext_proc"]["config"]["overrides"]
+            overrides = route["typed_per_filter_config"]["envoy.filters.http.ext_proc"]["overrides"]
             overrides["processing_mode"] = write_mode(*named)
     return str(yaml.safe_dump(document))
 

@@ -245,9 +245,9 @@ WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
         f"{MODE}/request_body_mode",
     ),
     "bodies in gRPC's mode": (
-        put(f"{FILTER}/processing_mode/request_body_mode", "GRPC"),
+        put(f"{MODE}/request_body_mode", "GRPC"),
         "processing-mode",
-        f"{FILTER}/processing_mode/request_body_mode",
+        f"{MODE}/request_body_mode",
     ),
     "a buffer limit that is none": (
         in_parts({f"{FILTER}/grpc_service/initial_metadata": [{"key": "x-loopguard-buffer-limit", "value": "10485761"}]}),
@@ -1057,7 +1057,7 @@ def test_a_running_envoy_is_told_as_its_file_is(capsys: pytest.CaptureFixture[st
         find(document, "/static_resources/listeners/0")["per_connection_buffer_limit_bytes"] = 65_535
         return json.dumps(document)
 
-    with stack(CHAT, edit=edit) as made:
+    with stack(CHAT, edit=edit, hasty=True) as made:
         code, out, _ = run(capsys, "--json", "--admin", f"http://127.0.0.1:{made.envoy.admin_port}")
 
     told = json.loads(out)

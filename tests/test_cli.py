@@ -447,6 +447,17 @@ def test_explain_knows_bodies_that_cannot_be_known(
     assert counted["composite"].endswith("|/a||00000000")
 
 
+def test_explain_knows_websockets_for_model_calls(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """They are refused, whatever methods a policy names, also by one that does without bodies."""
+    posts = {"pathPrefix": "/v1/", "methods": ["POST"]}
+    file = written(tmp_path / "p.json", [policy("p", posts), policy("s", posts, body="ignore", mode="shadow")])
+
+    found = explained(Run(capsys, "explain", "--policy", file, "-H", "Upgrade: websocket", "h/v1/responses"))
+
+    refused = {"policy": "p", "decision": "reject with 426", "uncounted": "responses_websocket"}
+    assert found == [refused, {"policy": "s", "uncounted": "responses_websocket"}]
+
+
 LOOPS: dict[str, dict[str, object]] = {
     "exact": {},
     "canonical": {"similarity": "canonical", "ignore_fields": ["/user"]},

@@ -19,7 +19,7 @@ from extproc.answers.refuse import KILLED_SECONDS, KILLED_STATUS
 from extproc.answers.steer import steer, write_note
 from extproc.candidates import Candidate, LoopCandidate, SessionCandidate
 from extproc.commands import add_key_flag, add_policy_flag, load_policies
-from extproc.decision import Action, Outcome
+from extproc.decision import CHOSEN_BY_CLIENTS, Action, Outcome
 from extproc.engine import Engine
 from extproc.errors import UsageError
 from extproc.evaluation import Evaluation
@@ -30,7 +30,7 @@ from extproc.ledger import NANO_DOLLARS, RECORD
 from extproc.logs import escape_controls
 from extproc.policy.bundle import DEFAULT_DETECTOR, EVERYBODY, METHOD
 from extproc.ramp import Ramp
-from extproc.request import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body
+from extproc.request import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body, find_websocket
 from extproc.windows import Count, Hit
 
 HELP = "show what the policies make of one request"
@@ -80,13 +80,15 @@ def run(options: argparse.Namespace) -> int:
     if evaluation is None:
         print(escape_controls(f"no policy matches {request.method} {request.path}: the request goes on uncounted"))
         return 0
-    reason = explain_unknowable_body(request) if evaluation.needs_body else ""
+    reason = explain_unknowable_body(request) if evaluation.needs_body or request.opens_responses else ""
     evaluation.seal(None if reason else NO_BODY.plus(body), reason, body)
     missing = [entry for lane in evaluation.lanes for entry in lane.missing]
     for policy, detector, why in evaluation.list_left_out():
         named = [("detector", detector)] if detector not in ("", DEFAULT_DETECTOR) else []
         more = ramps.get(policy, []) + _list_missing(missing, policy, request)
         more += _list_session_keys(engine, policy) if why == "no_session" else []
+        if (policy, why) == evaluation.enforcing.forbidden:
+            more.append(("decision", f"reject with {CHOSEN_BY_CLIENTS[why][0]}"))
         _print_rows([("policy", policy), *named, *more, ("uncounted", why)])
     for lane in evaluation.lanes:
         for candidate in lane.candidates:
@@ -301,7 +303,9 @@ def _make_request(options: argparse.Namespace, body: bytes) -> HttpRequest:
     method = options.request or ("POST" if body else "GET")
     authority = headers.get("host", b"").decode("utf-8", "surrogateescape") or url.netloc.rpartition("@")[2]
     facts = StatedFacts(route=options.route, address=options.address, claims=_read_claims(options, headers))
-    return HttpRequest(method, target, authority, headers, facts)
+    request = HttpRequest(method, target, authority, headers, facts)
+    request.opens_responses = find_websocket(request)
+    return request
 
 
 def _read_claims(options: argparse.Namespace, headers: dict[str, bytes]) -> dict[str, str]:
