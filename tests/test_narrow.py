@@ -329,6 +329,17 @@ def test_where_nothing_is_named_nothing_changes(body: bytes) -> None:
     assert narrowed(body, "f") == body
 
 
+def test_space_hides_no_tool() -> None:
+    """However much of it stands before a name."""
+    body = (
+        _chat([{"name": "f"}, {"name": "g"}])
+        .replace(b'"f"', b" " * 5_000 + b'"f"')
+        .replace(b'"name"', b'"name"' + b" " * 5_000)
+    )
+
+    assert json.loads(narrowed(body, "f"))["tools"] == [{"name": "g"}]
+
+
 def test_where_nothing_is_declared_nothing_is_to_be_removed() -> None:
     """Of no tools all are gone already."""
     assert narrowed(_chat([]), every=True) == _chat([])

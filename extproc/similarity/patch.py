@@ -170,8 +170,8 @@ class Patch:
         return value is not None and self._text.startswith(b"{", value.start)
 
     def is_long(self, value: Value) -> bool:
-        """Whether a value, with its key, is too long to name something, or to tell what something is."""
-        return value.end - value.at > _LONGEST_NAME
+        """Whether a value is too long to name something, or to tell what something is."""
+        return value.end - value.start > _LONGEST_NAME
 
     def is_null(self, value: Value) -> bool:
         """Whether a value is null."""
@@ -274,8 +274,8 @@ class Patch:
     def _open_object(self, value: Value) -> list[Value]:
         """The members of an object, in their order.
 
-        A value is where its key says, because there its bytes stand, and no JSON value begins another but a number, behind
-        which comes no comma. A key that stands twice is once in what msgspec has found, and so something is left at the end.
+        A value is where its bytes stand behind a key: no JSON value begins with another one but for a number, and behind that
+        would come neither a comma nor the end. Of a key that stands twice msgspec finds one value, so something is left over.
         """
         found = self._children.get(value)
         if found is not None:
