@@ -27,8 +27,8 @@ Where ids are missing or do not last, these cannot be told apart:
 - A history without its oldest calls that shows the same calls as the last one, and that one: it does not count.
 - An agent that begins with the same calls as the one before it in its session, and that one: they count once.
 
-What a ledger has forgotten counts again if it is shown again. It has forgotten a history if it knows neither one of its newest
-512 calls nor its start.
+What a ledger has forgotten counts again if it is shown again: a history of whose newest 512 calls it knows no id, and which it
+does not know as it was before its last turn either.
 
 A ledger is forgotten some time after the last request that was let through; refused ones do not keep it. What a clock that is
 set back makes of that is what it makes of rings, see `windows`.
