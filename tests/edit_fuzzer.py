@@ -469,12 +469,12 @@ _CHOICES: Final = {"tool_choice", "function_call", "parallel_tool_calls", "toolC
 _CONFIGS: Final = {"toolConfig", "tool_config"}
 
 
-def _compare_around(old: Value, new: Value, without: frozenset[str] | None) -> None:
+def _compare_around(old: Value, new: Value, without: frozenset[str] | None, *, outermost: bool = True) -> None:
     """See that of an object nothing but its tools, and the choice among them, has changed."""
     if not isinstance(old, Members) or not isinstance(new, Members):
         raise WrongEditError("no object")
     edited = _TOOLS | _CHOICES | _CONFIGS
-    wrapped = "request" in dict(old) and not {"messages", "input", "contents"} & dict(old).keys()
+    wrapped = outermost and "request" in dict(old) and not {"messages", "input", "contents"} & dict(old).keys()
     kept = [(key, value) for key, value in old if key not in edited and not (wrapped and key == "request")]
     if [(key, value) for key, value in new if key not in edited and not (wrapped and key == "request")] != kept:
         raise WrongEditError("something beside the tools has changed")
@@ -482,7 +482,7 @@ def _compare_around(old: Value, new: Value, without: frozenset[str] | None) -> N
     if len(after) != len(new):
         raise WrongEditError("a key stands twice")
     if wrapped:
-        _compare_around(before["request"], after["request"], without)
+        _compare_around(before["request"], after["request"], without, outermost=False)
         return
     for key in _TOOLS & before.keys():
         if key in after:
