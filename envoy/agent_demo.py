@@ -41,7 +41,7 @@ from extproc.errors import LoopguardError
 
 _POLICY = Path(__file__).parent / "agent_policy.json"
 _MORE = 5
-"""So many turns past its due an agent that nobody stops may take."""
+"""So many turns past its due an agent that nothing stops may take."""
 
 _CALL_WIDTH, _RESULT_WIDTH, _TEXT_WIDTH = 36, 48, 96
 _BOLD, _DIM, _RED, _GREEN, _YELLOW = "1", "2", "31", "32", "33"
@@ -127,7 +127,7 @@ def _scenes() -> list[Scene]:
     return [
         Scene(
             "chat",
-            "A stuck agent, which words each thought anew (openai SDK, chat completions)",
+            "A stuck agent that words each thought differently (openai SDK, chat completions)",
             chat_agent,
             ["Tell me when build 4711 is done."],
             {"check_build": _saying("queued")},
@@ -136,7 +136,7 @@ def _scenes() -> list[Scene]:
         ),
         Scene(
             "progress",
-            "An agent that gets on: other results, other arguments, new edits between equal tests (openai SDK, chat)",
+            "An agent making progress: new results, new arguments, new edits between equal tests (openai SDK, chat)",
             chat_agent,
             ["Tell me when build 4711 is done.", "Any warnings in its log?", "Then fix the tests."],
             {
@@ -160,7 +160,7 @@ def _scenes() -> list[Scene]:
         ),
         Scene(
             "anthropic",
-            "An agent that meets the same error (anthropic SDK, messages)",
+            "An agent that gets the same error each time (anthropic SDK, messages)",
             messages_agent,
             ["Why does the app not start?"],
             {"read_file": _saying("error: permission denied")},
@@ -169,7 +169,7 @@ def _scenes() -> list[Scene]:
         ),
         Scene(
             "stored",
-            "A stuck agent whose history the server keeps: its session tells (openai SDK, responses)",
+            "A stuck agent whose history is kept by the server, detected by its session (openai SDK, responses)",
             stored_agent,
             ["What is our refund policy?"],
             {"search_docs": _saying("no results")},
@@ -193,7 +193,7 @@ def _scenes() -> list[Scene]:
         ),
         Scene(
             "steered",
-            "A stuck agent that is told: the model reads the note and takes another way (openai SDK, chat)",
+            "A stuck agent with a note: the model reads it and tries another way (openai SDK, chat)",
             chat_agent,
             ["Why does the app not start?"],
             {"read_file": _saying("error: no such file"), "ask_operator": _saying("restored from the backup")},
@@ -205,7 +205,7 @@ def _scenes() -> list[Scene]:
         ),
         Scene(
             "deaf",
-            "The same agent with a model that does not listen: told twice, then refused (openai SDK, chat)",
+            "The same agent with a model that ignores notes: two notes, then a refusal (openai SDK, chat)",
             chat_agent,
             ["Why does the app not start?"],
             {"read_file": _saying("error: no such file")},
@@ -365,10 +365,10 @@ def _requests(ports: Mapping[str, int]) -> int:
 def _verdict(scene: Scene, ending: Ending, screen: Screen) -> None:
     screen.write()
     if str(ending) == _wanted(scene):
-        screen.write(f"  as told: {ending}", _GREEN)
+        screen.write(f"  as expected: {ending}", _GREEN)
     else:
-        screen.write(f"  NOT as told: {ending}", _RED)
-        screen.write(f"  expected:    {_wanted(scene)}", _RED)
+        screen.write(f"  NOT as expected: {ending}", _RED)
+        screen.write(f"  expected:        {_wanted(scene)}", _RED)
 
 
 def _summary(scenes: Sequence[Scene], endings: Sequence[Ending], screen: Screen) -> bool:
@@ -378,7 +378,7 @@ def _summary(scenes: Sequence[Scene], endings: Sequence[Ending], screen: Screen)
         well = str(ending) == _wanted(scene)
         good += well
         screen.write(f"  {'ok ' if well else 'BAD'}  {scene.name:<10}  {ending}", _GREEN if well else _RED)
-    screen.write(f"\n{good} of {len(scenes)} scenes went as told.", _GREEN if good == len(scenes) else _RED)
+    screen.write(f"\n{good} of {len(scenes)} scenes went as expected.", _GREEN if good == len(scenes) else _RED)
     return good == len(scenes)
 
 

@@ -61,8 +61,8 @@ _SCREEN = """
   # What Loopguard counted, shadow policies included.
   curl -s http://{here}:{loopguard_admin_port}/metrics | grep ^loopguard_loops_detected_total
 
-Edit {policy} while this runs: a change acts within a second. Only new paths need a new start,
-because Envoy's routes were made from the policies at this one. Ctrl-C stops everything. Loopguard's log:
+Edit {policy} while this runs: a change acts within a second. Only new paths need a restart,
+because Envoy's routes are made from the policies when it starts. Ctrl-C stops everything. Loopguard's log:
 """
 
 _SAMPLE_LINES = """\
@@ -72,7 +72,7 @@ Try in another terminal:
   for i in 1 2 3 4 5 6; do curl -s -o /dev/null -w '%{{http_code}}\\n' -H 'x-user-id: ann' \\
     -d '{{"messages": ["again"]}}' http://{here}:{port}/v1/chat/completions; done
 
-  # What the agent gets to read then. Another user, or another body, is another count.
+  # What the agent reads then. Another user or another body has its own count.
   curl -i -H 'x-user-id: ann' -d '{{"messages": ["again"]}}' http://{here}:{port}/v1/chat/completions
 
   # Throttled: from the third on, each one waits longer.

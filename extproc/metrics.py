@@ -45,7 +45,7 @@ class Metrics:
             registry.register(_Shown(lambda: _show_decisions(f"{_PREFIX}_{name}", text, decisions)))
             return decisions
 
-        self.decisions = decided("requests_total", "Requests that a policy counted, by what it made of them", Decisions())
+        self.decisions = decided("requests_total", "Requests that a policy counted, by action", Decisions())
         self.loops = decided("loops_detected_total", "Requests that a policy saw as part of a loop", Decisions())
         by_detector = ("policy", "detector", "mode", "action")
         self.detections = counter("detections_total", "Requests that a detector saw as part of a loop", *by_detector)
@@ -56,29 +56,29 @@ class Metrics:
         self.unsteered = counter("unsteered_total", text, "policy", "reason")
         text = "Requests refused because a policy could not count them and forbids that"
         self.uncountable_rejected = counter("uncountable_rejected_total", text, "policy", "reason")
-        self.kill_switched = counter("kill_switched_total", "Requests that a kill switch stops", "scope_key", "mode")
-        self.overrides = gauge("overrides", "Overrides that stand now", "kind")
-        self.overridden = counter("overridden_total", "Requests that an override has decided", "policy", "mode", "kind")
+        self.kill_switched = counter("kill_switched_total", "Requests refused by a kill switch", "scope_key", "mode")
+        self.overrides = gauge("overrides", "Overrides in force", "kind")
+        self.overridden = counter("overridden_total", "Requests decided by an override", "policy", "mode", "kind")
         text = "Requests that lacked one of a policy's limit keys"
         self.missing_descriptor = counter("missing_descriptor_total", text, "policy", "key")
         self.decision_seconds = histogram("decision_seconds", "From message to answer, holds excluded", _LATENCY_BUCKETS)
         self.throttled_in_flight = gauge("throttled_in_flight", "Requests being held now")
         self.streams_in_flight = gauge("streams_in_flight", "ext_proc streams open now")
         self.overload = counter("overload_total", "Requests let through because --max-streams was reached")
-        text = "1 while a server of the store counts, 0 while each replica does so for its keys"
+        text = "1 while a server of the store counts, 0 while each replica counts its keys itself"
         self.store_up = gauge("store_up", text, "shard")
         self.store_errors = counter("store_errors_total", "Failures of the store", "kind")
         self.store_seconds = histogram("store_seconds", "Time that the store took to count", _LATENCY_BUCKETS)
-        self.store_batch_size = histogram("store_batch_size", "Hits sent to the store in one go", _BATCH_BUCKETS)
+        self.store_batch_size = histogram("store_batch_size", "Hits sent to the store in one batch", _BATCH_BUCKETS)
         self.store_entries = gauge("store_entries", "Fingerprints kept in memory now")
-        self.store_evictions = counter("store_evictions_total", "Live fingerprints dropped for want of room")
-        self.events = counter("events_total", "Events for other programs, by what became of them", "result")
+        self.store_evictions = counter("store_evictions_total", "Live fingerprints dropped for lack of room")
+        self.events = counter("events_total", "Events for other programs, by result", "result")
         self.policy_reloads = counter("policy_reloads_total", "Reloads by result", "result")
-        self.policy_reload_refused = gauge("policy_reload_refused", "1 while the policy files are not what is in force")
+        self.policy_reload_refused = gauge("policy_reload_refused", "1 while the policy files differ from what is in force")
         self.enforce_percent = gauge(
             "policy_enforce_percent", "Share of its callers that a policy acts on, if not all", "policy"
         )
-        self.policy_expired = gauge("policy_expired", "Policy files whose expires_at has passed while they act")
+        self.policy_expired = gauge("policy_expired", "Policy files in force whose expires_at has passed")
         self.list_unenforced: Callable[[], list[tuple[str, str]]] = list  # policy and part of each
         registry.register(_Shown(lambda: _show_unenforced(self.list_unenforced())))
         self.policy_info = gauge("policy_info", "1 for each policy file in force", "bundle_version", "sha256")
@@ -96,12 +96,12 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, namespace=_PREFIX, registry=self.registry)
 
-        self.access_log_entries = counter("access_log_entries_total", "What Envoy told about requests of sessions", "result")
+        self.access_log_entries = counter("access_log_entries_total", "Access log entries from Envoy, by result", "result")
         by_limit = ("policy", "mode", "limit", "action")
         self.session_limits = counter("session_limits_total", "Requests that met a limit of their session", *by_limit)
-        text = "Requests whose caller has begun so many sessions that further ones share the limits of one"
+        text = "Requests of callers with too many sessions: further sessions share the limits of one"
         self.session_overflow = counter("session_overflow_total", text, "policy")
-        text = "Requests that should lose tools of which nothing is left, and could not"
+        text = "Requests whose used-up tools could not be removed"
         self.unnarrowed = counter("unnarrowed_total", text, "policy", "reason")
 
     def _begin(self) -> None:

@@ -324,7 +324,7 @@ def reader(page: Path, valkey: Server) -> Iterator[Reader]:
     upstream.stop()
 
 
-_MOMENT = "within less than a second"
+_MOMENT = "within a second"
 """Stands in a refusal; on a machine that is busy it may read otherwise."""
 
 

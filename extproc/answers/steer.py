@@ -18,7 +18,7 @@ from extproc.similarity.document import NotCounted
 from extproc.similarity.shapes import locate_results
 from extproc.similarity.shapes.places import splice
 
-_OUTLOOK: Final = "If it goes on like this, requests will be refused."
+_OUTLOOK: Final = "If this continues, requests will be refused."
 
 MAX_PLACES: Final = 16
 """Of so many results at most the newest get the note."""

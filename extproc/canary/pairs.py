@@ -228,11 +228,11 @@ class Pairs:
 
     def show(self, metrics: Metrics) -> None:
         """Have them read at every scrape."""
-        text = "Requests that a shadow policy counted, by whether it and the enforcing policy do something about them"
+        text = "Requests that a shadow policy counted, by whether it and the enforcing policy act on them"
         metrics.show_counts("canary_requests_total", text, (*_LABELS, "verdict"), self._list_verdicts)
-        text = "Refusals that a shadow policy would make anew, those that are made already, and those that it would not make"
+        text = "Refusals by a shadow policy: new ones, ones that are made already, and ones that it would miss"
         metrics.show_counts("canary_refusals_total", text, (*_LABELS, "refusal"), self._list_refusals)
-        text = "Requests that were compared and refused, by whichever policy"
+        text = "Compared requests that any policy refused"
         metrics.show_counts("canary_refused_total", text, _LABELS, self._list_refused)
 
     def _list_verdicts(self) -> list[Counts]:
