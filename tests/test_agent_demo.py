@@ -83,7 +83,7 @@ def test_an_agent_that_nobody_stops_is_told(tmp_path: Path) -> None:
 
     assert code == 1
     assert "\x1b[31m  NOT as expected: not refused after 8 turns; 8 requests sent, 8 reached the model" in output
-    assert "expected:    refused after 3 turns; 4 requests sent, 3 reached the model" in output
+    assert "expected:        refused after 3 turns; 4 requests sent, 3 reached the model" in output
     assert "0 of 1 scenes went as expected." in output
     assert left(output) == []
 
