@@ -17,6 +17,7 @@ from tests.harness import PATIENCE, Process
 from tests.test_demo import alive
 
 ROOT = Path(__file__).parent.parent
+(_README_SHOWS,) = re.findall(r"```text\n(.*?)\.\.\.\n```", (ROOT / "README.md").read_text(), re.DOTALL)
 COMMAND = [sys.executable, str(ROOT / "envoy" / "agent_demo.py")]
 
 
@@ -66,6 +67,7 @@ def test_every_scene_goes_as_told(tmp_path: Path) -> None:
         "8 of 8 scenes went as expected.",
     ):
         assert f"\n{line}\n" in output
+    assert _README_SHOWS in output
     assert "\x1b" not in output  # no colours where there is no terminal
     assert left(output) == []
 
