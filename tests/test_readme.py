@@ -394,7 +394,7 @@ def test_every_key_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
     """Each key of a policy stands in the pages about policies, below the spec in the first column of a table."""
     main(["schema"])
     parts = json.loads(capsys.readouterr().out)["$defs"]
-    text = "".join((ROOT / "docs" / name).read_text() for name in ("policies.md", "detectors.md"))
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("policies.md", "detectors.md", "sessions.md", "canary.md"))
     rows = "".join(re.findall(r"^\|[^|]+\|", text, re.MULTILINE))
 
     parts_of_policies = ("Selector", "Bypass", "Tool", "LoopDetection", "Session", "SessionLimits")
