@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import extproc
-from extproc.cli import describe_version
-from extproc.similarity.document import limit_integers
+from extproc.cli.main import describe_version
+from extproc.request.document import limit_integers
 from tests.documents import bundle, policy
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from contextlib import suppress
 from random import Random
 from typing import Any, Final, TypeAlias
 
-from extproc.answers.edits import NotEdited, open_patch
-from extproc.answers.narrow import narrow
-from extproc.answers.steer import MAX_PLACES
-from extproc.request import HttpRequest
-from extproc.similarity.document import NotCounted, limit_integers
-from extproc.similarity.shapes import locate_results
-from extproc.similarity.shapes.places import splice
+from extproc.apis.shapes import locate_results
+from extproc.apis.shapes.places import splice
+from extproc.ext_proc.changes.edits import NotEdited, open_patch
+from extproc.ext_proc.changes.narrow import narrow
+from extproc.ext_proc.changes.steer import MAX_PLACES
+from extproc.request.document import NotCounted, limit_integers
+from extproc.request.http import HttpRequest
 
 NOTE: Final = '\n\n[note: "f" \\ again]'
 _WRITTEN: Final = json.dumps(NOTE)[1:-1]

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from extproc.envoy_config.options import EnvoyOptions
-from extproc.envoy_config.render import render_bootstrap
+from extproc.cli.envoy_config.options import EnvoyOptions
+from extproc.cli.envoy_config.render import render_bootstrap
 from extproc.options import read_options
 from extproc.policy.loader import load
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from extproc.hash_key import PROCESS_KEY
-from extproc.notes import Marks
+from extproc.apis.shapes import open_conversation
 from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
-from extproc.similarity.document import Document
-from extproc.similarity.shapes import open_conversation
+from extproc.request.document import Document
+from extproc.request.hash_key import PROCESS_KEY
+from extproc.request.notes import Marks
 
 MODES = {name: number for name, number in ProcessingMode.BodySendMode.items()}  # noqa: C416  # a dict of a descriptor's items
 ATTRIBUTES = "envoy.filters.http.ext_proc"

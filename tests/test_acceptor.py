@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import pytest
 
 from extproc.settings import parse_address
+from extproc.sockets import open_listening_socket
 from extproc.transport import acceptor
 from extproc.transport.acceptor import Acceptor
-from extproc.transport.sockets import open_listening_socket
 from tests.harness import PATIENCE
 from tests.test_door import LOOPS
 

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.access_log import MAX_ENTRIES, MAX_MESSAGE, AccessLog, Entry, read_entries
+from extproc.engine.settlements import Entry
 from extproc.errors import ProtocolError
+from extproc.ext_proc.access_log import MAX_ENTRIES, MAX_MESSAGE, AccessLog, read_entries
 from extproc.metrics import Metrics
 from extproc.pb.als_pb2 import StreamAccessLogsMessage, StreamAccessLogsResponse
-from extproc.rates import Usage
+from extproc.sessions.rates import Usage
 from extproc.transport.health import ACCESS_LOG
 from tests.documents import policy
 from tests.harness import PATIENCE

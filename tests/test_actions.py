@@ -13,8 +13,8 @@ import anthropic
 import openai
 import pytest
 
-from extproc.answers.go_on import NARROWED, STEERED
-from extproc.envoy_check.checks.callers import MARKS
+from extproc.cli.envoy_check.checks.callers import MARKS
+from extproc.ext_proc.answers.go_on import NARROWED, STEERED
 from tests.documents import bundle, policy
 from tests.harness import PATIENCE, Stack, eventually, stack
 

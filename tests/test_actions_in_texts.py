@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.similarity.actions import THOUGHTS, read_text_action
+from extproc.detectors.actions import THOUGHTS, read_text_action
 
 _LIST = "ls -la src"
 

@@ -22,12 +22,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from extproc.admin import server as admin_server
-from extproc.admin.client import AdminClient, find_admin, open_clients
-from extproc.admin.pages import MAX_BODY, Page, is_near, make_app, read_json, route_page, send_page
-from extproc.admin.server import AdminServer
 from extproc.errors import LoopguardError, UsageError
 from extproc.metrics import Metrics
+from extproc.operator.admin import server as admin_server
+from extproc.operator.admin.client import AdminClient, find_admin, open_clients
+from extproc.operator.admin.pages import MAX_BODY, Page, is_near, make_app, read_json, route_page, send_page
+from extproc.operator.admin.server import AdminServer
 from extproc.server import Server
 from extproc.settings import Settings, parse_address
 from tests.documents import bundle, policy
@@ -354,7 +354,7 @@ def test_several_servers_can_be_asked() -> None:
     assert [client.url for client in open_clients(["a:1", "b:2"])] == ["a:1", "b:2"]
 
 
-@pytest.mark.parametrize("module", ["extproc.cli", "extproc.service", "extproc.transport.fast"])
+@pytest.mark.parametrize("module", ["extproc.cli.main", "extproc.ext_proc.service", "extproc.transport.fast"])
 def test_neither_requests_nor_other_commands_load_the_web_server(module: str) -> None:
     """What every request runs through, and the command line, import nothing of the admin port's."""
     heavy = "{'starlette', 'uvicorn', 'httpx', 'jinja2', 'rich', 'cloudevents'}"

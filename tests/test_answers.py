@@ -18,13 +18,13 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from extproc.answers.apis import find_api
-from extproc.answers.apis.api import Completion, Question, Refusal
-from extproc.answers.go_on import STEERED, replace_body
-from extproc.answers.metadata import SESSIONS, write_metadata, write_sessions
+from extproc.apis.answers import find_api
+from extproc.apis.answers.api import Completion, Question, Refusal
 from extproc.decision import Framed
+from extproc.ext_proc.answers.go_on import STEERED, replace_body
+from extproc.ext_proc.answers.metadata import SESSIONS, write_metadata, write_sessions
 from extproc.pb.external_processor_pb2 import ProcessingResponse
-from extproc.request import HttpRequest
+from extproc.request.http import HttpRequest
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_service import FailingStore, decoded, exchange, headers_of, make_service, metadata_of, repeat, sample

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from extproc.cli import main
-from extproc.envoy_config.options import EnvoyOptions
-from extproc.envoy_config.render import render_bootstrap
-from extproc.envoy_config.snippet import render_snippet
+from extproc.cli.envoy_config.options import EnvoyOptions
+from extproc.cli.envoy_config.render import render_bootstrap
+from extproc.cli.envoy_config.snippet import render_snippet
+from extproc.cli.main import main
 from extproc.errors import UsageError
 from extproc.options import read_options
 from extproc.policy.loader import PolicySet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.budget import BURST_SECONDS, MAX_TENANTS, SHARE, TENANT_SHARE, InspectionBudget
+from extproc.ext_proc.budget import BURST_SECONDS, MAX_TENANTS, SHARE, TENANT_SHARE, InspectionBudget
 
 
 def use_up(budget: InspectionBudget, tenant: str, now: float, each: float = 0.05, *, shadow: bool = False) -> int:

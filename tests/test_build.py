@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 
-from hatch_build import find_modules, select_modules
+from hatch_build import select_modules
 from tests.conftest import DOORS, UNITS
 from tests.harness import Process
 from tests.image import compile_only
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-HOOK = PROJECT["tool"]["hatch"]["build"]["hooks"]["custom"]
-MODULES = {str(path.relative_to(ROOT)) for path in ROOT.glob("extproc/**/*.py") if "pb" not in path.parts}
+HOT = ("ext_proc/service", "engine/engine", "request/fingerprint", "store/memory", "store/windows", "transport/http2")
 
 
 def build_wheel(folder: Path, project: Path = ROOT, **environment: str) -> tuple[list[str], str]:
@@ -39,27 +38,35 @@ def build_wheel(folder: Path, project: Path = ROOT, **environment: str) -> tuple
     return [path.name for path in folder.glob("*.whl")], done.stdout + done.stderr
 
 
-def test_every_module_is_compiled_or_says_why_not() -> None:
-    """A new module is in a room that is compiled, is listed, or stands among the exceptions with a reason."""
-    decided = {*select_modules(HOOK), *find_modules(HOOK["interpreted"])}
+def test_modules_say_why_they_are_not_compiled(tmp_path: Path) -> None:
+    """A new module is compiled, unless it or one of its folders says why not."""
+    for path, text in {
+        "room/__init__.py": '"""A room."""\n',
+        "room/hot.py": '"""Hot."""\nX = 1\n',
+        "room/cold.py": '"""Cold."""\n# interpreted: read once\nX = 1\n',
+        "room/unsure.py": '"""Unsure."""\n# interpreted:\nX = 1\n',
+        "office/__init__.py": '"""An office."""\n# interpreted, with all below: waits for people\n',
+        "office/desk/drawer.py": '"""A drawer."""\nX = 1\n',
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
 
-    assert decided == MODULES, "see [tool.hatch.build.hooks.custom] in pyproject.toml"
-    assert all(HOOK["interpreted"].values())
+    assert select_modules(tmp_path) == [f"{tmp_path.name}/room/hot.py", f"{tmp_path.name}/room/unsure.py"]
 
 
-def test_nothing_is_listed_in_vain() -> None:
-    """Every entry finds modules, and those that say what is compiled find some that are no exceptions."""
-    for pattern in HOOK["compiled"]:
-        assert select_modules({**HOOK, "compiled": [pattern]}), pattern
-    for pattern in HOOK["interpreted"]:
-        assert find_modules([pattern]), pattern
+def test_what_every_request_passes_through_is_compiled() -> None:
+    """What costs CPU for every request is among what is compiled, and what starts the process is not."""
+    chosen = set(select_modules())
+
+    assert {f"extproc/{name}.py" for name in HOT} <= chosen
+    assert not {f"extproc/{name}.py" for name in ("server", "policy/loader", "cli/main")} & chosen
 
 
 def test_nothing_that_is_compiled_counts_on_lazy_expressions() -> None:
     """Compiled code reads a generator expression to its end at once, so none leaves its function, or is read in part."""
     in_part = {"islice", "takewhile", "dropwhile", "iter", "map", "filter", "chain"}
     found = []
-    for module in select_modules(HOOK):
+    for module in select_modules():
         for node in ast.walk(ast.parse((ROOT / module).read_text())):
             if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom):
                 given = [node.value]
@@ -118,8 +125,8 @@ def test_a_module_that_cannot_be_compiled_fails_the_build(tmp_path: Path) -> Non
         shutil.copytree(ROOT / name, project / name)
     for name in ("pyproject.toml", "hatch_build.py", "README.md"):
         shutil.copy(ROOT / name, project)
-    compile_only(project, "extproc/windows.py")
-    with (project / "extproc" / "windows.py").open("a") as module:
+    compile_only(project, "extproc/store/windows.py")
+    with (project / "extproc" / "store" / "windows.py").open("a") as module:
         module.write("\nCount(1, 2, 3)\n")
 
     wheels, said = build_wheel(tmp_path, project)
@@ -127,7 +134,7 @@ def test_a_module_that_cannot_be_compiled_fails_the_build(tmp_path: Path) -> Non
     if "for want of a C compiler" in said:
         pytest.skip("no C compiler works here: NOT tested")
     assert wheels == []
-    assert re.search(r"extproc/windows\.py:\d+: error: ", said)
+    assert re.search(r"extproc/store/windows\.py:\d+: error: ", said)
     assert "LOOPGUARD_PURE=1" in said
 
 
@@ -139,7 +146,7 @@ def test_what_is_tested_is_what_is_installed(tmp_path: Path) -> None:
     assert wheel is not None
     expected = "compiled" if "Root-Is-Purelib: false" in wheel else "pure Python"
 
-    asked = Process([sys.executable, "-P", "-m", "extproc.cli", "--version"], tmp_path / "log")
+    asked = Process([sys.executable, "-P", "-m", "extproc.cli.main", "--version"], tmp_path / "log")
 
     assert asked.wait() == 0
     assert asked.output() == f"loopguard {PROJECT['project']['version']} ({expected})\n"

@@ -12,22 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.canary.pairs import _MAX_DISAGREEMENTS, SHOWN, Disagreements, Kind, Pair
-from extproc.canary.report import describe_canaries
-from extproc.canary.sharing import Sharing
-from extproc.canary.states import State, decode_state, encode_state, merge_states, take_state
-from extproc.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Rules, find_bounds, judge
+from extproc.engine.ramp import Ramp
 from extproc.errors import BundleErrors, LoopguardError, StoreError
-from extproc.fingerprint import hash_tenant
-from extproc.guards.session_names import hash_session
+from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
+from extproc.operator.canary.pairs import _MAX_DISAGREEMENTS, SHOWN, Disagreements, Kind, Pair
+from extproc.operator.canary.report import describe_canaries
+from extproc.operator.canary.sharing import Sharing
+from extproc.operator.canary.states import State, decode_state, encode_state, merge_states, take_state
+from extproc.operator.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Rules, find_bounds, judge
+from extproc.operator.sketch import SIZE, Sketch
 from extproc.options import read_options
 from extproc.policy.loader import parse
 from extproc.policy.pairings import MAX_PAIRINGS, Pairing
-from extproc.ramp import Ramp
-from extproc.request import HttpRequest, compile_descriptors
-from extproc.service import Service
-from extproc.sketch import SIZE, Sketch
+from extproc.request.fingerprint import hash_tenant
+from extproc.request.http import HttpRequest, compile_descriptors
+from extproc.sessions.names import hash_session
 from extproc.store.boards import MAX_DOCUMENT
 from extproc.store.memory import MemoryStore
 from tests.documents import bundle, policy

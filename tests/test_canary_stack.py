@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from extproc.cli import main
+from extproc.cli.main import main
 from tests.documents import bundle, policy
 from tests.harness import Loopguard, Stack, eventually, stack
 from tests.servers import server

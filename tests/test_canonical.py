@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from extproc.detectors.canonical import Canonical
 from extproc.policy.bundle import LoopDetection
-from extproc.similarity.canonical import Canonical
-from extproc.similarity.document import (
+from extproc.request.document import (
     MAX_CONTAINERS,
     MAX_DIGITS,
     MAX_FRACTIONS,

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from extproc.cli import main
-from extproc.envoy_check.checks import CHECKS
-from extproc.envoy_check.config import find_resources
-from extproc.envoy_check.document import Place, read_file
-from extproc.envoy_check.inspect import Report, inspect
-from extproc.envoy_check.needs import find_needs
-from extproc.envoy_check.show import make_json
+from extproc.cli.envoy_check.checks import CHECKS
+from extproc.cli.envoy_check.config import find_resources
+from extproc.cli.envoy_check.document import Place, read_file
+from extproc.cli.envoy_check.inspect import Report, inspect
+from extproc.cli.envoy_check.needs import find_needs
+from extproc.cli.envoy_check.show import make_json
+from extproc.cli.main import main
 from extproc.errors import UsageError
 from tests.documents import bundle, policy
 from tests.harness import envoy_version, stack

@@ -19,14 +19,14 @@ from zlib import crc32
 import pytest
 
 import extproc
-from extproc.cli import main
-from extproc.commands import COMMANDS
+from extproc.cli.commands import COMMANDS
+from extproc.cli.main import main
+from extproc.detectors.tool_calls import NO_CALLS
 from extproc.errors import BundleErrors
 from extproc.logs import escape_controls
 from extproc.policy.bundle import Policy, make_schema
 from extproc.server import Server
 from extproc.settings import Settings
-from extproc.similarity.tool_calls import NO_CALLS
 from tests.documents import bundle, policy
 from tests.harness import PATIENCE, Loopguard, write_policies
 from tests.test_loader import DOCUMENTS, ENTRIES, FULL, SPEC_FIELDS, entries, spec
@@ -857,7 +857,7 @@ def taken() -> Iterator[str]:
 
 def served(*arguments: str) -> tuple[int, list[str]]:
     """Exit code and stderr of a server that is expected not to start."""
-    command = [sys.executable, "-P", "-m", "extproc.cli", "serve", *arguments]
+    command = [sys.executable, "-P", "-m", "extproc.cli.main", "serve", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert ended.stdout == ""
     return ended.returncode, ended.stderr.splitlines()
@@ -921,7 +921,7 @@ def test_serve_reads_the_environment_and_writes_json(tmp_path: Path) -> None:
     """With `--log-format json` every line of the server is one JSON object."""
     write_policies(tmp_path, GOOD)
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "extproc.cli", "serve"],
+        [sys.executable, "-P", "-m", "extproc.cli.main", "serve"],
         stderr=subprocess.PIPE,
         text=True,
         env={

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.apis.shapes.contents import name_other, read_arguments, read_result
+from extproc.detectors import Similarity
+from extproc.detectors.tail import Tail
+from extproc.detectors.tool_calls import ToolCalls
 from extproc.policy.bundle import LoopDetection
-from extproc.similarity import Similarity
-from extproc.similarity.document import Document, NotCounted, write_canonical
-from extproc.similarity.shapes.contents import name_other, read_arguments, read_result
-from extproc.similarity.tail import Tail
-from extproc.similarity.tool_calls import ToolCalls
+from extproc.request.document import Document, NotCounted, write_canonical
 from tests.test_canonical import VALUES, spelled
 
 BODIES = {file.stem: file.read_bytes() for file in sorted((Path(__file__).parent / "bodies").glob("*.json"))}

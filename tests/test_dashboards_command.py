@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from extproc.cli import main
-from extproc.commands.dashboards import FILES
+from extproc.cli.commands.dashboards import FILES
+from extproc.cli.main import main
 from tests.chart import CHART
 
 

@@ -13,23 +13,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.apis.shapes import conversation
 from extproc.decision import Repeat
-from extproc.engine import Engine
+from extproc.detectors import Similarity
+from extproc.engine.engine import Engine
+from extproc.engine.evaluation import Evaluation
 from extproc.errors import ProtocolError
-from extproc.evaluation import Evaluation
-from extproc.fingerprint import NO_BODY
+from extproc.ext_proc.service import Service, Stream
+from extproc.ext_proc.upload import Kept
+from extproc.ext_proc.wire import LARGE
 from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import HttpHeaders, HttpTrailers, ProcessingRequest
 from extproc.policy.bundle import LoopDetection
-from extproc.request import HttpRequest
-from extproc.service import Service, Stream
-from extproc.similarity import Similarity, document
-from extproc.similarity.document import Document
-from extproc.similarity.shapes import conversation
+from extproc.request import document
+from extproc.request.document import Document
+from extproc.request.fingerprint import NO_BODY
+from extproc.request.http import HttpRequest
 from extproc.store.memory import MemoryStore
-from extproc.upload import Kept
-from extproc.windows import UNCOUNTED, Count
-from extproc.wire import LARGE
+from extproc.store.windows import UNCOUNTED, Count
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_engine import ANY, keys, make_engine

@@ -17,9 +17,10 @@ import grpc.aio
 import pytest
 import uvloop
 
+from extproc.ext_proc.service import Service
 from extproc.pb.health_pb2 import HealthCheckRequest
-from extproc.service import Service
 from extproc.settings import parse_address
+from extproc.sockets import BACKLOG
 from extproc.transport import http2
 from extproc.transport.fast import FastServer
 from extproc.transport.grpc import frame_message
@@ -27,7 +28,6 @@ from extproc.transport.grpcio import GrpcServer
 from extproc.transport.headers import ENHANCE_YOUR_CALM, encode
 from extproc.transport.health import EXT_PROC, HEALTH, Health
 from extproc.transport.http2 import Limits, Pool
-from extproc.transport.sockets import BACKLOG
 from tests.documents import policy
 from tests.harness import PATIENCE
 from tests.messages import headers

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-import extproc.changes
-from extproc.answers.edits import NotEdited
-from extproc.answers.narrow import narrow
-from extproc.answers.steer import steer
-from extproc.budget import InspectionBudget
+import extproc.ext_proc.changes.changes
+from extproc.ext_proc.budget import InspectionBudget
+from extproc.ext_proc.changes.edits import NotEdited
+from extproc.ext_proc.changes.narrow import narrow
+from extproc.ext_proc.changes.steer import steer
+from extproc.ext_proc.service import Service
 from extproc.pb.external_processor_pb2 import ProcessingResponse
-from extproc.request import HttpRequest
-from extproc.service import Service
-from extproc.similarity.document import NotCounted
-from extproc.similarity.patch import AMBIGUOUS, MAX_BYTES, UNVERIFIED, Patch, Value
+from extproc.request.document import NotCounted
+from extproc.request.http import HttpRequest
+from extproc.request.patch import AMBIGUOUS, MAX_BYTES, UNVERIFIED, Patch, Value
 from tests.documents import policy
 from tests.edit_fuzzer import try_one
 from tests.messages import body, headers, make_marks
@@ -394,8 +394,8 @@ def test_an_error_of_ours_keeps_the_decision(error: Exception, monkeypatch: pyte
     def fail(*_: object) -> bytes:
         raise error
 
-    monkeypatch.setattr(extproc.changes, "steer", fail)
-    monkeypatch.setattr(extproc.changes, "narrow", fail)
+    monkeypatch.setattr(extproc.ext_proc.changes.changes, "steer", fail)
+    monkeypatch.setattr(extproc.ext_proc.changes.changes, "narrow", fail)
     services = [make_service(made) for made in (steering(), narrowing(every=False))]
     strict = make_service(narrowing(every=True), steering())
 

@@ -13,7 +13,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.encodings import UnreadableError, read_text
+from extproc.request.encodings import UnreadableError, read_text
 
 TEXT = '{"messages": [{"role": "user", "content": "Grüße, 世界 \U0001f600"}]}'
 DATA = TEXT.encode()

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.candidates import Candidate
 from extproc.decision import Action, Outcome, RefusalForm, Repeat
-from extproc.engine import Engine
-from extproc.evaluation import group_by_policy
-from extproc.fingerprint import NO_BODY, Body
+from extproc.detectors import make_similarity
+from extproc.detectors.base import format_duration
+from extproc.engine.candidates import Candidate
+from extproc.engine.engine import Engine
+from extproc.engine.evaluation import group_by_policy
 from extproc.metrics import Metrics
 from extproc.policy.bundle import LoopDetection
 from extproc.policy.loader import parse
-from extproc.request import HttpRequest
-from extproc.similarity import make_similarity
-from extproc.similarity.base import format_duration
+from extproc.request.fingerprint import NO_BODY, Body
+from extproc.request.http import HttpRequest
 from extproc.store.memory import MemoryStore
-from extproc.windows import Count, Hit
+from extproc.store.windows import Count, Hit
 from tests.documents import bundle, policy
 from tests.records import replace
 

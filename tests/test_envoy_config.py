@@ -19,18 +19,18 @@ from urllib.parse import quote
 import pytest
 import yaml
 
-from extproc.cli import main
-from extproc.envoy_config.options import EnvoyOptions
-from extproc.envoy_config.render import render_bootstrap
-from extproc.envoy_config.template import fill
-from extproc.envoy_config.usage import write_event_rules
+from extproc.apis.usage import COUNT_PLACES, EVENT_OBJECTS
+from extproc.cli.envoy_config.options import EnvoyOptions
+from extproc.cli.envoy_config.render import render_bootstrap
+from extproc.cli.envoy_config.template import fill
+from extproc.cli.envoy_config.usage import write_event_rules
+from extproc.cli.main import main
+from extproc.engine.routes import Index
 from extproc.errors import UsageError
-from extproc.fingerprint import normalize_path
 from extproc.options import read_options
 from extproc.policy.bundle import Selector
 from extproc.policy.loader import PolicySet, parse
-from extproc.policy.routes import Index
-from extproc.usage import COUNT_PLACES, EVENT_OBJECTS
+from extproc.request.fingerprint import normalize_path
 from tests.documents import bundle, policy
 from tests.harness import ENVOY, Stack, Upstream, eventually, stack
 

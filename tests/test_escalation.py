@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.decision import Action, Outcome
-from extproc.engine import Engine
+from extproc.engine.engine import Engine
 from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
 from tests.documents import policy

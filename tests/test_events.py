@@ -20,13 +20,13 @@ import pytest
 import trustme
 from cloudevents.core.formats.json import JSONFormat
 
-from extproc import events as events_module
 from extproc.errors import LoopguardError, UsageError
-from extproc.events import MAX_QUEUED, TYPES, Events, LoopEvents, SessionEvents, UnreachableError, open_events
-from extproc.ledger import LIMITS, Standing
 from extproc.metrics import Metrics
-from extproc.session_table import SessionTable
+from extproc.operator import events as events_module
+from extproc.operator.events import MAX_QUEUED, TYPES, Events, LoopEvents, SessionEvents, UnreachableError, open_events
+from extproc.operator.session_table import SessionTable
 from extproc.settings import Settings
+from extproc.store.ledger import LIMITS, Standing
 from tests.documents import policy
 from tests.harness import eventually
 from tests.messages import headers

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.fingerprint import (
+from extproc.request.fingerprint import (
     NO_BODY,
     Body,
     compose,
@@ -24,7 +24,7 @@ from extproc.fingerprint import (
     write_head,
     write_query,
 )
-from extproc.request import HttpRequest
+from extproc.request.http import HttpRequest
 
 # Text around the characters that the composite gives a meaning to, where mistakes would hide.
 AWKWARD = st.text(st.sampled_from("ab%|=&+ 27C\x00é\udcff"), max_size=6)

@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from extproc.handover import MAX_POLICY_JSON, POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicy
-from extproc.ledger import Question
+from extproc.engine.handover import MAX_POLICY_JSON, POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicy
+from extproc.ext_proc.service import Service
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.policy import loader
-from extproc.service import Service
+from extproc.store.ledger import Question
 from tests.documents import bundle, policy
 from tests.harness import Stack, envoy_version, eventually, stack
 from tests.messages import body, headers
@@ -261,7 +261,7 @@ def test_only_unknown_ids_apply_nothing() -> None:
 def test_log_lines_about_unknown_ids_are_limited(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Every such request is counted, at most 20 a second are logged, and the next line says how many were not."""
     service, clock = make_service(), [1.0]
-    monkeypatch.setattr("extproc.reporting.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("extproc.operator.reporting.perf_counter", lambda: clock[0])
 
     for _ in range(100):
         ask(service, pin="nope")
@@ -475,7 +475,7 @@ class Later(datetime):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> type[Later]:
     """The service's clock, at the beginning of 2030."""
-    monkeypatch.setattr("extproc.service.datetime", Later)
+    monkeypatch.setattr("extproc.ext_proc.service.datetime", Later)
     monkeypatch.setattr(Later, "moment", Later.moment)
     return Later
 
@@ -656,7 +656,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         contents.extend(data.decode() for data in files.values())
         return loader.parse(files, *rest, **more)
 
-    monkeypatch.setattr("extproc.handover.parse", parse)
+    monkeypatch.setattr("extproc.engine.handover.parse", parse)
     return contents
 
 

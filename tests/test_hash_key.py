@@ -12,12 +12,12 @@ from typing import cast
 
 import pytest
 
-from extproc.cli import main
+from extproc.cli.main import main
 from extproc.errors import StoreError, UsageError
-from extproc.hash_key import HashKey, read_hash_key
-from extproc.key_sharing import KeySharing
-from extproc.notes import Marks, frame_note
+from extproc.request.hash_key import HashKey, read_hash_key
+from extproc.request.notes import Marks, frame_note
 from extproc.store import Store
+from extproc.store.key_sharing import KeySharing
 from tests.documents import bundle, policy
 from tests.harness import Loopguard, eventually, write_policies
 from tests.servers import server

@@ -23,7 +23,7 @@ from cloudcoil.models.istio.networking.v1alpha3 import EnvoyFilter
 from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule, ServiceMonitor
 
 from extproc import settings
-from extproc.cli import main
+from extproc.cli.main import main
 from extproc.server import Server
 from tests.chart import (
     CASES,

@@ -12,12 +12,13 @@ from typing import Any
 import helm_python
 import pytest
 
-from extproc.engine import Engine
+from extproc.engine.engine import Engine
+from extproc.engine.handover import HandedOver
 from extproc.errors import BundleErrors
-from extproc.handover import HandedOver
-from extproc.policy.bundle import MAX_DELAY_MS, UNSUPPORTED_KEYS
+from extproc.ext_proc.service import HOLD_MARGIN_MS
+from extproc.policy.bundle import MAX_DELAY_MS
 from extproc.policy.loader import parse
-from extproc.service import HOLD_MARGIN_MS
+from extproc.request.limit_keys import UNSUPPORTED_KEYS
 from extproc.settings import is_scope
 from extproc.store import _SCHEMES
 from tests.chart import CHART, Values, merged, objects, problems, refusal, with_policies

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.similarity import histories
-from extproc.similarity.document import MAX_STEPS, Document, NotCounted
-from extproc.similarity.histories import read_known_calls
-from extproc.similarity.history import RECORD, read_tool_calls
+from extproc.request.document import MAX_STEPS, Document, NotCounted
+from extproc.sessions import histories
+from extproc.sessions.histories import read_known_calls
+from extproc.sessions.history import RECORD, read_tool_calls
 from tests.turn_writers import SHAPES, Did
 
 _NUMBERS = count()

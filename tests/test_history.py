@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.similarity import history
-from extproc.similarity.document import Document, NotCounted
-from extproc.similarity.history import RECORD, digest_tool, read_tool_calls
+from extproc.request.document import Document, NotCounted
+from extproc.sessions import history
+from extproc.sessions.history import RECORD, digest_tool, read_tool_calls
 from tests.test_canonical import spelled
 from tests.test_conversation import _REQUESTS, BODIES
 from tests.test_hostile_bodies import HOSTILE

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.ext_proc.service import Service
 from extproc.pb.external_processor_pb2 import ProcessingResponse
-from extproc.service import Service
-from extproc.similarity.document import MAX_DIGITS, MAX_FRACTIONS
+from extproc.request.document import MAX_DIGITS, MAX_FRACTIONS
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_conversation import _REQUESTS, BODIES

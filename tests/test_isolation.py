@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.budget import BURST_SECONDS
-from extproc.ledger import Question
-from extproc.service import Service
-from extproc.windows import Push
+from extproc.ext_proc.budget import BURST_SECONDS
+from extproc.ext_proc.service import Service
+from extproc.store.ledger import Question
+from extproc.store.windows import Push
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_service import FailingStore, decoded, exchange, make_service

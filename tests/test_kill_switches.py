@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from extproc.cli import main
-from extproc.engine import Engine
+from extproc.cli.main import main
+from extproc.engine.engine import Engine
 from extproc.errors import BundleErrors
+from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
 from extproc.policy.loader import PolicySet, parse
-from extproc.request import HttpRequest, StatedFacts
-from extproc.service import Service
+from extproc.request.http import HttpRequest, StatedFacts
 from extproc.settings import Settings
 from extproc.store.memory import MemoryStore
 from tests.documents import bundle, policy

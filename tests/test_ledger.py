@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.ledger import (
+from extproc.metrics import Metrics
+from extproc.store.ledger import (
     FAILED,
     KILLED,
     KNOWN,
@@ -28,7 +29,6 @@ from extproc.ledger import (
     add_up,
     enter,
 )
-from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
 from tests.records import replace
 

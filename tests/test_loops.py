@@ -17,10 +17,14 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from extproc.admin.board import unpack_all
-from extproc.admin.client import AdminClient
-from extproc.admin.loop_report import LoopPages, Selection, make_report
-from extproc.admin.loops import (
+from extproc.cli.main import main
+from extproc.errors import LoopguardError
+from extproc.ext_proc.service import Service
+from extproc.metrics import Metrics
+from extproc.operator.admin.board import unpack_all
+from extproc.operator.admin.client import AdminClient
+from extproc.operator.admin.loop_report import LoopPages, Selection, make_report
+from extproc.operator.admin.loops import (
     Document,
     Line,
     Row,
@@ -32,14 +36,10 @@ from extproc.admin.loops import (
     merge_rows,
     pack,
 )
-from extproc.admin.pages import make_app
-from extproc.admin.server import AdminServer
-from extproc.cli import main
-from extproc.errors import LoopguardError
-from extproc.loop_table import MAX_LOOPS, MAX_PER_TENANT, MINUTES, Curve, Loop
-from extproc.metrics import Metrics
-from extproc.prices import Prices, read_model
-from extproc.service import Service
+from extproc.operator.admin.pages import make_app
+from extproc.operator.admin.server import AdminServer
+from extproc.operator.loop_table import MAX_LOOPS, MAX_PER_TENANT, MINUTES, Curve, Loop
+from extproc.sessions.prices import Prices, read_model
 from extproc.settings import parse_address
 from extproc.store.boards import MAX_DOCUMENT
 from extproc.store.memory import MemoryStore

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.apis.answers.rpc import MAX_ID
+from extproc.ext_proc.service import Service
 from extproc.pb.external_processor_pb2 import ProcessingResponse
-from extproc.service import Service
-from extproc.similarity.mcp import MAX_ID
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_engine import ANY

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from extproc.answers.apis import find_api
-from extproc.answers.apis.api import Question
-from extproc.answers.apis.bedrock import CONVERSE
-from extproc.model_names import LONGEST_MODEL, find_model
-from extproc.prices import read_model
-from extproc.rates import Price, Rates, Usage
-from extproc.request import HttpRequest
+from extproc.apis.answers import find_api
+from extproc.apis.answers.api import Question
+from extproc.apis.answers.bedrock import CONVERSE
+from extproc.apis.model_names import LONGEST_MODEL, find_model
+from extproc.request.http import HttpRequest
+from extproc.sessions.prices import read_model
+from extproc.sessions.rates import Price, Rates, Usage
 from tests.harness import Upstream
 from tests.messages import body, headers
 from tests.sdks import MODEL_SDKS

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from extproc.answers.edits import NotEdited
-from extproc.answers.narrow import narrow
-from extproc.request import HttpRequest
+from extproc.ext_proc.changes.edits import NotEdited
+from extproc.ext_proc.changes.narrow import narrow
+from extproc.request.http import HttpRequest
 from tests.test_canonical import spelled
 from tests.test_conversation import _ANYTHING, _REQUESTS
 from tests.test_hostile_bodies import HOSTILE

@@ -21,9 +21,9 @@ from openai.types.responses import ToolParam
 from openai.types.responses.response_create_params import ToolChoice
 from pydantic import TypeAdapter
 
-from extproc.answers.edits import NotEdited
-from extproc.answers.narrow import narrow
-from extproc.request import HttpRequest
+from extproc.ext_proc.changes.edits import NotEdited
+from extproc.ext_proc.changes.narrow import narrow
+from extproc.request.http import HttpRequest
 from tests.test_places import VALIDATORS
 
 sys.path.append(str(Path(__file__).parent.parent / "envoy"))

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from extproc.cli import main
-from extproc.loop_table import MAX_LOOPS
-from extproc.overrides import parse_order, write_override
+from extproc.cli.main import main
+from extproc.operator.loop_table import MAX_LOOPS
+from extproc.operator.overrides import parse_order, write_override
 from extproc.store.orders import MAX_ORDERS
 from tests.documents import bundle, policy
 from tests.harness import Loopguard, Stack, eventually, stack

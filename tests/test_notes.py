@@ -12,14 +12,14 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from extproc.fingerprint import NO_BODY
-from extproc.guards.session import PER_TOOL, SessionSubject
-from extproc.hash_key import HashKey
-from extproc.notes import CLOSING, END, OPENING, Marks, cut_notes, ends_with_note, frame_note
-from extproc.quoting import quote, quote_all
-from extproc.similarity import document as documents
-from extproc.similarity.document import Document, NotCounted
-from extproc.similarity.shapes import open_conversation
+from extproc.apis.shapes import open_conversation
+from extproc.request import document as documents
+from extproc.request.document import Document, NotCounted
+from extproc.request.fingerprint import NO_BODY
+from extproc.request.hash_key import HashKey
+from extproc.request.notes import CLOSING, END, OPENING, Marks, cut_notes, ends_with_note, frame_note
+from extproc.request.quoting import quote, quote_all
+from extproc.sessions.limits import PER_TOOL, SessionSubject
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_conversation import _REQUESTS

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from extproc.cli import main
+from extproc.cli.main import main
 from tests.documents import bundle, policy
 from tests.harness import PATIENCE, Loopguard, eventually, write_policies
 

@@ -12,10 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from extproc import overrides
-from extproc.errors import StoreError
-from extproc.fingerprint import hash_tenant
-from extproc.guards.override import (
+from extproc.engine.orders import (
     ALLOW,
     BLOCK,
     GRANT,
@@ -31,9 +28,12 @@ from extproc.guards.override import (
     hash_descriptor,
     sum_grants,
 )
-from extproc.overrides import BadOrderError, Desk, Seen, describe_override, parse_order, read_override, write_override
+from extproc.errors import StoreError
+from extproc.ext_proc.service import Service
+from extproc.operator import overrides
+from extproc.operator.overrides import BadOrderError, Desk, Seen, describe_override, parse_order, read_override, write_override
 from extproc.pb.external_processor_pb2 import ProcessingResponse
-from extproc.service import Service
+from extproc.request.fingerprint import hash_tenant
 from extproc.store.memory import MemoryStore
 from tests.documents import policy
 from tests.messages import body, headers

@@ -19,19 +19,19 @@ from typing import Any
 
 import pytest
 
-from extproc.admin.loop_page import draw_charts, route_page
-from extproc.admin.loop_report import LoopPages
-from extproc.admin.loops import SharedLoops
-from extproc.admin.pages import make_app
-from extproc.admin.server import AdminServer
-from extproc.admin.session_report import SessionPages
-from extproc.admin.sessions import SharedSessions
-from extproc.ledger import LIMITS, Standing
-from extproc.loop_table import MINUTES, Curve
+from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
-from extproc.prices import Prices
-from extproc.service import Service
+from extproc.operator.admin.loop_page import draw_charts, route_page
+from extproc.operator.admin.loop_report import LoopPages
+from extproc.operator.admin.loops import SharedLoops
+from extproc.operator.admin.pages import make_app
+from extproc.operator.admin.server import AdminServer
+from extproc.operator.admin.session_report import SessionPages
+from extproc.operator.admin.sessions import SharedSessions
+from extproc.operator.loop_table import MINUTES, Curve
+from extproc.sessions.prices import Prices
 from extproc.settings import parse_address
+from extproc.store.ledger import LIMITS, Standing
 from extproc.store.memory import MemoryStore
 from tests.documents import policy
 from tests.harness import PATIENCE

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from extproc.similarity.document import NotCounted, decode_json
-from extproc.similarity.patch import AMBIGUOUS, Patch
-from extproc.similarity.shapes import locate_results
-from extproc.similarity.shapes.places import Place, splice
+from extproc.apis.shapes import locate_results
+from extproc.apis.shapes.places import Place, splice
+from extproc.request.document import NotCounted, decode_json
+from extproc.request.patch import AMBIGUOUS, Patch
 from tests.test_canonical import spelled
 from tests.test_conversation import _REQUESTS
 from tests.test_hostile_bodies import HOSTILE

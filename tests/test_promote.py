@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.commands.promote import _write
+from extproc.cli.commands.promote import _write
 from extproc.errors import LoopguardError
 from extproc.policy.splice import insert_behind, remove_member, replace_value
 from tests.documents import bundle, policy

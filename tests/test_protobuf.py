@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.protobuf import DELIMITED, FIXED32, FIXED64, VARINT, Reader, read_varint
+from extproc.ext_proc.protobuf import DELIMITED, FIXED32, FIXED64, VARINT, Reader, read_varint
 from tests.test_wire import field
 
 UNREADABLE = {

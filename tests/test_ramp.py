@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.decision import Action
-from extproc.engine import Engine
-from extproc.fingerprint import MAX_TARGET, NO_BODY
+from extproc.engine.engine import Engine
+from extproc.engine.ramp import Ramp
 from extproc.metrics import Metrics
-from extproc.ramp import Ramp
-from extproc.request import HttpRequest, StatedFacts, compile_descriptors
+from extproc.request.fingerprint import MAX_TARGET, NO_BODY
+from extproc.request.http import HttpRequest, StatedFacts, compile_descriptors
 from extproc.store.memory import MemoryStore
-from extproc.windows import Hit
+from extproc.store.windows import Hit
 from tests.documents import policy
 from tests.test_engine import ANY, LOOP, get, make_engine
 

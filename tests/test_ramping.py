@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from extproc.ramp import Ramp
-from extproc.request import HttpRequest, compile_descriptors
+from extproc.engine.ramp import Ramp
+from extproc.request.http import HttpRequest, compile_descriptors
 from tests.documents import bundle, policy
 from tests.harness import Stack, eventually, stack
 from tests.servers import server

@@ -13,7 +13,7 @@ from genai_prices import calc_price
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.rates import DEAREST, Price, Rates, Usage, look_up
+from extproc.sessions.rates import DEAREST, Price, Rates, Usage, look_up
 
 _MILLION = Usage(1_000_000, 0, 0, 0)
 

@@ -26,8 +26,8 @@ import pytest
 import yaml
 from redis import CredentialProvider
 
-from extproc.cli import main
-from extproc.commands import COMMANDS
+from extproc.cli.commands import COMMANDS
+from extproc.cli.main import main
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from tests.chart import CHART, merged, rendered
@@ -112,7 +112,7 @@ def _has_canary_flags(command: str) -> None:
     """The command takes these flags."""
     question, *arguments = shlex.split(command, comments=True)[2:]
     told = subprocess.run(
-        [sys.executable, "-m", "extproc.cli", "canary", question, "--help"],
+        [sys.executable, "-m", "extproc.cli.main", "canary", question, "--help"],
         cwd=ROOT,
         check=True,
         capture_output=True,

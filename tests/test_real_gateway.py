@@ -21,10 +21,10 @@ import pytest
 import trustme
 import yaml
 
-from extproc.envoy_check.config import find_managers, find_resources
-from extproc.envoy_check.document import Place
-from extproc.envoy_config.options import EnvoyOptions
-from extproc.envoy_config.render import render_bootstrap
+from extproc.cli.envoy_check.config import find_managers, find_resources
+from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_config.options import EnvoyOptions
+from extproc.cli.envoy_config.render import render_bootstrap
 from extproc.options import read_options
 from extproc.policy.loader import load
 from tests.chart import CASES, Object, Values, objects, of_kind

@@ -24,10 +24,10 @@ from typing import Any
 import pytest
 import yaml
 
-from extproc.envoy_check.config import find_managers, find_resources
-from extproc.envoy_check.document import Place
-from extproc.envoy_check.inspect import inspect
-from extproc.envoy_check.needs import find_needs
+from extproc.cli.envoy_check.config import find_managers, find_resources
+from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.inspect import inspect
+from extproc.cli.envoy_check.needs import find_needs
 from tests.chart import NAME, Object, Values, merged, objects, of_kind
 from tests.chart.istio import LEFT
 from tests.documents import bundle, policy

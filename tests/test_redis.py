@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 from redis.credentials import CredentialProvider
 
 from extproc.errors import PartlyAwayError, StoreError, UsageError
-from extproc.ledger import Question, Step
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import certain, open_store, redact_url
 from extproc.store.aside import Aside
 from extproc.store.client import Access
 from extproc.store.credentials import Provided
+from extproc.store.ledger import Question, Step
 from extproc.store.link import Place
 from extproc.store.pending import Pending
 from extproc.store.redis import TAGS, RedisBackend
@@ -38,7 +38,7 @@ from extproc.store.remote_orders import RemoteOrders
 from extproc.store.resp import write_keys, write_word
 from extproc.store.scripts import count_call, session_call
 from extproc.store.topology import SLOTS, One, Slots, Undivided, find_slot, spread_tags
-from extproc.windows import Count, Hit
+from extproc.store.windows import Count, Hit
 from tests.harness import PATIENCE, eventually
 from tests.records import replace
 from tests.servers import Driver, Server, cluster, impostor, listening, relay, replicated, sentinels, server

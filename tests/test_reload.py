@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 from extproc import reload
-from extproc.engine import Engine
+from extproc.engine.engine import Engine
+from extproc.engine.plan import Plan
 from extproc.errors import BundleErrors
 from extproc.metrics import Metrics
-from extproc.plan import Plan
+from extproc.objects import JsonObject
 from extproc.policy.files import read_files
-from extproc.policy.objects import JsonObject
 from extproc.reload import Reloader
 from extproc.settings import Settings
 from tests.documents import bundle, policy

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from extproc.cli import main
-from extproc.fingerprint import NO_BODY, write_crc32
-from extproc.replay import logs
-from extproc.replay.counts import Timeline, Top
+from extproc.cli.main import main
+from extproc.cli.replay import logs
+from extproc.cli.replay.counts import Timeline, Top
+from extproc.request.fingerprint import NO_BODY, write_crc32
 from tests.documents import bundle, policy
 from tests.messages import body, headers
 from tests.test_engine import ANY

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from extproc.cli import main
+from extproc.cli.main import main
 from tests.documents import bundle, policy
 from tests.harness import Stack, eventually, stack
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from extproc.cli import main
-from extproc.replay.page import draw_chart, render_page
+from extproc.cli.main import main
+from extproc.cli.replay.page import draw_chart, render_page
 from tests.documents import bundle, policy
 from tests.test_replay import USER, make_record, write_lines
 

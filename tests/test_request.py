@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.request import MAX_TOKEN, HttpRequest, StatedFacts, compile_descriptors, decode_claims, write_claim
+from extproc.request.http import MAX_TOKEN, HttpRequest, StatedFacts, compile_descriptors, decode_claims, write_claim
 
 REQUEST = HttpRequest(
     "POST",

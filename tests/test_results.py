@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.similarity.results import (
+from extproc.detectors.results import (
     _ERRORS,
     _NO_ERRORS,
     _RETURN_CODE,

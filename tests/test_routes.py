@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.fingerprint import normalize_path
+from extproc.engine.routes import Index
 from extproc.policy.bundle import Selector
-from extproc.policy.routes import Index
+from extproc.request.fingerprint import normalize_path
 
 Request = tuple[str, str, str, str]  # method, authority, path, route
 

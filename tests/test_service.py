@@ -18,20 +18,20 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from extproc.errors import ProtocolError, StoreError
-from extproc.fingerprint import hash_tenant, write_crc32
-from extproc.ledger import Question
+from extproc.ext_proc.service import BUFFER_LIMIT_METADATA, Reply, Service, Stream
+from extproc.ext_proc.throttle import Holds
+from extproc.ext_proc.upload import SMALLEST_LIMIT
+from extproc.ext_proc.wire import LARGE, MAX_HEADERS, parse_message, read_request
 from extproc.metrics import Metrics
 from extproc.pb.base_pb2 import HeaderMap, HeaderValue
 from extproc.pb.external_processor_pb2 import CommonResponse, HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse
-from extproc.service import BUFFER_LIMIT_METADATA, Reply, Service, Stream
+from extproc.request.fingerprint import hash_tenant, write_crc32
 from extproc.settings import Settings
 from extproc.store import Store
+from extproc.store.ledger import Question
 from extproc.store.memory import MemoryStore
 from extproc.store.orders import Orders
-from extproc.throttle import Holds
-from extproc.upload import SMALLEST_LIMIT
-from extproc.windows import Push
-from extproc.wire import LARGE, MAX_HEADERS, parse_message, read_request
+from extproc.store.windows import Push
 from tests.documents import policy
 from tests.messages import MODES, body, headers
 from tests.test_engine import ANY, make_engine

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.ledger import LIMITS as LIMITS_BY_PLACE
-from extproc.ledger import RECORD, Standing, Step
 from extproc.metrics import Metrics
-from extproc.similarity.document import Document
-from extproc.similarity.history import read_tool_calls
+from extproc.request.document import Document
+from extproc.sessions.history import read_tool_calls
+from extproc.store.ledger import LIMITS as LIMITS_BY_PLACE
+from extproc.store.ledger import RECORD, Standing, Step
 from extproc.store.memory import MemoryStore
 from tests.records import replace
 from tests.test_ledger import Asking, limit

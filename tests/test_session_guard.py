@@ -10,16 +10,16 @@ from typing import Any, Literal
 
 import pytest
 
-from extproc.access_log import Entry
-from extproc.admin.sessions import list_sessions, merge_sessions
-from extproc.cli import main
-from extproc.fingerprint import hash_tenant
-from extproc.guards.override import BLOCK, Override, Overrides, Target
-from extproc.guards.session_names import hash_session
+from extproc.cli.main import main
+from extproc.engine.orders import BLOCK, Override, Overrides, Target
+from extproc.engine.settlements import Entry
+from extproc.ext_proc.service import Service
+from extproc.operator.admin.sessions import list_sessions, merge_sessions
 from extproc.pb.external_processor_pb2 import ProcessingResponse
-from extproc.policy.bundle import BUDGET_KEYS
-from extproc.rates import Usage
-from extproc.service import Service
+from extproc.request.fingerprint import hash_tenant
+from extproc.sessions.names import hash_session
+from extproc.sessions.rates import Usage
+from extproc.sessions.session_limits import BUDGET_KEYS
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_engine import ANY

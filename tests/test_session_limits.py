@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from extproc.policy.bundle import BUDGET_KEYS, Session
+from extproc.sessions.session_limits import BUDGET_KEYS, Session
 from tests.test_loader import check, plain, refused, spec
 
 LIMITS: dict[str, Any] = {
@@ -118,7 +118,7 @@ def test_each_key_is_checked(limits: object, place: str, message: str) -> None:
 
 def test_a_limit_of_money_needs_the_price_of_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the extra that knows prices, unknown_model or a price for `*` is required."""
-    monkeypatch.setattr("extproc.policy.session_limits.find_spec", lambda _: None)
+    monkeypatch.setattr("extproc.sessions.session_limits.find_spec", lambda _: None)
     price = {"input": 1, "output": 2}
 
     assert plain(refused(spec(session_limits={"max_cost_per_session": 1, "prices": {"gpt-*": price}}))) == [

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from extproc.access_log import Entry
-from extproc.ledger import Standing
+from extproc.engine.settlements import Entry
 from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import ProcessingResponse
-from extproc.rates import Usage
+from extproc.sessions.rates import Usage
+from extproc.store.ledger import Standing
 from extproc.store.memory import MemoryStore
 from tests.test_service import make_service, metadata_of
 from tests.test_session_guard import ask, limited, status

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 
-from extproc.admin.board import unpack_all
-from extproc.admin.client import AdminClient
-from extproc.admin.pages import make_app
-from extproc.admin.server import AdminServer
-from extproc.admin.session_report import SessionPages, SessionSelection, report_sessions
-from extproc.admin.sessions import (
+from extproc.cli.main import main
+from extproc.errors import LoopguardError
+from extproc.metrics import Metrics
+from extproc.operator.admin.board import unpack_all
+from extproc.operator.admin.client import AdminClient
+from extproc.operator.admin.pages import make_app
+from extproc.operator.admin.server import AdminServer
+from extproc.operator.admin.session_report import SessionPages, SessionSelection, report_sessions
+from extproc.operator.admin.sessions import (
     SessionRow,
     SessionView,
     SharedSessions,
@@ -26,14 +29,11 @@ from extproc.admin.sessions import (
     merge_sessions,
     pack_sessions,
 )
-from extproc.cli import main
-from extproc.errors import LoopguardError
-from extproc.ledger import LIMITS, Standing
-from extproc.metrics import Metrics
-from extproc.rates import Usage
-from extproc.session_table import MAX_CALLS, MAX_PER_TENANT, MAX_SESSIONS, OVERFLOW, Run, SessionTable
+from extproc.operator.session_table import MAX_CALLS, MAX_PER_TENANT, MAX_SESSIONS, OVERFLOW, Run, SessionTable
+from extproc.sessions.rates import Usage
 from extproc.settings import parse_address
 from extproc.store.boards import MAX_DOCUMENT
+from extproc.store.ledger import LIMITS, Standing
 from extproc.store.memory import MemoryStore
 
 TENANT, OTHER = "a" * 16, "b" * 16

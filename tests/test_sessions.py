@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from extproc.engine.evaluation import Evaluation
 from extproc.errors import StoreError
-from extproc.evaluation import Evaluation
-from extproc.fingerprint import NO_BODY
+from extproc.ext_proc.service import Reply, Service
+from extproc.ext_proc.wire import parse_message, read_request
 from extproc.pb.external_processor_pb2 import ProcessingResponse
-from extproc.policy.bundle import SESSION_HEADERS
-from extproc.service import Reply, Service
-from extproc.wire import parse_message, read_request
+from extproc.request.fingerprint import NO_BODY
+from extproc.sessions.session_limits import SESSION_HEADERS
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_engine import ANY, make_engine

@@ -15,8 +15,8 @@ from typing import Any
 import openai
 import pytest
 
-from extproc.cli import main
-from extproc.guards.session_names import hash_session
+from extproc.cli.main import main
+from extproc.sessions.names import hash_session
 from tests.documents import bundle
 from tests.harness import PATIENCE, Answer, Loopguard, Stack, envoy_version, eventually, stack
 from tests.sdks import MODEL_SDKS

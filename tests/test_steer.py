@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from extproc.answers.steer import MAX_PLACES
-from extproc.notes import CLOSING, END, OPENING, cut_notes
+from extproc.ext_proc.changes.steer import MAX_PLACES
+from extproc.ext_proc.service import Service
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
-from extproc.service import Service
+from extproc.request.notes import CLOSING, END, OPENING, cut_notes
 from tests.documents import policy
 from tests.messages import body, headers, make_marks
 from tests.test_detectors import encoded, looked_into, looping, post, several

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from extproc.notes import OPENING
+from extproc.request.notes import OPENING
 from tests.documents import bundle, policy
 from tests.frameworks import FRAMEWORKS, Errand
 from tests.harness import stack

@@ -15,8 +15,8 @@ import h2.connection
 import h2.events
 import pytest
 
-from extproc.hash_key import read_hash_key
-from extproc.notes import CLOSING, END, OPENING, Marks, cut_notes
+from extproc.request.hash_key import read_hash_key
+from extproc.request.notes import CLOSING, END, OPENING, Marks, cut_notes
 from tests.documents import bundle, policy
 from tests.harness import PATIENCE, Loopguard, Seen, Stack, envoy_version, eventually, stack
 from tests.servers import server

@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extproc.engine.evaluation import Evaluation
 from extproc.errors import StoreError, UsageError
-from extproc.evaluation import Evaluation
-from extproc.fingerprint import NO_BODY
-from extproc.ledger import Limits, add_up
 from extproc.metrics import Metrics
-from extproc.request import HttpRequest
+from extproc.request.fingerprint import NO_BODY
+from extproc.request.http import HttpRequest
 from extproc.store import open_store, orders, remote_orders
 from extproc.store.boards import MAX_DOCUMENT, MAX_REPLICAS
+from extproc.store.ledger import Limits, add_up
 from extproc.store.memory import MemoryStore
 from extproc.store.orders import MAX_ORDER
-from extproc.windows import Count, Hit, Push
+from extproc.store.windows import Count, Hit, Push
 from tests.documents import policy
 from tests.records import replace
 from tests.servers import REDIS, Driver, cluster, server

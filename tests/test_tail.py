@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.detectors.tail import Tail, fold
 from extproc.policy.bundle import LoopDetection
-from extproc.similarity.document import Document, NotCounted
-from extproc.similarity.tail import Tail, fold
+from extproc.request.document import Document, NotCounted
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_conversation import BODIES

@@ -27,8 +27,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from extproc.cli import main
-from extproc.envoy_config.options import EnvoyOptions
+from extproc.cli.envoy_config.options import EnvoyOptions
+from extproc.cli.main import main
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.options import read_options

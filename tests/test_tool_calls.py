@@ -12,12 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from extproc.decision import Repeat
+from extproc.detectors.actions import MAX_NAME
+from extproc.detectors.keys import Tool
+from extproc.detectors.tool_calls import NO_CALLS, ToolCalls
+from extproc.detectors.tools import Limit, Limits, matches
 from extproc.policy.bundle import LoopDetection
-from extproc.similarity.actions import MAX_NAME
-from extproc.similarity.document import MAX_STEPS, Document, NotCounted
-from extproc.similarity.keys import Tool
-from extproc.similarity.tool_calls import NO_CALLS, ToolCalls
-from extproc.similarity.tools import Limit, Limits, matches
+from extproc.request.document import MAX_STEPS, Document, NotCounted
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_conversation import BODIES

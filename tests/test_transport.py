@@ -17,10 +17,10 @@ import grpc.aio
 import pytest
 
 from extproc.errors import LoopguardError
+from extproc.ext_proc.service import Service
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.server import Transport
-from extproc.service import Service
 from extproc.settings import parse_address
 from extproc.transport.fast import FastServer
 from extproc.transport.grpc import frame_message

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from extproc.cli import main
-from extproc.replay.tune import Pair, recommend
+from extproc.cli.main import main
+from extproc.cli.replay.tune import Pair, recommend
 from tests.documents import bundle, policy
 from tests.test_engine import ANY
 from tests.test_replay import USER, make_record, write_lines

@@ -13,16 +13,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from extproc.decision import Repeat
-from extproc.guards.loop import Detector
+from extproc.detectors import make_similarity
+from extproc.detectors.keys import Tool
+from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, TurnRule, keep_newest
+from extproc.detectors.tools import Limit, Limits
+from extproc.detectors.turn import MAX_ENTRY, decode_turn, encode_turn
+from extproc.detectors.turns import Turns
+from extproc.engine.loop import Detector
 from extproc.policy.bundle import LoopDetection
-from extproc.similarity import make_similarity
-from extproc.similarity.document import Document, NotCounted
-from extproc.similarity.keys import Tool
-from extproc.similarity.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, TurnRule, keep_newest
-from extproc.similarity.tools import Limit, Limits
-from extproc.similarity.turn import MAX_ENTRY, decode_turn, encode_turn
-from extproc.similarity.turns import Turns
-from extproc.windows import UNCOUNTED, Push, Ring, push
+from extproc.request.document import Document, NotCounted
+from extproc.store.windows import UNCOUNTED, Push, Ring, push
 from tests.test_conversation import _REQUESTS
 from tests.test_hostile_bodies import HOSTILE
 from tests.turn_writers import SHAPES, STYLES, Did, as_anthropic, as_chat, as_observed, as_responses, as_text

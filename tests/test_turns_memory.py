@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extproc.detectors import actions, results, turn
+from extproc.detectors.actions import THOUGHTS, read_text_action
+from extproc.detectors.results import MAX_NORMALIZED, normalize
+from extproc.detectors.turns import Turns
 from extproc.policy.bundle import LoopDetection
-from extproc.similarity import actions, results, turn
-from extproc.similarity.actions import THOUGHTS, read_text_action
-from extproc.similarity.document import Document, NotCounted, count_left
-from extproc.similarity.results import MAX_NORMALIZED, normalize
-from extproc.similarity.turns import Turns
+from extproc.request.document import Document, NotCounted, count_left
 from tests.test_conversation import _REQUESTS, BODIES
 from tests.test_turns import WRITERS
 from tests.turn_writers import Did, as_chat

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from extproc.access_log import AccessLog, Entry
-from extproc.envoy_config.options import EnvoyOptions
+from extproc.cli.envoy_config.options import EnvoyOptions
+from extproc.engine.settlements import Entry
+from extproc.ext_proc.access_log import AccessLog
 from extproc.options import read_options
-from extproc.rates import Usage
+from extproc.sessions.rates import Usage
 from extproc.settings import parse_address
 from extproc.transport.health import Health
 from tests.documents import bundle

@@ -16,9 +16,9 @@ import pytest
 import websockets.exceptions
 import websockets.sync.client
 
-from extproc.guards.override import ALLOW, BLOCK
+from extproc.engine.orders import ALLOW, BLOCK
+from extproc.ext_proc.service import Service
 from extproc.pb.external_processor_pb2 import ProcessingRequest
-from extproc.service import Service
 from tests.documents import bundle, policy
 from tests.harness import Stack, stack
 from tests.messages import headers

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.windows import Count, Hit, Push, Ring, log, push, tally
+from extproc.store.windows import Count, Hit, Push, Ring, log, push, tally
 from tests.records import replace
 
 WINDOW_TYPES = ("sliding_ttl", "sliding_log", "fixed")

@@ -9,9 +9,9 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from extproc import wire
+from extproc.ext_proc import wire
+from extproc.ext_proc.wire import BODY_UNTOLD, LARGE, parse_message
 from extproc.pb.external_processor_pb2 import HttpHeaders, ProcessingRequest
-from extproc.wire import BODY_UNTOLD, LARGE, parse_message
 from tests.messages import ATTRIBUTES, body, headers
 
 
