@@ -167,7 +167,7 @@ BUNDLES: list[object] = [
     *(spec(**{name: value}) for name, value, _ in SPEC_FIELDS),
     *(entries(changes) for changes, _ in ENTRIES),
     *UNENFORCED,
-    *(path.read_bytes() for path in Path(extproc.__file__).parent.glob("presets/*.json")),
+    *(path.read_bytes() for path in Path(extproc.__file__).parent.glob("cli/presets/*.json")),
     [FULL, GOOD | {"id": "q"}],
     bundle(GOOD),
     {"id": "p", "spec": {}},

@@ -691,7 +691,7 @@ def test_the_only_replica_is_asked_again_after_a_stall() -> None:
 
 # ---- Templates
 
-TEMPLATES = sorted((ROOT / "extproc" / "envoy_config" / "templates").iterdir())
+TEMPLATES = sorted((ROOT / "extproc" / "cli" / "envoy_config" / "templates").iterdir())
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
