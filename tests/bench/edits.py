@@ -14,7 +14,7 @@ from extproc.answers.steer import steer
 from extproc.request import HttpRequest
 from extproc.similarity.patch import MAX_BYTES
 from tests.bench.report import progress
-from tests.messages import make_marks
+from tests.support.messages import make_marks
 
 _Edit: TypeAlias = Callable[[bytes], bytes]
 
