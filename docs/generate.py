@@ -40,7 +40,7 @@ start with `x-`, which are ignored. [Policies](policies.md) and [detectors](dete
 
 METRICS_HEAD = "Loopguard serves these at `/metrics` of the admin port."
 
-FINDINGS_HEAD = "The report says where each finding is, and what would be right. [Check a configuration](mesh.md#checking-it)."
+FINDINGS_HEAD = "The report says where each finding is, and what would be right. [Check a configuration](mesh.md#check-a-configuration)."
 
 UNENFORCED = {"Rule", "FallbackLimit"}
 """Parts of a Fairvisor bundle of which nothing but `limit_keys` has an effect."""
