@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,9 @@ start with `x-`, which are ignored. [Policies](policies.md) and [detectors](dete
 
 METRICS_HEAD = "Loopguard serves these at `/metrics` of the admin port."
 
-FINDINGS_HEAD = "The report says where each finding is, and what would be right. [Check a configuration](mesh.md#check-a-configuration)."
+FINDINGS_HEAD = (
+    "The report says where each finding is, and what would be right. [Check a configuration](mesh.md#check-a-configuration)."
+)
 
 UNENFORCED = {"Rule", "FallbackLimit"}
 """Parts of a Fairvisor bundle of which nothing but `limit_keys` has an effect."""
@@ -52,31 +54,37 @@ def make_page() -> str:
         HEAD,
         "## Commands",
         COMMANDS_HEAD,
-        "\n".join(_write_line(name, _load(name).HELP) for name in COMMANDS),
+        _write_table("command", (_write_row(name, _load(name).HELP) for name in COMMANDS)),
         "## Flags of `serve`",
         SERVE_HEAD,
-        "\n".join([*_list_flags("serve"), *_list_variables()]),
+        _write_table("flag", [*_list_flags("serve"), *_list_variables()]),
         "## Flags of `envoy-config`",
-        "\n".join(_list_flags("envoy-config")),
+        _write_table("flag", _list_flags("envoy-config")),
         "## Flags of `check-envoy`",
-        "\n".join(_list_flags("check-envoy")),
+        _write_table("flag", _list_flags("check-envoy")),
         "## Findings of `check-envoy`",
         FINDINGS_HEAD,
-        "\n".join(_write_line(code, meaning) for code, meaning in CODES.items()),
+        _write_table("code", (_write_row(code, meaning) for code, meaning in CODES.items())),
         "## Policy keys",
         KEYS_HEAD,
         *_list_objects(),
         "## Metrics",
         METRICS_HEAD,
-        "\n".join(_list_metrics()),
+        _write_table("metric", _list_metrics()),
     ]
     return "\n\n".join(blocks) + "\n"
 
 
-def _write_line(name: str, text: str, told: str = "") -> str:
-    """An entry of a list: a name, a remark in brackets, and a sentence."""
+def _write_table(heading: str, rows: Iterable[str]) -> str:
+    return "\n".join([f"|{heading}|meaning|", "|---|---|", *rows])
+
+
+def _write_row(name: str, text: str, told: str = "") -> str:
+    """A name and a sentence, with a remark behind it."""
     text = text if text[1].isupper() else text[0].upper() + text[1:]
-    return f"- `{name}`{told and f' ({told})'}: {text.removesuffix('.')}."
+    cells = f"`{name}`", f"{text.removesuffix('.')}.{told and f' {told}.'}"
+    first, second = [cell.replace("|", "\\|") for cell in cells]
+    return f"|{first}|{second}|"
 
 
 def _load(command: str) -> Any:  # noqa: ANN401  # a module
@@ -84,7 +92,7 @@ def _load(command: str) -> Any:  # noqa: ANN401  # a module
 
 
 def _list_flags(command: str) -> Iterator[str]:
-    """A line for each flag, from what its --help says."""
+    """A row for each flag, from what its --help says."""
     parser = argparse.ArgumentParser(add_help=False)
     _load(command).add_flags(parser)
     for action in parser._actions:  # noqa: SLF001  # argparse has no other way to list them
@@ -93,18 +101,18 @@ def _list_flags(command: str) -> Iterator[str]:
             text = re.sub(rf" \[{ENV_PREFIX}\w+\]$", "", action.help or "")
             text = re.sub(r" \(default (.+)\)$", r". Default: `\1`", text)
             text = re.sub(r" \(default: (.+)\)$", r". Default: \1", text)
-            yield _write_line(name, text)
+            yield _write_row(name, text)
 
 
 def _list_variables() -> Iterator[str]:
-    """A line for each setting of `serve` that is not a flag."""
+    """A row for each setting of `serve` that is not a flag."""
     for item in Settings.__dataclass_fields__.values():
         if item.metadata["metavar"] == ENVIRONMENT_ONLY:
-            yield _write_line(f"{ENV_PREFIX}{item.name.upper()}", item.metadata["help"], ENVIRONMENT_ONLY)
+            yield _write_row(f"{ENV_PREFIX}{item.name.upper()}", item.metadata["help"], ENVIRONMENT_ONLY.capitalize())
 
 
 def _list_objects() -> Iterator[str]:
-    """For each object of a bundle, from the outside in: a heading, what it is, and a line for each of its keys."""
+    """For each object of a bundle, from the outside in: a heading, what it is, and a table of its keys."""
     definitions = make_schema()["$defs"]
     places: dict[str, list[str]] = {"Bundle": ["a bundle"]}
     waiting = ["Bundle"]
@@ -122,10 +130,10 @@ def _list_objects() -> Iterator[str]:
         yield definition["description"]
         required = definition.get("required", [])
         keys = sorted(definition["properties"].items(), key=lambda item: (item[0] not in required, item[0]))
-        yield "\n".join(
-            _write_line(key, value["description"], "required" if key in required else _show_default(value))
-            for key, value in keys
-        )
+        rows = [
+            _write_row(key, each["description"], "Required" if key in required else _show_default(each)) for key, each in keys
+        ]
+        yield _write_table("key", rows)
 
 
 def _show_default(schema: dict[str, Any]) -> str:
@@ -133,18 +141,18 @@ def _show_default(schema: dict[str, Any]) -> str:
     if default in (None, "", []) or isinstance(default, dict):
         return ""
     words = default if isinstance(default, list) else [default] if isinstance(default, str) else [json.dumps(default)]
-    return f"default {', '.join(f'`{word}`' for word in words)}"
+    return f"Default: {', '.join(f'`{word}`' for word in words)}"
 
 
 def _list_metrics() -> Iterator[str]:
-    """A line for each metric, with its labels."""
+    """A row for each metric, with its labels."""
     metrics = Metrics()
     Pairs().show(metrics)
     for collector in dict.fromkeys(metrics.registry._names_to_collectors.values()):  # noqa: SLF001  # as below: labels of a metric
         (family,) = collector.collect()  # without a value yet are nowhere else
         labels = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
         name = f"{family.name}_total" if family.type == "counter" else family.name
-        yield _write_line(name + (f"{{{','.join(labels)}}}" if labels else ""), family.documentation)
+        yield _write_row(name + (f"{{{','.join(labels)}}}" if labels else ""), family.documentation)
 
 
 def main(arguments: list[str]) -> int:

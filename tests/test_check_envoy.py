@@ -1108,4 +1108,4 @@ def test_every_code_is_documented() -> None:
     )
 
     assert len(CHECKS) > 1
-    assert [code for code in sorted(codes) if f"\n- `{code}`: " not in page] == []
+    assert [code for code in sorted(codes) if f"\n|`{code}`|" not in page] == []

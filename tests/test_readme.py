@@ -404,8 +404,8 @@ def test_every_key_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
     parts = json.loads(capsys.readouterr().out)["$defs"]
     entries = {keys["description"]: set(keys["properties"]) for name, keys in parts.items() if name not in generate.UNENFORCED}
 
-    sections = re.findall(r"^### Keys of .*\n\n(.*)\n\n((?:- .*\n)+)", REFERENCE.read_text(), re.MULTILINE)
-    assert {about: set(re.findall(r"^- `(\w+)`", rows, re.MULTILINE)) for about, rows in sections} == entries
+    sections = re.findall(r"^### Keys of .*\n\n(.*)\n\n((?:\|.*\n)+)", REFERENCE.read_text(), re.MULTILINE)
+    assert {about: set(re.findall(r"^\|`(\w+)`", rows, re.MULTILINE)) for about, rows in sections} == entries
 
 
 def test_every_metric_is_documented() -> None:
@@ -414,12 +414,12 @@ def test_every_metric_is_documented() -> None:
     metrics = Metrics()
     Pairs().show(metrics)
 
-    assert [metric.name for metric in metrics.registry.collect() if f"\n- `{metric.name}" not in text] == []
+    assert [metric.name for metric in metrics.registry.collect() if f"\n|`{metric.name}" not in text] == []
 
 
 def test_every_flag_of_serve_is_documented_with_its_default() -> None:
     """The reference lists the flags of `serve` and no other, each with its default."""
-    table = re.findall(r"^- `--([a-z-]+).*?`: .*?(?:Default: `(.*?)`)?\.$", read_section("Flags of `serve`"), re.MULTILINE)
+    table = re.findall(r"^\|`--([a-z-]+).*?`\|.*?(?:Default: `(.*?)`\.)?\|$", read_section("Flags of `serve`"), re.MULTILINE)
     known = {item.name.replace("_", "-"): str(getattr(item.default, "text", item.default or "")) for item in fields(Settings)}
     del known["store-password"]  # environment only
 
@@ -435,7 +435,7 @@ def test_every_flag_of_envoy_config_is_documented(capsys: pytest.CaptureFixture[
     flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
 
     assert len(flags) > 1
-    assert set(re.findall(r"^- `(--[a-z-]+)", read_section("Flags of `envoy-config`"), re.MULTILINE)) == flags
+    assert set(re.findall(r"^\|`(--[a-z-]+)", read_section("Flags of `envoy-config`"), re.MULTILINE)) == flags
 
 
 def test_every_flag_of_check_envoy_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
@@ -445,7 +445,7 @@ def test_every_flag_of_check_envoy_is_documented(capsys: pytest.CaptureFixture[s
     flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
 
     assert len(flags) > 1
-    assert set(re.findall(r"^- `(--[a-z-]+)", read_section("Flags of `check-envoy`"), re.MULTILINE)) == flags
+    assert set(re.findall(r"^\|`(--[a-z-]+)", read_section("Flags of `check-envoy`"), re.MULTILINE)) == flags
 
 
 def test_no_flag_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
