@@ -1,4 +1,4 @@
-"""Make reference.md: commands, flags, policy keys, metrics and findings, as the code describes them.
+"""Make reference.md: flags, policy keys, metrics and findings, as the code describes them.
 
 python docs/generate.py            writes it
 python docs/generate.py --check    writes nothing; exit code 1 if it is out of date
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from extproc.canary.pairs import Pairs
-from extproc.commands import COMMANDS
 from extproc.envoy_check.findings import CODES
 from extproc.metrics import Metrics
 from extproc.options import ENVIRONMENT_ONLY
@@ -27,10 +26,8 @@ PAGE = Path(__file__).parent / "reference.md"
 
 HEAD = """# Reference
 
-`python docs/generate.py` writes this page from the code. The guides say how to use what is listed here:
-[operations](operations.md), [Envoy](mesh.md), [policies](policies.md)."""
-
-COMMANDS_HEAD = "`loopguard COMMAND --help` shows the flags of a command, with examples."
+`python docs/generate.py` writes this page from the code. `loopguard --help` lists the commands, and `loopguard COMMAND --help` the flags
+of each, with examples."""
 
 SERVE_HEAD = """Every flag is also an environment variable: `--max-streams` is `LOOPGUARD_MAX_STREAMS`. If both are set, the
 flag is used."""
@@ -52,9 +49,6 @@ def make_page() -> str:
     """The whole of reference.md."""
     blocks = [
         HEAD,
-        "## Commands",
-        COMMANDS_HEAD,
-        _write_table("command", (_write_row(name, _load(name).HELP) for name in COMMANDS)),
         "## Flags of `serve`",
         SERVE_HEAD,
         _write_table("flag", [*_list_flags("serve"), *_list_variables()]),
