@@ -1,6 +1,6 @@
 """Build hook: makes extproc/pb/ from protos/, and compiles with mypyc what every request passes through.
 
-- What is compiled stands in pyproject.toml, and beside it what is not and why.
+- Every module is compiled but those that say below their docstring why they are not, or whose folder's `__init__.py` does.
 - Only wheels are compiled. An editable install stays plain Python, and nothing but extproc/pb/ is written beside the sources.
 - Compiled or not, the sources are the same. Without a C compiler, or with LOOPGUARD_PURE=1, the wheel is plain Python.
 - mypyc runs in a process of its own: it ends the one that it runs in, and compilers write to its output as they like.
@@ -18,10 +18,12 @@ which no type checker knows; the tests that run on the compiled wheel find what 
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -35,7 +37,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent
 PROTOS = ROOT / "protos"
-PB = ROOT / "extproc" / "pb"
+PACKAGE = ROOT / "extproc"
+PB = PACKAGE / "pb"
+
+INTERPRETED = re.compile(r"^# interpreted(, with all below)?: \S", re.MULTILINE)
+"""How a module says that it is not compiled, and why."""
+
+INTERPRETED_BELOW = re.compile(r"^# interpreted, with all below: \S", re.MULTILINE)
+"""How a folder's `__init__.py` says it of all that is in the folder."""
 
 _NO_COMPILER = 3
 """Exit code of the process that compiles: not even the probe could be built."""
@@ -66,7 +75,7 @@ class BuildHook(BuildHookInterface[Any]):
         self._folder = TemporaryDirectory()  # there until the wheel is made
         folder = Path(self._folder.name)
         try:
-            compile_modules(select_modules(self.config), folder)
+            compile_modules(select_modules(), folder)
         except NoCompilerError as error:
             self.app.display_warning(f"loopguard stays plain Python, at twice the CPU time, for want of a C compiler: {error}")
             return
@@ -102,21 +111,20 @@ def generate_protos() -> None:
                 (PB / file.name).write_bytes(file.read_bytes())
 
 
-def select_modules(config: Mapping[str, Any]) -> list[str]:
-    """The modules to compile.
-
-    Args:
-        config: the hook's table in pyproject.toml. `compiled` holds paths and patterns, `interpreted` the same with reasons:
-            exceptions from those patterns, but not from those paths.
-    """
-    compiled = config["compiled"]
-    paths = {pattern for pattern in compiled if "*" not in pattern}
-    return sorted(paths | find_modules(compiled) - find_modules(config["interpreted"]))
-
-
-def find_modules(patterns: Iterable[str]) -> set[str]:
-    """Paths below the project."""
-    return {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)}
+def select_modules(package: Path = PACKAGE) -> list[str]:
+    """The modules to compile, as paths below the project: all but those that say why not, and those that hold no code."""
+    chosen = []
+    for path in sorted(package.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        folders = [folder / "__init__.py" for folder in path.parents if folder != package and folder.is_relative_to(package)]
+        if (
+            PB not in path.parents
+            and len(ast.parse(text).body) > 1
+            and not INTERPRETED.search(text)
+            and not any(INTERPRETED_BELOW.search(folder.read_text(encoding="utf-8")) for folder in folders)
+        ):
+            chosen.append(str(path.relative_to(package.parent)))
+    return chosen
 
 
 def compile_modules(modules: Sequence[str], folder: Path) -> None:

@@ -15,9 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from extproc.canary.pairs import Pairs
-from extproc.envoy_check.findings import CODES
+from extproc.cli.envoy_check.findings import CODES
 from extproc.metrics import Metrics
+from extproc.operator.canary.pairs import Pairs
 from extproc.options import ENVIRONMENT_ONLY
 from extproc.policy.bundle import make_schema
 from extproc.settings import ENV_PREFIX, Settings
@@ -26,8 +26,8 @@ PAGE = Path(__file__).parent / "reference.md"
 
 HEAD = """# Reference
 
-`python docs/generate.py` writes this page from the code. `loopguard --help` lists the commands, and `loopguard COMMAND --help` the flags
-of each, with examples."""
+`python docs/generate.py` writes this page from the code. `loopguard --help` lists the commands, and
+`loopguard COMMAND --help` the flags of each, with examples."""
 
 SERVE_HEAD = """Every flag is also an environment variable: `--max-streams` is `LOOPGUARD_MAX_STREAMS`. If both are set, the
 flag is used."""
@@ -82,7 +82,7 @@ def _write_row(name: str, text: str, told: str = "") -> str:
 
 
 def _load(command: str) -> Any:  # noqa: ANN401  # a module
-    return import_module(f"extproc.commands.{command.replace('-', '_')}")
+    return import_module(f"extproc.cli.commands.{command.replace('-', '_')}")
 
 
 def _list_flags(command: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from demo import read_body, serving
 
-from extproc.notes import END, OPENING
+from extproc.request.notes import END, OPENING
 
 NAME = "fake-model-1"
 USER = "x-user-id"

@@ -1,4 +1,5 @@
 """What can go wrong, each error carrying what the one who has to hear it needs."""
+# interpreted: exceptions and words about them
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Log lines for people or machines, and a limit on how many of one kind are written."""
+# interpreted: subclasses logging's own, for lines that are few
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Every metric, named once. No label takes a value that a client chooses."""
+# interpreted: names what is counted elsewhere; the rest is prometheus-client's time
 
 from __future__ import annotations
 

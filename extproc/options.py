@@ -1,4 +1,5 @@
 """A command's options, each declared once: a field of a frozen dataclass that says how its text is read and what it is for."""
+# interpreted: reads options, once
 
 from __future__ import annotations
 

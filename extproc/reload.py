@@ -1,4 +1,5 @@
 """Watch the policy files and swap the engine; a bad change keeps the last good one."""
+# interpreted: waits for files
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from watchfiles import awatch
 from watchfiles.main import FileChange
 
-from extproc.engine import Engine
+from extproc.engine.engine import Engine
+from extproc.engine.routes import copy_text
 from extproc.errors import BundleError, BundleErrors, excerpt
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.policy.bundle import Policy
 from extproc.policy.files import find_directories, read_files, read_what_can_be
 from extproc.policy.loader import PolicySet, Source, Unenforced, list_raw, parse
-from extproc.policy.routes import copy_text
 from extproc.settings import Settings
 
 _LOG = logging.getLogger("loopguard")

@@ -1,4 +1,5 @@
 """Assemble the parts, listen, and drain."""
+# interpreted: starts and stops the process
 
 from __future__ import annotations
 
@@ -17,35 +18,35 @@ from typing import Any, Protocol
 
 import msgspec
 
-from extproc.admin.board import Board
-from extproc.admin.credentials import Credentials
-from extproc.admin.loop_page import route_page as route_loop_page
-from extproc.admin.loop_report import LoopPages
-from extproc.admin.loops import SharedLoops, View
-from extproc.admin.overrides import route_overrides
-from extproc.admin.pages import Page, make_app, route_page
-from extproc.admin.server import AdminServer
-from extproc.admin.session_report import SessionPages
-from extproc.admin.sessions import SessionView, SharedSessions
-from extproc.canary.report import describe_canaries
-from extproc.canary.sharing import Sharing
-from extproc.canary.states import State
-from extproc.canary.verdict import Rules
-from extproc.engine import Engine
+from extproc.engine.engine import Engine
 from extproc.errors import StoreError
-from extproc.events import LoopEvents, SessionEvents, open_events
-from extproc.hash_key import read_hash_key
-from extproc.key_sharing import KeySharing
+from extproc.ext_proc.service import Service
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
-from extproc.overrides import Desk, Seen, describe_override
+from extproc.operator.admin.board import Board
+from extproc.operator.admin.credentials import Credentials
+from extproc.operator.admin.loop_page import route_page as route_loop_page
+from extproc.operator.admin.loop_report import LoopPages
+from extproc.operator.admin.loops import SharedLoops, View
+from extproc.operator.admin.overrides import route_overrides
+from extproc.operator.admin.pages import Page, make_app, route_page
+from extproc.operator.admin.server import AdminServer
+from extproc.operator.admin.session_report import SessionPages
+from extproc.operator.admin.sessions import SessionView, SharedSessions
+from extproc.operator.canary.report import describe_canaries
+from extproc.operator.canary.sharing import Sharing
+from extproc.operator.canary.states import State
+from extproc.operator.canary.verdict import Rules
+from extproc.operator.events import LoopEvents, SessionEvents, open_events
+from extproc.operator.overrides import Desk, Seen, describe_override
 from extproc.policy.loader import Unenforced
-from extproc.prices import Prices
 from extproc.reload import Reloader
-from extproc.service import Service
+from extproc.request.hash_key import read_hash_key
+from extproc.sessions.prices import Prices
 from extproc.settings import Address, Settings
 from extproc.store import open_store, redact_url
 from extproc.store.boards import make_replica_name
+from extproc.store.key_sharing import KeySharing
 from extproc.store.memory import MemoryStore
 from extproc.transport.health import Health
 from extproc.transport.tls import Certificates, open_certificates
@@ -179,8 +180,7 @@ class Server:
         )
         tasks = [asyncio.create_task(each) for each in work]
         self._health.set(serving=True)
-        gc.freeze()  # what is here now stays: full collections need not walk it
-        gc.set_threshold(_YOUNG_OBJECTS, 10, 10)
+        freeze_objects()
         plans = self.service.engine.plans
         _LOG.info(
             "serving",
@@ -366,3 +366,9 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
     except TimeoutError:
         pass
+
+
+def freeze_objects() -> None:
+    """Keep the garbage collector from what is here now, because it stays, and let it run less often."""
+    gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS, 10, 10)

@@ -1,4 +1,5 @@
 """The process's settings: flag, else environment (`LOOPGUARD_<NAME>`), else default; frozen once read."""
+# interpreted: read once; a dataclass of what operators choose
 
 from __future__ import annotations
 

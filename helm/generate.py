@@ -33,8 +33,8 @@ from typing import Any
 import helm_python
 import yaml
 
-from extproc.envoy_config.options import EnvoyOptions
-from extproc.envoy_config.render import write_shared_parts
+from extproc.cli.envoy_config.options import EnvoyOptions
+from extproc.cli.envoy_config.render import write_shared_parts
 from extproc.options import read_options
 from extproc.policy import bundle, rules
 from extproc.settings import Settings

@@ -25,38 +25,35 @@ from pydantic import (
     TypeAdapter,
 )
 
-from extproc.fingerprint import normalize_path
-from extproc.notes import PLACEHOLDERS
-from extproc.policy.objects import (
+from extproc.detectors import KINDS
+from extproc.detectors.keys import SimilarityKeys
+from extproc.objects import (
     INSPECT_BYTES,
     MAX_SECONDS,
     NO_ITEMS,
     InspectBytes,
     JsonObject,
     Status,
-    is_pointer,
     make_error,
 )
-from extproc.policy.session_limits import MAX_COUNT, SessionLimits
-from extproc.similarity import KINDS
-from extproc.similarity.keys import SimilarityKeys
+from extproc.request.fingerprint import normalize_path
+from extproc.request.limit_keys import (
+    HeadKey,
+    LimitKey,
+    ScopeKey,
+    is_in_body,
+)
+from extproc.request.notes import PLACEHOLDERS
+from extproc.sessions.session_limits import Session, SessionLimits
 
 MAX_DELAY_MS = 30_000
 """Default and top of `max_delay_ms` (Fairvisor's cap on a throttled request)."""
 
-HEADER = "header"
-IP_ADDRESS = "ip:address"
-# What Fairvisor can derive and Loopguard cannot: reported like every other part that is not enforced.
-UNSUPPORTED_KEYS = frozenset({"ip:country", "ip:asn", "ip:type", "ip:tor", "ua:bot", "ua:bot_category"})
-
-BODY = "body"
 SHADOW: Final = "shadow"
 
 EVERYBODY: Final = 100
 """The percentage of callers at which nobody is left out, not even those who cannot be told apart."""
 
-_KEY = re.compile(r"(?:jwt|header|query):[A-Za-z0-9_-]+\Z")
-_SCOPE_KEY = re.compile(r"(?:jwt|header|query|ip|ua):[A-Za-z0-9_-]+\Z")
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 _PATH_CHARACTERS = "/%!$&'()*+,;=:@-._~[]"
 """What may stand in a path as it is, `%` as the start of an escape; Envoy escapes the others."""
@@ -95,47 +92,6 @@ def _check_host(value: str) -> str:
     if not _HOST.match(value) or not normalize_host(value):
         raise make_error("must be a host name such as 'api.example.com'", " (wildcards are not supported: list each host)")
     return normalize_host(value)
-
-
-def check_limit_key(value: str) -> str:
-    """A limit key as it is compared: the names of headers in lower case.
-
-    Raises:
-        ValueError: it is none; what would be right.
-    """
-    source, _, name = value.partition(":")
-    if source.lower() == HEADER:
-        value = f"{HEADER}:{name.lower()}"  # header names are case-insensitive (RFC 9110 section 5.1)
-    if source == BODY:
-        if not is_pointer(name):
-            raise make_error("must be 'body:' and a JSON Pointer, such as 'body:/model' or 'body:/metadata/session_id'")
-        return value
-    if value != IP_ADDRESS and value not in UNSUPPORTED_KEYS and not _KEY.match(value):
-        raise make_error(
-            "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-'), 'ip:address' "
-            "or 'body:/<JSON Pointer>'"
-        )
-    return value
-
-
-def _check_scope_key(value: str) -> str:
-    if not _SCOPE_KEY.match(value):
-        raise make_error(
-            "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-') or 'ip:address'"
-        )
-    source, _, name = value.partition(":")
-    return f"{source}:{name.lower()}" if source == HEADER else value
-
-
-def is_in_body(limit_key: str) -> bool:
-    """Whether its value is not known before the body is."""
-    return limit_key.startswith(f"{BODY}:")
-
-
-def _check_in_head(value: str) -> str:
-    if is_in_body(value):
-        raise make_error("must not be in the body", ": callers are chosen before the body arrives")
-    return value
 
 
 def _check_header(value: str) -> str:
@@ -180,20 +136,10 @@ def _check_timestamp(value: object) -> object:
 
 _TOKEN: dict[str, Any] = {"pattern": r"^[A-Za-z0-9!#\x24%&'*+.^_`|~-]+$"}
 _HOST_PATTERN: dict[str, Any] = {"pattern": r"^([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$"}
-_KEY_IN_HEAD = "(jwt|query|[Hh][Ee][Aa][Dd][Ee][Rr]):[A-Za-z0-9_-]+|ip:(address|country|asn|type|tor)|ua:(bot|bot_category)"
-_KEY_PATTERN: dict[str, Any] = {"pattern": f"^({_KEY_IN_HEAD}|body:(/([^~/]|~[01])*)+)$"}
-_HEAD_KEY_PATTERN: dict[str, Any] = {"pattern": f"^({_KEY_IN_HEAD})$"}
 
 Path = Annotated[str, AfterValidator(_check_path), Field(json_schema_extra={"pattern": "^/[^?#]*$"})]
 Method = Annotated[str, AfterValidator(_check_method), Field(json_schema_extra=_TOKEN)]
 Host = Annotated[str, AfterValidator(_check_host), Field(json_schema_extra=_HOST_PATTERN)]
-LimitKey = Annotated[str, AfterValidator(check_limit_key), Field(json_schema_extra=_KEY_PATTERN)]
-ScopeKey = Annotated[
-    str, AfterValidator(_check_scope_key), Field(json_schema_extra={"pattern": "^(jwt|header|query|ip|ua):[A-Za-z0-9_-]+$"})
-]
-HeadKey = Annotated[
-    str, AfterValidator(check_limit_key), AfterValidator(_check_in_head), Field(json_schema_extra=_HEAD_KEY_PATTERN)
-]
 Header = Annotated[str, AfterValidator(_check_header), Field(json_schema_extra=_TOKEN)]
 Id = Annotated[str, AfterValidator(_check_id), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,128}$"})]
 NoteTemplate = Annotated[str, Field(max_length=1_000), AfterValidator(_check_note)]
@@ -313,55 +259,6 @@ class FallbackLimit(JsonObject):
     model_config = ConfigDict(extra="allow")
 
     limit_keys: list[LimitKey] = NO_ITEMS
-
-
-SESSION_HEADERS = (
-    "x-claude-code-agent-id",  # goes first: an agent that another one starts has a history of its own
-    "x-claude-code-session-id",
-    "thread-id",  # Codex, for the same reason before
-    "session-id",
-    "x-session-id",
-    "x-session-affinity",
-    "x-litellm-session-id",
-    "helicone-session-id",
-    "agent-session-id",  # Envoy AI Gateway
-    "mcp-session-id",
-    "x-bf-session-id",
-)
-"""Headers by which clients and gateways name a conversation of their own accord, in the order in which they are looked for."""
-
-_AGENTS = frozenset({"x-claude-code-agent-id", "thread-id"})
-"""Those of them that tell agents of one session apart."""
-
-BUDGET_KEYS = [
-    *(f"{HEADER}:{name}" for name in SESSION_HEADERS if name not in _AGENTS),
-    f"{HEADER}:thread-id",
-    *(f"{BODY}:{pointer}" for pointer in ("/prompt_cache_key", "/conversation", "/conversation/id", "/metadata/session_id")),
-    f"{BODY}:/metadata/user_id",  # Anthropic's, in which clients name a session
-]
-"""The same for `session_limits`, where agents count together with the one that started them; what bodies say comes last."""
-
-_MAX_SESSIONS = 10_000
-
-
-class Session(JsonObject):
-    """Which conversation a request belongs to, within its caller.
-
-    Attributes:
-        keys: limit keys; the first that a request has names its session. For `session_limits`, the default has no
-            `x-claude-code-agent-id`, has `thread-id` last, and goes on with body fields.
-        idle_seconds: a session is forgotten after this long without a request.
-        max_sessions_per_tenant: number of sessions that a caller can start within `idle_seconds`; further ones share the
-            `session_limits` of one.
-    """
-
-    keys: Annotated[list[LimitKey], Field(min_length=1)] = [f"{HEADER}:{name}" for name in SESSION_HEADERS]
-    idle_seconds: Annotated[int, Field(gt=0, le=MAX_SECONDS)] = 3600
-    max_sessions_per_tenant: Annotated[int, Field(ge=1, le=MAX_COUNT)] = _MAX_SESSIONS
-
-    def list_budget_keys(self) -> list[str]:
-        """Where `session_limits` look for the name."""
-        return self.keys if "keys" in self.model_fields_set else BUDGET_KEYS
 
 
 class Spec(JsonObject):

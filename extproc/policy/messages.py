@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from extproc.objects import Place
 from extproc.policy import bundle
 from extproc.policy.bundle import Envelope, Policy
-from extproc.policy.objects import Place
 from extproc.policy.shapes import find_object, list_objects
 
 _LONGEST = 60

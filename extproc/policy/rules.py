@@ -11,24 +11,13 @@ from math import prod
 from typing import Any
 
 from extproc.decision import COMPLETION, Action
-from extproc.policy.bundle import (
-    EVERYBODY,
-    HEADER,
-    IP_ADDRESS,
-    SHADOW,
-    UNSUPPORTED_KEYS,
-    Bypass,
-    FallbackLimit,
-    LoopDetection,
-    Policy,
-    Spec,
-    is_in_body,
-)
-from extproc.policy.objects import MAX_THRESHOLD, Place, is_annotation
-from extproc.policy.session_limits import find_limit_errors
+from extproc.detectors import KINDS, Similarity
+from extproc.detectors.keys import Escalation, LoopKeys
+from extproc.objects import MAX_THRESHOLD, Place, is_annotation
+from extproc.policy.bundle import EVERYBODY, SHADOW, Bypass, FallbackLimit, LoopDetection, Policy, Spec
 from extproc.policy.strict_json import write_pointer
-from extproc.similarity import KINDS, Similarity
-from extproc.similarity.keys import Escalation, LoopKeys
+from extproc.request.limit_keys import HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, is_in_body
+from extproc.sessions.session_limits import find_limit_errors
 
 MAX_LOG_THRESHOLD = 10_000
 """Highest threshold of a `sliding_log`, which remembers one timestamp for each request."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from extproc.policy.objects import Place
+from extproc.objects import Place
 
 
 def find_object(model: type[BaseModel], place: Place) -> type[BaseModel] | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
-from extproc.policy.objects import Place
+from extproc.objects import Place
 
 
 class NotJsonError(ValueError):

@@ -1,4 +1,5 @@
 """The Store protocol, and `open_store`, which chooses a store by its URL."""
+# interpreted: mypyc knows no Protocols
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from extproc.errors import UsageError
-from extproc.ledger import Question
 from extproc.metrics import Metrics
 from extproc.settings import Settings
+from extproc.store.ledger import Question
 from extproc.store.orders import Orders
-from extproc.windows import Push
+from extproc.store.windows import Push
 
 
 class Store(Protocol):

@@ -2,6 +2,7 @@
 
 Each question has a deadline. What fails drops the connections, and the next question opens them anew.
 """
+# interpreted: waits for a network
 
 from __future__ import annotations
 

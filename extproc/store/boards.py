@@ -3,6 +3,7 @@
 Boards are for what operators ask, never for a request's answer. Bounded: a document by `MAX_DOCUMENT`, a board by
 `MAX_REPLICAS`, past which the one that would expire first makes room.
 """
+# interpreted: waits for a network
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from extproc.windows import Count, Hit
+from extproc.store.windows import Count, Hit
 
 MAX_LOOPS = 10_000
 SETTLE_MS = 100

@@ -4,6 +4,7 @@ redis-py knows the wire, TLS and how to log in. What it would do beyond that is 
 so it retries nothing. The store's deadlines end whatever takes too long, so it has no timeouts and no health checks. A user may
 lack the right to CLIENT SETINFO, and an old server does not know HELLO, so it sends neither.
 """
+# interpreted: waits for a network
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Who asks a server for access: user and password from the URL, the environment or a file, or whatever a named provider has."""
+# interpreted: waits for a network
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
 
 from extproc.errors import UsageError
-from extproc.ledger import Ledger, Limits, Question, Settlement, Standing, Step, enter
 from extproc.metrics import Metrics
 from extproc.recent import Recent
 from extproc.settings import Settings
 from extproc.store.boards import MemoryBoards
+from extproc.store.ledger import Ledger, Limits, Question, Settlement, Standing, Step, enter
 from extproc.store.orders import MemoryOrders, Orders
-from extproc.windows import Count, Hit, Push, Tally, log, push, read_log_times, tally
+from extproc.store.windows import Count, Hit, Push, Tally, log, push, read_log_times, tally
 
 DEFAULT_MAX_ENTRIES = 1_000_000
 _SHARD_ENTRIES: Final = 1024

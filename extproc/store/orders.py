@@ -3,6 +3,7 @@
 Orders outlive the replica that took them. Replicas ask again and again whether anything has changed, which costs next to
 nothing while nothing has. Bounded: a document by `MAX_ORDER`, all of them by `MAX_ORDERS`, past which none is taken.
 """
+# interpreted: waits for a network
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from extproc.store.resp import write_keys, write_word
 from extproc.store.scripts import MAX_WEIGHT, Call, Script, count_call
 from extproc.store.shard import blame_bug
 from extproc.store.topology import Layout, One, Slots, Topology, Undivided, Watched
-from extproc.windows import Hit
+from extproc.store.windows import Hit
 
 TAGS = 16
 """Hash tags that a cluster's keys are spread over: few calls per batch against an even load on the primaries."""

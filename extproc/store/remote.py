@@ -14,17 +14,17 @@ from functools import partial
 from typing import Any, Protocol
 
 from extproc.errors import PartlyAwayError, StoreError
-from extproc.ledger import Question, Settlement
 from extproc.metrics import Metrics
 from extproc.store.aside import Aside
 from extproc.store.certain import Certain
+from extproc.store.ledger import Question, Settlement
 from extproc.store.orders import Orders
 from extproc.store.pending import Pending
 from extproc.store.remote_boards import RemoteBoards
 from extproc.store.remote_orders import RemoteOrders
 from extproc.store.scripts import Call, Verdict, count_call, push_call, session_call
 from extproc.store.shard import Backend, Finish, Shard
-from extproc.windows import Count, Hit, Push
+from extproc.store.windows import Count, Hit, Push
 
 _MOST_SHOWN = 3
 """Shards of which `health` says what is wrong."""

@@ -3,6 +3,7 @@
 A board is a list of the replicas that have published, kept by `lua/board.lua`, and a key for each document, all in one hash
 slot.
 """
+# interpreted: waits for a network
 
 from __future__ import annotations
 

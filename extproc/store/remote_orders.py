@@ -1,4 +1,5 @@
 """Orders in Redis or Valkey: three keys in one hash slot, kept by `lua/orders.lua`."""
+# interpreted: waits for a network
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from importlib.resources import files
 from typing import Any, Final
 
 from extproc.errors import StoreError
-from extproc.ledger import Question, Settlement, Standing, Step, pack_question, read_standing, weigh
+from extproc.store.ledger import Question, Settlement, Standing, Step, pack_question, read_standing, weigh
 from extproc.store.resp import write_word
-from extproc.windows import Count, Hit, Push, read_entries, split_records
+from extproc.store.windows import Count, Hit, Push, read_entries, split_records
 
 MAX_WEIGHT: Final = 16
 """Of the calls that go as one script, which all other clients of the server have to wait for: it takes 1 ms at worst."""

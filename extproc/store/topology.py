@@ -4,6 +4,7 @@ A layout says which server has which part of the keys. A topology hands out conn
 needed, and shares them with no other. It never decides that a server is down: it raises, the breaker of that shard drops its
 connections, and the next probe asks afresh who is in charge.
 """
+# interpreted: waits for a network
 
 from __future__ import annotations
 

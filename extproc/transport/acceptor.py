@@ -4,6 +4,7 @@ A TLS handshake takes a millisecond of the event loop. So a connection waits unt
 turn: a few handshakes are begun in each, and some are under way. Addresses take turns, so that one that opens thousands of
 connections does not keep the others waiting. Where there are too many, whoever has most goes first.
 """
+# interpreted: waits for sockets, and OpenSSL
 
 from __future__ import annotations
 

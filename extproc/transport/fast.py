@@ -21,11 +21,12 @@ from typing import Final, cast
 from google.protobuf.message import DecodeError
 
 from extproc.errors import ProtocolError
+from extproc.ext_proc.service import Later, Reply, Service, Stream
 from extproc.logs import RateLimit, make_extra
 from extproc.pb.als_pb2 import StreamAccessLogsResponse
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from extproc.service import Later, Reply, Service, Stream
 from extproc.settings import Address
+from extproc.sockets import keep_alive, open_listening_socket
 from extproc.store.pending import Listener
 from extproc.transport import grpc
 from extproc.transport.acceptor import Acceptor
@@ -33,7 +34,6 @@ from extproc.transport.grpc import Call, HalfClosed, MessageReceived
 from extproc.transport.headers import Cache
 from extproc.transport.health import ACCESS_LOG, EXT_PROC, HEALTH, Health
 from extproc.transport.http2 import Limits, Pool
-from extproc.transport.sockets import keep_alive, open_listening_socket
 from extproc.transport.tls import Certificates
 
 _LOG = logging.getLogger("loopguard")

@@ -1,4 +1,5 @@
 """What grpc.health.v1 says about this process, whoever asks."""
+# interpreted: answers probes; mypyc has no asynchronous generators
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@
 - What cannot be used is logged and counted, and changes nothing. What can be is for new connections; old ones go on.
 - Each rotation makes a context of its own: no session of the authorities before it can be resumed after it.
 """
+# interpreted: subclasses ssl's own, whose time is OpenSSL's
 
 from __future__ import annotations
 

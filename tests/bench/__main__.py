@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from extproc.cli import describe_version
+from extproc.cli.main import describe_version
 from tests.bench import (
     answers,
     door,

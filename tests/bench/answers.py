@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 from google.protobuf.json_format import MessageToDict, ParseDict
 
-from extproc.envoy_config.options import EnvoyOptions
+from extproc.cli.envoy_config.options import EnvoyOptions
+from extproc.ext_proc.service import Reply, Service
 from extproc.options import read_options
 from extproc.pb.accesslog_pb2 import HTTPAccessLogEntry
 from extproc.pb.als_pb2 import StreamAccessLogsMessage
 from extproc.pb.external_processor_pb2 import ProcessingResponse
-from extproc.service import Reply, Service
 from tests.bench import samples
 from tests.bench.report import Row, progress
 from tests.bench.timing import at_one_clock, cpu_us, process_cpu, ratio, spread
-from tests.harness import PATIENCE, Envoy, Loopguard, eventually, write_policies
+from tests.support.harness import PATIENCE, Envoy, Loopguard, eventually, write_policies
 
 TITLE = (
     "answers: knowing what they cost (entries of the access log; a stream through the real Envoy, with its filters and without)"

@@ -8,13 +8,13 @@ from itertools import product
 from time import thread_time
 from typing import NamedTuple, TypeAlias
 
-from extproc.answers.edits import NotEdited
-from extproc.answers.narrow import narrow
-from extproc.answers.steer import steer
-from extproc.request import HttpRequest
-from extproc.similarity.patch import MAX_BYTES
+from extproc.ext_proc.changes.edits import NotEdited
+from extproc.ext_proc.changes.narrow import narrow
+from extproc.ext_proc.changes.steer import steer
+from extproc.request.http import HttpRequest
+from extproc.request.patch import MAX_BYTES
 from tests.bench.report import progress
-from tests.messages import make_marks
+from tests.support.messages import make_marks
 
 _Edit: TypeAlias = Callable[[bytes], bytes]
 

@@ -8,13 +8,13 @@ from itertools import pairwise
 from statistics import median
 from time import perf_counter_ns, time
 
-from extproc.changes import UNCHANGED
-from extproc.engine import Engine
-from extproc.fingerprint import NO_BODY
-from extproc.guards.override import BLOCK, Override, Overrides, Target, hash_descriptor
+from extproc.engine.engine import Engine
+from extproc.engine.orders import BLOCK, Override, Overrides, Target, hash_descriptor
+from extproc.ext_proc.changes.changes import UNCHANGED
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.wire import parse_message, read_request
 from extproc.pb.external_processor_pb2 import ProcessingRequest
-from extproc.service import Service
-from extproc.wire import parse_message, read_request
+from extproc.request.fingerprint import NO_BODY
 from tests.bench import samples
 from tests.bench.report import Row, progress
 from tests.bench.timing import at_one_clock, cpu_us, difference, interleaved

@@ -9,8 +9,8 @@ from statistics import median
 from time import thread_time
 from typing import Any
 
-from extproc.notes import CLOSING, END, OPENING
-from extproc.service import Service, Stream
+from extproc.ext_proc.service import Service, Stream
+from extproc.request.notes import CLOSING, END, OPENING
 from extproc.settings import Settings
 from tests.bench import edits, samples
 from tests.bench.report import Row, progress

@@ -14,9 +14,9 @@ from hashlib import blake2b
 from pathlib import Path
 from time import thread_time
 
-from extproc.replay.judge import Judge
-from extproc.replay.logs import Logs
-from extproc.replay.report import Report
+from extproc.cli.replay.judge import Judge
+from extproc.cli.replay.logs import Logs
+from extproc.cli.replay.report import Report
 from tests.bench import samples
 from tests.bench.processes import run_module
 from tests.bench.report import Row, progress

@@ -16,12 +16,12 @@ from hashlib import blake2b
 from pathlib import Path
 from time import perf_counter_ns, thread_time
 
-from extproc.guards.loop import Detector
+from extproc.engine.loop import Detector
 from extproc.metrics import Metrics
 from extproc.reload import Reloader
 from extproc.settings import Settings
 from extproc.store.memory import MemoryStore
-from extproc.windows import Hit
+from extproc.store.windows import Hit
 from tests.bench import samples
 from tests.bench.processes import run_module
 from tests.bench.report import Row, progress

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
 
-from extproc.engine import Engine
-from extproc.request import HttpRequest
+from extproc.engine.engine import Engine
+from extproc.request.http import HttpRequest
 from tests.bench import samples
 from tests.bench.report import Row, progress
 from tests.bench.timing import cpu_us, interleaved, ratio

@@ -15,13 +15,13 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple, cast
 
-from extproc.guards.loop import Detector
+from extproc.engine.loop import Detector
+from extproc.ext_proc.service import Reply, Service
 from extproc.metrics import Metrics
-from extproc.service import Reply, Service
 from extproc.settings import Settings
 from extproc.store import Store, open_store
 from extproc.store.memory import MemoryStore
-from extproc.windows import Hit
+from extproc.store.windows import Hit
 from tests.bench import samples
 from tests.bench.builds import SOURCES, explain_missing, find_compiled, serve
 from tests.bench.envoy_config import Listener, running_envoy
@@ -30,8 +30,8 @@ from tests.bench.paced import Meanwhile, run_paced
 from tests.bench.processes import apart, free_port, running
 from tests.bench.report import Row, progress
 from tests.bench.timing import interleaved, process_cpu, ratio, spread
-from tests.records import replace
-from tests.servers import Server, server
+from tests.support.records import replace
+from tests.support.servers import Server, server
 
 TITLE = "redis: counts in Valkey on loopback, beside counts in memory (POST 1 KB, one policy)"
 

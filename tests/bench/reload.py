@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from extproc.engine import Engine
+from extproc.engine.engine import Engine
 from extproc.server import SWITCH_SECONDS, Server
 from extproc.settings import Settings
 from tests.bench import samples

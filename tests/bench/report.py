@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from extproc.cli import describe_version
+from extproc.cli.main import describe_version
 
 _BAR = 24
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from extproc.engine import Engine
+from extproc.engine.engine import Engine
+from extproc.ext_proc.service import MaybeLater, Reply, Service
 from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
 from extproc.policy.loader import parse
-from extproc.service import MaybeLater, Reply, Service
 from extproc.settings import Settings
 from extproc.store.memory import MemoryStore
 

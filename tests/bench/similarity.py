@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from extproc.budget import InspectionBudget
+from extproc.detectors import make_similarity, results
+from extproc.detectors.results import MAX_NORMALIZED, normalize
+from extproc.ext_proc.budget import InspectionBudget
+from extproc.ext_proc.service import Reply
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.policy.bundle import LoopDetection
-from extproc.service import Reply
-from extproc.similarity import make_similarity, results
-from extproc.similarity.document import Document
-from extproc.similarity.results import MAX_NORMALIZED, normalize
+from extproc.request.document import Document
 from tests.bench import samples
 from tests.bench.report import Row, progress
 from tests.bench.timing import cpu_us, interleaved, ratio

@@ -1,1 +1,0 @@
-"""What operators ask a running Loopguard over HTTP, and the client of its commands."""

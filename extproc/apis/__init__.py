@@ -1,0 +1,1 @@
+"""The APIs that agents call: one file each."""

@@ -1,0 +1,285 @@
+"""`loopguard canary`: what a shadow policy would do in place of the enforcing one, and whether it is safe to let it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from extproc.errors import LoopguardError
+from extproc.logs import escape_controls
+from extproc.operator.admin.client import AdminClient, add_admin_flag, open_clients
+from extproc.operator.canary.report import describe_canaries
+from extproc.operator.canary.review import ANSWERS, RIGHT, WRONG, Tally
+from extproc.operator.canary.states import State, convert_state
+from extproc.operator.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Rules, find_bounds
+from extproc.options import add_flags as add_options
+from extproc.options import read_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+HELP = "compare shadow policies with the enforcing ones they may replace"
+EXAMPLES = """examples:
+  loopguard canary status
+  loopguard canary status --admin http://10.0.0.5:9900 --admin http://10.0.0.6:9900
+  loopguard canary review --policy strict
+  loopguard canary status --policy strict --max-extra-refusals 0.0005 && loopguard validate policies/"""
+
+_STATUS_EXAMPLES = """Replicas that share a Redis or Valkey know the counts of all: ask any of them.
+For others, repeat --admin for each.
+
+exit code: 0 safe, 3 keep watching, 4 too strict (with several canaries, the highest); 1 no answer or no canary, 2 usage"""
+
+_REVIEW_EXAMPLES = """examples:
+  loopguard canary review
+  loopguard canary review --policy strict --tally reviews/strict.json
+
+Each replica of `serve --shadow-samples N` keeps its own samples: repeat --admin for each. Answers are saved at once, and an
+answered sample is not shown again.
+
+exit code: 0 shown, 1 no answer or no samples, 2 usage"""
+
+_CODES = {SAFE: 0, KEEP_WATCHING: 3, TOO_STRICT: 4}
+_COLORS = {SAFE: "green", KEEP_WATCHING: "yellow", TOO_STRICT: "red"}
+_SKIP, _QUIT = "skip", "quit"
+_PIPE_WIDTH = 160
+"""Columns where nobody says how wide the output is."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The subcommands of `loopguard canary` and their flags."""
+    questions = parser.add_subparsers(dest="question", metavar="QUESTION", required=True)
+
+    def add_question(name: str, text: str, epilog: str, ask: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        question = questions.add_parser(
+            name, help=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+        add_admin_flag(question)
+        question.add_argument("--policy", metavar="ID", help="only this shadow policy (default: all that are compared)")
+        question.set_defaults(ask=ask)
+        return question
+
+    status = add_question("status", "print the verdict and the counts behind it", _STATUS_EXAMPLES, show_status)
+    add_options(status, Rules)
+    status.add_argument("--json", action="store_true", help="print JSON")
+    text = "show single requests that a canary would newly refuse, and save your answers"
+    review = add_question("review", text, _REVIEW_EXAMPLES, review_samples)
+    review.add_argument(
+        "--tally", metavar="FILE", default="loopguard-review.json", help="file with the answers (default %(default)s)"
+    )
+    review.add_argument("--json", action="store_true", help="print the samples and their answers as JSON, and ask nothing")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask the servers; returns the exit code.
+
+    Raises:
+        LoopguardError: a server does not answer, or there is nothing to tell.
+    """
+    code: int = options.ask(options)
+    return code
+
+
+def show_status(options: argparse.Namespace) -> int:
+    """Print the verdict about each canary; returns the exit code.
+
+    Raises:
+        LoopguardError: a server does not answer, or nothing is compared.
+    """
+    every = collect_states(open_clients(options.admin))
+    states = [state for state in every if options.policy in (None, state.candidate)]
+    canaries = describe_canaries(states, read_options(Rules, vars(options)))
+    if not canaries:
+        raise LoopguardError(_explain_nothing(options.policy, sorted({state.candidate for state in every})))
+    if options.json:
+        print(json.dumps({"canaries": canaries}, indent=2))
+    else:
+        _print_canaries(canaries)
+    return max(_CODES[canary["verdict"]] for canary in canaries)
+
+
+def _explain_nothing(policy: str | None, compared: Sequence[str]) -> str:
+    """Why there is no verdict: what is compared, or how a policy comes to be."""
+    named = f"no shadow policy {policy}" if policy is not None else "no shadow policy"
+    hint = f"those that are: {', '.join(compared)}" if compared else "canary_of names the one, or the same selector does"
+    return f"{named} is compared with an enforcing one; {hint}"
+
+
+def collect_states(clients: Sequence[AdminClient]) -> list[State]:
+    """What all replicas have counted, each taken once, whoever tells of it.
+
+    Raises:
+        LoopguardError: a server does not answer, or says something else.
+    """
+    newest: dict[tuple[str, str, str], State] = {}
+    for client in clients:
+        answer = client.ask("/canary/states")
+        for replica, states in _read_replicas(answer).items():
+            for state in map(convert_state, states):
+                name = replica, state.candidate, state.identity
+                if name not in newest or newest[name].until < state.until:
+                    newest[name] = state
+    return list(newest.values())
+
+
+def _read_replicas(answer: Any) -> dict[str, list[Any]]:  # noqa: ANN401  # whatever a server said
+    replicas = answer.get("replicas") if isinstance(answer, dict) else None
+    if not isinstance(replicas, dict) or not all(isinstance(states, list) for states in replicas.values()):
+        raise LoopguardError("the server says nothing about canaries")
+    return replicas
+
+
+def review_samples(options: argparse.Namespace) -> int:
+    """Show samples one by one and keep what is said about them; returns the exit code.
+
+    Raises:
+        LoopguardError: a server does not answer, none keeps samples, or the tally cannot be kept.
+    """
+    tally = Tally(Path(options.tally))
+    samples = [
+        sample
+        for sample in _collect_samples(open_clients(options.admin))
+        if options.policy is None or sample["policy"] == options.policy
+    ]
+    if options.json:
+        print(json.dumps({"samples": [{**sample, "answer": tally.find(sample)} for sample in samples]}, indent=2))
+        return 0
+    open_samples = [sample for sample in samples if tally.find(sample) is None]
+    print(f"{len(samples)} samples, {len(open_samples)} unanswered")
+    for number, sample in enumerate(open_samples, 1):
+        print(f"\n{number} of {len(open_samples)}")
+        _print_sample(sample)
+        answer = _ask_person()
+        if answer == _QUIT:
+            break
+        if answer != _SKIP:
+            tally.keep(sample, answer)
+    for policy in dict.fromkeys(sample["policy"] for sample in samples):
+        _print_tally(policy, tally.count(policy))
+    return 0
+
+
+def _collect_samples(clients: Sequence[AdminClient]) -> list[dict[str, Any]]:
+    """The samples of all replicas, the oldest first, each once.
+
+    Raises:
+        LoopguardError: a server says something else, or none keeps any.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    kept = False
+    for client in clients:
+        answer = client.ask("/canary/samples")
+        try:
+            kept = kept or bool(answer["kept"])
+            found |= {str(sample["id"]): {**sample, "at": float(sample["at"])} for sample in answer["samples"]}
+        except (KeyError, TypeError, ValueError):
+            raise LoopguardError(f"{client.url} says nothing about samples") from None
+    if not kept:
+        raise LoopguardError("no samples are kept; start the servers with --shadow-samples N")
+    return sorted(found.values(), key=lambda sample: sample["at"])
+
+
+def _print_sample(sample: dict[str, Any]) -> None:
+    for name, value in sample.items():
+        if name in ("id", "at", "compared") or value in ("", [], None):
+            continue
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        print(f"  {name.replace('_', ' '):12}  {escape_controls(shown)}")
+    for line in str(sample.get("compared", "")).splitlines():
+        print(f"  | {escape_controls(line)}")
+
+
+def _ask_person() -> str:
+    """One of the answers, or what else a person may want; the end of the input is the end."""
+    while True:
+        try:
+            text = input("would it be right to refuse this? right, wrong, unsure, skip, quit [r/w/u/s/q] ").strip().lower()
+        except EOFError:
+            print()
+            return _QUIT
+        found = [word for word in (*ANSWERS, _SKIP, _QUIT) if text and word.startswith(text)]
+        if found:
+            return found[0]
+
+
+def _print_tally(policy: str, counts: dict[str, int]) -> None:
+    judged = counts[RIGHT] + counts[WRONG]
+    share, low, high = find_bounds(counts[WRONG], judged)
+    said = ", ".join(f"{number} {answer}" for answer, number in counts.items())
+    bounds = "" if share is None else f"; {share:.0%} wrong, between {low:.0%} and {high:.0%}"
+    print(f"{policy}: {said}{bounds}")
+
+
+def _print_canaries(canaries: Sequence[dict[str, Any]]) -> None:
+    from rich.console import Console  # noqa: PLC0415  # takes 0.1 s to import; other commands need none
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    for canary in canaries:
+        _print_canary(console, canary)
+
+
+def _print_canary(console: Console, canary: dict[str, Any]) -> None:
+    word = canary["verdict"]
+    console.print(f"{canary['policy']}, canary of {canary['canary_of']}: ", end="", style="bold")
+    console.print(word.replace("_", " "), style=f"bold {_COLORS[word]}")
+    for reason in canary["reasons"]:
+        console.print(f"  {reason}")
+    replicas = f"{canary['replicas']} replica{'' if canary['replicas'] == 1 else 's'}"
+    console.print(f"  compared since {canary['since']}, by {replicas}")
+    newly = canary["newly_refused"]
+    about = "" if newly["exact"] else "about "
+    console.print(f"  newly refused: tenants {about}{newly['tenants']} of {newly['of_tenants']}, sessions {newly['sessions']}")
+    console.print(_make_counts(canary))
+    if canary["disagreements"]:
+        console.print(_make_disagreements(canary["disagreements"]))
+    console.print()
+
+
+_ROWS = (
+    ("both act", "requests", "both", ""),
+    ("only live acts", "requests", "only_live", ""),
+    ("only the candidate acts", "requests", "only_candidate", ""),
+    ("neither acts", "requests", "neither", ""),
+    ("not compared", "requests", "uncompared", ""),
+    ("refusals: new", "refusals", "extra", "extra_refusals"),
+    ("refusals: made already", "refusals", "already", ""),
+    ("refusals: missed", "refusals", "missed", "missed_refusals"),
+)
+"""What a line is called, where its number stands, and its rate."""
+
+
+def _make_counts(canary: dict[str, Any]) -> Table:
+    table = _make_table("requests", "number", "share", "between")
+    table.add_row("compared", f"{canary['requests']['compared']:,}", "", "")
+    for name, group, key, rate in _ROWS:
+        bounds = canary["rates"].get(rate, {})
+        share = bounds.get("share")
+        between = f"{bounds['low']:.3%} and {bounds['high']:.3%}" if bounds else ""
+        table.add_row(name, f"{canary[group][key]:,}", "" if share is None else f"{share:.3%}", between)
+    return table
+
+
+def _make_disagreements(disagreements: Sequence[dict[str, Any]]) -> Table:
+    table = _make_table("disagreement", "number", "method", "path", "tenant", "detector", "tool")
+    for entry in disagreements:
+        number = f"{entry['count']:,}" if not entry["over"] else f"<= {entry['count']:,}"
+        words = [entry[key] for key in ("method", "path", "tenant", "detector", "tool")]
+        table.add_row(entry["about"].replace("_", " "), number, *(escape_controls(word) for word in words))
+    return table
+
+
+def _make_table(*names: str) -> Table:
+    from rich.box import SIMPLE  # noqa: PLC0415  # as above
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(box=SIMPLE)
+    for name in names:
+        table.add_column(name, justify="right" if name == "number" else "left", overflow="fold")
+    return table

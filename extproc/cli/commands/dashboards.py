@@ -1,0 +1,55 @@
+"""`loopguard dashboards`: writes the Grafana dashboard and the alerts for Prometheus, which the chart installs by itself."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.resources import files
+from pathlib import Path
+
+from extproc.errors import UsageError
+
+FILES = ("loopguard.json", "loopguard.rules.yaml")
+
+HELP = "write the Grafana dashboard and the Prometheus alerts to a folder"
+EXAMPLES = """files:
+  loopguard.json         a dashboard to import into Grafana, or to provision from the folder
+  loopguard.rules.yaml   alerts, for rule_files in prometheus.yml
+
+examples:
+  loopguard dashboards monitoring/
+  loopguard dashboards --force /etc/prometheus/rules
+
+Existing files with other content are kept, unless --force is given."""
+
+
+def read_dashboard(name: str) -> str:
+    """One of the files, as text."""
+    return (files("extproc.cli") / "dashboards" / name).read_text(encoding="utf-8")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `loopguard dashboards`."""
+    parser.add_argument("--force", action="store_true", help="replace existing files")
+    parser.add_argument("directory", metavar="DIR", help="folder to write to; created if missing")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write them; returns the exit code.
+
+    Raises:
+        UsageError: the folder cannot be written, or has files that would be lost.
+    """
+    folder = Path(options.directory)
+    texts = {folder / name: read_dashboard(name) for name in FILES}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        changed = [path for path, text in texts.items() if path.exists() and path.read_bytes() != text.encode()]
+        if changed and not options.force:
+            told = ", ".join(map(str, changed))
+            raise UsageError(f"{told}: there already, and not what would be written; --force replaces it")
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8")
+            print(path)
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}") from None
+    return 0

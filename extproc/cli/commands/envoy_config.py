@@ -1,0 +1,45 @@
+"""`loopguard envoy-config`: a complete Envoy bootstrap."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from extproc import options
+from extproc.cli.commands import add_policy_flag, load_policies
+from extproc.cli.envoy_config.options import EnvoyOptions
+from extproc.cli.envoy_config.render import render_bootstrap
+from extproc.cli.envoy_config.routes import find_acting
+from extproc.cli.envoy_config.snippet import find_unseen, render_snippet
+
+HELP = "print an Envoy bootstrap that guards the policies' routes, or the parts for an existing one"
+EXAMPLES = """examples:
+  loopguard envoy-config --policy policies/ --upstream 127.0.0.1:8080 > envoy.yaml && envoy -c envoy.yaml
+  loopguard envoy-config --policy policies/ --snippet --routes chat,search"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The policies, and one flag for each option."""
+    add_policy_flag(parser)
+    options.add_flags(parser, EnvoyOptions)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print the bootstrap, or what another one needs; returns the exit code.
+
+    Raises:
+        UsageError: a flag cannot be used, or a policy selects by a route that cannot be placed.
+        BundleErrors: with everything that is wrong in the policies.
+    """
+    policies = load_policies(given.policy)
+    chosen = options.read_options(EnvoyOptions, vars(given))
+    sys.stdout.write(render_snippet(policies, chosen) if chosen.snippet else render_bootstrap(policies, chosen))
+    acting = list(find_acting(policies))
+    if not acting:
+        sys.stderr.write("warning: no policy has loop_detection enabled, so this guards nothing\n")
+    if chosen.routes and (unseen := find_unseen(policies, chosen.routes)):
+        sys.stderr.write(f"warning: these policies select by routes that are not in --routes: {', '.join(unseen)}\n")
+    enforcing = [policy.id for policy in acting if policy.spec.mode == "enforce"]
+    if chosen.shadow_mode == "partial" and enforcing:
+        sys.stderr.write(f"warning: these policies would act: {', '.join(enforcing)}; start Loopguard with serve --shadow\n")
+    return 0

@@ -1,0 +1,320 @@
+"""`loopguard explain`: what the policies make of one request, described as curl would be asked to send it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from itertools import chain, repeat
+from pathlib import Path
+from typing import TypeAlias
+from urllib.parse import SplitResult, urlsplit
+
+from extproc.cli.commands import add_key_flag, add_policy_flag, load_policies
+from extproc.decision import CHOSEN_BY_CLIENTS, Action, Outcome
+from extproc.engine.candidates import Candidate, LoopCandidate, SessionCandidate
+from extproc.engine.engine import Engine
+from extproc.engine.evaluation import Evaluation
+from extproc.engine.kill_switch import Switch
+from extproc.engine.ramp import Ramp
+from extproc.errors import UsageError
+from extproc.ext_proc.answers.clients import AUTO_STATUS
+from extproc.ext_proc.answers.refuse import KILLED_SECONDS, KILLED_STATUS
+from extproc.ext_proc.changes.edits import NotEdited
+from extproc.ext_proc.changes.steer import steer, write_note
+from extproc.logs import escape_controls
+from extproc.policy.bundle import DEFAULT_DETECTOR, EVERYBODY, METHOD
+from extproc.request.fingerprint import NO_BODY
+from extproc.request.hash_key import read_hash_key
+from extproc.request.http import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body, find_websocket
+from extproc.store.ledger import NANO_DOLLARS, RECORD
+from extproc.store.windows import Count, Hit
+
+HELP = "show what the policies make of one request"
+EXAMPLES = """examples:
+  loopguard explain --policy policies/ -X POST -H 'x-user-id: ann' -d '{"model": "m"}' https://api.example.com/v1/chat/completions
+  loopguard explain --policy policies/ --claim org_id=org-abc -d @body.json http://localhost:10000/v1/messages"""
+
+_Rows: TypeAlias = list[tuple[str, str]]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `loopguard explain`."""
+    add_policy_flag(parser)
+    parser.add_argument("-X", "--request", metavar="METHOD", help="request method (default GET, or POST with -d)")
+    parser.add_argument(
+        "-H", "--header", action="append", default=[], metavar="'NAME: VALUE'", help="request header; repeatable"
+    )
+    parser.add_argument("-d", "--data", metavar="BODY|@FILE", help="request body, @- for standard input")
+    parser.add_argument("--claim", action="append", default=[], metavar="NAME=VALUE", help="a verified JWT claim; repeatable")
+    parser.add_argument("--address", default="127.0.0.1", metavar="IP", help="the caller's address (default 127.0.0.1)")
+    parser.add_argument("--route", default="", metavar="NAME", help="name of the Envoy route")
+    parser.add_argument("--allow-unverified-jwt", action="store_true", help="take claims from -H 'authorization: Bearer ...'")
+    parser.add_argument("--shadow", action="store_true", help="as serve --shadow")
+    add_key_flag(parser)
+    parser.add_argument("url", metavar="URL")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print it; returns the exit code.
+
+    Raises:
+        UsageError: a flag cannot be used.
+        BundleErrors: with everything that is wrong in the policies.
+    """
+    policies = load_policies(options.policy)
+    body = _read_body(options.data)
+    request = _make_request(options, body)
+    now = datetime.now(UTC)
+    engine = Engine(policies, now, shadow=options.shadow)
+    switch = engine.find_switch(request, now.timestamp())
+    if switch is not None:
+        _print_switch(switch, shadow=options.shadow)
+        if not options.shadow:
+            return 0
+    ramps = {plan.id: _show_place(plan.ramp, request) for plan in engine.match(request) if plan.ramp is not None}
+    evaluation = engine.prepare(request, key=read_hash_key(options.hash_key_file))
+    if evaluation is None:
+        print(escape_controls(f"no policy matches {request.method} {request.path}: the request goes on uncounted"))
+        return 0
+    reason = explain_unknowable_body(request) if evaluation.needs_body or request.opens_responses else ""
+    evaluation.seal(None if reason else NO_BODY.plus(body), reason, body)
+    missing = [entry for lane in evaluation.lanes for entry in lane.missing]
+    for policy, detector, why in evaluation.list_left_out():
+        named = [("detector", detector)] if detector not in ("", DEFAULT_DETECTOR) else []
+        more = ramps.get(policy, []) + _list_missing(missing, policy, request)
+        more += _list_session_keys(engine, policy) if why == "no_session" else []
+        if (policy, why) == evaluation.enforcing.forbidden:
+            more.append(("decision", f"reject with {CHOSEN_BY_CLIENTS[why][0]}"))
+        _print_rows([("policy", policy), *named, *more, ("uncounted", why)])
+    for lane in evaluation.lanes:
+        for candidate in lane.candidates:
+            policy = candidate.plan.id
+            _print_candidate(candidate, evaluation, body, ramps.get(policy, []) + _list_missing(missing, policy, request))
+    return 0
+
+
+def _print_switch(switch: Switch, *, shadow: bool) -> None:
+    """The kill switch that holds for the request."""
+    told = f"reject with {KILLED_STATUS} (Retry-After: {KILLED_SECONDS})"
+    rows = [("kill switch", f"{switch.place} ({switch.scope_key})"), ("decision", f"report: would {told}" if shadow else told)]
+    _print_rows(rows if not switch.reason else [rows[0], ("reason", switch.reason), rows[1]])
+
+
+def _show_place(ramp: Ramp, request: HttpRequest) -> _Rows:
+    """Whether the policy acts on the request's caller, and why."""
+    place, keys = ramp.find_place(request), " and ".join(ramp.keys)
+    if not place:
+        return [("ramp", f"out, so in shadow mode: the request has no {keys}")]
+    found = f"place {place} of {EVERYBODY} by {keys} (seed {ramp.seed}); the policy acts on places 1 to {ramp.percent}"
+    return [("ramp", f"in: {found}" if ramp.takes(place) else f"out, so in shadow mode: {found}")]
+
+
+def _list_missing(missing: Sequence[tuple[str, str]], policy: str, request: HttpRequest) -> _Rows:
+    """A row for each of the policy's limit keys that the request does not have."""
+    keys = [key for owner, key in missing if owner == policy]
+    return [("missing", f"{key}{_explain_missing(key, request)}") for key in keys]
+
+
+def _list_session_keys(engine: Engine, policy: str) -> _Rows:
+    """Where a session's name was looked for."""
+    plan = engine.find_plan(policy)
+    keys = [key.key for key in plan.limiter.names.list_keys()] if plan is not None and plan.limiter is not None else []
+    return list(zip(chain(["missing"], repeat("")), [*(f"{key}, or" for key in keys[:-1]), *keys[-1:]], strict=False))
+
+
+def _explain_missing(key: str, request: HttpRequest) -> str:
+    """Why a request has no such descriptor, where that can be told."""
+    source, _, name = key.partition(":")
+    if source == "jwt" and request.read_header("authorization")[:7].lower() == "bearer ":
+        return ": authorization: Bearer is given, but not verified; see --claim and --allow-unverified-jwt"
+    if source == "jwt":
+        return f": no claim of that name was verified; give --claim {name}=VALUE"
+    return ""
+
+
+def _print_candidate(candidate: Candidate, evaluation: Evaluation, body: bytes, more: _Rows) -> None:
+    """What one guard of a policy sees in the request, and what it will do about it."""
+    if isinstance(candidate, LoopCandidate):
+        _print_detector(candidate, evaluation, body, more)
+    elif isinstance(candidate, SessionCandidate):
+        _print_session(candidate, more)
+
+
+def _print_session(candidate: SessionCandidate, more: _Rows) -> None:
+    """Which session the request is of, and what that may use up."""
+    guard = candidate.limiter
+    calls = len(candidate.calls.records) // RECORD
+    shown = f"{calls} {'call' if calls == 1 else 'calls'} of tools" if not candidate.unreadable else candidate.unreadable
+    dollars, model = candidate.reserve / NANO_DOLLARS, candidate.model or "no model"
+    rows = [
+        ("policy", f"{candidate.plan.id} ({guard.mode})"),
+        ("session", candidate.session),
+        *more,
+        ("tenant", candidate.tenant),
+        ("key", candidate.name_ledger()),
+        ("history", shown),
+        ("cost", f"{dollars:.6f} dollars for the prompt, estimated, with {model}"),
+    ]
+    told = f"up to {guard.describe()}, then {'report: would reject' if guard.shadow else 'reject'} with "
+    _print_rows([*rows, ("decision", f"allow {told}{guard.refusal.status or AUTO_STATUS}")])
+
+
+def _print_detector(candidate: LoopCandidate, evaluation: Evaluation, body: bytes, more: _Rows) -> None:
+    """What one detector of a policy sees in the request, and what it will do about it."""
+    detector, hit = candidate.detector, candidate.hit
+    rows = [("policy", f"{candidate.plan.id} ({detector.mode})")]
+    if detector.name != DEFAULT_DETECTOR or detector.looks:
+        rows.append(("detector", f"{detector.name} ({detector.similarity_name})"))
+    if detector.looks and evaluation.plain is not None:
+        rows += zip(chain(["compared"], repeat("")), detector.similarity.show(evaluation.plain), strict=False)
+    rows += more
+    rows += [("composite", candidate.composite), ("fingerprint", candidate.fingerprint), ("tenant", candidate.tenant)]
+    if candidate.push is not None:
+        rows.append(("ring", f"{candidate.push.key}: earlier turns, which are not asked for here"))
+    if hit is not None:
+        rows.append(("key", hit.key))
+    rows.append(("decision", _describe_decision(candidate)))
+    if _may_steer(candidate):
+        rows += _show_note(candidate, evaluation, body)
+    _print_rows(rows)
+
+
+def _may_steer(candidate: LoopCandidate) -> bool:
+    """Whether the request is steered, or an identical one later where only the store can tell when."""
+    detector, found = candidate.detector, candidate.repeat
+    if not detector.steers or not detector.stateless:
+        return detector.steers
+    return found is not None and found.looping and detector.actions[found.step] is Action.STEER
+
+
+def _show_note(candidate: LoopCandidate, evaluation: Evaluation, body: bytes) -> _Rows:
+    """What the model is told, and why it is not where it cannot be."""
+    detector, request = candidate.detector, evaluation.request
+    note = write_note(_make_outcome(candidate, detector.actions.index(Action.STEER)), request, detector)
+    try:
+        steer(request, body, note, partial(evaluation.make_marks, candidate))
+    except NotEdited as why:
+        return [("unsteered", f"let through with a warning: {why.reason}")]
+    return [("note", note)]
+
+
+def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
+    for name, value in rows:
+        print(f"{name:<12} {escape_controls(value)}")
+    print()
+
+
+def _describe_decision(candidate: LoopCandidate) -> str:
+    """What is done about this request, or about the one that reaches the threshold."""
+    detector, found = candidate.detector, candidate.repeat
+    if not detector.stateless:
+        allowed = detector.list_thresholds(candidate.subject)[0] - 1
+        return (
+            f"allow {allowed} identical requests, then {_describe_steps(candidate)}; "
+            f"window {detector.window_type}, {detector.window_seconds} s"
+        )
+    state = detector.similarity.describe(found)
+    if found is None:
+        return f"allow: {state}"
+    if found.looping:
+        return f"{_describe_action(candidate, found.step)}; {state}"
+    return f"allow below {found.threshold} equal calls, then {_describe_steps(candidate)}; {state}"
+
+
+def _describe_steps(candidate: LoopCandidate) -> str:
+    """What is done from each of the thresholds on."""
+    first, *others = candidate.detector.list_thresholds(candidate.subject)
+    begins = candidate.repeat.threshold if candidate.repeat is not None else first  # a tool may have one of its own
+    later = [(step, threshold - first + begins) for step, threshold in enumerate(others, 1)]
+    described = [f"from {threshold} on {_describe_action(candidate, step)}" for step, threshold in later]
+    return ", ".join([_describe_action(candidate, 0), *described])
+
+
+def _make_outcome(candidate: LoopCandidate, step: int) -> Outcome:
+    """What the detector makes of the request that reaches the threshold of this step."""
+    detector, found, subject = candidate.detector, candidate.repeat, candidate.subject
+    threshold = detector.list_thresholds(subject)[step]
+    last = step == len(detector.actions) - 1
+    cooldown_ms = candidate.hit.cooldown_ms if isinstance(candidate.hit, Hit) and last else 0
+    if found is not None and not found.looping:
+        found = found._replace(count=found.threshold, step=step)
+    count = Count(threshold, looping=last, cooldown_ms=cooldown_ms, span_ms=0)
+    return detector.judge(candidate.fingerprint, candidate.tenant, count, subject, found)
+
+
+def _describe_action(candidate: LoopCandidate, step: int) -> str:
+    """What is done about the request that reaches the threshold of this step."""
+    outcome = _make_outcome(candidate, step)
+    framed = candidate.subject.frame("", "")
+    status = (outcome.refusal.status or AUTO_STATUS) if framed is None else framed.status
+    answer = "an answer of the API, or where that is not known with " if outcome.refusal.completes else ""
+    again = f" (Retry-After: {outcome.retry_after})" if outcome.retry_after is not None else ""
+    told = {
+        "reject": f"reject with {answer}{status}{again}",
+        "throttle": f"throttle (hold {outcome.delay_ms} ms at first)",
+        "steer": "steer",
+        "warn": "warn",
+    }[outcome.action.value]
+    return f"report: would {told}" if candidate.detector.shadow else told
+
+
+def _read_body(data: str | None) -> bytes:
+    if data is None:
+        return b""
+    if not data.startswith("@"):
+        return data.encode("utf-8", "surrogateescape")
+    try:
+        return Path(data[1:]).read_bytes() if data != "@-" else sys.stdin.buffer.read()
+    except OSError as error:
+        raise UsageError(f"-d {data}: cannot be read: {error.strerror}") from None
+
+
+def _split_url(text: str) -> SplitResult:
+    """A URL as curl takes it, without its scheme or, because only policies look at it, with nothing but its path."""
+    try:
+        url = urlsplit(text if "://" in text else f"http://{text}")
+        _ = url.port  # checked as it is read
+    except ValueError as error:
+        raise UsageError(f"{text!r} is not a URL: {error}") from None
+    if url.scheme not in ("http", "https"):
+        raise UsageError(f"{text!r} is not a URL of http or https")
+    if not (url.hostname or text.startswith("/")):
+        raise UsageError(f"{text!r} is not a URL: it names no host")
+    if re.search(r"[\x00-\x20\x7f]", text):
+        raise UsageError(f"{text!r} is not a URL: spaces and control characters are sent percent-encoded")
+    return url
+
+
+def _make_request(options: argparse.Namespace, body: bytes) -> HttpRequest:
+    url = _split_url(options.url)
+    if options.request is not None and not METHOD.match(options.request):
+        raise UsageError(f"-X {options.request!r} must be an HTTP method such as POST")
+    headers: dict[str, bytes] = {}
+    for line in options.header:
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip():
+            raise UsageError(f"-H {line!r} must be 'name: value'")
+        headers.setdefault(name.strip().lower(), value.strip().encode("utf-8", "surrogateescape"))
+    target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    method = options.request or ("POST" if body else "GET")
+    authority = headers.get("host", b"").decode("utf-8", "surrogateescape") or url.netloc.rpartition("@")[2]
+    facts = StatedFacts(route=options.route, address=options.address, claims=_read_claims(options, headers))
+    request = HttpRequest(method, target, authority, headers, facts)
+    request.opens_responses = find_websocket(request)
+    return request
+
+
+def _read_claims(options: argparse.Namespace, headers: dict[str, bytes]) -> dict[str, str]:
+    claims = {}
+    if options.allow_unverified_jwt:
+        claims = decode_claims(headers.get("authorization", b"").decode("utf-8", "surrogateescape"))
+    for pair in options.claim:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise UsageError(f"--claim {pair!r} must be NAME=VALUE")
+        claims[name] = value
+    return claims

@@ -1,0 +1,38 @@
+"""`loopguard grant`: let a session go on beyond its limits."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+
+from extproc.cli.commands.ordering import add_order_flags, give
+from extproc.errors import UsageError
+
+HELP = "give a session, or each session of a caller, more steps, tool calls or dollars"
+EXAMPLES = """examples:
+  loopguard grant --session header:x-session-id=abc --caller x-team=red --steps 10 --cost 5
+  loopguard grant --session 9f2c51a07be3d418 --tool-calls 20 --for 2h --reason 'nearly done'
+
+Grants add up."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `loopguard grant`."""
+    add_order_flags(parser, lasts="1d", sessions=True)
+    parser.add_argument("--steps", type=int, metavar="N", help="additional requests")
+    parser.add_argument("--tool-calls", type=int, metavar="N", help="additional tool calls")
+    parser.add_argument("--cost", type=float, metavar="USD", help="additional dollars")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Have the servers do it; returns the exit code.
+
+    Raises:
+        UsageError: a flag cannot be used.
+        LoopguardError: a server does not answer, or refuses.
+    """
+    amounts = {"steps": options.steps, "tool_calls": options.tool_calls, "cost": options.cost}
+    if all(amount is None for amount in amounts.values()):
+        raise UsageError("say what is granted: --steps, --tool-calls or --cost")
+    key = secrets.token_hex(8)  # servers that share a store take it once, however many of them are asked
+    return give("grant", options, **amounts, key=key)

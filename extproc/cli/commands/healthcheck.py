@@ -1,0 +1,79 @@
+"""`loopguard healthcheck`: asks the running server's grpc.health.v1."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+
+from extproc import settings
+from extproc.cli.commands.serve import hush_grpc
+from extproc.options import add_flags as add_options
+from extproc.options import option, read_options, require_together
+
+HELP = "check the health of a running server (grpc.health.v1)"
+EXAMPLES = """examples:
+  loopguard healthcheck
+  loopguard healthcheck --address unix:/run/loopguard.sock
+  loopguard healthcheck --tls-ca ca.pem --tls-cert probe.pem --tls-key probe.key --tls-server-name loopguard.example
+
+exit code: 0 serving, 1 anything else"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthcheckTls:
+    """The flags for a port with mutual TLS."""
+
+    tls_ca: str = option("", str, "CA certificates to verify the server with, if the port uses mutual TLS", "PATH")
+    tls_cert: str = option("", str, "client certificate", "PATH")
+    tls_key: str = option("", str, "private key of the client certificate", "PATH")
+    tls_server_name: str = option("", str, "name in the server's certificate, if it is not the host", "NAME")
+
+    def __post_init__(self) -> None:
+        """Refuse half of what TLS needs.
+
+        Raises:
+            UsageError: naming what is missing.
+        """
+        require_together(self, ("tls_ca", "tls_cert", "tls_key"), ("tls_server_name",))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `loopguard healthcheck`."""
+    parser.add_argument(
+        "--address",
+        default=_find_listen_address(),
+        metavar="HOST:PORT|unix:/PATH",
+        help="default: LOOPGUARD_LISTEN, else 127.0.0.1:50051",
+    )
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="default 3")
+    add_options(parser, HealthcheckTls)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the status; returns the exit code.
+
+    Raises:
+        UsageError: half of what TLS needs is given.
+    """
+    hush_grpc()
+    from extproc.transport.grpcio import ClientTls, check_health  # noqa: PLC0415  # grpc takes 0.2 s to import
+
+    chosen = read_options(HealthcheckTls, vars(options))
+    tls = ClientTls(chosen.tls_ca, chosen.tls_cert, chosen.tls_key, chosen.tls_server_name) if chosen.tls_ca else None
+    status = check_health(options.address, options.timeout, tls)
+    print(status.lower() if status == "SERVING" else status, file=sys.stdout if status == "SERVING" else sys.stderr)
+    return 0 if status == "SERVING" else 1
+
+
+def _find_listen_address() -> str:
+    """Where this machine's server listens, as far as the environment tells."""
+    text = os.environ.get(f"{settings.ENV_PREFIX}LISTEN", "127.0.0.1:50051")
+    try:
+        address = settings.parse_address(text)
+    except ValueError:
+        return text
+    if address.is_unix or address.host not in ("::", "0.0.0.0"):  # noqa: S104  # recognised, not bound
+        return text
+    return f"127.0.0.1:{address.port}"

@@ -1,0 +1,49 @@
+"""`loopguard init`: prints one of the policies in `presets/`, which its user keeps and makes their own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from textwrap import fill
+
+PRESETS = ("agents", "interactive", "agentic", "webhook", "canary")
+DEFAULT_PRESET = "agents"
+
+
+def read_preset(name: str) -> str:
+    """A policy file, as text."""
+    return (files("extproc.cli") / "presets" / f"{name}.json").read_text(encoding="utf-8")
+
+
+def _describe_presets() -> Iterator[str]:
+    """What each one does, in lines for `--help`."""
+    indent = " " * 15
+    for name in PRESETS:
+        description = json.loads(read_preset(name))["description"]
+        yield fill(description, width=100, initial_indent=f"  {name:<13}", subsequent_indent=indent)
+
+
+_PRESET_LINES = "\n".join(_describe_presets())
+
+HELP = "print a policy to start from"
+EXAMPLES = f"""presets:
+{_PRESET_LINES}
+
+examples:
+  loopguard init > policies/agents.json
+  loopguard init --preset canary > policies/canary.json && loopguard validate policies/
+
+Replace the paths and limit keys with your own."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `loopguard init`."""
+    parser.add_argument("--preset", choices=PRESETS, default=DEFAULT_PRESET, help=f"default {DEFAULT_PRESET}")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print it; returns the exit code."""
+    print(read_preset(options.preset), end="")
+    return 0

@@ -1,0 +1,159 @@
+"""What the commands that give orders have in common; no command by itself."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import re
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from extproc.engine.orders import MAX_SECONDS
+from extproc.errors import UsageError
+from extproc.logs import escape_controls
+from extproc.operator.admin.client import add_admin_flag, open_clients
+from extproc.settings import ENV_PREFIX
+
+_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+_DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
+_OPERATOR_HEADER = "x-loopguard-operator"
+
+
+def add_order_flags(parser: argparse.ArgumentParser, *, lasts: str = "", sessions: bool = False) -> None:
+    """The flags of an order.
+
+    Args:
+        parser: takes the flags.
+        lasts: how long, where nobody says it; empty for an order that has no such flag.
+        sessions: it is about whole sessions.
+    """
+    parser.add_argument(
+        "--caller",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE|HASH",
+        help="a limit key of the caller and its value, as `explain` prints it, repeatable; or its tenant hash from the logs",
+    )
+    parser.add_argument("--session", metavar="KEY=VALUE|HASH", help="a session, such as header:x-session-id=abc, or its hash")
+    if not sessions:
+        parser.add_argument("--fingerprint", metavar="HEX", help="the fingerprint of a loop, from a log or refusal")
+        parser.add_argument("--tool", metavar="NAME", help="only requests that call this tool")
+    parser.add_argument("--policy", metavar="ID", help="only under this policy (default: all)")
+    parser.add_argument("--reason", metavar="TEXT", help="reason, for the log and other operators")
+    if lasts:
+        text = f"duration, such as 90s, 30m, 2h, 1d (default {lasts})"
+        parser.add_argument("--for", dest="duration", default=lasts, metavar="DURATION", help=text)
+    add_asking_flags(parser)
+
+
+def add_asking_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which server is asked, and with what credential."""
+    add_admin_flag(parser)
+    parser.add_argument(
+        "--token-file",
+        metavar="PATH",
+        help=f"file whose first token is sent to an admin port (default: {ENV_PREFIX}ADMIN_TOKEN_FILE); a socket needs none",
+    )
+
+
+def give(kind: str, options: argparse.Namespace, **more: object) -> int:
+    """Have the servers take an order; returns the exit code.
+
+    Args:
+        kind: of order.
+        options: of the command.
+        more: fields of the order that not every kind has; None is left out.
+
+    Raises:
+        UsageError: a flag cannot be used.
+        LoopguardError: a server does not take it.
+    """
+    order = make_order(kind, options) | {name: value for name, value in more.items() if value is not None}
+    headers = make_headers(options)
+    for client in open_clients(options.admin):
+        given = client.ask("/overrides", method="POST", body=order, headers=headers)
+        for note in given.get("notes", []):
+            print(escape_controls(f"note: {note}"), file=sys.stderr)
+        print(escape_controls(f"{kind} {given['override']} until {given['ends']}"))
+    return 0
+
+
+def make_order(kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    """An order as `POST /overrides` takes it.
+
+    Raises:
+        UsageError: a flag cannot be used.
+    """
+    about: dict[str, Any] = {
+        "caller": _read_caller(options.caller),
+        "session": _split(options.session, "--session") if options.session and "=" in options.session else options.session,
+    }
+    about |= {name: getattr(options, name) for name in ("fingerprint", "tool") if name in options}
+    if not any(about.values()):
+        *flags, last = [f"--{name}" for name in about]
+        raise UsageError(f"say whom it is about: {', '.join(flags)} or {last}")
+    order = {"kind": kind, **about, "policy": options.policy, "reason": options.reason}
+    if "duration" in options:
+        order["seconds"] = read_duration(options.duration)
+    return {key: value for key, value in order.items() if value}
+
+
+def read_duration(text: str) -> int:
+    """A number with its unit, in seconds.
+
+    Raises:
+        UsageError: it is none, or no order stands for so long.
+    """
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise UsageError(f"--for must be a number with its unit, such as 90s, 30m, 2h or 1d, not {text!r}")
+    seconds = int(found[1]) * _UNITS[found[2]]
+    if seconds > MAX_SECONDS:
+        raise UsageError(f"--for is at most {MAX_SECONDS // _UNITS['d']}d, not {text}")
+    return seconds
+
+
+def make_headers(options: argparse.Namespace) -> dict[str, str]:
+    """Who asks, and the credential.
+
+    Raises:
+        UsageError: the token file cannot be read.
+    """
+    headers = {_OPERATOR_HEADER: _find_operator()}
+    path = options.token_file or os.environ.get(f"{ENV_PREFIX}ADMIN_TOKEN_FILE", "")
+    if path:
+        try:
+            tokens = Path(path).read_text().split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--token-file {path}: cannot be read: {error}") from None
+        if not tokens:
+            raise UsageError(f"--token-file {path}: there is no token in it")
+        headers["authorization"] = f"Bearer {tokens[0]}"
+    return headers
+
+
+def _find_operator() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}".encode("ascii", "replace").decode()
+
+
+def _read_caller(given: list[str]) -> str | dict[str, str] | None:
+    if len(given) == 1 and "=" not in given[0]:
+        return given[0]
+    pairs: dict[str, str] = {}
+    for text in given:
+        pairs |= _split(text, "--caller")
+    return pairs or None
+
+
+def _split(text: str, flag: str) -> dict[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise UsageError(f"{flag} must be NAME=VALUE or 16 hex digits, not {text!r}")
+    return {name: value}

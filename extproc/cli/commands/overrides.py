@@ -1,0 +1,63 @@
+"""`loopguard overrides`: what operators have ordered, and how to end it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from extproc.cli.commands.ordering import add_asking_flags, make_headers
+from extproc.logs import escape_controls
+from extproc.operator.admin.client import open_clients
+
+HELP = "list or revoke the overrides of release, allow, block, kill and grant"
+EXAMPLES = """examples:
+  loopguard overrides
+  loopguard overrides --revoke 3f9c0ab81d22"""
+
+_ABOUT = ("caller", "session", "fingerprint", "tool")
+_GRANTED = {"steps": "steps", "tool_calls": "tool calls", "cost": "dollars"}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `loopguard overrides`."""
+    parser.add_argument("--revoke", metavar="NAME", help="end this override now")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_asking_flags(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask the servers; returns the exit code.
+
+    Raises:
+        UsageError: a flag cannot be used.
+        LoopguardError: a server does not answer, or refuses.
+    """
+    for client in open_clients(options.admin):
+        if options.revoke:
+            client.ask(f"/overrides/{options.revoke}", method="DELETE", headers=make_headers(options))
+            print(escape_controls(f"revoked {options.revoke}"))
+            continue
+        standing = client.ask("/overrides")["overrides"]
+        if options.json:
+            print(json.dumps(standing, indent=2))
+        elif not standing:
+            print("no overrides")
+        for override in standing if not options.json else ():
+            print(escape_controls(describe(override)))
+    return 0
+
+
+def describe(override: Mapping[str, Any]) -> str:
+    """One override in a line."""
+    about = [f"{name} {_join(override[name])}" for name in _ABOUT if override.get(name)]
+    about += [f"+{override[name]:.10g} {words}" for name, words in _GRANTED.items() if override.get(name)]
+    policy = f"in {override['policy']}" if override.get("policy") else "in all policies"
+    said = [f"by {override['who']}" if override.get("who") else "", override.get("reason", "")]
+    words = ": ".join(word for word in said if word)
+    return f"{override['override']}  {override['kind']:<7}  {', '.join(about)}  {policy}  until {override['ends']}  {words}"
+
+
+def _join(value: str | Mapping[str, str]) -> str:
+    return value if isinstance(value, str) else " ".join(f"{name}={text}" for name, text in value.items())

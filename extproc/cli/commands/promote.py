@@ -1,0 +1,222 @@
+"""`loopguard promote`: has a policy act on more callers, by a change of its file in which every other byte stays as it was."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from extproc.cli.commands import check_paths
+from extproc.errors import LoopguardError, UsageError
+from extproc.logs import escape_controls
+from extproc.objects import Place
+from extproc.policy.bundle import EVERYBODY, SHADOW
+from extproc.policy.files import read_files
+from extproc.policy.loader import PolicySet, parse
+from extproc.policy.splice import insert_behind, remove_member, replace_value
+from extproc.policy.strict_json import decode
+
+HELP = "make a policy act on more callers, or on all of them"
+EXAMPLES = """examples:
+  loopguard promote policies/strict.json --policy strict --percent 25
+  loopguard promote policies/strict.json --policy strict --percent 25 --write
+  loopguard promote policies/strict.json --policy strict --beside policies/ --write
+
+Prints the change as a unified diff, and makes it only with --write. A running server reloads the file.
+
+exit code: 0 good, or nothing to change; 1 the file is not valid, before or after the change"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `loopguard promote`."""
+    parser.add_argument("file", metavar="FILE", help="the policy file")
+    parser.add_argument("--policy", required=True, metavar="ID", help="the policy in FILE")
+    parser.add_argument(
+        "--percent",
+        type=int,
+        default=EVERYBODY,
+        metavar="N",
+        help=f"share of the callers to act on, 1 to {EVERYBODY} (default: all)",
+    )
+    parser.add_argument(
+        "--beside",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="policy files or directories loaded along with FILE; repeatable",
+    )
+    parser.add_argument("--write", action="store_true", help="change the file")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show the change, and make it where that is wanted; returns the exit code.
+
+    Raises:
+        UsageError: a flag cannot be used.
+        BundleErrors: with everything that is wrong in the files, now or after the change.
+        LoopguardError: there is no such change, or it cannot be written.
+    """
+    if not 1 <= options.percent <= EVERYBODY:
+        raise UsageError(f"--percent must be 1 to {EVERYBODY}, not {options.percent}")
+    file, now = options.file, datetime.now(UTC)
+    files = _read_files(file, options.beside)
+    known = parse(files, now)
+    place, spec = _find_spec(decode(files[file]).document, options.policy)
+    share = _find_share(spec)
+    if share == options.percent:
+        _tell(f"nothing to change: {options.policy} acts on {_describe_share(share)} already")
+        return 0
+    if share > options.percent:
+        back = "to step back, change enforce_percent in the file, or set mode to shadow"
+        raise LoopguardError(f"{options.policy} acts on {_describe_share(share)} already, which is more; {back}")
+    before = files[file].decode()
+    after = _promote(before, place, spec, options.percent)
+    promoted = parse({**files, file: after.encode()}, now)
+    sys.stdout.writelines(_list_changes(file, before, after))
+    for remark in _list_remarks(options, spec, known, promoted):
+        _tell(remark)
+    if options.write:
+        _write(Path(file), before.encode(), after.encode())
+        _tell(f"written: {options.policy} acts on {_describe_share(options.percent)}")
+    return 0
+
+
+def _list_remarks(options: argparse.Namespace, spec: Mapping[str, Any], known: PolicySet, promoted: PolicySet) -> Iterator[str]:
+    """What comes of the change that the diff does not say.
+
+    Args:
+        options: of the command line.
+        spec: of the policy before.
+        known: what was loaded before.
+        promoted: what will be.
+    """
+    yield from (f"warning: {warning}" for warning in promoted.warnings if warning not in known.warnings)
+    if promoted.sources[0].forces_shadow(datetime.now(UTC)):
+        yield "note: global_shadow keeps all policies of the file in shadow as long as it holds"
+    live = spec.get("canary_of")
+    if live is not None:
+        stays = f"note: {live} stays as it is, and where both act, the strictest answer wins"
+        yield f"{stays}; to have {options.policy} take its place, set its mode to shadow, or remove it"
+
+
+def _tell(text: str) -> None:
+    """Beside the diff, which may be piped elsewhere."""
+    print(escape_controls(text), file=sys.stderr)
+
+
+def _read_files(file: str, beside: Sequence[str]) -> dict[str, bytes]:
+    """The policy file, and what is loaded along with it.
+
+    Raises:
+        UsageError: a path is empty, or the file is a directory.
+        BundleErrors: something cannot be read.
+    """
+    check_paths([file, *beside])
+    if Path(file).is_dir():
+        raise UsageError(f"{file} is a directory; give the one file of it that holds the policy")
+    files = read_files([file])
+    others = read_files(beside)
+    return {**files, **{name: data for name, data in others.items() if not Path(name).samefile(file)}}
+
+
+def _find_spec(document: Any, policy: str) -> tuple[Place, dict[str, Any]]:  # noqa: ANN401  # raw JSON
+    """Where the spec of a policy stands in a good policy file, and what it says.
+
+    Raises:
+        UsageError: the file holds no such policy.
+    """
+    entries: dict[Place, Any] = {(): document}
+    if isinstance(document, list):
+        entries = {(number,): entry for number, entry in enumerate(document)}
+    elif "policies" in document:
+        entries = {("policies", number): entry for number, entry in enumerate(document["policies"])}
+    for place, entry in entries.items():
+        if entry["id"] == policy:
+            return (*place, "spec"), entry["spec"]
+    close = difflib.get_close_matches(policy, [entry["id"] for entry in entries.values()], n=1)
+    raise UsageError(f"the file holds no policy {policy!r}{f'; did you mean {close[0]!r}?' if close else ''}")
+
+
+def _find_share(spec: Mapping[str, Any]) -> int:
+    """The percentage of its callers that a policy acts on; 0 in shadow."""
+    if spec.get("mode") == SHADOW:
+        return 0
+    percent = spec.get("enforce_percent")
+    return percent if isinstance(percent, int) else EVERYBODY
+
+
+def _describe_share(percent: int) -> str:
+    return "all callers" if percent == EVERYBODY else f"{percent} percent of its callers"
+
+
+def _promote(text: str, place: Place, spec: Mapping[str, Any], percent: int) -> str:
+    """The text of a policy file in which the policy acts on a larger share.
+
+    Args:
+        text: of the file.
+        place: of the policy's spec.
+        spec: the same.
+        percent: from then on.
+    """
+    if spec.get("mode") == SHADOW:
+        text = replace_value(text, (*place, "mode"), "enforce")
+    if "enforce_percent" in spec:
+        text = replace_value(text, (*place, "enforce_percent"), percent)
+    elif percent < EVERYBODY:  # it was in shadow: a policy that acts on all callers cannot act on more
+        text = insert_behind(text, (*place, "mode"), "enforce_percent", percent)
+    if percent == EVERYBODY and spec.get("canary_of") is not None:
+        text = remove_member(text, (*place, "canary_of"))  # nobody is left who is only watched
+    return text
+
+
+def _list_changes(file: str, before: str, after: str) -> Iterator[str]:
+    """Lines of a unified diff, each with its end; `patch` and `git apply` take them."""
+    for line in difflib.unified_diff(_split_lines(before), _split_lines(after), file, file):
+        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+
+
+def _split_lines(text: str) -> list[str]:
+    """Lines with their ends; `splitlines` would take characters for ends that may stand in a JSON string."""
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
+
+
+def _write(file: Path, before: bytes, after: bytes) -> None:
+    """Put the new file into the old one's place in one step, so that nobody ever reads half of it.
+
+    Raises:
+        LoopguardError: it cannot be written, or is not what it was when it was read; then the old one stays.
+    """
+    if file.is_symlink():
+        place = "change the file that it leads to, or the ConfigMap where it is one that Kubernetes has mounted"
+        raise LoopguardError(f"{file} is a symbolic link, which is not replaced; {place}")
+    try:
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")  # a name that no policy directory shows
+        try:
+            with os.fdopen(handle, "wb") as opened:
+                _keep_owner(handle, file.stat())
+                opened.write(after)
+                opened.flush()
+                os.fsync(handle)
+            if file.read_bytes() != before:
+                raise LoopguardError(f"{file} has been changed by somebody else meanwhile; nothing is written")
+            Path(name).replace(file)
+        finally:
+            Path(name).unlink(missing_ok=True)
+    except OSError as error:
+        raise LoopguardError(f"{file} cannot be written: {error.strerror}; nothing is changed") from None
+
+
+def _keep_owner(handle: int, was: os.stat_result) -> None:
+    """Give a new file the mode of the old one, and its owner where we may."""
+    with suppress(PermissionError):
+        os.fchown(handle, was.st_uid, was.st_gid)
+    os.fchmod(handle, stat.S_IMODE(was.st_mode))

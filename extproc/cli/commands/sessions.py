@@ -1,0 +1,113 @@
+"""`loopguard sessions`: what sessions have used up, and the report of one run, as the admin port tells it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from extproc.logs import escape_controls
+from extproc.operator.admin.client import add_admin_flag, open_clients
+
+HELP = "show what sessions have used, or the report of one session"
+EXAMPLES = """examples:
+  loopguard sessions
+  loopguard sessions --sort cost --policy agents
+  loopguard sessions 5a0c93e1bb7f2d64
+  loopguard sessions --json | jq '.sessions[0].tool_call_counts'
+
+Replicas that share a store know all sessions: ask any of them. For replicas with separate stores, repeat --admin for each."""
+
+_SORTS = ("last", "cost", "steps", "tool_calls", "blocks")
+_TOKENS = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tokens")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `loopguard sessions`."""
+    parser.add_argument("session", nargs="?", default="", metavar="ID", help="hash of a session, as in the list")
+    add_admin_flag(parser)
+    parser.add_argument("--json", action="store_true", help="print the JSON of /sessions")
+    parser.add_argument("--sort", choices=_SORTS, default="last", help="sort by this (default last)")
+    parser.add_argument("--policy", default="", metavar="ID", help="only sessions under this policy")
+    parser.add_argument("--caller", default="", metavar="HASH|[NAME=]VALUE", help="only sessions of this caller")
+    parser.add_argument("--limit", type=int, default=50, metavar="N", help="maximum sessions to show (default 50)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask the servers; returns the exit code.
+
+    Raises:
+        UsageError: a flag cannot be used.
+        LoopguardError: a server does not answer, or knows no such session.
+    """
+    path = f"/sessions/{quote(options.session, safe='')}" if options.session else "/sessions"
+    chosen = {name: str(getattr(options, name)) for name in ("sort", "policy", "caller", "limit")}
+    params = {name: value for name, value in chosen.items() if value and not options.session}
+    reports = [client.ask(path, params=params) for client in open_clients(options.admin)]
+    report = join_sessions(reports)
+    if options.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    for line in write_report(report):
+        print(escape_controls(line))
+    return 0
+
+
+def join_sessions(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One report of several servers'; one whose table another's report has already is left out."""
+    joined = dict(reports[0])
+    for report in reports[1:]:
+        if report["replica"] in joined["replicas"]:
+            continue
+        for name in ("replicas", "sessions"):
+            joined[name] = [*joined[name], *report[name]]
+        joined["problem"] = joined["problem"] or report["problem"]
+        joined["left_out"] += report["left_out"]
+        if "total" in joined:
+            joined["known"] += report["known"]
+            joined["total"] = {name: value + report["total"][name] for name, value in joined["total"].items()}
+    return joined
+
+
+def write_report(report: Mapping[str, Any]) -> list[str]:
+    """The sessions in lines, and the steps of each where they are told."""
+    lines = []
+    if report["problem"]:
+        lines.append(f"other replicas' sessions are missing or old: {report['problem']}")
+    if not report["sessions"]:
+        known = report.get("known", 0)
+        lines.append(
+            f"none of {known} {'session' if known == 1 else 'sessions'} matches" if known else "no session in the last hour"
+        )
+    for session in report["sessions"]:
+        lines.append(_write_session(session))
+        if "steps" in session:
+            lines += [f"  called {count} times: {tool}" for tool, count in session["tool_call_counts"].items()]
+            lines += [_write_step(step) for step in session["steps"]]
+    return lines
+
+
+def _write_session(session: Mapping[str, Any]) -> str:
+    caller = ", ".join(f"{name}={value}" for name, value in (session["descriptors"] or {}).items()) or session["caller"]
+    estimated = f" (${session['estimated_cost']:.2f} estimated)" if session["estimated_cost"] else ""
+    counts = f"{session['total_step_count']} steps, {session['total_tool_calls']} tool calls"
+    said = [
+        f"{session['session']}  {caller}  {session['policy']}{' (shadow)' if session['mode'] == 'shadow' else ''}",
+        f"{counts}, ${session['actual_cost']:.2f}{estimated}, {session['total_block_count']} refused",
+        f"since {session['started']}, last {session['last_seen']}",
+    ]
+    if session["killed"]:
+        said.append(f"killed: {session['killed']}")
+    elif refused := session["refused"]:
+        about = f" of {refused['tool']}" if refused["tool"] else ""
+        said.append(f"refused: {refused['limit']}{about}, {refused['used']} of {refused['allowed']}")
+    return "  ".join(said)
+
+
+def _write_step(step: Mapping[str, Any]) -> str:
+    known = [step[name] for name in _TOKENS]
+    tokens = "tokens unknown" if known[0] is None else "{} in, {} out, {} from cache, {} into cache".format(*known)
+    status = "refused" if step["refused"] else step["status"] or ("failed" if step["settled"] else "under way")
+    return f"  {step['at']}  {step['model'] or '-'}  {status}  {tokens}  {', '.join(step['tools'])}".rstrip()

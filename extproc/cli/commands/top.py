@@ -1,0 +1,172 @@
+"""`loopguard top`: who loops now, as the admin port of a running server tells it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from extproc.errors import UsageError
+from extproc.logs import escape_controls
+from extproc.operator.admin.client import AdminClient, add_admin_flag, open_clients
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HELP = "show active loops, how long they have run, and what they cost"
+EXAMPLES = """examples:
+  loopguard top
+  loopguard top --admin http://10.0.0.7:9900 --policy chat --sort requests
+  loopguard top --once --json | jq '.loops[0]'
+  loopguard top --price 2.50
+
+Replicas that share a store know all loops: ask any of them. For replicas with separate stores, repeat --admin for each. If the
+output is not a terminal, it is printed once."""
+
+_SORTS = ("cost", "requests", "count", "last", "first")
+_COLUMNS = ("caller", "session", "policy", "tool, path", "since", "last", "count", "requests", "not sent on", "tokens", "cost")
+_RIGHT = ("count", "requests", "not sent on", "tokens", "cost")
+_MINUTE, _HOUR = 60, 3_600
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `loopguard top`."""
+    add_admin_flag(parser)
+    parser.add_argument("--once", action="store_true", help="print once and exit")
+    parser.add_argument("--json", action="store_true", help="print the JSON of /loops, once")
+    parser.add_argument("--sort", choices=_SORTS, default="cost", help="sort by this (default cost)")
+    parser.add_argument("--policy", default="", metavar="ID", help="only loops under this policy")
+    parser.add_argument("--caller", default="", metavar="HASH|[NAME=]VALUE", help="only loops of this caller")
+    parser.add_argument("--tool", default="", metavar="NAME", help="only loops with this tool")
+    parser.add_argument("--limit", type=int, default=50, metavar="N", help="maximum loops to show (default 50)")
+    parser.add_argument(
+        "--price", default="", metavar="USD", help="US dollars per million input tokens (default: as the server is set)"
+    )
+    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="refresh interval (default 2)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show the loops until Ctrl-C, or once; returns the exit code.
+
+    Raises:
+        UsageError: a flag is unusable.
+        LoopguardError: a server cannot be asked.
+    """
+    from rich.console import Console  # noqa: PLC0415  # only this command needs it
+    from rich.live import Live  # noqa: PLC0415  # as above
+
+    if not options.interval > 0:
+        raise UsageError(f"--interval must be a positive number of seconds, not {options.interval:g}")
+    clients = open_clients(options.admin)
+    if options.json:
+        print(json.dumps(_ask(clients, options), indent=2))
+        return 0
+    console = Console()
+    report = _ask(clients, options)
+    if options.once or not sys.stdout.isatty():
+        console.print(make_table(report), soft_wrap=False)
+        return 0
+    with Live(make_table(report), console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(options.interval)
+            live.update(make_table(_ask(clients, options)), refresh=True)
+
+
+def _ask(clients: Iterable[AdminClient], options: argparse.Namespace) -> dict[str, Any]:
+    chosen = {name: str(getattr(options, name)) for name in ("sort", "policy", "caller", "tool", "limit", "price")}
+    params = {name: value for name, value in chosen.items() if value}
+    return join_reports([client.ask("/loops", params=params) for client in clients])
+
+
+def join_reports(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One report of several servers'; one whose table another's report has already is left out."""
+    joined = dict(reports[0])
+    for report in reports[1:]:
+        if report["replica"] in joined["replicas"]:
+            continue
+        joined["replicas"] = [*joined["replicas"], *report["replicas"]]
+        joined["loops"] = [*joined["loops"], *report["loops"]]
+        joined["curves"] = [*joined["curves"], *report["curves"]]
+        joined["problem"] = joined["problem"] or report["problem"]
+        joined["left_out"] += report["left_out"]
+        joined["known"] += report["known"]
+        joined["total"] = {name: _add(value, report["total"][name]) for name, value in joined["total"].items()}
+    return joined
+
+
+def _add(one: float | None, other: float | None) -> float | None:
+    return other if one is None else one if other is None else one + other
+
+
+def make_table(report: dict[str, Any]) -> Table:
+    """The loops as a table for a terminal."""
+    from rich.table import Table  # noqa: PLC0415  # as above
+    from rich.text import Text  # noqa: PLC0415  # as above
+
+    table = Table(
+        title=Text(_head(report)), caption=Text(_foot(report)), title_justify="left", caption_justify="left", box=None
+    )
+    for name in _COLUMNS:
+        table.add_column(name, justify="right" if name in _RIGHT else "left", overflow="fold")
+    now = _read_time(report["at"])
+    for loop in report["loops"]:
+        style = "" if loop["looping"] else "dim"
+        # Text, because what clients choose must be no markup of ours.
+        table.add_row(*(Text(escape_controls(cell), style) for cell in _write_cells(loop, now)))
+    return table
+
+
+def _head(report: dict[str, Any]) -> str:
+    total, known = report["total"], report["known"]
+    if known and not total["loops"]:
+        return f"none of {known} {'loop' if known == 1 else 'loops'} matches"
+    told = f"{total['looping']} of {total['loops']} loops go on, {total['callers']} callers, {total['requests']} requests"
+    return f"{told}, {total['requests_not_sent_on']} not sent on; {len(report['replicas'])} replicas"
+
+
+def _foot(report: dict[str, Any]) -> str:
+    problem = f"{report['problem']}; " if report["problem"] else ""
+    return f"{problem}{report['estimate']}"
+
+
+def _write_cells(loop: dict[str, Any], now: float) -> list[str]:
+    caller = ", ".join(f"{name}={value}" for name, value in (loop["descriptors"] or {}).items()) or loop["caller"]
+    detector = "" if loop["detector"] == "default" else f"/{loop['detector']}"
+    return [
+        caller,
+        loop["session"] or "",
+        f"{loop['policy']}{detector}",
+        " ".join([*loop["tools"], loop["path"]]),
+        _write_age(now - _read_time(loop["first_seen"])),
+        _write_age(now - _read_time(loop["last_seen"])),
+        str(loop["count"]),
+        _write_requests(loop),
+        str(loop["requests_not_sent_on"]),
+        f"~{loop['input_tokens']}",
+        "" if loop["cost_usd"] is None else f"${loop['cost_usd']:.2f}",
+    ]
+
+
+def _write_requests(loop: dict[str, Any]) -> str:
+    """How many requests there were, by what became of them."""
+    if loop["shadow"] is not None:
+        return " ".join(f"{count} would {action}" for action, count in loop["shadow"].items())
+    words = ("refused", "throttled", "steered", "warned")
+    return " ".join(f"{loop[word]} {word}" for word in words if loop[word])
+
+
+def _read_time(text: str) -> float:
+
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _write_age(seconds: float) -> str:
+    if seconds < _MINUTE:
+        return f"{max(0, seconds):.0f}s"
+    if seconds < _HOUR:
+        return f"{seconds // _MINUTE:.0f}m"
+    return f"{seconds // _HOUR:.0f}h{seconds % _HOUR // _MINUTE:02.0f}m"

@@ -1,0 +1,189 @@
+"""`loopguard tune`: which window and threshold a policy should have, by recorded traffic."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from extproc.cli.commands import add_key_flag, add_policy_flag, load_policies
+from extproc.cli.replay.command import add_log_flags, compile_policies, open_logs, tell_lines
+from extproc.errors import BundleErrors, LoopguardError, UsageError
+from extproc.logs import escape_controls
+from extproc.objects import MAX_SECONDS, MAX_THRESHOLD
+from extproc.request.hash_key import read_hash_key
+
+if TYPE_CHECKING:
+    from extproc.cli.replay.tune import Pair
+    from extproc.engine.engine import Engine
+    from extproc.engine.loop import Detector
+
+HELP = "find a window and a threshold for a policy from recorded traffic"
+EXAMPLES = """examples:
+  loopguard tune --policy candidate.json access.log
+  loopguard tune --policy policies/ --id chat --windows 30,60,300 --thresholds 3,5,8 access.log --output tuned.json
+
+Tries every pair of a window and a threshold in one pass over the logs. `loopguard replay` reads the same logs.
+
+exit code: 0 there is a recommendation, 1 there is none, or a log cannot be read; 2 usage"""
+
+_WINDOWS = "15,30,60,120,300,600"
+_THRESHOLDS = "3,4,5,7,10,15"
+_MAX_VALUES = 12
+_PERCENT = 1.0
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `loopguard tune`."""
+    add_policy_flag(parser)
+    add_log_flags(parser)
+    add_key_flag(parser)
+    parser.add_argument("--id", metavar="POLICY", help="the policy; required if there are several")
+    parser.add_argument("--detector", metavar="NAME", help="its detector; required if several have a window")
+    parser.add_argument("--windows", default=_WINDOWS, metavar="SECONDS,...", help=f"default {_WINDOWS}")
+    parser.add_argument("--thresholds", default=_THRESHOLDS, metavar="N,...", help=f"default {_THRESHOLDS}")
+    parser.add_argument(
+        "--max-touched", type=float, default=_PERCENT, metavar="PERCENT", help="maximum share of callers affected (default 1)"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the policy with the recommended pair to FILE")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the pairs and a recommendation; returns the exit code.
+
+    Raises:
+        UsageError: a flag cannot be used.
+        BundleErrors: with everything that is wrong in the policies.
+        LoopguardError: a log cannot be read, has no request that can be replayed, or the policy cannot be written.
+    """
+    from extproc.cli.replay.tune import Sweep, recommend, write_policy  # noqa: PLC0415  # as in `replay`
+
+    policies = load_policies(options.policy)
+    engine = compile_policies(policies)
+    detector = _find_detector(engine, options.id, options.detector)
+    if not 0 <= options.max_touched <= 100:  # noqa: PLR2004  # percent
+        raise UsageError("--max-touched must be a share between 0 and 100")
+    windows = _read_numbers("--windows", options.windows, MAX_SECONDS, detector.window_seconds, 1)
+    thresholds = _read_numbers("--thresholds", options.thresholds, MAX_THRESHOLD, detector.threshold, 2)
+    key = read_hash_key(options.hash_key_file)
+    sweep = Sweep(engine, (detector.policy, detector.name), windows, thresholds, options.max_entries, key)
+    with open_logs(options) as (logs, entries):
+        for entry in entries:
+            sweep.add(entry.recorded)
+    pairs, tenants = sweep.list_pairs(), sweep.tenants.count()
+    advice = recommend(pairs, sweep.requests, tenants, options.max_touched)
+    source = next(policy for source in policies.sources for policy in source.policies if policy.id == detector.policy)
+    ready = None if advice.pair is None else write_policy(source, detector.name, advice.pair)
+    problems = _find_problems(ready)
+    if options.output is not None and ready is not None:
+        _write(Path(options.output), ready)
+    document = {
+        "tune": 1,
+        "policy": detector.policy,
+        "detector": detector.name,
+        "requests": sweep.requests,
+        "uncounted": sweep.uncounted,
+        "tenants": tenants,
+        "evicted": sweep.evictions,
+        "pairs": [pair._asdict() for pair in pairs],
+        "recommendation": None if advice.pair is None else advice.pair._asdict(),
+        "reason": advice.reason,
+        "ready": ready,
+        "problems": problems,
+    }
+    if options.json:
+        print(json.dumps(document))
+    else:
+        _print_tables(document, pairs, windows, thresholds, advice.pair)
+    tell_lines(logs, sweep.evictions)
+    for problem in problems:
+        print(escape_controls(f"warning: the policy needs another change as well: {problem}"), file=sys.stderr)
+    return 1 if ready is None or (options.strict and logs.problems.harmful) else 0
+
+
+def _find_detector(engine: Engine, policy: str | None, name: str | None) -> Detector:
+    """The one that is to be tuned.
+
+    Raises:
+        UsageError: there is none, or not just one.
+    """
+    plans = [plan for plan in engine.plans if policy in (None, plan.id)]
+    if len(plans) != 1:
+        known = ", ".join(plan.id for plan in engine.plans[:_MAX_VALUES])
+        if policy is None and engine.plans:
+            raise UsageError(f"there are several policies that act; --id says which one of them is tuned: {known}")
+        raise UsageError(f"--id must name one of the policies that act: {known}")
+    detectors = [detector for detector in plans[0].detectors if name in (None, detector.name)]
+    counting = [detector for detector in detectors if not detector.stateless]
+    if not counting and detectors:
+        kinds = ", ".join(detector.similarity_name for detector in detectors)
+        raise UsageError(f"{plans[0].id} has no window that could be tuned: what {kinds} finds stands in the request itself")
+    if len(counting) != 1:
+        known = ", ".join(detector.name for detector in plans[0].detectors if not detector.stateless)
+        raise UsageError(f"--detector must name one of these detectors of {plans[0].id}: {known}")
+    return counting[0]
+
+
+def _read_numbers(flag: str, text: str, highest: int, own: int, lowest: int) -> list[int]:
+    """The numbers of a flag and the policy's own, ascending.
+
+    Raises:
+        UsageError: they are no such numbers, or too many.
+    """
+    parts = text.split(",")
+    if not all(part.isdecimal() and lowest <= int(part) <= highest for part in parts) or len(parts) > _MAX_VALUES:
+        raise UsageError(
+            f"{flag} must be up to {_MAX_VALUES} numbers between {lowest} and {highest}, such as 30,60, not {text!r}"
+        )
+    return sorted({own, *map(int, parts)})
+
+
+def _find_problems(ready: dict[str, Any] | None) -> list[str]:
+    """What else has to be changed in a policy, such as later thresholds that are not later any more."""
+    if ready is None:
+        return []
+    from datetime import UTC, datetime  # noqa: PLC0415  # beside its only use
+
+    from extproc.policy.loader import parse  # noqa: PLC0415  # same
+
+    try:
+        parse({"policy": json.dumps(ready).encode()}, datetime.now(UTC))
+    except BundleErrors as errors:
+        return [f"{error.pointer}: {error.message}" for error in errors.errors]
+    return []
+
+
+def _write(file: Path, ready: dict[str, Any]) -> None:
+    try:
+        file.write_text(json.dumps(ready, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise LoopguardError(f"cannot write {file}: {error.strerror}") from error
+
+
+def _print_tables(
+    document: dict[str, Any],
+    pairs: Sequence[Pair],
+    windows: Sequence[int],
+    thresholds: Sequence[int],
+    chosen: Pair | None,
+) -> None:
+    from extproc.cli.replay.table import add_row, make_console, make_table, print_table  # noqa: PLC0415  # as in `replay`
+
+    console = make_console()
+    found = {(pair.window_seconds, pair.threshold): pair for pair in pairs}
+    table = make_table("#threshold", *(f"#{window} s" for window in windows))
+    for threshold in thresholds:
+        cells = []
+        for window in windows:
+            pair = found[window, threshold]
+            cells.append(f"{'* ' if pair == chosen else ''}{pair.requests:,} of {pair.tenants:,}")
+        add_row(table, threshold, *cells)
+    about = f"{document['policy']} counted {document['requests']:,} requests; callers: {document['tenants']:,}"
+    print_table(console, f"{about}. What each pair would have acted on, and of how many callers", table)
+    print(f"\n{document['reason']}.")
+    if document["ready"] is not None:
+        print(f"\n{json.dumps(document['ready'], indent=2)}")

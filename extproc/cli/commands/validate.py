@@ -1,0 +1,62 @@
+"""`loopguard validate`: what is wrong with policy files, all of it at once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from datetime import UTC, datetime
+
+from extproc.cli.commands import check_paths
+from extproc.logs import escape_controls
+from extproc.policy.files import read_what_can_be
+from extproc.settings import ENV_PREFIX, read_settings
+
+HELP = "check policy files and report every error at once"
+EXAMPLES = """examples:
+  loopguard validate policies/ && git push
+
+exit code: 0 serve takes these files (warnings and notes on stderr), 1 it does not: every error is on stderr as
+file: /json/pointer: message"""
+
+_VARIABLE = f"{ENV_PREFIX}ALLOW_UNENFORCED"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `loopguard validate`."""
+    chosen = parser.add_mutually_exclusive_group()
+    text = f"parts of a bundle that are not enforced are warnings, as they are for serve with this flag [{_VARIABLE}]"
+    chosen.add_argument("--allow-unenforced", action="store_true", help=text)
+    chosen.add_argument("--strict", action="store_true", help="they are errors, which is the default")
+    parser.add_argument("path", nargs="+", metavar="PATH", help="policy file or directory")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Report warnings and notes, and how much is good; returns the exit code.
+
+    Raises:
+        UsageError: a path is empty, or the environment variable is neither true nor false.
+        BundleErrors: with all for which serve would not start.
+    """
+    from extproc.reload import build  # noqa: PLC0415  # with the engine, which takes long to import
+
+    files, unreadable = read_what_can_be(check_paths(options.path))
+    policies, _ = build(files, datetime.now(UTC), allow_unenforced=_allows_unenforced(options), unreadable=unreadable)
+    for warning in [*policies.warnings, *policies.unenforced]:
+        print(escape_controls(f"warning: {warning}"), file=sys.stderr)
+    for note in policies.notes:
+        print(escape_controls(f"note: {note}"), file=sys.stderr)
+    count = sum(len(source.policies) for source in policies.sources)
+    print(f"good: {_pluralize(count, 'policy', 'policies')} in {_pluralize(len(policies.sources), 'file', 'files')}")
+    return 0
+
+
+def _allows_unenforced(options: argparse.Namespace) -> bool:
+    if options.strict or options.allow_unenforced:
+        return bool(options.allow_unenforced)
+    environ = {name: value for name, value in os.environ.items() if name == _VARIABLE}
+    return read_settings({}, environ).allow_unenforced
+
+
+def _pluralize(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"

@@ -1,0 +1,47 @@
+"""Whether Loopguard hears how requests end, where policies limit what a session costs or how often it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from extproc.cli.envoy_check.config import Guard, Resources, is_on
+from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.findings import Finding, note
+from extproc.cli.envoy_check.needs import Needs
+
+_LOGGER = "envoy.extensions.access_loggers.grpc.v3.HttpGrpcAccessLogConfig"
+_READERS = {
+    "events": "envoy.extensions.filters.http.sse_to_metadata.v3.SseToMetadata",
+    "JSON": "envoy.extensions.filters.http.json_to_metadata.v3.JsonToMetadata",
+}
+"""The filters that read tokens, by the answers in which they do."""
+
+
+def check_entries(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+    """The access log tells Loopguard."""
+    if not needs.outcomes or guard.observes:
+        return
+    place = guard.manager.place.get("access_log")
+    if guard.cluster not in [_find_receiver(logger) for logger in place.items()]:
+        problem = "Loopguard does not hear how requests end: errors are not counted, and costs stay as they were estimated"
+        yield Finding("outcomes", place, problem, f"an envoy.access_loggers.http_grpc to the cluster {guard.cluster!r}")
+
+
+def _find_receiver(logger: Place) -> str:
+    """The cluster that entries go to, empty where they go elsewhere."""
+    kind, config = logger.get("typed_config").message()
+    return config.get("common_config", "grpc_service", "envoy_grpc", "cluster_name").text() if kind == _LOGGER else ""
+
+
+def check_usage(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+    """Envoy reads tokens in answers; where it does not, they are estimated, which may be meant."""
+    if not needs.usage or guard.observes:
+        return
+    for answers, kind in _READERS.items():
+        readers = [item for item in guard.manager.filters if item.kind == kind]
+        blind = [route.name for route in guard.guarded if not any(is_on(item, route.route) for item in readers)]
+        if blind:
+            problem = f"nobody reads how many tokens an answer in {answers} took: costs are estimated from sizes"
+            name = kind.split(".")[4]
+            place = readers[0].place if readers else guard.manager.place.get("http_filters")
+            yield note("usage", place, problem, f"envoy.filters.http.{name}, on for the route (Envoy 1.38)", blind)

@@ -1,0 +1,73 @@
+"""What clients can make Envoy believe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from extproc.cli.envoy_check.config import Guard, Resources
+from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.findings import Finding, note
+from extproc.cli.envoy_check.needs import Needs
+
+MARKS = ("x-fairvisor-warning", "x-loopguard-steered", "x-loopguard-narrowed")
+_MULTIPLIERS = ("x-envoy-retry-on", "x-envoy-max-retries")
+_NOBODY = "internal_address_config: {cidr_ranges: [{address_prefix: 0.0.0.0, prefix_len: 32}]}"
+_EXPLICIT = (1, 36)
+"""Of this Envoy on, nobody is internal who is not said to be."""
+
+
+def check_address(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+    """Where X-Forwarded-For is believed, a client is whoever it says, and somebody new with every request."""
+    manager = guard.manager.place
+    place = manager.get("use_remote_address")
+    if place.flag() or manager.get("original_ip_detection_extensions").is_there or not needs.reads("ip:"):
+        return
+    problem = "whatever a client writes into X-Forwarded-For is taken for its address, so ip:address counts whom it names"
+    right = "use_remote_address: true, and behind a load balancer xff_num_trusted_hops"
+    yield Finding("client-address", place, problem, right, hurts=needs.known)
+
+
+def check_envoy_headers(guard: Guard, _: Needs, resources: Resources) -> Iterator[Finding]:
+    """A client that Envoy takes for internal has one request, which is counted once, sent many times."""
+    place = guard.manager.place.get("internal_address_config")
+    removed = _list_removed(guard)
+    if removed.issuperset(_MULTIPLIERS):
+        return
+    ranges = [item.get("address_prefix").text() for item in place.get("cidr_ranges").items()]
+    multiplies = "can have one request, which is counted once, sent many times, by x-envoy-retry-on and x-envoy-max-retries"
+    if ranges and not all(prefix == "0.0.0.0" for prefix in ranges):  # noqa: S104  # recognised, not bound
+        yield note("envoy-headers", place, f"a client in {', '.join(ranges)} {multiplies}", _NOBODY)
+    elif place.is_there and not ranges:
+        yield Finding("envoy-headers", place, f"a client in a private network {multiplies}", _NOBODY)
+    elif not place.is_there and resources.version is None:
+        yield note("envoy-headers", place, f"before Envoy 1.36, a client in a private network {multiplies}", _NOBODY)
+    elif not place.is_there and resources.version is not None and resources.version < _EXPLICIT:
+        yield Finding("envoy-headers", place, f"a client in a private network {multiplies}", _NOBODY)
+
+
+def check_marks(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+    """Loopguard's marks are Loopguard's to give."""
+    missing = [name for name in MARKS if name not in _list_removed(guard)]
+    if missing and not guard.observes:
+        place = guard.manager.place.get("early_header_mutation_extensions")
+        problem = f"a client can send {' and '.join(missing)} itself, and the upstream takes it for Loopguard's"
+        removals = ", ".join(f"{{remove: {name}}}" for name in missing)
+        right = f"envoy.http.early_header_mutation.header_mutation with mutations: [{removals}]"
+        yield Finding("forged-marks", place, problem, right)
+
+
+def _list_removed(guard: Guard) -> set[str]:
+    """Headers of requests that are taken away before Loopguard is asked."""
+    found: set[str] = set()
+    for extension in guard.manager.place.get("early_header_mutation_extensions").items():
+        found.update(_list_removals(extension.get("typed_config").message()[1].get("mutations")))
+    for item in guard.manager.filters:
+        if item == guard.filter:
+            break
+        if item.is_a("header_mutation.v3.HeaderMutation"):
+            found.update(_list_removals(item.config.get("mutations", "request_mutations")))
+    return found
+
+
+def _list_removals(mutations: Place) -> Iterator[str]:
+    return (mutation.get("remove").text().lower() for mutation in mutations.items())

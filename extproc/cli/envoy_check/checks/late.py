@@ -1,0 +1,85 @@
+"""Whether a request may come to a guarded route when it is too late to ask Loopguard.
+
+Envoy sets up a request's filters by the first route that it finds, and leaves out those that are off there. A filter that
+clears the route cache has it look for a route again, with other headers, claims or a model that is known by then. Sources:
+Envoy's code of each filter named below, and its page on HTTP filters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from extproc.cli.envoy_check.config import Guard, HttpFilter, Resources, Route, is_on, mentions_loopguard
+from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.findings import Finding
+from extproc.cli.envoy_check.needs import Needs
+from extproc.cli.envoy_check.selectors import takes_everything
+
+_FIRST = "the processing_mode of guarded routes in their overrides, and of the filter, not `disabled`, all SKIP"
+
+
+def check_late_routes(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+    """A filter that chooses the route anew stands before Loopguard's, which is off nowhere."""
+    filters = list(guard.manager.filters)
+    routes = guard.manager.routes
+    guarded = {route.route.place.pointer for route in guard.guarded}
+    unguarded = [route for route in routes if route.place.pointer not in guarded]
+    left_out = [route for route in routes if not is_on(guard.filter, route)]
+    covered = any(takes_everything(route) for route in routes)
+    for number, item in enumerate(filters):
+        may = next((may for kind, may in _MAY_CLEAR.items() if item.is_a(kind)), None)
+        if not (may(item.config) if may else _clears(item.config.value)):
+            continue
+        if item == guard.filter or mentions_loopguard(item):  # Loopguard itself never asks for another route
+            continue
+        behind = number > filters.index(guard.filter)
+        first = unguarded if behind else left_out  # routes whose requests have passed Loopguard by
+        anywhere = not covered and (behind or guard.filter.place.get("disabled").flag())  # as have those that had none at first
+        if any(is_on(item, route) for route in first) or (anywhere and not item.place.get("disabled").flag()):
+            yield _tell(guard, item, first, behind=behind)
+
+
+def _tell(guard: Guard, item: HttpFilter, first: list[Route], *, behind: bool) -> Finding:
+    start = f"from {first[0].name!r}" if first else "that had no route"
+    problem = (
+        f"{item.name} may choose the route anew: a request {start} that comes to a guarded one by that is not guarded, because "
+        + (f"{guard.filter.name} stands before it" if behind else f"{guard.filter.name} was left out when it came")
+    )
+    right = f"{guard.filter.name} behind it" if behind else _FIRST
+    return Finding("late-route", item.place, problem, right, [route.name for route in guard.guarded])
+
+
+def _clears(config: Any) -> bool:  # noqa: ANN401  # whatever a document holds
+    """Whether a filter is told to: those of verified claims, of authorisation and others have this field."""
+    if isinstance(config, list):
+        return any(_clears(item) for item in config)
+    if not isinstance(config, dict):
+        return False
+    said = Place(config).get("clear_route_cache").flag()
+    return said or any(_clears(value) for value in config.values() if isinstance(value, dict | list))
+
+
+def _may_script(config: Place) -> bool:
+    """A change of a header clears it as well, unless that is turned off."""
+    text = json.dumps(config.value)
+    if "clearRouteCache" in text or "filename" in text:
+        return True
+    changes = any(call in text for call in (":add(", ":replace(", ":remove("))
+    return changes and "envoy_on_request" in text and config.get("clear_route_cache").flag(default=True)
+
+
+def _may_processor(config: Place) -> bool:
+    """Its answers may ask for it, unless that is turned off."""
+    kept = config.get("disable_clear_route_cache").flag() or config.get("route_cache_action").text() == "RETAIN"
+    return not kept and not config.get("observability_mode").flag()
+
+
+_MAY_CLEAR: Mapping[str, Callable[[Place], bool]] = {
+    "lua.v3.Lua": _may_script,
+    "ext_proc.v3.ExternalProcessor": _may_processor,
+    "grpc_json_transcoder.v3.GrpcJsonTranscoder": lambda config: not config.get("match_incoming_request_route").flag(),
+    "json_to_metadata.v3.JsonToMetadata": lambda config: config.get("request_rules").is_there,
+}
+"""Filters that do it without being told to, each with whether its configuration leaves it at that."""

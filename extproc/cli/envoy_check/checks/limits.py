@@ -1,0 +1,131 @@
+"""How large a request may be, and how long it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from extproc.cli.envoy_check.config import Guard, GuardedRoute, Resources
+from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.findings import Finding, note
+from extproc.cli.envoy_check.needs import Needs
+from extproc.ext_proc.service import BUFFER_LIMIT_METADATA
+from extproc.ext_proc.upload import SMALLEST_LIMIT
+
+_DEFAULT_LIMIT = 2**20
+_DEFAULT_WINDOW = 2**24
+"""Of Envoy 1.40; older ones have 256 MiB."""
+
+_DEFAULT_IDLE = 300.0
+
+
+def check_buffer_limit(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+    """A body above the limit gets a 413 where bodies are buffered as a whole. For HTTP/2 the limit is another one."""
+    if guard.manager.place.get("codec_type").text() == "HTTP2":
+        return
+    listener = guard.manager.listener.get("per_connection_buffer_limit_bytes")
+    for mode, hurts in (("BUFFERED", True), ("BUFFERED_PARTIAL", False)):
+        small = [route for route in guard.guarded if route.body_mode == mode and _find_limit(guard, route) < needs.uploads]
+        if small:
+            limit = min(_find_limit(guard, route) for route in small)
+            outcome = "gets a 413 from Envoy, although it passes where nothing is guarded" if hurts else "passes uncounted"
+            yield Finding(
+                "buffer-limit",
+                listener,
+                f"a body above {limit:,.0f} bytes {outcome}",
+                f"per_connection_buffer_limit_bytes: {needs.uploads}",
+                [route.name for route in small],
+                hurts=hurts,
+            )
+
+
+def _find_limit(guard: Guard, route: GuardedRoute) -> float:
+    """What a route can buffer: the listener's limit, which a route or its host can only raise."""
+    limit = guard.manager.listener.get("per_connection_buffer_limit_bytes").number(_DEFAULT_LIMIT)
+    return max(limit, *(level.get("request_body_buffer_limit").number(0) for level in route.route.levels[:2]))
+
+
+def check_http2_window(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+    """For HTTP/2 the limit of a body is the stream's window."""
+    manager = guard.manager.place
+    window = manager.get("http2_protocol_options", "initial_stream_window_size")
+    buffered = [route.name for route in guard.guarded if route.body_mode == "BUFFERED"]
+    if not buffered or manager.get("codec_type").text("AUTO") == "HTTP1":
+        return
+    right = f"http2_protocol_options: {{initial_stream_window_size: {needs.uploads}, max_concurrent_streams: 100}}"
+    limit = window.number(_DEFAULT_WINDOW)
+    if limit < needs.uploads:
+        problem = f"an HTTP/2 body above {limit:,.0f} bytes gets a 413 from Envoy: the stream's window is the limit"
+        yield Finding("http2-window", window, problem, right, buffered)
+    elif not window.is_there:
+        problem = "each stream of HTTP/2 may buffer as much as Envoy's default window: 16 MiB, in older ones 256 MiB"
+        yield note("http2-window", window, problem, right)
+
+
+def check_told_limit(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+    """By its size a body that was cut off at the buffer limit is told from one that ends in trailers."""
+    partial = [route for route in guard.guarded if route.body_mode == "BUFFERED_PARTIAL"]
+    if not partial or guard.observes:
+        return
+    manager, names = guard.manager.place, [route.name for route in partial]
+    limits = [_find_limit(guard, route) for route in partial if manager.get("codec_type").text() != "HTTP2"]
+    if manager.get("codec_type").text("AUTO") != "HTTP1":
+        limits.append(manager.get("http2_protocol_options", "initial_stream_window_size").number(_DEFAULT_WINDOW))
+    limit = int(min(limits))
+    place = guard.filter.config.get("grpc_service", "initial_metadata")
+    told = [item.get("value").text() for item in place.items() if item.get("key").text() == BUFFER_LIMIT_METADATA]
+    known = int(told[0]) if told and told[0].isdigit() else SMALLEST_LIMIT
+    right = f'initial_metadata: [{{key: {BUFFER_LIMIT_METADATA}, value: "{limit}"}}]'
+    if known > limit:
+        problem = f"Envoy cuts bodies off above {limit:,} bytes, and Loopguard takes those up to {known:,} bytes for whole"
+        yield Finding("told-limit", place, f"{problem}: different requests look equal", right, names)
+    elif not told and known < limit:
+        problem = f"a body above {known:,} bytes that comes without its length and ends in trailers is not counted"
+        yield note("told-limit", place, f"{problem} (`body_truncated`): an HTTP/2 client can send such", right, names)
+
+
+def check_request_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+    """An upload that stalls has to end, and one that is held must not."""
+    place = guard.manager.place.get("request_timeout")
+    timeout = place.seconds(0)
+    if guard.observes:
+        return
+    if 0 < timeout < needs.hold:
+        problem = f"a throttled request is held for up to {needs.hold:g} s, and after {timeout:g} s Envoy answers 408"
+        yield Finding("request-timeout", place, problem, f"request_timeout: {max(60, needs.hold + 1):g}s")
+    for route in guard.guarded if not timeout else ():
+        idle = _find_idle(guard, route)
+        if not idle.seconds(_DEFAULT_IDLE) and not _has_an_end(guard, route):
+            problem = "an upload that stalls is buffered, and watched by Loopguard, for as long as it likes"
+            yield Finding("request-timeout", idle, problem, "idle_timeout: 300s in the route's action", [route.name])
+
+
+def _find_idle(guard: Guard, route: GuardedRoute) -> Place:
+    """What says how long nothing may happen on a request."""
+    own = route.route.place.get("route", "idle_timeout")
+    return own if own.is_there else guard.manager.place.get("stream_idle_timeout")
+
+
+def _has_an_end(guard: Guard, route: GuardedRoute) -> bool:
+    """However much happens on a request, it ends."""
+    name = "max_stream_duration"
+    places = (route.route.place.get("route", name, name), guard.manager.place.get("common_http_protocol_options", name))
+    return any(place.seconds(0) for place in places)
+
+
+def check_expect(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+    """An upstream that sees nothing before the whole body is there cannot ask for it."""
+    place = guard.manager.place.get("proxy_100_continue")
+    waiting = [route.name for route in guard.guarded if route.body_mode.startswith("BUFFERED")]
+    if place.flag() and waiting and not guard.observes:
+        problem = "a client that sends Expect: 100-continue waits: the upstream is to answer, and sees nothing before the body"
+        yield note("expect", place, problem, "proxy_100_continue: false, so that Envoy answers", waiting)
+
+
+def check_idle_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+    """Nothing happens on a request that is held."""
+    for route in guard.guarded:
+        nearest = _find_idle(guard, route)
+        timeout = nearest.seconds(_DEFAULT_IDLE)
+        if 0 < timeout < needs.hold and not guard.observes:
+            problem = f"a throttled request is held for up to {needs.hold:g} s, and after {timeout:g} s of silence it is over"
+            yield Finding("idle-timeout", nearest, problem, f"at least {needs.hold + 1:g}s", [route.name])

@@ -1,0 +1,33 @@
+"""Whether another spelling of a path escapes the guarded routes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from extproc.cli.envoy_check.config import Guard, Resources
+from extproc.cli.envoy_check.findings import Finding, note
+from extproc.cli.envoy_check.needs import Needs
+
+
+def check_spelling(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+    """Envoy chooses the route by the path as it is then."""
+    if len(guard.guarded) == len(guard.manager.routes):
+        return  # whichever route it is, it is guarded
+    examples = {"normalize_path": "/x/../v1/chat", "merge_slashes": "//v1/chat"}
+    for name, spelling in examples.items():
+        place = guard.manager.place.get(name)
+        if not place.flag():
+            problem = f"a client that writes {spelling} for /v1/chat takes another route, and may escape the guarded one"
+            yield Finding("path-spelling", place, problem, f"{name}: true")
+
+
+def check_escaped_slashes(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+    """What %2F is, only the upstream knows."""
+    place = guard.manager.place.get("path_with_escaped_slashes_action")
+    if len(guard.guarded) < len(guard.manager.routes) and not place.is_there:
+        problem = (
+            "%2F stays as it is; an upstream that takes it for a slash, as ASGI applications do, sees another path than Envoy"
+        )
+        yield note(
+            "escaped-slashes", place, problem, "path_with_escaped_slashes_action: UNESCAPE_AND_FORWARD, or KEEP_UNCHANGED"
+        )

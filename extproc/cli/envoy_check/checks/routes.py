@@ -1,0 +1,96 @@
+"""What routes say beside that they are guarded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from extproc.cli.envoy_check.config import Guard, GuardedRoute, Resources
+from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.findings import Finding, note
+from extproc.cli.envoy_check.needs import Needs
+
+_WARNING = re.compile(r"%DYNAMIC_METADATA\(\W*loopguard\W+warning\W*\)%")
+_HEADER = '{header: {key: x-fairvisor-warning, value: "%DYNAMIC_METADATA(loopguard:warning)%"}}'
+
+
+def check_client_header(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+    """A client hears of a warning by a header that Envoy makes of metadata."""
+    silent = [route for route in guard.guarded if not _tells_clients(route)]
+    if silent and needs.warns and not guard.observes:
+        place = silent[0].route.around[0].get("response_headers_to_add")
+        problem = "a client never hears that it was warned: no header is made of Loopguard's metadata"
+        yield Finding(
+            "client-header", place, problem, f"response_headers_to_add: [{_HEADER}]", [route.name for route in silent]
+        )
+
+
+def _tells_clients(route: GuardedRoute) -> bool:
+    headers = (
+        item.get("header", "value").text()
+        for level in route.route.levels
+        for item in level.get("response_headers_to_add").items()
+    )
+    return any(_WARNING.search(value) for value in headers)
+
+
+def check_upgrades(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+    """Upgrades may meet other filters than requests do: then WebSockets for model calls are not refused either."""
+    for item in guard.manager.place.get("upgrade_configs").items():
+        filters = item.get("filters")
+        names = [each.get("name").text() for each in filters.items()]
+        if names and item.get("enabled").flag(default=True) and guard.filter.name not in names:
+            kind = item.get("upgrade_type").text()
+            problem = f"upgrades to {kind} meet filters of their own, and nobody asks Loopguard about them"
+            yield Finding("upgrades", filters, problem, f"{guard.filter.name} among them, or no filters here")
+
+
+def check_retries(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+    """What Envoy sends again by itself is counted once."""
+    for route in guard.guarded:
+        place = _find_retries(route)
+        if place is not None:
+            problem = (
+                f"Envoy itself sends a request again, up to {place.get('num_retries').number(1):g} times; it is counted once"
+            )
+            yield note("retries", place, problem, routes=[route.name])
+
+
+def check_kept_bodies(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+    """A body that is collected in parts, and kept to be sent again, may reach the upstream with a part of it twice."""
+    for route in guard.guarded:
+        if route.body_mode != "BUFFERED_PARTIAL" or not _keeps_bodies(route):
+            continue
+        places = [level.get("per_request_buffer_limit_bytes") for level in route.route.levels[:2]]
+        nearest = next((place for place in places if place.is_there), places[0])
+        if nearest.number(1):
+            problem = (
+                "Envoy keeps bodies to send them again; of one that BUFFERED_PARTIAL has collected a part of "
+                "when Loopguard goes away, it sends that part twice"
+            )
+            right = (
+                "per_request_buffer_limit_bytes: 0, and no request with a body is sent again; or request_body_mode: BUFFERED"
+            )
+            yield Finding("kept-bodies", nearest, problem, right, [route.name])
+
+
+def _keeps_bodies(route: GuardedRoute) -> bool:
+    own, host, configuration = route.route.levels
+    mirrors = (own.get("route"), host, configuration)
+    return _find_retries(route) is not None or any(level.get("request_mirror_policies").is_there for level in mirrors)
+
+
+def _find_retries(route: GuardedRoute) -> Place | None:
+    """The retry policy that holds for a route, if any does."""
+    places = (route.route.place.get("route", "retry_policy"), route.route.around[0].get("retry_policy"))
+    return next((place for place in places if place.get("retry_on").text()), None)
+
+
+def check_overrides(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+    """What a route says to no effect."""
+    for route in guard.guarded:
+        for overrides in route.overrides:
+            place = overrides.get("request_attributes")
+            if place.is_there:
+                problem = "Envoy takes request_attributes of a route and ignores them"
+                yield Finding("overrides", place, problem, "request_attributes of the filter itself", [route.name])

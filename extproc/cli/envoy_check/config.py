@@ -1,0 +1,385 @@
+"""What a configuration holds, whichever way it came: listeners, their routes, clusters.
+
+A bootstrap has them in `static_resources`, a config dump in one section for each kind of resource, and what xDS delivers is a
+list. Whatever comes from elsewhere later is not there: that is told, and not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from extproc.cli.envoy_check.document import Place
+from extproc.errors import UsageError
+
+_MANAGER = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
+_KINDS = {
+    "envoy.config.listener.v3.Listener": "listeners",
+    "envoy.config.route.v3.RouteConfiguration": "routes",
+    "envoy.config.cluster.v3.Cluster": "clusters",
+    "envoy.config.core.v3.TypedExtensionConfig": "extensions",
+}
+
+_WITH_MATCHER = "envoy.extensions.common.matching.v3.ExtensionWithMatcher"
+
+_KINDS_BY_NAME = {"envoy.filters.http.router": "envoy.extensions.filters.http.router.v3.Router"}
+"""Of filters that older configurations only name."""
+
+
+@dataclass(slots=True)
+class Resources:
+    """All that is configured, each thing once.
+
+    Attributes:
+        listeners: in their order.
+        routes: RouteConfigurations that do not stand in a listener.
+        clusters: as they are.
+        extensions: configurations of filters that come by themselves (ECDS).
+        comes_later: there are resources that xDS brings and that are not here.
+        version: of Envoy, None where nothing tells it.
+    """
+
+    listeners: list[Place] = field(default_factory=list)
+    routes: list[Place] = field(default_factory=list)
+    clusters: list[Place] = field(default_factory=list)
+    extensions: list[Place] = field(default_factory=list)
+    comes_later: bool = False
+    version: tuple[int, int] | None = None
+
+    def add(self, resource: Place) -> None:
+        """Sort in what an Any holds."""
+        kind, message = resource.message()
+        if kind in _KINDS:
+            getattr(self, _KINDS[kind]).append(message)
+
+    def find_cluster(self, name: str) -> Place | None:
+        """By its name."""
+        return next((cluster for cluster in self.clusters if cluster.get("name").text() == name), None)
+
+    def find_routes(self, name: str) -> Place | None:
+        """A RouteConfiguration, by its name."""
+        return next((routes for routes in self.routes if routes.get("name").text() == name), None)
+
+
+def find_resources(document: Place) -> Resources:
+    """Everything in a bootstrap, in a config dump, or in a list of resources.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    found = Resources()
+    if document.get("configs").is_there:
+        _read_dump(document.get("configs"), found)
+    elif document.get("resources").is_there:
+        found.comes_later = True
+        for resource in document.get("resources").items():
+            found.add(resource)
+    elif any(document.get(name).is_there for name in ("static_resources", "dynamic_resources", "admin", "node")):
+        _read_bootstrap(document, found)
+    elif document.message()[0] in _KINDS:
+        found.comes_later = True
+        found.add(document)
+    else:
+        raise UsageError("this is no configuration of Envoy: neither a bootstrap, nor a config dump, nor resources of xDS")
+    return found
+
+
+def _read_bootstrap(document: Place, found: Resources) -> None:
+    static = document.get("static_resources")
+    found.listeners += static.get("listeners").items()
+    found.clusters += static.get("clusters").items()
+    found.comes_later = document.get("dynamic_resources").is_there
+
+
+def _read_dump(configs: Place, found: Resources) -> None:
+    for section in configs.items():
+        kind, message = section.message()
+        match kind.rpartition(".")[2]:
+            case "BootstrapConfigDump":
+                found.version = _read_version(message.get("bootstrap", "node", "user_agent_build_version", "version"))
+            case "ListenersConfigDump":
+                found.listeners += (item.get("listener").message()[1] for item in message.get("static_listeners").items())
+                active = (item.get("active_state", "listener") for item in message.get("dynamic_listeners").items())
+                found.listeners += (item.message()[1] for item in active if item.is_there)
+            case "RoutesConfigDump":
+                found.routes += _list_dumped(message, ("static_route_configs", "dynamic_route_configs"), "route_config")
+            case "ClustersConfigDump":
+                found.clusters += _list_dumped(message, ("static_clusters", "dynamic_active_clusters"), "cluster")
+            case "EcdsConfigDump":
+                found.extensions += _list_dumped(message, ("ecds_filters",), "ecds_filter")
+
+
+def _list_dumped(message: Place, names: Sequence[str], name: str) -> Iterator[Place]:
+    for section in names:
+        for item in message.get(section).items():
+            yield item.get(name).message()[1]
+
+
+def _read_version(version: Place) -> tuple[int, int] | None:
+    if not version.is_there:
+        return None
+    return int(version.get("major_number").number(0)), int(version.get("minor_number").number(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One entry of a virtual host.
+
+    Attributes:
+        place: of it.
+        around: its virtual host, and the RouteConfiguration.
+        number: of it in its host, from 1.
+    """
+
+    place: Place
+    around: tuple[Place, Place]
+    number: int
+
+    @property
+    def name(self) -> str:
+        """Its own, or what people can find it by."""
+        return self.place.get("name").text() or f"{self.around[0].get('name').text()}[{self.number - 1}]"
+
+    @property
+    def levels(self) -> tuple[Place, Place, Place]:
+        """Itself and what is around it: what is said nearer to it counts."""
+        return (self.place, *self.around)
+
+    @property
+    def is_answered_here(self) -> bool:
+        """Envoy itself answers, and no upstream is asked."""
+        return any(self.place.get(name).is_there for name in ("direct_response", "redirect"))
+
+    def describe_match(self) -> str:
+        """Which requests it takes, in short."""
+        match = self.place.get("match")
+        for kind, value in match.entries():
+            if kind not in ("case_sensitive", "caseSensitive"):
+                told = value.get("regex").text() or value.text()
+                return f"{kind.replace('_', ' ')} {told}".strip() + (" ..." if len(match.value) > 1 else "")
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Manager:
+    """An HTTP connection manager: filters and routes behind one port.
+
+    Attributes:
+        listener: that it is in.
+        place: of its own settings.
+        filters: of HTTP, in the order in which requests meet them.
+        routes: in the order in which Envoy tries them.
+        missing: why routes are not known, empty where they are.
+    """
+
+    listener: Place
+    place: Place
+    filters: Sequence[HttpFilter]
+    routes: Sequence[Route]
+    missing: str
+
+    @property
+    def name(self) -> str:
+        """What people know it by."""
+        address = self.listener.get("address", "socket_address")
+        where = f"{address.get('address').text()}:{address.get('port_value').number(0):g}" if address.is_there else ""
+        return " ".join(filter(None, (self.listener.get("name").text(), where))) or self.listener.pointer
+
+
+@dataclass(frozen=True, slots=True)
+class HttpFilter:
+    """An entry of `http_filters`.
+
+    Attributes:
+        place: of it.
+        kind: the name of its configuration's message, empty where that is not known.
+        config: where its configuration stands.
+    """
+
+    place: Place
+    kind: str
+    config: Place
+
+    @property
+    def name(self) -> str:
+        """By which routes speak of it."""
+        return self.place.get("name").text()
+
+    @property
+    def is_of_envoy_gateway(self) -> bool:
+        """Envoy Gateway has made it, of an EnvoyExtensionPolicy, which cannot say everything."""
+        return self.name.startswith("envoy.filters.http.ext_proc/envoyextensionpolicy/")
+
+    def is_a(self, *kinds: str) -> bool:
+        """Whether it is of one of these kinds, as in `ext_proc.v3.ExternalProcessor`."""
+        return self.kind.endswith(tuple(f".{kind}" for kind in kinds))
+
+
+def find_managers(resources: Resources) -> Iterator[Manager]:
+    """Every HTTP connection manager of every listener."""
+    for listener in resources.listeners:
+        chains = [*listener.get("filter_chains").items(), listener.get("default_filter_chain")]
+        for chain in chains:
+            for network_filter in chain.get("filters").items():
+                kind, place = network_filter.get("typed_config").message()
+                if kind == _MANAGER:
+                    yield _read_manager(listener, place, resources)
+
+
+def _read_manager(listener: Place, place: Place, resources: Resources) -> Manager:
+    routes, missing = place.get("route_config"), ""
+    if not routes.is_there:
+        name = place.get("rds", "route_config_name").text()
+        found = resources.find_routes(name) if name else None
+        if found is None:
+            missing = f"they come by RDS as {name!r}" if name else "they come by another way than route_config and RDS"
+        routes = found or routes
+    return Manager(
+        listener,
+        place,
+        [_read_filter(item, resources) for item in place.get("http_filters").items()],
+        list(_list_routes(routes)),
+        missing,
+    )
+
+
+def _read_filter(place: Place, resources: Resources) -> HttpFilter:
+    if place.get("config_discovery").is_there:
+        name = place.get("name").text()
+        extension = next((found for found in resources.extensions if found.get("name").text() == name), None)
+        kind, config = (extension or place.get("config_discovery")).get("typed_config").message()
+    else:
+        kind, config = place.get("typed_config").message()
+    if kind == _WITH_MATCHER:  # which chooses when the filter inside is used
+        kind, config = config.get("extension_config", "typed_config").message()
+    return HttpFilter(place, kind or _KINDS_BY_NAME.get(place.get("name").text(), ""), config)
+
+
+def _list_routes(configuration: Place) -> Iterator[Route]:
+    for host in configuration.get("virtual_hosts").items():
+        for number, place in enumerate(host.get("routes").items(), 1):
+            yield Route(place, (host, configuration), number)
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A filter that asks Loopguard, and the routes on which it does.
+
+    Attributes:
+        manager: that it is in.
+        filter: itself.
+        guarded: the routes of whose requests it shows something, each with what holds for it there.
+        blind: the routes that speak of it, and of whose requests it shows nothing all the same.
+    """
+
+    manager: Manager
+    filter: HttpFilter
+    guarded: Sequence[GuardedRoute]
+    blind: Sequence[GuardedRoute] = ()
+
+    @property
+    def observes(self) -> bool:
+        """It looks on, and no answer counts."""
+        return self.filter.config.get("observability_mode").flag()
+
+    @property
+    def cluster(self) -> str:
+        """The cluster that it asks, by name; empty where it asks in another way."""
+        return self.filter.config.get("grpc_service", "envoy_grpc", "cluster_name").text()
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedRoute:
+    """A route on which a filter is on.
+
+    Attributes:
+        route: itself.
+        mode: its processing mode, which a route's own replaces as a whole.
+        overrides: of the route, the nearest first.
+    """
+
+    route: Route
+    mode: Place
+    overrides: Sequence[Place]
+
+    @property
+    def name(self) -> str:
+        """The route's."""
+        return self.route.name
+
+    @property
+    def body_mode(self) -> str:
+        """How bodies of requests are shown."""
+        return self.mode.get("request_body_mode").text("NONE")
+
+    @property
+    def is_shown(self) -> bool:
+        """Something of its requests is: Envoy opens no stream where nothing is."""
+        headers, trailers = self.mode.get("request_header_mode").text(), self.mode.get("request_trailer_mode").text()
+        return headers != "SKIP" or trailers == "SEND" or self.body_mode != "NONE"
+
+
+def find_guards(manager: Manager, names: Sequence[str]) -> list[Guard]:
+    """The filters of a manager that ask Loopguard.
+
+    Args:
+        manager: whose filters.
+        names: of filters that do; empty: those that mention Loopguard.
+    """
+    processors = [item for item in manager.filters if item.is_a("ext_proc.v3.ExternalProcessor")]
+    meant = [item for item in processors if (item.name in names if names else mentions_loopguard(item))]
+    return [_make_guard(manager, item) for item in meant]
+
+
+def _make_guard(manager: Manager, item: HttpFilter) -> Guard:
+    routes = list(_list_on(manager, item))
+    blind = [route for route in routes if not route.is_shown and _list_said(item, route.route)]
+    return Guard(manager, item, [route for route in routes if route.is_shown], blind)
+
+
+def list_processors(manager: Manager) -> list[str]:
+    """The names of all filters that ask somebody outside."""
+    return [item.name for item in manager.filters if item.is_a("ext_proc.v3.ExternalProcessor")]
+
+
+def mentions_loopguard(item: HttpFilter) -> bool:
+    """By its name, by whom it asks, or by what it takes from there."""
+    service = item.config.get("grpc_service")
+    told = (
+        item.name,
+        service.get("envoy_grpc", "cluster_name").text(),
+        service.get("envoy_grpc", "authority").text(),
+        service.get("google_grpc", "target_uri").text(),
+        *item.config.get("metadata_options", "receiving_namespaces", "untyped").names(),
+    )
+    return any("loopguard" in text.lower() for text in told)
+
+
+def _list_on(manager: Manager, item: HttpFilter) -> Iterator[GuardedRoute]:
+    """The routes on which it is on, whatever it shows."""
+    for route in manager.routes:
+        if is_on(item, route):
+            overrides = [_read_per_route(entry).get("overrides") for entry in _list_said(item, route)]
+            modes = [place.get("processing_mode") for place in overrides]
+            mode = next((place for place in modes if place.is_there), item.config.get("processing_mode"))
+            yield GuardedRoute(route, mode, [place for place in overrides if place.is_there])
+
+
+def is_on(item: HttpFilter, route: Route) -> bool:
+    """Whether a filter looks at the route's requests: what is said nearest to it counts."""
+    said = _list_said(item, route)
+    if not said:
+        return not item.place.get("disabled").flag()
+    return not (said[0].get("disabled").flag() or _read_per_route(said[0]).get("disabled").flag())
+
+
+def _list_said(item: HttpFilter, route: Route) -> list[Place]:
+    """What is said of a filter, the nearest first."""
+    said = [level.get("typed_per_filter_config").entry(item.name) for level in route.levels]
+    return [entry for entry in said if entry.is_there]
+
+
+def _read_per_route(entry: Place) -> Place:
+    """The ExtProcPerRoute, which may stand in a FilterConfig."""
+    kind, message = entry.message()
+    return message.get("config").message()[1] if kind.endswith(".FilterConfig") else message

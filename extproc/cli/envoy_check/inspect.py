@@ -1,0 +1,155 @@
+"""All of a configuration, route by route."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from extproc.cli.envoy_check.checks import CHECKS
+from extproc.cli.envoy_check.config import Guard, Manager, Resources, Route, find_guards, find_managers, list_processors
+from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.findings import Finding, note
+from extproc.cli.envoy_check.needs import Needs
+from extproc.cli.envoy_check.selectors import find_taken
+
+_SNIPPET = "what `loopguard envoy-config --snippet` prints"
+
+
+@dataclass(frozen=True, slots=True)
+class RouteReport:
+    """One route.
+
+    Attributes:
+        listener: that its requests come through.
+        route: itself.
+        modes: how bodies are shown, one for each filter that guards it; none where it is not guarded.
+    """
+
+    listener: str
+    route: Route
+    modes: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What is there and what is wrong with it.
+
+    Attributes:
+        routes: all of them.
+        findings: what hurts, and notes.
+    """
+
+    routes: Sequence[RouteReport]
+    findings: Sequence[Finding]
+
+    @property
+    def is_good(self) -> bool:
+        """Nothing hurts."""
+        return not any(finding.hurts for finding in self.findings)
+
+
+def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignored: Sequence[str] = ()) -> Report:
+    """Look at everything.
+
+    Args:
+        resources: of the configuration.
+        needs: of the policies.
+        names: of the filters that ask Loopguard; empty: those that mention it.
+        ignored: codes of findings that nobody wants to read.
+    """
+    routes: list[RouteReport] = []
+    findings: list[Finding] = []
+    guards: list[Guard] = []
+    managers = list(find_managers(resources))
+    for manager in managers:
+        own = find_guards(manager, names)
+        guards += own
+        routes += _report_routes(manager, own)
+        findings += _check_manager(manager, own, needs, resources)
+    if not any(guard.guarded for guard in guards):
+        findings.insert(0, _explain_nothing(resources, managers, guards))
+    return Report(_merge_routes(routes), [finding for finding in _merge(findings) if finding.code not in ignored])
+
+
+def _report_routes(manager: Manager, guards: Sequence[Guard]) -> Iterator[RouteReport]:
+    modes: dict[str, list[str]] = {}
+    for guard in guards:
+        for guarded in guard.guarded:
+            modes.setdefault(guarded.route.place.pointer, []).append(guarded.body_mode)
+    for route in manager.routes:
+        yield RouteReport(manager.name, route, modes.get(route.place.pointer, []))
+
+
+def _check_manager(manager: Manager, guards: Sequence[Guard], needs: Needs, resources: Resources) -> Iterator[Finding]:
+    if manager.missing:
+        problem = f"the routes of {manager.name} are not here, so nothing is known of them: {manager.missing}"
+        yield note("routes-missing", manager.place, problem, "check-envoy --admin, of the Envoy that has them")
+    for guard in guards:
+        if guard.guarded:
+            yield from (finding for check in CHECKS for finding in check(guard, needs, resources))
+    yield from _check_twice(guards)
+    if any(guard.guarded for guard in guards):
+        yield from _check_selectors(manager, guards, needs)
+
+
+def _check_twice(guards: Sequence[Guard]) -> Iterator[Finding]:
+    """Two filters that act on one route count each request twice, unless their counts are apart."""
+    acting = [guard for guard in guards if not guard.observes]
+    for number, guard in enumerate(acting):
+        for other in acting[number + 1 :]:
+            theirs = {route.route.place.pointer for route in other.guarded}
+            both = [route.name for route in guard.guarded if route.route.place.pointer in theirs]
+            if both:
+                problem = (
+                    f"{guard.filter.name} and {other.filter.name} ask Loopguard about the same request, which counts twice"
+                )
+                yield Finding("twice", other.filter.place, problem, "one of them; or an x-loopguard-scope for each", both)
+
+
+def _check_selectors(manager: Manager, guards: Sequence[Guard], needs: Needs) -> Iterator[Finding]:
+    """Requests that a policy selects have to meet Loopguard."""
+    guarded = {route.route.place.pointer for guard in guards for route in guard.guarded}
+    for identity, selector in needs.selectors:
+        missed = [route for route in find_taken(manager.routes, selector) if route.place.pointer not in guarded]
+        for route in (route for route in missed if not route.is_answered_here):
+            problem = f"policy {identity} selects requests that this route takes, and nobody asks Loopguard about them"
+            place = route.place.get("typed_per_filter_config").entry(guards[0].filter.name)
+            yield Finding("unguarded", place, problem, "an ExtProcPerRoute in a FilterConfig", [route.name])
+
+
+def _explain_nothing(resources: Resources, managers: Sequence[Manager], guards: Sequence[Guard]) -> Finding:
+    """Why no route is guarded."""
+    if guards:
+        place = guards[0].filter.place
+        return Finding("nothing-guarded", place, f"{guards[0].filter.name} is on for no route", f"on the routes: {_SNIPPET}")
+    others = sorted({name for manager in managers for name in list_processors(manager)})
+    if others:
+        problem = f"no filter mentions Loopguard; those that ask somebody are {', '.join(others)}"
+        return Finding(
+            "nothing-guarded", managers[0].place.get("http_filters"), problem, "--filter NAME, if one of them is meant"
+        )
+    place = managers[0].place.get("http_filters") if managers else Place(None)
+    problem = "no filter asks Loopguard" if managers else "there is no listener for HTTP"
+    later = " here; what xDS brings is told by check-envoy --admin" if resources.comes_later else ""
+    return Finding("nothing-guarded", place, problem + later, _SNIPPET)
+
+
+def _merge_routes(routes: Sequence[RouteReport]) -> list[RouteReport]:
+    """A listener with a filter chain for each certificate has the same routes in each; it is told once."""
+    merged: dict[tuple[str, str], RouteReport] = {}
+    for report in routes:
+        key = (report.listener, report.route.place.pointer)
+        if not (key in merged and merged[key].modes):
+            merged[key] = report
+    return list(merged.values())
+
+
+def _merge(findings: Sequence[Finding]) -> list[Finding]:
+    """What is said of one place by several routes or listeners is said once, with all of their names."""
+    merged: dict[tuple[str, str, str], Finding] = {}
+    for finding in findings:
+        key = (finding.code, finding.place.pointer, finding.problem)
+        known = merged.get(key)
+        routes = dict.fromkeys([*(known.routes if known else ()), *finding.routes])
+        merged[key] = Finding(finding.code, finding.place, finding.problem, finding.right, list(routes), hurts=finding.hurts)
+    return list(merged.values())

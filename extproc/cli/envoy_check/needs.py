@@ -1,0 +1,75 @@
+"""What policies need of Envoy. Where no policies are given, whatever some policy could."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from extproc.ext_proc.service import HOLD_MARGIN_MS
+from extproc.policy.bundle import MAX_DELAY_MS, LoopDetection, Policy, Selector
+from extproc.policy.loader import PolicySet
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What has to work.
+
+    Attributes:
+        known: policies were given.
+        uploads: the largest body that has to pass, in bytes.
+        hold: how long an answer may take at most where requests are throttled, in seconds; 0 where none is.
+        warns: some request goes on with a warning.
+        keys: limit keys.
+        selectors: of the policies that do something, by id.
+        outcomes: some policy limits what comes of answers: what they cost, or whether they are errors.
+        usage: some policy limits what they cost.
+    """
+
+    known: bool
+    uploads: int
+    hold: float
+    warns: bool
+    keys: Sequence[str]
+    selectors: Sequence[tuple[str, Selector]]
+    outcomes: bool = False
+    usage: bool = False
+
+    def reads(self, source: str) -> bool:
+        """Whether some limit key begins like this."""
+        return any(key.startswith(source) for key in self.keys)
+
+    @property
+    def names_routes(self) -> bool:
+        """Some selector is for routes by their names."""
+        return any(selector.routes for _, selector in self.selectors)
+
+
+def find_needs(policies: PolicySet | None, uploads: int) -> Needs:
+    """What these policies need; None: what any could."""
+    if policies is None:
+        hold = (MAX_DELAY_MS + HOLD_MARGIN_MS) / 1000
+        return Needs(known=False, uploads=uploads, hold=hold, warns=True, keys=["ip:address"], selectors=())
+    acting = [policy for source in policies.sources for policy in source.policies if policy.spec.is_enabled()]
+    enforced = list(_list_enforced(acting))
+    limits = [policy.spec.session_limits for policy in acting if policy.spec.session_limits is not None]
+    holds = [loop.max_delay_ms + HOLD_MARGIN_MS for loop in enforced if "throttle" in _list_actions(loop)]
+    return Needs(
+        known=True,
+        uploads=uploads,
+        hold=max(holds, default=0) / 1000,
+        warns=any({"warn", "steer"} & _list_actions(loop) for loop in enforced),
+        keys=[key for policy in acting for key in policy.spec.all_limit_keys()],
+        selectors=[(policy.id, policy.spec.selector) for policy in acting],
+        outcomes=any(limit.needs_answers() for limit in limits),
+        usage=any(limit.max_cost_per_session is not None for limit in limits),
+    )
+
+
+def _list_enforced(policies: Sequence[Policy]) -> Iterator[LoopDetection]:
+    for policy in policies:
+        if policy.spec.mode == "enforce":
+            yield from (loop for _, loop in policy.spec.detectors())
+
+
+def _list_actions(loop: LoopDetection) -> set[str]:
+    return {loop.action, *loop.escalate.model_dump(exclude_none=True)}

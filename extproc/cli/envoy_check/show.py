@@ -1,0 +1,81 @@
+"""A report for people, as tables and sentences, and one for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from extproc.cli.envoy_check.findings import Finding
+from extproc.cli.envoy_check.inspect import Report, RouteReport
+
+
+def make_json(report: Report, source: str) -> dict[str, Any]:
+    """The report as JSON-ready values."""
+    return {
+        "source": source,
+        "good": report.is_good,
+        "routes": [
+            {
+                "listener": item.listener,
+                "route": item.route.name,
+                "match": item.route.describe_match(),
+                "guarded": bool(item.modes),
+                "body_modes": list(item.modes),
+                "pointer": item.route.place.pointer,
+            }
+            for item in report.routes
+        ],
+        "findings": [_make_finding(finding) for finding in report.findings if finding.hurts],
+        "notes": [_make_finding(finding) for finding in report.findings if not finding.hurts],
+    }
+
+
+def _make_finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "code": finding.code,
+        "pointer": finding.place.pointer,
+        "line": finding.place.line,
+        "problem": finding.problem,
+        "right": finding.right,
+        "routes": list(finding.routes),
+    }
+
+
+def print_report(report: Report, source: str, console: Console) -> None:
+    """Tables of routes and of what was found; text of the configuration is printed as it is, whatever is in it."""
+    for listener in dict.fromkeys(item.listener for item in report.routes):
+        console.print(_make_route_table(listener, [item for item in report.routes if item.listener == listener]))
+    for finding in sorted(report.findings, key=lambda finding: not finding.hurts):
+        for line in _write_finding(finding, source):
+            console.print(line, soft_wrap=True)
+    hurting = sum(finding.hurts for finding in report.findings)
+    guarded = sum(bool(item.modes) for item in report.routes)
+    console.print(
+        f"{guarded} of {len(report.routes)} routes guarded; findings: {hurting}; notes: {len(report.findings) - hurting}"
+    )
+
+
+def _make_route_table(listener: str, routes: Sequence[RouteReport]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for column in (f"routes of {listener}", "match", "guarded"):
+        table.add_column(Text(column), overflow="fold")
+    for item in routes:
+        guarded = Text(", ".join(item.modes), "green") if item.modes else Text("no")
+        table.add_row(Text(item.route.name), Text(item.route.describe_match()), guarded)
+    return table
+
+
+def _write_finding(finding: Finding, source: str) -> Iterator[Text]:
+    line = finding.place.line
+    where = f"{source}{f':{line}' if line else ''}: {finding.place.pointer or '/'}"
+    yield Text.assemble(
+        "\n", (finding.code, "bold red" if finding.hurts else "bold yellow"), "" if finding.hurts else " (note)", f"  {where}"
+    )
+    told = f" (routes: {', '.join(finding.routes)})" if finding.routes else ""
+    yield Text(f"  {finding.problem}{told}")
+    if finding.right:
+        yield Text(f"  right: {finding.right}")

@@ -1,0 +1,238 @@
+"""The templates' values, from options and guarded routes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+
+from extproc.cli.envoy_config.options import EnvoyOptions, is_ip
+from extproc.cli.envoy_config.routes import GuardedRoute, find_acting, plan_routes
+from extproc.cli.envoy_config.template import cut_parts, fill
+from extproc.cli.envoy_config.usage import write_event_rules, write_rules
+from extproc.errors import UsageError
+from extproc.policy.loader import PolicySet
+from extproc.settings import Address, parse_subject_name
+
+_BODY_MODES = {"strict": "BUFFERED", "tolerant": "BUFFERED_PARTIAL"}
+_UPSTREAM_PROTOCOLS = {
+    "http1": "explicit_http_config: {http_protocol_options: {}}",
+    "http2": "explicit_http_config: {http2_protocol_options: {}}",
+    "as-client": "use_downstream_protocol_config: {http_protocol_options: {}, http2_protocol_options: {}}",
+}
+_SAN_TYPES = {"DNS": "DNS", "URI": "URI", "IP Address": "IP_ADDRESS"}
+_FAILURE_MODES = {"allow": "true", "deny": "false"}
+_ESCAPE = re.compile("%[0-9A-F]{2}")
+
+
+def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
+    """The whole configuration as commented YAML.
+
+    Raises:
+        UsageError: a policy selects by a route that cannot be placed.
+    """
+    assert options.upstream is not None  # noqa: S101  # the options have seen to that
+    routes = plan_routes(policies)
+    tolerant = find_tolerant(routes, options.tolerant_routes)
+    upstream = _describe_upstream(options.upstream, options)
+    action = (
+        "{cluster: upstream, timeout: 0s, auto_host_rewrite: true}" if upstream["sni"] else "{cluster: upstream, timeout: 0s}"
+    )
+    return fill(
+        read_template("bootstrap"),
+        {
+            **describe_guard(policies, options),
+            **upstream,
+            "action": action,
+            "guarded_routes": "".join(
+                _render_route(route, action, describe_route(policies, options, tolerant=route in tolerant)) for route in routes
+            ),
+            "unguarded": not any(route.path == "/" and not route.exact for route in routes),
+        },
+    )
+
+
+def find_tolerant(routes: Sequence[GuardedRoute], wanted: Sequence[str]) -> set[GuardedRoute]:
+    """The routes that are meant by name or by path.
+
+    Raises:
+        UsageError: there is no such route; the message names those that are there.
+    """
+    for one in wanted:
+        if not any(one in (route.name, route.path) for route in routes):
+            there = ", ".join(dict.fromkeys(route.path or route.name for route in routes)) or "none"
+            raise UsageError(f"--tolerant-routes: {one!r} is none of the guarded routes, which are {there}")
+    return {route for route in routes if route.name in wanted or route.path in wanted}
+
+
+def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, str | bool]:
+    """The templates' values, but for those of routes and of the upstream."""
+    return {
+        **_describe_mode(options),
+        **_describe_answers(policies, options),
+        **_describe_loopguard(options.endpoints),
+        **_describe_loopguard_tls(options),
+        "listen": _write_address(options.listen),
+        "admin": _write_address(options.admin),
+        "buffer_limit": str(options.buffer_limit),
+    }
+
+
+def _describe_mode(options: EnvoyOptions) -> Mapping[str, str | bool]:
+    """Whether requests wait for Loopguard, and what becomes of those that it cannot answer for."""
+    return {
+        "observing": options.shadow_mode == "observability",
+        "waiting": options.shadow_mode != "observability",
+        "partial": options.shadow_mode == "partial",
+        "keeps_length": _is_tolerant(options) or bool(options.tolerant_routes),
+        "failure_mode_allow": _FAILURE_MODES[options.failure_mode],
+    }
+
+
+def _is_tolerant(options: EnvoyOptions) -> bool:
+    """Bodies above the limit pass on every guarded route."""
+    return options.shadow_mode == "partial" or (options.shadow_mode == "off" and options.body_mode == "tolerant")
+
+
+def describe_route(policies: PolicySet, options: EnvoyOptions, *, tolerant: bool) -> Mapping[str, str | bool]:
+    """What a guarded route shows; `tolerant` where it is so although others are not."""
+    observes = options.shadow_mode == "observability"  # answers are ignored: there is nothing to hold, to tell or to receive
+    buffered = _BODY_MODES["tolerant" if tolerant or _is_tolerant(options) else "strict"]
+    return {
+        "usage": reads_usage(policies, options),
+        "bounded": not observes,
+        "tolerant": tolerant,
+        "body_mode": "STREAMED" if observes else buffered,
+        "response_headers": "SKIP" if observes else "SEND",
+    }
+
+
+def reads_usage(policies: PolicySet, options: EnvoyOptions) -> bool:
+    """Whether Envoy looks for tokens in answers."""
+    limits = [policy.spec.session_limits for policy in find_acting(policies)]
+    costs = any(each is not None and each.max_cost_per_session is not None for each in limits)
+    return costs and options.usage == "exact" and options.shadow_mode != "observability"
+
+
+def write_shared_parts(options: EnvoyOptions) -> dict[str, str]:
+    """What is the same wherever Envoy's configuration comes from, as YAML.
+
+    Returns:
+        the access log (`entries`) and the filters (`usage`) that tell what answers cost, and the cluster `loopguard`.
+    """
+    values = defaultdict[str, str | bool](str, {**_describe_rules(options), "waiting": True, "outcomes": True, "usage": True})
+    found = cut_parts(read_template("bootstrap"), values)
+    return {name: found[name] for name in ("entries", "usage", "cluster")}
+
+
+def _describe_answers(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, str | bool]:
+    """What Loopguard is told about answers, and how Envoy finds it."""
+    limits = [policy.spec.session_limits for policy in find_acting(policies)]
+    needed = any(each is not None and each.needs_answers() for each in limits)
+    return {
+        **_describe_rules(options),
+        "outcomes": needed and options.shadow_mode != "observability",
+        "usage": reads_usage(policies, options),
+    }
+
+
+def _describe_rules(options: EnvoyOptions) -> Mapping[str, str]:
+    """How tokens are found in answers."""
+    return {
+        "event_rules": write_event_rules(),
+        "answer_rules": write_rules(),
+        # As many digits as the limit has, or more, are no less than a tenth of it.
+        "large_digits": str(len(str(options.buffer_limit))),
+    }
+
+
+def _describe_loopguard(endpoints: Sequence[Address]) -> Mapping[str, str]:
+    by_name = any(not (endpoint.is_unix or is_ip(endpoint.host)) for endpoint in endpoints)
+    return {
+        "loopguard_type": "STRICT_DNS" if by_name else "STATIC",
+        "loopguard_endpoints": "\n".join(f"- endpoint: {{address: {_write_address(endpoint)}}}" for endpoint in endpoints),
+    }
+
+
+def _describe_loopguard_tls(options: EnvoyOptions) -> Mapping[str, str | bool]:
+    """How Envoy shows Loopguard who it is, and whom it takes for Loopguard."""
+    names = options.endpoint_san or dict.fromkeys(
+        parse_subject_name(endpoint.host) for endpoint in options.endpoints if endpoint.host
+    )
+    return {
+        "endpoint_tls": bool(options.endpoint_cert),
+        "endpoint_cert": _quote(options.endpoint_cert),
+        "endpoint_key": _quote(options.endpoint_key),
+        "endpoint_ca": _quote(options.endpoint_ca),
+        "endpoint_sans": "\n".join(
+            f"- {{san_type: {_SAN_TYPES[name.kind]}, matcher: {{exact: {_quote(name.value)}}}}}" for name in names
+        ),
+    }
+
+
+def _describe_upstream(upstream: Address, options: EnvoyOptions) -> Mapping[str, str | bool]:
+    """Where requests go; over TLS the certificate has to be made out to the name, or where there is none to the address."""
+    host = upstream.host
+    return {
+        "upstream": upstream.text,
+        "upstream_type": "STATIC" if is_ip(host) else "LOGICAL_DNS",
+        "upstream_address": _write_address(upstream),
+        "upstream_protocol": _UPSTREAM_PROTOCOLS[options.upstream_protocol],
+        "upstream_tls": options.upstream_tls,
+        "upstream_ca": _quote(options.upstream_ca),
+        "sni": _quote(host.rstrip(".")) if options.upstream_tls and not is_ip(host) else "",
+        "san": _quote(host) if options.upstream_tls and is_ip(host) else "",
+    }
+
+
+def _render_route(route: GuardedRoute, action: str, shown: Mapping[str, str | bool]) -> str:
+    values = {
+        "policies": ", ".join(route.policies) or "kill_switches",
+        "name": _quote(route.name),
+        "match": _write_match(route),
+        "action": action,
+    }
+    return fill(read_template("guarded_route"), {**values, **shown, "bounded": False})  # that is done for all routes at once
+
+
+def _write_match(route: GuardedRoute) -> str:
+    """Envoy's `RouteMatch`, which agrees with what the selectors mean."""
+    if "%" in route.path:
+        return f"{{safe_regex: {{regex: {_quote(_write_regex(route))}}}}}"
+    if route.exact:
+        return f"{{path: {_quote(route.path)}}}"
+    if route.path.endswith("/"):
+        return f"{{prefix: {_quote(route.path)}}}"
+    return f"{{path_separated_prefix: {_quote(route.path)}}}"
+
+
+def _write_regex(route: GuardedRoute) -> str:
+    """A match for either case of an escape's hex digits, which Envoy leaves as the client wrote them."""
+    path = _ESCAPE.sub(lambda found: "".join(_either_case(digit) for digit in found[0]), re.escape(route.path))
+    if route.exact:
+        return path
+    return f"{path}.*" if route.path.endswith("/") else f"{path}(/.*)?"
+
+
+def _either_case(digit: str) -> str:
+    return f"[{digit}{digit.lower()}]" if digit.isupper() else digit
+
+
+def _write_address(place: Address) -> str:
+    """Envoy's `Address`."""
+    if place.is_unix:
+        return f"{{pipe: {{path: {_quote(place.text.removeprefix('unix:'))}}}}}"
+    both = ", ipv4_compat: true" if place.host == "::" else ""
+    return f"{{socket_address: {{address: {_quote(place.host)}, port_value: {place.port}{both}}}}}"
+
+
+def _quote(text: str) -> str:
+    """A string that YAML takes for exactly that string: as in JSON, with Unicode's own line breaks escaped as well."""
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in json.dumps(text, ensure_ascii=False))
+
+
+def read_template(name: str) -> str:
+    """A file of package data."""
+    return (files("extproc.cli.envoy_config") / "templates" / f"{name}.yaml").read_text(encoding="utf-8")

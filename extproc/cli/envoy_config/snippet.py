@@ -1,0 +1,108 @@
+"""What a configuration needs that exists, part by part, cut out of the same templates as a whole bootstrap."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from extproc.cli.envoy_config.options import EnvoyOptions
+from extproc.cli.envoy_config.render import describe_guard, describe_route, find_tolerant, read_template
+from extproc.cli.envoy_config.routes import GuardedRoute, find_acting, plan_routes
+from extproc.cli.envoy_config.template import cut_parts
+from extproc.policy.loader import PolicySet
+
+_HEAD = """\
+# What an Envoy that exists needs so that it asks Loopguard, part by part. Made by `loopguard envoy-config --snippet` for Envoy
+# 1.36 and newer. Above each part stands its place. A list there is to be added to the one that you have, a setting takes the
+# place of yours. Where configuration comes from a control plane, it has these places as well, under other names.
+# When all is in its place: envoy --mode validate -c FILE && loopguard check-envoy FILE
+"""
+
+_LISTENER = "static_resources.listeners[]"
+_MANAGER = f"{_LISTENER}.filter_chains[].filters[].typed_config"
+_HOST = f"{_MANAGER}.route_config.virtual_hosts[]"
+
+
+class _Place(NamedTuple):
+    """Where a part goes: its path in a bootstrap, and how it is found there."""
+
+    path: str
+    words: str
+
+
+_PLACES = {  # by their names in the templates, in the order of the templates
+    "listener": _Place(_LISTENER, "the listener through which the requests come"),
+    "manager": _Place(_MANAGER, "its envoy.filters.network.http_connection_manager"),
+    "entries": _Place(f"{_MANAGER}.access_log", "one more access log, which goes to Loopguard"),
+    "access_log": _Place(
+        f"{_MANAGER}.access_log[].typed_config.log_format.json_format", "what was decided, where you want to read it"
+    ),
+    "filter": _Place(
+        f"{_MANAGER}.http_filters",
+        "right before envoy.filters.http.router, behind all that may refuse a request or choose its route",
+    ),
+    "usage": _Place(f"{_MANAGER}.http_filters", "right before envoy.filters.http.router"),
+    "virtual_host": _Place(_HOST, "those that have routes to guard"),
+    "route": _Place(f"{_HOST}.routes[]", ""),  # which, is told by the routes themselves
+    "action": _Place(f"{_HOST}.routes[].route", ""),  # as above
+    "cluster": _Place("static_resources.clusters", "one more cluster"),
+}
+
+
+class _Part(NamedTuple):
+    """One document of the snippet."""
+
+    place: _Place
+    text: str
+
+
+def render_snippet(policies: PolicySet, options: EnvoyOptions) -> str:
+    """All parts as YAML documents, each with its place in a comment.
+
+    Raises:
+        UsageError: a policy selects by a route that cannot be placed, or a tolerant route is none of those to guard.
+    """
+    parts = enumerate(_make_parts(policies, options), 1)
+    return _HEAD + "".join(f"---\n# {number}. {part.place.path}: {part.place.words}\n{part.text}" for number, part in parts)
+
+
+def find_unseen(policies: PolicySet, names: Sequence[str]) -> list[str]:
+    """Ids of policies that select by the name of a route, none of which is among these."""
+    return [
+        policy.id
+        for policy in find_acting(policies)
+        if policy.spec.selector.routes and not set(policy.spec.selector.routes) & set(names)
+    ]
+
+
+def _make_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[_Part]:
+    values = defaultdict[str, str | bool](str, describe_guard(policies, options))  # what stands in no part is left blank
+    found = cut_parts(read_template("bootstrap"), values)
+    for name, place in _PLACES.items():
+        if name == "route":
+            yield from _make_route_parts(policies, options)
+        elif name in found:
+            yield _Part(place, found[name])
+
+
+def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[_Part]:
+    """One part for the routes that are as strict as the filter, and one for those that are not."""
+    routes = [GuardedRoute("", exact=False, policies=(), name=name) for name in options.routes] or plan_routes(policies)
+    tolerant = find_tolerant(routes, options.tolerant_routes)
+    for is_tolerant in (False, True):
+        chosen = [route for route in routes if (route in tolerant) == is_tolerant]
+        if chosen:
+            values = defaultdict[str, str | bool](str, describe_route(policies, options, tolerant=is_tolerant))
+            found = cut_parts(read_template("guarded_route"), values)
+            for part in ("route", "action"):
+                if part in found:
+                    yield _Part(_PLACES[part]._replace(words=_name_routes(chosen)), found[part])
+
+
+def _name_routes(routes: Sequence[GuardedRoute]) -> str:
+    """How the routes to guard are found among all that are there."""
+    if not routes[0].path:
+        return f"the ones called {', '.join(route.name for route in routes)}"
+    lines = (f"\n#    {route.path}{'' if route.exact else ' and below'}, for {', '.join(route.policies)}" for route in routes)
+    return "every one that takes one of these paths" + "".join(lines)

@@ -1,0 +1,32 @@
+"""Envoy's rules for how many tokens an answer took: `extproc/apis/usage.py` says where that stands, and reads what is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from extproc.apis.usage import COUNT_PLACES, EVENT_OBJECTS, MODEL, MODEL_PLACES, USAGE_NAMESPACE
+
+_NUMBER = "NUMBER"
+_TEXT = "STRING"
+
+
+def write_rules() -> str:
+    """For an answer in one document: a rule for each count."""
+    counts = [_write_rule(place, name, _NUMBER) for name, places in COUNT_PLACES.items() for place in places]
+    return "\n".join(f"- {rule}" for rule in [*counts, *_write_model_rules()])
+
+
+def write_event_rules() -> str:
+    """For an event of a stream: a rule for each object that has counts; the parser makes text of it."""
+    objects = [_write_rule(place, place, _TEXT) for place in EVENT_OBJECTS]
+    return "\n".join(f"- rule: {rule}" for rule in [*objects, *_write_model_rules()])
+
+
+def _write_model_rules() -> Iterable[str]:
+    return [_write_rule(place, MODEL, _TEXT) for place in MODEL_PLACES]
+
+
+def _write_rule(place: str, name: str, kind: str) -> str:
+    keys = ", ".join(f"{{key: {key}}}" for key in place.split("."))
+    put = f"{{metadata_namespace: {USAGE_NAMESPACE}, key: {name}, type: {kind}}}"
+    return f"{{selectors: [{keys}], on_present: {put}}}"

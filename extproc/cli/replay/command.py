@@ -1,0 +1,126 @@
+"""What the commands that read logs have in common: their flags, a bar, and what they say about lines."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+
+from extproc.cli.replay.logs import HARMLESS, PROBLEMS, Entry, Logs
+from extproc.engine.engine import Engine
+from extproc.errors import LoopguardError, UsageError
+from extproc.logs import escape_controls
+from extproc.options import make_type, parse_integer, parse_seconds
+from extproc.policy.loader import PolicySet
+
+_REORDER_SECONDS = 5.0
+_MAX_ENTRIES = 1_000_000
+_STEP = 1_000
+"""The bar is moved once in so many requests."""
+
+COUNT = make_type(parse_integer(1))
+"""The type of flags that are a number of things."""
+
+
+def add_log_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of commands that read logs."""
+    parser.add_argument(
+        "log", nargs="+", metavar="LOG", help="access log or file of records, plain or gzip; - for standard input"
+    )
+    parser.add_argument(
+        "--reorder-seconds",
+        type=make_type(parse_seconds(0, 86_400)),
+        default=_REORDER_SECONDS,
+        metavar="SECONDS",
+        help="how late a line may be (default 5)",
+    )
+    parser.add_argument(
+        "--max-entries",
+        type=COUNT,
+        default=_MAX_ENTRIES,
+        metavar="N",
+        help="maximum fingerprints in memory (default 1000000)",
+    )
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a line cannot be used")
+
+
+def compile_policies(policies: PolicySet, *, shadow: bool = False) -> Engine:
+    """The policies that act, of which there is at least one; warnings go to stderr.
+
+    Raises:
+        UsageError: there is none.
+    """
+    for warning in [*policies.warnings, *policies.unenforced]:
+        print(escape_controls(f"warning: {warning}"), file=sys.stderr)
+    engine = Engine(policies, datetime.now(UTC), shadow=shadow)
+    if not engine.plans:
+        raise UsageError("no policy has loop_detection enabled")
+    return engine
+
+
+@contextmanager
+def open_logs(options: argparse.Namespace) -> Iterator[tuple[Logs, Iterator[Entry]]]:
+    """The logs, and their requests in the order of time, with a bar that moves while they are read.
+
+    Raises:
+        LoopguardError: a log cannot be read, or none has a request.
+    """
+    with ExitStack() as stack:
+        logs = Logs(options.log, options.reorder_seconds, stack)
+        yield logs, _watch(logs, stack.enter_context(_show_bar(logs)))
+    if logs.first is None:
+        raise LoopguardError(f"no request can be replayed: {_describe_nothing(logs)}")
+
+
+def _watch(logs: Logs, advance: Callable[[], object]) -> Iterator[Entry]:
+    for number, entry in enumerate(logs.read()):
+        if not number % _STEP:
+            advance()
+        yield entry
+
+
+@contextmanager
+def _show_bar(logs: Logs) -> Iterator[Callable[[], object]]:
+    """A bar on stderr where that is a terminal; gives what moves it."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415  # 0.1 s
+
+    from extproc.cli.replay.table import make_console  # noqa: PLC0415  # same
+
+    console = make_console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("reading", total=logs.size)
+
+        def advance() -> None:
+            read = logs.tell() if logs.size is not None else None
+            bar.update(task, completed=read, description=f"{logs.lines:,} lines")
+
+        yield advance
+
+
+def _describe_nothing(logs: Logs) -> str:
+    kinds = logs.problems.by_kind
+    if not kinds:
+        return "the log is empty"
+    first = next(iter(kinds.values()))
+    told = [f"{_count_lines(problem.count)}: {PROBLEMS[kind]}" for kind, problem in kinds.items()]
+    return escape_controls(f"{'; '.join(told)} (first: {first.places[0]})")
+
+
+def _count_lines(count: int) -> str:
+    return "1 line" if count == 1 else f"{count:,} lines"
+
+
+def tell_lines(logs: Logs, evictions: int) -> None:
+    """Say on stderr what was wrong with lines, and why counts may be too low."""
+    for kind, problem in logs.problems.by_kind.items():
+        severity = "note" if kind in HARMLESS else "warning"
+        example = f": {problem.example}" if problem.example else ""
+        places = ", ".join(map(str, problem.places))
+        told = f"{severity}: {_count_lines(problem.count)}: {PROBLEMS[kind]}{example} ({places})"
+        print(escape_controls(told), file=sys.stderr)
+    if evictions:
+        text = f"warning: {evictions:,} live fingerprints were dropped for want of room, so counts may be too low"
+        print(f"{text}; give a higher --max-entries", file=sys.stderr)

@@ -1,0 +1,94 @@
+"""Recorded requests through the engine, and through a store in memory whose clock is the log's."""
+
+from __future__ import annotations
+
+from extproc.cli.replay.records import Recorded
+from extproc.decision import Decision
+from extproc.engine.counting import HERE, Counting, Counts
+from extproc.engine.engine import Engine
+from extproc.engine.evaluation import Evaluation, Lane
+from extproc.metrics import Metrics
+from extproc.request.document import NotCounted
+from extproc.request.fingerprint import NO_BODY
+from extproc.request.hash_key import PROCESS_KEY, HashKey
+from extproc.request.http import HttpRequest, explain_unknowable_body
+from extproc.store.memory import MemoryStore
+
+
+def prepare(engine: Engine, recorded: Recorded, request: HttpRequest, key: HashKey) -> Evaluation | None:
+    """A recorded request as far as it can be known without counting it; None when no policy matches it.
+
+    Args:
+        engine: the policies.
+        recorded: what is known of the request.
+        request: made of that.
+        key: of keyed hashes.
+    """
+    evaluation = engine.prepare(request, key=key)
+    if evaluation is None:
+        return None
+    content = recorded.content
+    if content is None:
+        evaluation.seal(recorded.sums, recorded.unknown, None, "no_body")
+        return evaluation
+    # Of a partial record the headers are not known that this looks at; whoever recorded it knew them.
+    reason = explain_unknowable_body(evaluation.request) if evaluation.needs_body and not recorded.partial else ""
+    evaluation.seal(None if reason else NO_BODY.plus(content), reason, content)
+    return evaluation
+
+
+class Judge:
+    """Decides about requests, one after the other.
+
+    Attributes:
+        unmatched: requests that no policy matched.
+        killed: requests that a kill switch stopped before any policy was asked.
+        evictions: live fingerprints that were dropped for want of room, so that some counts are too low.
+    """
+
+    def __init__(self, engine: Engine, max_entries: int, key: HashKey = PROCESS_KEY) -> None:
+        """Nothing has been counted.
+
+        Args:
+            engine: the policies.
+            max_entries: of the store.
+            key: of keyed hashes.
+        """
+        self.unmatched = self.killed = 0
+        self._engine = engine
+        self._key = key
+        self._metrics = Metrics()
+        self._now = 0  # by the log
+        memory = MemoryStore(self._metrics, max_entries, lambda: self._now)
+        self._counting = Counting(memory, memory, self._metrics, reject=False)
+
+    @property
+    def evictions(self) -> int:
+        """See the class."""
+        return int(self._metrics.registry.get_sample_value("loopguard_store_evictions_total") or 0)
+
+    def judge(self, recorded: Recorded) -> tuple[Evaluation, Decision] | None:
+        """What the policies make of the next request; None when none is asked."""
+        request = recorded.make_request()
+        if self._is_killed(request, recorded.time):
+            self.killed += 1
+            return None
+        evaluation = prepare(self._engine, recorded, request, self._key)
+        if evaluation is None:
+            self.unmatched += 1
+            return None
+        self._now = recorded.time
+        counts, shadow_counts = self._count(evaluation.enforcing), self._count(evaluation.shadow)
+        return evaluation, evaluation.decide(counts, shadow_counts)
+
+    def _is_killed(self, request: HttpRequest, time: int) -> bool:
+        try:
+            return self._engine.find_switch(request, time / 1000) is not None
+        except NotCounted:  # it reads what was not recorded; a request that was killed is never recorded
+            return False
+
+    def _count(self, lane: Lane) -> Counts:
+        counts = self._counting.count(lane)
+        if not isinstance(counts, HERE):
+            raise TypeError("counts in memory are there at once")
+        return counts

@@ -1,0 +1,259 @@
+"""Log files -> recorded requests in the order of their times, with what was wrong on the way.
+
+Several logs are read side by side, so that those of several Envoys, or of one that rotates them, may be given in any order. A
+heap holds what may still be overtaken by an earlier request: it is bounded in seconds, in requests and in bytes, and so is a
+line, so that memory does not grow with the logs. Nothing is left out in silence: what cannot be used is counted, and its first
+places are remembered.
+"""
+
+from __future__ import annotations
+
+import gzip
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
+from io import BufferedReader
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from extproc.cli.replay.records import Recorded, UnusableError, parse_line
+from extproc.errors import LoopguardError
+
+STDIN = "-"
+
+MAX_LINE = 32 * 2**20
+"""Longest line that is read, in bytes: a body above Envoy's buffer limit reaches no policy anyway."""
+
+_MAX_HELD = 50_000
+_MAX_HELD_BYTES = 64 * 2**20
+_OBJECT_BYTES = 1_000
+"""What a request takes beside its line."""
+
+_GAP_MS = 3_600_000
+_PLACES = 5
+_GZIP = b"\x1f\x8b"
+
+PROBLEMS = {
+    "no_record": "no record: no policy matched the request, or Loopguard ran without --record",
+    "not_json": "not JSON: another format, or damaged",
+    "truncated": "cut off: the log ends in the middle of a line, or of its packing",
+    "damaged": "the log cannot be unpacked from here on",
+    "too_long": f"longer than {MAX_LINE // 2**20} MiB",
+    "version": "a record of another version",
+    "invalid": "a record that cannot be used",
+    "out_of_order": "earlier than a line before by more than --reorder-seconds, or the clock was set back",
+    "clock_forward": "more than an hour later than the line before",
+}
+"""What may be wrong with a line, in words that stand behind `N lines: `."""
+
+HARMLESS = frozenset({"no_record", "clock_forward"})
+"""What a log may well have."""
+
+
+class Place(NamedTuple):
+    """A line of a log."""
+
+    log: str
+    line: int
+
+    def __str__(self) -> str:
+        """As compilers write it."""
+        return f"{self.log}:{self.line}"
+
+
+@dataclass
+class Problem:
+    """One kind of problem: how often, where first, and in one case why."""
+
+    count: int = 0
+    places: list[Place] = field(default_factory=list)
+    example: str = ""
+
+
+class Problems:
+    """What was wrong with lines, by kind."""
+
+    def __init__(self) -> None:
+        """Nothing was."""
+        self.by_kind: dict[str, Problem] = {}
+
+    def add(self, kind: str, place: Place, example: str = "") -> None:
+        """One more line."""
+        problem = self.by_kind.setdefault(kind, Problem())
+        problem.count += 1
+        if len(problem.places) < _PLACES:
+            problem.places.append(place)
+            problem.example = problem.example or example
+
+    @property
+    def harmful(self) -> bool:
+        """Something was wrong that a log should not have."""
+        return not self.by_kind.keys() <= HARMLESS
+
+
+class Entry(NamedTuple):
+    """A request in the heap, in the order of time and then of reading."""
+
+    time: int
+    number: int
+    size: int
+    place: Place
+    recorded: Recorded
+
+
+class _Source:
+    """One log.
+
+    Attributes:
+        name: as it was given.
+        newest: the time of its latest request, in milliseconds.
+        lines: read so far.
+    """
+
+    def __init__(self, name: str, raw: BufferedReader, problems: Problems) -> None:
+        """Find out whether it is packed.
+
+        Raises:
+            LoopguardError: it cannot be read.
+        """
+        self.name = name
+        self.newest = 0
+        self.lines = 0
+        self._raw = raw
+        self._problems = problems
+        try:
+            packed = raw.peek(len(_GZIP))[: len(_GZIP)] == _GZIP
+        except OSError as error:
+            raise LoopguardError(f"cannot read {name}: {error.strerror}") from error
+        self._text: BufferedReader | gzip.GzipFile = gzip.GzipFile(fileobj=raw) if packed else raw
+
+    def tell(self) -> int:
+        """How many bytes of the file have been read."""
+        return self._raw.tell()
+
+    def read(self) -> Iterator[tuple[Place, Recorded, int]]:
+        """Its requests, each with its place and its size in bytes."""
+        try:
+            for line in self._read_lines():
+                place = Place(self.name, self.lines)
+                try:
+                    recorded = parse_line(line)
+                except UnusableError as error:
+                    cut_off = error.kind == "not_json" and not line.endswith(b"\n")
+                    self._problems.add("truncated" if cut_off else error.kind, place, str(error))
+                else:
+                    yield place, recorded, len(line)
+        except EOFError:
+            self._problems.add("truncated", Place(self.name, self.lines))
+        except (OSError, zlib.error) as error:
+            self._problems.add("damaged", Place(self.name, self.lines), str(error))
+
+    def _read_lines(self) -> Iterator[bytes]:
+        """Every line but the empty ones, and those that are too long."""
+        text = self._text
+        while line := text.readline(MAX_LINE):
+            self.lines += 1
+            if len(line) == MAX_LINE and not line.endswith(b"\n"):
+                self._problems.add("too_long", Place(self.name, self.lines))
+                while len(line) == MAX_LINE and not line.endswith(b"\n"):
+                    line = text.readline(MAX_LINE)
+            elif not line.isspace():
+                yield line
+
+
+class Logs:
+    """The logs of one run.
+
+    Attributes:
+        problems: with their lines.
+        size: of all of them together, in bytes; None where one is no file.
+        first: time of the earliest request, in milliseconds since 1970; None before there is one.
+        last: of the latest.
+    """
+
+    def __init__(self, names: Sequence[str], reorder_seconds: float, stack: ExitStack) -> None:
+        """Open them all.
+
+        Args:
+            names: paths, or `-` for standard input.
+            reorder_seconds: how much later than it should a line may come.
+            stack: closes them.
+
+        Raises:
+            LoopguardError: one cannot be read.
+        """
+        self.problems = Problems()
+        self.size: int | None = 0
+        self.first: int | None = None
+        self.last: int | None = None
+        self._reorder_ms = round(reorder_seconds * 1000)
+        self._sources = [_Source(name, self._open(name, stack), self.problems) for name in names]
+        self._held_bytes = 0
+
+    def _open(self, name: str, stack: ExitStack) -> BufferedReader:
+        if name == STDIN:
+            self.size = None
+            return cast("BufferedReader", sys.stdin.buffer)
+        try:
+            raw = Path(name).open("rb")  # noqa: SIM115  # the stack closes it
+            stack.callback(raw.close)
+            size = Path(name).stat().st_size
+        except OSError as error:
+            raise LoopguardError(f"cannot read {name}: {error.strerror}") from error
+        self.size = None if self.size is None else self.size + size
+        return raw
+
+    @property
+    def lines(self) -> int:
+        """Read so far."""
+        return sum(source.lines for source in self._sources)
+
+    def tell(self) -> int:
+        """How many bytes have been read; only where `size` is known."""
+        return sum(source.tell() for source in self._sources)
+
+    def read(self) -> Iterator[Entry]:
+        """The requests of all logs, in the order of their times."""
+        for entry in self._sort(self._merge()):
+            if self.last is not None and entry.time < self.last:
+                self.problems.add("out_of_order", entry.place)
+            elif self.last is not None and entry.time > self.last + _GAP_MS:
+                self.problems.add("clock_forward", entry.place)
+            self.first = entry.time if self.first is None else min(self.first, entry.time)
+            self.last = entry.time
+            yield entry
+
+    def _merge(self) -> Iterator[tuple[int, Entry]]:
+        """Whatever comes next in the log that is least far, with the time before which nothing is expected any more."""
+        readers = [source.read() for source in self._sources]
+        fronts = [(0, number) for number in range(len(readers))]
+        heapify(fronts)
+        read = 0
+        while fronts:
+            newest, number = fronts[0]
+            found = next(readers[number], None)
+            if found is None:
+                heappop(fronts)
+                continue
+            place, recorded, size = found
+            # A log that goes further back than it may has had its clock set back, and is followed there.
+            newest = max(newest, recorded.time) if recorded.time >= newest - self._reorder_ms else recorded.time
+            heapreplace(fronts, (newest, number))
+            read += 1
+            yield fronts[0][0] - self._reorder_ms, Entry(recorded.time, read, size + _OBJECT_BYTES, place, recorded)
+
+    def _sort(self, entries: Iterator[tuple[int, Entry]]) -> Iterator[Entry]:
+        held: list[Entry] = []
+        size = 0
+        for settled, entry in entries:
+            heappush(held, entry)
+            size += entry.size
+            while held and (held[0].time <= settled or len(held) > _MAX_HELD or size > _MAX_HELD_BYTES):
+                first = heappop(held)
+                size -= first.size
+                yield first
+        while held:
+            yield heappop(held)

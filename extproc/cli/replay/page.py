@@ -1,0 +1,164 @@
+"""A report as one HTML page, for a browser or a mail: no script, nothing from elsewhere, charts drawn in SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, StrictUndefined
+
+from extproc.cli.replay.report import SERIES
+from extproc.errors import LoopguardError
+
+WIDTH = 900
+HEIGHT = 150
+SPARK_WIDTH = 260
+SPARK_HEIGHT = 26
+
+_ORDER = [*range(2, len(SERIES) + 1), 1]
+"""The columns of a timeline's points from the bottom of a bar upwards: what was acted on, then what passed."""
+
+_ACTED = _ORDER[:-1]
+_NARROWEST = 1.5
+_LOWEST = 2.0
+"""One request among thousands is still to be seen."""
+
+
+class Part(NamedTuple):
+    """A coloured piece of a bar.
+
+    Attributes:
+        kind: of the requests, one of SERIES.
+        y: its upper edge.
+        height: of it.
+    """
+
+    kind: str
+    y: float
+    height: float
+
+
+class Bar(NamedTuple):
+    """What happened in one stretch of time.
+
+    Attributes:
+        x: its left edge.
+        width: of it.
+        parts: from the bottom upwards.
+        title: the same in words.
+    """
+
+    x: float
+    width: float
+    parts: Sequence[Part]
+    title: str
+
+
+class Chart(NamedTuple):
+    """Bars over the time of the log.
+
+    Attributes:
+        width: of the drawing.
+        height: of it.
+        bars: in the order of time.
+        highest: requests that the highest bar stands for.
+        stretch: how long each bar's time is, in words.
+    """
+
+    width: int
+    height: int
+    bars: Sequence[Bar]
+    highest: int
+    stretch: str
+
+
+def write_page(file: Path, document: dict[str, Any]) -> None:
+    """Put the page of a report where it is wanted.
+
+    Raises:
+        LoopguardError: it cannot be written.
+    """
+    try:
+        file.write_text(render_page(document), encoding="utf-8")
+    except OSError as error:
+        raise LoopguardError(f"cannot write {file}: {error.strerror}") from error
+
+
+def render_page(document: dict[str, Any]) -> str:
+    """The page of a report."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["number"] = "{:,}".format
+    template = environment.from_string(files("extproc.cli.replay").joinpath("page.html").read_text(encoding="utf-8"))
+    log = document["log"]
+    span = _read_time(log["first"]), _read_time(log["last"])
+    return template.render(
+        log=log,
+        policies=[(policy, draw_chart(policy["timeline"], span, WIDTH, HEIGHT, _ORDER)) for policy in document["policies"]],
+        tenants=[
+            (tenant, draw_chart(tenant["timeline"], span, SPARK_WIDTH, SPARK_HEIGHT, _ACTED)) for tenant in document["tenants"]
+        ],
+        worst=document["worst"],
+        evicted=document["evicted"],
+        failures=document["failures"],
+        kinds=[SERIES[column - 1] for column in _ORDER],
+    )
+
+
+def draw_chart(timeline: dict[str, Any], span: tuple[float, float], width: int, height: int, columns: Sequence[int]) -> Chart:
+    """Draw some columns of a timeline.
+
+    Args:
+        timeline: as the report has it.
+        span: when the log begins and ends, in seconds since 1970.
+        width: of the drawing.
+        height: of it.
+        columns: of the timeline's points, from the bottom of a bar upwards.
+    """
+    seconds = timeline["seconds"]
+    begin = span[0] // seconds * seconds
+    scale = width / max(seconds, span[1] + seconds - begin)
+    points = [point for point in timeline["points"] if any(point[column] for column in columns)]
+    highest = max((sum(point[column] for column in columns) for point in points), default=0)
+    bars = [
+        Bar(
+            round((point[0] - begin) * scale, 2),
+            round(max(_NARROWEST, seconds * scale * 0.92), 2),
+            _stack(point, columns, highest, height),
+            _describe(point, columns),
+        )
+        for point in points
+    ]
+    return Chart(width, height, bars, highest, _write_stretch(seconds))
+
+
+def _stack(point: Sequence[int], columns: Sequence[int], highest: int, height: int) -> list[Part]:
+    parts, top = [], float(height)
+    for column in columns:
+        if point[column]:
+            size = min(top, max(_LOWEST, point[column] / highest * height))
+            top -= size
+            parts.append(Part(SERIES[column - 1], round(top, 2), round(size, 2)))
+    return parts
+
+
+def _describe(point: Sequence[int], columns: Sequence[int]) -> str:
+    counts = ", ".join(f"{point[column]:,} {SERIES[column - 1]}" for column in columns if point[column])
+    return f"{_write_time(point[0])}: {counts}"
+
+
+def _read_time(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _write_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _write_stretch(seconds: int) -> str:
+    for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return "1 second" if seconds == 1 else f"{seconds} seconds"

@@ -1,0 +1,237 @@
+"""What policies would have done to recorded traffic: counted request by request, in bounded room, and told as one document."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import UTC, datetime
+from typing import Any
+
+from extproc.cli.replay.counts import Timeline, Top
+from extproc.cli.replay.judge import Judge
+from extproc.cli.replay.logs import HARMLESS, PROBLEMS, Entry, Logs, Place
+from extproc.decision import Action, Decision, Outcome
+from extproc.engine.engine import Engine
+from extproc.engine.evaluation import Evaluation, group_by_policy
+from extproc.logs import escape_controls
+from extproc.operator.sketch import Sketch
+from extproc.request.http import HttpRequest
+
+VERSION = 1
+"""Of the document."""
+
+WORDS = {Action.REJECT: "refused", Action.THROTTLE: "throttled", Action.STEER: "steered", Action.WARN: "warned"}
+"""What is said of a request, by what was done about it, the strictest first."""
+
+SERIES = ("passed", *WORDS.values())
+"""What a timeline counts, in the order of its columns."""
+
+_SERIES = {Action.ALLOW: 0} | {action: number for number, action in enumerate(WORDS, 1)}
+_MAX_OFFENDERS = 10_000
+_MAX_TENANTS = 500
+_MAX_REASONS = 64
+_OTHER = "other"
+_SHOWN = 200
+_EXACT = 4_096
+"""Callers that are counted exactly, but for one."""
+_MAX_EXAMPLES = 5
+
+
+class _Policy:
+    """One policy in one mode."""
+
+    def __init__(self) -> None:
+        self.actions: Counter[Action] = Counter()
+        self.uncounted: Counter[str] = Counter()
+        self.uncountable = 0
+        self.failed = 0
+        self.held_ms = 0
+        self.tenants = Sketch(size=_EXACT)
+        self.touched = Sketch(size=_EXACT)
+        self.timeline = Timeline(len(SERIES))
+
+    @property
+    def loops(self) -> int:
+        """Requests that were part of a loop."""
+        return self.actions.total() - self.actions[Action.ALLOW]
+
+
+class _Offender:
+    """One fingerprint of one tenant that a policy saw looping."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.actions: Counter[Action] = Counter()
+        self.highest = 0
+        self.first = self.last = 0
+        self.method = self.path = self.detector = ""
+        self.example: Place | None = None
+
+    def add(self, entry: Entry, outcome: Outcome, request: HttpRequest) -> None:
+        """One more request of the loop."""
+        self.count += 1
+        self.actions[outcome.action] += 1
+        self.highest = max(self.highest, outcome.count)
+        self.last = entry.time
+        if self.example is None:
+            self.first, self.example = entry.time, entry.place
+            self.method, self.path, self.detector = request.method[:_SHOWN], request.path[:_SHOWN], outcome.detector
+
+
+class _Tenant:
+    """One tenant that a policy touched."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.actions: Counter[Action] = Counter()
+        self.timeline = Timeline(len(SERIES))
+
+
+class Report:
+    """Counts what is decided."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Nothing has been decided about the engine's policies."""
+        self._policies = {(plan.id, plan.mode): _Policy() for plan in engine.plans}
+        self._modes = {plan.id: plan.mode for plan in engine.plans}
+        self._offenders: Top[tuple[str, str, str, str], _Offender] = Top(_MAX_OFFENDERS, _Offender)
+        self._tenants: Top[tuple[str, str, str], _Tenant] = Top(_MAX_TENANTS, _Tenant)
+        self._failures: list[str] = []
+        self._requests = 0
+
+    def add(self, entry: Entry, judged: tuple[Evaluation, Decision] | None) -> None:
+        """One more request."""
+        self._requests += 1
+        if judged is None:
+            return
+        evaluation, decision = judged
+        for outcome in group_by_policy(decision.trace):
+            self._add_outcome(entry, outcome, evaluation.request)
+        for policy, reason in evaluation.list_uncounted():
+            uncounted = self._find_policy(policy).uncounted
+            uncounted[reason if reason in uncounted or len(uncounted) < _MAX_REASONS else _OTHER] += 1
+        if evaluation.enforcing.forbidden is not None and decision.action is not Action.REJECT:
+            self._find_policy(evaluation.enforcing.forbidden[0]).uncountable += 1
+        for lane in evaluation.lanes:
+            for policy, error in lane.failures:
+                self._add_failure(policy, f"{entry.place}: {policy}: {type(error).__name__}: {error}")
+
+    def _find_policy(self, policy: str, mode: str = "") -> _Policy:
+        return self._policies.setdefault((policy, mode or self._modes[policy]), _Policy())
+
+    def _add_outcome(self, entry: Entry, outcome: Outcome, request: HttpRequest) -> None:
+        action, tenant = outcome.action, outcome.tenant
+        policy = self._policies.get((outcome.policy, outcome.mode)) or self._find_policy(outcome.policy, outcome.mode)
+        policy.actions[action] += 1
+        policy.tenants.add(tenant)
+        policy.timeline.add(entry.time, _SERIES[action])
+        if action is Action.ALLOW:
+            return
+        policy.held_ms += outcome.delay_ms
+        policy.touched.add(tenant)
+        self._offenders.find((outcome.policy, outcome.mode, tenant, outcome.fingerprint)).add(entry, outcome, request)
+        touched = self._tenants.find((outcome.policy, outcome.mode, tenant))
+        touched.count += 1
+        touched.actions[action] += 1
+        touched.timeline.add(entry.time, _SERIES[action])
+
+    def _add_failure(self, policy: str, text: str) -> None:
+        self._find_policy(policy).failed += 1
+        if len(self._failures) < _MAX_EXAMPLES:
+            self._failures.append(escape_controls(text))
+
+    def make_document(self, logs: Logs, judge: Judge, top: int) -> dict[str, Any]:
+        """Everything, as JSON has it; the `top` worst of what may be many."""
+        return {
+            "replay": VERSION,
+            "log": {
+                "lines": logs.lines,
+                "requests": self._requests,
+                "unmatched": judge.unmatched,
+                "killed": judge.killed,
+                "first": _write_time(logs.first),
+                "last": _write_time(logs.last),
+                "problems": _describe_problems(logs),
+            },
+            "policies": [_describe_policy(*key, policy) for key, policy in self._policies.items()],
+            "worst": [_describe_offender(*key, offender) for key, offender in self._offenders.list_first(top)],
+            "tenants": [_describe_tenant(*key, tenant) for key, tenant in self._tenants.list_first(top)],
+            "too_low_by": {"worst": self._offenders.dropped, "tenants": self._tenants.dropped},
+            "evicted": judge.evictions,
+            "failures": self._failures,
+        }
+
+
+def _describe_problems(logs: Logs) -> dict[str, Any]:
+    known = logs.problems.by_kind
+    return {
+        kind: {
+            "lines": known[kind].count,
+            "what": what,
+            "harmless": kind in HARMLESS,
+            "first": [escape_controls(str(place)) for place in known[kind].places],
+            **({"example": escape_controls(known[kind].example)[:_SHOWN]} if known[kind].example else {}),
+        }
+        for kind, what in PROBLEMS.items()
+        if kind in known
+    }
+
+
+def _describe_policy(name: str, mode: str, policy: _Policy) -> dict[str, Any]:
+    return {
+        "policy": name,
+        "mode": mode,
+        "requests": policy.actions.total(),
+        "loops": policy.loops,
+        **_describe_actions(policy.actions),
+        "held_seconds": round(policy.held_ms / 1000, 1),
+        "uncounted": dict(policy.uncounted.most_common()),
+        "refused_uncountable": policy.uncountable,
+        "failed": policy.failed,
+        "tenants": policy.tenants.count(),
+        "tenants_touched": policy.touched.count(),
+        "tenants_exact": policy.tenants.exact and policy.touched.exact,
+        "timeline": _describe_timeline(policy.timeline),
+    }
+
+
+def _describe_actions(actions: Counter[Action]) -> dict[str, int]:
+    return {word: actions[action] for action, word in WORDS.items()}
+
+
+def _describe_timeline(timeline: Timeline) -> dict[str, Any]:
+    return {"seconds": timeline.width_ms // 1000, "columns": ["time", *SERIES], "points": timeline.list_points()}
+
+
+def _describe_offender(policy: str, mode: str, tenant: str, fingerprint: str, offender: _Offender) -> dict[str, Any]:
+    return {
+        "policy": policy,
+        "mode": mode,
+        "detector": offender.detector,
+        "tenant": tenant,
+        "fingerprint": fingerprint,
+        "requests": offender.count,
+        **_describe_actions(offender.actions),
+        "highest_count": offender.highest,
+        "method": escape_controls(offender.method),
+        "path": escape_controls(offender.path),
+        "first": _write_time(offender.first),
+        "last": _write_time(offender.last),
+        "example": escape_controls(str(offender.example)),
+    }
+
+
+def _describe_tenant(policy: str, mode: str, tenant: str, item: _Tenant) -> dict[str, Any]:
+    return {
+        "policy": policy,
+        "mode": mode,
+        "tenant": tenant,
+        "requests": item.count,
+        **_describe_actions(item.actions),
+        "timeline": _describe_timeline(item.timeline),
+    }
+
+
+def _write_time(milliseconds: int | None) -> str | None:
+    if milliseconds is None:
+        return None
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,204 @@
+"""What other windows and thresholds of one detector would have done to recorded traffic, all of them in one pass.
+
+Fingerprints do not depend on either, so each request is matched and sealed once, by the engine, and then counted once for each
+window. Where a threshold changes what is counted, because of a cooldown or because refused requests are not, it is counted for
+each pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from extproc.cli.replay.judge import prepare
+from extproc.cli.replay.records import Recorded
+from extproc.engine.candidates import Candidate, LoopCandidate
+from extproc.engine.engine import Engine
+from extproc.metrics import Metrics
+from extproc.operator.sketch import Sketch
+from extproc.policy.bundle import Policy
+from extproc.request.hash_key import PROCESS_KEY, HashKey
+from extproc.store.memory import MemoryStore
+from extproc.store.windows import Hit
+
+FEWEST_REQUESTS = 1_000
+FEWEST_TENANTS = 20
+"""Of fewer nothing is concluded without a word of warning."""
+
+_KEPT = 1_024
+
+
+class Pair(NamedTuple):
+    """One window and one threshold, and what they would have done.
+
+    Attributes:
+        window_seconds: length of the window.
+        threshold: first count that is acted on.
+        requests: that would have been acted on.
+        tenants: whose requests they were.
+    """
+
+    window_seconds: int
+    threshold: int
+    requests: int
+    tenants: int
+
+
+class Advice(NamedTuple):
+    """What is recommended.
+
+    Attributes:
+        pair: None where nothing is.
+        reason: in words.
+    """
+
+    pair: Pair | None
+    reason: str
+
+
+class _Cell:
+    """What one pair has done so far."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.tenants = Sketch(size=_KEPT)
+
+
+class Sweep:
+    """Counts one detector's requests for all pairs.
+
+    Attributes:
+        requests: that the detector counted.
+        uncounted: requests of the policy that it did not.
+        tenants: whose requests they were.
+    """
+
+    def __init__(  # noqa: PLR0913  # what is tried, and with what
+        self,
+        engine: Engine,
+        target: tuple[str, str],
+        windows: Sequence[int],
+        thresholds: Sequence[int],
+        max_entries: int,
+        key: HashKey = PROCESS_KEY,
+    ) -> None:
+        """Nothing has been counted.
+
+        Args:
+            engine: the policies, the detector's among them.
+            target: policy and detector.
+            windows: in seconds, ascending.
+            thresholds: ascending.
+            max_entries: fingerprints kept at once, for all windows together.
+            key: of keyed hashes.
+        """
+        self.requests = self.uncounted = 0
+        self.tenants = Sketch(size=4 * _KEPT)
+        self._engine = engine
+        self._key = key
+        self._target = target
+        self._windows = windows
+        self._thresholds = thresholds
+        self._cells = {(window, threshold): _Cell() for window in windows for threshold in thresholds}
+        self._metrics = Metrics()
+        self._now = 0
+        self._store = MemoryStore(self._metrics, max_entries, lambda: self._now)
+
+    @property
+    def evictions(self) -> int:
+        """Live fingerprints that were dropped for want of room, so that some counts are too low."""
+        return int(self._metrics.registry.get_sample_value("loopguard_store_evictions_total") or 0)
+
+    def add(self, recorded: Recorded) -> None:
+        """One more request."""
+        evaluation = prepare(self._engine, recorded, recorded.make_request(), self._key)
+        if evaluation is None:
+            return
+        candidates = [each for lane in evaluation.lanes for each in lane.candidates if isinstance(each, LoopCandidate)]
+        found = [each for each in candidates if (each.plan.id, each.detector.name) == self._target]
+        self._now = recorded.time
+        for candidate in found:
+            self.requests += 1
+            self.tenants.add(candidate.tenant)
+            if isinstance(candidate.hit, Hit):
+                self._count(candidate, candidate.hit)
+        if not found and any(plan.id == self._target[0] for plan in evaluation.plans):
+            self.uncounted += 1
+
+    def _count(self, candidate: Candidate, hit: Hit) -> None:
+        own = candidate.subject.threshold  # of a tool that has one, which stays as it is
+        for window in self._windows:
+            if hit.cooldown_ms or not hit.count_refused:
+                acted = [self._ask(hit, window, own or threshold)[1] for threshold in self._thresholds]
+            else:
+                count, _ = self._ask(hit, window, self._thresholds[-1])
+                acted = [count >= (own or threshold) for threshold in self._thresholds]
+            for threshold, looping in zip(self._thresholds, acted, strict=True):
+                if looping:
+                    cell = self._cells[window, threshold]
+                    cell.requests += 1
+                    cell.tenants.add(candidate.tenant)
+
+    def _ask(self, hit: Hit, window: int, threshold: int) -> tuple[int, bool]:
+        """Count a request under a key of the pair's own: the count, and whether the store says that it is to be acted on."""
+        key = f"{hit.key}:{window}:{threshold}"
+        count_to = max(hit.count_to, threshold)
+        asked = Hit(key, hit.window_type, window * 1000, threshold, hit.cooldown_ms, hit.count_refused, count_to)
+        (found,) = self._store.hit((asked,))
+        return found.count, found.looping
+
+    def list_pairs(self) -> list[Pair]:
+        """What each pair would have done, by window and then by threshold."""
+        return [Pair(*key, cell.requests, cell.tenants.count()) for key, cell in self._cells.items()]
+
+
+def recommend(pairs: Sequence[Pair], requests: int, tenants: int, percent: float) -> Advice:
+    """The pair that acts on most requests while it touches few callers, and why.
+
+    Of pairs that act on equally many the shortest window is taken, and then the highest threshold: the least that does it.
+
+    Args:
+        pairs: to choose from.
+        requests: that were counted.
+        tenants: whose they were.
+        percent: share of the callers that may be touched; one caller always may.
+    """
+    allowed = max(1, int(tenants * percent / 100))
+    bound = f"{allowed:,} of {tenants:,} callers ({percent:g}%)"
+    acting = [pair for pair in pairs if pair.requests]
+    if not acting:
+        return Advice(
+            None, f"no pair would have acted on any of {requests:,} requests: this log has no loop that a window counts"
+        )
+    fitting = [pair for pair in acting if pair.tenants <= allowed]
+    stricter = [pair for pair in acting if pair.tenants > allowed]
+    if not fitting:
+        least = min(stricter, key=lambda pair: pair.tenants)
+        text = f"each pair that acts touches more than {bound}; {_describe(least)} touches {least.tenants:,}"
+        return Advice(None, f"{text}. Look at the worst offenders of a replay: what repeats there may be wanted")
+    best = max(fitting, key=lambda pair: (pair.requests, -pair.window_seconds, pair.threshold))
+    text = (
+        f"{_describe(best)} acts on {best.requests:,} of {requests:,} requests, "
+        f"the most of all pairs that touch at most {bound}; it touches {best.tenants:,}"
+    )
+    if stricter:
+        following = min(stricter, key=lambda pair: (pair.tenants, pair.requests))
+        text += f". The next one, {_describe(following)}, touches {following.tenants:,}"
+    if requests < FEWEST_REQUESTS or tenants < FEWEST_TENANTS:
+        text += f". This is little traffic: from {FEWEST_REQUESTS:,} requests of {FEWEST_TENANTS} callers on it says more"
+    return Advice(best, text)
+
+
+def _describe(pair: Pair) -> str:
+    return f"{pair.threshold} within {pair.window_seconds} s"
+
+
+def write_policy(policy: Policy, detector: str, pair: Pair) -> dict[str, Any]:
+    """The policy with the pair in place of the detector's own."""
+    document = policy.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    loops = document["spec"]["loop_detection"]
+    enabled = [name for name, _ in policy.spec.detectors()]
+    entries = [entry for entry in loops if entry.get("enabled")] if isinstance(loops, list) else [loops]
+    entry = entries[enabled.index(detector)]
+    entry["window_seconds"], entry["threshold_identical_requests"] = pair.window_seconds, pair.threshold
+    return document

@@ -1,0 +1,453 @@
+"""What an assistant does, without what it thinks: from its calls of tools, or from the text in which it writes an action.
+
+Agents that call no tools write their action as text. What is looked for, in this order: the last fenced code block, JSON
+objects with an action or a tool in them, XML-like tags, a ReAct line. A text that is JSON as a whole, or a tag that has the
+code block inside, goes first: their strings hold whatever code somebody writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import islice
+from typing import Final, NamedTuple
+
+from extproc.apis.shapes.contents import read_arguments, unpack
+from extproc.apis.shapes.messages import CALL, TEXT, Part
+from extproc.memo import Memo
+from extproc.request.document import Json, NotJson, count_left, decode_json, write_canonical
+
+THOUGHTS = frozenset(
+    {
+        "analysis",
+        "current_state",
+        "evaluation_previous_goal",
+        "explanation",
+        "justification",
+        "memory",
+        "next_goal",
+        "plan",
+        "rationale",
+        "reasoning",
+        "reflection",
+        "state_analysis",
+        "task_progress",
+        "thinking",
+        "thought",
+        "thoughts",
+        "toolAction",
+        "toolSummary",
+    }
+)
+"""Arguments in which agents think aloud; `ignore_arguments` replaces them."""
+
+_COMMANDS = frozenset({"cmd", "command"})
+_REMARKS = frozenset(
+    {
+        "description",
+        "goal",
+        "max_output_tokens",
+        "requires_approval",
+        "summary",
+        "timeout",
+        "timeout_ms",
+        "timeout_seconds",
+        "yield_time_ms",
+    }
+)
+"""Beside a shell's command these say what it is for, and how long or how much of it somebody waits for."""
+
+MAX_NAME = 256
+"""So much of a tool's or command's name is matched and shown, in characters."""
+
+_THINKERS = ("think", "thought", "reason", "reflect", "plan", "memor", "note", "expla", "analy")
+"""A tool with such a name that takes nothing but thoughts is called for them."""
+
+_ACTION_KEYS = ("action", "actions", "command", "commands", "tool", "tools", "tool_name", "tool_call", "tool_calls", "function",
+                "function_call", "next_action", "code", "cmd", "operation")  # fmt: skip  # one list
+_ARGUMENT_KEYS = frozenset(
+    {"action_input", "args", "arguments", "input", "kwargs", "parameters", "params", "tool_args", "tool_input"}
+)
+_NAME_KEYS = ("name", "tool", "tool_name", "function", "action", "command", "cmd", "keystrokes", "code", "type")
+
+_THOUGHT_TAGS = ("think", "thinking", "thought", "thoughts", "reasoning", "reflection", "rationale", "analysis", "plan",
+                 "explanation", "discussion", "scratchpad", "memory", "observation")  # fmt: skip  # one list
+
+_MAX_MARKED = 65_536
+"""In a longer text nobody looks for an action, in characters: it is compared as it is."""
+
+_LONGEST_KNOWN = 768
+_MOST_KNOWN = 4_096
+"""So many texts are in a generation of those whose actions are known, none of which has more bytes. They take 3 KB each at
+most, and 25 MB in all if somebody means ill. JSON of so few bytes is not nested too deeply, wherever it is decoded."""
+
+_TRIES = 8
+"""So many beginnings of something that turn out to be none are looked at, so that a text of nothing else takes no time."""
+
+_MAX_FENCES = 1_000
+_MAX_TAGS = 1_000
+
+_TAG = re.compile(r"<([A-Za-z_][\w.:-]*)(?:[=\s][^<>]*)?>")
+_NAMED_IN_TAG = re.compile(r"<(?:[\w.-]+:)?(?:invoke|function|tool|action)(?:\s[^<>]*?name)?=[\"']?([\w.:-]+)")
+_REACT = re.compile(r"^[ \t>*#-]*(?:action|act)(?: *[0-9]+)?[* ]*:[* \t]*", re.IGNORECASE | re.MULTILINE)
+_REACT_END = re.compile(r"^[ \t>*#-]*(?:observation|thought|think)(?: *[0-9]+)?[* ]*:", re.IGNORECASE | re.MULTILINE)
+_WORD = re.compile(r"[^\s\[\](){}<>\"'`:;,=|]+")
+
+# What JSON spells one way alone: printable ASCII without the quote and the backslash.
+_PLAIN = re.compile(rb"[ !#-\[\]-~]{4,256}")
+_PLAIN_VALUE = re.compile(rb'[:\[]"([ !#-\[\]-~]{4,256})"')
+_MARKED_WITHIN = 4_096
+"""A mark is looked for in so much of an action, in bytes."""
+
+_FENCE = "```"
+_FENCES = re.compile("`{3,}")
+_SEPARATOR = b"\xff"  # never in UTF-8
+_JSON, _CODE, _TAGS, _LINE, _TEXT = b"json", b"code", b"tags", b"line", b"text"
+
+_scan_json = json.JSONDecoder().raw_decode
+
+
+class Action(NamedTuple):
+    """What an assistant does in one turn.
+
+    Attributes:
+        names: of the tools, or the first word of a text action; empty where it does nothing but speak.
+        spelled: all of it in one spelling: equal bytes, equal actions.
+        places: of the calls in `spelled`, by id, or by number where they have none; empty where none is made.
+        first: of the calls, as in `spelled`.
+    """
+
+    names: tuple[str, ...]
+    spelled: bytes
+    places: dict[str, int]
+    first: bytes = b""
+
+
+_KNOWN: Final[Memo[tuple[frozenset[str], bytes], tuple[str, bytes]]] = Memo(_MOST_KNOWN)
+"""The actions in texts, by the arguments that are thoughts and the text: a history comes again with each request."""
+
+
+def read_action(parts: list[Part], ignored: frozenset[str]) -> Action:
+    """What a message of the assistant's does.
+
+    Args:
+        parts: of the message.
+        ignored: names of arguments that are thoughts.
+
+    Raises:
+        NotCounted: it cannot be read.
+    """
+    calls = [part for part in parts if part.kind == CALL]
+    if calls:
+        return _read_calls(calls, ignored)
+    texts = [unpack(part.value) for part in parts if part.kind == TEXT]
+    others = [write_canonical(unpack(part.value)) for part in parts if part.kind not in {TEXT, CALL}]
+    name, spelled = read_text_action("\n".join([text for text in texts if isinstance(text, str)]), ignored)
+    return Action((name,) if name else (), _SEPARATOR.join([spelled, *others]), {})
+
+
+def _read_calls(calls: list[Part], ignored: frozenset[str]) -> Action:
+    """Calls made at once: a set, whose order and duplicates do not matter."""
+    if len(calls) == 1:
+        call = calls[0]
+        one = spell_call(call, ignored)
+        return Action((call.name[:MAX_NAME],), one, {call.id or number_id(0): 0}, one)
+    spelled = [spell_call(call, ignored) for call in calls]
+    unique = {call: place for place, call in enumerate(sorted(set(spelled)))}
+    names = dict.fromkeys([name for _, name in sorted(zip(spelled, [call.name[:MAX_NAME] for call in calls], strict=True))])
+    places = {call.id or number_id(number): unique[spelled[number]] for number, call in enumerate(calls)}
+    return Action(tuple(names), _SEPARATOR.join(unique), places, spelled[0])
+
+
+def find_mark(action: Action) -> bytes:
+    """Bytes that no request spells otherwise, unless it escapes what need not be escaped; empty where there are none."""
+    return _mark_in(action.first) if action.places else _mark_in_text(action.spelled)
+
+
+def _mark_in(call: bytes) -> bytes:
+    """The longest of a call's arguments that are plain strings."""
+    return max(_PLAIN_VALUE.findall(call, 0, _MARKED_WITHIN), key=len, default=b"")
+
+
+def _mark_in_text(spelled: bytes) -> bytes:
+    """The same of an action in a text."""
+    kind, _, action = spelled[:_MARKED_WITHIN].partition(_SEPARATOR)
+    if kind == _JSON:
+        return _mark_in(action)
+    return max(_PLAIN.findall(action), key=len, default=b"") if kind in {_CODE, _TAGS} else b""
+
+
+def number_id(number: int) -> str:
+    """Stands for the id of a call, or of a result, that has none: Ollama and Gemini connect them by their order."""
+    return f"\0{number}"
+
+
+def spell_call(call: Part, ignored: frozenset[str]) -> bytes:
+    """A call in one spelling: its tool, and its arguments without thoughts."""
+    value = read_arguments(call.value)
+    if isinstance(value, dict):
+        if not value.keys().isdisjoint(ignored):
+            value = _without_thoughts(value, call.name, ignored)
+        value = _without_remarks(value)
+    return call.name.encode() + _SEPARATOR + write_canonical(value)
+
+
+def _without_thoughts(value: dict[str, Json], name: str, ignored: frozenset[str]) -> dict[str, Json]:
+    left = {key: item for key, item in value.items() if key not in ignored}
+    if not left:
+        lower = name.lower()
+        if any(word in lower for word in _THINKERS):
+            return value
+    return left
+
+
+def _without_remarks(value: dict[str, Json]) -> dict[str, Json]:
+    if value.keys().isdisjoint(_REMARKS) or not any(_is_shell(value.get(key)) for key in _COMMANDS):
+        return value
+    return {key: item for key, item in value.items() if key not in _REMARKS}
+
+
+def _is_shell(command: Json) -> bool:
+    """Whether a command has arguments; one word may be what a tool is to do with its other arguments, such as `create`."""
+    return isinstance(command, list) or (isinstance(command, str) and len(command.split(maxsplit=1)) > 1)
+
+
+def read_text_action(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
+    """The first word of the action in a text, and the action in one spelling; no word where there is none but the text.
+
+    One that was read of late is known, but for one with bounded numbers.
+    """
+    if len(text) > _LONGEST_KNOWN:
+        return _read_text(text, ignored)
+    key = ignored, text.encode()
+    found = _KNOWN.get(key)
+    if found is None:
+        _, fractions = count_left()
+        found = _read_text(text, ignored)
+        if len(key[1]) <= _LONGEST_KNOWN and count_left()[1] == fractions:
+            _KNOWN.put(key, found)
+    return found
+
+
+def _read_text(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
+    if len(text) > _MAX_MARKED:
+        return "", _TEXT + _SEPARATOR + _fold(text)
+    text = _cut_thoughts(text).strip() or text.strip()
+    if text.startswith("{") and text.endswith("}"):
+        value = _whole_json(text)
+        if value is not None:
+            return _name_of(value, ignored), _JSON + _SEPARATOR + write_canonical(_action_in(value, ignored))
+    return _read_marked(text, ignored) or ("", _TEXT + _SEPARATOR + _fold(text))
+
+
+def _read_marked(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | None:
+    """The action that is marked as one in a text."""
+    fence = _last_fence(text) if _FENCE in text else None
+    tags = _tags(text) if "</" in text or "<" in text else []
+    if fence is not None and not any(start < fence[0] and fence[1] < end for _, start, end in tags):
+        return _read_code(text[fence[0] : fence[1]], ignored)
+    if fence is None and "{" in text and '"' in text:
+        found = _read_objects(text, ignored)
+        if found is not None:
+            return found
+    line = _react_line(text) if "ct" in text or "CT" in text else None
+    if tags and (line is None or line.start() < tags[-1][2]):
+        return _read_tags(text, tags)
+    return _read_react(text, line) if line is not None else None
+
+
+def _read_code(code: str, ignored: frozenset[str]) -> tuple[str, bytes]:
+    """What stands in a code block; JSON goes without its thoughts."""
+    code = code.strip()
+    if code.startswith("{") and code.endswith("}"):
+        value = _whole_json(code)
+        if value is not None:
+            return _name_of(value, ignored), _JSON + _SEPARATOR + write_canonical(_action_in(value, ignored))
+    return _first_word(code), _CODE + _SEPARATOR + code.encode()
+
+
+def _last_fence(text: str) -> tuple[int, int] | None:
+    """Where the content of the last code block starts and ends; one that is not closed ends with the text.
+
+    A fence with a word behind it, at the start of a line inside of a block, belongs to what the block holds: a script that
+    writes Markdown.
+    """
+    found: tuple[int, int] | None = None
+    opened = -1
+    for fence in islice(_FENCES.finditer(text), _MAX_FENCES):
+        if opened < 0:
+            opened = fence.end()
+        elif _is_blank(text, fence.end()) or not _starts_line(text, fence.start()):
+            if text[opened : fence.start()].strip():
+                found = opened, fence.start()
+            opened = -1
+    if opened >= 0 and text[opened:].strip():
+        found = opened, len(text)
+    return None if found is None else (_behind_info(text, *found), found[1])
+
+
+def _is_blank(text: str, place: int) -> bool:
+    """Nothing but space stands between a place and the end of its line."""
+    while place < len(text) and text[place] in " \t\r":
+        place += 1
+    return place == len(text) or text[place] == "\n"
+
+
+def _starts_line(text: str, place: int) -> bool:
+    """Nothing but space stands between the start of a line and a place."""
+    while place > 0 and text[place - 1] in " \t":
+        place -= 1
+    return place == 0 or text[place - 1] == "\n"
+
+
+def _behind_info(text: str, start: int, end: int) -> int:
+    """Where a block's content starts, behind the language that its first line may name."""
+    line = text.find("\n", start, end)
+    return line if line >= 0 and len(text[start:line].split()) <= 1 else start
+
+
+def _whole_json(text: str) -> dict[str, Json] | None:
+    """The object that a text is as a whole."""
+    try:
+        value = decode_json(text)
+    except NotJson:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _read_objects(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | None:
+    """The JSON objects in a text that have an action or a tool in them."""
+    actions: list[Json] = []
+    name = ""
+    place = text.find("{")
+    tries = _TRIES
+    while place >= 0 and tries:
+        try:
+            _, end = _scan_json(text, place)
+        except json.JSONDecodeError as error:
+            tries -= 1
+            end = max(place + 1, error.pos)  # what is before that was sound, as far as it went
+        except (ValueError, RecursionError):
+            break
+        else:
+            value = _whole_json(text[place:end])
+            if value is not None and _acts(value):
+                name = name or _name_of(value, ignored)
+                actions.append(_action_in(value, ignored))
+        place = text.find("{", end)
+    return (name, _JSON + _SEPARATOR + write_canonical(actions)) if actions else None
+
+
+def _acts(value: dict[str, Json]) -> bool:
+    """Whether an object has an action or a tool in it."""
+    return any(key in value for key in _ACTION_KEYS) or ("name" in value and not _ARGUMENT_KEYS.isdisjoint(value))
+
+
+def _action_in(value: dict[str, Json], ignored: frozenset[str]) -> Json:
+    """An object without its thoughts; an action that is an object or a list says all, but for arguments that have a key."""
+    acting = {key for key in _ACTION_KEYS if isinstance(value.get(key), dict | list)}
+    if acting:
+        return {key: item for key, item in value.items() if key in acting or key in _ARGUMENT_KEYS}
+    return _without_remarks({key: item for key, item in value.items() if key not in ignored} or value)
+
+
+def _name_of(value: dict[str, Json], ignored: frozenset[str]) -> str:
+    """The name of the action in an object: of the tool, or the first word of the command."""
+    found: Json = next((value[key] for key in _ACTION_KEYS if value.get(key)), value)
+    for _ in range(4):  # levels of lists and objects around a name
+        if isinstance(found, list):
+            found = found[0] if found else ""
+        elif isinstance(found, dict):
+            named = next((found[key] for key in _NAME_KEYS if isinstance(found.get(key), str | dict)), None)
+            found = named if named is not None else next((key for key in found if key not in ignored), "")
+        else:
+            break
+    return _first_word(found) if isinstance(found, str) else ""
+
+
+def _tags(text: str) -> list[tuple[str, int, int]]:
+    """The elements of a text that stand in no other, with their places; one at the end need not be closed."""
+    found: list[tuple[str, int, int]] = []
+    tries = _TRIES
+    unclosed: list[tuple[str, int, int]] = []
+    place = 0
+    while tries and len(found) < _MAX_TAGS:
+        tag = _TAG.search(text, place)
+        if tag is None:
+            break
+        place = tag.end()
+        if tag.group().endswith("/>"):
+            continue
+        name = tag.group(1)
+        closing = f"</{name}>"
+        end = text.find(closing, place)
+        if end >= 0:
+            place = end + len(closing)
+            found.append((name, tag.start(), place))
+        else:
+            tries -= 1
+            if _starts_line(text, tag.start()):
+                unclosed = [(name, tag.start(), len(text))]
+    return found or unclosed
+
+
+def _read_tags(text: str, tags: list[tuple[str, int, int]]) -> tuple[str, bytes]:
+    """The elements, without what stands between them."""
+    _, start, end = tags[0]
+    named = _NAMED_IN_TAG.search(text, start, min(end, start + 4 * MAX_NAME))
+    name = named.group(1) if named is not None else tags[0][0]
+    return name[:MAX_NAME], _TAGS + _SEPARATOR + "\n".join([text[start:end] for _, start, end in tags]).encode()
+
+
+def _react_line(text: str) -> re.Match[str] | None:
+    """The last `Action:` at the start of a line."""
+    last = None
+    for match in _REACT.finditer(text):
+        last = match
+    return last
+
+
+def _read_react(text: str, line: re.Match[str]) -> tuple[str, bytes] | None:
+    """What stands behind an `Action:`, up to the next thought or an observation that the model makes up."""
+    end = _REACT_END.search(text, line.end())
+    action = text[line.end() : end.start() if end is not None else len(text)].strip()
+    return (_first_word(action), _LINE + _SEPARATOR + _fold(action)) if action else None
+
+
+def _cut_thoughts(text: str) -> str:
+    """A text without the elements in which a model thinks; a closing tag alone ends a thought that started with the text."""
+    if "<" not in text:
+        return text
+    for tag in _THOUGHT_TAGS:
+        if f"{tag}>" in text:
+            text = _cut_elements(text, f"<{tag}>", f"</{tag}>")
+    return text
+
+
+def _cut_elements(text: str, opening: str, closing: str) -> str:
+    kept = []
+    place = 0
+    while True:
+        end = text.find(closing, place)
+        if end < 0:
+            break
+        start = text.find(opening, place, end)
+        if start >= 0:
+            kept.append(text[place:start])
+        elif place:
+            kept.append(text[place:end])
+        place = end + len(closing)
+    start = text.find(opening, place)
+    kept.append(text[place:start] if start >= 0 else text[place:])
+    return "\n".join(kept)
+
+
+def _first_word(text: str) -> str:
+    """The first word of a command."""
+    found = _WORD.search(text, 0, 4 * MAX_NAME)
+    return found.group()[:MAX_NAME] if found is not None else ""
+
+
+def _fold(text: str) -> bytes:
+    """Lower case, each run of white space as one space."""
+    return " ".join(text.lower().split()).encode()

@@ -1,0 +1,39 @@
+"""Similarity `canonical`: JSON bodies compared by meaning, without the fields that the policy ignores."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from extproc.detectors.base import Similarity
+from extproc.detectors.keys import CanonicalKeys, SimilarityKeys
+from extproc.objects import JsonObject
+from extproc.request.document import Document, NotJson, split_pointer, write_canonical
+
+
+class Canonical(Similarity):
+    """A detector's `ignore_fields`, ready to look into bodies; one that is not JSON is compared byte for byte."""
+
+    keys: ClassVar[type[JsonObject]] = CanonicalKeys
+    looks: ClassVar[bool] = True
+
+    def __init__(self, keys: SimilarityKeys) -> None:
+        """See `Similarity`."""
+        self._ignored = [split_pointer(pointer) for pointer in keys.ignore_fields]
+
+    def compare(self, document: Document) -> tuple[bytes | None, None]:
+        """See `Similarity`."""
+        try:
+            return write_canonical(document.value(), self._ignored), None
+        except NotJson:
+            return None, None
+
+    def show(self, document: Document) -> list[str]:
+        """See `Similarity`."""
+        if not len(document):
+            return ["no body"]
+        compared, _ = self.compare(document)
+        return [compared.decode() if compared is not None else "the body byte for byte: it is not JSON"]
+
+    def name_repeated(self, place: str) -> str:
+        """See `Similarity`."""
+        return f"this same request, but for its spelling {place},"

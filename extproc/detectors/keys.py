@@ -1,0 +1,178 @@
+"""The keys of a loop_detection entry that belong to one similarity each, and those that all of them may read."""
+# interpreted: pydantic makes its models of annotations, which compiled classes do not keep
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field
+
+from extproc.detectors.actions import THOUGHTS
+from extproc.detectors.tools import Limit, Limits
+from extproc.objects import MAX_SECONDS, MAX_THRESHOLD, NO_ITEMS, JsonObject, Pointer
+
+MAX_CALLS = 200
+"""Most calls, and most messages, that a detector compares with each other."""
+
+MAX_CYCLE = 16
+
+
+Threshold = Annotated[int, Field(ge=2, le=MAX_THRESHOLD)]
+
+
+class Escalation(JsonObject):
+    """Stricter actions, each with a higher threshold.
+
+    Attributes:
+        steer: threshold from which requests get a note for the model.
+        throttle: threshold from which they are delayed.
+        reject: threshold from which they are refused.
+    """
+
+    steer: Threshold | None = None
+    throttle: Threshold | None = None
+    reject: Threshold | None = None
+
+    def list_steps(self) -> list[tuple[str, int]]:
+        """Actions and their thresholds, the mildest first."""
+        steps = [("steer", self.steer), ("throttle", self.throttle), ("reject", self.reject)]
+        return [(name, threshold) for name, threshold in steps if threshold is not None]
+
+
+class LoopKeys(JsonObject):
+    """What any similarity may read.
+
+    Attributes:
+        threshold_identical_requests: number of the first identical request (with `turns`: turn, with `tool_calls`: call) to act
+            on, at least 2; required, except with `turns`, where the default is 3.
+        escalate: stricter actions at higher thresholds.
+        cooldown_seconds: after a request was acted on, its repeats are acted on for this long, even if the window is empty.
+    """
+
+    threshold_identical_requests: Threshold | None = None
+    escalate: Escalation = Escalation()
+    cooldown_seconds: Annotated[int, Field(ge=0, le=MAX_SECONDS)] = 0
+
+
+class CanonicalKeys(LoopKeys):
+    """Of `canonical`.
+
+    Attributes:
+        ignore_fields: with `canonical`: JSON Pointers to values to ignore; `*` matches any one step.
+    """
+
+    ignore_fields: list[Pointer] = NO_ITEMS
+
+
+class TailKeys(LoopKeys):
+    """Of `tail`.
+
+    Attributes:
+        tail_messages: with `tail`: number of messages to compare.
+    """
+
+    tail_messages: Annotated[int, Field(ge=1, le=MAX_CALLS)] = 3
+
+
+class Tool(JsonObject):
+    """Rules for the calls of one tool, or of all tools whose names match.
+
+    Attributes:
+        threshold: replaces `threshold_identical_requests`.
+        window_calls: replaces `window_calls` of `tool_calls`.
+        reason: added to the message for the model.
+        allow: with `true`, calls of this tool are never part of a loop.
+    """
+
+    threshold: Annotated[int, Field(ge=2, le=MAX_CALLS)] | None = None
+    window_calls: Annotated[int, Field(ge=2, le=MAX_CALLS)] | None = None
+    reason: Annotated[str, Field(max_length=256)] = ""
+    allow: bool = False
+
+    def raise_by(self, more: int) -> Self:
+        """The same with a higher threshold, where it has one."""
+        return self if self.threshold is None else self.model_copy(update={"threshold": self.threshold + more})
+
+
+class ToolsKeys(LoopKeys):
+    """Of those that look at what tools do; `mcp` has no others.
+
+    Attributes:
+        tools: with `tool_calls`, `turns` and `mcp`: rules by tool name; `*` matches anything.
+    """
+
+    tools: dict[Annotated[str, Field(min_length=1)], Tool] = {}
+
+
+class HistoryKeys(ToolsKeys):
+    """Of those that look at what tools did before.
+
+    Attributes:
+        max_cycle: with `tool_calls` and `turns`: longest cycle of calls or turns to look for; 1 turns cycles off.
+    """
+
+    max_cycle: Annotated[int, Field(ge=1, le=MAX_CYCLE)] = 10
+
+
+class ToolCallsKeys(HistoryKeys):
+    """Of `tool_calls`.
+
+    Attributes:
+        window_calls: with `tool_calls`: number of newest calls to look at.
+        reset_on_user_message: with `tool_calls`: ignore calls before the user's last message.
+        compare_results: with `tool_calls`: `false` ignores what the calls returned.
+    """
+
+    window_calls: Annotated[int, Field(ge=2, le=MAX_CALLS)] = 10
+    reset_on_user_message: bool = True
+    compare_results: bool = True
+
+
+class TurnsKeys(HistoryKeys):
+    """Of `turns`.
+
+    Attributes:
+        normalize_results: with `turns`: `false` compares results byte for byte, including timestamps, durations and ids.
+        ignore_arguments: with `turns`: names of arguments that hold thoughts, which are not compared.
+    """
+
+    normalize_results: bool = True
+    # A list as a default would be copied item by item for each policy: a tenth of the time of a load.
+    ignore_arguments: list[str] = Field(
+        default_factory=lambda: sorted(THOUGHTS), json_schema_extra={"default": [*sorted(THOUGHTS)]}
+    )
+
+
+class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys):
+    """All of them.
+
+    Attributes:
+        similarity: what makes requests identical: one of the detectors.
+    """
+
+    similarity: Literal["exact", "canonical", "tail", "tool_calls", "turns", "mcp"] = "exact"
+
+    def list_steps(self, default: int | None) -> list[Self]:
+        """These keys with the threshold of each action in place of their own, the lowest first.
+
+        The thresholds of `tools` are raised by as much: a tool that is given more time, or less, escalates as others do.
+
+        Args:
+            default: the threshold of an entry that has none.
+        """
+        first = self.threshold_identical_requests or default or 0
+        return [self, *[self._raise_by(threshold - first, threshold) for _, threshold in self.escalate.list_steps()]]
+
+    def make_limits(self, default: int | None) -> Limits:
+        """What holds for which tool; `default` as above."""
+        threshold, window = self.threshold_identical_requests or default or 0, self.window_calls
+        tools = {
+            name: Limit(tool.threshold or threshold, tool.reason, tool.allow, tool.window_calls or window)
+            for name, tool in self.tools.items()
+        }
+        return Limits(threshold, tools, window)
+
+    def _raise_by(self, more: int, threshold: int) -> Self:
+        tools = {name: tool.raise_by(more) for name, tool in self.tools.items()}
+        raised = {"threshold_identical_requests": threshold, "tools": tools, "escalate": Escalation()}
+        return self.model_copy(update=raised)

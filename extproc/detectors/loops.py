@@ -1,0 +1,287 @@
+"""When turns are a loop.
+
+A turn is what the assistant does in one message (without its thoughts), and everything behind that up to its next message:
+results of tools, observations, what the user says. Two turns are equal when both are. With a threshold t, the newest turn is
+part of a loop when
+
+- REPEAT: it stands t times among the last 2t + 4 turns, and at most t - 2 turns between the first and the last of these t are
+  new (not seen before among the last 32 turns): who edits and runs the same tests again has new turns in between;
+- CYCLE: the last turns are a cycle of 2 to `max_cycle` different turns that came round t times, from length 5 on max(2, t - 1);
+- ERROR: the last 2t results are the same error, whatever was done.
+
+What the request shows is enough; nothing is counted. Where it shows less than there was, because its history was condensed or
+is kept by the server, a ring of the newest turn of each request before it supplies the rest. Of a turn whose action is not
+known, nobody can say that it was seen before, and it is part of no cycle.
+
+Turns are read from the newest to the oldest, and no further than a loop could still be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from extproc.apis.shapes import open_conversation
+from extproc.decision import Repeat
+from extproc.detectors.actions import THOUGHTS
+from extproc.detectors.tools import Limit, Limits, count_rounds
+from extproc.detectors.turn import AnyTurn, Turn, decode_turn, digest, encode_turn, read_turns, same_action, same_result
+from extproc.request.document import Document
+
+MAX_TURNS = 32
+"""So many turns are looked at, and so many does a ring hold."""
+
+DEFAULT_MAX_CYCLE = 10
+MIN_CYCLE = 2
+_PREFILLED_WORDS = 2
+REPEAT, RESULT, CYCLE, ERROR = "repeat", "result", "cycle", "error"
+"""The rules; RESULT is REPEAT where what was done is not known."""
+
+
+class History:
+    """Turns, the newest first, taken as far as somebody asks for them.
+
+    Attributes:
+        elsewhere: the server keeps what was before them.
+        after: what the request goes on from there; empty where nothing says so.
+    """
+
+    def __init__(self, source: Iterator[AnyTurn], *, elsewhere: bool = False, after: bytes = b"") -> None:
+        """Take nothing yet."""
+        self._source = islice(source, MAX_TURNS)
+        self._taken: list[AnyTurn] = []
+        self.elsewhere = elsewhere
+        self.after = after
+
+    def at(self, place: int) -> AnyTurn | None:
+        """The turn at a place, 0 being the newest; None where there are fewer."""
+        while len(self._taken) <= place:
+            turn = next(self._source, None)
+            if turn is None:
+                return None
+            self._taken.append(turn)
+        return self._taken[place]
+
+    def newest(self, count: int) -> list[AnyTurn]:
+        """So many turns, or as many as there are."""
+        self.at(count - 1)
+        return self._taken[:count]
+
+
+class Kept:
+    """What is kept of a request for its session: the turn that it brings, and where in the ring that belongs.
+
+    Attributes:
+        newest: that turn.
+        place: of it among those that the request shows.
+        entry: the same for the ring.
+        identity: digest of 8 bytes; a request that is sent again, or to another model, brings the same.
+        complete: the request shows all the turns that are looked at.
+    """
+
+    __slots__ = ("_before", "complete", "entry", "identity", "newest", "place")
+
+    def __init__(self, history: History, place: int, newest: Turn) -> None:
+        """Take what is needed, and let go of the request.
+
+        Args:
+            history: that it shows.
+            place: of the newest turn in it.
+            newest: that turn.
+        """
+        shown = len(history.newest(MAX_TURNS)) - place
+        before = history.at(place + 1)
+        self.newest = newest.reduce()
+        self.place = place
+        self.entry = encode_turn(self.newest)
+        self.identity = digest(b"%b %d %b %b" % (history.after, shown, newest.identify(), self.entry))
+        self.complete = place + shown == MAX_TURNS
+        self._before = before.action_hash if before is not None else None
+
+    def extend(self, entries: Sequence[bytes]) -> History:
+        """The turns up to this one, as far as a ring has them.
+
+        Args:
+            entries: of the newest turns of the session's requests, the oldest first, this one's own among them.
+        """
+        past = list(entries[-MAX_TURNS:][::-1])
+        if self.entry in past:
+            del past[: past.index(self.entry) + 1]
+        turns = [decode_turn(entry) for entry in past]
+        if self._before is not None:  # what it shows besides must be among what was before, else that was another conversation
+            place = next((place for place, turn in enumerate(turns) if turn.action_hash == self._before), len(turns))
+            del turns[:place]
+        return History(iter([self.newest, *turns]))
+
+
+class TurnRule:
+    """The rule, with a detector's settings."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        max_cycle: int = DEFAULT_MAX_CYCLE,
+        normalize_results: bool = True,
+        ignored: frozenset[str] = THOUGHTS,
+    ) -> None:
+        """Take the settings; see `LoopDetection`."""
+        self._limits = limits
+        self._fewest = limits.lowest
+        self._max_cycle = max_cycle
+        self._normalized = normalize_results
+        self._ignored = ignored
+
+    def read(self, document: Document) -> History:
+        """The turns that a request shows.
+
+        Raises:
+            NotCounted: there is no conversation, or it cannot be read.
+        """
+        conversation = open_conversation(document)
+        turns = read_turns(conversation, document, self._ignored)
+        return History(turns, elsewhere=conversation.elsewhere, after=conversation.before.after)
+
+    def judge(self, history: History) -> Repeat | None:
+        """Whether the newest turn is part of a loop; None where it is not.
+
+        Raises:
+            NotCounted: some turn cannot be read.
+        """
+        newest = history.at(0)
+        if newest is None or history.at(self._fewest - 1) is None:
+            return None
+        found = self._judge(history)
+        if found is None and _is_prefill(history):
+            return self._judge(History(iter(history.newest(MAX_TURNS)[1:])))
+        return found
+
+    def may_loop(self, newest: AnyTurn) -> bool:
+        """Whether a turn may be part of a loop, whatever was before it."""
+        return (newest.known or newest.returned) and not self._limits.of(newest.names).allow
+
+    def _judge(self, history: History) -> Repeat | None:
+        newest = history.at(0)
+        if newest is None or not self.may_loop(newest):
+            return None
+        limit = self._limits.of(newest.names)
+        looked_at = history.newest(max(2 * limit.threshold + 4, self._max_cycle + 1))
+        again = [place for place in range(1, len(looked_at)) if self._same(newest, looked_at[place])]
+        if again:
+            found = self._cycle(history, again) or self._repeat(history, newest, limit, again)
+            if found is not None:
+                return found
+        return self._error(history, newest, limit)
+
+    def _same(self, one: AnyTurn, other: AnyTurn) -> bool:
+        """Whether two turns are equal; where what was done is not known, something must have come back."""
+        return (
+            same_action(one, other)
+            and (one.known or (one.returned and other.returned))
+            and same_result(one, other, normalized=self._normalized)
+        )
+
+    def _repeat(self, history: History, newest: AnyTurn, limit: Limit, again: Sequence[int]) -> Repeat | None:
+        """The newest turn stands too often among the last ones, with hardly anything new in between."""
+        window = 2 * limit.threshold + 4
+        places = [place for place in again if place < window]
+        if len(places) + 1 < limit.threshold:
+            return None
+        first = places[limit.threshold - 2]
+        new = [place for place in range(1, first) if place not in places and not self._is_seen(history, place)]
+        if len(new) > limit.threshold - 2:
+            return None
+        turns = len(history.newest(window))
+        return Repeat(
+            newest.names, len(places) + 1, turns, limit.threshold, True, limit.reason, REPEAT if newest.known else RESULT
+        )
+
+    def _is_seen(self, history: History, place: int) -> bool:
+        """Whether the turn at a place stands further back as well."""
+        turns = history.newest(MAX_TURNS)
+        turn = turns[place]
+        return turn.known and any(self._same(turn, older) for older in turns[place + 1 :])
+
+    def _cycle(self, history: History, again: Sequence[int]) -> Repeat | None:
+        """The shortest cycle of different turns that has come round often enough."""
+        for length in again:
+            if length < MIN_CYCLE or length > self._max_cycle:
+                continue
+            members = history.newest(length)
+            limits = [self._limits.of(turn.names) for turn in members]
+            threshold = max([limit.threshold for limit in limits])
+            rounds = count_rounds(length, threshold)
+            if (
+                length * rounds <= MAX_TURNS
+                and not any(limit.allow or not turn.known for limit, turn in zip(limits, members, strict=True))
+                and all(self._comes_back(history, place, length) for place in range(1, length * (rounds - 1)))
+                and self._all_differ(members)
+            ):
+                names = tuple([name for turn in reversed(members) for name in turn.names])
+                reason = next((limit.reason for limit in limits if limit.reason), "")
+                return Repeat(names, rounds, length * rounds, rounds, results=True, reason=reason, rule=CYCLE)
+        return None
+
+    def _comes_back(self, history: History, place: int, length: int) -> bool:
+        """Whether the turn at a place equals the one so many turns before it."""
+        turn, before = history.at(place), history.at(place + length)
+        return turn is not None and before is not None and self._same(turn, before)
+
+    def _all_differ(self, members: Sequence[AnyTurn]) -> bool:
+        return not any(self._same(one, other) for place, one in enumerate(members) for other in members[:place])
+
+    def _error(self, history: History, newest: AnyTurn, limit: Limit) -> Repeat | None:
+        """The last results are the same error, whatever was done."""
+        count = 2 * limit.threshold
+        turns = history.newest(count)
+        if len(turns) < count:
+            return None
+        for turn in turns[1:]:
+            if not same_result(newest, turn, normalized=self._normalized) or self._limits.of(turn.names).allow:
+                return None
+        if not newest.failed:
+            return None
+        names = tuple(dict.fromkeys([name for turn in reversed(turns) for name in turn.names]))
+        return Repeat(names, count, count, count, True, limit.reason, ERROR)
+
+    def spell(self, turn: AnyTurn) -> bytes:
+        """All of a turn that is compared, for a fingerprint."""
+        kept = turn.reduce()
+        return kept.action_hash + (kept.normalized if self._normalized else kept.raw)
+
+    def count(self, history: History, newest: AnyTurn) -> Repeat:
+        """How often the newest turn stands there, where that is no loop."""
+        limit = self._limits.of(newest.names)
+        turns = history.newest(2 * limit.threshold + 4)
+        again = sum([turn is newest or self._same(newest, turn) for turn in turns])
+        below = min(again, limit.threshold - 1)  # it may stand there often, with much that is new in between
+        return Repeat(newest.names, below, len(turns), limit.threshold, True, limit.reason, REPEAT)
+
+
+def keep_newest(history: History) -> Kept | None:
+    """What is kept of a request for its session; None where it brings no turn."""
+    place = 0
+    if _only_speaks(history.at(0)):
+        if not _is_prefill(history):
+            return None
+        place = 1
+    turn = history.at(place)
+    return Kept(history, place, turn) if isinstance(turn, Turn) and not _only_speaks(turn) else None
+
+
+def _only_speaks(turn: AnyTurn | None) -> bool:
+    """The assistant says something, and nothing stands behind it."""
+    return isinstance(turn, Turn) and not turn.answered and not turn.action.places
+
+
+def _is_prefill(history: History) -> bool:
+    """The newest turn is how the model is to begin its answer, and so no turn yet.
+
+    That is a word or two, or how it has begun one before; all else that the assistant says behind the results is news.
+    """
+    newest, *others = history.newest(MAX_TURNS)
+    if not isinstance(newest, Turn) or not _only_speaks(newest):
+        return False
+    said = newest.said
+    begun = any(turn.said.startswith(said) for turn in others if isinstance(turn, Turn))
+    return begun or len(said.split()) <= _PREFILLED_WORDS

@@ -1,0 +1,406 @@
+"""One turn of an agent: what the assistant does, and everything behind that up to its next message.
+
+Of a request nothing is read before somebody asks for it. A turn of an earlier request is reduced to hashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Final, NamedTuple
+
+from msgspec import json
+
+from extproc.apis.shapes.contents import find_wrappers, is_injected, read_result, unpack
+from extproc.apis.shapes.conversation import ASSISTANT, Conversation
+from extproc.apis.shapes.messages import CALL, OTHER, RESULT, TEXT, Message, Part
+from extproc.detectors.actions import Action, find_mark, number_id, read_action
+from extproc.detectors.results import MAX_NORMALIZED, is_error, may_be_equal, normalize, normalize_head
+from extproc.memo import Memo
+from extproc.request.document import ABSENT, Document, write_canonical
+
+_NEXT = "\x1e"  # a record separator (ASCII), which texts hardly hold
+_FAILED = "\x15"  # a negative acknowledgement
+_DIGEST: Final = 8
+_ID: Final = 16
+
+_INJECTED = frozenset({"system-reminder", "system_reminder", "environment_details", "environment_context"})
+"""What agents' harnesses are known to inject, also where no tool brings anything back and texts are all that comes."""
+
+_MARKS = [(f"<{tag}>", f"</{tag}>") for tag in sorted(_INJECTED)]
+
+_MAX_NORMALIZED_IN_ALL = 6 * MAX_NORMALIZED
+"""So much of all the results of a request, in characters; the others are compared as they are."""
+
+_MOST_KNOWN = 4_096
+"""So many results are in a generation of those that are known without what changes by itself: by digests, in 2 MB at most."""
+
+MAX_ENTRY = 64
+"""Longest entry of a ring, in bytes."""
+
+_KNOWN, _RETURNED, _ERROR = 1, 2, 4
+_ENTRY_NAME = MAX_ENTRY - 1 - 3 * _DIGEST
+
+_NORMAL: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
+"""Digests of results without what changes by itself, by those of the results: who polls sends them again and again."""
+
+
+class Reading:
+    """How the turns of one conversation are read.
+
+    Attributes:
+        document: in which it stands.
+        ignored: names of arguments that are thoughts.
+        left: so many characters of results may still be normalised.
+    """
+
+    __slots__ = ("document", "ignored", "left")
+
+    def __init__(self, document: Document, ignored: frozenset[str]) -> None:
+        """Start with the whole bound."""
+        self.document = document
+        self.ignored = ignored
+        self.left = _MAX_NORMALIZED_IN_ALL
+
+
+class Turn:
+    """One turn of a request; nothing of it is read before somebody asks.
+
+    Attributes:
+        known: what the assistant did stands in the request.
+        answered: something stands behind that.
+    """
+
+    __slots__ = (
+        "_action",
+        "_behind",
+        "_failed",
+        "_head",
+        "_ids",
+        "_mark",
+        "_message",
+        "_normal",
+        "_normal_id",
+        "_normalizes",
+        "_reading",
+        "_result",
+        "_returned",
+        "answered",
+        "known",
+    )
+
+    def __init__(self, reading: Reading, message: Message | None, behind: list[Message]) -> None:
+        """Take the messages.
+
+        Args:
+            reading: how they are read.
+            message: the assistant's; None where the server keeps it.
+            behind: what follows, the newest first.
+        """
+        self.known = message is not None
+        self.answered = bool(behind)
+        self._reading = reading
+        self._message = message
+        self._behind = behind
+        self._action: Action | None = None
+        self._mark: bytes | None = None
+        self._result: str | None = None
+        self._head: str | None = None
+        self._normalizes: bool | None = None
+        self._normal: str | None = None
+        self._normal_id: bytes | None = None
+        self._failed = False
+        self._returned = False
+        self._ids: set[str] = set()
+
+    @property
+    def parts(self) -> list[Part]:
+        """What stands in the assistant's message."""
+        return self._message.read_parts() if self._message is not None else []
+
+    @property
+    def said(self) -> str:
+        """What the assistant said beside."""
+        texts = [unpack(part.value) for part in self.parts if part.kind == TEXT]
+        return "\n".join([text for text in texts if isinstance(text, str)]).strip()
+
+    @property
+    def action(self) -> Action:
+        """What the assistant did; nothing where that is not known."""
+        if self._action is None:
+            self._action = read_action(self.parts, self._reading.ignored) if self.known else _UNKNOWN
+        return self._action
+
+    @property
+    def mark(self) -> bytes:
+        """Bytes of the action that no request spells otherwise; see `find_mark`."""
+        if self._mark is None:
+            self._mark = find_mark(self.action)
+        return self._mark
+
+    def may_do_as(self, other: Turn) -> bool:
+        """False where it is certain, without reading it, that something else was done than in another turn."""
+        message = self._message
+        if self._action is not None or message is None or message.joined is not None or not other.mark:
+            return True
+        raw = bytes(message.shape.find_raw(message.value))
+        # Python's `in` looks for bytes by way of an exception, which takes six times as long.
+        return not raw or raw.find(other.mark) >= 0 or raw.find(b"\\u") >= 0 or raw.find(b"\\/") >= 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tools, or the first word of the command."""
+        return self.action.names
+
+    @property
+    def result(self) -> str:
+        """Everything behind the action, as one text."""
+        if self._result is None:
+            self._result = self._read_result()
+        return self._result
+
+    @property
+    def head(self) -> str:
+        """The beginning of that without what changes by itself; see `normalize_head`."""
+        if self._head is None:
+            self._head = normalize_head(self.result)
+        return self._head
+
+    @property
+    def normal(self) -> str:
+        """All of it without what changes by itself."""
+        if self._normal is None:
+            self._normal = normalize(self.result) if self._may_normalize() else self.result
+        return self._normal
+
+    @property
+    def normal_id(self) -> bytes:
+        """16 bytes that tell that from others. Those of results that were compared of late are known."""
+        if self._normal_id is None:
+            text_id = digest(self.result.encode(), _ID)
+            found = _NORMAL.get(text_id) if self._may_normalize() else text_id
+            if found is None:
+                found = digest(self.normal.encode(), _ID)
+                _NORMAL.put(text_id, found)
+            self._normal_id = found
+        return self._normal_id
+
+    def _may_normalize(self) -> bool:
+        """Whether the bound leaves room for it, of which it takes its part, whether it is known or not."""
+        if self._normalizes is None:
+            self._reading.left -= min(len(self.result), MAX_NORMALIZED)
+            self._normalizes = self._reading.left >= 0
+        return self._normalizes
+
+    @property
+    def returned(self) -> bool:
+        """Tools brought back more than nothing."""
+        _ = self.result  # which finds it out
+        return self._returned
+
+    @property
+    def failed(self) -> bool:
+        """What came back is an error."""
+        text = self.result
+        return self._failed or (bool(text) and is_error(text))
+
+    def show(self, most: int) -> str:
+        """What was done and what came back, in a line for people, each cut to so many characters."""
+        action = self.action.spelled.replace(b"\xff", b" | ").decode() if self.known else "unknown"
+        return f"{_cut(action, most)} | {_cut(self.result, most)}"
+
+    def identify(self) -> bytes:
+        """What this turn has to itself among equal ones: what the assistant wrote, thoughts and ids included."""
+        _ = self.result  # which finds it out
+        return _encode([self._message.list_values() if self._message is not None else None, sorted(self._ids)])
+
+    @property
+    def action_hash(self) -> bytes:
+        """What was done, in 8 bytes; zeros where that is not known."""
+        return digest(self.action.spelled) if self.known else bytes(_DIGEST)
+
+    def reduce(self) -> Reduced:
+        """This turn as hashes."""
+        return Reduced(
+            self.known,
+            self.returned,
+            self.failed,
+            self.action_hash,
+            digest(self.result.encode()),
+            digest(self.normal.encode()),
+            self.names,
+        )
+
+    def _read_result(self) -> str:
+        """Results in the order of their calls, each once, and then whatever else is said; the harness's own words left out."""
+        results: list[tuple[str, str]] = []
+        others: list[str] = []
+        for part in self.parts:  # what the server itself brought back stands in the assistant's own message
+            if part.kind == RESULT:
+                results.append(self._read_one(part, len(results)))
+        for message in self._behind[::-1]:
+            for part in message.read_parts():
+                if part.kind == RESULT:
+                    results.append(self._read_one(part, len(results)))
+                else:
+                    others.append(_strike_injected(_write_said(message, part, self._reading.document)))
+        self._returned = any(text for _, text in results)
+        if self._returned:
+            others = [text for text in others if not is_injected(text)]
+        known = [text for text in others if not _INJECTED.issuperset(find_wrappers(text) or [""])]
+        if results or known:
+            others = known
+        return _NEXT.join([*self._in_order(results), *[text for text in others if text]])
+
+    def _read_one(self, part: Part, number: int) -> tuple[str, str]:
+        """A result, and the id of its call."""
+        self._failed = self._failed or part.failed
+        if part.id:
+            self._ids.add(part.id)
+        text = _strike_injected(read_result(part.value))
+        return part.id or number_id(number), _FAILED + text if part.failed else text
+
+    def _in_order(self, results: list[tuple[str, str]]) -> list[str]:
+        if len(results) <= 1:
+            return [text for _, text in results]
+        places = self.action.places
+        ranked = sorted([(places.get(identity, len(places)), text) for identity, text in results])
+        return [text for _, text in dict.fromkeys(ranked)]
+
+
+class Reduced(NamedTuple):
+    """A turn as hashes: one of an earlier request, as a ring keeps it.
+
+    Attributes:
+        known: as of a Turn.
+        returned: tools brought back more than nothing.
+        failed: what came back is an error.
+        action_hash: of the action, 8 bytes; zeros where it is not known.
+        raw: hash of the result.
+        normalized: hash of the result without what changes by itself.
+        names: as of a Turn; of an earlier request's the first alone.
+    """
+
+    known: bool
+    returned: bool
+    failed: bool
+    action_hash: bytes
+    raw: bytes
+    normalized: bytes
+    names: tuple[str, ...]
+
+    def show(self, most: int) -> str:
+        """As of a Turn, as far as it was kept."""
+        return f"{self.action_hash.hex()} | {self.raw.hex()}"[:most]
+
+    def reduce(self) -> Reduced:
+        """Itself."""
+        return self
+
+
+AnyTurn = Turn | Reduced
+
+_UNKNOWN = Action((), b"", {})
+
+_encode = json.Encoder().encode
+
+
+def encode_turn(turn: AnyTurn) -> bytes:
+    """A turn as an entry of a ring: flags, three hashes, and as much of its first name as there is room for."""
+    kept = turn.reduce()
+    flags = _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed
+    name = kept.names[0].encode()[:_ENTRY_NAME] if kept.names else b""
+    return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + name
+
+
+def decode_turn(entry: bytes) -> Reduced:
+    """The turn of an entry that `encode_turn` has made."""
+    flags = entry[0]
+    action, raw, normalized = [entry[1 + number * _DIGEST : 1 + (number + 1) * _DIGEST] for number in range(3)]
+    name = entry[1 + 3 * _DIGEST :].decode("utf-8", "ignore")
+    known, returned, failed = [flags & flag != 0 for flag in (_KNOWN, _RETURNED, _ERROR)]
+    return Reduced(known, returned, failed, action, raw, normalized, (name,) if name else ())
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "\u2026"
+
+
+def digest(data: bytes, size: int = _DIGEST) -> bytes:
+    """Bytes, usually 8, that tell data from other data."""
+    return blake2b(data, digest_size=size).digest()
+
+
+def same_action(one: AnyTurn, other: AnyTurn) -> bool:
+    """Whether the same was done, as far as that is known."""
+    if isinstance(one, Turn) and isinstance(other, Turn):
+        if one.known != other.known or not other.may_do_as(one):
+            return False
+        return one.action.spelled == other.action.spelled
+    one, other = one.reduce(), other.reduce()
+    return one.known == other.known and one.action_hash == other.action_hash
+
+
+def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
+    """Whether the same came back; `normalized`: but for what changes by itself."""
+    if isinstance(one, Turn) and isinstance(other, Turn):
+        if one.result == other.result:
+            return True
+        return normalized and may_be_equal(one.head, other.head) and one.normal_id == other.normal_id
+    one, other = one.reduce(), other.reduce()
+    return one.raw == other.raw or (normalized and one.normalized == other.normalized)
+
+
+def _write_said(message: Message, part: Part, document: Document) -> str:
+    """What somebody says beside results, or what is no text, in one spelling; what a client has a name for, by that name."""
+    if part.kind == OTHER and part.value is ABSENT:
+        whole = ABSENT if part.name else message.find_whole(document)
+        return part.name if whole is ABSENT else write_canonical(whole).decode()
+    value = unpack(part.value)
+    if part.kind == TEXT:
+        return value.strip() if isinstance(value, str) else ""
+    return write_canonical(value).decode()
+
+
+def _strike_injected(text: str) -> str:
+    """A text without what a harness has put among the words of others, unless it is nothing else."""
+    struck = text
+    for start, end in _MARKS:
+        if struck.find(start) >= 0:
+            struck = _strike(struck, start, end).strip()
+    return struck or text
+
+
+def _strike(text: str, start: str, end: str) -> str:
+    pieces: list[str] = []
+    place = 0
+    while (first := text.find(start, place)) >= 0 and (last := text.find(end, first)) >= 0:
+        pieces.append(text[place:first])
+        place = last + len(end)
+    return "".join([*pieces, text[place:]])
+
+
+def read_turns(conversation: Conversation, document: Document, ignored: frozenset[str]) -> Iterator[Turn]:
+    """The turns of the conversation in a document, the newest first.
+
+    A message of the assistant's that only says something, directly before one that acts, is a thought of that one.
+    """
+    reading = Reading(document, ignored)
+    behind: list[Message] = []
+    newer: Turn | None = None  # the turn whose message comes next, where nothing stands between
+    for message in conversation.read_backwards():
+        if message.speaker != ASSISTANT:
+            behind.append(message)
+            newer = None
+            continue
+        turn = Turn(reading, message, behind)
+        if newer is not None and _acts(newer) and not _acts(turn):
+            continue
+        yield turn
+        behind, newer = [], turn
+    if conversation.elsewhere and behind:
+        yield Turn(reading, None, behind)
+
+
+def _acts(turn: Turn) -> bool:
+    return any(part.kind == CALL for part in turn.parts)

@@ -1,0 +1,225 @@
+"""Similarity `turns`: an agent that does the same again and again and gets the same back, whatever it thinks about it.
+
+What a turn is, and when turns are a loop, stands in `turn.py` and `loops.py`. An agent's request carries its own history, so
+one request is enough to see the loop that it is in; nothing has to be counted. Where a history is condensed or kept by the
+server, what a request does not show is had from the ring of its session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from extproc.decision import Advice, Outcome, Repeat
+from extproc.detectors.base import Memory, Similarity
+from extproc.detectors.keys import SimilarityKeys, TurnsKeys
+from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, Kept, TurnRule, keep_newest
+from extproc.detectors.tools import find_window_errors
+from extproc.logs import escape_controls
+from extproc.objects import JsonObject, Place
+from extproc.request.document import Document, NotCounted
+from extproc.request.quoting import quote_all
+
+MAX_THRESHOLD = 8
+
+MAX_TOOL_THRESHOLD = 14
+"""2t + 4 turns are looked at, and more than 32 nobody keeps."""
+
+NO_TURNS = "no turns: the assistant has not done anything yet"
+_OTHERWISE = "Otherwise finish with the result you have so far."
+_SHOWN = 400
+"""So much of an action and of a result is shown, in characters."""
+
+_QUOTED = 150
+"""The same where a few turns have to do."""
+
+
+class Turns(Similarity):
+    """A detector's settings, ready to look into conversations."""
+
+    keys: ClassVar[type[JsonObject]] = TurnsKeys
+    looks: ClassVar[bool] = True
+    stateless: ClassVar[bool] = True
+    remembers: ClassVar[bool] = True
+    default_threshold: ClassVar[int | None] = 3
+
+    def __init__(self, keys: SimilarityKeys) -> None:
+        """See `Similarity`."""
+        self.rule, *stricter = [self._make_rule(step) for step in keys.list_steps(self.default_threshold)]
+        self._stricter = list(enumerate(stricter, 1))[::-1]
+        self._cooldown = keys.cooldown_seconds > 0  # then a turn may be refused that does not loop
+
+    def _make_rule(self, keys: SimilarityKeys) -> TurnRule:
+        return TurnRule(
+            keys.make_limits(self.default_threshold),
+            max_cycle=keys.max_cycle,
+            normalize_results=keys.normalize_results,
+            ignored=frozenset(keys.ignore_arguments),
+        )
+
+    def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
+        """The newest turn, empty when nothing is repeated that matters, and how often; see `Similarity`."""
+        history = self.rule.read(document)
+        if history.elsewhere:
+            raise NotCounted("no_history")
+        found = self.judge(history)
+        newest = history.at(0)
+        if newest is None or (found is None and not self._cooldown):
+            return b"", None
+        return self.rule.spell(newest), found or self.rule.count(history, newest)
+
+    def compare_in_session(self, document: Document) -> tuple[bytes, Repeat | None, Memory | None]:
+        """The newest turn, whether there is a loop or not: who asks the ring may find one; see `Similarity`."""
+        history = self.rule.read(document)
+        found = self.judge(history)
+        kept = keep_newest(history)
+        if kept is None or (history.elsewhere and not history.after):  # a plain prompt has all in words
+            return *self.compare(document), None
+        newest = history.at(kept.place)
+        if found is None and self._cooldown and newest is not None:
+            found = self.rule.count(history, newest)
+        return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found)
+
+    def judge(self, history: History) -> Repeat | None:
+        """The loop that the newest of these turns is part of, by the strictest rule that sees one; None where it is in none."""
+        for step, rule in self._stricter:
+            found = rule.judge(history)
+            if found is not None:
+                return found._replace(step=step)
+        return self.rule.judge(history)
+
+    def is_final(self, found: Repeat | None) -> bool:
+        """Whether a verdict is the strictest that there can be."""
+        return found is not None and found.looping and found.step == len(self._stricter)
+
+    def show(self, document: Document) -> list[str]:
+        """The turns that are looked at, the oldest first; see `Similarity`."""
+        turns = self.rule.read(document).newest(MAX_TURNS)
+        return [turn.show(_SHOWN) for turn in reversed(turns)] or [NO_TURNS]
+
+    def quote(self, compared: bytes, document: Document, most: int) -> str:  # noqa: ARG002  # that is a hash
+        """The newest turns, a line for each, the oldest of them first; see `Similarity`."""
+        lines: list[str] = []
+        with suppress(NotCounted):  # further back than a loop was looked for there may be what cannot be read
+            for line in self._write_newest(document):
+                if lines and len(line) > most:
+                    break
+                lines.append(line[:most])
+                most -= len(line) + 1
+        return "\n".join(lines[::-1])
+
+    def _write_newest(self, document: Document) -> Iterator[str]:
+        """What `show` says, more briefly, the newest turn first."""
+        history = self.rule.read(document)
+        for place in range(MAX_TURNS):
+            turn = history.at(place)
+            if turn is None:
+                return
+            yield escape_controls(turn.show(_QUOTED))
+
+    def describe(self, repeat: Repeat | None) -> str:
+        """See `Similarity`."""
+        if repeat is None:
+            return "the newest turn is part of no loop"
+        return f"{_name(repeat)}: {repeat.count} of {repeat.calls} turns ({repeat.rule})"
+
+    def tell(self, outcome: Outcome, method: str, path: str) -> str:
+        """See `Similarity`; what the tools were called with and what they said stays out of it."""
+        repeat = outcome.repeat
+        if repeat is None:
+            return super().tell(outcome, method, path)
+        reason = f" {repeat.reason.strip()}" if repeat.reason.strip() else ""
+        what, progress = _explain(repeat)
+        return (
+            f"Loop detected: {what}, so this request was refused.{reason} Doing it once more will not bring anything new, and "
+            f"waiting changes nothing. Progress would be {progress}. {_OTHERWISE}"
+        )
+
+    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
+        """See `Similarity`."""
+        repeat = outcome.repeat
+        if repeat is None:
+            return super().advise(outcome, method, path)
+        what, progress = _explain(repeat)
+        instead = f"Doing it once more will not bring anything new. Progress would be {progress}. {_OTHERWISE}"
+        return Advice(what, repeat.reason.strip(), instead)
+
+    @staticmethod
+    def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
+        """Thresholds that do not fit into the turns that are looked at; see `Similarity`."""
+        threshold, tools = loop.get("threshold_identical_requests"), loop.get("tools")
+        if isinstance(threshold, int) and threshold > MAX_THRESHOLD:
+            where = (*place, "threshold_identical_requests")
+            yield where, f"threshold_identical_requests must be <= {MAX_THRESHOLD} with similarity turns, not {threshold}"
+        for name, tool in tools.items() if isinstance(tools, dict) else ():
+            if not isinstance(tool, dict):
+                continue
+            own = tool.get("threshold")
+            if isinstance(own, int) and own > MAX_TOOL_THRESHOLD:
+                fits = f"threshold must be <= {MAX_TOOL_THRESHOLD} with similarity turns, not {own}"
+                more = f"{MAX_TURNS} turns are compared; to permit a tool more, set allow"
+                yield (*place, "tools", name, "threshold"), f"{fits}: {more}"
+        yield from find_window_errors(loop, place)
+
+
+class TurnMemory:
+    """See `Memory`."""
+
+    def __init__(self, turns: Turns, kept: Kept, found: Repeat | None) -> None:
+        """Take what is kept.
+
+        Args:
+            turns: judge.
+            kept: of the request.
+            found: what the request itself says.
+        """
+        self.entry = kept.entry
+        self.identity = kept.identity
+        self.waits = not turns.is_final(found) and not kept.complete and turns.rule.may_loop(kept.newest)
+        self._turns = turns
+        self._kept = kept
+        self._found = found
+
+    def recall(self, entries: Sequence[bytes]) -> Repeat | None:
+        """See `Memory`."""
+        recalled, found = self._turns.judge(self._kept.extend(entries)), self._found
+        if recalled is None or (found is not None and found.looping and found.step > recalled.step):
+            return found
+        return recalled
+
+
+def _name(repeat: Repeat) -> str:
+    return quote_all(repeat.tools) if repeat.tools else "the same message"
+
+
+def _explain(repeat: Repeat) -> tuple[str, str]:
+    """What repeated and how often, and what would be progress."""
+    if not repeat.looping:
+        what = f"{_name(repeat)} was part of a loop, and this same turn stays refused for a while"
+        return what, "another action, or another result"
+    return _EXPLAIN[repeat.rule](repeat)
+
+
+def _explain_repeat(repeat: Repeat) -> tuple[str, str]:
+    what = f"{repeat.count} of the last {repeat.calls} turns were {_name(repeat)} with the same input and the same result"
+    return what, "another action or input, or a result that differs"
+
+
+def _explain_result(repeat: Repeat) -> tuple[str, str]:
+    return f"{repeat.count} of the last {repeat.calls} turns brought back the same result", "a result that differs from these"
+
+
+def _explain_cycle(repeat: Repeat) -> tuple[str, str]:
+    steps = f"{repeat.calls // repeat.count} steps{f' ({_name(repeat)})' if repeat.tools else ''}"
+    what = f"the last {repeat.calls} turns were {repeat.count} rounds of the same {steps} with the same results"
+    return what, "a step that is not part of this round, or a result that differs from last round's"
+
+
+def _explain_error(repeat: Repeat) -> tuple[str, str]:
+    tried = f"whatever was tried{f' ({_name(repeat)})' if repeat.tools else ''}"
+    what = f"the last {repeat.count} results were the same error, {tried}"
+    return what, "a result without this error: remove its cause, do without what fails, or ask for help"
+
+
+_EXPLAIN = {REPEAT: _explain_repeat, RESULT: _explain_result, CYCLE: _explain_cycle, ERROR: _explain_error}

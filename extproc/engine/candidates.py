@@ -1,0 +1,527 @@
+"""What a policy's guards make of one request, each for itself: from its headers to a verdict.
+
+A candidate is a guard that may stop the request. It is sealed once the body is known, the store counts what it asks for, and
+then it judges. Pure, as all that stands above it in `evaluation`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from extproc.apis.model_names import LONGEST_MODEL, find_model
+from extproc.decision import Outcome, Repeat, Subject
+from extproc.detectors.base import Memory
+from extproc.engine.loop import Detector
+from extproc.engine.orders import ALLOW, BLOCK, RELEASE, Override, Overrides, find_kill, find_kind, sum_grants
+from extproc.engine.plan import Plan
+from extproc.request.document import Document, NotCounted, NotJson
+from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
+from extproc.request.http import cut_text
+from extproc.sessions.histories import read_known_calls
+from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, WITHIN, Narrowing, SessionGuard
+from extproc.sessions.names import SessionNames
+from extproc.store.ledger import LIMITS, Settlement, Standing, Step
+from extproc.store.windows import Count, Hit, Push
+
+Guard: TypeAlias = Detector | SessionGuard
+"""What can stop a request."""
+
+Answer: TypeAlias = Count | Standing
+"""What the store says to what a guard asks."""
+
+_CALL: Final = 16
+_CALLS_AT_ONCE: Final = 256
+"""The system is asked for the randomness of this many names at a time: asking takes longer than all else that a name takes."""
+
+_IDENTITY: Final = 8
+_KILLED: Final = LIMITS.index(KILLED)
+_NO_HISTORY: Final = frozenset({"no_messages", "no_history"})
+"""Of a body that is no conversation, in which no calls can hide."""
+
+
+class _Calls:
+    """Names calls, at random: whoever may send entries of an access log cannot guess the name of another client's call."""
+
+    __slots__ = ("_at", "_names")
+
+    def __init__(self) -> None:
+        self._names = b""
+        self._at = 0
+
+    def name(self) -> bytes:
+        """One that no other call has."""
+        at = self._at
+        if at >= len(self._names):
+            self._names, at = os.urandom(_CALL * _CALLS_AT_ONCE), 0
+        self._at = at + _CALL
+        return self._names[at : at + _CALL]
+
+
+_CALLS: Final = _Calls()
+
+
+class Sealing:
+    """What all candidates of a request are sealed with.
+
+    Attributes:
+        path: of the request.
+        head: from `fingerprint.write_head`.
+        body: of the request.
+        document: the same to look into, None where it cannot be.
+        unreadable: why not.
+        scope: attachment name.
+    """
+
+    __slots__ = (
+        "_body",
+        "_caller",
+        "_looked",
+        "_names",
+        "_session",
+        "_values",
+        "body",
+        "document",
+        "head",
+        "path",
+        "scope",
+        "unreadable",
+    )
+
+    def __init__(  # noqa: PLR0913  # all that is known of a request
+        self, path: str, head: str, body: Body, document: Document | None, unreadable: str, scope: str
+    ) -> None:
+        """Keep them as given."""
+        self._body: Body | None = None
+        self._caller = ""
+        self._names = ("", "", "", "")
+        self._values: Sequence[str] | None = None
+        self._looked: Document | None = None
+        self._session = ""
+        self.path = path
+        self.head = head
+        self.body = body
+        self.document = document
+        self.unreadable = unreadable
+        self.scope = scope
+
+    def name(self, body: Body, caller: str) -> tuple[str, str, str, str]:
+        """Composite, fingerprint, check and tenant of a candidate; a canary's are mostly those of the candidate before it."""
+        if body is not self._body or caller != self._caller:
+            composite = compose(self.head, body, caller)
+            fingerprint, check = digest(composite, body)
+            self._body, self._caller = body, caller
+            self._names = composite, fingerprint, check, hash_tenant(caller)
+        return self._names
+
+    def find_tenant(self, caller: str) -> str:
+        """Hash of the descriptors, which mostly are those of the candidate before."""
+        tenant = self._names[3]
+        return tenant if tenant and caller == self._caller else hash_tenant(caller)
+
+    def find_session(self, names: SessionNames, values: Sequence[str], document: Document | None) -> str:
+        """See `SessionNames.find`; all candidates of a policy that look in the same places share what was read."""
+        if values is not self._values or document is not self._looked:
+            self._session = names.find(values, document)
+            self._values, self._looked = values, document
+        return self._session
+
+    def inspect(self, most: int) -> Document:
+        """The document, where it is small enough for a guard that looks into so many bytes.
+
+        Raises:
+            NotCounted: it is not, or nobody can look into it.
+        """
+        if self.document is None:
+            raise NotCounted(self.unreadable)
+        if len(self.document) > most:
+            raise NotCounted("inspect_limit")
+        return self.document
+
+
+class Candidate:
+    """One guard's part in a request; everything below `values` is set by `seal`.
+
+    Attributes:
+        plan: the policy.
+        guard: of it.
+        values: the descriptors that the request has, by name.
+        caller: the same as the composite has them.
+        caller_in_head: the same as far as the request's head tells.
+        composite: the whole composite.
+        fingerprint: its CRC32, 8 hex digits.
+        tenant: hash of the descriptors, 16 hex digits.
+        body_crc32: of the body as this guard compares it.
+        repeat: what the request itself says about a loop, None where requests are counted.
+        subject: what the request is about.
+        compared: what was compared in place of the body, None where the body was.
+        compared_exactly: the body was compared because it is not what the similarity is for.
+        hit: what the store is asked to count, None for nothing.
+        session: the name of the request's session, empty where the request alone is looked at.
+        memory: what the request's session keeps of it, None for nothing.
+        push: the same as the store is asked to keep it.
+        needs_body: without the body this guard cannot say anything about the request.
+        overrides: what operators have ordered about the request, as far as it is known.
+    """
+
+    __slots__ = (
+        "_in_head",
+        "_now",
+        "_of_caller",
+        "_standing",
+        "body_crc32",
+        "caller",
+        "caller_in_head",
+        "compared",
+        "compared_exactly",
+        "composite",
+        "fingerprint",
+        "guard",
+        "hit",
+        "memory",
+        "needs_body",
+        "overrides",
+        "plan",
+        "push",
+        "repeat",
+        "session",
+        "subject",
+        "tenant",
+        "values",
+    )
+
+    def __init__(  # noqa: PLR0913  # all that a request's head tells
+        self,
+        plan: Plan,
+        guard: Guard,
+        values: list[tuple[str, str]],
+        descriptors: str,
+        session: Sequence[str],
+        subject: Subject,
+    ) -> None:
+        """Not sealed yet; `session` is what the request's head says about it."""
+        self.plan = plan
+        self.guard = guard
+        self.values = values
+        self.caller = self.caller_in_head = descriptors
+        self.composite = self.fingerprint = self.tenant = ""
+        self.body_crc32 = 0
+        self.repeat: Repeat | None = None
+        self.subject = subject
+        self.compared: bytes | None = None
+        self.compared_exactly = False
+        self.hit: Hit | Step | None = None
+        self.memory: Memory | None = None
+        self.push: Push | None = None
+        self.session = ""
+        self.needs_body = True
+        self.overrides: Sequence[Override] = ()
+        self._in_head = session
+        self._of_caller: Sequence[Override] = ()
+        self._standing: Overrides | None = None
+        self._now = 0.0
+
+    def obey(self, standing: Overrides, now: float) -> None:
+        """Look up what operators have ordered about the caller; what else they have is looked up when all is known."""
+        self._standing = standing
+        self._now = now
+        self._look_up_caller("" if self.plan.reads_body else hash_tenant(self.caller))
+
+    @property
+    def is_allowed(self) -> bool:
+        """An operator has ordered that nothing is done about the request."""
+        return bool(self.overrides) and find_kind(self.overrides, ALLOW) is not None
+
+    def find_stop(self) -> Override | None:
+        """What an operator has ordered that refuses the request; None for nothing."""
+        return find_kind(self.overrides, BLOCK) if self.overrides else None
+
+    @property
+    def is_anonymous(self) -> bool:
+        """Nothing tells the caller from others. A session, whose name is anybody's choice, is no caller."""
+        return not self.caller and self.plan.tells_callers_apart
+
+    def goes_on_without_body(self) -> bool:
+        """Whether it has something to say about the request although its body is not known."""
+        return False
+
+    def seal(self, sealing: Sealing, missing: list[tuple[str, str]]) -> None:
+        """Work out the names.
+
+        Args:
+            sealing: the request.
+            missing: takes (policy, limit key) of what the body does not have.
+
+        Raises:
+            NotCounted: what this guard compares cannot be had.
+        """
+        raise NotImplementedError
+
+    def name_request(self) -> None:
+        """Work out what people know the request by, where `seal` has not."""
+
+    def recall(self, entries: Sequence[bytes]) -> None:
+        """Take what the session's ring has to say, which may be another verdict."""
+
+    def judge(self, count: Answer) -> Outcome:
+        """What this guard makes of the request."""
+        raise NotImplementedError
+
+    def _look_up_caller(self, tenant: str) -> None:
+        if self._standing is not None:
+            self._of_caller = self._standing.find_by_head(self.plan.id, self._now, self.values, tenant)
+            self.overrides = self._of_caller
+
+    def _look_up(self) -> None:
+        if self._standing is not None:
+            tools = self.repeat.tools if self.repeat is not None else self.subject.tools
+            found = self._standing.find_by_body(
+                self.plan.id, self._now, self.values, self.tenant, self.session, self.fingerprint, tools
+            )
+            self.overrides = [*self._of_caller, *found] if found else self._of_caller
+
+    def _renew(self, name: str) -> str:
+        """A part of a key, another one since a release: what was counted before it is not found again."""
+        release = find_kind(self.overrides, RELEASE) if self.overrides else None
+        return name if release is None else f"{release.epoch}.{name}"
+
+    def _read_body_descriptors(self, document: Document, missing: list[tuple[str, str]]) -> None:
+        """Know the whole caller."""
+        self.values = self.plan.read_body_descriptors(document, self.values, missing)
+        self.caller = join_descriptors(self.values)
+        self._look_up_caller(hash_tenant(self.caller))
+
+
+class LoopCandidate(Candidate):
+    """A detector's part in a request.
+
+    Attributes:
+        detector: the guard.
+    """
+
+    __slots__ = ("_name", "detector")
+
+    def __init__(
+        self, plan: Plan, detector: Detector, values: list[tuple[str, str]], descriptors: str, session: Sequence[str] = ()
+    ) -> None:
+        """See `Candidate`."""
+        super().__init__(plan, detector, values, descriptors, session, detector.similarity)
+        self.detector = detector
+        self._name = ("", "")
+        self.needs_body = detector.needs_body or plan.reads_body
+
+    def seal(self, sealing: Sealing, missing: list[tuple[str, str]]) -> None:
+        """See `Candidate`."""
+        body = sealing.body
+        detector = self.detector
+        if self.plan.reads_body:
+            self._read_body_descriptors(sealing.inspect(detector.max_inspect_bytes), missing)
+        if not detector.needs_body:
+            body = NO_BODY
+        elif detector.looks:
+            document = sealing.inspect(detector.max_inspect_bytes)
+            self._compare(sealing, document)
+            self.subject = detector.similarity.find_subject(document)
+            if self.compared is not None:
+                body = NO_BODY.plus(self.compared)
+            elif body.length:
+                self.compared_exactly = True
+        self.body_crc32 = body.crc32
+        self.composite, self.fingerprint, check, self.tenant = sealing.name(body, self.caller)
+        self._name = sealing.scope, self.fingerprint + check
+        self._look_up()
+        self.hit = self._make_hit()
+        if self.memory is not None and self.plan.rings is not None:
+            session = self._renew(self.session)
+            self.push = self.plan.rings.make_push(detector.name, sealing.scope, self.tenant, session, self.memory)
+
+    def recall(self, entries: Sequence[bytes]) -> None:
+        """See `Candidate`."""
+        if self.memory is not None and self.memory.waits:
+            self.repeat = self.memory.recall(entries)
+            self._look_up()
+            self.hit = self._make_hit()
+
+    def judge(self, count: Answer) -> Outcome:
+        """See `Candidate`."""
+        if not isinstance(count, Count):
+            raise TypeError("a hit is answered with a count")
+        return self.detector.judge(self.fingerprint, self.tenant, count, self.subject, self.repeat)
+
+    def _compare(self, sealing: Sealing, document: Document) -> None:
+        similarity, rings = self.detector.similarity, self.plan.rings
+        if similarity.remembers and rings is not None and not self.is_anonymous:
+            self.session = sealing.find_session(rings, self._in_head, document)
+        if self.session:
+            self.compared, self.repeat, self.memory = similarity.compare_in_session(document)
+        else:
+            self.compared, self.repeat = similarity.compare(document)
+
+    def _make_hit(self) -> Hit | None:
+        scope, digest = self._name
+        return self.detector.make_hit(scope, self.tenant, self._renew(digest), self.subject, self.repeat)
+
+
+class SessionCandidate(Candidate):
+    """The session guard's part in a request.
+
+    Attributes:
+        limiter: the guard.
+        calls: that the request's history shows.
+        call: the name of the request, 16 bytes, for its settlement.
+        model: that is asked, empty where the request does not say.
+        reserve: what it will cost, in nano-dollars.
+        standing: of the session, once the store has counted the request; None before.
+        narrowing: the tools that the request must not offer any more, None for none.
+        unreadable: why nobody could look for calls, empty where somebody could.
+    """
+
+    __slots__ = (
+        "_grants",
+        "_sealing",
+        "_unknown",
+        "call",
+        "calls",
+        "limiter",
+        "model",
+        "narrowing",
+        "reserve",
+        "standing",
+        "unreadable",
+    )
+
+    def __init__(
+        self, plan: Plan, limiter: SessionGuard, values: list[tuple[str, str]], descriptors: str, session: Sequence[str]
+    ) -> None:
+        """See `Candidate`."""
+        super().__init__(plan, limiter, values, descriptors, session, WITHIN)
+        self.limiter = limiter
+        self.calls = NO_CALLS
+        self.call = b""
+        self.model = ""
+        self.reserve = 0
+        self.standing: Standing | None = None
+        self.narrowing: Narrowing | None = None
+        self.unreadable = ""
+        self._grants = NO_GRANTS
+        self._sealing: Sealing | None = None
+        self._unknown = False
+
+    def find_stop(self) -> Override | None:
+        """See `Candidate`; a session can be killed as well."""
+        stop = super().find_stop()
+        return find_kill(self.overrides) if stop is None and self.session and self.overrides else stop
+
+    def goes_on_without_body(self) -> bool:
+        """A step is a step, whatever is in it."""
+        self._unknown = not self.plan.reads_body
+        return self._unknown
+
+    def seal(self, sealing: Sealing, missing: list[tuple[str, str]]) -> None:
+        """See `Candidate`."""
+        if self.plan.reads_body:
+            self._read_body_descriptors(sealing.inspect(self.limiter.max_inspect_bytes), missing)
+        body = sealing.body
+        self.body_crc32 = body.crc32
+        self.tenant = sealing.find_tenant(self.caller)
+        self._sealing = sealing
+        if self._standing is not None:
+            self.name_request()
+        document = self._open(sealing)
+        self.session = "" if self.is_anonymous else sealing.find_session(self.limiter.names, self._in_head, document)
+        self._look_up()
+        if not self.session:
+            raise NotCounted("no_session")
+        keys = self.limiter.find_keys(sealing.scope, self.tenant, self._renew(self.session))
+        if document is not None:
+            self._read_calls(document, keys.ledger)
+        self.call = _CALLS.name()
+        self.model = cut_text(find_model(sealing.path, self.calls.model), LONGEST_MODEL)
+        self.reserve = self.limiter.rates.estimate(self.model, body.length, 0)
+        self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
+        self.hit = self.limiter.make_step(
+            keys,
+            self.call[:_IDENTITY] if self._unknown else identify(sealing.head, body, keys.checksum),
+            self.call,
+            self.reserve,
+            self.calls,
+            self._grants,
+            allowed=self.is_allowed,
+        )
+
+    def name_request(self) -> None:
+        """See `Candidate`; nobody asks about most, and it takes as long as all the rest."""
+        sealing = self._sealing
+        if sealing is not None:
+            self.composite, self.fingerprint, _, _ = sealing.name(sealing.body, self.caller)
+
+    def judge(self, count: Answer) -> Outcome:
+        """See `Candidate`."""
+        if not isinstance(count, Standing):
+            raise TypeError("a step is answered with a standing")
+        self.standing = count
+        if count.limit or self.limiter.gives_notice:
+            self.name_request()
+        if not count.limit and not self.is_allowed:
+            self.narrowing = self.limiter.find_narrowing(count, self.calls, self._grants)
+        outcome = self.limiter.judge(self.fingerprint, self.tenant, count, self.calls, self._grants)
+        self.subject = outcome.subject
+        return outcome
+
+    def kill(self) -> Outcome:
+        """The verdict on a session that an operator has killed."""
+        self.name_request()
+        self.standing = Standing(_KILLED)
+        return self.limiter.kill(self.fingerprint, self.tenant)
+
+    @property
+    def is_let_through(self) -> bool:
+        """The store has counted the request, and no limit stops it."""
+        return self.standing is not None and not self.standing.limit
+
+    def describe_call(self) -> str:
+        """What an entry of the access log has to repeat, so that it is known whose call it is about, as JSON."""
+        return self.limiter.describe_call(self.name_ledger(), self.call, self.model, self.reserve)
+
+    def refuse_unnarrowed(self) -> Outcome:
+        """The verdict where the request's tools cannot be taken away."""
+        self.name_request()
+        standing, narrowing = self.standing or Standing(), self.narrowing or Narrowing(every=True, tools=frozenset())
+        self.narrowing = None
+        return self.limiter.refuse_unnarrowed(self.fingerprint, self.tenant, standing, narrowing, self._grants)
+
+    def take_back(self, outcome: int) -> Settlement:
+        """What the ledger is told of a request that it has let through, and that goes no further.
+
+        Args:
+            outcome: `ledger.REFUSED` or `ledger.WITHDRAWN`.
+        """
+        return Settlement(self.name_ledger(), self.limiter.limits, self.call, 0, estimated=False, outcome=outcome)
+
+    def find_last_tool(self) -> str:
+        """The tool that was called last, empty for none."""
+        return self.limiter.find_last_tool(self.calls)
+
+    def name_ledger(self) -> str:
+        """The key of the ledger that has counted the request."""
+        step = self.hit
+        if not isinstance(step, Step):
+            return ""
+        return step.shared if self.standing is not None and self.standing.shared else step.key
+
+    def _open(self, sealing: Sealing) -> Document | None:
+        """The document, None where nobody can look into it."""
+        try:
+            return sealing.inspect(self.limiter.max_inspect_bytes)
+        except NotCounted as why:
+            self.unreadable = why.reason
+            return None
+
+    def _read_calls(self, document: Document, ledger: str) -> None:
+        """Look for calls."""
+        try:
+            self.calls = read_known_calls(document, ledger)
+        except NotCounted as why:
+            hides = document.may_be_json() if isinstance(why, NotJson) else why.reason not in _NO_HISTORY
+            self.unreadable = why.reason if hides else ""

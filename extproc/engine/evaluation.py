@@ -1,0 +1,548 @@
+"""One request on its way through the policies that match it.
+
+Pure: no clock, no asyncio, no store. The steps between are the service's: learn the body, `seal` the evaluation with it, let
+the store count each lane's hits, `decide`. Enforcing and shadow candidates are kept in two lanes all the way, so that nothing
+that happens to a shadow policy can reach the answer. A lane's methods are where a candidate's failure stops, and nowhere else:
+it takes the candidate out, and the others' verdict stands.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+from extproc.apis.shapes import open_conversation
+from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
+from extproc.engine.candidates import Answer, Candidate, LoopCandidate, Sealing, SessionCandidate
+from extproc.engine.orders import Override, Overrides
+from extproc.engine.plan import BYPASS, Plan
+from extproc.request.document import Document, NotCounted
+from extproc.request.encodings import UnreadableError, read_text
+from extproc.request.fingerprint import NO_BODY, Body, join_descriptors, write_head, write_query
+from extproc.request.hash_key import PROCESS_KEY, HashKey
+from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
+from extproc.request.notes import Marks, cut_notes
+from extproc.sessions.limits import SessionGuard
+from extproc.store.ledger import Step
+from extproc.store.windows import UNCOUNTED, Hit, Push
+
+_NO_SESSIONS: Final[list[SessionCandidate]] = []
+
+_MANY_OBJECTS: Final = 32_768
+"""A body of so many bytes may hold enough objects for the garbage collector to become a nuisance."""
+
+
+class Lane:
+    """The candidates that act, or those that only watch.
+
+    Attributes:
+        shadow: they only watch.
+        candidates: the guards that have something to say about the request.
+        left_out: (policy, detector, reason) of what matched and does not count this request; no detector where all are meant.
+        forbidden: (policy, reason) of the first of these that may not pass uncounted; None for none.
+        missing: (policy, limit key) of descriptors that the request does not have.
+        failures: (policy, error) of candidates that raised, or could not be counted for an error of ours.
+        remembers: the session of some candidate keeps something of the request.
+        sessions: the candidates that limit sessions, among them such as had to be left out.
+        spared: what would have been done about the request, had no operator ordered to allow it.
+    """
+
+    __slots__ = ("candidates", "failures", "forbidden", "left_out", "missing", "remembers", "sessions", "shadow", "spared")
+
+    def __init__(self, *, shadow: bool) -> None:
+        """Start empty."""
+        self.shadow = shadow
+        self.candidates: list[Candidate] = []
+        self.left_out: list[tuple[str, str, str]] = []
+        self.failures: list[tuple[str, Exception]] = []
+        self.missing: list[tuple[str, str]] = []
+        self.forbidden: tuple[str, str] | None = None
+        self.remembers = False
+        self.sessions = _NO_SESSIONS
+        self.spared: list[Outcome] = []
+
+    @property
+    def needs_body(self) -> bool:
+        """Some candidate cannot count the request without its body."""
+        return any(candidate.needs_body for candidate in self.candidates)
+
+    @property
+    def inspects(self) -> bool:
+        """Some candidate's policy looks into bodies."""
+        return any(candidate.plan.inspects > 0 for candidate in self.candidates)
+
+    def takes(self, plan: Plan, request: HttpRequest) -> bool:
+        """Whether the plan acts on the request's caller; in doubt it does not."""
+        if plan.ramp is None:
+            return True
+        try:
+            place = plan.ramp.find_place(request)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is this policy's alone
+            self.failures.append((plan.id, error))
+            return False
+        if not place:
+            self.missing += [(plan.id, key) for key in plan.ramp.keys if not plan.is_told_apart_by(key)]
+        return plan.ramp.takes(place)
+
+    def admit(self, plan: Plan, request: HttpRequest, last: Candidate | None = None) -> bool:
+        """Make the plan's detectors candidates, or note why they are none; returns whether they are.
+
+        Args:
+            plan: that matches.
+            request: the request.
+            last: the candidate before, of whichever lane; what was read for that one need not be read again.
+        """
+        try:
+            if last is not None and plan.reads_like(last.plan, last.values):
+                values, joined = last.values, last.caller
+            else:
+                values = plan.read_descriptors(request, self.missing)
+                joined = join_descriptors(values)
+            session = plan.read_session(request)
+            self.candidates += [LoopCandidate(plan, detector, values, joined, session) for detector in plan.detectors]
+            if plan.limiter is not None:
+                named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request)
+                self._limit(plan, plan.limiter, values, joined, named)
+        except NotCounted as why:
+            hidden = request.opens_responses and why.reason != BYPASS  # calls of whoever it is
+            self._leave_out(plan, "", RESPONSES_WEBSOCKET if hidden else why.reason)
+            return False
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is this policy's alone
+            self.failures.append((plan.id, error))
+            return False
+        return True
+
+    def _limit(
+        self, plan: Plan, limiter: SessionGuard, values: list[tuple[str, str]], joined: str, session: Sequence[str]
+    ) -> None:
+        """Make the plan's session guard a candidate."""
+        candidate = SessionCandidate(plan, limiter, values, joined, session)
+        self.candidates.append(candidate)
+        self.sessions = [*self.sessions, candidate]
+
+    def obey(self, standing: Overrides, now: float) -> None:
+        """Look up what operators have ordered about the request, as far as its head tells."""
+        for candidate in self.candidates:
+            try:
+                candidate.obey(standing, now)
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
+                self.failures.append((candidate.plan.id, error))
+
+    def find_block(self) -> tuple[Candidate, Override] | None:
+        """The first candidate that an operator has ordered to be refused, None for none."""
+        for candidate in self.candidates:
+            if candidate.overrides and (stop := candidate.find_stop()) is not None:
+                return candidate, stop
+        return None
+
+    def seal(self, sealing: Sealing) -> None:
+        """Seal every candidate; one that cannot be is none any more."""
+        sealed = []
+        for candidate in self.candidates:
+            try:
+                candidate.seal(sealing, self.missing)
+            except NotCounted as why:
+                self._drop(candidate, why.reason)
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
+                self.failures.append((candidate.plan.id, error))
+            else:
+                sealed.append(candidate)
+                self.remembers = self.remembers or candidate.push is not None
+                if self.sessions and isinstance(candidate, SessionCandidate) and candidate.unreadable:
+                    self._drop(candidate, candidate.unreadable)  # of what it could not look into it counts no calls
+        self.candidates = sealed
+
+    def list_pushes(self) -> list[Push]:
+        """What the store is asked to keep, before anything is counted."""
+        return [candidate.push for candidate in self.candidates if candidate.push is not None]
+
+    @property
+    def waits(self) -> bool:
+        """The verdict about some candidate waits for what the store has kept."""
+        return any(candidate.memory is not None and candidate.memory.waits for candidate in self.candidates)
+
+    def recall(self, rings: Sequence[Sequence[bytes]]) -> None:
+        """Take what the store has kept; one that cannot is no candidate any more.
+
+        Args:
+            rings: the answers to the pushes, in their order.
+        """
+        left = iter(rings)
+        recalled = []
+        for candidate in self.candidates:
+            try:
+                if candidate.push is not None:
+                    candidate.recall(next(left))
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
+                self.failures.append((candidate.plan.id, error))
+            else:
+                recalled.append(candidate)
+        self.candidates = recalled
+
+    def list_hits(self) -> list[Hit | Step]:
+        """What the store is asked to count."""
+        return [candidate.hit for candidate in self.candidates if candidate.hit is not None]
+
+    def judge(self, counts: Sequence[Answer] | None) -> list[Outcome]:
+        """What the candidates make of the request.
+
+        Args:
+            counts: of the hits, in their order; None when they could not be had, of which nothing can be made.
+        """
+        if counts is None:
+            return []
+        left = iter(counts)
+        trace = []
+        for candidate in self.candidates:
+            count: Answer = UNCOUNTED if candidate.hit is None else next(left)
+            try:
+                outcome = candidate.judge(count)
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
+                self.failures.append((candidate.plan.id, error))
+            else:
+                trace.append(self._spare(outcome) if candidate.is_allowed else outcome)
+        return trace
+
+    def _spare(self, outcome: Outcome) -> Outcome:
+        """The same outcome, about which nothing is done."""
+        if outcome.action is Action.ALLOW:
+            return outcome
+        self.spared.append(outcome)
+        return outcome.change_action(Action.ALLOW)
+
+    def fail(self, error: Exception) -> None:
+        """Nobody in this lane can be counted."""
+        self.failures.append((self.candidates[0].plan.id, error))
+        self.candidates = []
+
+    def take_body_readers(self) -> list[Candidate]:
+        """Take those out that need the body."""
+        taken = [candidate for candidate in self.candidates if candidate.needs_body]
+        self.candidates = [candidate for candidate in self.candidates if not candidate.needs_body]
+        return taken
+
+    def drop_body_readers(self, reason: str) -> None:
+        """Those that need the body do not count the request; where it stands for many requests, nobody does."""
+        kept = []
+        for candidate in self.candidates:
+            if reason != RESPONSES_WEBSOCKET and (not candidate.needs_body or candidate.goes_on_without_body()):
+                kept.append(candidate)
+            else:
+                self._drop(candidate, reason)
+        self.candidates = kept
+
+    def give_up(self, reason: str) -> None:
+        """Nobody counts this request."""
+        for candidate in self.candidates:
+            self._drop(candidate, reason)
+
+    def _drop(self, candidate: Candidate, reason: str) -> None:
+        self._leave_out(candidate.plan, candidate.guard.name, reason, allowed=candidate.is_allowed)
+
+    def _leave_out(self, plan: Plan, detector: str, reason: str, *, allowed: bool = False) -> None:
+        self.left_out.append((plan.id, detector, reason))
+        refuses = reason in CHOSEN_BY_CLIENTS if plan.refuses_uncountable else reason == RESPONSES_WEBSOCKET
+        if refuses and not allowed and self.forbidden is None:
+            self.forbidden = plan.id, reason
+
+
+class Evaluation:
+    """One request under way.
+
+    Attributes:
+        request: the request.
+        content: its body, where somebody may look into it.
+        document: the same, once somebody may have looked; None where it is not byte for byte what was sent.
+        plain: the body without notes, as it is compared, once somebody may have looked.
+        enforcing: the lane whose answer counts.
+        shadow: the lane whose answer never does.
+        lanes: both.
+        size: bytes of its body, 0 where that is not known.
+        inspects: a body of so many bytes at most has to be kept to be looked into, 0 for none.
+        steers: a body of so many bytes at most has to be kept to be changed, 0 for none.
+        plans: the policies that matched.
+        paired: what some policy makes of it is compared with what another one does.
+        trace: what each policy made of it, once that has been compared.
+        obeys: operators may have ordered something about it.
+    """
+
+    __slots__ = (
+        "_earlier",
+        "_key",
+        "_last",
+        "_scope",
+        "_sealing",
+        "content",
+        "document",
+        "enforcing",
+        "inspects",
+        "lanes",
+        "obeys",
+        "paired",
+        "plain",
+        "plans",
+        "request",
+        "shadow",
+        "size",
+        "steers",
+        "trace",
+    )
+
+    def __init__(self, request: HttpRequest, scope: str = "", key: HashKey = PROCESS_KEY) -> None:
+        """Start with nothing matched.
+
+        Args:
+            request: the request.
+            scope: the attachment name in every key of the store.
+            key: of the marks of notes.
+        """
+        self.request = request
+        self.content: bytes | memoryview | None = None
+        self.document: Document | None = None
+        self.plain: Document | None = None
+        self.size = 0
+        self.enforcing = Lane(shadow=False)
+        self.shadow = Lane(shadow=True)
+        self.lanes = [self.enforcing, self.shadow]
+        self.inspects = 0
+        self.steers = 0
+        self.paired = False
+        self.trace: list[Outcome] = []
+        self.plans: Sequence[Plan] = ()
+        self._key = key
+        self._earlier: Evaluation | None = None
+        self._last: Candidate | None = None
+        self.obeys = False
+        self._scope = scope
+        self._sealing: Sealing | None = None
+
+    @property
+    def earlier(self) -> list[Outcome]:
+        """The trace of the part that was decided without the body."""
+        return self._earlier.trace if self._earlier is not None else []
+
+    @property
+    def sessions(self) -> list[SessionCandidate]:
+        """The candidates that limit sessions, of both lanes."""
+        if not self.shadow.sessions:
+            return self.enforcing.sessions
+        return [*self.enforcing.sessions, *self.shadow.sessions]
+
+    @property
+    def is_narrowed(self) -> bool:
+        """Some session may not have all of the tools that the request offers."""
+        return any(session.narrowing is not None for session in self.enforcing.sessions)
+
+    @property
+    def needs_body(self) -> bool:
+        """Some fingerprint includes the body, or some descriptor stands in it."""
+        return self.enforcing.needs_body or self.shadow.needs_body
+
+    @property
+    def only_shadow_needs_body(self) -> bool:
+        """Every enforcing policy could decide without the body that shadow policies need."""
+        return bool(self.enforcing.candidates) and not self.enforcing.needs_body
+
+    def admit(self, plan: Plan) -> None:
+        """Make every detector of the plan a candidate, or note why it does not count this request."""
+        self.paired = self.paired or plan.paired
+        if plan.watching is not None and not self.enforcing.takes(plan, self.request):
+            plan = plan.watching
+        lane = self.shadow if plan.shadow else self.enforcing
+        if lane.admit(plan, self.request, self._last):
+            self._last = lane.candidates[-1] if lane.candidates else None
+            if plan.needs_body:
+                self.inspects = max(self.inspects, plan.inspects)
+                self.steers = max(self.steers, plan.steers)
+
+    def obey(self, standing: Overrides, now: float) -> None:
+        """Do what operators have ordered about the request, from before it is sealed; `now` in seconds since 1970."""
+        self.obeys = True
+        self.enforcing.obey(standing, now)
+        self.shadow.obey(standing, now)
+
+    def split(self) -> Evaluation:
+        """Take the shadow policies that need the body out, into an evaluation of their own."""
+        watching = Evaluation(self.request, self._scope, self._key)
+        watching.shadow.candidates = self.shadow.take_body_readers()
+        watching.shadow.sessions, self.shadow.sessions = self.shadow.sessions, _NO_SESSIONS
+        watching.inspects = self.inspects
+        watching.paired = self.paired
+        watching._earlier = self
+        return watching
+
+    def seal(
+        self,
+        body: Body | None,
+        reason: str = "",
+        content: bytes | memoryview | None = None,
+        withheld: str = "inspect_limit",
+    ) -> None:
+        """Work out the fingerprints, now that the body is known or known to stay unknown; see `learn`."""
+        self.learn(body, reason, content, withheld)
+        self.seal_lane(self.enforcing)
+        self.seal_lane(self.shadow)
+
+    def learn(
+        self,
+        body: Body | None,
+        reason: str = "",
+        content: bytes | memoryview | None = None,
+        withheld: str = "inspect_limit",
+    ) -> None:
+        """Take what is known of the body, before the lanes are sealed.
+
+        Args:
+            body: None when it is not known: detectors that need it do not count the request.
+            reason: why the body is not known, for `uncounted`.
+            content: the body's bytes, None where nobody may look into them.
+            withheld: why not.
+        """
+        if body is None:
+            for lane in self.lanes:
+                lane.drop_body_readers(reason)
+        text, unreadable = self._read_text(content, withheld)
+        self.content = text
+        known = body if body is not None else NO_BODY
+        self.size = known.length
+        document = None
+        if text is not None:
+            data = text if isinstance(text, bytes) else text.tobytes()
+            document = Document(data)
+            plain = cut_notes(data, partial(self._find_marks, document))
+            if plain is not data:
+                document = Document(plain)
+            elif text is content:
+                self.document = document
+            self.plain = document
+        if not (self.enforcing.candidates or self.shadow.candidates):
+            return  # nobody counts it, perhaps because its query would take too long to read
+        request = self.request
+        query = write_query(request.read_query()) if request.query else ""
+        head = write_head(request.method, request.path, query)
+        self._sealing = Sealing(request.path, head, known, document, unreadable, self._scope)
+
+    def make_marks(self, candidate: Candidate, data: bytes) -> Marks:
+        """The marks of notes for a candidate's caller, in the request's conversation.
+
+        Args:
+            candidate: that steers.
+            data: the body, decoded where it has been looked into already.
+
+        Raises:
+            NotCounted: there is no conversation in it, or it cannot be read.
+        """
+        return self._open_marks(self.document if self.document is not None else Document(data), candidate)
+
+    def _open_marks(self, document: Document, candidate: Candidate | None = None) -> Marks:
+        """The same, also where notes are only to be recognised.
+
+        Marks are bound to callers as the head alone tells them, because notes are cut out before anybody reads the body. Where
+        some policy acts, those that only watch have no say in what is cut out.
+        """
+        candidates = self.enforcing.candidates or self.shadow.candidates
+        callers = [each.caller_in_head for each in ([candidate, *candidates] if candidate is not None else candidates)]
+        return Marks(self._key, list(dict.fromkeys(callers)), open_conversation(document).read_first_words())
+
+    def _find_marks(self, document: Document) -> Marks | None:
+        """The same where something in the body looks like a note; None where no note can be recognised."""
+        lane = self.enforcing if self.enforcing.candidates else self.shadow
+        if not lane.candidates:
+            return None
+        try:
+            return self._open_marks(document)
+        except NotCounted:
+            return None
+        except Exception as error:  # noqa: BLE001  # whatever it is, what looks like a note is content
+            lane.failures.append((lane.candidates[0].plan.id, error))
+            return None
+
+    def withhold(self, reason: str) -> None:
+        """Nobody looks into the body from now on."""
+        if self._sealing is not None:
+            self._sealing.document, self._sealing.unreadable = None, reason
+
+    def seal_lane(self, lane: Lane) -> None:
+        """Work out the fingerprints of a lane."""
+        sealing = self._sealing
+        if sealing is None or not lane.candidates:
+            return
+        if sealing.document is None or len(sealing.document) < _MANY_OBJECTS or not gc.isenabled():
+            lane.seal(sealing)
+            return
+        gc.disable()  # it would walk what is being decoded again and again, for longer than decoding takes
+        try:
+            lane.seal(sealing)
+        finally:
+            gc.enable()
+
+    def _read_text(self, content: bytes | memoryview | None, withheld: str) -> tuple[bytes | memoryview | None, str]:
+        """The body's text, or None and why there is none to look into."""
+        if not self.inspects or content is None:
+            return None, withheld
+        try:
+            return read_text(content, self.request.headers.get("content-encoding", b""), self.inspects), ""
+        except UnreadableError as error:
+            return None, error.reason
+
+    def find_tenant(self) -> str:
+        """The caller as the first policy sees it, by its headers alone; empty where none of them tells callers apart."""
+        for lane in self.lanes:
+            for candidate in lane.candidates:
+                return candidate.caller
+        return ""
+
+    def decide(self, counts: Sequence[Answer] | None, shadow_counts: Sequence[Answer] | None = ()) -> Decision:
+        """The answer to a request that has been counted; the counts are those for `Lane.judge`."""
+        trace = self.enforcing.judge(counts)
+        return decide(trace, self.shadow.judge(shadow_counts) if self.shadow.candidates else ())
+
+    def find_candidate(self, outcome: Outcome) -> Candidate:
+        """The enforcing candidate of an outcome."""
+        return next(
+            candidate
+            for candidate in self.enforcing.candidates
+            if (candidate.plan.id, candidate.guard.name) == (outcome.policy, outcome.detector)
+        )
+
+    def give_up(self, reason: str) -> None:
+        """Nobody counts this request."""
+        for lane in self.lanes:
+            lane.give_up(reason)
+
+    def list_left_out(self) -> list[tuple[str, str, str]]:
+        """(policy, detector, reason) of what matched and does not count this request."""
+        return [*self.enforcing.left_out, *self.shadow.left_out]
+
+    def list_uncounted(self) -> list[tuple[str, str]]:
+        """(policy, reason), each once, of policies of which a detector does not count this request."""
+        left_out = self.list_left_out()
+        return list(dict.fromkeys((policy, reason) for policy, _, reason in left_out)) if left_out else []
+
+    def list_compared_exactly(self) -> list[str]:
+        """The policies that compared the body byte for byte, because it is not what their similarity is for."""
+        if not self.inspects:
+            return []
+        found: list[str] = []
+        for lane in self.lanes:
+            for candidate in lane.candidates:
+                if candidate.compared_exactly and candidate.plan.id not in found:
+                    found.append(candidate.plan.id)
+        return found
+
+
+def group_by_policy(trace: list[Outcome]) -> list[Outcome]:
+    """The strictest outcome of each policy, whose detectors stand side by side in the trace."""
+    size = len(trace)
+    if size < 2 or (size == 2 and trace[0].policy != trace[1].policy):  # noqa: PLR2004  # nothing to group, as for most requests
+        return trace
+    grouped = [trace[0]]
+    for place in range(1, size):
+        outcome, last = trace[place], grouped[-1]
+        if outcome.policy != last.policy or outcome.mode != last.mode:
+            grouped.append(outcome)
+        elif (outcome.retry_after or outcome.action is not Action.ALLOW) and outcome.strictness() > last.strictness():
+            grouped[-1] = outcome
+    return grouped

@@ -1,0 +1,145 @@
+"""Policies that Envoy hands over with a route, in place of those that are selected by what the request looks like.
+
+Two ways, both of them configured in Envoy, where only the operator can:
+
+- the gRPC initial metadata `x-loopguard-policy: <id>[,<id>]` of a route names loaded policies, whatever their selectors say;
+- the metadata of a route carries a whole policy file (`loopguard` / `policy_json`). Its policies need no selector: what stands
+  there is the route's. One with the id of a loaded policy takes that one's place.
+
+What is wrong with either never reaches the client: the request goes on without that policy, and it is counted and logged.
+"""
+# interpreted: parses what a route hands over, once for all of its requests
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from extproc.engine.engine import Engine
+from extproc.engine.plan import Plan
+from extproc.errors import BundleErrors, excerpt
+from extproc.policy.loader import PolicySet, Source, Unenforced, parse
+
+POLICY_METADATA = "x-loopguard-policy"
+"""Names the policies of a route in a stream's gRPC initial metadata, separated by commas."""
+
+POLICY_ATTRIBUTE = "xds.route_metadata.filter_metadata['loopguard']['policy_json']"
+"""The request attribute that Envoy is to be asked for, letter by letter (`request_attributes` of the filter)."""
+
+MAX_POLICY_JSON = 65_536
+"""Longest policy file in route metadata, in characters: it is checked between two requests, which must not wait for long."""
+
+_MAX_KEPT = 256
+
+_NOT_SET = frozenset({"", "-"})
+"""What Envoy's formatters leave behind where there is no value."""
+
+
+def parse_names(value: str) -> list[str]:
+    """The policy ids in one value of `x-loopguard-policy`."""
+    return [name for part in value.split(",") if (name := part.strip()) not in _NOT_SET]
+
+
+class RefusedPolicy(NamedTuple):
+    """Why a policy file in route metadata cannot be used; a few kilobytes at most, however much is wrong with it.
+
+    Attributes:
+        reason: `invalid`, `too_large` or `unenforced`, as the metric shows it.
+        problems: the first of them, shortened: what is wrong and what would be right.
+        found: how many there are.
+    """
+
+    reason: str
+    problems: list[str]
+    found: int
+
+
+def _refuse(reason: str, problems: Sequence[object]) -> RefusedPolicy:
+    return RefusedPolicy(reason, excerpt(problems), len(problems))
+
+
+class _HandedOver(NamedTuple):
+    sources: tuple[Source, ...]
+    checked: datetime
+    shadowed: bool
+    unenforced: tuple[Unenforced, ...]
+    engine: Engine
+
+
+class HandedOver:
+    """Policy files from route metadata, compiled once for each content; the least recently used make room."""
+
+    def __init__(self, *, shadow: bool, allow_unenforced: bool) -> None:
+        """Compile as `serve` was told to."""
+        self._shadow = shadow
+        self._allow_unenforced = allow_unenforced
+        self._kept: OrderedDict[str, _HandedOver | RefusedPolicy] = OrderedDict()
+
+    def list_plans(self) -> list[Plan]:
+        """The policies of all contents that are remembered."""
+        return [plan for made in self._kept.values() if isinstance(made, _HandedOver) for plan in made.engine.plans]
+
+    def list_unenforced(self) -> list[Unenforced]:
+        """The parts of all these contents that are not enforced; called from any thread."""
+        return [part for made in list(self._kept.values()) if isinstance(made, _HandedOver) for part in made.unenforced]
+
+    def recall(self, text: str, now: datetime) -> Engine | RefusedPolicy | None:
+        """What came of this content before, None when it is new.
+
+        Args:
+            text: JSON, as a policy file holds it.
+            now: ends a `global_shadow`.
+        """
+        name = _cut(text)
+        found = self._kept.get(name)
+        if found is None:
+            return None
+        self._kept.move_to_end(name)
+        if isinstance(found, _HandedOver) and found.shadowed != _is_shadowed(found.sources, now):
+            found = self._kept[name] = self._make_engine(text, now, found.checked)
+        return found.engine if isinstance(found, _HandedOver) else found
+
+    def compile(self, text: str, now: datetime) -> Engine | RefusedPolicy:
+        """Compile new content and remember what came of it.
+
+        Args:
+            text: JSON, as a policy file holds it.
+            now: compared with each `expires_at`.
+        """
+        made = self._kept[_cut(text)] = self._make_engine(text, now, now)
+        if len(self._kept) > _MAX_KEPT:
+            self._kept.popitem(last=False)
+        return made.engine if isinstance(made, _HandedOver) else made
+
+    def _make_engine(self, text: str, now: datetime, checked: datetime) -> _HandedOver | RefusedPolicy:
+        """Compile for `now` what was good when it was `checked`; the policies themselves are not kept, they are large."""
+        policies = self._parse(text, checked)
+        if isinstance(policies, RefusedPolicy):
+            return policies
+        engine = Engine(policies, now, shadow=self._shadow)
+        for source in policies.sources:
+            source.policies.clear()
+            source.kill_switches.clear()
+        return _HandedOver(policies.sources, checked, _is_shadowed(policies.sources, now), policies.unenforced, engine)
+
+    def _parse(self, text: str, now: datetime) -> PolicySet | RefusedPolicy:
+        if len(text) > MAX_POLICY_JSON:
+            return _refuse("too_large", [f"{len(text)} characters; at most {MAX_POLICY_JSON} are taken"])
+        try:
+            policies = parse({"route metadata": text.encode("utf-8", "surrogateescape")}, now, on_route=True)
+        except BundleErrors as error:
+            return _refuse("invalid", error.errors)
+        if policies.unenforced and not self._allow_unenforced:
+            return _refuse("unenforced", policies.unenforced)
+        return policies
+
+
+def _cut(text: str) -> str:
+    """What a content is remembered by: of one that is too large no more than tells that."""
+    return text[: MAX_POLICY_JSON + 1]
+
+
+def _is_shadowed(sources: Iterable[Source], now: datetime) -> bool:
+    return any(source.forces_shadow(now) for source in sources)

@@ -1,0 +1,265 @@
+"""Overrides: what operators have ordered about callers, sessions, loops and tools, each until its end.
+
+A request asks an index in memory, once for each combination of fields that overrides name, whatever their number. Nobody asks
+where there are none. Time is an argument, in seconds since 1970.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from extproc.request.fingerprint import hash_tenant, join_descriptors
+from extproc.sessions.session_limits import MAX_COST, MAX_COUNT, MAX_TOOL_CALLS
+from extproc.store.ledger import NANO_DOLLARS
+
+RELEASE: Final = "release"
+ALLOW: Final = "allow"
+BLOCK: Final = "block"
+KILL: Final = "kill"
+GRANT: Final = "grant"
+KINDS: Final = (RELEASE, ALLOW, BLOCK, KILL, GRANT)
+
+ALL_POLICIES: Final = ""
+
+MAX_SECONDS: Final = 30 * 86_400
+"""Longest that an order stands."""
+
+
+class Target(NamedTuple):
+    """Whom an override is about: all that is named must hold. Names and values of clients are hashes, 16 hex digits.
+
+    Attributes:
+        caller: hash of all of the caller's descriptors together, as logs show it; empty for any.
+        descriptors: (name, hash of that descriptor alone), sorted; the caller may have others beside them.
+        session: hash of its name; empty for any.
+        fingerprint: 8 hex digits; empty for any.
+        tool: that is called; empty for any.
+    """
+
+    caller: str = ""
+    descriptors: tuple[tuple[str, str], ...] = ()
+    session: str = ""
+    fingerprint: str = ""
+    tool: str = ""
+
+
+class Grant(NamedTuple):
+    """What a session may use beyond its limits.
+
+    Attributes:
+        steps: requests that are let through.
+        tool_calls: calls that its histories show.
+        cost: in nano-dollars.
+    """
+
+    steps: int = 0
+    tool_calls: int = 0
+    cost: int = 0
+
+
+MAX_GRANT: Final = Grant(MAX_COUNT, MAX_TOOL_CALLS, int(MAX_COST) * NANO_DOLLARS)
+"""Of one, and of all together that hold for a session: with its limits they stay exact wherever they are counted."""
+
+
+class Override(NamedTuple):
+    """One order; times in seconds since 1970.
+
+    Attributes:
+        name: the same for two overrides that differ in nothing but times and words; each grant has one of its own.
+        kind: one of `KINDS`; others are another version's and do nothing here.
+        target: whom it is about.
+        policy: the id of the one that it is about; empty for all.
+        since: when it was given.
+        ends: when it ends.
+        reason: why.
+        who: gave it.
+        grant: what it grants.
+    """
+
+    name: str
+    kind: str
+    target: Target
+    policy: str
+    since: float
+    ends: float
+    reason: str
+    who: str
+    grant: Grant = Grant()
+
+    @property
+    def epoch(self) -> str:
+        """Of what is counted under a release: no key has it that was in use before."""
+        return f"{int(self.since * 1000):x}"
+
+
+class _Shape:
+    """Overrides that name the same fields, filed by what these are.
+
+    Attributes:
+        names: of the descriptors among them.
+        of_head: a request's headers tell whether they hold for it.
+    """
+
+    __slots__ = ("_caller", "_filed", "_fingerprint", "_session", "_tool", "names", "of_head")
+
+    def __init__(self, target: Target) -> None:
+        """Nothing is filed yet; every target has the fields of this one."""
+        self._filed: dict[str, list[Override]] = {}
+        self._caller = bool(target.caller)
+        self._session = bool(target.session)
+        self._fingerprint = bool(target.fingerprint)
+        self._tool = bool(target.tool)
+        self.names = tuple([name for name, _ in target.descriptors])
+        self.of_head = not (self._session or self._fingerprint or self._tool)
+
+    def file(self, override: Override) -> None:
+        """File one more; all fields but the last have a length of their own, so that joined they stay apart."""
+        target = override.target
+        hashes = "".join([value for _, value in target.descriptors])
+        key = f"{target.caller}{hashes}{target.session}{target.fingerprint}{target.tool}"
+        self._filed.setdefault(key, []).append(override)
+
+    def find(
+        self, values: Sequence[tuple[str, str]], caller: str, session: str, fingerprint: str, tools: Sequence[str]
+    ) -> list[Override]:
+        """Those filed under what is known of a request; what is not known yet is empty."""
+        key = caller if self._caller else ""
+        if self.names:
+            hashes = caller if len(values) == 1 and self.names == values[0][:1] else _hash_descriptors(self.names, values)
+            if not hashes:
+                return _NOTHING
+            key += hashes
+        if self._session:
+            if not session:
+                return _NOTHING
+            key += session
+        if self._fingerprint:
+            if not fingerprint:
+                return _NOTHING
+            key += fingerprint
+        if not self._tool:
+            return self._filed.get(key, _NOTHING)
+        return [override for tool in dict.fromkeys(tools) for override in self._filed.get(key + tool, _NOTHING)]
+
+
+_NOTHING: Final[list[Override]] = []
+
+
+class Overrides:
+    """Those that stand.
+
+    Attributes:
+        blocks_heads: some request may be blocked before its body has come.
+    """
+
+    __slots__ = ("_of_body", "_of_head", "blocks_heads")
+
+    def __init__(self, overrides: Iterable[Override] = ()) -> None:
+        """File them."""
+        shapes: dict[tuple[bool, tuple[str, ...], bool, bool, bool], _Shape] = {}
+        self.blocks_heads = False
+        for override in overrides:
+            target = override.target
+            names = tuple([name for name, _ in target.descriptors])
+            fields = bool(target.caller), names, bool(target.session), bool(target.fingerprint), bool(target.tool)
+            shape = shapes.get(fields)
+            if shape is None:
+                shape = shapes[fields] = _Shape(target)
+            shape.file(override)
+            self.blocks_heads = self.blocks_heads or (override.kind == BLOCK and shape.of_head)
+        self._of_head = [shape for shape in shapes.values() if shape.of_head]
+        self._of_body = [shape for shape in shapes.values() if not shape.of_head]
+
+    def __len__(self) -> int:
+        """How many look-ups a request costs."""
+        return len(self._of_head) + len(self._of_body)
+
+    def find_by_head(self, policy: str, now: float, values: Sequence[tuple[str, str]], caller: str) -> Sequence[Override]:
+        """Those about callers and nothing else that hold for a request under a policy.
+
+        Args:
+            policy: its id.
+            now: in seconds since 1970.
+            values: the request's descriptors, (name, value).
+            caller: hash of all of them; empty while not all are known.
+        """
+        found: Sequence[Override] = _NOTHING
+        for shape in self._of_head:
+            filed = shape.find(values, caller, "", "", ())
+            if filed:
+                found = [*found, *_select(filed, policy, now)]
+        return found
+
+    def find_by_body(  # noqa: PLR0913  # what is known of a request
+        self,
+        policy: str,
+        now: float,
+        values: Sequence[tuple[str, str]],
+        caller: str,
+        session: str,
+        fingerprint: str,
+        tools: Sequence[str],
+    ) -> Sequence[Override]:
+        """All others that hold for a request under a policy.
+
+        Args:
+            policy: as there, and so are `now`, `values` and `caller`.
+            now: as there.
+            values: as there.
+            caller: as there.
+            session: hash of its name; empty where it has none.
+            fingerprint: of the request.
+            tools: that are called.
+        """
+        found: Sequence[Override] = _NOTHING
+        for shape in self._of_body:
+            filed = shape.find(values, caller, session, fingerprint, tools)
+            if filed:
+                found = [*found, *_select(filed, policy, now)]
+        return found
+
+
+def _select(filed: Sequence[Override], policy: str, now: float) -> list[Override]:
+    """Those that have not ended, and are about this policy."""
+    return [override for override in filed if now < override.ends and override.policy in (ALL_POLICIES, policy)]
+
+
+def _hash_descriptors(names: Sequence[str], values: Sequence[tuple[str, str]]) -> str:
+    """The hashes of these descriptors of a request, joined; empty where it lacks one."""
+    known = dict(values)
+    if any(name not in known for name in names):
+        return ""
+    return "".join([hash_descriptor(name, known[name]) for name in names])
+
+
+def hash_descriptor(name: str, value: str) -> str:
+    """A descriptor alone, 16 hex digits; a caller that has no other is called the same."""
+    return hash_tenant(join_descriptors([(name, value)]))
+
+
+def find_kind(overrides: Sequence[Override], kind: str) -> Override | None:
+    """The newest override of a kind, None for none."""
+    found = None
+    for override in overrides:
+        if override.kind == kind and (found is None or (override.since, override.name) > (found.since, found.name)):
+            found = override
+    return found
+
+
+def find_kill(overrides: Sequence[Override]) -> Override | None:
+    """The newest kill, None where there is none, or where a release was ordered after it."""
+    kill = find_kind(overrides, KILL)
+    release = find_kind(overrides, RELEASE)
+    return None if kill is None or (release is not None and release.since > kill.since) else kill
+
+
+def sum_grants(overrides: Sequence[Override]) -> tuple[int, int, int]:
+    """What all grants add together, at most `MAX_GRANT`: steps, tool calls and nano-dollars."""
+    steps = tool_calls = cost = 0
+    for override in overrides:
+        if override.kind == GRANT:
+            steps += override.grant.steps
+            tool_calls += override.grant.tool_calls
+            cost += override.grant.cost
+    return min(steps, MAX_GRANT.steps), min(tool_calls, MAX_GRANT.tool_calls), min(cost, MAX_GRANT.cost)

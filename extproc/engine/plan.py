@@ -1,0 +1,281 @@
+"""One policy, ready to run: what of it does not depend on the request is worked out once, at the load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from extproc.detectors import Similarity, make_similarity
+from extproc.detectors.keys import SimilarityKeys
+from extproc.engine.loop import Detector
+from extproc.engine.ramp import Ramp
+from extproc.engine.routes import copy_text, is_below
+from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy
+from extproc.request.document import Document, NotCounted, NotJson, find, split_pointer
+from extproc.request.fingerprint import is_too_long
+from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors
+from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS
+from extproc.sessions.limits import SessionGuard
+from extproc.sessions.names import Rings, SessionNames
+from extproc.sessions.session_limits import Session
+
+_SIMILARITY_KEYS = set(SimilarityKeys.model_fields)
+
+BYPASS = "bypass"
+"""Why a request is not counted that the policy's own `bypass` names."""
+
+SHADOW_NAMESPACE = "shadow:"
+"""Before every key of a policy that only watches."""
+
+_Descriptors = tuple[tuple[Descriptor, ...], tuple[tuple[Descriptor, list[str]], ...]]
+"""Those that a request's head has, and those in the body with their pointers."""
+
+
+class _BypassRule(NamedTuple):
+    """Requests that are never counted; see `Bypass`."""
+
+    header: str | None
+    exact: str | None
+    prefix: str | None
+    methods: frozenset[str] | None
+
+
+class Parts:
+    """What policies of one load have in common: of thousands most are alike, and each part is kept once."""
+
+    def __init__(self) -> None:
+        """Nothing is shared yet."""
+        self._similarities: dict[str, Similarity] = {}
+        self._descriptors: dict[tuple[str, ...], _Descriptors] = {}
+
+    def find_similarity(self, loop: LoopDetection) -> Similarity:
+        """The similarity of an entry, one object for all entries whose keys are equal."""
+        keys = loop.model_dump_json(include=_SIMILARITY_KEYS)
+        made = self._similarities.get(keys)
+        if made is None:
+            made = self._similarities[keys] = make_similarity(loop)
+        return made
+
+    def find_descriptors(self, limit_keys: Sequence[str]) -> _Descriptors:
+        """The descriptors of these limit keys, and beside them those that stand in the body."""
+        keys = tuple(limit_keys)
+        made = self._descriptors.get(keys)
+        if made is None:
+            made = self._descriptors[keys] = _compile_descriptors(keys)
+        return made
+
+
+def _compile_descriptors(limit_keys: Sequence[str]) -> _Descriptors:
+    read = compile_descriptors([key for key in limit_keys if key not in UNSUPPORTED_KEYS])
+    return (
+        tuple(item for item in read if item.source != BODY),
+        tuple((item, split_pointer(item.argument)) for item in read if item.source == BODY),
+    )
+
+
+def _compile_bypass(entry: Bypass) -> _BypassRule:
+    methods = None if entry.methods is None else frozenset(entry.methods)
+    return _BypassRule(entry.header, entry.pathExact, entry.pathPrefix, methods)
+
+
+def _make_names(session: Session, rings: Rings | None) -> SessionNames:
+    """Where limits look for the name of a session; a policy that looks in the same places for its rings looks once."""
+    keys = session.list_budget_keys()
+    return rings if rings is not None and keys == session.keys else SessionNames(keys)
+
+
+class Plan:
+    """A policy with its guards.
+
+    Attributes:
+        ramp: chooses the callers that the policy acts on, None where these are all or none.
+        watching: the same policy in shadow, for the others.
+        paired: what it makes of a request is compared with what another one does.
+    """
+
+    __slots__ = (
+        "_body_descriptors",
+        "_bypass",
+        "_descriptors",
+        "_missing",
+        "detectors",
+        "id",
+        "inspects",
+        "limiter",
+        "mode",
+        "needs_body",
+        "paired",
+        "ramp",
+        "reads_body",
+        "refuses_uncountable",
+        "rings",
+        "shadow",
+        "steers",
+        "tells_callers_apart",
+        "watching",
+    )
+
+    def __init__(self, policy: Policy, parts: Parts, *, shadow: bool) -> None:
+        """Compile; of the policy's own objects nothing is kept, they take several times as much room."""
+        spec = policy.spec
+        self.id = copy_text(policy.id)
+        self.shadow = shadow
+        self.paired = False
+        self.mode = "shadow" if shadow else "enforce"
+        # With keep_counts a policy counts where its shadow does, so that whoever enters enforcement brings the counts along.
+        namespace = SHADOW_NAMESPACE if shadow or spec.keep_counts else ""
+        self.detectors = tuple(
+            Detector(self.id, name, loop, parts.find_similarity(loop), shadow=shadow, namespace=namespace)
+            for name, loop in spec.detectors()
+        )
+        self._bypass = tuple(_compile_bypass(entry) for entry in spec.bypass)
+        self._missing = spec.missing_descriptor
+        self.refuses_uncountable = spec.uncountable == "reject"
+        self._descriptors, self._body_descriptors = parts.find_descriptors(spec.all_limit_keys())
+        self.tells_callers_apart = bool(self._descriptors or self._body_descriptors)
+        self.reads_body = bool(self._body_descriptors)
+        self.rings: Rings | None = None
+        if spec.session is not None and any(detector.similarity.remembers for detector in self.detectors):
+            self.rings = Rings(self.id, spec.session, namespace=namespace)
+        self.limiter: SessionGuard | None = None
+        if spec.session_limits is not None:
+            session = spec.session or Session()
+            names = _make_names(session, self.rings)
+            most = spec.find_session_inspect_bytes()
+            self.limiter = SessionGuard(self.id, spec.session_limits, session, names, most, shadow=shadow, namespace=namespace)
+        self.needs_body = self.reads_body or self.limiter is not None or any(detector.needs_body for detector in self.detectors)
+        looking = [
+            detector.max_inspect_bytes
+            for detector in self.detectors
+            if self.reads_body or detector.looks or detector.refusal.completes
+        ]
+        steering = [detector.max_inspect_bytes for detector in self.detectors if detector.steers and not shadow]
+        if self.limiter is not None:
+            looking.append(self.limiter.max_inspect_bytes)
+            if (self.limiter.steers or self.limiter.narrows) and not shadow:
+                steering.append(self.limiter.max_inspect_bytes)
+        self.inspects = max(looking, default=0)
+        self.steers = max(steering, default=0)
+        self.ramp: Ramp | None = None
+        self.watching: Plan | None = None
+        if not shadow and spec.enforce_percent is not None and spec.enforce_percent < EVERYBODY:
+            chosen_by, _ = parts.find_descriptors(spec.list_ramp_keys())
+            self.ramp = Ramp(spec.enforce_percent, chosen_by, copy_text(spec.ramp_seed or self.id))
+            self.watching = Plan(policy, parts, shadow=True)
+
+    @property
+    def lifetime_seconds(self) -> int:
+        """How long after a request the store may still know something of it."""
+        lifetimes = [detector.lifetime_seconds for detector in self.detectors]
+        lifetimes += [self.rings.idle_seconds] if self.rings is not None else []
+        lifetimes += [self.limiter.lifetime_seconds] if self.limiter is not None else []
+        return max(lifetimes)
+
+    def list_names(self) -> list[str]:
+        """The names of the descriptors that tell its callers apart."""
+        return [item.name for item in self._descriptors] + [item.name for item, _ in self._body_descriptors]
+
+    def read_descriptors(self, request: HttpRequest, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """The caller's descriptors by name, those in the body excepted.
+
+        Args:
+            request: the caller's.
+            missing: takes (policy, limit key) of what the request does not have.
+
+        Raises:
+            NotCounted: the policy does not count such a request.
+        """
+        if self._bypass and any(_bypasses(entry, request) for entry in self._bypass):
+            raise NotCounted(BYPASS)
+        if is_too_long(request.target, request.query):
+            raise NotCounted("target_too_long")
+        values = []
+        for descriptor in self._descriptors:
+            value = descriptor.read(request, descriptor.argument)
+            if len(value) > MAX_DESCRIPTOR:
+                raise NotCounted("descriptor_too_long")
+            if value:
+                values.append((descriptor.name, value))
+            else:
+                missing.append((self.id, descriptor.key))
+        if len(values) < len(self._descriptors):
+            self._check_missing(values, may_follow=self.reads_body)
+        return values
+
+    def reads_like(self, other: Plan, values: Sequence[tuple[str, str]]) -> bool:
+        """Whether it would read of a request what another one has read, which is so of a canary and its policy mostly."""
+        alike = self._descriptors is other._descriptors and not self._bypass and not other._bypass
+        return alike and len(values) == len(self._descriptors)
+
+    def is_told_apart_by(self, key: str) -> bool:
+        """Whether it is one of the policy's limit keys that stand in a request's head."""
+        return any(descriptor.key == key for descriptor in self._descriptors)
+
+    def list_session_keys(self, *, limited: bool) -> list[str]:
+        """Where a session's name is looked for; only for its limits where `limited`."""
+        names = [self.limiter.names] if self.limiter is not None else []
+        names += [self.rings] if self.rings is not None and not limited else []
+        return [descriptor.key for found in names for descriptor in found.list_keys()]
+
+    def list_reads(self) -> list[tuple[str, str]]:
+        """What the policy reads of a request's head beside its selector: (source, argument) as in limit keys."""
+        keys = [*self._descriptors, *(self.rings.list_keys() if self.rings is not None else ())]
+        keys += self.limiter.names.list_keys() if self.limiter is not None else []
+        bypassing = [("header", entry.header) for entry in self._bypass if entry.header is not None]
+        ramp = [key.partition(":")[::2] for key in (self.ramp.keys if self.ramp is not None else ())]
+        return [*[(key.source, key.argument) for key in keys], *ramp, *bypassing]
+
+    def read_session(self, request: HttpRequest) -> Sequence[str]:
+        """What a request's head says about its session, for `Rings.find`."""
+        return self.rings.read(request) if self.rings is not None else ()
+
+    def read_body_descriptors(
+        self, document: Document, values: list[tuple[str, str]], missing: list[tuple[str, str]]
+    ) -> list[tuple[str, str]]:
+        """All of the caller's descriptors, those in the body among them.
+
+        Args:
+            document: the body.
+            values: what `read_descriptors` returned.
+            missing: as there.
+
+        Raises:
+            NotCounted: as there.
+        """
+        try:
+            value = document.value()
+        except NotJson:
+            value = None
+        found = [(descriptor, find(value, pointer)) for descriptor, pointer in self._body_descriptors]
+        if any(len(text) > MAX_DESCRIPTOR for _, text in found):
+            raise NotCounted("descriptor_too_long")
+        values = [*values, *((descriptor.name, text) for descriptor, text in found if text)]
+        lacking = [(self.id, descriptor.key) for descriptor, text in found if not text]
+        if lacking:
+            missing += [entry for entry in lacking if entry not in missing]  # several detectors read the same body
+            self._check_missing(values, may_follow=False)
+        return values
+
+    def _check_missing(self, values: list[tuple[str, str]], *, may_follow: bool) -> None:
+        """Some descriptor is missing.
+
+        Args:
+            values: the others.
+            may_follow: one that stands in the body may make up for it.
+
+        Raises:
+            NotCounted: this policy does not count the request then.
+        """
+        if self._missing == "skip" or (self._missing == "require_one" and not values and not may_follow):
+            raise NotCounted("missing_descriptor")
+
+
+def _bypasses(entry: _BypassRule, request: HttpRequest) -> bool:
+    """Whether a request has all that an entry of `bypass` names; of two paths either."""
+    if entry.header is not None and entry.header not in request.headers:
+        return False
+    if entry.methods is not None and request.method not in entry.methods:
+        return False
+    if entry.exact is None and entry.prefix is None:
+        return True
+    return request.path == entry.exact or (entry.prefix is not None and is_below(request.path, entry.prefix))

@@ -1,0 +1,54 @@
+"""Whom a policy acts on while it is ramped up: a share of its callers, the others are only watched.
+
+A caller's place is a hash of what the request's head says about it, keyed by the policy. It depends on nothing else, so every
+replica finds the same one, also after a restart, and a larger share holds every smaller one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from extproc.request.fingerprint import is_too_long, join_descriptors
+from extproc.request.http import Descriptor, HttpRequest
+
+PLACES = 100
+"""Callers stand in so many places, and a percentage enforces that many of them, the first first."""
+
+_BITS = 32
+"""So many of a hash are spread over the places."""
+
+
+class Ramp:
+    """One policy's.
+
+    Attributes:
+        keys: the limit keys that callers are chosen by.
+        percent: the share that is acted on, 1 to 99.
+        seed: policies with the same one choose the same callers.
+    """
+
+    __slots__ = ("_descriptors", "_key", "keys", "percent", "seed")
+
+    def __init__(self, percent: int, descriptors: Sequence[Descriptor], seed: str) -> None:
+        """Prepare."""
+        self.percent = percent
+        self.seed = seed
+        self.keys = [descriptor.key for descriptor in descriptors]
+        self._descriptors = tuple(descriptors)
+        self._key = blake2b(seed.encode(), digest_size=16).digest()
+
+    def takes(self, place: int) -> bool:
+        """Whether the policy acts on a caller in that place; one without a place is only watched."""
+        return 0 < place <= self.percent
+
+    def find_place(self, request: HttpRequest) -> int:
+        """The caller's place, 1 to 100; 0 where the request has none of the keys."""
+        if is_too_long(request.target, request.query):
+            return 0  # nobody counts it, so nobody reads it
+        read = [(descriptor.name, descriptor.read(request, descriptor.argument)) for descriptor in self._descriptors]
+        caller = join_descriptors([(name, value) for name, value in read if value])
+        if not caller:
+            return 0
+        digest = blake2b(caller.encode("utf-8", "surrogateescape"), digest_size=_BITS // 8, key=self._key).digest()
+        return (int.from_bytes(digest, "big") * PLACES >> _BITS) + 1

@@ -1,0 +1,105 @@
+"""What `--record` tells the access log of a request: all that `loopguard replay` needs to judge it again, and no more.
+
+A record is a JSON object, the metadata `record`; its fields are the ones in docs/replay.md. What says who sent the request is
+hashed: values of headers, claims and query parameters, and the address. Equal values have equal hashes, so that callers can be
+told apart and requests compared, but nobody reads a name, or a secret in a query, off the log. Of headers and claims only those
+are recorded that a policy of the request reads; one that the request does not have is None. The body is a length and two sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+from urllib.parse import quote
+
+from extproc.engine.plan import Plan
+from extproc.request.fingerprint import Body, is_too_long, write_crc32
+from extproc.request.http import MAX_DESCRIPTOR, Facts, HttpRequest
+
+VERSION = 1
+"""Of the records that are written."""
+
+TOO_LONG = False
+"""Stands in a record for a value, or a query, that is longer than what is told apart."""
+
+_MAX_PAIRS = 64
+"""In a query; one of more is hashed as a whole, because each takes a microsecond."""
+
+
+def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, plain: bool) -> dict[str, Any]:
+    """The part of a record that is known before the body.
+
+    Args:
+        request: what is recorded.
+        facts: about it; those of the request itself are let go once it is prepared.
+        plans: the policies that matched.
+        plain: values as they are, in place of their hashes.
+    """
+    headers: dict[str, Any] = {}
+    claims: dict[str, Any] = {}
+    for plan in plans:
+        for source, name in plan.list_reads():
+            if source == "header" and name != "host" and name not in headers:
+                headers[name] = _write_value(request.read_header(name), plain) if name in request.headers else None
+            elif source == "jwt" and name not in claims:
+                claims[name] = _write_value(facts.claim(name), plain) or None
+    parameters = [name for plan in plans for source, name in plan.list_reads() if source == "query"]
+    record: dict[str, Any] = {
+        "record": VERSION,
+        "method": _clean(request.method),
+        "authority": _clean(request.authority),
+        "path": _clean(request.path),
+        "route": _clean(facts.route()),
+        "address": _write_value(facts.address(), plain),
+        "headers": headers,
+        "claims": claims,
+    }
+    if is_too_long(request.target, request.query):
+        record["query"] = TOO_LONG
+    elif request.query:
+        record["query"] = _clean(request.query) if plain else _hash_query(request, parameters)
+    return record
+
+
+def record_body(head: dict[str, Any], body: Body | None, reason: str, now: float) -> dict[str, Any]:
+    """The whole record.
+
+    Args:
+        head: what `record_head` returned.
+        body: None when it is not known, or nobody asked for it.
+        reason: why it is not known.
+        now: when the request is counted, in seconds since 1970.
+    """
+    record = {**head, "time": round(now, 3)}
+    if body is not None:
+        sums = {"body_bytes": body.length, "body_crc32": write_crc32(body.crc32), "body_adler32": write_crc32(body.adler32)}
+        return {**record, **sums}
+    return {**record, "unknown": reason} if reason else record
+
+
+def _write_value(value: str, plain: bool) -> str | bool:  # noqa: FBT001  # as `record_head`
+    if len(value) > MAX_DESCRIPTOR:
+        return TOO_LONG
+    return _clean(value) if plain or not value else hash_value(value)
+
+
+def hash_value(value: str) -> str:
+    """blake2b-64, 16 hex digits."""
+    return blake2b(value.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+
+
+def _hash_query(request: HttpRequest, parameters: Sequence[str]) -> str:
+    """The query with hashes of its values; of many pairs only the parameters that a policy reads, and a hash of them all."""
+    pairs = request.read_query()
+    whole = ""
+    if len(pairs) > _MAX_PAIRS:
+        whole = hash_value("&".join(sorted([f"{name}={value}" for name, value in pairs])))
+        pairs = [(name, request.read_parameter(name)) for name in dict.fromkeys(parameters)]
+    hashed = [f"{quote(_clean(name), safe='')}={hash_value(value) if value else ''}" for name, value in pairs]
+    return "&".join([*hashed, whole] if whole else hashed)
+
+
+def _clean(text: str) -> str:
+    """Bytes that are not UTF-8 made visible: nothing else can stand in the metadata."""
+    return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -1,0 +1,135 @@
+"""What an entry of the access log says to the ledgers of the sessions that its request belongs to."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from extproc.engine.engine import Engine
+from extproc.sessions.limits import SessionGuard
+from extproc.sessions.rates import Usage
+from extproc.store.ledger import FAILED, SUCCEEDED, Settlement
+
+_CALL: Final = 16
+_SHADOW: Final = "shadow"
+
+
+class Entry:
+    """One request that is over; never changed.
+
+    Attributes:
+        sessions: what the guard told Envoy about them.
+        status: of the answer, 0 where there was none.
+        failed: the upstream's fault, or that of the way to it: 5xx, or cut off.
+        request_bytes: of its body.
+        response_bytes: of the answer's.
+        model: that answered, as it calls itself; empty where it does not say.
+        usage: its tokens.
+        estimated: some of them, from the sizes of the bodies.
+        refused: by Loopguard itself.
+    """
+
+    __slots__ = (
+        "estimated",
+        "failed",
+        "model",
+        "refused",
+        "request_bytes",
+        "response_bytes",
+        "sessions",
+        "status",
+        "usage",
+    )
+
+    def __init__(  # noqa: PLR0913  # a record
+        self,
+        sessions: tuple[dict[str, Any], ...],
+        status: int,
+        failed: bool,  # noqa: FBT001  # a field
+        request_bytes: int,
+        response_bytes: int,
+        model: str,
+        usage: Usage,
+        estimated: bool,  # noqa: FBT001  # a field
+        refused: bool,  # noqa: FBT001  # a field
+    ) -> None:
+        """Keep them as given."""
+        self.sessions = sessions
+        self.status = status
+        self.failed = failed
+        self.request_bytes = request_bytes
+        self.response_bytes = response_bytes
+        self.model = model
+        self.usage = usage
+        self.estimated = estimated
+        self.refused = refused
+
+
+class Settled:
+    """A request that is over, as one policy has let it through; never changed.
+
+    Attributes:
+        settlement: for the ledger.
+        policy: its id.
+        mode: `enforce` or `shadow`.
+        tenant: hash of the caller.
+        session: hash of its name.
+        model: that was asked, or that has answered.
+    """
+
+    __slots__ = ("mode", "model", "policy", "session", "settlement", "tenant")
+
+    def __init__(  # noqa: PLR0913  # a record
+        self, settlement: Settlement, policy: str, mode: str, tenant: str, session: str, model: str
+    ) -> None:
+        """Keep them as given."""
+        self.settlement = settlement
+        self.policy = policy
+        self.mode = mode
+        self.tenant = tenant
+        self.session = session
+        self.model = model
+
+
+def list_settlements(engine: Engine, entry: Entry) -> list[Settled]:
+    """What is settled for each of the sessions; nothing for those whose policy is not there any more.
+
+    Args:
+        engine: the policies in force.
+        entry: of the access log.
+    """
+    made = [_settle(engine, named, entry) for named in entry.sessions]
+    return [settled for settled in made if settled is not None]
+
+
+def _settle(engine: Engine, named: dict[str, Any], entry: Entry) -> Settled | None:
+    guard = _find_guard(engine, named)
+    if guard is None:
+        return None
+    key, call = named.get("name"), _read_call(named.get("call"))
+    if not isinstance(key, str) or not guard.owns(key) or not call:
+        return None
+    asked = named.get("model")
+    model = guard.rates.choose_name(entry.model, asked if isinstance(asked, str) else "")
+    cost = guard.rates.find_cost(model, entry.usage)
+    settlement = Settlement(key, guard.limits, call, cost, entry.estimated, FAILED if entry.failed else SUCCEEDED)
+    _, session, tenant = key.rsplit(":", 2)
+    return Settled(settlement, guard.policy, guard.mode, tenant, session.rpartition(".")[2], model)
+
+
+def _find_guard(engine: Engine, named: dict[str, Any]) -> SessionGuard | None:
+    """The guard that has let the request through, in the mode in which it did."""
+    policy = named.get("policy")
+    plan = engine.find_plan(policy) if isinstance(policy, str) else None
+    if plan is not None and plan.watching is not None and named.get("mode") == _SHADOW:
+        plan = plan.watching
+    return plan.limiter if plan is not None else None
+
+
+def _read_call(text: object) -> bytes:
+    """The name of a call; empty for what is none."""
+    if not isinstance(text, str) or len(text) != 2 * _CALL:
+        return b""
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""

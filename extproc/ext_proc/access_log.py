@@ -1,0 +1,403 @@
+"""What became of requests that were let through: Envoy's gRPC access log, an entry for each request when it is over.
+
+- Envoy's own filters have read the tokens out of the answer, so no byte of it comes here, and none waits for us.
+- What an answer does not say, because it was cut off, or compressed, or is in a format of its own, is estimated from its size.
+- Entries come from Envoy, but what is in them may come from clients and models: all of it is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, Final
+
+from msgspec import MsgspecError, json
+
+from extproc.apis.usage import MODEL, USAGE_NAMESPACE, read_counts
+from extproc.decision import Action
+from extproc.engine.settlements import Entry
+from extproc.errors import ProtocolError
+from extproc.ext_proc.answers.metadata import NAMESPACE, SESSIONS
+from extproc.ext_proc.protobuf import DELIMITED, FIXED64, VARINT, Reader
+from extproc.logs import RateLimit, make_extra
+from extproc.metrics import Metrics
+from extproc.pb.accesslog_pb2 import ResponseFlags
+from extproc.sessions.rates import BYTES_PER_TOKEN, Usage, estimate_tokens
+
+_LOG = logging.getLogger("loopguard")
+
+MAX_MESSAGE: Final = 2**18
+"""Bytes. Envoy sends what it has once that is 16 KiB; an entry alone is larger only where its headers are."""
+
+MAX_ENTRIES: Final = 1_000
+"""Of one message: they take 13 ms, 50 ms in pure Python."""
+
+_MAX_SESSIONS: Final = 16
+"""Policies that one request belongs to."""
+
+# The fields that are read, protos/ names them: of a StreamAccessLogsMessage and its HTTPAccessLogEntries,
+_HTTP_LOGS: Final = 2 << 3 | DELIMITED
+_LOG_ENTRY: Final = 1 << 3 | DELIMITED
+# of an HTTPAccessLogEntry,
+_COMMON_PROPERTIES: Final = 1 << 3 | DELIMITED
+_REQUEST: Final = 3 << 3 | DELIMITED
+_RESPONSE: Final = 4 << 3 | DELIMITED
+# of its parts,
+_RESPONSE_FLAGS: Final = 16 << 3 | DELIMITED
+_METADATA: Final = 17 << 3 | DELIMITED
+_INTERMEDIATE: Final = 27 << 3 | VARINT
+_REQUEST_BODY_BYTES: Final = 12 << 3 | VARINT
+_RESPONSE_CODE: Final = 1 << 3 | DELIMITED
+_RESPONSE_BODY_BYTES: Final = 3 << 3 | VARINT
+_RESPONSE_HEADERS: Final = 4 << 3 | DELIMITED
+# of a wrapped number, of a map's entry, of Metadata and Struct,
+_WRAPPED: Final = 1 << 3 | VARINT
+_KEY: Final = 1 << 3 | DELIMITED
+_VALUE: Final = 2 << 3 | DELIMITED
+_FILTER_METADATA: Final = 1 << 3 | DELIMITED
+_FIELDS: Final = 1 << 3 | DELIMITED
+# and of a Struct's Value.
+_NUMBER_VALUE: Final = 2 << 3 | FIXED64
+_STRING_VALUE: Final = 3 << 3 | DELIMITED
+_BOOL_VALUE: Final = 4 << 3 | VARINT
+
+_UPSTREAM_FLAGS: Final = frozenset([field.number << 3 | VARINT for field in ResponseFlags.DESCRIPTOR.fields])
+"""What the upstream, or the way to it, did wrong."""
+
+# Names are compared as they come: to decode them takes longer.
+_DECIDED: Final = NAMESPACE.encode()
+_TOLD: Final = USAGE_NAMESPACE.encode()
+_SESSIONS: Final = SESSIONS.encode()
+_MODEL: Final = MODEL.encode()
+_REJECT: Final = Action.REJECT.value
+
+_decode: Final = json.Decoder(list[dict[str, Any]]).decode
+
+_MAX_TOKENS: Final = 10**9
+_MAX_MODEL: Final = 256
+_INVALID_ARGUMENT: Final = 3
+_ERROR: Final = 400
+_FAILURE: Final = 500
+_LINES_PER_SECOND: Final = 1
+
+_MOST_OUTPUT: Final = 131_072
+"""Tokens. No answer has more; what is larger holds pictures."""
+
+_STREAMS: Final = ("text/event-stream", "application/x-ndjson", "application/vnd.amazon.eventstream")
+_BYTES_PER_EVENT: Final = 128
+"""For each token of a stream: a few letters in an event of JSON."""
+
+_BYTES_PER_COMPRESSED_TOKEN: Final = 1
+"""Text shrinks to a third or a quarter."""
+
+
+class _Logged:
+    """What Envoy tells of one request.
+
+    Attributes:
+        decided: what the guard told Envoy, None where it told nothing.
+        told: what Envoy's filters have read in the answer.
+        status: of the answer, 0 where there was none.
+        flagged: the upstream, or the way to it, did something wrong.
+        unfinished: the request is not over yet.
+        request_bytes: of its body.
+        response_bytes: of the answer's.
+        headers: of the answer, those that were asked for.
+    """
+
+    __slots__ = ("decided", "flagged", "headers", "request_bytes", "response_bytes", "status", "told", "unfinished")
+
+    def __init__(self) -> None:
+        """Nothing is told yet."""
+        self.decided: dict[bytes, object] | None = None
+        self.told: dict[bytes, object] = {}
+        self.status = 0
+        self.flagged = False
+        self.unfinished = False
+        self.request_bytes = 0
+        self.response_bytes = 0
+        self.headers: dict[bytes, str] = {}
+
+
+class AccessLog:
+    """Takes entries from whoever has the socket, and hands them on."""
+
+    def __init__(self, take: Callable[[Entry], None], metrics: Metrics) -> None:
+        """Hand entries to `take`; what it raises ends with its own entry, counted."""
+        self._take = take
+        self._errors = RateLimit(_LINES_PER_SECOND)
+        self._taken = metrics.access_log_entries.labels("taken")
+        self._dropped = metrics.access_log_entries.labels("dropped")
+        self._failed = metrics.access_log_entries.labels("error")
+
+    def receive(self, data: bytes) -> int:
+        """Take one serialized StreamAccessLogsMessage; returns how many entries were in it.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        if len(data) > MAX_MESSAGE:
+            self._dropped.inc()
+            return 0
+        entries, count = _read_message(data)
+        taken = sum([self._hand_on(entry) for entry in entries])
+        self._taken.inc(taken)
+        if count > MAX_ENTRIES:
+            self._dropped.inc(count - MAX_ENTRIES)
+        return count
+
+    def _hand_on(self, entry: Entry) -> bool:
+        """Whether it was taken."""
+        try:
+            self._take(entry)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the others are not to suffer
+            self._report(error)
+            return False
+        return True
+
+    def _report(self, error: Exception) -> None:
+        self._failed.inc()
+        suppressed = self._errors.take(monotonic())
+        if suppressed is not None:
+            _LOG.error("an access log entry was lost", exc_info=error, extra=make_extra(suppressed=suppressed or None))
+
+
+def read_entries(message: bytes) -> list[Entry]:
+    """The requests of which a StreamAccessLogsMessage tells, but for those that belong to no session.
+
+    Raises:
+        ProtocolError: the bytes are no such message.
+    """
+    return _read_message(message)[0]
+
+
+def _read_message(message: bytes) -> tuple[list[Entry], int]:
+    """The same, of as many as one message may have, and how many it has."""
+    entries: list[Entry] = []
+    count = 0
+    reader = Reader(message)
+    try:
+        while tag := reader.read_tag():
+            if tag == _HTTP_LOGS:
+                count = _read_logs(reader, entries, count)
+    except (ValueError, IndexError) as error:
+        raise ProtocolError("not a StreamAccessLogsMessage", code=_INVALID_ARGUMENT) from error
+    return entries, count
+
+
+def _read_logs(reader: Reader, entries: list[Entry], count: int) -> int:
+    """Add entries to so many; returns how many there are then."""
+    outer = reader.enter()
+    while tag := reader.read_tag():
+        if tag == _LOG_ENTRY:
+            count += 1
+            entry = _make_entry(_read_entry(reader)) if count <= MAX_ENTRIES else None
+            if entry is not None:
+                entries.append(entry)
+    reader.leave(outer)
+    return count
+
+
+def _read_entry(reader: Reader) -> _Logged:
+    """The reader stands at an entry, as it does at the part that each of the following reads."""
+    logged = _Logged()
+    outer = reader.enter()
+    while tag := reader.read_tag():
+        if tag == _COMMON_PROPERTIES:
+            _read_common(reader, logged)
+        elif tag == _REQUEST:
+            _read_request(reader, logged)
+        elif tag == _RESPONSE:
+            _read_response(reader, logged)
+    reader.leave(outer)
+    return logged
+
+
+def _read_common(reader: Reader, logged: _Logged) -> None:
+    outer = reader.enter()
+    while tag := reader.read_tag():
+        if tag == _METADATA:
+            _read_metadata(reader, logged)
+        elif tag == _RESPONSE_FLAGS:
+            _read_flags(reader, logged)
+        elif tag == _INTERMEDIATE:
+            logged.unfinished = reader.value != 0
+    reader.leave(outer)
+
+
+def _read_metadata(reader: Reader, logged: _Logged) -> None:
+    outer = reader.enter()
+    while tag := reader.read_tag():
+        if tag == _FILTER_METADATA:
+            _read_namespace(reader, logged)
+    reader.leave(outer)
+
+
+def _read_namespace(reader: Reader, logged: _Logged) -> None:
+    """One of the metadata's; every writer of protobuf puts a key before its value."""
+    name = b""
+    outer = reader.enter()
+    while tag := reader.read_tag():
+        if tag == _KEY:
+            name = reader.read_bytes()
+        elif tag == _VALUE and name == _DECIDED:
+            logged.decided = _read_struct(reader)
+        elif tag == _VALUE and name == _TOLD:
+            logged.told = _read_struct(reader)
+    reader.leave(outer)
+
+
+def _read_struct(reader: Reader) -> dict[bytes, object]:
+    """Text, numbers and switches; a value of another kind is None."""
+    found: dict[bytes, object] = {}
+    outer = reader.enter()
+    while tag := reader.read_tag():
+        if tag == _FIELDS:
+            _read_field(reader, found)
+    reader.leave(outer)
+    return found
+
+
+def _read_field(reader: Reader, found: dict[bytes, object]) -> None:
+    name, value = b"", None
+    outer = reader.enter()
+    while tag := reader.read_tag():
+        if tag == _KEY:
+            name = reader.read_bytes()
+        elif tag == _VALUE:
+            value = _read_value(reader)
+    reader.leave(outer)
+    found[name] = value
+
+
+def _read_value(reader: Reader) -> object:
+    value: object = None
+    outer = reader.enter()
+    while tag := reader.read_tag():
+        if tag == _STRING_VALUE:
+            value = reader.read_text()
+        elif tag == _NUMBER_VALUE:
+            value = reader.read_double()
+        elif tag == _BOOL_VALUE:
+            value = reader.value != 0
+    reader.leave(outer)
+    return value
+
+
+def _read_flags(reader: Reader, logged: _Logged) -> None:
+    outer = reader.enter()
+    while tag := reader.read_tag():
+        if tag in _UPSTREAM_FLAGS and reader.value:
+            logged.flagged = True
+    reader.leave(outer)
+
+
+def _read_request(reader: Reader, logged: _Logged) -> None:
+    outer = reader.enter()
+    while tag := reader.read_tag():
+        if tag == _REQUEST_BODY_BYTES:
+            logged.request_bytes = reader.value
+    reader.leave(outer)
+
+
+def _read_response(reader: Reader, logged: _Logged) -> None:
+    outer = reader.enter()
+    while tag := reader.read_tag():
+        if tag == _RESPONSE_CODE:
+            logged.status = _read_wrapped(reader)
+        elif tag == _RESPONSE_BODY_BYTES:
+            logged.response_bytes = reader.value
+        elif tag == _RESPONSE_HEADERS:
+            _read_header(reader, logged.headers)
+    reader.leave(outer)
+
+
+def _read_wrapped(reader: Reader) -> int:
+    """A UInt32Value."""
+    number = 0
+    outer = reader.enter()
+    while tag := reader.read_tag():
+        if tag == _WRAPPED:
+            number = reader.value
+    reader.leave(outer)
+    return number
+
+
+def _read_header(reader: Reader, headers: dict[bytes, str]) -> None:
+    name, value = b"", ""
+    outer = reader.enter()
+    while tag := reader.read_tag():
+        if tag == _KEY:
+            name = reader.read_bytes()
+        elif tag == _VALUE:
+            value = reader.read_text()
+    reader.leave(outer)
+    headers[name] = value
+
+
+def _make_entry(logged: _Logged) -> Entry | None:
+    """None for a request that belongs to no session, or is not over."""
+    decided = logged.decided
+    if decided is None or _SESSIONS not in decided or logged.unfinished:
+        return None
+    refused = decided.get(b"action") == _REJECT
+    usage, estimated = _find_usage(logged)
+    model = logged.told.get(_MODEL)
+    return Entry(
+        _read_sessions(decided[_SESSIONS]),
+        logged.status,
+        not refused and (logged.status >= _FAILURE or logged.flagged),
+        logged.request_bytes,
+        logged.response_bytes,
+        model[:_MAX_MODEL] if isinstance(model, str) else "",
+        usage,
+        estimated,
+        refused,
+    )
+
+
+def _read_sessions(text: object) -> tuple[dict[str, Any], ...]:
+    """What `SessionCandidate.describe_call` has told of each; nothing where somebody else has written it."""
+    try:
+        if not isinstance(text, str):
+            return ()
+        return tuple(_decode(text)[:_MAX_SESSIONS])
+    except (MsgspecError, ValueError, RecursionError):
+        return ()
+
+
+def _find_usage(logged: _Logged) -> tuple[Usage, bool]:
+    """The tokens, as the answer tells them, and whether some of them are estimated.
+
+    `input` is all of a prompt, of which `cached` came from a cache; where an API counts what a cache took part in beside its
+    `input`, that is `cache_read` and `cache_write`. `thoughts` and `tool_input` are not in what else is counted.
+    """
+    told = read_counts(logged.told)
+    prompt, output = _take_count(told, "input"), _take_count(told, "output")
+    if logged.status >= _ERROR and prompt < 0 and output < 0:
+        return Usage(0, 0), False  # errors are not billed
+    cached = max(0, _take_count(told, "cached"))
+    estimated = prompt < 0 or output < 0
+    if prompt < 0:
+        prompt = max(cached, estimate_tokens(logged.request_bytes))
+    if output < 0:
+        output = _estimate_output(logged)
+    read, written = max(0, _take_count(told, "cache_read")), max(0, _take_count(told, "cache_write"))
+    thoughts, tools = max(0, _take_count(told, "thoughts")), max(0, _take_count(told, "tool_input"))
+    return Usage(max(0, prompt - cached) + tools, output + thoughts, cached + read, written), estimated
+
+
+def _take_count(told: dict[str, float], name: str) -> int:
+    """So many tokens, -1 where that is not told, or cannot be."""
+    count = told.get(name, -1.0)
+    return int(count) if 0 <= count <= _MAX_TOKENS else -1
+
+
+def _estimate_output(logged: _Logged) -> int:
+    """Tokens of an answer that tells nothing, from its size."""
+    streams = logged.headers.get(b"content-type", "").lower().startswith(_STREAMS)
+    per_token = _BYTES_PER_EVENT if streams else BYTES_PER_TOKEN
+    if logged.headers.get(b"content-encoding", "").lower() not in ("", "identity"):
+        per_token = per_token * _BYTES_PER_COMPRESSED_TOKEN // BYTES_PER_TOKEN
+    return min(logged.response_bytes // per_token, _MOST_OUTPUT)

@@ -1,0 +1,48 @@
+"""Clients that send a refused request again whatever the refusal says, and the status that ends that."""
+# interpreted: looks at a few headers of what is refused
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from extproc.request.http import HttpRequest
+
+_STATUS: Final = 429
+"""Too many requests: what a refusal is, and what most clients show as such."""
+
+_FINAL_STATUS: Final = 400
+"""Retried by nobody in the table below."""
+
+AUTO_STATUS: Final = f"{_STATUS}, or {_FINAL_STATUS} where the client is known to retry that"
+
+
+class _Client(NamedTuple):
+    """Who retries 429 although `x-should-retry: false` stands in it.
+
+    Attributes:
+        name: for people.
+        header: that it sends.
+        part: of the header's value that tells it from others; empty where any value does.
+    """
+
+    name: str
+    header: str
+    part: bytes
+
+
+_CLIENTS: Final = (
+    _Client("Vercel AI SDK (2 retries)", "user-agent", b"ai-sdk/"),
+    _Client("every AWS SDK (2 retries)", "amz-sdk-request", b""),
+    _Client("Google Gen AI SDKs, once they are told to retry (4 retries)", "x-goog-api-client", b"google-genai-sdk/"),
+    _Client("SDKs made by Fern, such as Cohere's (2 retries)", "x-fern-sdk-name", b""),
+)
+
+
+def choose_status(request: HttpRequest) -> int:
+    """The status of a refusal that makes its client stop."""
+    headers = request.headers
+    for client in _CLIENTS:
+        value = headers.get(client.header)
+        if value is not None and client.part in value:
+            return _FINAL_STATUS
+    return _STATUS

@@ -1,0 +1,172 @@
+"""What Envoy is told about a request that goes on, in bytes that are ready to be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+from extproc.decision import Action, Decision, Reason
+from extproc.ext_proc.answers.metadata import write_field, write_head, write_metadata
+from extproc.pb.base_pb2 import HeaderValueOption
+from extproc.pb.external_processor_pb2 import CommonResponse, HeaderMutation, ProcessingResponse
+from extproc.policy.bundle import DEFAULT_DETECTOR
+from extproc.sessions.limits import SessionSubject
+
+LAST_HEADERS: Final = "last_request_headers"
+"""The phase of headers whose body nobody waits for, where Envoy would collect it in parts (BUFFERED_PARTIAL).
+
+Only told to go on, Envoy begins to collect, and hands on what it has when the stream ends. Where its router keeps bodies for
+retries, it does so twice (source/extensions/filters/http/ext_proc/processor_state.cc, clearAsyncState). Told
+CONTINUE_AND_REPLACE, with nothing in place of the body, it does not begin.
+"""
+
+_TOOLS_SHOWN = 256
+
+_WARNING = "X-Fairvisor-Warning"
+Header: TypeAlias = tuple[str, str]
+
+STEERED: Final[Header] = ("x-loopguard-steered", "1")
+NARROWED: Final[Header] = ("x-loopguard-narrowed", "1")
+
+_KIND = {Reason.LOOP_DETECTED: "loop", Reason.SESSION_LIMIT_EXCEEDED: "session"}
+"""What a warning is about."""
+
+# The numbers of the fields that lead to a body, and to headers (envoy/service/ext_proc/v3/external_processor.proto).
+_REQUEST_BODY, _RESPONSE_BODY, _RESPONSE, _BODY_MUTATION, _BODY, _STREAMED = 3, 4, 1, 3, 1, 3
+_HEADER_MUTATION, _SET_HEADERS, _HEADER, _KEY, _RAW_VALUE = 2, 1, 1, 1, 3
+_OVERWRITTEN: Final = b"\x18\x02"  # append_action: OVERWRITE_IF_EXISTS_OR_ADD
+_REMOVE_HEADERS: Final = 2
+
+_DIGESTS: Final = ("content-md5", "digest", "content-digest", "repr-digest")
+"""Checksums of a body in its headers (RFC 1864, RFC 3230, RFC 9530): another body has others."""
+
+_WITHOUT_DIGESTS: Final = b"".join([write_field(_REMOVE_HEADERS, name.encode()) for name in _DIGESTS])
+
+# By name: looking an enum's value up on its message class costs microseconds.
+_OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+_REPLACE = CommonResponse.CONTINUE_AND_REPLACE
+
+
+def let_go_on(kind: str, metadata: dict[str, Any] | None = None, *, warning: str = "") -> bytes:
+    """The answer of a phase that lets the request go on.
+
+    Args:
+        kind: the phase, as the message's field is called, or LAST_HEADERS.
+        metadata: dynamic metadata that goes with it.
+        warning: tells the upstream that a loop was seen, empty for none.
+    """
+    response = ProcessingResponse()
+    phase = getattr(response, "request_headers" if kind == LAST_HEADERS else kind)
+    phase.SetInParent()
+    if kind == LAST_HEADERS:
+        phase.response.status = _REPLACE
+    if warning and kind != "request_trailers":  # headers have gone by then
+        set_headers(phase.response.header_mutation, [(_WARNING, warning)])
+    answer = response.SerializeToString()
+    return answer if metadata is None else answer + write_metadata(metadata)
+
+
+def end_headers(answer: bytes) -> bytes:
+    """The answer to LAST_HEADERS, made of one to headers that were not known to be the last: protobuf merges the two."""
+    return answer + _LAST
+
+
+def replace_body(body: bytes, metadata: dict[str, Any], *, warning: str, marks: Sequence[Header]) -> bytes:
+    """The answer that lets a request go on with another body, written from the inside out: protobuf would copy it four times.
+
+    Args:
+        body: in place of the request's own, which was buffered.
+        metadata: dynamic metadata that goes with it.
+        warning: tells the upstream that a loop was seen, empty for none.
+        marks: headers that tell the upstream what was done to the body.
+    """
+    # Envoy compares the body with its content-length, and answers 500 where they differ.
+    headers = [_write_header(name, value) for name, value in [*marks, ("content-length", str(len(body)))]]
+    if warning:
+        headers.append(_write_header(_WARNING, warning))
+    inner = write_head(_BODY, len(body))
+    mutation = write_head(_BODY_MUTATION, len(inner) + len(body)) + inner
+    head = write_field(_HEADER_MUTATION, b"".join([*headers, _WITHOUT_DIGESTS])) + mutation
+    head = write_head(_RESPONSE, len(head) + len(body)) + head
+    head = write_head(_REQUEST_BODY, len(head) + len(body)) + head
+    return b"".join([head, body, write_metadata(metadata)])
+
+
+def hand_back(kind: str, body: bytes | memoryview) -> bytes:
+    """The answer that hands a part of a body back as it came, which is the only way on for it where Envoy keeps none.
+
+    Args:
+        kind: `request_body` or `response_body`.
+        body: an HttpBody, whose fields are those of a StreamedBodyResponse.
+    """
+    head = write_head(_STREAMED, len(body))
+    for number in (_BODY_MUTATION, _RESPONSE, _REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY):
+        head = write_head(number, len(head) + len(body)) + head
+    return b"".join([head, body])
+
+
+def _write_header(name: str, value: str) -> bytes:
+    """One header that Envoy sets, whatever stood there."""
+    header = write_field(_KEY, name.encode()) + write_field(_RAW_VALUE, value.encode())
+    return write_field(_SET_HEADERS, write_field(_HEADER, header) + _OVERWRITTEN)
+
+
+_LAST: Final = let_go_on(LAST_HEADERS)
+
+
+def make_wait(milliseconds: int) -> bytes:
+    """Makes Envoy wait that long for the answer itself."""
+    response = ProcessingResponse()
+    response.override_message_timeout.FromMilliseconds(milliseconds)
+    return response.SerializeToString()
+
+
+def find_warning(decision: Decision) -> str:
+    """What a request that goes on is marked with, empty for nothing."""
+    if decision.steer is not None:
+        return f"{_KIND[decision.steer.reason]}_steer"
+    if not decision.warning:
+        return ""
+    return f"{_KIND[decision.lead.reason if decision.lead is not None else Reason.LOOP_DETECTED]}_warn"
+
+
+def make_metadata(decision: Decision) -> dict[str, Any]:
+    """The dynamic metadata of a decision, empty for a plain allow."""
+    metadata: dict[str, Any] = {}
+    lead, shadow = decision.lead, decision.shadow
+    if lead is not None:
+        metadata = {
+            "action": lead.action.value,
+            "reason": lead.reason.value,
+            "policy": lead.policy,
+            "fingerprint": lead.fingerprint,
+            "count": lead.count,
+            "tenant": lead.tenant,
+        }
+        if tools := lead.list_tools():
+            metadata["tool"] = " ".join(tools)[:_TOOLS_SHOWN]
+        if lead.detector != DEFAULT_DETECTOR:
+            metadata["detector"] = lead.detector
+        if isinstance(lead.subject, SessionSubject):
+            used, allowed = lead.subject.shown
+            metadata |= {"limit": lead.subject.limit, "used": used, "allowed": allowed}
+        warning = find_warning(decision)
+        if warning and lead.action is not Action.REJECT:
+            metadata["warning"] = warning
+    if shadow is not None:
+        metadata |= {
+            "shadow_action": shadow.action.value,
+            "shadow_policy": shadow.policy,
+            "shadow_count": shadow.count,
+            "shadow_fingerprint": shadow.fingerprint,
+            "shadow_tenant": shadow.tenant,
+        }
+    return metadata
+
+
+def set_headers(mutation: HeaderMutation, headers: Sequence[tuple[str, str]]) -> None:
+    """Have Envoy set headers, whatever stood there."""
+    for name, value in headers:
+        option = mutation.set_headers.add(append_action=_OVERWRITE)
+        option.header.key = name
+        option.header.raw_value = value.encode()  # Envoy drops what stands in `value`

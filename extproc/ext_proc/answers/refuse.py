@@ -1,0 +1,177 @@
+"""Refusals, in the shape of the API that is called, in bytes that are ready to be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import time
+from typing import Any, Final
+from uuid import uuid4
+
+from extproc.apis.answers import find_api
+from extproc.apis.answers.api import Completion, Question, Refusal
+from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason, Subject
+from extproc.ext_proc.answers.clients import choose_status
+from extproc.ext_proc.answers.go_on import set_headers
+from extproc.ext_proc.answers.metadata import write_metadata
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
+from extproc.sessions.limits import SessionSubject
+
+_LOOP = "recursive_loop_detected"
+
+KILLED_STATUS: Final = 429
+KILLED_SECONDS: Final = "3600"
+"""When to ask again, as Fairvisor says it: nobody knows when an operator changes his mind."""
+
+_PAYMENT_REQUIRED = 402
+_QUOTA = "insufficient_quota"
+"""What OpenAI calls it that money is used up, which its clients take for final."""
+
+_INVALID_ARGUMENT = 3
+_RESOURCE_EXHAUSTED = 8
+_UNAVAILABLE = 14
+
+Content = bytes | memoryview | None
+"""A request's body, None where nobody could look into it."""
+
+
+def refuse(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
+    """The immediate response of what the strictest of all outcomes is about."""
+    if isinstance(lead.subject, SessionSubject):
+        return refuse_session(lead, lead.subject, metadata, request, content)
+    return refuse_loop(lead, metadata, request, content)
+
+
+def refuse_session(
+    lead: Outcome, subject: SessionSubject, metadata: dict[str, Any], request: HttpRequest, content: Content
+) -> bytes:
+    """The immediate response of a session that has used up one of its limits: there is nothing to wait for."""
+    reason = Reason.SESSION_LIMIT_EXCEEDED
+    status = lead.refusal.status or choose_status(request)
+    code = _QUOTA if status == _PAYMENT_REQUIRED else reason.value
+    message = f"{subject.tell(lead, request.method, request.path)} ({reason.value})"
+    used, allowed = subject.shown
+    detail = {"error": reason.value, "message": message, "limit": subject.limit, "used": used, "allowed": allowed}
+    framed = _frame(Refusal(status, message, code, code, detail), request, content)
+    headers = [
+        ("x-should-retry", "false"),
+        ("X-Fairvisor-Reason", reason.value),
+        ("x-loopguard-policy", lead.policy),
+        ("x-loopguard-limit", subject.limit),
+        ("x-loopguard-used", f"{used:.9g}"),
+        ("x-loopguard-allowed", f"{allowed:.9g}"),
+    ]
+    return _make_immediate(framed, _RESOURCE_EXHAUSTED, reason, headers, metadata)
+
+
+def refuse_loop(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
+    """The immediate response of a loop."""
+    message = f"{lead.subject.tell(lead, request.method, request.path)} ({_LOOP})"
+    reason = Reason.LOOP_DETECTED
+    detail = {"error": _LOOP, "message": message, "cooldown_seconds": lead.retry_after}
+    status = lead.refusal.status or choose_status(request)
+    refusal = Refusal(status, message, reason.value, _LOOP, detail)
+    framed = lead.subject.frame(message, request.read_header("accept"))
+    if framed is None:
+        framed = _frame(refusal, request, content, completes=lead.refusal.completes)
+    headers = [
+        # Together these stop SDKs that would sleep and retry, and still tell everybody else when to come back.
+        ("x-should-retry", "false"),
+        ("X-Fairvisor-Reason", reason.value),
+        ("x-loopguard-policy", lead.policy),
+        ("x-loopguard-fingerprint", lead.fingerprint),
+        ("x-loopguard-count", str(lead.count)),
+    ]
+    if lead.retry_after is not None:
+        headers.insert(0, ("Retry-After", str(lead.retry_after)))
+    return _make_immediate(framed, _RESOURCE_EXHAUSTED, reason, headers, metadata)
+
+
+def refuse_uncountable(policy: str, why: str, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
+    """The immediate response to a request that a policy cannot count and does not let pass uncounted."""
+    status, words = CHOSEN_BY_CLIENTS[why]
+    message = f"The request was refused because {words}, and policy {policy} lets nothing pass that it cannot count ({why})."
+    reason = Reason.UNCOUNTABLE
+    headers = [("x-should-retry", "false"), ("X-Fairvisor-Reason", reason.value), ("x-loopguard-policy", policy)]
+    if why == RESPONSES_WEBSOCKET:
+        message = (
+            f"The WebSocket was refused because policy {policy} could not count the calls in it."
+            f" Send each call to the same URL by HTTP POST instead. ({why})"
+        )
+        headers = [*headers, ("Upgrade", "HTTP/1.1"), ("Connection", "Upgrade")]
+    framed = _frame(Refusal(status, message, reason.value, why, {}), request, content)
+    metadata = {**metadata, "action": Action.REJECT.value, "reason": reason.value, "policy": policy}
+    return _make_immediate(framed, _INVALID_ARGUMENT, reason, headers, metadata)
+
+
+def refuse_killed(request: HttpRequest) -> bytes:
+    """The immediate response to a request that a kill switch holds for."""
+    return _refuse_stopped(Reason.KILL_SWITCH, KILLED_SECONDS, "", request, None)
+
+
+def refuse_blocked(policy: str, seconds: int, request: HttpRequest, content: Content, subject: Subject) -> bytes:
+    """The immediate response to a request that an operator has blocked.
+
+    Args:
+        policy: in which the block holds for it.
+        seconds: until it ends.
+        request: that is refused.
+        content: its body.
+        subject: what it is about, which may have a shape of its own.
+    """
+    return _refuse_stopped(Reason.BLOCKED, str(seconds), policy, request, content, subject)
+
+
+def _refuse_stopped(  # noqa: PLR0913  # all that two kinds of it differ in
+    reason: Reason, seconds: str, policy: str, request: HttpRequest, content: Content, subject: Subject | None = None
+) -> bytes:
+    """A refusal that an operator has ordered, whose words are no client's business."""
+    message = (
+        "The operator has stopped requests such as this one. Do not send it again: tell the user, and wait for the operator."
+        f" ({reason.value})"
+    )
+    framed = subject.frame(message, request.read_header("accept")) if subject is not None else None
+    if framed is None:
+        framed = _frame(Refusal(KILLED_STATUS, message, reason.value, reason.value, {}), request, content)
+    headers = [("Retry-After", seconds), ("x-should-retry", "false"), ("X-Fairvisor-Reason", reason.value)]
+    metadata: dict[str, Any] = {"action": Action.REJECT.value, "reason": reason.value}
+    if policy:
+        headers.append(("x-loopguard-policy", policy))
+        metadata["policy"] = policy
+    return _make_immediate(framed, _RESOURCE_EXHAUSTED, reason, headers, metadata)
+
+
+def refuse_without_store(metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
+    """The immediate response when nothing can be counted and the operator wants that refused."""
+    reason = Reason.STORE_UNAVAILABLE
+    words = "The request could not be checked because the state store is unavailable. Try again shortly."
+    framed = _frame(Refusal(503, f"{words} ({reason.value})", reason.value, reason.value, {}), request, content)
+    headers = [("Retry-After", "1"), ("X-Fairvisor-Reason", reason.value)]
+    metadata = {"action": Action.REJECT.value, "reason": reason.value, **metadata}
+    return _make_immediate(framed, _UNAVAILABLE, reason, headers, metadata)
+
+
+def _frame(refusal: Refusal, request: HttpRequest, content: Content, *, completes: bool = False) -> Framed:
+    """A refusal as the API that is called writes its errors, or where it `completes`, and the API can, its answers."""
+    question = Question(request, content)
+    api, framed = find_api(question), None
+    if completes:
+        framed = api.complete(Completion(refusal.message, question.model, uuid4().hex, int(time())), question)
+    return framed or api.write_error(refusal, question)
+
+
+def _make_immediate(
+    framed: Framed,
+    grpc_status: int,
+    reason: Reason,
+    headers: Sequence[tuple[str, str]],
+    metadata: dict[str, Any],
+) -> bytes:
+    response = ProcessingResponse()
+    immediate = response.immediate_response
+    immediate.status.code = framed.status  # type: ignore[assignment]  # proto3 enums are open
+    immediate.grpc_status.status = grpc_status
+    immediate.details = reason.value
+    immediate.body = framed.body
+    set_headers(immediate.headers, [("content-type", framed.content_type), *framed.headers, *headers])
+    return response.SerializeToString() + write_metadata(metadata)

@@ -1,0 +1,1 @@
+"""Edits of a request body: a note for the model, tools taken out."""

@@ -1,0 +1,140 @@
+"""What becomes of a request's body: tools that have no budget left go, and a note for the model comes.
+
+What cannot be done is counted, and the request goes on without it, unless its session may not have any of its tools.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from time import perf_counter, thread_time
+from typing import Final, NamedTuple
+
+from extproc.decision import Action, Decision, Outcome
+from extproc.engine.evaluation import Evaluation
+from extproc.ext_proc.answers.go_on import NARROWED, STEERED, Header
+from extproc.ext_proc.budget import InspectionBudget
+from extproc.ext_proc.changes.edits import NotEdited
+from extproc.ext_proc.changes.narrow import narrow
+from extproc.ext_proc.changes.steer import steer, write_note
+from extproc.operator.reporting import Reporter
+from extproc.request.patch import AMBIGUOUS
+
+OBSERVED: Final = "observed"
+NOTHING: Final = "no_body"
+"""Why a body cannot be changed: the request is only watched, or has none."""
+
+_INSPECT_LIMIT: Final = "inspect_limit"
+_NOTHING_DONE: Final = frozenset({OBSERVED, NOTHING})
+
+
+class Original(NamedTuple):
+    """A request's body as it came.
+
+    Attributes:
+        content: all of it; None where it cannot be changed.
+        why: it cannot, as `unsteered_total` shows it.
+    """
+
+    content: bytes | memoryview | None
+    why: str = ""
+
+    def take(self, most: int) -> bytes | memoryview:
+        """All of it.
+
+        Args:
+            most: bytes of a body that is looked into.
+
+        Raises:
+            NotEdited: it cannot be changed, or has more.
+        """
+        if self.content is None:
+            raise NotEdited(self.why)
+        if len(self.content) > most:
+            raise NotEdited(_INSPECT_LIMIT)
+        return self.content
+
+
+class Changed(NamedTuple):
+    """What has become of it.
+
+    Attributes:
+        body: all of it; None where it is as it was.
+        marks: headers that tell the upstream.
+    """
+
+    body: bytes | None
+    marks: tuple[Header, ...]
+
+
+UNCHANGED: Final = Changed(None, ())
+
+
+class Changes:
+    """Changes the bodies of requests that have been decided."""
+
+    def __init__(self, reporter: Reporter, budget: InspectionBudget) -> None:
+        """Put the parts together.
+
+        Args:
+            reporter: is told what cannot be done.
+            budget: of time, which this takes out of.
+        """
+        self._reporter = reporter
+        self._budget = budget
+
+    def apply(self, evaluation: Evaluation, decision: Decision, original: Original) -> tuple[Decision, Changed]:
+        """Change a request's body as its policies want it.
+
+        Returns:
+            the decision, which is another one where that cannot be done, and the body.
+        """
+        tenant = evaluation.find_tenant()
+        if original.content is not None and not self._budget.allows(tenant, perf_counter()):
+            original = Original(None, "inspect_budget")
+        began = thread_time()
+        changed = UNCHANGED
+        if evaluation.is_narrowed:
+            decision, changed = self._narrow(evaluation, decision, original)
+        if decision.steer is not None and decision.action is not Action.REJECT:
+            decision, changed = self._steer(evaluation, decision, decision.steer, original, changed)
+        self._budget.spend(tenant, thread_time() - began)
+        return decision, changed
+
+    def _narrow(self, evaluation: Evaluation, decision: Decision, original: Original) -> tuple[Decision, Changed]:
+        """Take tools out of the request, or refuse it where that cannot be."""
+        sessions = evaluation.enforcing.sessions
+        narrowed = [(session, session.narrowing) for session in sessions if session.narrowing is not None]
+        strict = [session for session, narrowing in narrowed if narrowing.every]
+        tools = {tool for _, narrowing in narrowed for tool in narrowing.tools}
+        most = min([session.plan.steers for session in strict or [session for session, _ in narrowed]])
+        try:
+            body = narrow(evaluation.request, original.take(most), None if strict else tools)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the decision stands
+            why = self._find_reason(error)
+            self._reporter.report_unnarrowed([session.plan.id for session, _ in narrowed], why)
+            if why in _NOTHING_DONE or (not strict and why != AMBIGUOUS):
+                return decision, UNCHANGED  # a tool that is called all the same refuses the next request
+            return decision.refuse_instead((strict or [narrowed[0][0]])[0].refuse_unnarrowed()), UNCHANGED
+        return decision, UNCHANGED if body == original.content else Changed(body, (NARROWED,))
+
+    def _steer(
+        self, evaluation: Evaluation, decision: Decision, outcome: Outcome, original: Original, changed: Changed
+    ) -> tuple[Decision, Changed]:
+        """Put a note into the request, or let it go on with a warning where it cannot have one."""
+        try:
+            candidate = evaluation.find_candidate(outcome)
+            body = changed.body if changed.body is not None else original.take(candidate.plan.steers)
+            note = write_note(outcome, evaluation.request, candidate.guard)
+            return decision, Changed(
+                steer(evaluation.request, body, note, partial(evaluation.make_marks, candidate)), (*changed.marks, STEERED)
+            )
+        except Exception as error:  # noqa: BLE001  # whatever it is, the decision stands
+            self._reporter.report_unsteered(decision, self._find_reason(error))
+            return decision.warn_instead(), changed
+
+    def _find_reason(self, error: Exception) -> str:
+        """Why a body stays as it was; what is an error of ours is logged."""
+        if isinstance(error, NotEdited):
+            return error.reason
+        self._reporter.report_failure("a body could not be changed, the decision stands", error)
+        return "internal_error"

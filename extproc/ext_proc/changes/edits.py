@@ -1,0 +1,71 @@
+"""What an edit of a request's body starts from, and why there may be none."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from extproc.request.document import NotCounted
+from extproc.request.encodings import list_encodings, split_mark
+from extproc.request.http import HttpRequest
+from extproc.request.patch import Patch
+
+SIGNED: Final = "signed_body"
+"""Of a body over which its client has made a signature: one of another body does not fit."""
+
+_AWS: Final = b"AWS4-"
+_HMAC: Final = b"HMAC"
+_SIGNATURE: Final = b"SIGNATURE"
+"""In the schemes of signatures over a body: AWS's (SigV4, SigV4a), those that other clouds made after it, and the drafts'."""
+
+_LONGEST_SCHEME: Final = 64
+_AWS_IN_QUERY: Final = "x-amz-signature="
+_UNSIGNED: Final = frozenset({b"UNSIGNED-PAYLOAD", b"STREAMING-UNSIGNED-PAYLOAD-TRAILER"})
+"""What stands in place of a body's digest where AWS's signature leaves the body out."""
+
+_SIGNATURES: Final = ("signature-input", "signature")
+"""Of RFC 9421, and of the drafts before it; which parts of a request they cover is not looked at."""
+
+
+class NotEdited(Exception):  # says what becomes of the request
+    """The body cannot be changed.
+
+    Attributes:
+        reason: why, as `unsteered_total` and `unnarrowed_total` show it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        """Say why."""
+        super().__init__(reason)
+        self.reason = reason
+
+
+def open_patch(request: HttpRequest, body: bytes | memoryview) -> tuple[bytes, Patch]:
+    """A request's body to be changed: its byte order mark, which is no part of its JSON, and the rest.
+
+    Args:
+        request: whose body it is.
+        body: all of it.
+
+    Raises:
+        NotEdited: it is signed, compressed, no JSON, may be read in two ways, or is too much.
+    """
+    if is_signed(request):
+        raise NotEdited(SIGNED)
+    if list_encodings(request.headers.get("content-encoding", b"")):
+        raise NotEdited("content_encoding")
+    mark, rest = split_mark(bytes(body))
+    try:
+        return mark, Patch(rest)
+    except NotCounted as why:
+        raise NotEdited(why.reason) from None
+
+
+def is_signed(request: HttpRequest) -> bool:
+    """Whether a client has signed the body: then whoever checks that refuses any other."""
+    headers = request.headers
+    if any(name in headers for name in _SIGNATURES):
+        return True
+    scheme = headers.get("authorization", b"").lstrip()[:_LONGEST_SCHEME].upper().partition(b" ")[0]
+    if scheme.startswith(_AWS) or _AWS_IN_QUERY in request.query.lower():
+        return headers.get("x-amz-content-sha256", b"").strip().upper() not in _UNSIGNED
+    return _HMAC in scheme or scheme == _SIGNATURE

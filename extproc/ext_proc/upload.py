@@ -1,0 +1,127 @@
+"""A request body under way: its checksums as it comes, and its bytes as far as somebody may look into them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from extproc.ext_proc.wire import BODY_BUFFERED, BODY_BUFFERED_PARTIAL, BODY_STREAMED
+from extproc.request.fingerprint import NO_BODY
+
+MAX_KEPT = 64 * 2**20
+"""Most bytes of streamed bodies that are kept at once; buffered ones come in one message and are not kept at all."""
+
+SMALLEST_LIMIT: Final = 32_768
+"""Bytes that Envoy collects of a body at least, where it does not say how many. This is the buffer limit in Envoy's own guide
+for the edge, and Envoy Gateway's; its default is 1 MiB."""
+
+# What has come of a body.
+MORE: Final = 0
+WHOLE: Final = 1
+CUT_OFF: Final = 2
+
+_LENGTH_DIGITS: Final = 18
+_PREFIX: Final = 5
+"""Bytes before a message of gRPC: a compression flag and a length of 4 bytes."""
+
+
+class Kept:
+    """Bytes of streamed bodies under way, of all requests together."""
+
+    def __init__(self, limit: int = MAX_KEPT) -> None:
+        """None yet; `limit` bounds them."""
+        self._limit = limit
+        self.bytes = 0
+
+    def take(self, size: int) -> bool:
+        """Claim room for so many bytes, or False when there is none."""
+        if self.bytes + size > self._limit:
+            return False
+        self.bytes += size
+        return True
+
+    def free(self, size: int) -> None:
+        """Give room back."""
+        self.bytes -= size
+
+
+class Upload:
+    """One body.
+
+    Attributes:
+        body: what has come so far.
+    """
+
+    __slots__ = ("_before", "_content_length", "_inspects", "_kept", "_last", "_limit", "_mode", "_start", "body")
+
+    def __init__(  # all that is known of a body before it comes
+        self, kept: Kept, mode: int, content_length: bytes, inspects: int, limit: int = SMALLEST_LIMIT
+    ) -> None:
+        """Nothing has come yet.
+
+        Args:
+            kept: shared by all uploads.
+            mode: Envoy's body mode, negative when it did not say.
+            content_length: the header, empty when absent.
+            inspects: a body of so many bytes at most is going to be looked into.
+            limit: Envoy's buffer limit, in bytes, or less than that.
+        """
+        self._kept = kept
+        self._limit = limit
+        self._mode = mode
+        self._content_length = content_length
+        self._inspects = inspects
+        self._before = bytearray()  # of a streamed body, all but the last chunk
+        self._last: bytes | memoryview = b""
+        self._start = b""  # of all but the last chunk
+        self.body = NO_BODY
+
+    def add(self, chunk: bytes | memoryview, *, ended: bool) -> int:
+        """Take the next chunk; returns MORE, WHOLE or CUT_OFF. With `ended` nothing follows."""
+        self.body = body = self.body.plus(chunk)
+        # With trailers to come, a complete buffered body does not say that it ends the stream.
+        if ended or self._mode == BODY_BUFFERED or self._is_expected(body.length) or self._has_trailers(body.length):
+            self._last = chunk
+            return WHOLE
+        if self._mode != BODY_STREAMED:
+            return CUT_OFF
+        if len(self._start) < _PREFIX:
+            self._start += bytes(chunk[: _PREFIX - len(self._start)])
+        if body.length <= self._inspects and self._kept.take(len(chunk)):
+            self._before += chunk
+        else:
+            self.drop()
+        return MORE
+
+    @property
+    def is_framed(self) -> bool:
+        """It is whole and begins as a message of gRPC does, which nothing in JSON does."""
+        start = self._start + bytes(self._last[: _PREFIX - len(self._start)])
+        whole = len(start) == _PREFIX and start[0] in (0, 1)
+        return whole and _PREFIX + int.from_bytes(start[1:], "big") <= self.body.length
+
+    def take_content(self) -> bytes | memoryview | None:
+        """The whole body, None where it was not kept; nothing of it is kept here any longer."""
+        length, last = self.body.length, self._last
+        if length <= self._inspects and len(last) != length:
+            last = bytes(self._before + last)
+        self.drop()
+        return last if len(last) == length <= self._inspects else None
+
+    def _has_trailers(self, length: int) -> bool:
+        """Whether a body that Envoy collects up to its limit ended before that, and only trailers follow.
+
+        They cannot be waited for. Envoy sends them once the body has been let go on to the upstream, and behind a body that was
+        cut off they come as well.
+        """
+        return self._mode == BODY_BUFFERED_PARTIAL and not self._content_length and length <= self._limit
+
+    def _is_expected(self, length: int) -> bool:
+        """Whether that is the content-length."""
+        expected = self._content_length
+        return expected.isdigit() and len(expected) <= _LENGTH_DIGITS and int(expected) == length
+
+    def drop(self) -> None:
+        """Nobody is going to look into it."""
+        self._kept.free(len(self._before))
+        self._before = bytearray()
+        self._last = b""

@@ -1,0 +1,460 @@
+"""What Envoy's messages say: of which phase they are, the request that they tell of, and bodies without copying them.
+
+protobuf makes an object of every header, and copies a body twice; that is dearer than everything else that is done with a
+message. So those of requests are read by hand, in the one shape that Envoy sends. Every other shape is left to protobuf: the
+answer is always the one that protobuf would give. What stands beside headers is parsed when a policy asks for it, and not
+looked into before.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from google.protobuf.struct_pb2 import Value
+
+from extproc.ext_proc.protobuf import read_varint
+from extproc.pb.external_processor_pb2 import HttpBody, ProcessingRequest
+from extproc.pb.processing_mode_pb2 import ProcessingMode
+from extproc.request.http import NO_FACTS, Facts, HttpRequest, decode_claims, find_websocket, write_claim
+
+MAX_HEADERS: Final = 10_000
+"""So many headers of a request are read (Envoy itself takes 100 by default); those behind them count as missing.
+
+Reading 100,000 takes 40 ms; nothing a client sends may hold up the others for longer than 50 ms.
+"""
+
+# Body modes by name: looking an enum's value up on its message class costs microseconds.
+BODY_NONE: Final = int(ProcessingMode.NONE)
+BODY_STREAMED: Final = int(ProcessingMode.STREAMED)
+BODY_BUFFERED: Final = int(ProcessingMode.BUFFERED)
+BODY_BUFFERED_PARTIAL: Final = int(ProcessingMode.BUFFERED_PARTIAL)
+BODY_DUPLEX: Final = int(ProcessingMode.FULL_DUPLEX_STREAMED)
+BODY_GRPC: Final = int(ProcessingMode.GRPC)
+"""Envoy 1.40 takes this mode and does nothing about it: bodies go on by themselves, whether or not they are shown."""
+
+BODY_UNTOLD: Final = -1
+
+_ATTRIBUTES = "envoy.filters.http.ext_proc"
+_ROUTE = "xds.route_name"
+_ENTRY = 160
+"""Bytes of an attribute that are kept: of a longer name the beginning."""
+
+_ENTRY_VALUE = 0x12  # of a map's entry, field 2
+_STRING_VALUE = 0x1A  # of google.protobuf.Value, field 3
+_JWT_NAMESPACE = "envoy.filters.http.jwt_authn"
+
+# A key on the wire is a field's number and its kind: 0 for a number, 2 for what has a length.
+_REQUEST_HEADERS: Final = 2 << 3 | 2
+_REQUEST_BODY: Final = 4 << 3 | 2
+_RESPONSE_BODY: Final = 5 << 3 | 2
+_METADATA_CONTEXT: Final = 8 << 3 | 2
+_OBSERVABILITY_MODE: Final = 10 << 3
+_PROTOCOL_CONFIG: Final = 11 << 3 | 2
+_HEADER_MAP: Final = 1 << 3 | 2
+_HEADERS_END: Final = 3 << 3
+_HEADER: Final = 1 << 3 | 2
+_NAME: Final = 1 << 3 | 2
+_RAW_VALUE: Final = 3 << 3 | 2
+_BODY: Final = 1 << 3 | 2
+_BODY_END: Final = 2 << 3
+_BODY_MODE: Final = 1 << 3
+
+LARGE: Final = 4_096
+"""From this many bytes on, not copying them is worth a view of them."""
+
+_KIND: Final = 7
+_LENGTH: Final = 2
+_SIZE_BYTES: Final = 5
+_MORE: Final = 0x80
+"""Set in every byte of a number but the last."""
+
+_SECRETS: Final = frozenset({"authorization", "proxy-authorization", "cookie", "api-key", "x-api-key", "x-goog-api-key"})
+"""Headers that are never remembered: nobody's credentials outlive his request here."""
+
+_MAX_KNOWN: Final = 64
+"""Of so many headers at most the next request may have the same."""
+
+_MAX_KNOWN_SIZE: Final = 256
+
+
+class _UnusualError(Exception):
+    """A message has another shape than Envoy's."""
+
+
+class _Known:
+    """The headers of an earlier request."""
+
+    __slots__ = ("_fields", "_headers", "_names")
+
+    def __init__(self, fields: list[bytes], headers: dict[str, bytes]) -> None:
+        """Remember what may be remembered, each field with its bytes on the wire."""
+        self._names = list(headers)
+        self._fields: list[bytes | None] = []
+        self._headers: dict[str, bytes] = {}
+        for field, (name, value) in zip(fields, headers.items(), strict=True):
+            kept = name not in _SECRETS and len(field) <= _MAX_KNOWN_SIZE
+            self._fields.append(field if kept else None)
+            self._headers[name] = value if kept else b""
+
+    def adapt(self, fields: list[bytes]) -> dict[str, bytes] | None:
+        """The headers of a request with as many fields, None where their names are others; raises as `_read_header` does."""
+        headers = self._headers.copy()
+        for place, field in enumerate(fields):
+            known = self._fields[place]
+            if known is None or field != known:
+                name, value = _read_header(field)
+                if name != self._names[place]:
+                    return None
+                headers[name] = value
+        return headers
+
+
+_KNOWN: Final[dict[int, _Known]] = {}
+"""By the number of headers: most of a request's are those of the one before from the same kind of client."""
+
+
+class Message:
+    """One ProcessingRequest.
+
+    Attributes:
+        kind: the name of its phase, empty for one that does not exist yet.
+        headers: of request_headers: raw values by lower-case name; the first of repeated headers wins.
+        body: of request_body; a large one is a view of the message.
+        ended: nothing of the request follows, or where the message is of a response, nothing of that.
+        observed: nobody waits for the answer.
+        body_mode: how bodies are sent; BODY_UNTOLD in all messages but a stream's first, and where Envoy does not say.
+        response_mode: the same of responses' bodies.
+    """
+
+    __slots__ = ("_beside", "_parsed", "body", "body_mode", "ended", "headers", "kind", "observed", "response_mode")
+
+    def __init__(self, kind: str, beside: bytes, parsed: ProcessingRequest | None = None) -> None:
+        """A message that says nothing yet.
+
+        Args:
+            kind: its phase.
+            beside: holds what stands beside headers and body, and may hold more.
+            parsed: the same, None where it has to be parsed first.
+        """
+        self.kind = kind
+        self._beside = beside
+        self._parsed = parsed
+        self.headers: dict[str, bytes] = {}
+        self.body: bytes | memoryview = b""
+        self.ended = False
+        self.observed = False
+        self.body_mode = BODY_UNTOLD
+        self.response_mode = BODY_UNTOLD
+
+    def read_attribute(self, name: str) -> str | None:
+        """An attribute that Envoy was asked for, None where it does not have it; raises as `parse_beside` does."""
+        if self._beside.find(name.encode()) < 0:  # soon seen, and true of most; `in` first tries whether it is a number
+            return None
+        attributes = self.parse_beside().attributes
+        if _ATTRIBUTES not in attributes:
+            return None
+        found = attributes[_ATTRIBUTES].fields
+        return found[name].string_value if name in found else None
+
+    def read_status(self) -> bytes:
+        """The status of a response_headers message, empty for every other; raises as `parse_beside` does."""
+        headers = self.parse_beside().response_headers.headers.headers
+        return next((header.raw_value for header in headers if header.key == ":status"), b"")
+
+    def cut_attribute(self, name: str) -> bytes:
+        """The bytes of an attribute's value, for `_read_text_entry`; empty where there is none. Quicker than to read it."""
+        place = self._beside.find(name.encode())
+        return self._beside[place + len(name) : place + len(name) + _ENTRY] if place >= 0 else b""
+
+    def parse_beside(self) -> ProcessingRequest:
+        """Attributes and metadata; headers and body may be missing.
+
+        Raises:
+            DecodeError: they are malformed, which nothing is that comes from Envoy.
+        """
+        if self._parsed is None:
+            self._parsed = ProcessingRequest.FromString(self._beside)
+        return self._parsed
+
+
+def parse_message(data: bytes) -> Message:
+    """Parse one serialized ProcessingRequest.
+
+    Raises:
+        DecodeError: the bytes are not a ProcessingRequest.
+    """
+    try:
+        if data[0] == _REQUEST_HEADERS:
+            return _walk_headers(data)
+        if data[0] == _REQUEST_BODY:
+            return _walk_body(data)
+    except (_UnusualError, IndexError, ValueError):  # UnicodeDecodeError is one
+        pass
+    return _parse_any(data)
+
+
+def _parse_any(data: bytes) -> Message:
+    """A message of any shape."""
+    parsed = ProcessingRequest.FromString(data)
+    message = Message(parsed.WhichOneof("request") or "", data, parsed)
+    message.observed = parsed.observability_mode
+    if parsed.HasField("protocol_config"):
+        message.body_mode = parsed.protocol_config.request_body_mode
+        message.response_mode = parsed.protocol_config.response_body_mode
+    if message.kind == "request_headers":
+        # Of headers with one name the first is to win, so it comes last.
+        listed = reversed(parsed.request_headers.headers.headers[:MAX_HEADERS])
+        message.headers = {header.key: header.raw_value for header in listed}
+        message.ended = parsed.request_headers.end_of_stream
+    elif message.kind == "request_body":
+        message.body = parsed.request_body.body
+        message.ended = parsed.request_body.end_of_stream
+    elif message.kind == "response_headers":
+        message.ended = parsed.response_headers.end_of_stream
+    elif message.kind == "response_body":
+        message.ended = parsed.response_body.end_of_stream
+    else:  # trailers
+        message.ended = bool(message.kind)
+    return message
+
+
+def cut_body(data: bytes, kind: str) -> bytes | memoryview:
+    """The HttpBody in a message that has one, as it stands on the wire.
+
+    Args:
+        data: the message.
+        kind: `request_body` or `response_body`.
+    """
+    if data[0] == (_REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY):  # as it comes from Envoy
+        size, position = read_varint(data, 1)
+        return memoryview(data)[position : position + size]
+    part: HttpBody = getattr(ProcessingRequest.FromString(data), kind)
+    return part.SerializeToString()
+
+
+def _walk_headers(data: bytes) -> Message:
+    """A request_headers message.
+
+    Raises:
+        _UnusualError: in another shape than Envoy's.
+        IndexError: or cut off.
+        ValueError: or malformed.
+    """
+    size, position = _read_size(data, 1)
+    end = position + size
+    message = Message("request_headers", data[end:])
+    if data[position] != _HEADER_MAP:
+        raise _UnusualError
+    size, position = _read_size(data, position + 1)
+    map_end = position + size
+    message.headers = _read_headers(_split_header_map(data, position, map_end))
+    position = map_end
+    if position != end:
+        message.ended, position = _read_flag(data, position, _HEADERS_END)
+    _walk_rest(data, position, end, message)
+    return message
+
+
+def _split_header_map(data: bytes, position: int, end: int) -> list[bytes]:
+    """The headers between these positions, each with its bytes on the wire."""
+    fields: list[bytes] = []
+    while position < end:
+        if data[position] != _HEADER:
+            raise _UnusualError
+        size, start = _read_size(data, position + 1)
+        position = start + size
+        if len(fields) == MAX_HEADERS:
+            raise _UnusualError
+        fields.append(data[start:position])
+    if position != end:
+        raise _UnusualError
+    return fields
+
+
+def _read_headers(fields: list[bytes]) -> dict[str, bytes]:
+    count = len(fields)
+    known = _KNOWN.get(count)
+    adapted = known.adapt(fields) if known is not None else None
+    if adapted is not None:
+        return adapted
+    headers = dict([_read_header(field) for field in fields])
+    if len(headers) < count:  # a name repeats
+        raise _UnusualError
+    if count <= _MAX_KNOWN:
+        _KNOWN[count] = _Known(fields, headers)
+    return headers
+
+
+def _read_header(field: bytes) -> tuple[str, bytes]:
+    """Name and value."""
+    if field[0] != _NAME:
+        raise _UnusualError
+    size, position = _read_size(field, 1)
+    end = position + size
+    name = field[position:end].decode()
+    if end == len(field):
+        return name, b""
+    if field[end] != _RAW_VALUE:
+        raise _UnusualError
+    size, position = _read_size(field, end + 1)
+    if position + size != len(field):
+        raise _UnusualError
+    return name, field[position:]
+
+
+def _walk_body(data: bytes) -> Message:
+    """A request_body message; raises as `_walk_headers` does."""
+    size, position = _read_size(data, 1)
+    end = position + size
+    message = Message("request_body", data[end:])
+    if position != end:
+        if data[position] != _BODY:
+            raise _UnusualError
+        size, position = _read_size(data, position + 1)
+        stop = position + size
+        message.body = data[position:stop] if size < LARGE else memoryview(data)[position:stop]
+        position = stop
+    if position != end:
+        message.ended, position = _read_flag(data, position, _BODY_END)
+    _walk_rest(data, position, end, message)
+    return message
+
+
+def _walk_rest(data: bytes, position: int, end: int, message: Message) -> None:
+    """What follows the request's own part, which should be over at `position` and is at `end`."""
+    if position != end:
+        raise _UnusualError
+    while position < len(data):
+        key = data[position]
+        if key == _OBSERVABILITY_MODE:
+            message.observed, position = _read_flag(data, position, key)
+        elif key == _PROTOCOL_CONFIG:
+            message.body_mode, position = _read_body_mode(data, position)
+        elif _METADATA_CONTEXT <= key < _MORE and key & _KIND == _LENGTH:
+            size, position = _read_size(data, position + 1)
+            position += size
+        else:
+            raise _UnusualError
+    if position != len(data):
+        raise _UnusualError
+
+
+def _read_size(data: bytes, position: int) -> tuple[int, int]:
+    """The length at `position`, and where what has it begins; protobuf takes no longer spelling."""
+    size, start = read_varint(data, position)
+    if start - position > _SIZE_BYTES:
+        raise _UnusualError
+    return size, start
+
+
+def _read_text_entry(entry: bytes) -> str:
+    """The text of a google.protobuf.Struct's entry, from behind its key on, however it is cut off; empty where it is none."""
+    try:
+        if entry[0] != _ENTRY_VALUE:
+            return ""
+        _, position = read_varint(entry, 1)
+        if entry[position] != _STRING_VALUE:
+            return ""
+        length, position = read_varint(entry, position + 1)
+    except (IndexError, ValueError):
+        return ""
+    return entry[position : position + length].decode("utf-8", "replace")
+
+
+def _read_flag(data: bytes, position: int, key: int) -> tuple[bool, int]:
+    """The flag that should stand at `position` with its key, and where it stops."""
+    value = data[position + 1]
+    if data[position] != key or value >= _MORE:
+        raise _UnusualError
+    return value != 0, position + 2
+
+
+def _read_body_mode(data: bytes, position: int) -> tuple[int, int]:
+    """The body mode in the protocol_config at `position`, alone in there, and where that stops."""
+    value = data[position + 3]
+    if data[position + 1] != 2 or data[position + 2] != _BODY_MODE or value >= _MORE:  # noqa: PLR2004  # bytes in it
+        raise _UnusualError
+    return value, position + 4
+
+
+def read_request(message: Message, *, allow_unverified_jwt: bool = False) -> HttpRequest:
+    """The request that a request_headers message tells of.
+
+    Args:
+        message: the first of its stream.
+        allow_unverified_jwt: where Envoy verified no claim, take it from the bearer token as it is.
+    """
+    headers = message.headers
+    token = headers.get("authorization", b"") if allow_unverified_jwt else b""
+    request = HttpRequest(
+        _decode(headers.get(":method", b"")),
+        _decode(headers.get(":path", b"")),
+        _decode(headers.get(":authority", b"")),
+        headers,
+        _EnvoyFacts(message, token),
+    )
+    request.opens_responses = find_websocket(request)
+    return request
+
+
+class _RouteAlone(Facts):
+    """The route of a request whose message has gone."""
+
+    def __init__(self, entry: bytes) -> None:
+        """See `Message.cut_attribute`."""
+        self._entry = entry
+
+    def route(self) -> str:
+        """See `Facts`."""
+        return _read_text_entry(self._entry)
+
+
+class _EnvoyFacts(Facts):
+    """What Envoy's message says beside the headers."""
+
+    def __init__(self, message: Message, token: bytes) -> None:
+        """Read nothing yet; `token` is the authorization to believe, empty for none."""
+        self._message = message
+        self._token = token
+        self._unverified: dict[str, str] | None = None
+
+    def route(self) -> str:
+        """See `Facts`."""
+        return self._message.read_attribute(_ROUTE) or ""
+
+    def let_go(self) -> Facts:
+        """See `Facts`."""
+        entry = self._message.cut_attribute(_ROUTE)
+        return _RouteAlone(entry) if entry else NO_FACTS
+
+    def address(self) -> str:
+        """See `Facts`."""
+        return _strip_port(self._message.read_attribute("source.address") or "")
+
+    def claim(self, name: str) -> str:
+        """The claim as Envoy verified it; an unverified one fills the gap where that is allowed."""
+        metadata = self._message.parse_beside().metadata_context.filter_metadata
+        found: Value | None = None
+        if _JWT_NAMESPACE in metadata:
+            # jwt_authn files each payload under a name of the operator's choice (payload_in_metadata).
+            for payload in metadata[_JWT_NAMESPACE].fields.values():
+                verified = payload.struct_value.fields
+                if name in verified:
+                    found = verified[name]
+        if found is not None:
+            kind = found.WhichOneof("kind")
+            return write_claim(getattr(found, kind)) if kind else ""
+        if self._unverified is None:
+            self._unverified = decode_claims(_decode(self._token)) if self._token else {}
+        return self._unverified.get(name, "")
+
+
+def _decode(value: bytes) -> str:
+    return value.decode("utf-8", "surrogateescape")
+
+
+def _strip_port(address: str) -> str:
+    """`source.address` without its port: `192.0.2.1:443` or `[2001:db8::1]:443`; a Unix socket's path stays as it is."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    return address.rpartition(":")[0] if address.count(":") == 1 else address

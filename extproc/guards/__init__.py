@@ -1,1 +1,0 @@
-"""What can stop a request, one file for each kind of guard."""

@@ -1,0 +1,96 @@
+"""What every JSON object of a bundle is made of: frozen models that take no unknown key, and strings with a rule."""
+# interpreted: runs at start and at reload; pydantic makes its models of annotations, which compiled classes do not keep
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+Place = tuple[str | int, ...]
+"""The steps from a document down to one of its values."""
+
+MAX_SECONDS = 31_536_000
+"""Longest window or cooldown: a year, so that milliseconds always fit the stores' 64-bit fields."""
+
+MAX_THRESHOLD = 1_000_000_000
+
+INSPECT_BYTES: Final = 2**20
+"""Default of `max_inspect_bytes`."""
+
+InspectBytes = Annotated[int, Field(ge=1, le=16 * 2**20)]
+"""Of a body that is looked into."""
+
+AUTO: Final = "auto"
+_STATUSES = (400, 599)
+"""Lowest and highest status of a refusal: those of errors."""
+
+_POINTER = re.compile(r"(?:/(?:[^~/]|~[01])*)+\Z")  # RFC 6901, without the empty one, which is the whole document
+
+
+def make_error(message: str, why: str = "") -> PydanticCustomError:
+    """The error that a validator raises: what would be right, and what is to be said after what was found."""
+    return PydanticCustomError("loopguard", "{message}", {"message": message, "why": why})
+
+
+def is_pointer(value: str) -> bool:
+    """Whether a text is a JSON Pointer (RFC 6901) to anything below the whole document."""
+    return _POINTER.match(value) is not None
+
+
+def is_annotation(key: str) -> bool:
+    """Whether any object may carry the key and nobody reads it: `description` and `x-...`."""
+    return key == "description" or key.startswith("x-")
+
+
+def _check_pointer(value: str) -> str:
+    if not is_pointer(value):
+        raise make_error("must be a JSON Pointer, such as '/metadata/request_id' or '/messages/*/id'")
+    return value
+
+
+def _check_status(value: object) -> object:
+    if value == AUTO:
+        return value
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise make_error(f"must be an integer or '{AUTO}'")
+    if value < _STATUSES[0]:
+        raise make_error(f"must be >= {_STATUSES[0]}")
+    if value > _STATUSES[1]:
+        raise make_error(f"must be <= {_STATUSES[1]}")
+    return value
+
+
+_STATUS: dict[str, Any] = {
+    "type": ["integer", "string"],
+    "minimum": _STATUSES[0],
+    "maximum": _STATUSES[1],
+    "pattern": f"^{AUTO}$",
+}
+
+Pointer = Annotated[str, AfterValidator(_check_pointer), Field(json_schema_extra={"pattern": "^(/([^~/]|~[01])*)+$"})]
+Status = Annotated[int | Literal["auto"], BeforeValidator(_check_status), WithJsonSchema(_STATUS)]
+
+
+NO_ITEMS: Any = Field(default_factory=list, json_schema_extra={"default": []})
+"""An empty list as a default. One that is given as it is would be copied for each object: a twentieth of the time of a load."""
+
+
+class JsonObject(BaseModel):
+    """A JSON object of the bundle: unknown keys are errors, except `description` and `x-...`."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        json_schema_extra={"patternProperties": {"^x-": {}, "^description$": {}}},
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_annotations(cls, value: Any) -> Any:  # noqa: ANN401  # raw JSON, before any check
+        if isinstance(value, dict) and any(map(is_annotation, value)):
+            return {key: item for key, item in value.items() if not is_annotation(key)}
+        return value

@@ -1,0 +1,1 @@
+"""What people see of a running Loopguard, and what they order."""

@@ -1,0 +1,159 @@
+"""The page on the admin port's `/`: loops and sessions of all replicas and the last hour's curve, for a browser or a phone.
+
+Rendered here with every value escaped. It loads nothing from anywhere, and its Content-Security-Policy lets it run nothing but
+its own few lines, which fetch it anew.
+"""
+
+from __future__ import annotations
+
+import secrets
+from datetime import datetime
+from functools import cache
+from http import HTTPStatus
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from extproc.operator.admin.loop_report import ACTIONS, SORTS, LoopPages, read_selection
+from extproc.operator.admin.session_report import SessionPages, SessionSelection
+from extproc.operator.loop_table import MINUTES
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+REFRESH_SECONDS = 3
+
+_MAX_ROWS = 200
+_MAX_RUNS = 100
+_MAX_CHARTS = 12
+
+_BAR = 6
+_HEIGHT = 60
+
+_POLICY = (
+    "default-src 'none'; style-src 'nonce-{0}'; script-src 'nonce-{0}'; connect-src 'self'; form-action 'self';"
+    " base-uri 'none'; frame-ancestors 'none'"
+)
+
+
+class Bar(NamedTuple):
+    """One action in one minute, as a rectangle."""
+
+    action: str
+    x: int
+    y: float
+    height: float
+
+
+class Chart(NamedTuple):
+    """The hour of one policy.
+
+    Attributes:
+        policy: its id.
+        mode: of it.
+        actions: with the requests of the hour, the most severe first.
+        most: requests in the busiest minute.
+        bars: of all actions, stacked.
+    """
+
+    policy: str
+    mode: str
+    actions: list[tuple[str, int]]
+    most: int
+    bars: list[Bar]
+
+
+def route_page(pages: LoopPages, sessions: SessionPages) -> Route:
+    """The route of the page."""
+    return Route("/", lambda request: _send(request, pages, sessions))
+
+
+def draw_charts(curves: list[dict[str, Any]]) -> list[Chart]:
+    """A chart for each policy and mode, the busiest first.
+
+    Args:
+        curves: of a report.
+    """
+    ordered = sorted(curves, key=lambda curve: (curve["policy"], curve["mode"]))
+    charts = [_draw(policy, mode, list(own)) for (policy, mode), own in groupby(ordered, _name_chart)]
+    return sorted(charts, key=lambda chart: -sum(total for _, total in chart.actions))
+
+
+def _name_chart(curve: dict[str, Any]) -> tuple[str, str]:
+    return curve["policy"], curve["mode"]
+
+
+def _draw(policy: str, mode: str, curves: list[dict[str, Any]]) -> Chart:
+    severity = list(ACTIONS)
+    curves.sort(key=lambda curve: -severity.index(curve["action"]))
+    most = max(sum(curve["minutes"][minute] for curve in curves) for minute in range(MINUTES))
+    bars = []
+    for minute in range(MINUTES):
+        top = 0.0
+        for curve in curves:
+            height = round(_HEIGHT * curve["minutes"][minute] / max(1, most), 1)
+            if height:
+                top += height
+                bars.append(Bar(curve["action"], minute * _BAR, round(_HEIGHT + 3 - top, 1), height))
+    return Chart(policy, mode, [(curve["action"], sum(curve["minutes"])) for curve in curves], most, bars)
+
+
+def _send(request: Request, pages: LoopPages, sessions: SessionPages) -> Response:
+    report = pages.report(request)
+    selection = read_selection(request.query_params)
+    runs = sessions.report(request, SessionSelection(selection.policy, selection.caller))
+    charts = draw_charts(report["curves"])
+    nonce = secrets.token_urlsafe(16)
+    html = _load_template().render(
+        report={**report, "loops": report["loops"][:_MAX_ROWS]},
+        charts=charts[:_MAX_CHARTS],
+        more_charts=max(0, len(charts) - _MAX_CHARTS),
+        runs={**runs, "sessions": runs["sessions"][:_MAX_RUNS]},
+        selection=selection,
+        sorts=SORTS,
+        actions=dict(reversed(ACTIONS.items())),
+        refresh=REFRESH_SECONDS,
+        nonce=nonce,
+        now=_read_time(report["at"]),
+    )
+    headers = {
+        "content-security-policy": _POLICY.format(nonce),
+        "cache-control": "no-store",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+    return HTMLResponse(html, HTTPStatus.OK, headers)
+
+
+@cache
+def _load_template() -> Template:
+    """Read the page's template, when somebody looks at the page for the first time."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context  # noqa: PLC0415  # most never look
+
+    loader = FileSystemLoader(Path(__file__).parent / "templates")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["number"] = lambda number: f"{number:,}"
+    environment.filters["money"] = write_money
+    environment.filters["age"] = pass_context(lambda context, text: write_age(context["now"] - _read_time(text)))
+    return environment.get_template("loops.html")
+
+
+def write_money(dollars: float) -> str:
+    """An amount to the cent, where it is that much."""
+    return "< $0.01" if 0 < dollars < 0.01 else f"${dollars:,.2f}"  # noqa: PLR2004  # a cent
+
+
+def write_age(seconds: float) -> str:
+    """How long ago, in the largest unit that fits."""
+    for unit, length in (("h", 3_600), ("m", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit} ago"
+    return f"{max(0, seconds):.0f} s ago"
+
+
+def _read_time(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()

@@ -1,0 +1,109 @@
+"""The admin server: Starlette on uvicorn, in a thread and an event loop of its own.
+
+So a scrape never holds up a request, and a stalled data path can still be told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+
+from starlette.types import ASGIApp
+from uvicorn import Config
+from uvicorn import Server as Uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from extproc.errors import UsageError
+from extproc.settings import Address
+from extproc.sockets import open_listening_socket
+
+_CLIENT_SECONDS = 30
+"""A client that has not asked and taken its answer by then is dropped, however many bytes it sends or reads meanwhile."""
+
+_MAX_CLIENTS = 256
+"""Connections; past it the one that has gone longest without an answer is dropped, so that probes always get through."""
+
+_OWNER_ONLY = 0o600
+
+
+class AdminServer:
+    """Serves an application until it is stopped."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        """Nothing listens yet."""
+        config = Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=logging.ERROR,  # what clients do wrong is not worth a line each
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,  # who asks is who connects, whatever a header says
+            timeout_graceful_shutdown=1,
+        )
+        self._server = Uvicorn(config)
+        self._thread: threading.Thread | None = None
+
+    def start(self, address: Address, socket_path: str = "") -> str:
+        """Listen and serve.
+
+        Args:
+            address: of TCP.
+            socket_path: of a Unix socket beside it, which only this user may open; empty for none.
+
+        Returns:
+            `host:port`, with the real port where 0 was asked for.
+
+        Raises:
+            UsageError: the address is no TCP address.
+            LoopguardError: one of them cannot be listened on.
+        """
+        if address.is_unix:
+            raise UsageError(f"--admin must be HOST:PORT, not {address.text!r}")
+        sockets = [open_listening_socket(address, "--admin")]
+        try:
+            if socket_path:
+                beside = Address(f"unix:{socket_path}")
+                sockets.append(open_listening_socket(beside, "--admin-socket", mode=_OWNER_ONLY))
+        except BaseException:
+            sockets[0].close()
+            raise
+        self._thread = threading.Thread(target=self._run, args=(sockets,), name="admin", daemon=True)
+        self._thread.start()
+        return f"{address.text.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
+
+    def stop(self) -> None:
+        """Stop listening, and end what is being answered."""
+        if self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join()
+
+    def _run(self, sockets: list[socket.socket]) -> None:
+        asyncio.run(self._server.serve(sockets))
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's, for clients that are slow, silent or many."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as the base class's
+        super().connection_made(transport)
+        self._allow_time()
+        others = [other for other in self.connections if isinstance(other, _Protocol)]
+        if len(others) > _MAX_CLIENTS:
+            min(others, key=lambda other: other.deadline.when()).transport.abort()
+
+    def on_response_complete(self) -> None:
+        self.deadline.cancel()
+        self._allow_time()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.deadline.cancel()
+        super().connection_lost(exc)
+
+    def _allow_time(self) -> None:
+        self.deadline = self.loop.call_later(_CLIENT_SECONDS, self.transport.abort)

@@ -1,0 +1,330 @@
+"""Both verdicts about each request: what the enforcing policy made of it, and what its candidate would have.
+
+The event loop alone counts, in plain numbers; whoever else reads them may see a request in one and not yet in another. All of
+it is bounded: policies by `pairings.MAX_PAIRINGS`, callers by their sketches, disagreements by `_MAX_DISAGREEMENTS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Final, TypeAlias
+
+from extproc.decision import Action, Decision, Outcome
+from extproc.engine.candidates import Candidate, SessionCandidate
+from extproc.engine.evaluation import Evaluation, group_by_policy
+from extproc.metrics import Counts, Metrics
+from extproc.operator.canary.samples import Samples
+from extproc.operator.sketch import Sketch
+from extproc.policy.pairings import Pairing
+from extproc.request.http import cut_text
+from extproc.sessions.names import SessionNames
+from extproc.sessions.session_limits import Session
+
+VERDICTS = ("both", "only_live", "only_candidate", "neither")
+"""Which of the two does something about a request, be it a refusal or a warning."""
+
+_ALLOW: Final = Action.ALLOW
+_LABELS = ("policy", "canary_of")
+_LIVE_ALONE = ("missed", "only_live")
+
+REFUSALS = ("extra", "already", "missed")
+"""The candidate would refuse what goes on today; what is refused today as well; or let go on what live refuses."""
+
+_MAX_DISAGREEMENTS = 64
+SHOWN = 20
+"""Of these are reported."""
+
+_METHOD = 16
+_TEXT = 128
+"""Longest method, path and name of a tool that are kept, in characters: clients choose them."""
+
+_DIGEST = 8
+
+_SENT_ANYWAY: Final = SessionNames(Session().keys)
+"""What headers may say about the session of a request to which no policy looks for one."""
+
+Kind: TypeAlias = tuple[str, str, str, str, str, str]
+"""Of a disagreement: what it is about, method, path, tenant, detector and tool."""
+
+
+class Disagreements:
+    """The kinds of requests about which two policies disagree most, in bounded room.
+
+    Space-Saving: a new kind takes the place of the rarest, with its count, by which it may be too high from then on.
+    (A. Metwally et al., Efficient computation of frequent and top-k elements in data streams, ICDT 2005.)
+    """
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        """They agree."""
+        self._counts: dict[Kind, tuple[int, int]] = {}
+
+    def add(self, kind: Kind) -> None:
+        """One more of a kind."""
+        count, over = self._counts.get(kind, (0, 0))
+        if not count and len(self._counts) >= _MAX_DISAGREEMENTS:
+            rarest = min(self._counts, key=self._read_count)
+            count, _ = self._counts.pop(rarest)
+            over = count
+        self._counts[kind] = (count + 1, over)
+
+    def _read_count(self, kind: Kind) -> int:
+        return self._counts[kind][0]
+
+    def list_most(self) -> list[tuple[Kind, int, int]]:
+        """Kind, count, and by how much that may be too high; the most frequent first."""
+        listed = [(kind, count, over) for kind, (count, over) in self._counts.copy().items()]
+        return sorted(listed, key=_rank)[:SHOWN]
+
+
+def _rank(entry: tuple[Kind, int, int]) -> tuple[int, Kind]:
+    kind, count, _ = entry
+    return -count, kind
+
+
+class Pair:
+    """An enforcing policy and its candidate, on the requests that the candidate has counted.
+
+    Attributes:
+        pairing: who they are.
+        since: when the first request could be compared, in seconds since 1970.
+        both, only_live, only_candidate, neither: requests, by which of them does something.
+        live_counted: requests that live has counted.
+        compared_with_live: of these, the ones that the candidate has counted as well.
+        refused: compared requests that were refused, by whichever policy.
+        extra, already, missed: refusals; see `REFUSALS`.
+        tenants: of compared requests.
+        refused_tenants: of extra refusals.
+        refused_sessions: of extra refusals, where the request names one.
+        disagreements: the most frequent kinds.
+        samples: of extra refusals; None where nobody wants any.
+    """
+
+    __slots__ = (
+        "already",
+        "both",
+        "compared_with_live",
+        "disagreements",
+        "extra",
+        "live_counted",
+        "missed",
+        "neither",
+        "only_candidate",
+        "only_live",
+        "pairing",
+        "refused",
+        "refused_sessions",
+        "refused_tenants",
+        "samples",
+        "since",
+        "tenants",
+    )
+
+    def __init__(self, pairing: Pairing, now: float, samples: Samples | None = None) -> None:
+        """Nothing has been compared."""
+        self.samples = samples
+        self.pairing = pairing
+        self.since = now
+        self.both = self.only_live = self.only_candidate = self.neither = 0
+        self.live_counted = self.compared_with_live = 0
+        self.refused = self.extra = self.already = self.missed = 0
+        self.tenants = Sketch()
+        self.refused_tenants = Sketch()
+        self.refused_sessions = Sketch()
+        self.disagreements = Disagreements()
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """Of its metrics."""
+        return self.pairing.candidate, self.pairing.live
+
+    @property
+    def compared(self) -> int:
+        """Requests that the candidate has counted."""
+        return self.both + self.only_live + self.only_candidate + self.neither
+
+    @property
+    def uncompared(self) -> int:
+        """Requests that live has counted, and the candidate has not, or not yet."""
+        return max(0, self.live_counted - self.compared_with_live)
+
+    def compare(self, live: Outcome | None, candidate: Outcome, *, refused: bool) -> str:
+        """Count one request.
+
+        Args:
+            live: what the enforcing policy made of it; None where it did not count it, and so let it go on.
+            candidate: what the candidate would have.
+            refused: the request was refused, by whichever policy.
+
+        Returns:
+            what they disagree about, `extra`, `missed`, `only_live` or `only_candidate`; empty where they agree.
+        """
+        self.tenants.add(candidate.tenant)
+        live_acts = False
+        if live is not None:
+            self.compared_with_live += 1
+            live_acts = live.action is not _ALLOW
+        if refused:
+            self.refused += 1
+        acts = candidate.action is not _ALLOW
+        if not acts and not live_acts:
+            self.neither += 1
+            return ""
+        refusal = self._compare_refusals(live is not None and live.action is Action.REJECT, candidate, refused=refused)
+        if acts and live_acts:
+            self.both += 1
+            return refusal
+        if acts:
+            self.only_candidate += 1
+            return refusal or "only_candidate"
+        self.only_live += 1
+        return refusal or "only_live"
+
+    def _compare_refusals(self, live_refuses: bool, candidate: Outcome, *, refused: bool) -> str:  # noqa: FBT001  # see compare
+        """`extra` or `missed`; empty where a refusal would be none of the two."""
+        if candidate.action is not Action.REJECT:
+            self.missed += int(live_refuses)
+            return "missed" if live_refuses else ""
+        if live_refuses or refused:
+            self.already += 1
+            return ""
+        self.extra += 1
+        self.refused_tenants.add(candidate.tenant)
+        return "extra"
+
+
+class Pairs:
+    """All pairs of the policies in force."""
+
+    def __init__(self, samples: int = 0, *, sample_bodies: bool = False) -> None:
+        """No policies yet; see `Samples` for what is kept of each pair."""
+        self._samples = samples
+        self._sample_bodies = sample_bodies
+        self._by_candidate: dict[str, Pair] = {}
+        self._by_live: dict[str, list[Pair]] = {}
+
+    def follow(self, pairings: Sequence[Pairing], now: float) -> None:
+        """Take other policies; those that are still the same go on where they were.
+
+        Args:
+            pairings: of the policies in force from now on.
+            now: in seconds since 1970.
+        """
+        known = {pair.pairing: pair for pair in self._by_candidate.values()}
+        pairs = [known.get(pairing) or Pair(pairing, now, self._make_samples()) for pairing in pairings]
+        self._by_candidate = {pair.pairing.candidate: pair for pair in pairs}
+        self._by_live = {}
+        for pair in pairs:
+            self._by_live.setdefault(pair.pairing.live, []).append(pair)
+
+    def _make_samples(self) -> Samples | None:
+        return Samples(self._samples, bodies=self._sample_bodies) if self._samples else None
+
+    def list_pairs(self) -> list[Pair]:
+        """In the order of the candidates."""
+        return list(self._by_candidate.values())
+
+    def show(self, metrics: Metrics) -> None:
+        """Have them read at every scrape."""
+        text = "Requests compared by a canary, by which of the two policies acts"
+        metrics.show_counts("canary_requests_total", text, (*_LABELS, "verdict"), self._list_verdicts)
+        text = "Refusals of a canary: new (extra), made anyway (already), or missed"
+        metrics.show_counts("canary_refusals_total", text, (*_LABELS, "refusal"), self._list_refusals)
+        text = "Compared requests that were refused, by any policy"
+        metrics.show_counts("canary_refused_total", text, _LABELS, self._list_refused)
+
+    def _list_verdicts(self) -> list[Counts]:
+        return [
+            ((*pair.labels, verdict), count)
+            for pair in self.list_pairs()
+            for verdict, count in zip(VERDICTS, (pair.both, pair.only_live, pair.only_candidate, pair.neither), strict=True)
+        ]
+
+    def _list_refusals(self) -> list[Counts]:
+        return [
+            ((*pair.labels, refusal), count)
+            for pair in self.list_pairs()
+            for refusal, count in zip(REFUSALS, (pair.extra, pair.already, pair.missed), strict=True)
+        ]
+
+    def _list_refused(self) -> list[Counts]:
+        return [(pair.labels, pair.refused) for pair in self.list_pairs()]
+
+    def compare(self, evaluation: Evaluation, decision: Decision, *, refused: bool) -> None:
+        """Count one request that has been decided, or the part of it that could be.
+
+        Args:
+            evaluation: of the request.
+            decision: about it.
+            refused: it goes no further.
+        """
+        trace = group_by_policy(decision.trace)
+        evaluation.trace = trace
+        for outcome in trace:
+            for pair in self._by_live.get(outcome.policy, ()):
+                pair.live_counted += 1
+            tried = self._by_candidate.get(outcome.policy)
+            if tried is not None:
+                live = _find_outcome(trace, tried.pairing.live) or _find_outcome(evaluation.earlier, tried.pairing.live)
+                _compare(tried, live, outcome, evaluation, refused=refused)
+
+
+def _compare(pair: Pair, live: Outcome | None, candidate: Outcome, evaluation: Evaluation, *, refused: bool) -> None:
+    """Count one request for a pair; one on which the candidate acts already is no question any more."""
+    if candidate.mode == "enforce":
+        pair.compared_with_live += live is not None
+        return
+    about = pair.compare(live, candidate, refused=refused)
+    if about:
+        _tell(pair, about, evaluation, candidate if live is None or about not in _LIVE_ALONE else live)
+
+
+def _find_outcome(trace: Sequence[Outcome], policy: str) -> Outcome | None:
+    for outcome in trace:
+        if outcome.policy == policy:
+            return outcome
+    return None
+
+
+def _tell(pair: Pair, about: str, evaluation: Evaluation, outcome: Outcome) -> None:
+    """Keep what a person wants to know about a disagreement.
+
+    Args:
+        pair: that disagrees.
+        about: from `Pair.compare`.
+        evaluation: of the request.
+        outcome: of the policy that does something, or more.
+    """
+    request = evaluation.request
+    tools = outcome.repeat.tools if outcome.repeat is not None else outcome.subject.tools
+    method, path, tool = cut_text(request.method, _METHOD), cut_text(request.path, _TEXT), cut_text(", ".join(tools), _TEXT)
+    pair.disagreements.add((about, method, path, outcome.tenant, outcome.detector, tool))
+    if about == "extra":
+        session = _find_session(pair, evaluation, outcome)
+        if session:
+            pair.refused_sessions.add(_tell_apart(outcome.tenant, session))
+        if pair.samples is not None:
+            pair.samples.offer(evaluation, outcome, session)
+
+
+def _tell_apart(tenant: str, session: str) -> str:
+    """16 hex digits that tell a session from those of other tenants, who may have named theirs alike."""
+    return blake2b(f"{tenant}{session}".encode(), digest_size=_DIGEST).hexdigest()
+
+
+def _find_session(pair: Pair, evaluation: Evaluation, outcome: Outcome) -> str:
+    """The session of a request that a candidate would refuse, 16 hex digits; empty where it names none.
+
+    It is called what it is called elsewhere: by the detector that refuses, by others of the policy, limits of sessions before
+    all, by the enforcing policy, or else by the headers that agents send anyway.
+    """
+    looking = [each for lane in evaluation.lanes for each in lane.candidates if each.session and each.plan.id in pair.labels]
+    if not looking:
+        return _SENT_ANYWAY.find(_SENT_ANYWAY.read(evaluation.request), None)
+
+    def rank(each: Candidate) -> tuple[bool, bool, bool]:
+        return each.plan.id != outcome.policy, each.guard.name != outcome.detector, not isinstance(each, SessionCandidate)
+
+    return min(looking, key=rank).session

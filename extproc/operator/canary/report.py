@@ -1,0 +1,75 @@
+"""What is told about canaries: JSON for machines, of what the replicas have counted."""
+# interpreted: tells operators, not requests
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from extproc.operator.canary.pairs import REFUSALS, VERDICTS
+from extproc.operator.canary.states import State, merge_states
+from extproc.operator.canary.verdict import Rules, find_bounds, judge
+from extproc.policy.pairings import Pairing
+
+
+def describe_canaries(states: Iterable[State], rules: Rules) -> list[dict[str, Any]]:
+    """All there is to say about each pair, in the order in which pairs are first met."""
+    groups: dict[Pairing, list[State]] = {}
+    for state in states:
+        groups.setdefault(state.pairing, []).append(state)
+    return [_describe_canary(group, rules) for group in groups.values()]
+
+
+def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
+    """All there is to say about one pair.
+
+    Args:
+        states: of one or more replicas.
+        rules: for the verdict.
+    """
+    state = merge_states(states)
+    counts, compared = state.counts, state.compared
+    went_on = compared - counts["refused"]
+    callers = {name: state.read_sketch(name) for name in ("tenants", "refused_tenants", "refused_sessions")}
+    tenants, sessions = callers["refused_tenants"].count(), callers["refused_sessions"].count()
+    verdict = judge(counts["extra"], went_on, tenants, sessions, rules)
+
+    def rate(part: int, whole: int) -> dict[str, float | None]:
+        return find_bounds(part, whole, rules.confidence)._asdict()
+
+    return {
+        "policy": state.candidate,
+        "canary_of": state.live,
+        "verdict": verdict.word,
+        "reasons": verdict.reasons,
+        "since": _write_time(state.since),
+        "until": _write_time(state.until),
+        "replicas": len(states),
+        "requests": {
+            "compared": compared,
+            **{name: counts[name] for name in VERDICTS},
+            "refused": counts["refused"],
+            "went_on": went_on,
+            "uncompared": counts["uncompared"],
+        },
+        "refusals": {name: counts[name] for name in REFUSALS},
+        "rates": {
+            "extra_refusals": rate(counts["extra"], went_on),
+            "missed_refusals": rate(counts["missed"], compared),
+            "disagreement": rate(counts["only_live"] + counts["only_candidate"], compared),
+        },
+        "newly_refused": {
+            "tenants": tenants,
+            "sessions": sessions,
+            "of_tenants": callers["tenants"].count(),
+            "exact": all(sketch.exact for sketch in callers.values()),
+        },
+        "disagreements": [msgspec.structs.asdict(entry) for entry in state.disagreements],
+    }
+
+
+def _write_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

@@ -1,0 +1,99 @@
+"""The replicas' counts of canaries on the store's board: each publishes its own, and whoever is asked collects all of them."""
+# interpreted: tells operators, not requests
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from time import time
+
+from extproc.errors import LoopguardError, StoreError
+from extproc.logs import make_extra
+from extproc.operator.canary.pairs import Pair, Pairs
+from extproc.operator.canary.states import State, decode_state, encode_state, take_state
+from extproc.store import Store
+from extproc.store.boards import make_replica_name
+
+_LOG = logging.getLogger("loopguard")
+
+_EVERY_SECONDS = 5.0
+"""What was counted since is lost with a replica that is killed; one that drains tells it before it goes."""
+
+KEEP_SECONDS = 86_400.0
+"""So long does the evidence of a replica that has gone count."""
+
+_REFRESH_SECONDS = 3_600.0
+"""What has not changed is published again that often, so that it stays."""
+
+
+class Sharing:
+    """One replica's part in the counts of all of them."""
+
+    def __init__(self, pairs: Pairs, store: Store, replica: str = "") -> None:
+        """Nothing has been published; `replica` is for tests, a replica finds a name of its own."""
+        self._pairs = pairs
+        self._store = store
+        self._replica = replica or make_replica_name()
+        self._published: dict[str, tuple[int, float]] = {}  # by identity: how much had been counted, and when that was
+        self._trouble = ""
+
+    async def run(self) -> None:
+        """Publish what has changed, until cancelled."""
+        while True:
+            await asyncio.sleep(_EVERY_SECONDS)
+            await self.publish()
+
+    async def publish(self) -> None:
+        """Publish what has changed; a store that is away is logged once, and asked again the next time."""
+        try:
+            for pair in self._pairs.list_pairs():
+                await self._publish_pair(pair)
+        except Exception as error:  # noqa: BLE001  # whatever it is, requests are none of its business
+            self._report(str(error))
+        else:
+            self._report("")
+
+    async def _publish_pair(self, pair: Pair) -> None:
+        identity, now = pair.pairing.identity, time()
+        progress = pair.live_counted + pair.compared
+        before, at = self._published.get(identity, (0, now))
+        if progress == before and now - at < _REFRESH_SECONDS:
+            return
+        await self._store.publish(_name_board(pair), self._replica, encode_state(take_state(pair, now)), KEEP_SECONDS)
+        self._published[identity] = progress, now
+
+    def _report(self, trouble: str) -> None:
+        if trouble and not self._trouble:
+            _LOG.warning("what canaries count cannot be shared, each replica knows its own", extra=make_extra(error=trouble))
+        self._trouble = trouble
+
+    async def collect(self) -> dict[str, list[State]]:
+        """What each replica has counted, by its name; this one's is never older than now."""
+        pairs = self._pairs.list_pairs()
+        found = {self._replica: [take_state(pair, time()) for pair in pairs]}
+        for pair in pairs:
+            try:
+                documents = await self._store.collect(_name_board(pair))
+            except StoreError as error:
+                self._report(str(error))
+                break
+            for replica, state in _decode_all(documents).items():
+                if replica != self._replica and state.pairing == pair.pairing:
+                    found.setdefault(replica, []).append(state)
+        return found
+
+
+def _name_board(pair: Pair) -> str:
+    return f"canary:{pair.pairing.identity}"
+
+
+def _decode_all(documents: Mapping[str, bytes]) -> dict[str, State]:
+    """What can be read; a replica of another version may write what cannot."""
+    states = {}
+    for replica, document in documents.items():
+        try:
+            states[replica] = decode_state(document)
+        except LoopguardError as error:
+            _LOG.warning("the state of a canary cannot be read", extra=make_extra(replica=replica, error=str(error)))
+    return states

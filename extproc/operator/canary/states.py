@@ -1,0 +1,161 @@
+"""What one replica has counted for a pair, as a document for the others; and what several of them add up to."""
+# interpreted: tells operators, not requests
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Iterable
+from functools import reduce
+from typing import Annotated, Any
+
+import msgspec
+
+from extproc.errors import LoopguardError
+from extproc.operator.canary.pairs import REFUSALS, SHOWN, VERDICTS, Pair
+from extproc.operator.sketch import HASH_DIGITS, Sketch
+from extproc.policy.pairings import Pairing
+
+_COUNTS = (*VERDICTS, *REFUSALS, "uncompared", "refused")
+_SKETCHES = ("tenants", "refused_tenants", "refused_sessions")
+
+_Moment = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+"""Seconds since 1970, up to the year 5138."""
+
+
+class Disagreement(msgspec.Struct, frozen=True):
+    """A kind of request about which two policies disagree.
+
+    Attributes:
+        about: `extra` or `missed`, refusals; `only_live` or `only_candidate`, anything else.
+        method: of the requests.
+        path: of them, without its query.
+        tenant: hash of who sent them.
+        detector: that sees a loop in them.
+        tool: that is called in them, as far as that detector looks at tools.
+        count: of requests.
+        over: by which the count may be too high.
+    """
+
+    about: str
+    method: str
+    path: str
+    tenant: str
+    detector: str
+    tool: str
+    count: int
+    over: int
+
+
+class State(msgspec.Struct, frozen=True):
+    """What was counted for a pair; replicas of other versions may say more.
+
+    Attributes:
+        live: id of the enforcing policy.
+        candidate: id of the shadow policy.
+        identity: of what both of them say.
+        since: when the first request could be compared, in seconds since 1970.
+        until: when this was written.
+        counts: by name; see `Pair`.
+        sketches: of callers, by name, as base64 of 8 bytes for each hash.
+        disagreements: the most frequent ones.
+    """
+
+    live: str
+    candidate: str
+    identity: str
+    since: _Moment
+    until: _Moment
+    counts: dict[str, int]
+    sketches: dict[str, str]
+    disagreements: list[Disagreement]
+
+    @property
+    def pairing(self) -> Pairing:
+        """Who they are."""
+        return Pairing(self.live, self.candidate, self.identity)
+
+    @property
+    def compared(self) -> int:
+        """Requests that the candidate has counted."""
+        return sum(self.counts[name] for name in VERDICTS)
+
+    def read_sketch(self, name: str) -> Sketch:
+        """One of the sketches."""
+        digits = b64decode(self.sketches.get(name, "")).hex()
+        return Sketch(digits[at : at + HASH_DIGITS] for at in range(0, len(digits), HASH_DIGITS))
+
+
+def take_state(pair: Pair, now: float) -> State:
+    """What a pair has counted until now, in seconds since 1970."""
+    counts = {name: getattr(pair, name) for name in _COUNTS}
+    sketches = {name: _write_sketch(getattr(pair, name)) for name in _SKETCHES}
+    disagreements = [Disagreement(*kind, count, over) for kind, count, over in pair.disagreements.list_most()]
+    return State(*pair.pairing, pair.since, now, counts, sketches, disagreements)
+
+
+def _write_sketch(sketch: Sketch) -> str:
+    return b64encode(bytes.fromhex("".join(sketch.list_kept()))).decode()
+
+
+def encode_state(state: State) -> bytes:
+    """The document."""
+    return msgspec.json.encode(state)
+
+
+def decode_state(document: bytes) -> State:
+    """What a replica has written.
+
+    Raises:
+        LoopguardError: it is nothing that this version understands.
+    """
+    try:
+        return convert_state(msgspec.json.decode(document))
+    except msgspec.DecodeError as error:
+        raise LoopguardError(f"not the state of a canary: {error}") from None
+
+
+def convert_state(document: Any) -> State:  # noqa: ANN401  # decoded JSON
+    """The same of a document that has been decoded.
+
+    Raises:
+        LoopguardError: it is nothing that this version understands.
+    """
+    try:
+        state = msgspec.convert(document, State)
+        for name in _SKETCHES:
+            state.read_sketch(name)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise LoopguardError(f"not the state of a canary: {error}") from None
+    return msgspec.structs.replace(state, counts={name: max(0, state.counts.get(name, 0)) for name in _COUNTS})
+
+
+def merge_states(states: Iterable[State]) -> State:
+    """What one or more replicas have counted for the same pair."""
+    return reduce(_merge, states)
+
+
+def _merge(one: State, other: State) -> State:
+    return State(
+        *one.pairing,
+        min(one.since, other.since),
+        max(one.until, other.until),
+        {name: one.counts[name] + other.counts[name] for name in _COUNTS},
+        {name: _merge_sketches(one, other, name) for name in _SKETCHES},
+        _merge_disagreements(one.disagreements, other.disagreements),
+    )
+
+
+def _merge_sketches(one: State, other: State, name: str) -> str:
+    merged = one.read_sketch(name)
+    for digits in other.read_sketch(name).list_kept():
+        merged.add(digits)
+    return _write_sketch(merged)
+
+
+def _merge_disagreements(one: Iterable[Disagreement], other: Iterable[Disagreement]) -> list[Disagreement]:
+    kinds: dict[Disagreement, Disagreement] = {}
+    for entry in (*one, *other):
+        kind = msgspec.structs.replace(entry, count=0, over=0)
+        known = kinds.get(kind, kind)
+        kinds[kind] = msgspec.structs.replace(kind, count=known.count + entry.count, over=known.over + entry.over)
+    return sorted(kinds.values(), key=lambda entry: -entry.count)[:SHOWN]

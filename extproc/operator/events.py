@@ -1,0 +1,391 @@
+"""Events for other programs: CloudEvents 1.0 (github.com/cloudevents/spec, v1.0.2), written to a file or sent to a webhook.
+
+Whoever has something to tell puts it into a bounded queue and goes on; a thread of its own does the rest. What there is no room
+for is dropped and counted. A webhook gets batches (the JSON batch format), again and again until it takes them. With a secret
+each is signed as Standard Webhooks has it (github.com/standard-webhooks): an HMAC-SHA256 of id, time and body.
+"""
+# interpreted: waits for a receiver
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import ssl
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
+
+from extproc.errors import LoopguardError, UsageError
+from extproc.logs import Reminder, make_extra
+from extproc.metrics import Metrics
+from extproc.operator.loop_table import Loop
+from extproc.operator.session_table import Run, convert_amount, convert_dollars, name_killer
+from extproc.settings import Settings
+
+if TYPE_CHECKING:
+    import httpx
+
+_LOG = logging.getLogger("loopguard")
+
+TYPES: Final = {
+    "loop_began": "io.loopguard.loop.began.v1",
+    "loop_escalated": "io.loopguard.loop.escalated.v1",
+    "loop_ended": "io.loopguard.loop.ended.v1",
+    "loop_released": "io.loopguard.loop.released.v1",
+    "session_limited": "io.loopguard.session.limited.v1",
+    "session_killed": "io.loopguard.session.killed.v1",
+    "session_granted": "io.loopguard.session.granted.v1",
+    "override_given": "io.loopguard.override.given.v1",
+    "override_revoked": "io.loopguard.override.revoked.v1",
+    "policy_promoted": "io.loopguard.policy.promoted.v1",
+    "store_lost": "io.loopguard.store.lost.v1",
+    "store_back": "io.loopguard.store.back.v1",
+}
+"""A type's name ends with its version: fields may be added to its data; where one changes its meaning, the version changes."""
+
+MAX_QUEUED = 10_000
+MAX_BATCH = 100
+
+QUIET_SECONDS = 60
+"""A loop has ended when nothing of it was acted on for so long."""
+
+_GATHER_SECONDS = 0.5
+_FIRST_WAIT_SECONDS = 0.5
+_LONGEST_WAIT_SECONDS = 30.0
+_ANSWER_SECONDS = 10.0
+_LAST_SECONDS = 2.0
+"""How long the end of the process waits for what is still to be sent."""
+
+_REMIND_SECONDS = 60.0
+_TRY_AGAIN = frozenset({408, 425, 429})
+_SERVER_ERRORS = 500
+
+
+class RefusedError(LoopguardError):
+    """The receiver does not want these events, now or later."""
+
+
+class UnreachableError(LoopguardError):
+    """The receiver cannot take them now."""
+
+
+class Sink(Protocol):
+    """Where events go."""
+
+    def send(self, events: Sequence[bytes]) -> None:
+        """Hand them over, each as JSON.
+
+        Raises:
+            UnreachableError: not now.
+            RefusedError: never.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of it."""
+        ...
+
+
+class Events:
+    """The queue, and the thread that empties it."""
+
+    def __init__(self, sink: Sink, source: str, metrics: Metrics) -> None:
+        """Start the thread; `source` names this process in every event."""
+        self._sink = sink
+        self._source = source
+        self._counter = metrics.events
+        self._queue: deque[tuple[str, str, float, Mapping[str, object]]] = deque()
+        self._wake = threading.Event()
+        self._ending = threading.Event()
+        self._reminder = Reminder(_REMIND_SECONDS)
+        self._thread = threading.Thread(target=self._run, name="events", daemon=True)
+        self._thread.start()
+
+    def tell(self, kind: str, subject: str, data: Mapping[str, object]) -> None:
+        """Queue an event; never waits, and may be called from any thread.
+
+        Args:
+            kind: a key of `TYPES`.
+            subject: what it is about.
+            data: of it, ready for JSON; None is left out.
+        """
+        if len(self._queue) >= MAX_QUEUED:
+            self._drop(1, "the queue is full")
+            return
+        self._queue.append((kind, subject, time.time(), data))
+        self._wake.set()
+
+    def close(self) -> None:
+        """Send what is left, as far as that is quick."""
+        self._ending.set()
+        self._wake.set()
+        self._thread.join(_LAST_SECONDS)
+        self._drop(len(self._queue), "the process ends")
+
+    def _run(self) -> None:
+        while not (self._ending.is_set() and not self._queue):
+            self._wake.wait()
+            self._wake.clear()
+            self._ending.wait(_GATHER_SECONDS)  # what happens together goes together
+            while self._queue:
+                batch = [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
+                try:
+                    self._deliver([write_event(*event, source=self._source) for event in batch])
+                except Exception as error:  # noqa: BLE001  # whatever it is, the next events may fare better
+                    self._drop(len(batch), f"{type(error).__name__}: {error}")
+        self._sink.close()
+
+    def _deliver(self, events: Sequence[bytes]) -> None:
+        """Hand events over, however often that takes."""
+        waits = _FIRST_WAIT_SECONDS
+        while True:
+            try:
+                self._sink.send(events)
+            except UnreachableError as error:
+                if self._reminder.take(time.monotonic()):
+                    _LOG.warning("events are not taken, trying again", extra=make_extra(reason=str(error)))
+                if self._ending.wait(waits * (0.5 + secrets.randbelow(1_000) / 1_000)):
+                    self._drop(len(events), str(error))
+                    return
+                waits = min(2 * waits, _LONGEST_WAIT_SECONDS)
+            except RefusedError as error:
+                self._drop(len(events), str(error))
+                return
+            else:
+                self._counter.labels("sent").inc(len(events))
+                return
+
+    def _drop(self, number: int, reason: str) -> None:
+        if number:
+            self._counter.labels("dropped").inc(number)
+            if self._reminder.take(time.monotonic()):
+                _LOG.warning("events are dropped", extra=make_extra(reason=reason))
+
+
+def open_events(settings: Settings, source: str, metrics: Metrics) -> Events | None:
+    """The queue for what `--events` names, None where it names nothing.
+
+    Raises:
+        UsageError: it is no place for events.
+        LoopguardError: the file, the secret or the authorities cannot be read.
+    """
+    if not settings.events:
+        return None
+    return Events(_open_sink(settings), source, metrics)
+
+
+def write_event(kind: str, subject: str, at: float, data: Mapping[str, object], *, source: str) -> bytes:
+    """An event in the JSON event format."""
+    from cloudevents.core.formats.json import JSONFormat  # noqa: PLC0415  # takes 0.1 s, and most tell nobody
+    from cloudevents.core.v1.event import CloudEvent  # noqa: PLC0415  # as above
+
+    attributes = {
+        "type": TYPES[kind],
+        "source": source,
+        "subject": subject or "loopguard",
+        "time": datetime.fromtimestamp(at, UTC),
+        "datacontenttype": "application/json",
+    }
+    shown = {name: value for name, value in data.items() if value is not None}
+    return JSONFormat().write(CloudEvent(attributes, shown))
+
+
+def sign(secret: bytes, identity: str, at: int, body: bytes) -> str:
+    """The `webhook-signature` of a body, as Standard Webhooks has it."""
+    digest = hmac.new(secret, f"{identity}.{at}.".encode() + body, hashlib.sha256).digest()
+    return f"v1,{base64.b64encode(digest).decode()}"
+
+
+def _open_sink(settings: Settings) -> Sink:
+    place = settings.events
+    if place.startswith("https://"):
+        return _Webhook(place, _read_secret(settings.events_secret_file), settings.events_ca)
+    if "://" in place:
+        raise UsageError(f"--events must be a file, - or https://..., not {place!r}")
+    try:
+        return _Lines(os.fdopen(os.dup(sys.stdout.fileno()), "wb") if place == "-" else Path(place).open("ab"))
+    except OSError as error:
+        raise LoopguardError(f"cannot write events to {place}: {error.strerror}; choose another with --events") from None
+
+
+def _read_secret(path: str) -> bytes:
+    """The key behind a secret of Standard Webhooks (`whsec_` and base64), or the bytes of the file as they are."""
+    if not path:
+        return b""
+    try:
+        secret = Path(path).read_bytes().strip()
+        return base64.b64decode(secret.removeprefix(b"whsec_"), validate=True) if secret.startswith(b"whsec_") else secret
+    except (OSError, ValueError) as error:
+        raise LoopguardError(f"--events-secret-file {path}: {error}") from None
+
+
+class _Lines:
+    """A file, or the standard output: a line for each event."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def send(self, events: Sequence[bytes]) -> None:
+        try:
+            self._file.write(b"".join(event + b"\n" for event in events))
+            self._file.flush()
+        except OSError as error:
+            raise UnreachableError(str(error)) from None
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+
+class _Webhook:
+    """An HTTPS endpoint that takes batches."""
+
+    def __init__(self, url: str, secret: bytes, authorities: str) -> None:
+        import httpx  # noqa: PLC0415  # takes 0.2 s, and most tell nobody
+
+        self._secret = secret
+        self._errors = httpx.HTTPError
+        try:
+            context = ssl.create_default_context(cafile=authorities or None)
+        except OSError as error:
+            raise LoopguardError(f"--events-ca {authorities}: {error}") from None
+        try:
+            httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise UsageError(f"--events {url}: {error}") from None
+        self._url = url
+        self._client: httpx.Client = httpx.Client(verify=context, timeout=_ANSWER_SECONDS, follow_redirects=False)
+
+    def send(self, events: Sequence[bytes]) -> None:
+        body = b"[" + b",".join(events) + b"]"
+        try:
+            answer = self._client.post(self._url, content=body, headers=self._make_headers(body))
+        except self._errors as error:
+            raise UnreachableError(str(error) or type(error).__name__) from None
+        if answer.status_code in _TRY_AGAIN or answer.status_code >= _SERVER_ERRORS:
+            raise UnreachableError(f"the receiver answers {answer.status_code}")
+        if not answer.is_success:
+            raise RefusedError(f"the receiver answers {answer.status_code}")
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self._client.close()
+
+    def _make_headers(self, body: bytes) -> dict[str, str]:
+        headers = {"content-type": "application/cloudevents-batch+json; charset=utf-8"}
+        if self._secret:
+            identity, at = f"msg_{secrets.token_hex(12)}", int(time.time())
+            headers |= {
+                "webhook-id": identity,
+                "webhook-timestamp": str(at),
+                "webhook-signature": sign(self._secret, identity, at, body),
+            }
+        return headers
+
+
+class LoopEvents:
+    """Tells of loops that begin, get another action and end, by looking at the table; requests know nothing of it."""
+
+    def __init__(self, tell: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
+        """Nothing has been told yet."""
+        self._tell = tell
+        self._shows_callers = shows_callers
+        self._told: dict[tuple[str, ...], tuple[Loop, int]] = {}
+
+    def look(self, loops: Sequence[Loop], now: float) -> None:
+        """Tell what has changed since the last look.
+
+        Args:
+            loops: of the table.
+            now: in seconds since 1970; a loop that has been quiet for a minute has ended.
+        """
+        going_on = {_name_loop(loop): loop for loop in loops if now - loop.last < QUIET_SECONDS}
+        for name, (loop, strictest) in list(self._told.items()):
+            if name not in going_on:
+                del self._told[name]
+                self._tell("loop_ended", loop.policy, self._describe(loop))
+            elif going_on[name].strictest > strictest:
+                self._tell("loop_escalated", loop.policy, self._describe(going_on[name]))
+        for name in going_on.keys() - self._told.keys():
+            self._tell("loop_began", going_on[name].policy, self._describe(going_on[name]))
+        self._told = {name: (loop, loop.strictest) for name, loop in going_on.items()}
+
+    def _describe(self, loop: Loop) -> dict[str, object]:
+        return {
+            "gen_ai.agent.id": loop.tenant,
+            "gen_ai.conversation.id": loop.session or None,
+            "gen_ai.tool.name": ", ".join(loop.tools) or None,
+            "gen_ai.request.model": loop.model or None,
+            "policy": loop.policy,
+            "detector": loop.detector,
+            "mode": loop.mode,
+            "caller": dict(loop.caller) if self._shows_callers() else None,
+            "fingerprint": loop.fingerprint,
+            "method": loop.method,
+            "path": loop.path,
+            "route": loop.route or None,
+            "count": loop.count,
+            "requests": dict(loop.requests),
+            "first_seen": loop.first,
+            "last_seen": loop.last,
+        }
+
+
+def _name_loop(loop: Loop) -> tuple[str, ...]:
+    return loop.policy, loop.detector, loop.mode, loop.tenant, loop.repeats
+
+
+class SessionEvents:
+    """Tells of sessions that meet a limit or are killed, by looking at the table; requests know nothing of it."""
+
+    def __init__(self, tell: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
+        """Nothing has been told yet."""
+        self._tell = tell
+        self._shows_callers = shows_callers
+        self._told: dict[tuple[str, ...], tuple[str, str]] = {}
+
+    def look(self, runs: Sequence[Run]) -> None:
+        """Tell what has changed since the last look: of each session another limit, or what kills it, once."""
+        told: dict[tuple[str, ...], tuple[str, str]] = {}
+        for run in runs:
+            name = run.policy, run.mode, run.tenant, run.session
+            known_limit, known_killer = self._told.get(name, ("", ""))
+            killer = name_killer(run.standing.killed, ordered=run.ordered)
+            limit = run.refusal.limit if run.refusal is not None and run.refusal.at >= run.began else ""
+            if killer and killer != known_killer:
+                self._tell("session_killed", run.policy, self._describe(run))
+            elif limit and limit != known_limit and not killer:
+                self._tell("session_limited", run.policy, self._describe(run))
+            told[name] = limit, killer
+        self._told = told
+
+    def _describe(self, run: Run) -> dict[str, object]:
+        standing, refusal = run.standing, run.refusal
+        return {
+            "gen_ai.agent.id": run.tenant,
+            "gen_ai.conversation.id": run.session,
+            "gen_ai.tool.name": (refusal.tool or None) if refusal is not None else None,
+            "policy": run.policy,
+            "mode": run.mode,
+            "caller": dict(run.caller) if self._shows_callers() else None,
+            "killed": name_killer(standing.killed, ordered=run.ordered) or None,
+            "limit": refusal.limit if refusal is not None else None,
+            "used": convert_amount(refusal.limit, refusal.used) if refusal is not None else None,
+            "allowed": convert_amount(refusal.limit, refusal.allowed) if refusal is not None else None,
+            "total_step_count": standing.steps,
+            "total_tool_calls": standing.tool_calls,
+            "total_block_count": standing.blocks,
+            "actual_cost": convert_dollars(standing.cost),
+            "started": run.began,
+            "last_seen": run.last,
+        }

@@ -1,0 +1,615 @@
+"""What operators order about callers while the server runs: given, kept in the store, obeyed by every replica, revoked.
+
+Each replica asks the store once a second whether anything has changed, and goes on with what it knows while the store is away.
+The store has hashes of what clients are called, never the names themselves.
+"""
+# interpreted: takes what operators order
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from hashlib import blake2b
+from time import time
+from typing import Any, Final, NamedTuple, Protocol
+
+from extproc.engine.engine import Engine
+from extproc.engine.handover import HandedOver
+from extproc.engine.orders import (
+    ALL_POLICIES,
+    BLOCK,
+    GRANT,
+    KILL,
+    KINDS,
+    MAX_GRANT,
+    MAX_SECONDS,
+    RELEASE,
+    Grant,
+    Override,
+    Overrides,
+    Target,
+    hash_descriptor,
+)
+from extproc.engine.plan import Plan
+from extproc.errors import LoopguardError, StoreError
+from extproc.logs import make_extra
+from extproc.metrics import Metrics
+from extproc.policy.messages import describe
+from extproc.request.limit_keys import check_limit_key
+from extproc.store import Store
+from extproc.store.ledger import NANO_DOLLARS
+from extproc.store.orders import MAX_ORDERS, refuse_more
+
+_LOG = logging.getLogger("loopguard")
+
+_BOOK = "overrides"
+_POLL_SECONDS = 1.0
+
+DEFAULT_SECONDS: Final = 1_800
+SESSION_SECONDS: Final = 86_400
+"""How long a kill or a grant stands unless that is said: longer than most sessions last."""
+
+_LEAST_RELEASE_SECONDS = 3_600
+"""A release stands at least that long, because policies that come with a route are not known here."""
+
+_MARGIN_SECONDS = 60
+_MAX_REASON = 256
+_MAX_WHO = 64
+_MAX_TOOL = 256
+_MAX_DESCRIPTORS = 16
+_MAX_KEY = 64
+
+_AMOUNTS = Grant._fields
+_GRANTED = {"steps": "max_steps", "tool_calls": "max_tool_calls", "cost": "max_cost_per_session"}
+"""What is granted, and the limit to which it adds."""
+
+_EVENTS = {RELEASE: "loop_released", GRANT: "session_granted"}
+"""What other programs are told of orders, by kind, where that has an event of its own."""
+
+_HASH = re.compile(r"[0-9a-f]{16}")
+_FINGERPRINT = re.compile(r"[0-9a-f]{8}")
+_POLICY = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+class BadOrderError(LoopguardError):
+    """What was asked for is no override.
+
+    Attributes:
+        problems: everything that is wrong with it.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        """Say what is wrong."""
+        self.problems = list(problems)
+        super().__init__("; ".join(self.problems))
+
+
+class Seen(NamedTuple):
+    """The hashes that replicas have reported recently, which is where operators read them.
+
+    Attributes:
+        callers: hashes of all of a caller's descriptors together.
+        sessions: hashes of names.
+        fingerprints: of loops.
+    """
+
+    callers: Collection[str]
+    sessions: Collection[str]
+    fingerprints: Collection[str]
+
+
+class Serving(Protocol):
+    """What requests are judged by.
+
+    Attributes:
+        engine: the policies of the newest load.
+        handed_over: those that Envoy hands over with a route.
+        overrides: those in force; None where there are none.
+    """
+
+    engine: Engine
+    handed_over: HandedOver
+    overrides: Overrides | None
+
+
+class Desk:
+    """Where operators give orders, and where this replica learns of those that were given elsewhere.
+
+    Attributes:
+        tell: is called with the kind of event (`events.TYPES`) for each change that is made here.
+        list_seen: is called, in a thread, for an order that names a hash; None where that is not known.
+    """
+
+    def __init__(self, store: Store, service: Serving, metrics: Metrics) -> None:
+        """Nothing stands yet."""
+        self.tell: Callable[[str, Override], None] = lambda _, __: None
+        self.list_seen: Callable[[], Seen | None] = lambda: None
+        self._store = store
+        self._service = service
+        self._version = ""
+        self._lock = asyncio.Lock()  # what was read first must not be put into force last
+        self._standing: dict[str, Override] = {}
+        for kind in KINDS:
+            metrics.overrides.labels(kind).set_function(partial(self._count, kind))
+
+    def list_standing(self) -> list[Override]:
+        """All that this replica obeys now, the newest first."""
+        now = time()
+        standing = [override for override in self._standing.values() if now < override.ends]
+        return sorted(standing, key=lambda override: -override.since)
+
+    async def give(self, order: object, who: str) -> tuple[Override, list[str]]:
+        """Have an override obeyed by every replica: here at once, elsewhere within a second.
+
+        Args:
+            order: as `parse_order` takes it.
+            who: gives it.
+
+        Returns:
+            the override, and what whoever gives it should know about it.
+
+        Raises:
+            BadOrderError: it is none.
+            StoreError: it could not be kept, or there are too many.
+        """
+        plans = self._service.engine.plans
+        override = parse_order(order, who, time(), plans)
+        if override.name not in self._standing and len(self.list_standing()) >= MAX_ORDERS:
+            raise refuse_more()  # without asking the store, which has other things to do
+        if override.kind == RELEASE:
+            await self.refresh()
+            override = outlast_kills(override, self.list_standing())
+        await self._store.put_order(_BOOK, override.name, write_override(override), override.ends - override.since)
+        _announce("override given", override, who)
+        self.tell(_EVENTS.get(override.kind, "override_given"), override)
+        await self.refresh()
+        session_key = _find_session_key(order)
+        plans = [*plans, *self._service.handed_over.list_plans()]
+        hashes = _find_hashes(override.target, session_key)
+        seen = await asyncio.to_thread(self.list_seen) if hashes else None
+        return override, [*remark(override, plans, session_key), *_remark_on_hashes(hashes, seen)]
+
+    async def revoke(self, name: str, who: str) -> bool:
+        """End an override before its time; whether it stood.
+
+        Raises:
+            StoreError: the store cannot be asked.
+        """
+        await self.refresh()
+        revoked = self._standing.get(name)
+        if not await self._store.drop_order(_BOOK, name):
+            return False
+        if revoked is not None:
+            _announce("override revoked", revoked, who)
+            self.tell("override_revoked", revoked)
+        await self.refresh()
+        return True
+
+    async def follow(self) -> None:
+        """Obey what is ordered anywhere, until cancelled."""
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            try:
+                await self.refresh()
+            except StoreError:
+                self._forget_ended()  # the last known ones hold until they end
+            except Exception:  # noqa: BLE001  # whatever is in the store, the next look may find something else
+                _LOG.exception("overrides cannot be read")
+
+    async def refresh(self) -> None:
+        """Obey what stands in the store, if that has changed.
+
+        Raises:
+            StoreError: nobody knows what stands there; what did stays in force.
+        """
+        async with self._lock:
+            found = await self._store.read_orders(_BOOK, self._version)
+            if found is None:
+                self._forget_ended()
+                return
+            standing = await asyncio.to_thread(_read_all, found.documents)
+            filed = await asyncio.to_thread(Overrides, standing.values()) if standing else None
+            self._version, self._standing, self._service.overrides = found.version, standing, filed
+
+    def _forget_ended(self) -> None:
+        """Where nothing stands any more, requests are not looked up."""
+        if self._standing and not self.list_standing():
+            self._standing = {}
+            self._service.overrides = None
+
+    def _count(self, kind: str) -> float:
+        return Counter(override.kind for override in self.list_standing())[kind]
+
+
+def _announce(what: str, override: Override, who: str) -> None:
+    """Tell of a change."""
+    shown = {name: value for name, value in describe_override(override).items() if name not in ("who", "since")}
+    _LOG.warning(what, extra=make_extra(**shown, who=who or None))
+
+
+# ---- What an operator says
+
+
+def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> Override:
+    """The override that an operator asks for.
+
+    Args:
+        order: an object with `kind`; at least one of `caller` (a hash, or values by name), `session` (a hash, or one value by
+            its key), `fingerprint` and `tool`; and `policy`, `seconds` and `reason`. A grant has at least one of `steps`,
+            `tool_calls` and `cost` (in dollars), and may have a `key`: what is ordered again with the same one is one grant.
+        who: gives it.
+        now: in seconds since 1970.
+        plans: the policies that are in force.
+
+    Raises:
+        BadOrderError: with everything that is wrong.
+    """
+    given = _read_fields(order)
+    kind = str(given["kind"])
+    if problems := list(_find_misfits(kind, given)):
+        raise BadOrderError(problems)
+    policy = str(given.get("policy", ALL_POLICIES))
+    default = SESSION_SECONDS if kind in (KILL, GRANT) else DEFAULT_SECONDS
+    seconds = _find_release_seconds(policy, plans) if kind == RELEASE else int(given.get("seconds", default))
+    caller, session = given.get("caller", ""), given.get("session", "")
+    target = Target(
+        caller if isinstance(caller, str) else "",
+        caller if isinstance(caller, tuple) else (),
+        str(session),
+        str(given.get("fingerprint", "")),
+        str(given.get("tool", "")),
+    )
+    identity: list[object] = [kind, policy, target]
+    if kind == GRANT:
+        identity.append(given.get("key") or secrets.token_hex(8))  # another grant adds to the first
+    name = blake2b(json.dumps(identity).encode(), digest_size=6).hexdigest()
+    grant = Grant(*(int(given.get(amount, 0)) for amount in _AMOUNTS))
+    return Override(name, kind, target, policy, now, now + seconds, str(given.get("reason", "")), who[:_MAX_WHO], grant)
+
+
+def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
+    """What is said that means nothing for this kind, or has to be said for it."""
+    if kind == RELEASE and "seconds" in given:
+        yield "seconds means nothing for a release, which stands until what was counted before has ended"
+    if kind in (KILL, GRANT):
+        for key in ("fingerprint", "tool"):
+            if key in given:
+                yield f"{key} means nothing for a {kind}, which is about whole sessions: name a session, or a caller"
+    if kind == GRANT and not given.keys() & set(_AMOUNTS):
+        yield f"what is granted is required: {', '.join(_AMOUNTS)}"
+    if kind != GRANT:
+        for key in (*_AMOUNTS, "key"):
+            if key in given:
+                yield f"{key} belongs to a grant, and this is of the kind {kind}"
+
+
+def outlast_kills(release: Override, standing: Iterable[Override]) -> Override:
+    """The release, which stands no shorter than the kills that it undoes: they must not be back when it has ended."""
+    undone = [kill.ends for kill in standing if kill.kind == KILL and _may_meet(kill, release)]
+    return release._replace(ends=max([release.ends, *undone]))
+
+
+def _may_meet(one: Override, other: Override) -> bool:
+    """Whether both may hold for one request, as far as what they name tells."""
+    named = [(one.policy, other.policy), (one.target.caller, other.target.caller), (one.target.session, other.target.session)]
+    others = dict(other.target.descriptors)
+    named += [(value, others.get(name, "")) for name, value in one.target.descriptors]
+    return all(not mine or not theirs or mine == theirs for mine, theirs in named)
+
+
+def _find_release_seconds(policy: str, plans: Iterable[Plan]) -> int:
+    """How long a release has to stand: until nothing is found any more of what was counted before it."""
+    lifetimes = [plan.lifetime_seconds for plan in plans if policy in ("", plan.id)]
+    return max([_LEAST_RELEASE_SECONDS, *[seconds + _MARGIN_SECONDS for seconds in lifetimes]])
+
+
+def _read_fields(order: object) -> dict[str, Any]:
+    if not isinstance(order, dict):
+        raise BadOrderError([f"an override is an object, not {describe(order)}"])
+    known = ", ".join(_READERS)
+    problems = [f"{describe(key)}: unknown key; known keys are {known}" for key in order if key not in _READERS]
+    given: dict[str, Any] = {}
+    for key, read in _READERS.items():
+        if order.get(key) is None:
+            continue
+        if broken := _find_broken(order[key]):
+            problems.append(f"{key} must be text that UTF-8 can hold, not {describe(broken)}")
+            continue
+        try:
+            given[key] = read(order[key])
+        except ValueError as error:
+            message, *found = error.args
+            problems.append(f"{key} {message}, not {describe(found[0] if found else order[key])}")
+    if order.get("kind") is None:
+        problems.append("kind is required")
+    if not {"caller", "session", "fingerprint", "tool"} & order.keys():
+        problems.append("whom it is about is required: caller, session, fingerprint or tool")
+    if problems:
+        raise BadOrderError(problems)
+    return given
+
+
+def _find_broken(value: object) -> str:
+    """A text in a field that has half of a surrogate pair, which JSON can spell and nothing can write; empty for none."""
+    texts = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, dict) else []
+    return next((text for text in texts if isinstance(text, str) and _is_broken(text)), "")
+
+
+def _is_broken(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _read_kind(value: object) -> str:
+    if value not in KINDS:
+        raise ValueError(f"must be one of {', '.join(KINDS)}")
+    return str(value)
+
+
+def _read_caller(value: object) -> str | tuple[tuple[str, str], ...]:
+    if isinstance(value, dict) and 0 < len(value) <= _MAX_DESCRIPTORS and _are_texts(value):
+        return tuple(sorted((name.lower(), hash_descriptor(name.lower(), text)) for name, text in value.items()))
+    if isinstance(value, str) and _HASH.fullmatch(value):
+        return value
+    raise ValueError("must be the 16 hex digits that logs call the tenant, or an object of descriptors' values by name")
+
+
+def _read_session(value: object) -> str:
+    if isinstance(value, dict) and len(value) == 1 and _are_texts(value):
+        ((key, text),) = value.items()
+        try:
+            return hash_descriptor(check_limit_key(key), text)
+        except ValueError as error:
+            raise ValueError(f"has one value by its key, which {error}", key) from None
+    if isinstance(value, str) and _HASH.fullmatch(value):
+        return value
+    raise ValueError("must be 16 hex digits, or an object of one value by its key, such as header:x-session-id")
+
+
+def _are_texts(value: Mapping[object, object]) -> bool:
+    return all(isinstance(part, str) and part for pair in value.items() for part in pair)
+
+
+def _read_fingerprint(value: object) -> str:
+    if not (isinstance(value, str) and _FINGERPRINT.fullmatch(value)):
+        raise ValueError("must be 8 hex digits")
+    return value
+
+
+def _read_policy(value: object) -> str:
+    if not (isinstance(value, str) and _POLICY.fullmatch(value)):
+        raise ValueError("must be the id of a policy")
+    return value
+
+
+def _read_seconds(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_SECONDS:
+        raise ValueError(f"must be a number of seconds from 1 to {MAX_SECONDS}")
+    return value
+
+
+def _read_tool(value: object) -> str:
+    return _read_text(value, _MAX_TOOL)
+
+
+def _read_reason(value: object) -> str:
+    return _read_text(value, _MAX_REASON)
+
+
+def _read_key(value: object) -> str:
+    return _read_text(value, _MAX_KEY)
+
+
+def _read_steps(value: object) -> int:
+    return _read_count(value, MAX_GRANT.steps)
+
+
+def _read_tool_calls(value: object) -> int:
+    return _read_count(value, MAX_GRANT.tool_calls)
+
+
+def _read_count(value: object, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise ValueError(f"must be a number from 1 to {most}")
+    return value
+
+
+def _read_cost(value: object) -> int:
+    """Dollars as nano-dollars."""
+    most = MAX_GRANT.cost // NANO_DOLLARS
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most:
+        return max(1, round(value * NANO_DOLLARS))
+    raise ValueError(f"must be dollars, more than 0 and at most {most}")
+
+
+def _read_text(value: object, longest: int) -> str:
+    if not (isinstance(value, str) and 0 < len(value) <= longest):
+        raise ValueError(f"must be a text of 1 to {longest} characters")
+    return value
+
+
+_READERS: dict[str, Callable[[object], object]] = {
+    "kind": _read_kind,
+    "caller": _read_caller,
+    "session": _read_session,
+    "fingerprint": _read_fingerprint,
+    "tool": _read_tool,
+    "policy": _read_policy,
+    "seconds": _read_seconds,
+    "reason": _read_reason,
+    "steps": _read_steps,
+    "tool_calls": _read_tool_calls,
+    "cost": _read_cost,
+    "key": _read_key,
+}
+"""What may stand in an order."""
+
+
+def _find_session_key(order: object) -> str:
+    """The key by which a good order names its session; empty where it names none, or by a hash."""
+    session = order.get("session") if isinstance(order, dict) else None
+    return next(map(check_limit_key, session), "") if isinstance(session, dict) else ""
+
+
+def remark(override: Override, plans: Sequence[Plan], session_key: str = "") -> list[str]:
+    """What whoever gives an override should know about it, seen from the policies that are in force.
+
+    Args:
+        override: as it stands.
+        plans: the policies.
+        session_key: by which its session was named; empty for none.
+    """
+    target = override.target
+    meant = [plan for plan in plans if override.policy in ("", plan.id)]
+    if not meant:
+        return [f"no policy {override.policy} is loaded"] if override.policy else ["no policy is loaded"]
+    limits_alone = override.kind in (KILL, GRANT)
+    acting = [plan for plan in meant if plan.limiter is not None] if limits_alone else meant
+    if not acting:
+        which = f"policy {override.policy} has no" if override.policy else "no policy has"
+        return [f"this {override.kind} does nothing: {which} session limits"]
+    said = []
+    known = {name for plan in acting for name in plan.list_names()}
+    lacking = [name for name, _ in target.descriptors if name not in known]
+    if lacking:
+        there = ", ".join(sorted(known)) or "none"
+        said.append(f"no policy tells callers apart by {' or '.join(lacking)}: there are {there}")
+    if target.session:
+        said += _remark_on_session(session_key, acting, limited=limits_alone)
+    if target.tool and not any(map(_looks_at_tools, acting)):
+        said.append(f"this {override.kind} does nothing: no policy looks at tools, as tool_calls, turns and mcp do")
+    if override.kind in (BLOCK, KILL) and all(plan.shadow for plan in acting):
+        said.append("the policies that it is about are in shadow, so nobody is refused")
+    if override.kind == GRANT:
+        said += _remark_on_grant(override.grant, acting)
+    reading = [f"{plan.id} ({detector.name})" for plan in acting for detector in plan.detectors if detector.stateless]
+    if override.kind == RELEASE and reading:
+        said.append(
+            f"what a conversation shows itself cannot be forgotten, and this is what decides in {', '.join(reading[:10])}: "
+            "allow the caller for a while instead"
+        )
+    return said
+
+
+def _looks_at_tools(plan: Plan) -> bool:
+    """Whether some detector of it knows which tools a request is about: each of these has keys for single tools."""
+    return any("tools" in detector.similarity.keys.model_fields for detector in plan.detectors)
+
+
+def _remark_on_session(key: str, plans: Sequence[Plan], *, limited: bool) -> Iterator[str]:
+    """What is to be said where none of the policies looks for sessions, or for those that have limits, by this key."""
+    keys = list(dict.fromkeys(known for plan in plans for known in plan.list_session_keys(limited=limited)))
+    if not keys:
+        yield "this does nothing: no policy looks for sessions"
+    elif key and key not in keys:
+        yield f"no policy finds sessions by {key}: there are {', '.join(keys)}"
+
+
+def _remark_on_grant(grant: Grant, plans: Sequence[Plan]) -> Iterator[str]:
+    """What is granted of something that no policy limits."""
+    for amount, limit in _GRANTED.items():
+        limits = [getattr(plan.limiter.limits, amount) for plan in plans if plan.limiter is not None]
+        if getattr(grant, amount) and max(limits) < 0:
+            yield f"granting {amount} does nothing: no policy has {limit}"
+
+
+def _find_hashes(target: Target, session_key: str) -> list[tuple[str, str]]:
+    """What an order names by a hash: the field of `Seen` that has it, and the hash."""
+    session = "" if session_key else target.session
+    named = (("callers", target.caller), ("sessions", session), ("fingerprints", target.fingerprint))
+    return [(kind, value) for kind, value in named if value]
+
+
+def _remark_on_hashes(hashes: Sequence[tuple[str, str]], seen: Seen | None) -> Iterator[str]:
+    """What is to be said about hashes that no server has reported."""
+    for kind, value in hashes if seen is not None else ():
+        if value not in getattr(seen, kind):
+            yield (
+                f"as far as this server knows, this does nothing: the {kind[:-1]} {value} was not reported in the last hour. "
+                "Take hashes from the server's own log or from /loops; those in a replay are of records, no request has them"
+            )
+
+
+# ---- What stands in the store
+
+
+def write_override(override: Override) -> bytes:
+    """For the store."""
+    target = override.target
+    document = {
+        "kind": override.kind,
+        "policy": override.policy,
+        **target._asdict(),
+        "descriptors": dict(target.descriptors),
+        "since": override.since,
+        "ends": override.ends,
+        "reason": override.reason,
+        "who": override.who,
+        "grant": override.grant,
+    }
+    return json.dumps(document, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
+def read_override(name: str, document: bytes) -> Override:
+    """From the store, where another version may have put it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        found = json.loads(document)
+        descriptors = tuple(sorted((str(key), str(value)) for key, value in found["descriptors"].items()))
+        caller, session, fingerprint, tool = [str(found[key]) for key in ("caller", "session", "fingerprint", "tool")]
+        kind, policy, reason, who = [str(found[key]) for key in ("kind", "policy", "reason", "who")]
+        target = Target(caller, descriptors, session, fingerprint, tool)
+        grant = Grant(*(min(max(0, int(given)), most) for given, most in zip(found.get("grant", ()), MAX_GRANT, strict=False)))
+        return Override(name, kind, target, policy, float(found["since"]), float(found["ends"]), reason, who, grant)
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"no override: {error}") from None
+
+
+def _read_all(documents: Mapping[str, bytes]) -> dict[str, Override]:
+    """Those that this version understands."""
+    read = {}
+    for name, document in documents.items():
+        try:
+            read[name] = read_override(name, document)
+        except ValueError as error:
+            _LOG.warning("an override in the store is not understood", extra=make_extra(override=name, error=str(error)))
+    return read
+
+
+def describe_override(override: Override) -> dict[str, Any]:
+    """For people and programs; what is not named is left out."""
+    target = override.target
+    shown: dict[str, Any] = {
+        "override": override.name,
+        "kind": override.kind,
+        "policy": override.policy,
+        "caller": target.caller or dict(target.descriptors),
+        "session": target.session,
+        "fingerprint": target.fingerprint,
+        "tool": target.tool,
+        "steps": override.grant.steps,
+        "tool_calls": override.grant.tool_calls,
+        "cost": override.grant.cost / NANO_DOLLARS,
+        "reason": override.reason,
+        "who": override.who,
+        "since": _write_time(override.since),
+        "ends": _write_time(override.ends),
+    }
+    return {name: value for name, value in shown.items() if value}
+
+
+def _write_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

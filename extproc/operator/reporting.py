@@ -1,0 +1,330 @@
+"""Metrics and log lines about requests; what is logged is bounded."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from time import perf_counter, time
+
+from extproc.decision import Action, Decision, Outcome, Reason
+from extproc.engine.candidates import Answer, SessionCandidate
+from extproc.engine.evaluation import Evaluation, Lane, group_by_policy
+from extproc.engine.handover import POLICY_METADATA, RefusedPolicy
+from extproc.engine.kill_switch import Switch
+from extproc.engine.orders import ALLOW, Override
+from extproc.engine.settlements import Entry, Settled
+from extproc.logs import RateLimit, Reminder, make_extra
+from extproc.metrics import Metrics
+from extproc.operator.loop_table import Loop, LoopTable
+from extproc.operator.session_table import OVERFLOW, SessionTable
+from extproc.sessions.limits import NARROW, SessionSubject
+from extproc.store.ledger import Standing
+
+_LOG = logging.getLogger("loopguard")
+
+_LINES_PER_SECOND = 20
+_DETECTIONS_PER_SECOND = 100
+_DETECTIONS_PER_TENANT = 5
+"""A second: a storm of one tenant's loops must not hide what another is stuck in."""
+
+_TENANTS = 1_000
+_PROBLEMS_SHOWN = 20
+_NAME_SHOWN = 128
+
+_REMIND_SECONDS = 60
+_MOST_REMINDERS = 10_000
+
+_ADVICE = {
+    "jwt": ": is jwt_authn attached to their route, or --allow-unverified-jwt wanted?",
+    "header": ": do clients send it, and does every proxy on the way pass it on?",
+    "ip": ": does the filter's request_attributes ask for source.address?",
+}
+"""What to look at when a descriptor is missing, by its source."""
+
+
+class Reporter:
+    """Tells what became of requests.
+
+    Attributes:
+        loops: of late.
+        sessions: of late.
+        show_callers: tell callers by the values of their descriptors, not by a hash alone; may change at any time.
+    """
+
+    def __init__(self, metrics: Metrics, *, show_callers: bool) -> None:
+        """Nothing has been reported."""
+        self.loops = LoopTable()
+        self.sessions = SessionTable()
+        self.show_callers = show_callers
+        self._metrics = metrics
+        self._detections = RateLimit(_DETECTIONS_PER_SECOND)
+        self._tenants: OrderedDict[str, RateLimit] = OrderedDict()  # the one that has been quiet longest comes first
+        self._failures = RateLimit(_LINES_PER_SECOND)
+        self._missing = RateLimit(_LINES_PER_SECOND)
+        self._stopped: dict[str, Reminder] = {}  # by place in a policy file, or by override
+        self._reminders: dict[tuple[str, str], Reminder] = {}  # by policy and limit key, which no client chooses
+
+    def report(self, evaluation: Evaluation, decision: Decision) -> None:
+        """One decided request."""
+        metrics = self._metrics
+        if decision.lead is not None or decision.shadow is not None:
+            self._report_acts(evaluation, decision)
+        for outcome in group_by_policy(decision.trace):
+            metrics.decisions.add(outcome.policy, outcome.mode, outcome.action._value_)  # `value` costs two calls
+            if outcome.action is not Action.ALLOW and outcome.reason is Reason.LOOP_DETECTED:
+                metrics.loops.add(outcome.policy, outcome.mode, outcome.action._value_)
+        if sessions := evaluation.sessions:
+            self.report_sessions(sessions)
+        for policy in evaluation.list_compared_exactly():
+            metrics.compared_exactly.labels(policy).inc()
+        self.report_uncounted(evaluation)
+
+    def report_uncounted(self, evaluation: Evaluation) -> None:
+        """Policies that did not count a request, and those that failed."""
+        for policy, reason in evaluation.list_uncounted():
+            self._metrics.uncounted.labels(policy, reason).inc()
+        for lane in evaluation.lanes:
+            if lane.missing:
+                self._report_missing(lane)
+            if lane.failures:
+                self._report_failures(lane)
+            for spared in lane.spared:
+                self._metrics.overridden.labels(spared.policy, spared.mode, ALLOW).inc()
+
+    def report_unsteered(self, decision: Decision, reason: str) -> None:
+        """A request that was to get a note and cannot; once for each policy that wants one."""
+        steering = [
+            outcome.policy for outcome in decision.trace if outcome.action is Action.STEER and outcome.mode == "enforce"
+        ]
+        for policy in dict.fromkeys(steering):
+            self._metrics.unsteered.labels(policy, reason).inc()
+
+    def report_unnarrowed(self, policies: Sequence[str], reason: str) -> None:
+        """A request that was to lose tools and cannot."""
+        for policy in policies:
+            self._metrics.unnarrowed.labels(policy, reason).inc()
+
+    def _report_acts(self, evaluation: Evaluation, decision: Decision) -> None:
+        """What loops and limits of sessions have led to."""
+        metrics = self._metrics
+        for outcome in decision.trace:
+            if outcome.action is Action.ALLOW:
+                continue
+            if isinstance(outcome.subject, SessionSubject):
+                labels = outcome.policy, outcome.mode, outcome.subject.limit, outcome.action.value
+                metrics.session_limits.labels(*labels).inc()
+                self._report_limit(evaluation, outcome, outcome.subject)
+            elif outcome.reason is Reason.LOOP_DETECTED:
+                metrics.detections.labels(outcome.policy, outcome.detector, outcome.mode, outcome.action.value).inc()
+                self._report_detection(evaluation, decision, outcome)
+
+    def report_sessions(self, candidates: list[SessionCandidate]) -> None:
+        """How the sessions of a request stand."""
+        metrics, now = self._metrics, time()
+        for candidate in candidates:
+            standing, policy, mode = candidate.standing, candidate.plan.id, candidate.guard.mode
+            if standing is None:
+                continue
+            if candidate.narrowing is not None:
+                limit = "max_tool_calls" if candidate.narrowing.every else "max_calls_per_tool"
+                metrics.session_limits.labels(policy, mode, limit, NARROW).inc()
+            if standing.shared:
+                metrics.session_overflow.labels(policy).inc()
+            self.sessions.note(
+                policy,
+                mode,
+                candidate.tenant,
+                candidate.session,
+                candidate.values,
+                standing,
+                candidate.model,
+                candidate.find_last_tool(),
+                candidate.call,
+                now,
+            )
+
+    def report_taken_back(self, status: int, candidates: Sequence[SessionCandidate], standings: Sequence[Answer]) -> None:
+        """Requests that sessions have let through, and that go no further; `status` is of their answer, 0 for none."""
+        now = time()
+        for candidate, standing in zip(candidates, standings, strict=True):
+            if isinstance(standing, Standing):
+                shared = candidate.standing is not None and candidate.standing.shared  # a settlement's answer does not say
+                session = OVERFLOW if shared else candidate.session
+                names = (candidate.plan.id, candidate.guard.mode, candidate.tenant, session)
+                model, call = candidate.model, candidate.call
+                self.sessions.settle(*names, standing, model, call, status, None, now, refused=True)
+
+    def report_settled(self, settled: Sequence[Settled], entry: Entry, standings: Sequence[Answer]) -> None:
+        """What became of requests of sessions."""
+        now = time()
+        usage = None if entry.estimated else entry.usage
+        for place, each in enumerate(settled):
+            standing = standings[place]
+            if not isinstance(standing, Standing):
+                continue
+            if standing.retry:
+                self.report_unknown_calls(1)
+            else:
+                self.sessions.settle(
+                    each.policy,
+                    each.mode,
+                    each.tenant,
+                    each.session,
+                    standing,
+                    each.model,
+                    each.settlement.call,
+                    entry.status,
+                    usage,
+                    now,
+                )
+
+    def report_unknown_calls(self, calls: int) -> None:
+        """The access log tells of calls that no session has open: they were settled before, or too late, or are made up."""
+        self._metrics.access_log_entries.labels("unknown").inc(calls)
+
+    def report_forbidden(self, policy: str, reason: str) -> None:
+        """A request that is refused because it cannot be counted."""
+        self._metrics.uncountable_rejected.labels(policy, reason).inc()
+
+    def report_killed(self, switch: Switch, mode: str) -> None:
+        """A request that a kill switch holds for; the first of them is logged, and every minute how many there were."""
+        self._metrics.kill_switched.labels(switch.scope_key, mode).inc()
+        if requests := self._remind(switch.place):
+            shown = {"scope_key": switch.scope_key, "reason": switch.reason or None}
+            _LOG.warning("kill switch", extra=make_extra(place=switch.place, mode=mode, **shown, requests=requests))
+
+    def report_blocked(self, policy: str, block: Override) -> None:
+        """A request that an operator has blocked; logged as those of kill switches are."""
+        self._metrics.overridden.labels(policy, "enforce", block.kind).inc()
+        if requests := self._remind(block.name):
+            shown = {"reason": block.reason or None, "who": block.who or None}
+            _LOG.warning("blocked", extra=make_extra(override=block.name, policy=policy, **shown, requests=requests))
+
+    def _remind(self, name: str) -> int:
+        """One more request that something stopped; how many there were, once a minute, else 0."""
+        if name not in self._stopped and len(self._stopped) >= _MOST_REMINDERS:
+            self._stopped.clear()
+        return self._stopped.setdefault(name, Reminder(_REMIND_SECONDS)).take(perf_counter())
+
+    def report_failure(self, message: str, error: BaseException, **more: object) -> None:
+        """One line for something that went wrong, unless there are too many of them."""
+        suppressed = self._failures.take(perf_counter())
+        if suppressed is not None:
+            extra = make_extra(error=f"{type(error).__name__}: {error}", **more, suppressed=suppressed or None)
+            _LOG.error(message, exc_info=error, extra=extra)
+
+    def report_shadow_failure(self, error: Exception, **more: object) -> None:
+        """Something about shadow policies went wrong, which no client notices."""
+        self._metrics.fail_open.labels("shadow_error").inc()
+        self.report_failure("shadow policy failed", error, **more)
+
+    def report_refused_policy(self, refused: RefusedPolicy) -> None:
+        """A policy in a route's metadata that cannot be used."""
+        shown = make_extra(reason=refused.reason, problems=refused.found, first=refused.problems)
+        _LOG.error("policy in route metadata refused", extra=shown)
+
+    def report_unknown_policies(self, names: Sequence[str]) -> None:
+        """A route names policies that are not there."""
+        self._metrics.handover_errors.labels("unknown_policy").inc()
+        if (suppressed := self._failures.take(perf_counter())) is not None:
+            extra = make_extra(
+                policies=[name[:_NAME_SHOWN] for name in names[:_PROBLEMS_SHOWN]],
+                metadata=POLICY_METADATA,
+                suppressed=suppressed or None,
+            )
+            _LOG.error("a route names policies that are not loaded or not enabled", extra=extra)
+
+    def _report_missing(self, lane: Lane) -> None:
+        for policy, key in lane.missing:
+            self._metrics.missing_descriptor.labels(policy, key).inc()
+            reminder = self._reminders.get((policy, key))
+            if reminder is None:
+                reminder = self._reminders[policy, key] = Reminder(_REMIND_SECONDS)
+            requests = reminder.take(perf_counter())
+            if requests and (suppressed := self._missing.take(perf_counter())) is not None:
+                extra = make_extra(policy=policy, key=key, requests=requests, suppressed=suppressed or None)
+                _LOG.warning(f"requests have no {key}{_ADVICE.get(key.partition(':')[0], '')}", extra=extra)
+
+    def _report_failures(self, lane: Lane) -> None:
+        for policy, error in lane.failures:
+            if lane.shadow:
+                self.report_shadow_failure(error, policy=policy)
+            else:
+                self._metrics.fail_open.labels("internal_error").inc()
+                self.report_failure("a detector failed, the others' verdict stands", error, policy=policy)
+
+    def _report_detection(self, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> None:
+        try:
+            loop = self.loops.note(evaluation, decision, outcome)
+            if not loop.total & (loop.total - 1):  # the first, the second, the fourth, ...
+                self._log_loop(loop, outcome)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
+            self.report_failure("a loop could not be reported", error, policy=outcome.policy)
+
+    def _log_loop(self, loop: Loop, outcome: Outcome) -> None:
+        suppressed = self._take_line(loop.tenant)
+        if suppressed is None:
+            return
+        extra = make_extra(
+            policy=loop.policy,
+            detector=loop.detector,
+            mode=loop.mode,
+            action=outcome.action.value,
+            fingerprint=outcome.fingerprint,
+            count=outcome.count,
+            requests=loop.total,
+            tenant=loop.tenant,
+            descriptors=dict(loop.caller) if self.show_callers else None,
+            session=loop.session or None,
+            tool=" ".join(loop.tools) or None,
+            route=loop.route or None,
+            path=loop.path,
+            suppressed=suppressed or None,
+        )
+        _LOG.warning("loop detected", extra=extra)
+
+    def _report_limit(self, evaluation: Evaluation, outcome: Outcome, subject: SessionSubject) -> None:
+        """A line for a session's first refusal in a row, its second, its fourth and so on."""
+        for candidate in evaluation.sessions:
+            standing = candidate.standing
+            if standing is None or not standing.limit:
+                continue
+            if (candidate.plan.id, candidate.guard.mode) != (outcome.policy, outcome.mode):
+                continue
+            if not standing.consecutive_blocks & (standing.consecutive_blocks - 1):
+                self._log_limit(candidate, outcome, subject)
+
+    def _log_limit(self, candidate: SessionCandidate, outcome: Outcome, subject: SessionSubject) -> None:
+        suppressed = self._take_line(outcome.tenant)
+        if suppressed is None:
+            return
+        used, allowed = subject.shown
+        extra = make_extra(
+            policy=outcome.policy,
+            mode=outcome.mode,
+            action=outcome.action.value,
+            limit=subject.limit,
+            used=used,
+            allowed=allowed,
+            tool=subject.tool or None,
+            session=candidate.session,
+            tenant=outcome.tenant,
+            descriptors=dict(candidate.values) if self.show_callers else None,
+            suppressed=suppressed or None,
+        )
+        _LOG.warning("session limit reached", extra=extra)
+
+    def _take_line(self, tenant: str) -> int | None:
+        """None when the tenant, or all together, have had their lines; else how many were suppressed since the last."""
+        limit = self._tenants.get(tenant)
+        if limit is None:
+            limit = self._tenants[tenant] = RateLimit(_DETECTIONS_PER_TENANT)
+            if len(self._tenants) > _TENANTS:
+                self._tenants.popitem(last=False)
+        else:
+            self._tenants.move_to_end(tenant)
+        now = perf_counter()
+        own = limit.take(now)
+        every = None if own is None else self._detections.take(now)
+        return None if own is None or every is None else own + every

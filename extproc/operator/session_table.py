@@ -1,0 +1,286 @@
+"""The sessions of late, for people: what each has used up, what refuses it, and its newest calls, which is the report of a run.
+
+Bounded: a thousand sessions, a tenth of them one tenant's, and of each its 64 newest calls; the one that has been quiet longest
+makes room. What a session has used up comes from its ledger, which all replicas share; this table only shows it. The event loop
+alone writes; `copy` is for everybody else.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from extproc.recent import Row, Table
+from extproc.request.http import cut_text
+from extproc.sessions.rates import Usage
+from extproc.store.ledger import KILLED, LIMITS, NANO_DOLLARS, Standing
+
+MAX_SESSIONS: Final = 1_000
+MAX_PER_TENANT: Final = 100
+MAX_CALLS: Final = 64
+
+OVERFLOW: Final = "shared"
+"""In place of a session's name: all those of a tenant that share one ledger, because it has begun too many."""
+
+OPERATOR: Final = "operator"
+"""What has killed a session that its breaker has not."""
+
+_KILLED_LIMIT: Final = LIMITS.index("killed")
+_MONEY: Final = "max_cost_per_session"
+_DIGITS: Final = 9
+
+_NAME_SHOWN: Final = 128
+_NAMES_SHOWN: Final = 8
+
+_UNKNOWN: Final = Standing()
+"""Of a session of which nothing is known yet."""
+
+
+class Call:
+    """One request of a session that was let through.
+
+    Attributes:
+        name: the step's.
+        at: when it was seen first, in seconds since 1970.
+        model: that is asked, empty where it is unknown.
+        tool: that was called last, empty for none.
+        status: of the answer; 0 while that is not known, or where there was none.
+        usage: its tokens, None where nobody said.
+        settled: what became of it is known.
+        refused: another guard refused it after all.
+    """
+
+    __slots__ = ("at", "model", "name", "refused", "settled", "status", "tool", "usage")
+
+    def __init__(self, name: bytes, at: float, model: str, tool: str) -> None:
+        """Nothing is known of its answer."""
+        self.name = name
+        self.at = at
+        self.model = model
+        self.tool = tool
+        self.status = 0
+        self.usage: Usage | None = None
+        self.settled = False
+        self.refused = False
+
+
+_NO_CALL: Final = Call(b"", 0.0, "", "")
+
+
+class Refusal:
+    """What a session was refused for.
+
+    Attributes:
+        at: when, in seconds since 1970.
+        limit: its name.
+        used: of the limit.
+        allowed: by it, with what was granted.
+        tool: that it is about, empty for all.
+    """
+
+    __slots__ = ("allowed", "at", "limit", "tool", "used")
+
+    def __init__(self, standing: Standing, at: float) -> None:
+        """As the ledger tells it."""
+        self.at = at
+        self.limit = LIMITS[standing.limit]
+        self.used = standing.used
+        self.allowed = standing.allowed
+        self.tool = _find_tool(standing)
+
+
+class Run(Row):
+    """One session, under one policy.
+
+    Attributes:
+        policy: its id.
+        mode: `enforce` or `shadow`.
+        tenant: hash of the caller, 16 hex digits.
+        session: hash of its name, or `OVERFLOW`.
+        caller: the names and values of its descriptors, cut to what can be shown.
+        last: when its last request came, in seconds since 1970.
+        standing: the newest that is known.
+        told: when that was.
+        ordered: an operator has killed it.
+        refusal: the newest, None for none.
+        refusals: how many this process has seen.
+        calls: its newest, oldest first.
+    """
+
+    __slots__ = (
+        "caller",
+        "calls",
+        "mode",
+        "ordered",
+        "policy",
+        "refusal",
+        "refusals",
+        "session",
+        "standing",
+        "told",
+    )
+
+    def __init__(self, policy: str, mode: str, tenant: str, session: str, now: float) -> None:
+        """Nothing is known of it until now."""
+        self.policy = policy
+        self.mode = mode
+        self.tenant = tenant
+        self.session = session
+        self.caller: list[tuple[str, str]] = []
+        self.last = now
+        self.standing = _UNKNOWN
+        self.told = now
+        self.ordered = False
+        self.refusal: Refusal | None = None
+        self.refusals = 0
+        self.calls: list[Call] = []
+
+    @property
+    def began(self) -> float:
+        """When the session began, in seconds since 1970."""
+        return self.told - self.standing.age_ms / 1000
+
+    def take(self, standing: Standing, now: float) -> None:
+        """Know what it has used up, where anything is said about that."""
+        if standing.steps or standing.blocks or standing.cost or standing.tool_calls:
+            self.standing = standing
+            self.told = now
+
+    def add_call(self, name: bytes, model: str, tool: str, now: float) -> Call:
+        """A call that becomes known; the oldest makes room."""
+        last = self.calls[-1] if self.calls else _NO_CALL
+        call = Call(name, now, _cut_name(model, last.model), _cut_name(tool, last.tool))
+        self.calls.append(call)
+        if len(self.calls) > MAX_CALLS:
+            del self.calls[0]
+        return call
+
+    def find_call(self, name: bytes) -> Call | None:
+        """A call that is known; None for one that is not."""
+        for call in reversed(self.calls):
+            if call.name == name:
+                return call
+        return None
+
+
+class SessionTable(Table[Run]):
+    """The sessions of one process."""
+
+    def __init__(self) -> None:
+        """There are none."""
+        super().__init__(MAX_SESSIONS, MAX_PER_TENANT)
+
+    def note(  # noqa: PLR0913  # what is known of a request
+        self,
+        policy: str,
+        mode: str,
+        tenant: str,
+        session: str,
+        caller: list[tuple[str, str]],
+        standing: Standing,
+        model: str,
+        tool: str,
+        call: bytes,
+        now: float,
+    ) -> None:
+        """One request of a session.
+
+        Args:
+            policy: its id.
+            mode: `enforce` or `shadow`.
+            tenant: hash of the caller.
+            session: hash of its name.
+            caller: names and values of the caller's descriptors.
+            standing: what its step was answered.
+            model: that it asks.
+            tool: that was called last, empty for none.
+            call: the step's name.
+            now: in seconds since 1970.
+        """
+        run = self._find(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
+        if not run.caller and caller:
+            run.caller = [(cut_text(name, _NAME_SHOWN), cut_text(value, _NAME_SHOWN)) for name, value in caller[:_NAMES_SHOWN]]
+        run.last = now
+        run.ordered = standing.limit == _KILLED_LIMIT and not standing.killed
+        run.take(standing, now)
+        if standing.limit:
+            run.refusal = Refusal(standing, now)
+            run.refusals += 1
+        else:
+            run.add_call(call, model, tool, now)
+
+    def settle(  # noqa: PLR0913  # what is known of an answer
+        self,
+        policy: str,
+        mode: str,
+        tenant: str,
+        session: str,
+        standing: Standing,
+        model: str,
+        call: bytes,
+        status: int,
+        usage: Usage | None,
+        now: float,
+        *,
+        refused: bool = False,
+    ) -> None:
+        """What became of a request, which another replica may have let through.
+
+        Args:
+            policy: its id.
+            mode: `enforce` or `shadow`.
+            tenant: hash of the caller.
+            session: hash of its name.
+            standing: what the settlement was answered.
+            model: that was asked.
+            call: the step's name.
+            status: of the answer, 0 where there was none.
+            usage: its tokens, None where nobody said.
+            now: in seconds since 1970.
+            refused: another guard of ours has refused it.
+        """
+        run = self._find(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
+        run.take(standing, now)
+        found = run.find_call(call) or run.add_call(call, model, "", now)
+        found.status, found.usage, found.settled, found.refused = status, usage, True, refused
+
+    def _find(self, policy: str, mode: str, tenant: str, session: str, now: float) -> Run:
+        """The session under that name; it is new where there is none."""
+        key = (tenant, policy, mode, session)
+        run = self.use(key)
+        if run is None:
+            run = Run(policy, mode, tenant, session, now)
+            self.put(key, run)
+        return run
+
+
+def _cut_name(name: str, last: str) -> str:
+    """A name as it is kept; mostly it is that of the call before."""
+    return last if name == last else cut_text(name, _NAME_SHOWN)
+
+
+def _find_tool(standing: Standing) -> str:
+    """The name of the tool that a limit is about; its digest where the name is not kept."""
+    for digest, name, _ in standing.tools:
+        if digest == standing.tool:
+            return name
+    return standing.tool.hex()
+
+
+def name_killer(killed: int, *, ordered: bool) -> str:
+    """What has killed a session, empty for nothing.
+
+    Args:
+        killed: index into `KILLED`.
+        ordered: an operator has.
+    """
+    return OPERATOR if ordered else KILLED[killed]
+
+
+def convert_amount(limit: str, amount: int) -> int | float:
+    """What was used of a limit, or allowed by it, in the limit's own unit."""
+    return convert_dollars(amount) if limit == _MONEY else amount
+
+
+def convert_dollars(amount: int) -> float:
+    """Nano-dollars in dollars."""
+    return round(amount / NANO_DOLLARS, _DIGITS)

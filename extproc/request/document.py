@@ -1,0 +1,402 @@
+"""A request body as JSON: decoded once, however many detectors and descriptors look into it, and not before one does.
+
+Whatever a client sends is taken in bounded time: what is too much of anything is not looked into (`inspect_limit`), what is not
+JSON says so (`not_json`), and both are exceptions that name the reason under which a policy does not count the request.
+
+Numbers are compared by their exact value, whatever their spelling: `1`, `1.0` and `1e0` are one number, and integers keep all
+of their digits. Of a key that stands twice in an object the last one counts, which is what the parsers of the field do
+(RFC 8259 section 4 leaves it open).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from extproc.request.http import write_claim
+
+MAX_CONTAINERS: Final = 100_000
+"""Most `[` and `{` in a body that is looked into: decoding as many takes 10 to 20 ms, and so does copying them."""
+
+MAX_MEMBERS: Final = 50_000
+"""Most members of objects in one that is decoded as a whole: to put their names in order takes longer than decoding them."""
+
+WORTH_COUNTING: Final = 256 * 2**10
+"""In a body of fewer bytes there is hardly room for more, and counting takes half as long as decoding."""
+
+MAX_STEPS: Final = 5_000
+"""Most messages, and parts of them, that one detector walks through; each takes a few microseconds."""
+
+_MANY_MEMBERS: Final = 256
+"""An object of more has its members put in order by us: what msgspec takes for it may grow with the square of their number."""
+
+MAX_FRACTIONS: Final = 10_000
+"""Most numbers with a fraction or an exponent in one, each of which is brought into one spelling by us."""
+
+_WORTH_REMEMBERING: Final = 32
+
+MAX_DIGITS: Final = 640
+"""Longest integer in one, in digits; a longer one is not JSON to us, nor to most."""
+
+_PLACE = re.compile(r"(?:0|[1-9][0-9]{0,8})\Z")  # of an array's element (RFC 6901 section 4)
+_NUMBER = re.compile(r"(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d+))?\Z")
+
+Json: TypeAlias = Any
+"""A decoded value: dict, list, str, int, bool, None, or Raw, which stands for a number with a fraction or an exponent."""
+
+ABSENT = msgspec.Raw()
+"""Stands where a value would have been left as it is, had there been one."""
+
+_NESTING = frozenset((dict, list))
+_MISSING: Final[Json] = object()
+
+
+def limit_integers() -> None:
+    """Have this process refuse longer integers: the time that they take grows with the square of their digits."""
+    sys.set_int_max_str_digits(MAX_DIGITS)
+
+
+class NotCounted(Exception):  # says what becomes of the request
+    """The request is not counted.
+
+    Attributes:
+        reason: why, as `uncounted_total` shows it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        """Say why."""
+        super().__init__(reason)
+        self.reason = reason
+
+    def renew(self) -> NotCounted:
+        """The same to be kept or raised anew: one that was raised holds on to all that it passed, the body among it."""
+        return NotJson() if isinstance(self, NotJson) else NotCounted(self.reason)
+
+
+class NotJson(NotCounted):
+    """The body is not JSON, as far as anybody can tell."""
+
+    def __init__(self) -> None:
+        """The reason is always the same."""
+        super().__init__("not_json")
+
+
+class _Left:
+    """What the body at hand has left of its bounds; one thread at a time looks into bodies."""
+
+    __slots__ = ("in_body", "in_parts", "steps")
+
+    def __init__(self) -> None:
+        self.in_body = MAX_FRACTIONS
+        self.in_parts = MAX_FRACTIONS
+        self.steps = MAX_STEPS
+
+
+_LEFT: Final = _Left()
+
+
+def walk(count: int) -> None:
+    """Go on by so many messages or parts of messages.
+
+    Raises:
+        NotCounted: there were too many.
+    """
+    _LEFT.steps -= count
+    if _LEFT.steps < 0:
+        raise NotCounted("inspect_limit")
+
+
+def start_looking() -> None:
+    """Let somebody look into a body, who starts with all of the bounds."""
+    _LEFT.in_parts, _LEFT.steps = MAX_FRACTIONS, MAX_STEPS
+
+
+def count_left() -> tuple[int, int]:
+    """How many steps of `walk`, and how many numbers in parts of the body, are left."""
+    return _LEFT.steps, _LEFT.in_parts
+
+
+def _hook_number(text: str) -> msgspec.Raw:
+    """The one spelling of a number that has a fraction or an exponent, where a body is decoded as a whole.
+
+    Raises:
+        NotCounted: there were too many.
+    """
+    _LEFT.in_body -= 1
+    if _LEFT.in_body < 0:
+        raise NotCounted("inspect_limit")
+    return write_number(text)
+
+
+def hook_number_in_part(text: str) -> msgspec.Raw:
+    """The same for the `float_hook` of decoders of parts of a body, which are bounded for themselves."""
+    _LEFT.in_parts -= 1
+    if _LEFT.in_parts < 0:
+        raise NotCounted("inspect_limit")
+    return write_number(text)
+
+
+def write_number(text: str) -> msgspec.Raw:
+    """The one spelling of a number; short ones, which repeat, are remembered."""
+    return _remembered(text) if len(text) <= _WORTH_REMEMBERING else _write_number(text)
+
+
+_decode_whole = msgspec.json.Decoder(float_hook=_hook_number).decode
+_decode_part = msgspec.json.Decoder(float_hook=hook_number_in_part).decode
+_encode = msgspec.json.Encoder(order="sorted").encode
+_encode_as_is = msgspec.json.Encoder().encode
+_decode_copy = msgspec.json.Decoder(float_hook=lambda text: msgspec.Raw(text.encode())).decode
+
+
+# Half of a surrogate pair in its escape (RFC 8259, section 8.2), with a look at what stands beside it: who cuts a text in
+# JavaScript may leave one, and most parsers take it. It starts with a literal, which the engine finds fast.
+_HALF = re.compile(
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD].)[0-9a-fA-F]{2})"
+)
+_MOST_HALVES: Final = 10_000
+"""So many are made good in one body."""
+
+_MOST_ESCAPED: Final = 256
+"""In front of a half so many backslashes are told apart."""
+
+_FIRST_HALF: Final = 8
+"""Halves are U+D800 to U+DFFF, and become U+E000 to U+E7FF."""
+
+
+def mend(data: bytes | memoryview | msgspec.Raw | str) -> bytes | None:
+    """JSON with a private character in place of each half of a surrogate pair, as long as that; None where there is none."""
+    raw = data.encode() if isinstance(data, str) else bytes(data)
+    mended = _HALF.sub(_mend_half, raw, _MOST_HALVES)
+    return None if mended == raw else mended
+
+
+def _mend_half(found: re.Match[bytes]) -> bytes:
+    half, start = found.group(), found.start()
+    before = found.string[max(0, start - _MOST_ESCAPED) : start]
+    if (len(before) - len(before.rstrip(b"\\"))) % 2:  # the backslash itself is escaped
+        return half
+    return rb"\ue%x" % (int(half[3:4], 16) - _FIRST_HALF) + half[4:]
+
+
+class Document:
+    """A body that can be looked into.
+
+    What one detector gets never depends on what others ask for, so that a shadow policy cannot change what an enforcing one
+    sees: where the whole body cannot be decoded, or holds too much, the part that somebody asks for is decoded all the same.
+
+    Attributes:
+        conversation: what `open_conversation` makes of it, or the exception.
+    """
+
+    __slots__ = ("_data", "_value", "conversation")
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        """Nothing is decoded yet."""
+        self._data = data if isinstance(data, bytes) else data.tobytes()
+        self._value: Json = _MISSING  # or the exception that it is
+        self.conversation: Any = None
+
+    def __len__(self) -> int:
+        """The body's length in bytes."""
+        return len(self._data)
+
+    def value(self) -> Json:
+        """The whole body, decoded.
+
+        Raises:
+            NotCounted: it is not JSON, or too much of it.
+        """
+        if self._value is _MISSING:
+            self._value = self._decode()
+        if isinstance(self._value, NotCounted):
+            raise self._value.renew()
+        return self._value
+
+    def may_be_json(self) -> bool:
+        """Whether it begins as an object or an array, so that some parser may take it for JSON where ours does not."""
+        return self._data.lstrip()[:1] in (b"{", b"[")
+
+    def data(self) -> bytes:
+        """The body as it came, for who leaves its arrays raw where they stand; each starts with all of the bounds.
+
+        Raises:
+            NotCounted: there are too many objects and arrays in it.
+        """
+        start_looking()
+        if len(self._data) > WORTH_COUNTING:
+            check_containers(self._data)
+        return self._data
+
+    def _decode(self) -> Json:
+        """The value, or the NotCounted that decoding raises."""
+        _LEFT.in_body = MAX_FRACTIONS
+        try:
+            check_containers(self._data)
+            check_members(self._data)
+            return decode_json(self._data, _decode_whole)
+        except NotCounted as failure:
+            return failure.renew()
+
+
+def check_containers(data: bytes | memoryview | str) -> None:
+    """See that JSON does not hold too many objects and arrays to be decoded.
+
+    Raises:
+        NotCounted: it does.
+    """
+    if len(data) > WORTH_COUNTING:
+        data = data.encode() if isinstance(data, str) else bytes(data)
+        if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
+            raise NotCounted("inspect_limit")
+
+
+def check_members(data: bytes) -> None:
+    """See that the objects of JSON do not hold too many members.
+
+    Raises:
+        NotCounted: they do.
+    """
+    if data.count(b":") > MAX_MEMBERS:
+        packed = data.translate(None, b" \t\r\n").replace(rb"\\", b"")
+        if packed.count(b'":') - packed.count(rb"\":") > MAX_MEMBERS:  # those whose quote is escaped stand in a string
+            raise NotCounted("inspect_limit")
+
+
+def decode_json(data: bytes | memoryview | msgspec.Raw | str, decode: Any = _decode_part) -> Json:  # noqa: ANN401  # msgspec's own
+    """JSON, decoded; a part of a body that has been decoded as a whole shares its bounds.
+
+    Raises:
+        NotCounted: it is not JSON (also: nested hundreds of levels deep, numbers of hundreds of digits), or too much of it.
+        msgspec.ValidationError: its types are not those that `decode` expects.
+    """
+    try:
+        return _decode_strictly(data, decode)
+    except NotJson:
+        mended = mend(data)
+        if mended is None:
+            raise
+    return _decode_strictly(mended, decode)
+
+
+def _decode_strictly(data: bytes | memoryview | msgspec.Raw | str, decode: Any) -> Json:  # noqa: ANN401  # msgspec's own
+    try:
+        return decode(data)
+    except msgspec.ValidationError:
+        if decode in (_decode_part, _decode_whole):  # an integer beyond what Python takes
+            raise NotJson from None
+        raise
+    except (ValueError, RecursionError):  # msgspec's and Unicode's errors are ValueErrors
+        raise NotJson from None
+
+
+def open_value(value: Json) -> Json:
+    """A value that was left as it stands in the body, decoded; any other as it is."""
+    if type(value) is not msgspec.Raw:
+        return value
+    return None if value is ABSENT else decode_json(value)
+
+
+def write_canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
+    """The one spelling of a value, without what the pointers of `ignore`, once split, name: equal bytes, equal values.
+
+    Raises:
+        NotJson: it is nested too deeply.
+    """
+    for pointer in ignore:
+        value = remove_at(value, pointer)
+    try:
+        if type(value) in _NESTING and _list_wide(value):
+            value = _decode_copy(_encode_as_is(value))
+            for wide in _list_wide(value):
+                members = sorted(wide.items())
+                wide.clear()
+                wide.update(members)
+        return _encode(value)
+    except RecursionError:  # it could be decoded further up the stack
+        raise NotJson from None
+
+
+def _list_wide(value: Json) -> list[dict[str, Json]]:
+    """The objects of very many members in a value, itself among them."""
+    # Comprehensions, and dict | list, would take five times as long.
+    found: list[dict[str, Json]] = []
+    left: list[Json] = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, dict):
+            if len(item) > _MANY_MEMBERS:
+                found.append(item)
+            for inner in item.values():
+                if isinstance(inner, (dict, list)):
+                    left.append(inner)  # noqa: PERF401
+        else:
+            for inner in item:
+                if isinstance(inner, (dict, list)):
+                    left.append(inner)  # noqa: PERF401
+    return found
+
+
+def split_pointer(pointer: str) -> list[str]:
+    """The steps of a JSON Pointer (RFC 6901), unescaped."""
+    return [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
+
+
+def remove_at(value: Json, pointer: Sequence[str]) -> Json:
+    """A copy, as far as it has to be one, without what the pointer names; its step `*` stands for any one.
+
+    Array elements are replaced by null, so that the others keep their places.
+    """
+    step, rest = pointer[0], pointer[1:]
+    if isinstance(value, dict) and (step == "*" or step in value):
+        if rest:
+            return value | {name: remove_at(value[name], rest) for name in (value if step == "*" else (step,))}
+        return {} if step == "*" else {name: item for name, item in value.items() if name != step}
+    if isinstance(value, list) and step == "*":
+        if rest and _NESTING.isdisjoint(map(type, value)):
+            return value
+        return [remove_at(item, rest) if type(item) in _NESTING else item for item in value] if rest else [None] * len(value)
+    if isinstance(value, list) and _PLACE.match(step) and int(step) < len(value):
+        place = int(step)
+        return [*value[:place], remove_at(value[place], rest) if rest else None, *value[place + 1 :]]
+    return value
+
+
+def find(value: Json, pointer: Sequence[str]) -> str:
+    """The scalar that a pointer leads to, as text; empty where there is none."""
+    for step in pointer:
+        if isinstance(value, dict):
+            value = value.get(step)
+        elif isinstance(value, list) and _PLACE.match(step) and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return ""
+    return bytes(value).decode() if isinstance(value, msgspec.Raw) else write_claim(value)
+
+
+def _write_number(text: str) -> msgspec.Raw:
+    """The one spelling of a number that has a fraction or an exponent: an integer's, or digits and an exponent.
+
+    >>> [bytes(_write_number(text)) for text in ("1.50", "15e-1", "1.0", "-0.0", "1e3", "1e999")]
+    [b'15e-1', b'15e-1', b'1', b'0', b'1000', b'1e999']
+    """
+    sign, whole, fraction, exponent = _NUMBER.match(text).groups(default="")  # type: ignore[union-attr]  # msgspec has checked
+    digits = (whole + fraction).lstrip("0")
+    kept = digits.rstrip("0")
+    if not kept:
+        return msgspec.Raw(b"0")
+    try:
+        power = int(exponent or 0) - len(fraction) + len(digits) - len(kept)
+    except ValueError:  # an exponent of thousands of digits
+        raise NotJson from None
+    if power >= 0 and len(kept) + power <= MAX_DIGITS:
+        return msgspec.Raw(f"{sign}{kept}{'0' * power}".encode())
+    return msgspec.Raw(f"{sign}{kept}e{power}".encode())
+
+
+_remembered = lru_cache(maxsize=4096)(_write_number)

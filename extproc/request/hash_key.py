@@ -1,0 +1,67 @@
+"""The key of hashes that only Loopguard can make, such as the marks of its notes.
+
+All replicas need the same key, or they do not recognise each other's hashes. It comes from a file, or else from the store: see
+`key_sharing`. With neither, each process has one of its own. The key is never logged or shown.
+"""
+# interpreted: read at start
+
+from __future__ import annotations
+
+import os
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+from extproc.errors import UsageError
+
+KEY_BYTES: Final = 32
+_MOST_BYTES: Final = 4_096
+
+
+class HashKey:
+    """The key that is in force.
+
+    Attributes:
+        secret: 32 random bytes. Assign to replace the key between two requests.
+    """
+
+    __slots__ = ("secret",)
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        """Take a key, or make one for this process."""
+        self.secret = secret if secret is not None else os.urandom(KEY_BYTES)
+
+    def start(self, purpose: bytes, size: int) -> blake2b:
+        """A keyed hash to feed (BLAKE2b, RFC 7693 section 2.9).
+
+        Args:
+            purpose: up to 16 bytes, of our own choice: hashes for one purpose are worth nothing for another.
+            size: of the hash, in bytes.
+        """
+        return blake2b(key=self.secret, digest_size=size, person=purpose)
+
+
+PROCESS_KEY: Final = HashKey()
+"""What a process uses that has not been given a key."""
+
+
+def read_hash_key(path: str) -> HashKey:
+    """The key in a file; one for this process where no file is named.
+
+    The file may hold raw bytes or text, such as hex digits. Line ends behind them do not count.
+
+    Raises:
+        UsageError: the file cannot be read, or does not hold a key.
+    """
+    if not path:
+        return HashKey()
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"--hash-key-file {path}: {error.strerror}") from None
+    if not KEY_BYTES <= len(content) <= _MOST_BYTES:
+        size = f"{len(content)} bytes" if len(content) <= _MOST_BYTES else f"more than {_MOST_BYTES} bytes"
+        wanted = f"it must hold {KEY_BYTES} to {_MOST_BYTES} random bytes, such as those of: openssl rand -hex 32"
+        raise UsageError(f"--hash-key-file {path}: it holds {size}; {wanted}")
+    return HashKey(blake2b(content.rstrip(b"\r\n"), digest_size=KEY_BYTES).digest())

@@ -1,0 +1,256 @@
+"""One HTTP request as the policies see it, and the descriptors that tell its caller from others."""
+
+from __future__ import annotations
+
+import binascii
+import json
+import re
+from base64 import urlsafe_b64decode
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+from urllib.parse import parse_qsl
+
+from extproc.request.fingerprint import normalize_path
+
+MAX_DESCRIPTOR = 8_192
+"""Longest descriptor value that is told apart, in characters; a longer one leaves the request uncounted."""
+
+MAX_TOKEN = 32_768
+"""Longest bearer token that is decoded, in characters; a longer one counts as missing."""
+
+RESPONSES_WEBSOCKET: Final = "responses_websocket"
+"""Why a request is not counted that opens a WebSocket for model calls, none of which would be seen."""
+
+_RESPONSES: Final = "/responses"
+"""What the path ends in of OpenAI's API that takes its calls over a WebSocket as well as by POST."""
+
+_ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # absolute-form up to its path (RFC 9112 section 3.2.2)
+
+
+class Facts:
+    """What is known about a request beside its headers, read only when a policy asks; here: nothing."""
+
+    def route(self) -> str:
+        """Envoy's route name, empty when unknown."""
+        return ""
+
+    def address(self) -> str:
+        """The peer as Envoy trusts it, without its port, empty when unknown."""
+        return ""
+
+    def claim(self, name: str) -> str:  # noqa: ARG002  # nothing is known
+        """A verified (or, by opt-in, merely decoded) JWT claim as a string, empty when there is none."""
+        return ""
+
+    def let_go(self) -> Facts:
+        """What is left once the policies have read them: the route alone, for people, in little room."""
+        return NO_FACTS
+
+
+class StatedFacts(Facts):
+    """Facts that somebody names one by one."""
+
+    def __init__(self, *, route: str = "", address: str = "", claims: Mapping[str, str] | None = None) -> None:
+        """Keep them as given."""
+        self._route = route
+        self._address = address
+        self._claims: Mapping[str, str] = claims if claims is not None else {}
+
+    def route(self) -> str:
+        """See `Facts`."""
+        return self._route
+
+    def address(self) -> str:
+        """See `Facts`."""
+        return self._address
+
+    def claim(self, name: str) -> str:
+        """See `Facts`."""
+        return self._claims.get(name, "")
+
+
+NO_FACTS = Facts()
+
+
+class HttpRequest:
+    """What Envoy says about one request; header names are lower-case, the first of repeated headers wins.
+
+    Attributes:
+        method: as sent.
+        target: `:path` as received, query included.
+        path: the target without its query, normalized, which is what selectors and fingerprints see.
+        query: the part after the first `?`, without it.
+        authority: `:authority`, empty when absent.
+        headers: raw values by lower-case name.
+        facts: what else is known.
+        opens_responses: it opens a WebSocket for model calls, as whoever reads it has to say.
+    """
+
+    __slots__ = ("_pairs", "authority", "facts", "headers", "method", "opens_responses", "path", "query", "target")
+
+    def __init__(
+        self,
+        method: str,
+        target: str,
+        authority: str = "",
+        headers: Mapping[str, bytes] | None = None,
+        facts: Facts = NO_FACTS,
+    ) -> None:
+        """Split the target and normalize its path; everything else is kept as given."""
+        if not target.startswith("/") and (absolute := _ABSOLUTE.match(target)):
+            rest = target[absolute.end() :]
+            target = rest if rest.startswith("/") else f"/{rest}"
+        self.method = method
+        self.target = target
+        path, _, self.query = target.partition("?")
+        self.path = normalize_path(path)
+        self.authority = authority
+        self.headers: Mapping[str, bytes] = headers if headers is not None else {}
+        self.facts = facts
+        self.opens_responses = False
+        self._pairs: list[tuple[str, str]] | None = None
+
+    def read_header(self, name: str) -> str:
+        """A header's value, empty when absent; bytes that are not UTF-8 survive as surrogates."""
+        if name == "host":
+            return self.authority
+        return self.headers.get(name, b"").decode("utf-8", "surrogateescape")
+
+    def read_query(self) -> list[tuple[str, str]]:
+        """The decoded pairs of the query in the order sent: `+` is a space, blank values are kept.
+
+        Bytes that are not UTF-8 survive as surrogates, so different bytes stay different.
+        """
+        if self._pairs is None:
+            query = self.query
+            if "%" in query or "+" in query:
+                self._pairs = parse_qsl(query, keep_blank_values=True, errors="surrogateescape")
+            else:  # the same answer without decoding, which most queries do not need
+                parts = (pair.partition("=") for pair in query.split("&") if pair)
+                self._pairs = [(name, value) for name, _, value in parts]
+        return self._pairs
+
+    def read_parameter(self, name: str) -> str:
+        """The first value of a query parameter, empty when absent."""
+        return next((value for key, value in self.read_query() if key == name), "")
+
+
+def cut_text(text: str, length: int) -> str:
+    """So much of a text that a client has chosen, for people; bytes that are no UTF-8, which nothing can write, are spelled."""
+    if len(text) <= length and text.isascii():
+        return text
+    return text[:length].encode("utf-8", "backslashreplace").decode()
+
+
+def find_websocket(request: HttpRequest) -> bool:
+    """Whether the request opens a WebSocket for calls of the Responses API.
+
+    Codex does so before it tries POST. Over HTTP/1.1 that is an upgrade (RFC 6455 section 4.1), over HTTP/2 a CONNECT with a
+    `:protocol` (RFC 8441), which Envoy shows as an upgrade, too.
+    """
+    headers = request.headers
+    if "upgrade" not in headers and ":protocol" not in headers:
+        return False
+    wanted = headers.get("upgrade", b"") + b"," + headers.get(":protocol", b"")
+    names = [item.strip().partition(b"/")[0] for item in wanted.lower().split(b",")]
+    return b"websocket" in names and request.path.endswith(_RESPONSES)
+
+
+def explain_unknowable_body(request: HttpRequest) -> str:
+    """Why the request has no body that could be compared, whoever sends it on; empty when it may have one.
+
+    What stands for the body of an RPC, an upgrade or a tunnel is a conversation, which nobody waits for. One whose length is
+    known is none: whether it is gRPC's can be seen.
+    """
+    if request.opens_responses:
+        return RESPONSES_WEBSOCKET
+    if is_grpc(request) and "content-length" not in request.headers:
+        return "grpc"
+    if request.method == "CONNECT":
+        return "connect"
+    if "upgrade" in request.headers:
+        return "upgrade"
+    return ""
+
+
+def is_grpc(request: HttpRequest) -> bool:
+    """Whether the headers are those of gRPC (grpc/doc/PROTOCOL-HTTP2.md): method, content type and `te` together."""
+    headers = request.headers
+    content_type = headers.get("content-type", b"").lower()
+    return (
+        content_type.startswith(b"application/grpc")
+        and content_type[16:17] in (b"", b"+", b";")
+        and request.method == "POST"
+        and headers.get("te", b"").lower() == b"trailers"
+    )
+
+
+class Descriptor(NamedTuple):
+    """One limit key, ready to be read from requests.
+
+    Attributes:
+        key: as the policy has it.
+        name: as it stands in the composite: what follows the source, lower-case, or the whole key where two names are equal.
+        source: `jwt`, `header`, `query`, `ip` or `body`.
+        argument: which claim, header or parameter, or a JSON Pointer.
+        read: takes a request and the argument; the request's value, empty when it has none or when it stands in the body.
+    """
+
+    key: str
+    name: str
+    source: str
+    argument: str
+    read: Callable[[HttpRequest, str], str]
+
+
+_READERS: dict[str, Callable[[HttpRequest, str], str]] = {
+    "jwt": lambda request, claim: request.facts.claim(claim),
+    "header": HttpRequest.read_header,
+    "query": HttpRequest.read_parameter,
+    "ip": lambda request, _: request.facts.address(),
+    "body": lambda _request, _pointer: "",
+}
+
+
+def compile_descriptors(limit_keys: Sequence[str]) -> tuple[Descriptor, ...]:
+    """The descriptors of a policy's limit keys, each of them `source:argument`."""
+    split = [(key, *key.partition(":")[::2]) for key in dict.fromkeys(limit_keys)]
+    names = Counter(argument.lower() for _, _, argument in split)
+    return tuple(
+        Descriptor(key, argument.lower() if names[argument.lower()] == 1 else key, source, argument, _READERS[source])
+        for key, source, argument in split
+    )
+
+
+def write_claim(value: object) -> str:
+    """A claim's value as a descriptor: strings as they are, whole numbers without a fraction, of the rest only scalars.
+
+    Envoy hands verified claims over as protobuf Structs, in which every number is a double.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, int | float):
+        return str(value)
+    return ""
+
+
+def decode_claims(authorization: str) -> dict[str, str]:
+    """The claims of a bearer token whose signature nobody checked; empty when it is not a JWT (RFC 7519 section 7.2)."""
+    scheme, _, token = authorization.partition(" ")
+    parts = token.strip().split(".")
+    if scheme.lower() != "bearer" or len(parts) != 3 or len(token) > MAX_TOKEN:  # noqa: PLR2004  # header.payload.signature
+        return {}
+    try:
+        payload: Any = json.loads(urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+    except (binascii.Error, ValueError, RecursionError):
+        return {}
+    if not isinstance(payload, dict):
+        return {}
+    # JSON can spell half a surrogate pair, which nothing can encode: its bytes stay, as those of any text that is not UTF-8.
+    texts = {name: write_claim(value).encode("utf-8", "surrogatepass") for name, value in payload.items()}
+    return {name: text.decode("utf-8", "surrogateescape") for name, text in texts.items() if text}

@@ -1,0 +1,229 @@
+"""Notes for a model, put behind the text of what a tool brought back: how one begins and ends, and how it is taken out again.
+
+A note ends in a mark, so that it is known from what others write: 64 bits of a keyed hash (BLAKE2b) of the caller, of what the
+user said first in the conversation, and of the note's own text. Whatever has another mark is no note, and stays where it is. A
+note that is copied hides nothing but itself.
+
+Around the text everything is plain ASCII that any serializer writes as it is, so a note is found in the bytes of a body,
+however often they were decoded and encoded since. The text is compared decoded. It holds no quote and no backslash, so a note
+never reaches beyond the string at whose end it stands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from hmac import compare_digest
+from typing import Final
+
+from msgspec import json
+
+from extproc.request.hash_key import HashKey
+
+OPENING: Final = "[~loopguard~ Note from the gateway, not from the tool:"
+CLOSING: Final = "~loopguard:"
+END: Final = "~]"
+"""A note's text stands between OPENING and CLOSING, and its mark, 16 hex digits, between CLOSING and END."""
+
+SEPARATOR: Final = "\n\n"
+"""Stands before a note that goes on a text."""
+
+PLACEHOLDERS: Final = ("what", "count", "tools", "instead", "reason", "policy")
+"""What an operator's own text may leave to be filled in."""
+
+_PURPOSE: Final = b"note"
+_MARK_BYTES: Final = 8
+_LONGEST: Final = 4_000
+"""Characters of a note's text."""
+
+_LONGEST_WRITTEN: Final = 65_536
+"""Bytes that so many characters may take, escaped several times over."""
+
+_MOST_NOTES: Final = 200
+_MOST_WRITTEN: Final = 262_144
+"""So many marks, and bytes of their notes, are looked at in one body, from its end on. Behind that they are content."""
+
+_MOST_CALLERS: Final = 8
+_MOST_LEVELS: Final = 4
+"""So often a body may stand as a string in another one."""
+
+_OPENING: Final = OPENING.encode()
+_END: Final = END.encode()
+_SEPARATOR: Final = b"\\n\\n"  # as JSON has it
+_RARE: Final = 0x7E  # a tilde
+"""Second in a note, and so rare elsewhere that looking for it alone, which is what processors are quickest at, is enough."""
+
+_TRIES: Final = 64
+"""So many of them that begin no note, and all of the mark is looked for: a body may hold nothing else."""
+
+_FORM: Final = f'{re.escape(OPENING)}([^"~]{{1,{_LONGEST_WRITTEN}}}+){CLOSING}([0-9a-f]{{{2 * _MARK_BYTES}}}){re.escape(END)}'
+_WRITTEN: Final = re.compile(_FORM.encode())
+_SAID: Final = re.compile(_FORM.replace("(", "(?:"))
+_ODD: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_PLAIN: Final = str.maketrans({'"': "'", "\\": "/", chr(_RARE): "-"})
+
+# An item, or a member of an object, that is there for the note alone, as `similarity/shapes` writes it and others may write it
+# again. In such a one no separator stands before the note.
+_TYPE: Final = rb'"type"\s*+:\s*+"(?:input_)?text"\s*+'
+_BEFORE: Final = re.compile(rb'(,\s*+)?(\{\s*+(?:%b,\s*+)?"text"|"(?:content|gateway_note_*+)")\s*+:\s*+"\Z' % _TYPE, re.DOTALL)
+_BEHIND_ITEM: Final = re.compile(rb'"\s*+(?:,\s*+%b)?\}' % _TYPE)
+_BEHIND_MEMBER: Final = re.compile(rb'"')
+_NEXT: Final = re.compile(rb"\s*+,\s*+")
+_LONGEST_BEFORE: Final = 2_048
+
+_decode_text = json.Decoder(str).decode
+
+
+class Marks:
+    """Makes the marks of the notes in one conversation, and knows them again."""
+
+    __slots__ = ("_hashes",)
+
+    def __init__(self, key: HashKey, callers: Sequence[str], first_words: str) -> None:
+        """Prepare.
+
+        Args:
+            key: the same for all who are to know the marks.
+            callers: as policies tell them apart, by the head of a request alone; the first is the one for whom notes are made.
+            first_words: what the user said first in the conversation.
+        """
+        said = blake2b(_leave_out_notes(first_words).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        self._hashes = [_start(key, caller, said) for caller in callers[:_MOST_CALLERS]]
+
+    def make(self, text: str) -> str:
+        """The mark of a note with this text."""
+        mark = self._hashes[0].copy()
+        mark.update(text.encode())
+        return mark.hexdigest()
+
+    def knows(self, written: bytes, mark: bytes) -> bool:
+        """Whether a mark is that of a note.
+
+        Args:
+            written: the text of the note, as it stands in JSON.
+            mark: 16 hex digits.
+        """
+        text = _read_text(written)
+        if text is None:
+            return False
+        for known in self._hashes:
+            made = known.copy()
+            made.update(text)
+            if compare_digest(made.hexdigest().encode(), mark):
+                return True
+        return False
+
+
+def _leave_out_notes(text: str) -> str:
+    """A text without what has the form of a note, whoever wrote it: what marks are made of cannot depend on marks."""
+    if OPENING not in text:
+        return text
+    *pieces, last = _SAID.split(text)
+    return "".join([piece.removesuffix(SEPARATOR) for piece in pieces]) + last
+
+
+def _start(key: HashKey, caller: str, said: bytes) -> blake2b:
+    started = key.start(_PURPOSE, _MARK_BYTES)
+    name = caller.encode("utf-8", "surrogatepass")
+    started.update(len(name).to_bytes(8, "little") + name + said)
+    return started
+
+
+def _read_text(written: bytes) -> bytes | None:
+    """A text, decoded until nothing in it is escaped any more; None where it is not JSON, or still escaped."""
+    for _ in range(_MOST_LEVELS):
+        try:
+            written = _decode_text(b'"%b"' % written).encode()
+        except ValueError:  # msgspec's and Unicode's errors are ValueErrors
+            return None
+        if b"\\" not in written:
+            return written
+    return None
+
+
+def frame_note(text: str, marks: Marks) -> str:
+    """A text as a note."""
+    plain = f"\n{_ODD.sub(' ', text.strip()[:_LONGEST]).translate(_PLAIN)}\n"
+    return f"{OPENING}{plain}{CLOSING}{marks.make(plain)}{END}"
+
+
+def ends_with_note(data: bytes, end: int, marks: Marks) -> bool:
+    """Whether one of these notes ends at a place in a body."""
+    if not data.endswith(_END, 0, end):
+        return False
+    start = data.rfind(_OPENING, max(0, end - _LONGEST_WRITTEN), end)
+    found = _WRITTEN.match(data, start, end) if start >= 0 else None
+    return found is not None and found.end() == end and marks.knows(found[1], found[2])
+
+
+def cut_notes(data: bytes, open_marks: Callable[[], Marks | None]) -> bytes:
+    """A body without notes, the one at hand where it has none.
+
+    Args:
+        data: the body.
+        open_marks: asked where something looks like a note; None where none can be known.
+    """
+    if _RARE not in data:
+        return data  # as nearly always
+    if _find_opening(data) < 0:
+        return data
+    found = _list_written(data)
+    marks = open_marks() if found else None
+    if marks is None:
+        return data
+    kept: list[bytes] = []
+    end = len(data)
+    for note in found:
+        if marks.knows(note[1], note[2]):
+            first, last = _widen(data, note.start(), note.end())
+            kept.append(data[last:end])
+            end = first
+    if not kept:
+        return data
+    kept.append(data[:end])
+    return b"".join(kept[::-1])
+
+
+def _find_opening(data: bytes) -> int:
+    """Where the first note may begin, -1 where none does."""
+    place = 0
+    for _ in range(_TRIES):
+        place = data.find(_RARE, place + 1)
+        if place <= 0 or data.startswith(_OPENING, place - 1):
+            return place - 1 if place > 0 else -1
+    return data.find(_OPENING, place)
+
+
+def _list_written(data: bytes) -> list[re.Match[bytes]]:
+    """What has the form of a note, the last first, as far as that is looked at."""
+    found: list[re.Match[bytes]] = []
+    place, left = len(data), _MOST_WRITTEN
+    for _ in range(_MOST_NOTES):
+        behind, place = place, data.rfind(_OPENING, 0, place)
+        if place < 0:
+            break
+        most = min(behind, place + _LONGEST_WRITTEN)
+        quote = data.find(b'"', place, most)
+        end = quote if quote >= 0 else most
+        left -= end - place
+        if left < 0:
+            break
+        note = _WRITTEN.match(data, place, end)
+        if note is not None:
+            found.append(note)
+    return found
+
+
+def _widen(data: bytes, start: int, end: int) -> tuple[int, int]:
+    """Where a note starts and ends together with what was put there for it."""
+    if data.endswith(_SEPARATOR, 0, start):
+        return start - len(_SEPARATOR), end
+    before = _BEFORE.search(data, max(0, start - _LONGEST_BEFORE), start) if data.endswith(b'"', 0, start) else None
+    if before is None:
+        return start, end
+    behind = (_BEHIND_ITEM if before[2].startswith(b"{") else _BEHIND_MEMBER).match(data, end)
+    if behind is None:
+        return start, end
+    following = _NEXT.match(data, behind.end()) if before[1] is None else None
+    return before.start(), following.end() if following is not None else behind.end()

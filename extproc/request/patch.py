@@ -1,0 +1,461 @@
+"""A JSON body that is read in a few places and changed there, while every other byte stays.
+
+msgspec finds out how long each value is, so offsets are walked without a parser of our own: behind a bracket, space and a key
+comes a value of known length. Nothing recurses, no value is decoded twice on its way down, and all that is done to one body
+comes out of one budget of steps. What was changed is decoded once more and compared with what was there: an edit is right, or
+it is none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from json import dumps
+from typing import Any, Final, NamedTuple
+
+from msgspec import Raw, ValidationError, defstruct, json
+
+from extproc.request.document import NotCounted, NotJson, check_containers, check_members, mend, start_looking
+
+MAX_BYTES: Final = 2 * 2**20
+"""Longest body that is changed: what takes no steps, such as counting its brackets, takes 3 ms of it."""
+
+MAX_STEPS: Final = 8_448
+"""Most steps of one edit: one for each KiB that is decoded, and one for each value that is looked at."""
+
+_DENSE_BITS: Final = 4
+_DENSE_STEPS: Final = MAX_STEPS // 3
+"""Most steps where 2 to the power of so many bytes hold more than one comma or bracket: these take three times as long."""
+
+AMBIGUOUS: Final = "ambiguous_body"
+"""Of a body that two readers may read in two ways, as no client of an API writes it."""
+
+UNVERIFIED: Final = "unverified"
+"""Of an edit that has changed something else than it was to change."""
+
+_INSPECT_LIMIT: Final = "inspect_limit"
+_MAX_SPACE: Final = 256
+"""Most space in front of an element of a list that is walked backwards, in bytes."""
+
+_STEP_BITS: Final = 10
+_RAW_BITS: Final = 4
+_HALF_BITS: Final = 3
+_CONTAINER_BITS: Final = 1
+"""2 to the power of so many bytes, elements that are only passed by, escapes that may be halves of a pair, or objects and
+arrays that are decoded with all that is in them, take one step."""
+
+_LONGEST_NAME: Final = 1_024
+"""Of tools and of kinds of things, in bytes; what is longer is the name of nothing that we know."""
+
+_SPACE: Final = b" \t\n\r"
+_KEY: Final = re.compile(rb'[ \t\n\r]*+,?[ \t\n\r]*+("(?:[^"\\]|\\.)*+")[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL)
+_NEXT: Final = re.compile(rb"[ \t\n\r]*+,?[ \t\n\r]*+")
+_END: Final = re.compile(rb"[ \t\n\r]*+\}\Z")
+
+_decode_fields: Final = json.Decoder(dict[str, Raw]).decode
+_decode_items: Final = json.Decoder(list[Raw]).decode
+_decode_objects: Final = json.Decoder(list[defstruct("Element", [], gc=False)]).decode  # type: ignore[misc]  # made at run time
+_decode_text: Final = json.Decoder(str).decode
+
+
+class Value:
+    """Where a value stands in a body.
+
+    Attributes:
+        key: of a member of an object; empty elsewhere.
+        at: the offset at which the member starts, with its key's quote; elsewhere that at which the value starts.
+        start: the offset at which the value starts.
+        end: the offset behind it.
+        within: the object or list in which it stands; None where an edit of it is verified without what is around it.
+    """
+
+    __slots__ = ("at", "end", "key", "start", "within")
+
+    def __init__(self, key: str, at: int, start: int, end: int, within: Value | None) -> None:
+        """Keep them as given."""
+        self.key = key
+        self.at = at
+        self.start = start
+        self.end = end
+        self.within = within
+
+
+Fields = dict[str, Value]
+
+
+class _Edit(NamedTuple):
+    """What stands in place of some bytes."""
+
+    start: int
+    end: int
+    text: bytes
+
+
+class Patch:
+    """One body, and the changes of it.
+
+    Attributes:
+        data: as it came.
+        root: all of it, without the space around it.
+    """
+
+    __slots__ = ("_added", "_children", "_gone", "_left", "_new", "_tails", "_text", "data", "root")
+
+    def __init__(self, data: bytes) -> None:
+        """Open a body, without changes.
+
+        Raises:
+            NotCounted: it is not JSON, or too much of it, or a key stands in it twice.
+        """
+        if len(data) > MAX_BYTES:
+            raise NotCounted(_INSPECT_LIMIT)
+        start_looking()
+        check_containers(data)
+        check_members(data)
+        self.data = data
+        self._text = data  # the same, as msgspec can read it, byte for byte
+        dense = data.count(b",") + data.count(b"[") + data.count(b"{") > len(data) >> _DENSE_BITS
+        self._left = _DENSE_STEPS if dense else MAX_STEPS
+        self._children: dict[Value, list[Value]] = {}
+        self._gone: dict[Value, Collection[int]] = {}
+        self._new: dict[Value, bytes] = {}
+        self._added: dict[Value, list[tuple[str, bytes]]] = {}
+        self._tails: dict[Value, str] = {}
+        start = len(data) - len(data.lstrip(_SPACE))
+        self.root = Value("", start, start, max(start, len(data.rstrip(_SPACE))), None)
+        try:
+            self._validate()
+        except NotJson:
+            self.take((data.count(rb"\ud") + data.count(rb"\uD")) >> _HALF_BITS)
+            mended = mend(data)
+            if mended is None:
+                raise
+            self._text = mended
+            self._validate()
+
+    def _validate(self) -> None:
+        """See that all of it is JSON, of which only the objects that are opened need be UTF-8."""
+        if self.is_object(self.root):
+            self._open_object(self.root)
+        else:
+            self.decode(self._text, json.Decoder(Raw).decode)
+
+    def take(self, steps: int) -> None:
+        """Go on by so many steps.
+
+        Raises:
+            NotCounted: there are not so many left.
+        """
+        self._left -= steps
+        if self._left < 0:
+            raise NotCounted(_INSPECT_LIMIT)
+
+    def take_whole(self, value: Value) -> None:
+        """Go on by as many steps as it takes to decode all that is in a value.
+
+        Raises:
+            NotCounted: there are not so many left.
+        """
+        text, start, end = self._text, value.start, value.end
+        containers = text.count(b"[", start, end) + text.count(b"{", start, end)
+        self.take(1 + ((end - start) >> _STEP_BITS) + (containers >> _CONTAINER_BITS))
+
+    # --- reading
+
+    def is_text(self, value: Value | None) -> bool:
+        """Whether a value is a string."""
+        return value is not None and self._text.startswith(b'"', value.start)
+
+    def is_list(self, value: Value | None) -> bool:
+        """Whether a value is a list."""
+        return value is not None and self._text.startswith(b"[", value.start)
+
+    def is_object(self, value: Value | None) -> bool:
+        """Whether a value is an object."""
+        return value is not None and self._text.startswith(b"{", value.start)
+
+    def is_long(self, value: Value) -> bool:
+        """Whether a value is too long to name something, or to tell what something is."""
+        return value.end - value.start > _LONGEST_NAME
+
+    def is_null(self, value: Value) -> bool:
+        """Whether a value is null."""
+        return self._text.startswith(b"n", value.start)
+
+    def read_raw(self, value: Value) -> Raw:
+        """A value as it stands there, but for halves of surrogate pairs."""
+        return Raw(self._text[value.start : value.end])
+
+    def shorten(self, value: Value) -> bytes:
+        """An object without its long members, which tells what it is; anything else as null.
+
+        Raises:
+            NotCounted: a key stands there twice, or it is too much.
+        """
+        if not self.is_object(value):
+            return b"null"
+        members = [member for member in self._open_object(value) if not self.is_long(member)]
+        return b"{%b}" % b",".join([self._text[member.at : member.end] for member in members])
+
+    def read_text(self, value: Value | None) -> str:
+        """A name, or another short string; empty for anything else.
+
+        Raises:
+            NotCounted: it is no UTF-8, or too much.
+        """
+        if value is None or self.is_long(value) or not self.is_text(value):
+            return ""
+        text: str = self.decode(self._text[value.start : value.end], _decode_text)
+        return text
+
+    def open_fields(self, value: Value | None) -> Fields:
+        """The members of an object by their keys, in their order; none of anything else.
+
+        Raises:
+            NotCounted: a key stands there twice, or it is too much.
+        """
+        if value is None or not self.is_object(value):
+            return {}
+        return {child.key: child for child in self._open_object(value)}
+
+    def open_items(self, value: Value) -> list[Value]:
+        """The elements of a list, in their order; none of anything else.
+
+        Raises:
+            NotCounted: they are too many.
+        """
+        if not self.is_list(value):
+            return []
+        found = self._children.get(value)
+        if found is None:
+            text, found = self._text, []
+            items = self._decode_items(value, self._left)
+            self.take(len(items))
+            place = value.start + 1
+            for item in items:
+                start = _NEXT.match(text, place).end()  # type: ignore[union-attr]  # matches everywhere
+                place = start + len(item)
+                found.append(Value("", start, start, place, value))
+            self._children[value] = found
+        return found
+
+    def open_newest(self, value: Value) -> Iterator[tuple[Raw, Value]]:
+        """The elements of a list, the last one first; an edit of one is verified without the others.
+
+        Raises:
+            NotCounted: they are too many, or there is too much space between them.
+        """
+        text, place = self._text, value.end - 1
+        items = self._decode_items(value, self._left << _RAW_BITS) if self.is_list(value) else []
+        self.take(len(items) >> _RAW_BITS)
+        for left in range(len(items), 0, -1):
+            item = items[left - 1]
+            self.take(1)
+            end = self._skip_space_backwards(place)
+            start = end - len(item)
+            place = self._skip_space_backwards(start) - 1
+            if not text.startswith(b"[" if left == 1 else b",", place):
+                raise NotCounted(AMBIGUOUS)
+            yield item, Value("", start, start, end, None)
+
+    def _skip_space_backwards(self, place: int) -> int:
+        """Where the space in front of a place starts; what has too much of it does not add up."""
+        space = self._text[max(0, place - _MAX_SPACE) : place]
+        return place - len(space) + len(space.rstrip(_SPACE))
+
+    def _decode_items(self, value: Value, most: int) -> list[Raw]:
+        """The elements of a list as they stand there; where they may be more than `most`, they have to be objects."""
+        raw = self._text[value.start : value.end]
+        if raw.count(b",") >= most:
+            try:
+                count = len(self.decode(raw, _decode_objects))
+            except ValidationError:
+                raise NotCounted(_INSPECT_LIMIT) from None
+            if count > most:
+                raise NotCounted(_INSPECT_LIMIT)
+        items: list[Raw] = self.decode(raw, _decode_items)
+        return items
+
+    def _open_object(self, value: Value) -> list[Value]:
+        """The members of an object, in their order.
+
+        A value is where its bytes stand behind a key: no JSON value begins with another one but for a number, and behind that
+        would come neither a comma nor the end. Of a key that stands twice msgspec finds one value, so something is left over.
+        """
+        found = self._children.get(value)
+        if found is not None:
+            return found
+        text, base, found = self._text[value.start : value.end], value.start, []
+        fields: dict[str, Raw] = self.decode(text, _decode_fields)
+        self.take(len(fields))
+        place = 1
+        for name, item in fields.items():
+            key = _KEY.match(text, place)
+            if key is None or not text.startswith(bytes(item), key.end()):
+                raise NotCounted(AMBIGUOUS)
+            place = key.end() + len(item)
+            found.append(Value(name, base + key.start(1), base + key.end(), base + place, value))
+        if _END.match(text, place) is None:
+            raise NotCounted(AMBIGUOUS)
+        self._children[value] = found
+        return found
+
+    def decode(self, raw: bytes | Raw, decode: Any) -> Any:  # noqa: ANN401  # msgspec's own
+        """What a part of the body is.
+
+        Raises:
+            NotCounted: it is not JSON, or too much.
+            ValidationError: it is of another type than it should be.
+        """
+        self.take(1 + (len(raw) >> _STEP_BITS))
+        try:
+            return decode(raw)
+        except ValidationError:
+            raise
+        except (ValueError, RecursionError):  # msgspec's and Unicode's errors are ValueErrors
+            raise NotJson from None
+
+    # --- changing
+
+    def extend(self, text: Value, tail: str) -> None:
+        """Have a string go on."""
+        self._tails[text] = tail
+
+    def append(self, value: Value, text: bytes, key: str = "") -> None:
+        """Put a new element behind those of a list, or a new member of that key behind those of an object."""
+        self._added.setdefault(value, []).append((key, text))
+
+    def replace(self, value: Value, text: bytes) -> None:
+        """Put another value in place of one."""
+        self._new[value] = text
+
+    def remove(self, value: Value, gone: Collection[int]) -> None:
+        """Take members of an object, or elements of a list, out of it, by their places; once for each."""
+        if gone:
+            self._gone[value] = gone
+
+    def change(self, value: Value, changes: Mapping[str, bytes | None]) -> None:
+        """Give members of an object other values, new ones among them, or take them out (None); once for each."""
+        members = self._open_object(value)
+        fields = {member.key: member for member in members}
+        self.remove(value, {place for place, member in enumerate(members) if changes.get(member.key, b"") is None})
+        for key, text in changes.items():
+            if text is not None and key in fields:
+                self.replace(fields[key], text)
+            elif text is not None:
+                self.append(value, text, key)
+
+    def apply(self) -> bytes:
+        """The body with all changes, none of which reaches into another.
+
+        Raises:
+            NotCounted: something else would change with them, or it is too much to see whether it does.
+        """
+        edits = sorted(self._list_edits())
+        if not edits:
+            return self.data
+        done = 0
+        for place, edit in enumerate(edits):
+            if edit.start < done or (place and edit == edits[place - 1]):
+                raise NotCounted(UNVERIFIED)
+            done = edit.end
+        changed = _write(self._text, edits)
+        try:
+            self._verify(changed, edits)
+        except (NotJson, ValidationError):
+            raise NotCounted(UNVERIFIED) from None
+        return changed if self._text is self.data else _write(self.data, edits)
+
+    def _list_edits(self) -> list[_Edit]:
+        """The changes by their bytes."""
+        edits = [_Edit(value.start, value.end, text) for value, text in self._new.items()]
+        edits += [_Edit(text.end - 1, text.end - 1, dumps(tail)[1:-1].encode()) for text, tail in self._tails.items()]
+        for value, gone in self._gone.items():
+            edits += _list_removals(self._children[value], gone)
+        for value, added in self._added.items():
+            members, gone = self._children[value], self._gone.get(value, ())
+            end = members[-1].end if members else value.start + 1
+            written = [b'"%b":%b' % (key.encode(), text) if key else text for key, text in added]
+            comma = b"," if len(members) > len(gone) else b""
+            edits.append(_Edit(end, end, comma + b",".join(written)))
+        return edits
+
+    def _verify(self, changed: bytes, edits: Sequence[_Edit]) -> None:
+        """See that what has changed are the changes, by decoding it.
+
+        Decoded is each value in which something has changed, down from the outermost that is verified as a whole. What is
+        around that one is the same, byte by byte, and ends where it ends.
+        """
+        touched: set[Value] = set()
+        wholes: dict[Value, None] = {}
+        for value in [*self._new, *self._tails, *self._gone, *self._added]:
+            at = value
+            touched.add(at)
+            while at.within is not None:
+                at = at.within
+                touched.add(at)
+            wholes[at] = None
+        left = [(whole, changed[_shift(edits, whole.start, 0) : _shift(edits, whole.end, 1)]) for whole in wholes]
+        while left:
+            value, new = left.pop()
+            if value in self._new:
+                same = new == self._new[value]
+            elif value not in touched:
+                same = new == self._text[value.start : value.end]
+            elif value in self._tails:
+                old = self._text[value.start : value.end - 1]
+                same = new.startswith(old) and self.decode(b'"' + new[len(old) :], _decode_text) == self._tails[value]
+            else:
+                same = self._compare(value, new, left)
+            if not same:
+                raise NotCounted(UNVERIFIED)
+
+    def _compare(self, value: Value, new: bytes, left: list[tuple[Value, bytes]]) -> bool:
+        """Whether an object or a list has the members that it should have; `left` takes what is to be compared of them."""
+        children, gone, added = self._children[value], self._gone.get(value, ()), self._added.get(value, [])
+        kept = [child for place, child in enumerate(children) if place not in gone]
+        keys = [child.key for child in kept] + [key for key, _ in added]
+        items: list[Raw]
+        if self.is_object(value):
+            fields: dict[str, Raw] = self.decode(new, _decode_fields)
+            if list(fields) != keys:
+                return False
+            items = list(fields.values())
+        else:
+            items = self.decode(new, _decode_items)
+            if len(items) != len(keys):
+                return False
+        left += [(child, bytes(item)) for child, item in zip(kept, items, strict=False)]
+        return [bytes(item) for item in items[len(kept) :]] == [text for _, text in added]
+
+
+def _list_removals(members: Sequence[Value], gone: Collection[int]) -> list[_Edit]:
+    """What takes members out, each with one comma."""
+    edits = []
+    kept = False  # something in front of the next one
+    for place, member in enumerate(members):
+        if place not in gone:
+            kept = True
+        elif kept:
+            edits.append(_Edit(members[place - 1].end, member.end, b""))
+        else:
+            end = members[place + 1].at if place + 1 < len(members) else member.end
+            edits.append(_Edit(member.at, end, b""))
+    return edits
+
+
+def _write(data: bytes, edits: Sequence[_Edit]) -> bytes:
+    """A body with what stands in place of some of its bytes, which follow one another."""
+    whole = memoryview(data)
+    parts: list[bytes | memoryview] = []
+    done = 0
+    for edit in edits:
+        parts += [whole[done : edit.start], edit.text]
+        done = edit.end
+    parts.append(whole[done:])
+    return b"".join(parts)
+
+
+def _shift(edits: Sequence[_Edit], place: int, inside: int) -> int:
+    """Where a place is once a body has changed; with `inside`, also by edits that end at it."""
+    return place + sum([len(edit.text) - (edit.end - edit.start) for edit in edits if edit.end < place + inside])

@@ -1,0 +1,1 @@
+"""Sessions: their names, their histories, what they cost and what limits them."""

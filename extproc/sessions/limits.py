@@ -1,0 +1,489 @@
+"""The session guard: a policy's session_limits, ready to run. What a session has used up is the ledger's, in the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Final, NamedTuple
+
+from msgspec import json
+
+from extproc.decision import Action, Advice, Framed, Outcome, Reason, RefusalForm
+from extproc.memo import Memo
+from extproc.request.fingerprint import sum_up
+from extproc.request.quoting import quote
+from extproc.sessions.history import RECORD, ToolCalls, digest_tool
+from extproc.sessions.names import SessionNames
+from extproc.sessions.rates import Price, Rates
+from extproc.sessions.session_limits import Notice, Session, SessionLimits
+from extproc.sessions.session_limits import Price as PolicyPrice
+from extproc.store.ledger import LIMITS, NANO_DOLLARS, Limits, Standing, Step
+
+DETECTOR: Final = "session"
+"""Where outcomes name their detector."""
+
+NARROW: Final = "narrow"
+"""What is done to a request that loses tools, beside the actions."""
+
+NO_CALLS: Final = ToolCalls(b"", 0, 0, (), "")
+NO_GRANTS: Final = (0, 0, 0)
+
+KILLED, MAX_STEPS, MAX_TOOL_CALLS, MAX_COST, PER_TOOL, LOOP = LIMITS[1:]
+
+_SHARED: Final = "shared"
+_NONE: Final = -1
+# Where they stand in a record.
+_TOOL: Final = 6
+_ACTION: Final = 10
+
+_WORDS: Final = {
+    MAX_STEPS: "steps",
+    MAX_TOOL_CALLS: "tool calls",
+    MAX_COST: "dollars",
+}
+"""What the limits count."""
+
+
+class Narrowing(NamedTuple):
+    """Tools that a request must not offer any more.
+
+    Attributes:
+        every: all of them.
+        tools: these, by name.
+    """
+
+    every: bool
+    tools: frozenset[str]
+
+
+class SessionKeys:
+    """Where the store keeps what is known of a session; never changed.
+
+    Attributes:
+        ledger: its own.
+        roster: of its tenant's sessions.
+        shared: the ledger of those of its tenant's sessions that are too many.
+        checksum: of the session's name.
+    """
+
+    __slots__ = ("checksum", "ledger", "roster", "shared")
+
+    def __init__(self, ledger: str, roster: str, shared: str, checksum: int) -> None:
+        """Keep them as given."""
+        self.checksum = checksum
+        self.ledger = ledger
+        self.roster = roster
+        self.shared = shared
+
+
+_KEYS: Final[Memo[tuple[str, str, str, str], SessionKeys]] = Memo(2_048)
+_MODELS: Final[Memo[str, str]] = Memo(512)
+"""Models as JSON. Most requests come from a session that is known, and ask a model that is."""
+
+
+class SessionSubject:
+    """What a model is told about its session: a `Subject`.
+
+    Attributes:
+        limit: one of `ledger.LIMITS`.
+        used: of that.
+        allowed: of that.
+        tool: that it is about, empty where that is no single one.
+        ordered: an operator has killed the session.
+    """
+
+    __slots__ = ("allowed", "limit", "ordered", "tool", "used")
+
+    def __init__(self, limit: str, used: int, allowed: int, tool: str = "", *, ordered: bool = False) -> None:
+        """Keep them as given; money in nano-dollars."""
+        self.limit = limit
+        self.ordered = ordered
+        self.used = used
+        self.allowed = allowed
+        self.tool = tool
+
+    @property
+    def threshold(self) -> int | None:
+        """See `Subject`."""
+        return None
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """See `Subject`."""
+        return (self.tool,) if self.tool else ()
+
+    @property
+    def shown(self) -> tuple[int | float, int | float]:
+        """Used and allowed in the limit's own unit."""
+        if self.limit == MAX_COST:
+            return round(self.used / NANO_DOLLARS, 6), round(self.allowed / NANO_DOLLARS, 6)
+        return self.used, self.allowed
+
+    def tell(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
+        """See `Subject`."""
+        return (
+            f"Session limit reached: {self._explain()}. Further requests of this session are refused. "
+            "Do not retry: report the result you have so far to the user, who can have the session continued."
+        )
+
+    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002  # a Subject's signature
+        """See `Subject`."""
+        used, allowed = self.shown
+        left = f"{max(allowed - used, 0):.6g} of this session's {allowed:.6g} {_WORDS[self.limit]} are left"
+        return Advice(left, "", "Finish now: give the result you have, and say what is missing.", "Session limit near")
+
+    def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002  # a Subject's signature
+        """See `Subject`."""
+        return None
+
+    def _explain(self) -> str:
+        used, allowed = self.shown
+        tool = quote(self.tool) if self.tool else "(unnamed)"
+        if self.ordered:
+            return "an operator has stopped this session"
+        if self.limit == KILLED:
+            return "this session was stopped, because too many of its requests in a row were refused or failed"
+        if self.limit == PER_TOOL:
+            return f"the tool {tool} was called {used} times in this session, of {allowed} that are allowed"
+        if self.limit == LOOP:
+            return f"the tool {tool} was called {used} times with the same arguments"
+        return f"this session has used {used:.6g} of its {allowed:.6g} {_WORDS[self.limit]}"
+
+
+WITHIN: Final = SessionSubject("", 0, 0)
+"""Of a session that has not used up anything."""
+
+
+class SessionGuard:
+    """What does not depend on the request is worked out once, at the load.
+
+    Attributes:
+        policy: its id.
+        name: of it among the policy's detectors.
+        similarity_name: the same, where a detector says what it compares.
+        mode: `enforce` or `shadow`.
+        shadow: it only watches.
+        names: of sessions.
+        limits: as the ledger takes them.
+        rates: what models cost.
+        looks: into histories, for the calls that they show.
+        max_inspect_bytes: of a body that it looks into.
+        gives_notice: before some limit is reached.
+        steers: some notice puts a note into requests.
+        steer_note: the operator's words for it; the guard has its own.
+        refuses_later: what is noticed ends in refusals.
+        narrows: it may take tools out of requests.
+        needs_answers: some limit is about what came back from upstream.
+        refusal: how it refuses.
+    """
+
+    __slots__ = (
+        "_fewest",
+        "_key",
+        "_opening",
+        "_roster",
+        "_steer",
+        "_tool_names",
+        "_unlimited",
+        "_warn",
+        "gives_notice",
+        "limits",
+        "looks",
+        "max_inspect_bytes",
+        "mode",
+        "name",
+        "names",
+        "narrows",
+        "needs_answers",
+        "policy",
+        "rates",
+        "refusal",
+        "refuses_later",
+        "shadow",
+        "similarity_name",
+        "steer_note",
+        "steers",
+    )
+
+    def __init__(  # noqa: PLR0913  # what a policy says of it
+        self,
+        policy: str,
+        limits: SessionLimits,
+        session: Session,
+        names: SessionNames,
+        max_inspect_bytes: int,
+        *,
+        shadow: bool,
+        namespace: str,
+    ) -> None:
+        """Compile; every key starts with the namespace."""
+        self.max_inspect_bytes = max_inspect_bytes
+        self.policy = policy
+        self.name = self.similarity_name = DETECTOR
+        self.steer_note = ""
+        self.refuses_later = True
+        self.shadow = shadow
+        self.mode = "shadow" if shadow else "enforce"
+        self.names = names
+        self.limits = compile_limits(limits, session)
+        self._fewest = min([limit for _, limit in self.limits.tools], default=0)  # calls that use up a tool
+        self._unlimited = Limits(self.limits.idle_ms, self.limits.max_sessions, narrows=self.limits.narrows)
+        self.needs_answers = limits.needs_answers()
+        self.rates = Rates(
+            {name: _read_price(price) for name, price in limits.prices.items()},
+            _read_price(limits.unknown_model) if limits.unknown_model is not None else None,
+        )
+        self._tool_names = {digest_tool(name): name for name in limits.max_calls_per_tool}
+        self._steer = _compile_notice(limits.escalate.steer)
+        self._warn = _compile_notice(limits.escalate.warn)
+        self.looks = True
+        self.steers = bool(self._steer)
+        self.gives_notice = bool(self._steer or self._warn)
+        self.narrows = self.limits.narrows or bool(self.limits.tools)
+        self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
+        self._key = f"{namespace}session2:{policy}:"
+        self._roster = f"{namespace}sessions2:{policy}:"
+        self._opening = f'{{"policy":"{policy}","mode":"{self.mode}","name":"'
+
+    @property
+    def lifetime_seconds(self) -> int:
+        """How long after a request something of it may still be known."""
+        return self.limits.idle_ms // 1000
+
+    def describe(self) -> str:
+        """The limits in a few words for people."""
+        limits = self.limits
+        shown = [(limits.steps, "steps"), (limits.tool_calls, "tool calls")]
+        words = [f"{limit} {unit}" for limit, unit in shown if limit != _NONE]
+        words += [f"{limits.cost / NANO_DOLLARS:g} dollars"] if limits.cost != _NONE else []
+        words += [
+            f"{limit} {'call' if limit == 1 else 'calls'} of {self._tool_names[digest]}" for digest, limit in limits.tools
+        ]
+        words += [f"{limits.threshold} equal calls among {limits.window}"] if limits.threshold != _NONE else []
+        words += [f"{limits.blocks} refusals in a row"] if limits.blocks != _NONE else []
+        return ", ".join([*words, f"{limits.errors} errors in a row"] if limits.errors != _NONE else words)
+
+    def owns(self, key: str) -> bool:
+        """Whether a key may be that of one of its ledgers."""
+        return key.startswith(self._key)
+
+    def find_keys(self, scope: str, tenant: str, session: str) -> SessionKeys:
+        """Where a session is kept.
+
+        Args:
+            scope: attachment name.
+            tenant: hash of the descriptors.
+            session: hash of its name, or what takes the place of that since a release.
+        """
+        place = (self._key, scope, tenant, session)
+        keys = _KEYS.get(place)
+        if keys is None:
+            ledger, shared = f"{self._key}{scope}:{session}:{tenant}", f"{self._key}{scope}:{_SHARED}:{tenant}"
+            keys = SessionKeys(ledger, f"{self._roster}{scope}:{tenant}", shared, sum_up(session))
+            _KEYS.put(place, keys)
+        return keys
+
+    def make_step(  # noqa: PLR0913  # all that a ledger is told
+        self,
+        keys: SessionKeys,
+        identity: bytes,
+        call: bytes,
+        reserve: int,
+        calls: ToolCalls,
+        grants: tuple[int, int, int],
+        *,
+        allowed: bool,
+    ) -> Step:
+        """What the store is asked about a request.
+
+        Args:
+            keys: of the session.
+            identity: digest of the request, 8 bytes.
+            call: name of it, 16 bytes.
+            reserve: what it will cost, in nano-dollars.
+            calls: that its history shows.
+            grants: from `sum_grants`.
+            allowed: an operator has ordered that it is let through.
+        """
+        limits = self._unlimited if allowed else self.limits
+        return Step(
+            keys.ledger,
+            keys.roster,
+            keys.shared,
+            limits,
+            identity,
+            call,
+            reserve,
+            calls.records,
+            calls.total,
+            calls.newest,
+            calls.tools,
+            grants,
+        )
+
+    def describe_call(self, name: str, call: bytes, model: str, reserve: int) -> str:
+        """What an entry of the access log has to repeat, so that it is known whose call it is about, as JSON.
+
+        Args:
+            name: of the ledger that has counted the request.
+            call: the step's.
+            model: that is asked.
+            reserve: what it will cost, in nano-dollars.
+        """
+        return f'{self._opening}{name}","call":"{call.hex()}","model":{_write_model(model)},"reserve":{reserve}}}'
+
+    def judge(
+        self, fingerprint: str, tenant: str, standing: Standing, calls: ToolCalls, grants: tuple[int, int, int]
+    ) -> Outcome:
+        """What the guard makes of a request that the store has counted."""
+        if standing.limit:
+            tool = self._find_tool_name(standing.tool, calls)
+            subject = SessionSubject(LIMITS[standing.limit], standing.used, standing.allowed, tool)
+            return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject)
+        action, met = Action.STEER, _find_notice(self._steer, standing)
+        if not met:
+            action, met = Action.WARN, _find_notice(self._warn, standing)
+        if not met:
+            return self._make_outcome(Action.ALLOW, fingerprint, tenant, standing.steps, WITHIN)
+        subject = SessionSubject(met, _read_used(standing, met), self._read_allowed(met, grants))
+        return self._make_outcome(action, fingerprint, tenant, subject.used, subject)
+
+    def find_narrowing(self, standing: Standing, calls: ToolCalls, grants: tuple[int, int, int]) -> Narrowing | None:
+        """The tools that have no budget left, of a request that is let through; None for none."""
+        limits = self.limits
+        every = limits.narrows and standing.tool_calls >= limits.tool_calls + grants[1]
+        used_up = []
+        if limits.tools and standing.tool_calls >= self._fewest:
+            counts = {digest: count for digest, _, count in standing.tools}
+            used_up = [self._tool_names[digest] for digest, limit in limits.tools if counts.get(digest, 0) >= limit]
+        if limits.narrows and limits.threshold > 0 and calls.records:
+            repeated = _find_last_but_one(calls, limits.window, limits.threshold)
+            if repeated:
+                used_up.append(repeated)
+        return Narrowing(every, frozenset(used_up)) if every or used_up else None
+
+    def kill(self, fingerprint: str, tenant: str) -> Outcome:
+        """The verdict on a session that an operator has killed."""
+        return self._make_outcome(Action.REJECT, fingerprint, tenant, 0, SessionSubject(KILLED, 0, 0, ordered=True))
+
+    def refuse_unnarrowed(
+        self, fingerprint: str, tenant: str, standing: Standing, narrowing: Narrowing, grants: tuple[int, int, int]
+    ) -> Outcome:
+        """The verdict on a request that should go on without these tools, and cannot."""
+        if narrowing.every:
+            subject = SessionSubject(MAX_TOOL_CALLS, standing.tool_calls, self.limits.tool_calls + grants[1])
+        else:
+            tool = min(narrowing.tools)
+            allowed = dict(self.limits.tools).get(digest_tool(tool), self.limits.threshold)
+            subject = SessionSubject(PER_TOOL, allowed, allowed, tool)
+        return self._make_outcome(Action.REJECT, fingerprint, tenant, subject.used, subject)
+
+    def _read_allowed(self, limit: str, grants: tuple[int, int, int]) -> int:
+        steps, tool_calls, cost = grants
+        if limit == MAX_STEPS:
+            return self.limits.steps + steps
+        return self.limits.tool_calls + tool_calls if limit == MAX_TOOL_CALLS else self.limits.cost + cost
+
+    def find_last_tool(self, calls: ToolCalls) -> str:
+        """The tool that a history shows to be called last, empty for none."""
+        return self._find_tool_name(calls.records[-RECORD:][_TOOL:_ACTION], calls) if calls.records else ""
+
+    def _find_tool_name(self, digest: bytes, calls: ToolCalls) -> str:
+        if not digest:
+            return ""
+        return self._tool_names.get(digest) or next((name for known, name in calls.tools if known == digest), "")
+
+    def _make_outcome(self, action: Action, fingerprint: str, tenant: str, count: int, subject: SessionSubject) -> Outcome:
+        return Outcome(
+            self.policy,
+            self.mode,
+            action,
+            fingerprint,
+            tenant,
+            count,
+            0,
+            0,
+            0,
+            None,
+            self.refusal,
+            self.name,
+            subject,
+            None,
+            Reason.SESSION_LIMIT_EXCEEDED,
+        )
+
+
+def compile_limits(limits: SessionLimits, session: Session) -> Limits:
+    """A policy's limits as the ledger takes them."""
+    breaker, recent = limits.circuit_breaker, limits.loop_detection
+    cost = limits.max_cost_per_session
+    return Limits(
+        idle_ms=session.idle_seconds * 1000,
+        max_sessions=session.max_sessions_per_tenant,
+        steps=_or_none(limits.max_steps),
+        tool_calls=_or_none(limits.max_tool_calls),
+        narrows=limits.max_tool_calls_mode == "narrow",
+        cost=_NONE if cost is None else round(cost * NANO_DOLLARS),
+        tools=tuple(sorted((digest_tool(name), limit) for name, limit in limits.max_calls_per_tool.items())),
+        window=_NONE if recent is None else recent.window,
+        threshold=_NONE if recent is None else recent.threshold,
+        blocks=_or_none(breaker.consecutive_blocks if breaker is not None else None),
+        errors=_or_none(breaker.consecutive_errors if breaker is not None else None),
+    )
+
+
+def _write_model(model: str) -> str:
+    known = _MODELS.get(model)
+    if known is None:
+        known = json.encode(model).decode()
+        _MODELS.put(model, known)
+    return known
+
+
+def _or_none(limit: int | None) -> int:
+    return _NONE if limit is None else limit
+
+
+def _read_price(price: PolicyPrice) -> Price:
+    """As rates take it: what stands in a file is decimal, and stays what it says."""
+    given = (price.input, price.output, price.cache_read, price.cache_write)
+    first, second, third, fourth = [None if rate is None else Decimal(str(rate)) for rate in given]
+    return Price(first or Decimal(), second or Decimal(), third, fourth)
+
+
+def _compile_notice(notice: Notice) -> tuple[tuple[str, int], ...]:
+    """From when on, for each limit that it is about."""
+    cost = notice.max_cost_per_session
+    starts = {
+        MAX_STEPS: notice.max_steps,
+        MAX_TOOL_CALLS: notice.max_tool_calls,
+        MAX_COST: None if cost is None else round(cost * NANO_DOLLARS),
+    }
+    return tuple([(limit, start) for limit, start in starts.items() if start is not None])
+
+
+def _find_notice(notice: tuple[tuple[str, int], ...], standing: Standing) -> str:
+    """The first limit of which notice is to be given; empty for none."""
+    for limit, start in notice:
+        if _read_used(standing, limit) >= start:
+            return limit
+    return ""
+
+
+def _read_used(standing: Standing, limit: str) -> int:
+    if limit == MAX_STEPS:
+        return standing.steps
+    return standing.tool_calls if limit == MAX_TOOL_CALLS else standing.cost + standing.reserved
+
+
+def _find_last_but_one(calls: ToolCalls, window: int, threshold: int) -> str:
+    """The tool that one more equal call would refuse the session for; empty for none."""
+    records = calls.records[-RECORD * (window - 1) :]
+    newest: Sequence[bytes] = [records[at : at + RECORD] for at in range(0, len(records), RECORD)]
+    if not newest:
+        return ""
+    action = newest[-1][_ACTION:]
+    if sum(record[_ACTION:] == action for record in newest) < threshold - 1:
+        return ""
+    tool = newest[-1][_TOOL:_ACTION]
+    return next((name for digest, name in calls.tools if digest == tool), "")

@@ -1,0 +1,236 @@
+"""`session` and `session_limits`: which conversation a request belongs to, what one may use up, and what that costs.
+
+The names of the limits are those of in-process SDKs' session files.
+"""
+# interpreted: runs at start and at reload; pydantic makes its models of annotations, which compiled classes do not keep
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
+
+from extproc.objects import MAX_SECONDS, InspectBytes, JsonObject, Place, Status
+from extproc.request.limit_keys import BODY, HEADER, LimitKey
+
+MAX_COUNT: Final = 1_000_000_000
+MAX_TOOL_CALLS: Final = 10_000
+MAX_WINDOW: Final = 500
+"""Calls among which equal ones are looked for: as many as a ledger knows, see `ledger.MAX_RECORDS`."""
+
+MAX_TOOLS: Final = 64
+"""So many tools are counted each for itself."""
+
+MAX_COST: Final = 1_000_000.0
+"""Dollars, so that nano-dollars stay exact wherever they are counted."""
+
+ANY_MODEL: Final = "*"
+
+_COUNTED = ("max_steps", "max_tool_calls", "max_cost_per_session")
+"""The limits of which some is left, so that a model can be told how much."""
+
+_LIMITS = (*_COUNTED, "max_calls_per_tool", "loop_detection", "circuit_breaker")
+
+SESSION_HEADERS = (
+    "x-claude-code-agent-id",  # goes first: an agent that another one starts has a history of its own
+    "x-claude-code-session-id",
+    "thread-id",  # Codex, for the same reason before
+    "session-id",
+    "x-session-id",
+    "x-session-affinity",
+    "x-litellm-session-id",
+    "helicone-session-id",
+    "agent-session-id",  # Envoy AI Gateway
+    "mcp-session-id",
+    "x-bf-session-id",
+)
+"""Headers by which clients and gateways name a conversation of their own accord, in the order in which they are looked for."""
+
+_AGENTS = frozenset({"x-claude-code-agent-id", "thread-id"})
+"""Those of them that tell agents of one session apart."""
+
+BUDGET_KEYS = [
+    *(f"{HEADER}:{name}" for name in SESSION_HEADERS if name not in _AGENTS),
+    f"{HEADER}:thread-id",
+    *(f"{BODY}:{pointer}" for pointer in ("/prompt_cache_key", "/conversation", "/conversation/id", "/metadata/session_id")),
+    f"{BODY}:/metadata/user_id",  # Anthropic's, in which clients name a session
+]
+"""The same for `session_limits`, where agents count together with the one that started them; what bodies say comes last."""
+
+_MAX_SESSIONS = 10_000
+
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Rate = Annotated[float, Field(ge=0, le=MAX_COST, allow_inf_nan=False)]
+Dollars = Annotated[float, Field(gt=0, le=MAX_COST, allow_inf_nan=False)]
+Tool = Annotated[str, Field(min_length=1, max_length=256)]
+Model = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Session(JsonObject):
+    """Which conversation a request belongs to, within its caller.
+
+    Attributes:
+        keys: limit keys; the first that a request has names its session. For `session_limits`, the default has no
+            `x-claude-code-agent-id`, has `thread-id` last, and goes on with body fields.
+        idle_seconds: a session is forgotten after this long without a request.
+        max_sessions_per_tenant: number of sessions that a caller can start within `idle_seconds`; further ones share the
+            `session_limits` of one.
+    """
+
+    keys: Annotated[list[LimitKey], Field(min_length=1)] = [f"{HEADER}:{name}" for name in SESSION_HEADERS]
+    idle_seconds: Annotated[int, Field(gt=0, le=MAX_SECONDS)] = 3600
+    max_sessions_per_tenant: Annotated[int, Field(ge=1, le=MAX_COUNT)] = _MAX_SESSIONS
+
+    def list_budget_keys(self) -> list[str]:
+        """Where `session_limits` look for the name."""
+        return self.keys if "keys" in self.model_fields_set else BUDGET_KEYS
+
+
+class Price(JsonObject):
+    """What a model costs, in dollars per million tokens.
+
+    Attributes:
+        input: input tokens that are not cached.
+        output: output tokens.
+        cache_read: input tokens read from a cache. Default: `input`.
+        cache_write: input tokens written to a cache. Default: `input`.
+    """
+
+    input: Rate
+    output: Rate
+    cache_read: Rate | None = None
+    cache_write: Rate | None = None
+
+
+class RecentCalls(JsonObject):
+    """Repeated calls of a tool with the same arguments, whatever they return.
+
+    Attributes:
+        window: number of newest calls of the session to look at, at most 500.
+        threshold: number of equal ones among them at which the request is refused.
+    """
+
+    window: Annotated[int, Field(ge=2, le=MAX_WINDOW)]
+    threshold: Annotated[int, Field(ge=2, le=MAX_WINDOW)]
+
+
+class SessionBreaker(JsonObject):
+    """What kills a session: it is refused until it is released, or idle for `idle_seconds`.
+
+    Attributes:
+        consecutive_blocks: number of refused requests in a row.
+        consecutive_errors: number of upstream failures in a row: a 5xx status, or none.
+    """
+
+    consecutive_blocks: Count | None = None
+    consecutive_errors: Count | None = None
+
+
+class Notice(JsonObject):
+    """Where an action starts before a limit is reached.
+
+    Attributes:
+        max_steps: from this step.
+        max_tool_calls: from this tool call.
+        max_cost_per_session: from this cost in dollars.
+    """
+
+    max_steps: Count | None = None
+    max_tool_calls: Count | None = None
+    max_cost_per_session: Dollars | None = None
+
+
+class SessionEscalation(JsonObject):
+    """Milder actions before a limit is reached.
+
+    Attributes:
+        warn: from where requests get a warning header.
+        steer: from where they get a note for the model, with what is left.
+    """
+
+    warn: Notice = Notice()
+    steer: Notice = Notice()
+
+
+class SessionLimits(JsonObject):
+    """What a session can use; requests beyond a limit are refused.
+
+    Attributes:
+        max_steps: maximum requests; refused ones and up to three retries of each don't count.
+        max_tool_calls: maximum tool calls in the session's histories; each call counts once.
+        max_tool_calls_mode: with `narrow`, a session that has used up `max_tool_calls` goes on without tools.
+        max_calls_per_tool: maximum calls of single tools, by name; a used-up tool is removed from requests.
+        max_cost_per_session: maximum cost in dollars; the call that exceeds it has run, the next one is refused.
+        loop_detection: repeated calls that are too many.
+        circuit_breaker: what kills a session.
+        prices: prices by model name; `*` matches anything, and the longest matching name counts.
+        unknown_model: fallback price for models without one.
+        reject_status: HTTP status of a refusal, 400 to 599; `auto`: 429, or 400 for clients that retry every 429.
+        max_inspect_bytes: longest body in which tool calls are counted. Default: the largest `max_inspect_bytes` of the
+            policy's detectors, at least 1 MiB.
+        escalate: milder actions before a limit is reached.
+    """
+
+    max_steps: Count | None = None
+    max_tool_calls: Annotated[int, Field(ge=1, le=MAX_TOOL_CALLS)] | None = None
+    max_tool_calls_mode: Literal["block", "narrow"] = "block"
+    max_calls_per_tool: Annotated[dict[Tool, Annotated[int, Field(ge=0, le=MAX_TOOL_CALLS)]], Field(max_length=MAX_TOOLS)] = {}
+    max_cost_per_session: Dollars | None = None
+    loop_detection: RecentCalls | None = None
+    circuit_breaker: SessionBreaker | None = None
+    prices: dict[Model, Price] = {}
+    unknown_model: Price | None = None
+    reject_status: Status = 429
+    max_inspect_bytes: InspectBytes | None = None
+    escalate: SessionEscalation = SessionEscalation()
+
+    def needs_answers(self) -> bool:
+        """Some limit is about what came back from upstream: its tokens, or whether it failed."""
+        breaker = self.circuit_breaker
+        return self.max_cost_per_session is not None or (breaker is not None and breaker.consecutive_errors is not None)
+
+
+def find_limit_errors(limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
+    """Rules between the keys of one raw `session_limits`.
+
+    Yields:
+        the place below it, and the message.
+    """
+    if not isinstance(limits, dict):
+        return
+    if all(limits.get(key) in (None, {}) for key in _LIMITS):
+        yield (), f"session_limits needs at least one of {', '.join(_LIMITS)}"
+    if limits.get("max_cost_per_session") is not None and not _knows_all_prices(limits):
+        needed = f'needs a price for every model: set unknown_model, or "{ANY_MODEL}" in prices'
+        yield ("max_cost_per_session",), f"{needed}, or install the package genai-prices: pip install '.[prices]' in a checkout"
+    recent = limits.get("loop_detection")
+    if isinstance(recent, dict):
+        window, threshold = recent.get("window"), recent.get("threshold")
+        if isinstance(window, int) and isinstance(threshold, int) and threshold > window:
+            yield ("loop_detection", "threshold"), f"threshold must be <= window, which is {window}: it can never be reached"
+    if limits.get("max_tool_calls_mode") == "narrow" and limits.get("max_tool_calls") is None:
+        yield ("max_tool_calls_mode",), "max_tool_calls_mode needs max_tool_calls"
+    yield from _find_notice_errors(limits)
+
+
+def _knows_all_prices(limits: dict[str, Any]) -> bool:
+    prices = limits.get("prices")
+    known = isinstance(prices, dict) and ANY_MODEL in prices
+    return known or limits.get("unknown_model") is not None or find_spec("genai_prices") is not None
+
+
+def _find_notice_errors(limits: dict[str, Any]) -> Iterator[tuple[Place, str]]:
+    """Notices of limits that are not there, or that come too late."""
+    escalate = limits.get("escalate")
+    for action in SessionEscalation.model_fields if isinstance(escalate, dict) else ():
+        notice = escalate.get(action) if isinstance(escalate, dict) else None
+        for key in _COUNTED if isinstance(notice, dict) else ():
+            start, limit = notice.get(key) if isinstance(notice, dict) else None, limits.get(key)
+            if start is None:
+                continue
+            if limit is None:
+                yield ("escalate", action, key), f"{key} has no limit, so there is nothing to escalate"
+            elif isinstance(start, int | float) and isinstance(limit, int | float) and start > limit:
+                yield ("escalate", action, key), f"must be <= {key}, which is {limit}: requests beyond it are refused"

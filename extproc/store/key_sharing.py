@@ -1,0 +1,62 @@
+"""One hash key for all replicas: the first one puts its own into the store, and the others take it over.
+
+A store that is away keeps nothing waiting. A replica uses a key of its own until it has read the shared one. Once a minute it
+looks whether that is still there, and puts it back where the store has lost it.
+"""
+# interpreted: waits for a network
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from extproc.logs import make_extra
+from extproc.request.hash_key import HashKey
+from extproc.store import Store
+
+_LOG = logging.getLogger("loopguard")
+
+_NAME: Final = "hash:1"
+"""With a version: another one where hashes are to be made in another way."""
+
+_RETRY_SECONDS: Final = 1.0
+_LOOK_SECONDS: Final = 60.0
+
+
+class KeySharing:
+    """One replica's part in the key of all of them.
+
+    Attributes:
+        is_shared: the key is the one in the store.
+    """
+
+    def __init__(self, key: HashKey, store: Store) -> None:
+        """Nothing is shared yet."""
+        self._key = key
+        self._store = store
+        self.is_shared = False
+        self._trouble = ""
+
+    async def run(self) -> None:
+        """Follow the shared key, until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS if self.is_shared and not self._trouble else _RETRY_SECONDS)
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Take over the key in the store, or put this process's own there where there is none."""
+        try:
+            secret = await self._store.share_secret(_NAME, self._key.secret)
+        except Exception as error:  # noqa: BLE001  # whatever it is, requests are none of its business
+            self._report(str(error) or type(error).__name__)
+            return
+        if secret != self._key.secret and (self.is_shared or self._trouble):  # else it is the start
+            _LOG.warning("the hash key is the store's from now on: notes made with another one are not recognised any more")
+        self._key.secret, self.is_shared, self._trouble = secret, True, ""
+
+    def _report(self, trouble: str) -> None:
+        if not self._trouble:
+            state = "the last one known" if self.is_shared else "a key of its own: others do not recognise its notes"
+            _LOG.warning(f"the store has no hash key to give, so this process uses {state}", extra=make_extra(error=trouble))
+        self._trouble = trouble

@@ -1,0 +1,259 @@
+"""Results without what changes by itself, and whether they are errors."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.detectors.results import (
+    _ERRORS,
+    _NO_ERRORS,
+    _RETURN_CODE,
+    _VOLATILE,
+    MAX_NORMALIZED,
+    is_error,
+    may_be_equal,
+    normalize,
+    normalize_head,
+)
+
+GONE = {
+    "an ISO timestamp": ("at 2026-11-22T06:14:14.123Z", "at 2025-01-02 23:59:59,1+02:00"),
+    "a date": ("on 2026-11-22.", "on 2025/01/02."),
+    "a date in words": ("Sun Nov 22 06:14:14 2026", "Mon Dec  1 07:00:01 2027"),
+    "an HTTP date": ("Sun, 22 Nov 2026 06:14:14 GMT", "Mon, 01 Dec 2027 07:00:01 GMT"),
+    "a log's date": ("[22/Nov/2026:06:14:14 +0000]", "[01/Dec/2027:07:00:01 +0000]"),
+    "a file's date": ("root 4096 Nov 22 06:14 a.py", "root 4096 Dec  1 23:59 a.py"),
+    "a time": ("06:14:14 up", "6:14 AM up"),
+    "a compact timestamp": ("backup-20261122T061414Z", "backup-20271201T070001Z"),
+    "seconds": ("2 passed in 0.03s", "2 passed in 12.31s"),
+    "milliseconds": ("took 7 ms.", "took 812.5 ms."),
+    "minutes": ("after 5 minutes", "after 12 minutes"),
+    "a span": ("took 1m 30s", "took 2h 1m 3s"),
+    "a UUID": ("job 123e4567-e89b-12d3-a456-426614174000", "job 98765432-AAAA-bbbb-cccc-ddddddddeeee"),
+    "hex": ("commit deadbeef01", "commit 0123456789abcdef0123456789abcdef01234567"),
+    "an address": ("<X at 0x7f12ab34cd>", "<X at 0x55d0aa00ffee>"),
+    "an id with hex": ("call_0123abcd99", "call_fedc9876"),
+    "an epoch": ("1763792054", "1763799999123"),
+    "a line": ("line 33969: javac: not found", "line 7: javac: not found"),
+    "a step": ("Current step 5/20", "Current step 6/20"),
+    "a pid": ("pid=12 and PID: 9", "pid=77812 and PID: 1"),
+    "a port": ("on port 8080", "on port 51234"),
+    "an id": ('{"id": 5, "x": 1}', '{"id": 17, "x": 1}'),
+    "a short id in hex": ("Chunk ID: 8d3f21\nok", "Chunk ID: fa0b97\nok"),
+    "an id in a string": ('{"chunk_id": "8d3f21"}', '{"chunk_id": "fa0b97"}'),
+    "an id with a prefix": ("task_id=5", "task_id=6"),
+    "an id in escaped JSON": ('"{\\"id\\": 5}\\nline 7"', '"{\\"id\\": 6}\\nline 8"'),
+    "a position": ("a.py:12:5: error", "a.py:120: error"),
+    "a temporary path": ("see /tmp/abc/d.txt for", "see /tmp/x-1 for"),
+    "a temporary path elsewhere": ("file:///var/tmp/a", "file:///var/tmp/b"),
+}
+
+STAYS = [
+    ("3 failed", "4 failed"),
+    ("10 %", "20 %"),
+    ("50%", "60%"),
+    ("page 1", "page 2"),
+    ("0.5", "0.7"),
+    ("1.2.3", "1.2.4"),
+    ("deadline 5", "deadline 6"),
+    ("report 5", "report 6"),
+    ("12 sheep", "13 sheep"),
+    ("abcdef", "fedcba"),
+    ("/home/x/tmp/a", "/home/x/tmp/b"),
+    ("/tmpfile/a", "/tmpfile/b"),  # noqa: S108  # no file
+    ("ratio:0.5", "ratio:0.7"),
+    ("done:50%", "done:60%"),
+    ("line five", "line six"),
+    ("5 id: added", "5 id: faded"),
+    ("id: 8d3f21x", "id: fa0b97x"),
+    ("invalid 8d3f2", "invalid fa0b9"),
+    ("a line 5", "a step 5"),
+    ("exit code 1", "exit code 2"),
+    ('{"count": 5}', '{"count": 6}'),
+    ('{"count":5}', '{"count":6}'),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), GONE.values(), ids=GONE)
+def test_what_changes_by_itself_is_left_out(one: str, other: str) -> None:
+    """Two results that differ in nothing else are equal, and neither is empty."""
+    assert normalize(one) == normalize(other) != ""
+    assert one != other
+    assert may_be_equal(normalize_head(one), normalize_head(other))
+
+
+@pytest.mark.parametrize(("one", "other"), STAYS)
+def test_anything_else_stays(one: str, other: str) -> None:
+    """What a result says is news."""
+    assert normalize(one) != normalize(other)
+
+
+def test_what_is_far_back_is_compared_as_it_is() -> None:
+    """Normalising stops at the end of a line, however long what is left out before is."""
+    rest = "x" * MAX_NORMALIZED
+    short, long = ["took 7 ms\n" * 1_500 + rest, "took 812 ms\n" * 1_500 + rest]
+
+    assert normalize("7 ms\n" + rest) == normalize("812 ms\n" + rest)
+    assert normalize(rest + " 7 ms") != normalize(rest + " 8 ms")
+    assert normalize(short) != normalize(long)
+
+
+_PIECES = st.sampled_from(
+    [*'5:-.Tx a\n"\\', "12", "line ", "ms", "deadbeef", "/tmp/", "2026-11-22", "id=", "Nov ", "0x"]  # noqa: S108  # no file
+)
+
+
+_MORE = st.sampled_from(
+    [
+        "\n",
+        "\n",
+        " ",
+        " 3",
+        "/",
+        ",",
+        "_",
+        "(",
+        "pid: ",
+        "PORT ",
+        "Step=",
+        "Line:",
+        "Tue, ",
+        "Sun ",
+        "22",
+        "06:14:14",
+        "123e4567-e89b",
+    ]
+)
+_ODD = st.sampled_from(["\u00e9", "\u00b5s", "\u65e5", "x" * 600, "fe", "1234567", "hours", "%", ".5", "Z"])
+
+
+@given(st.lists(_PIECES | _MORE | _ODD, max_size=60).map("".join), st.integers(1, 3))
+def test_a_look_at_each_line_finds_what_the_pattern_finds(text: str, times: int) -> None:
+    """Line by line, those of one shape alike, the same is left out as by one pass over the whole text."""
+    text = text.replace("\\", "/")
+    digits = str.maketrans("0123456789", "5678901234")
+    repeated = "\n".join([text, text.translate(digits)] * times)
+
+    assert normalize(repeated) == _VOLATILE.sub("#", repeated)
+
+
+def test_a_line_that_is_not_ascii_is_read_for_itself() -> None:
+    """A letter that no shape can show is not taken for another character."""
+    assert normalize("see /tmp/\u65e5x end\nsee /tmp/?x end") == "see # end\nsee /tmp/?x end"
+
+
+@given(st.lists(_PIECES, max_size=80).map("".join), st.lists(_PIECES, max_size=80).map("".join))
+def test_a_quick_look_never_tells_equal_results_apart(one: str, other: str) -> None:
+    """What `may_be_equal` denies is never equal."""
+    if normalize(one) == normalize(other):
+        assert may_be_equal(normalize_head(one), normalize_head(other))
+
+
+@given(st.lists(_PIECES, min_size=30, max_size=80).map("".join), st.data())
+def test_a_quick_look_takes_long_results_that_are_equal(start: str, data: st.DataObject) -> None:
+    """Durations, line numbers and temporary paths of any length do not tell long results apart."""
+    numbers = st.integers(0, 10**9)
+
+    def text() -> str:
+        """The same again."""
+        path = "x" * data.draw(st.integers(1, 90))
+        return f"{start} line {data.draw(numbers)} {start} {data.draw(numbers)} ms /tmp/{path} end" * 3  # no file
+
+    one, other = text(), text()
+    assert may_be_equal(normalize_head(one), normalize_head(other)) or normalize(one) != normalize(other)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("Traceback (most recent call last):", True),
+        ("ValueError: x", True),
+        ("bash: javac: command not found", True),
+        ("No such file or directory", True),
+        ("Usage: git [-v]", True),
+        ("Permission denied", True),
+        ("<returncode>1</returncode>", True),
+        ("exit code 127", True),
+        ("exited with code 2", True),
+        ('{"exit_code": 1}', True),
+        ("returned non-zero exit status", True),
+        ("the command returned 1", True),
+        ("make returned with code 2 and left", True),
+        ("exit status 200", True),
+        ('{"status": 500}', True),
+        ("status: 2001", True),
+        ("HTTP status code: 404", True),
+        ("git: no command\n  usage: git [-v]", True),
+        ("error: none of these is a file", True),
+        ("Error: null is not an object", True),
+        ("Error: 0.5 is no integer", True),
+        ('{"error": "", "errors": ["x"]}', True),
+        ("failed: 10, passed: 0", True),
+        ('{"failed": 3}', True),
+        ("exception: false alarm", True),
+        ("exit code 0", False),
+        ("<returncode>0</returncode>", False),
+        ("3 passed, 0 failed", False),
+        ("No errors found.", False),
+        ("compiled without any errors", False),
+        ("The file has been edited.", False),
+        ("", False),
+        ("x" * 3_000 + " error", False),
+        ('{"ok": true, "error": null}', False),
+        ('{"error":null,"id":1}', False),
+        ('{"errors": [], "failed": 0, "is_error": false}', False),
+        ('{"error_message": "", "errorCode": 0, "exception": {}}', False),
+        ('"{\\"error\\": \\"\\"}"', False),
+        ("passed=5 failed=0 errors=0", False),
+        ("error: none\ndone", False),
+        ("Errors: 0. Warnings: 2.", False),
+        ("<errors/><error></error>", False),
+        ('{"status": 201, "message": "created"}', False),
+        ("status: 200 OK", False),
+        ("HTTP status code: 204", False),
+        ("The query returned 5 rows", False),
+        ("returned 1,024 rows", False),
+        ('{"returned": 5}', False),
+        ("cache invalidated", False),
+        ("Memory usage: 40 %", False),
+    ],
+)
+def test_an_error_says_so_early(text: str, error: bool) -> None:
+    """Words of failure within 3,000 characters, or a return code that is not zero; that nothing failed is no error."""
+    assert is_error(text) is error
+
+
+_WORDS = [
+    *("Exit", "return", "status", "code", "ed", "with ", "non", "zero", "no", "without", " any", "s", "can", "'t"),
+    *("usage", "null", '":', "[]"),
+]
+_FAILURES = ["error", "Failed", "exception", "failure", "not", "found", *" _:=-10\nx\u00e9"]
+_SAID = st.sampled_from(_WORDS) | st.sampled_from(_FAILURES)
+
+
+@given(st.lists(_SAID, max_size=30).map("".join))
+def test_an_error_is_found_as_the_patterns_find_it(text: str) -> None:
+    """Looking for words first spares the patterns their search, and changes nothing."""
+    said = text.lower()
+    left = _NO_ERRORS.sub("", said)
+
+    found = _RETURN_CODE.search(said) or re.search(r"^\W{0,8}usage:", said, re.MULTILINE)
+    assert is_error(text) is (found is not None or any(word in left for word in _ERRORS))
+
+
+_HOSTILE = [
+    *(":1", "a:1", "1s", "1:", "1 s", "1.", "1m", "1/1/", "'1", "12:30", "line ", "line 1", "ab", "0x", "-", "M"),
+    *("/tmp/", "aaaaaaaa-", "11111111-1111-1111-", "2026-11-22 ", "1 1s ", "Nov 1 ", "Sun, 1 Nov "),  # noqa: S108  # no file
+]
+
+
+@pytest.mark.parametrize("piece", _HOSTILE)
+def test_a_result_of_nothing_but_one_piece_is_normalised(piece: str) -> None:
+    """No input is catastrophic: a megabyte of anything ends, and twice as much of it starts alike."""
+    text = piece * (2**20 // len(piece))
+
+    assert normalize(text + piece).startswith(normalize(text)[:1_000])

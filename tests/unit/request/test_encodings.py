@@ -1,0 +1,104 @@
+"""Bodies as clients may send them: compressed, or in another Unicode encoding."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+
+import brotli
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.request.encodings import UnreadableError, read_text
+
+TEXT = '{"messages": [{"role": "user", "content": "Grüße, 世界 \U0001f600"}]}'
+DATA = TEXT.encode()
+MEGABYTE = 2**20
+
+
+def _gzip(data: bytes) -> bytes:
+    return gzip.compress(data, mtime=0)  # the same at every run
+
+
+def _deflate_raw(data: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return packer.compress(data) + packer.flush()
+
+
+PACKERS: dict[str, tuple[bytes, Callable[[bytes], bytes]]] = {
+    "gzip": (b"gzip", _gzip),
+    "x-gzip": (b"X-GZIP", _gzip),
+    "deflate": (b"deflate", zlib.compress),
+    "raw deflate": (b"deflate", _deflate_raw),
+    "br": (b"br", lambda data: brotli.compress(data, quality=4)),
+    "zstd": (b"zstd", lambda data: zstandard.ZstdCompressor().compress(data)),
+}
+
+
+@pytest.mark.parametrize("name", PACKERS)
+def test_what_is_packed_is_read(name: str) -> None:
+    """Each encoding of the field, in any case, also as a memoryview, as the service has it."""
+    encoding, pack = PACKERS[name]
+
+    assert read_text(pack(DATA), encoding, MEGABYTE) == DATA
+    assert read_text(memoryview(pack(DATA)), encoding, MEGABYTE) == DATA
+
+
+def test_encodings_one_upon_the_other_are_undone_in_turn() -> None:
+    """The last one named was applied last; `identity` is none; more than two are nobody's."""
+    twice = brotli.compress(_gzip(DATA))
+
+    assert read_text(twice, b"gzip, identity , br", MEGABYTE) == DATA
+    with pytest.raises(UnreadableError):
+        read_text(brotli.compress(twice), b"gzip, br, br", MEGABYTE)
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding"),
+    [
+        (DATA, b"gzip"),
+        (DATA, b"deflate"),
+        (DATA, b"br"),
+        (DATA, b"zstd"),
+        (_gzip(DATA)[:-1], b"gzip"),
+        (_gzip(DATA) + _gzip(DATA), b"gzip"),  # servers read on, or do not
+        (brotli.compress(DATA)[:-1], b"br"),
+        (DATA, b"compress"),
+        (b"", b"gzip"),
+    ],
+)
+def test_what_is_not_what_it_says_is_not_read(body: bytes, encoding: bytes) -> None:
+    """A body that is broken, cut off or of an unknown encoding says so."""
+    with pytest.raises(UnreadableError) as error:
+        read_text(body, encoding, MEGABYTE)
+
+    assert error.value.reason == "content_encoding"
+
+
+@pytest.mark.parametrize("name", PACKERS)
+def test_a_bomb_is_unpacked_no_further_than_the_limit(name: str) -> None:
+    """What unpacks to 50 MB is over a limit of 1 MB, and one byte more than the limit is, too."""
+    encoding, pack = PACKERS[name]
+
+    for size in (50 * MEGABYTE, MEGABYTE + 1):
+        with pytest.raises(UnreadableError) as error:
+            read_text(pack(bytes(size)), encoding, MEGABYTE)
+        assert error.value.reason == "inspect_limit"
+    assert len(read_text(pack(b"x" * MEGABYTE), encoding, MEGABYTE)) == MEGABYTE
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+def test_every_unicode_encoding_of_json_is_read(encoding: str) -> None:
+    """With a byte order mark or without, as Python's own parser of JSON reads them."""
+    assert bytes(read_text(TEXT.encode(encoding), b"", MEGABYTE)) == DATA
+
+
+@given(st.binary(max_size=40), st.sampled_from([b"", b"gzip", b"deflate", b"br", b"zstd", b"gzip,br"]))
+def test_any_bytes_are_read_or_refused(body: bytes, encoding: bytes) -> None:
+    """Nothing but UnreadableError is ever raised."""
+    with suppress(UnreadableError):
+        read_text(body, encoding, 100)

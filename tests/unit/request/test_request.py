@@ -1,0 +1,204 @@
+"""Requests as policies see them, and the descriptors that tell callers apart."""
+
+from __future__ import annotations
+
+import json
+from base64 import urlsafe_b64encode
+from urllib.parse import parse_qsl, quote_plus
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.request.http import MAX_TOKEN, HttpRequest, StatedFacts, compile_descriptors, decode_claims, write_claim
+
+REQUEST = HttpRequest(
+    "POST",
+    "/p?org=first&org=second&Org=upper&empty=&x-user=%41+%2B",
+    "api.example.com:8443",
+    {"x-user": b"Ann", "x-empty": b"", "x-bytes": b"\xff\xc3\xa9", "host": b"from-the-map"},
+    StatedFacts(address="2001:db8::1", claims={"org_id": "org-abc", "Sub": "U"}),
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "value"),
+    [
+        ("jwt:org_id", "org_id", "org-abc"),
+        ("jwt:Sub", "sub", "U"),  # claims are case-sensitive, names in the composite are lower-case
+        ("jwt:sub", "sub", ""),
+        ("header:x-user", "x-user", "Ann"),
+        ("header:x-empty", "x-empty", ""),
+        ("header:x-missing", "x-missing", ""),
+        ("header:x-bytes", "x-bytes", "\udcff\u00e9"),
+        ("header:host", "host", "api.example.com:8443"),
+        ("query:org", "org", "first"),
+        ("query:Org", "org", "upper"),
+        ("query:empty", "empty", ""),
+        ("query:x-user", "x-user", "A +"),
+        ("ip:address", "address", "2001:db8::1"),
+    ],
+)
+def test_each_source_of_descriptors(key: str, name: str, value: str) -> None:
+    """A limit key is named after what follows its source; the first of repeated values counts, an empty one is none."""
+    (found,) = compile_descriptors([key])
+
+    assert (found.name, found.read(REQUEST, found.argument)) == (name, value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        (["jwt:org_id", "header:x-user"], ["org_id", "x-user"]),
+        (["jwt:org_id", "header:org_id", "query:other"], ["jwt:org_id", "header:org_id", "other"]),
+        (["jwt:Org", "jwt:org"], ["jwt:Org", "jwt:org"]),
+        (["ip:address", "query:ADDRESS"], ["ip:address", "query:ADDRESS"]),
+        (["jwt:org_id", "jwt:org_id"], ["org_id"]),
+        ([], []),
+    ],
+)
+def test_names_that_would_be_equal_are_written_in_full(keys: list[str], names: list[str]) -> None:
+    """Two descriptors never share a name; the same key twice is one descriptor."""
+    assert [found.name for found in compile_descriptors(keys)] == names
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("text", "text"),
+        ("", ""),
+        (True, "true"),
+        (False, "false"),
+        (42, "42"),
+        (42.0, "42"),  # as protobuf's Struct carries it
+        (1e21, "1000000000000000000000"),
+        (-0.5, "-0.5"),
+        (None, ""),
+        ([1], ""),
+        ({"a": 1}, ""),
+    ],
+)
+def test_claims_become_text(value: object, text: str) -> None:
+    """Scalars have one spelling, whatever number type they came in; what is not a scalar counts as missing."""
+    assert write_claim(value) == text
+
+
+def bearer(payload: bytes, scheme: str = "Bearer") -> str:
+    """An authorization header with an unsigned token."""
+    return f"{scheme} e30.{urlsafe_b64encode(payload).rstrip(b'=').decode()}.c2ln"
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer "])
+def test_a_token_is_decoded_without_its_padding(scheme: str) -> None:
+    """The scheme is case-insensitive; claims that are no scalars, or empty, are left out."""
+    claims = {"org_id": "\u00e9\u00ff?>", "n": 7, "admin": True, "aud": ["a"], "none": None, "empty": ""}
+
+    found = decode_claims(bearer(json.dumps(claims).encode(), scheme))
+
+    assert found == {"org_id": "\u00e9\u00ff?>", "n": "7", "admin": "true"}
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        "",
+        "Bearer",
+        "Bearer a.b",
+        "Bearer a.b.c.d",
+        "Basic e30.e30.e30",
+        "Bearer e30.!.x",
+        "Bearer e30.\u00e9.x",
+        bearer(b"[]"),
+        bearer(b"null"),
+        bearer(b"{"),
+        bearer(b"\xff"),
+        bearer(b"[" * 10_000),
+        bearer(b'{"n": ' + b"1" * 5_000 + b"}"),
+        bearer(b'{"org_id": "' + b"x" * MAX_TOKEN + b'"}'),
+    ],
+)
+def test_what_is_no_token_has_no_claims(authorization: str) -> None:
+    """Anything that is not a JWT of sane size counts as missing and never raises."""
+    assert decode_claims(authorization) == {}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(st.one_of(st.text(), st.binary().map(bearer), JSON.map(lambda value: bearer(json.dumps(value).encode()))))
+def test_no_token_can_break_the_decoding(authorization: str) -> None:
+    """Whatever a client sends as a token, decoding returns claims that can be hashed and compared."""
+    found = decode_claims(authorization)
+
+    assert all(text.encode("utf-8", "surrogateescape") for text in found.values())
+
+
+def test_half_a_surrogate_pair_in_a_token_can_be_encoded() -> None:
+    """JSON can spell a string that is no text; different such strings stay different and hashable."""
+    found = [decode_claims(bearer(rf'{{"a": "\u{code}"}}'.encode()))["a"] for code in ("d800", "dfff")]
+
+    assert len({text.encode("utf-8", "surrogateescape") for text in found}) == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "query"),
+    [
+        ("/", "/", ""),
+        ("/a?", "/a", ""),
+        ("/a?b?c", "/a", "b?c"),
+        ("/a%3Fb", "/a%3Fb", ""),
+        ("//a/../b?c//../d", "/b", "c//../d"),  # as a server would read it
+        ("*", "*", ""),
+        ("", "", ""),
+        ("http://h", "/", ""),
+        ("http://h/", "/", ""),
+        ("HTTPS://h:8443/a/b?c=/d", "/a/b", "c=/d"),
+        ("http://h?c=/d/e", "/", "c=/d/e"),
+        ("/login?next=http://h/x", "/login", "next=http://h/x"),
+        ("login?next=http://h/x", "login", "next=http://h/x"),
+    ],
+)
+def test_targets_are_split(target: str, path: str, query: str) -> None:
+    """The path is everything before the first `?`, normalized; a target in absolute form loses its scheme and host."""
+    request = HttpRequest("GET", target)
+
+    assert (request.path, request.query) == (path, query)
+
+
+@pytest.mark.parametrize(
+    ("query", "pairs"),
+    [
+        ("", []),
+        ("a=1&b=2&a=0", [("a", "1"), ("b", "2"), ("a", "0")]),
+        ("a=1+2&b+c=%2B", [("a", "1 2"), ("b c", "+")]),
+        ("a&b=&=c&=", [("a", ""), ("b", ""), ("", "c"), ("", "")]),
+        ("&&a=1&", [("a", "1")]),
+        ("a=b=c", [("a", "b=c")]),
+        ("a;b=1", [("a;b", "1")]),
+        ("%61=%C3%A9", [("a", "\u00e9")]),
+        ("a=%zz%", [("a", "%zz%")]),
+        ("a=%FF&b=%C3", [("a", "\udcff"), ("b", "\udcc3")]),
+    ],
+)
+def test_queries_are_decoded(query: str, pairs: list[tuple[str, str]]) -> None:
+    """`+` is a space, blanks are kept, what is no escape stays as it is, bytes that are not UTF-8 survive."""
+    assert HttpRequest("GET", f"/?{query}").read_query() == pairs
+
+
+@given(st.text(alphabet=st.sampled_from("ab=&+%41fF\u00e9\udcff"), max_size=20))
+def test_every_query_is_read_as_the_standard_library_reads_it(query: str) -> None:
+    """The short cut for queries without escapes gives what decoding them would have given."""
+    expected = parse_qsl(query, keep_blank_values=True, errors="surrogateescape")
+
+    assert HttpRequest("GET", f"/?{query}").read_query() == expected
+
+
+@given(st.binary(max_size=6), st.binary(max_size=6))
+def test_different_bytes_stay_different(one: bytes, other: bytes) -> None:
+    """Two escaped values are equal after decoding only when their bytes are, UTF-8 or not, as names and as values."""
+    first, second = (HttpRequest("GET", f"/?{quote_plus(data)}={quote_plus(data)}").read_query() for data in (one, other))
+
+    assert (first == second) == (one == other)
