@@ -64,7 +64,7 @@ def test_every_scene_goes_as_told(tmp_path: Path) -> None:
         "     4  ask_operator()                        restored from the backup",
         "  ok   steered     not refused after 5 turns; 5 requests sent, 5 reached the model",
         "  ok   deaf        refused after 5 turns; 6 requests sent, 5 reached the model",
-        "8 of 8 scenes went as expected.",
+        "8 of 8 scenes ended as expected.",
     ):
         assert f"\n{line}\n" in output
     assert _README_SHOWS in output
@@ -86,7 +86,7 @@ def test_an_agent_that_nobody_stops_is_told(tmp_path: Path) -> None:
     assert code == 1
     assert "\x1b[31m  NOT as expected: not refused after 8 turns; 8 requests sent, 8 reached the model" in output
     assert "expected:        refused after 3 turns; 4 requests sent, 3 reached the model" in output
-    assert "0 of 1 scenes went as expected." in output
+    assert "0 of 1 scenes ended as expected." in output
     assert left(output) == []
 
 
