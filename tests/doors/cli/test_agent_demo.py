@@ -17,6 +17,7 @@ from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Process
 from tests.support.processes import alive
 
+(_README_SHOWS,) = re.findall(r"```text\n(.*?)\.\.\.\n```", (ROOT / "README.md").read_text(), re.DOTALL)
 COMMAND = [sys.executable, str(ROOT / "envoy" / "agent_demo.py")]
 
 
@@ -53,7 +54,7 @@ def test_every_scene_goes_as_told(tmp_path: Path) -> None:
         "     4  REFUSED                               openai.RateLimitError, status 429",
         "     4  REFUSED                               anthropic.RateLimitError, status 429",
         "        Loop detected: 3 of the last 3 turns were search_docs with the same input and the same result,",
-        "        Loop detected: 3 of the last 3 turns brought back the same result, so this request was refused.",
+        "        Loop detected: 3 of the last 3 turns returned the same result, so this request was refused.",
         "        user: Then fix the tests.",
         "    16  (answers)                             I tried three things; the same tests fail.",
         "  as expected: not refused after 16 turns; 16 requests sent, 16 reached the model",
@@ -66,6 +67,7 @@ def test_every_scene_goes_as_told(tmp_path: Path) -> None:
         "8 of 8 scenes ended as expected.",
     ):
         assert f"\n{line}\n" in output
+    assert _README_SHOWS in output
     assert "\x1b" not in output  # no colours where there is no terminal
     assert left(output) == []
 
