@@ -19,7 +19,7 @@ from urllib.parse import quote
 import pytest
 import yaml
 
-from extproc.apis.usage import COUNT_PLACES, EVENT_OBJECTS
+from extproc.apis import COUNT_PLACES, EVENT_OBJECTS
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import render_bootstrap
 from extproc.cli.envoy_config.template import fill

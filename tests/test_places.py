@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from extproc.apis.shapes import locate_results
-from extproc.apis.shapes.places import Place, splice
+from extproc.apis import locate_results
+from extproc.apis.places import Place, splice
 from extproc.request.document import NotCounted, decode_json
 from extproc.request.patch import AMBIGUOUS, Patch
 from tests.test_canonical import spelled
