@@ -1,10 +1,11 @@
-"""Envoy's rules for how many tokens an answer took: `extproc/apis/usage.py` says where that stands, and reads what is found."""
+"""Envoy's rules for how many tokens an answer took: `apis` knows where that stands, and reads what is found."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from extproc.apis.usage import COUNT_PLACES, EVENT_OBJECTS, MODEL, MODEL_PLACES, USAGE_NAMESPACE
+from extproc.apis import COUNT_PLACES, EVENT_OBJECTS, MODEL_PLACES
+from extproc.apis.usage import MODEL, USAGE_NAMESPACE
 
 _NUMBER = "NUMBER"
 _TEXT = "STRING"

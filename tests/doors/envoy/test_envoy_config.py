@@ -18,7 +18,7 @@ from urllib.parse import quote
 import pytest
 import yaml
 
-from extproc.apis.usage import COUNT_PLACES, EVENT_OBJECTS
+from extproc.apis import COUNT_PLACES, EVENT_OBJECTS
 from extproc.cli.envoy_config.template import fill
 from extproc.cli.envoy_config.usage import write_event_rules
 from extproc.cli.main import main
