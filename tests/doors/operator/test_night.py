@@ -309,7 +309,7 @@ def _know_that_it_is_away(made: Stack) -> bool:
 
 def test_a_dead_webhook_costs_nothing_but_its_events() -> None:
     """While a receiver says nothing requests are judged and drops are counted, and the process ends as ever."""
-    short = "import extproc.events\nextproc.events.MAX_QUEUED = 5"
+    short = "import extproc.operator.events\nextproc.operator.events.MAX_QUEUED = 5"
     with impostor(b"") as silent, stack(POLICIES, "--events", f"https://{silent}/", preamble=short) as made:
         for number in range(20):
             statuses = [made.send("/poll", headers={"x-user-id": f"user-{number}"}).status for _ in range(2)]

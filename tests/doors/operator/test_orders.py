@@ -212,7 +212,10 @@ def test_a_flood_of_orders_is_bounded(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(TOKEN)
     made = Running(
-        tmp_path, "--admin-token-file", str(tokens), preamble="import extproc.overrides\nextproc.overrides.MAX_ORDERS = 20"
+        tmp_path,
+        "--admin-token-file",
+        str(tokens),
+        preamble="from extproc.operator import overrides\noverrides.MAX_ORDERS = 20",
     )
     try:
         connection = http.client.HTTPConnection("127.0.0.1", made.loopguard._admin, timeout=PATIENCE)
