@@ -416,7 +416,7 @@ def test_policies_on_one_path_share_a_route() -> None:
     text = bootstrap(document)
 
     assert [name for name, _, guarded in routes(text) if guarded] == ["guarded:/a"]
-    assert "# Asked for by: live, canary\n" in text
+    assert "# Guarded for: live, canary\n" in text
 
 
 @pytest.mark.parametrize(
