@@ -57,6 +57,9 @@ EVENT_OBJECTS: Final = sorted({place for api in APIS for place in api.events}, k
 MODEL_PLACES: Final = list(dict.fromkeys([place for api in APIS for place in api.answered_by]))
 """Where answers name the model."""
 
+STREAMED_DOCUMENTS: Final = [part for api in APIS for part in api.streamed_documents]
+"""Parts of paths whose answers are one document of JSON that comes in pieces."""
+
 read_counts: Final = Counts(COUNT_PLACES, EVENT_OBJECTS).read
 
 CREDENTIALS: Final = frozenset([name for api in APIS for name in api.credentials])

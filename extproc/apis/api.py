@@ -228,6 +228,7 @@ class Api(NamedTuple):
         counts: where answers say how many tokens they took, by the names in `usage.COUNTS`.
         events: the objects in events of a stream that hold counts.
         answered_by: where answers name the model.
+        streamed_documents: parts of paths whose answers are one document of JSON, which comes in pieces.
         credentials: headers with the secret of a client.
     """
 
@@ -247,6 +248,7 @@ class Api(NamedTuple):
     counts: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     events: tuple[str, ...] = ()
     answered_by: tuple[str, ...] = ()
+    streamed_documents: tuple[str, ...] = ()
     credentials: tuple[str, ...] = ()
 
 

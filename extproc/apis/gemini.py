@@ -244,5 +244,6 @@ API = Api(
     },
     events=("usageMetadata",),
     answered_by=("modelVersion",),
+    streamed_documents=(":streamGenerateContent",),
     credentials=("x-goog-api-key",),
 )

@@ -178,7 +178,7 @@ def _mark_in_text(spelled: bytes) -> bytes:
 
 
 def number_id(number: int) -> str:
-    """Stands for the id of a call, or of a result, that has none: Ollama and Gemini connect them by their order."""
+    """Stands for the id of a call, or of a result, that has none: some APIs connect them by their order."""
     return f"\0{number}"
 
 

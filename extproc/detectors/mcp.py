@@ -62,7 +62,7 @@ class Call:
 
 
 class Mcp(Similarity):
-    """A detector's `tools`, ready to look into JSON-RPC requests."""
+    """A detector's `tools`, ready to look into requests."""
 
     keys: ClassVar[type[JsonObject]] = ToolsKeys
     looks: ClassVar[bool] = True
