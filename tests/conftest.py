@@ -46,8 +46,8 @@ DOORS = {
 UNITS = {
     "test_answers", "test_canary", "test_canonical", "test_conversation", "test_detectors", "test_edits", "test_engine",
     "test_escalation", "test_fingerprint", "test_histories", "test_history", "test_isolation", "test_kill_switches",
-    "test_ledger", "test_loops", "test_mcp", "test_memo", "test_model_names", "test_narrow", "test_notes",
-    "test_overrides", "test_protobuf", "test_ramp", "test_rates", "test_recent", "test_replay", "test_request",
+    "test_ledger", "test_loops", "test_mcp", "test_model_names", "test_narrow", "test_notes", "test_bounded",
+    "test_overrides", "test_protobuf", "test_ramp", "test_rates", "test_table", "test_replay", "test_request",
     "test_routes", "test_service", "test_session_calls", "test_session_guard", "test_session_limits",
     "test_session_rules", "test_session_table", "test_sessions", "test_steer", "test_tail", "test_tool_calls",
     "test_turns", "test_turns_memory", "test_way_back", "test_windows", "test_wire",

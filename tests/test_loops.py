@@ -38,7 +38,8 @@ from extproc.operator.admin.loops import (
 )
 from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.server import AdminServer
-from extproc.operator.loop_table import MAX_LOOPS, MAX_PER_TENANT, MINUTES, Curve, Loop
+from extproc.operator.loop_table import MINUTES, Curve, Loop
+from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
 from extproc.sessions.prices import Prices, read_model
 from extproc.settings import parse_address
 from extproc.store.boards import MAX_DOCUMENT
@@ -130,22 +131,22 @@ def test_one_tenants_storm_does_not_push_out_another() -> None:
     """A thousand loops are kept, a tenth of them one tenant's; the one that has been quiet longest goes first."""
     service = make_service(policy("p", ANY, threshold_identical_requests=2, **BY_USER))
     repeat(service, headers("/stuck", x_user_id="stuck", end=True), times=2)
-    for number in range(MAX_PER_TENANT + 50):
+    for number in range(MAX_TENANT_ROWS + 50):
         repeat(service, headers(f"/{number}", x_user_id="storm", end=True), times=2)
     of_storm = [loop.path for loop in list_loops(service) if loop.path != "/stuck"]
 
-    assert of_storm == [f"/{number}" for number in range(50, MAX_PER_TENANT + 50)]
-    assert len(list_loops(service)) == MAX_PER_TENANT + 1
+    assert of_storm == [f"/{number}" for number in range(50, MAX_TENANT_ROWS + 50)]
+    assert len(list_loops(service)) == MAX_TENANT_ROWS + 1
 
 
 def test_a_thousand_tenants_at_once_fill_the_table_and_no_more() -> None:
     """Beyond the bound the table does not grow."""
     service = make_service(policy("p", ANY, threshold_identical_requests=2, **BY_USER))
-    for number in range(MAX_LOOPS + 200):
+    for number in range(MAX_ROWS + 200):
         repeat(service, headers("/", x_user_id=str(number), end=True), times=2)
 
-    assert len(list_loops(service)) == MAX_LOOPS
-    assert list_loops(service)[-1].caller == [("x-user-id", str(MAX_LOOPS + 199))]
+    assert len(list_loops(service)) == MAX_ROWS
+    assert list_loops(service)[-1].caller == [("x-user-id", str(MAX_ROWS + 199))]
 
 
 def test_quiet_loops_are_forgotten() -> None:

@@ -130,7 +130,7 @@ def test_names_that_clients_make_up_are_not_kept_without_end() -> None:
     for number in range(2_500):
         assert rates.find_cost(f"m{number}", _MILLION) == 10**9
 
-    assert len(rates._found) <= 1_000
+    assert len(rates._known) <= 1_000
 
 
 def test_without_the_package_policies_alone_have_rates() -> None:

@@ -29,7 +29,8 @@ from extproc.operator.admin.sessions import (
     merge_sessions,
     pack_sessions,
 )
-from extproc.operator.session_table import MAX_CALLS, MAX_PER_TENANT, MAX_SESSIONS, OVERFLOW, Run, SessionTable
+from extproc.operator.session_table import MAX_CALLS, OVERFLOW, Run, SessionTable
+from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
 from extproc.sessions.rates import Usage
 from extproc.settings import parse_address
 from extproc.store.boards import MAX_DOCUMENT
@@ -214,25 +215,25 @@ def test_one_tenants_sessions_do_not_push_out_anothers() -> None:
     """A tenant that changes its session each time has a tenth of the table; the one that has been quiet longest goes first."""
     table = SessionTable()
     note(table, Standing(steps=1), tenant=OTHER)
-    for number in range(MAX_PER_TENANT + 50):
+    for number in range(MAX_TENANT_ROWS + 50):
         note(table, Standing(steps=1), session=f"{number:016x}")
 
     assert [run.session for run in table.copy() if run.tenant == TENANT] == [
-        f"{number:016x}" for number in range(50, MAX_PER_TENANT + 50)
+        f"{number:016x}" for number in range(50, MAX_TENANT_ROWS + 50)
     ]
-    assert len(table.copy()) == MAX_PER_TENANT + 1
+    assert len(table.copy()) == MAX_TENANT_ROWS + 1
 
 
 def test_the_table_is_bounded() -> None:
     """However many tenants there are, and however many calls a session makes."""
     table = SessionTable()
-    for number in range(MAX_SESSIONS + 10):
+    for number in range(MAX_ROWS + 10):
         note(table, Standing(steps=1), tenant=f"{number:016x}")
     for number in range(MAX_CALLS + 10):
         note(table, Standing(steps=number), number, tenant="last")
         settle(table, Standing(steps=number), 1_000 + number, tenant="settled")
 
-    assert len(table.copy()) == MAX_SESSIONS
+    assert len(table.copy()) == MAX_ROWS
     assert [len(run.calls) for run in table.copy()[-2:]] == [MAX_CALLS, MAX_CALLS]
 
 
@@ -329,8 +330,8 @@ def test_a_table_that_does_not_fit_keeps_what_is_newest() -> None:
     noise = random.Random(0)
     table = SessionTable()
     tools = tuple((bytes([place]), noise.randbytes(32).hex(), place) for place in range(20))
-    for number in range(MAX_SESSIONS):
-        for _ in range(40 if number >= MAX_SESSIONS - 150 else 1):
+    for number in range(MAX_ROWS):
+        for _ in range(40 if number >= MAX_ROWS - 150 else 1):
             standing = Standing(steps=number, tools=tools if number % 2 else tools[:1])
             note(table, standing, noise.randrange(2**63), now=1_000.0 + number, tenant=f"{number:016x}")
     roomy = SessionTable()
@@ -346,7 +347,7 @@ def test_a_table_that_does_not_fit_keeps_what_is_newest() -> None:
     assert max(len(document) for document in packed.values()) <= MAX_DOCUMENT
     assert (len(whole.rows), whole.left_out) == (150, 0)
     assert 20 < sum(bool(row.calls) for row in whole.rows) < 150
-    assert len(found.rows) + found.left_out == MAX_SESSIONS
+    assert len(found.rows) + found.left_out == MAX_ROWS
     assert found.left_out == 0 or not any(row.calls for row in found.rows)
     assert [row.last for row in found.rows] == sorted((row.last for row in found.rows), reverse=True)
 

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from extproc.apis.shapes.contents import read_arguments, unpack
 from extproc.apis.shapes.messages import CALL, TEXT, Part
-from extproc.memo import Memo
+from extproc.bounded import Memo
 from extproc.request.document import Json, NotJson, count_left, decode_json, write_canonical
 
 THOUGHTS = frozenset(

@@ -14,9 +14,9 @@ from msgspec import json
 from extproc.apis.shapes.contents import find_wrappers, is_injected, read_result, unpack
 from extproc.apis.shapes.conversation import ASSISTANT, Conversation
 from extproc.apis.shapes.messages import CALL, OTHER, RESULT, TEXT, Message, Part
+from extproc.bounded import Memo
 from extproc.detectors.actions import Action, find_mark, number_id, read_action
 from extproc.detectors.results import MAX_NORMALIZED, is_error, may_be_equal, normalize, normalize_head
-from extproc.memo import Memo
 from extproc.request.document import ABSENT, Document, write_canonical
 
 _NEXT = "\x1e"  # a record separator (ASCII), which texts hardly hold

@@ -1,7 +1,6 @@
 """The loops of late, for people: who, since when, with which tool, and what became of their requests.
 
-Bounded: a thousand loops, a tenth of them one tenant's, so that nobody's loops hide another's; the one that has been quiet
-longest makes room. Only requests that are acted on cost anything. The event loop alone writes; `copy` is for everybody else.
+Only requests that are acted on cost anything.
 """
 
 from __future__ import annotations
@@ -12,23 +11,18 @@ from typing import Final
 from extproc.decision import SEVERITY, Action, Decision, Outcome
 from extproc.engine.candidates import Candidate
 from extproc.engine.evaluation import Evaluation
-from extproc.recent import Row, Table
+from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, Table, TableRow
 from extproc.request.http import cut_text
 from extproc.sessions.prices import read_model
-
-MAX_LOOPS: Final = 1_000
-MAX_PER_TENANT: Final = 100
 
 MINUTES: Final = 60
 """Of the curve."""
 
 _MAX_CURVES = 1_000
-_NAME_SHOWN = 128
 _PATH_SHOWN = 256
-_NAMES_SHOWN = 8
 
 
-class Loop(Row):
+class Loop(TableRow):
     """One loop.
 
     Attributes:
@@ -89,13 +83,13 @@ class Loop(Row):
         self.tenant = outcome.tenant
         self.fingerprint = outcome.fingerprint
         values = candidate.values if candidate is not None else []
-        self.caller = [(cut_text(name, _NAME_SHOWN), cut_text(value, _NAME_SHOWN)) for name, value in values[:_NAMES_SHOWN]]
+        self.caller = [(cut_text(name, NAME_SHOWN), cut_text(value, NAME_SHOWN)) for name, value in values[:NAMES_SHOWN]]
         self.session = candidate.session if candidate is not None else ""
-        self.method = cut_text(request.method, _NAME_SHOWN)
+        self.method = cut_text(request.method, NAME_SHOWN)
         self.path = cut_text(request.path, _PATH_SHOWN)
-        self.route = cut_text(request.facts.route(), _NAME_SHOWN)
-        self.tools = [cut_text(tool, _NAME_SHOWN) for tool in outcome.list_tools()[:_NAMES_SHOWN]]
-        self.model = cut_text(read_model(request.path, evaluation.content), _NAME_SHOWN)
+        self.route = cut_text(request.facts.route(), NAME_SHOWN)
+        self.tools = [cut_text(tool, NAME_SHOWN) for tool in outcome.list_tools()[:NAMES_SHOWN]]
+        self.model = cut_text(read_model(request.path, evaluation.content), NAME_SHOWN)
         self.first = self.last = now
         self.count = 0
         self.total = 0
@@ -162,7 +156,7 @@ class LoopTable(Table[Loop]):
 
     def __init__(self) -> None:
         """Nobody loops."""
-        super().__init__(MAX_LOOPS, MAX_PER_TENANT)
+        super().__init__()
         self.curves: dict[tuple[str, str, str], Curve] = {}
 
     def note(self, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> Loop:

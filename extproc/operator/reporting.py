@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 from time import perf_counter, time
 
+from extproc.bounded import LRU
 from extproc.decision import Action, Decision, Outcome, Reason
 from extproc.engine.candidates import Answer, SessionCandidate
 from extproc.engine.evaluation import Evaluation, Lane, group_by_policy
@@ -59,7 +59,7 @@ class Reporter:
         self.show_callers = show_callers
         self._metrics = metrics
         self._detections = RateLimit(_DETECTIONS_PER_SECOND)
-        self._tenants: OrderedDict[str, RateLimit] = OrderedDict()  # the one that has been quiet longest comes first
+        self._tenants: LRU[str, RateLimit] = LRU(_TENANTS)
         self._failures = RateLimit(_LINES_PER_SECOND)
         self._missing = RateLimit(_LINES_PER_SECOND)
         self._stopped: dict[str, Reminder] = {}  # by place in a policy file, or by override
@@ -317,13 +317,10 @@ class Reporter:
 
     def _take_line(self, tenant: str) -> int | None:
         """None when the tenant, or all together, have had their lines; else how many were suppressed since the last."""
-        limit = self._tenants.get(tenant)
+        limit = self._tenants.use(tenant)
         if limit is None:
-            limit = self._tenants[tenant] = RateLimit(_DETECTIONS_PER_TENANT)
-            if len(self._tenants) > _TENANTS:
-                self._tenants.popitem(last=False)
-        else:
-            self._tenants.move_to_end(tenant)
+            limit = RateLimit(_DETECTIONS_PER_TENANT)
+            self._tenants.put(tenant, limit)
         now = perf_counter()
         own = limit.take(now)
         every = None if own is None else self._detections.take(now)

@@ -1,21 +1,17 @@
 """The sessions of late, for people: what each has used up, what refuses it, and its newest calls, which is the report of a run.
 
-Bounded: a thousand sessions, a tenth of them one tenant's, and of each its 64 newest calls; the one that has been quiet longest
-makes room. What a session has used up comes from its ledger, which all replicas share; this table only shows it. The event loop
-alone writes; `copy` is for everybody else.
+What a session has used up comes from its ledger, which all replicas share; this table only shows it, and its newest calls.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from extproc.recent import Row, Table
+from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, Table, TableRow
 from extproc.request.http import cut_text
 from extproc.sessions.rates import Usage
 from extproc.store.ledger import KILLED, LIMITS, NANO_DOLLARS, Standing
 
-MAX_SESSIONS: Final = 1_000
-MAX_PER_TENANT: Final = 100
 MAX_CALLS: Final = 64
 
 OVERFLOW: Final = "shared"
@@ -27,9 +23,6 @@ OPERATOR: Final = "operator"
 _KILLED_LIMIT: Final = LIMITS.index("killed")
 _MONEY: Final = "max_cost_per_session"
 _DIGITS: Final = 9
-
-_NAME_SHOWN: Final = 128
-_NAMES_SHOWN: Final = 8
 
 _UNKNOWN: Final = Standing()
 """Of a session of which nothing is known yet."""
@@ -88,7 +81,7 @@ class Refusal:
         self.tool = _find_tool(standing)
 
 
-class Run(Row):
+class Run(TableRow):
     """One session, under one policy.
 
     Attributes:
@@ -165,10 +158,6 @@ class Run(Row):
 class SessionTable(Table[Run]):
     """The sessions of one process."""
 
-    def __init__(self) -> None:
-        """There are none."""
-        super().__init__(MAX_SESSIONS, MAX_PER_TENANT)
-
     def note(  # noqa: PLR0913  # what is known of a request
         self,
         policy: str,
@@ -198,7 +187,7 @@ class SessionTable(Table[Run]):
         """
         run = self._find(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
         if not run.caller and caller:
-            run.caller = [(cut_text(name, _NAME_SHOWN), cut_text(value, _NAME_SHOWN)) for name, value in caller[:_NAMES_SHOWN]]
+            run.caller = [(cut_text(name, NAME_SHOWN), cut_text(value, NAME_SHOWN)) for name, value in caller[:NAMES_SHOWN]]
         run.last = now
         run.ordered = standing.limit == _KILLED_LIMIT and not standing.killed
         run.take(standing, now)
@@ -255,7 +244,7 @@ class SessionTable(Table[Run]):
 
 def _cut_name(name: str, last: str) -> str:
     """A name as it is kept; mostly it is that of the call before."""
-    return last if name == last else cut_text(name, _NAME_SHOWN)
+    return last if name == last else cut_text(name, NAME_SHOWN)
 
 
 def _find_tool(standing: Standing) -> str:

@@ -15,7 +15,7 @@ from typing import Final
 
 from zlib_ng.zlib_ng import adler32, crc32
 
-from extproc.memo import Memo
+from extproc.bounded import Memo
 
 MAX_TARGET = 65_536
 """Longest path with query that is fingerprinted, in bytes (Envoy's own default for all headers together is 60 KiB)."""

@@ -16,7 +16,7 @@ from msgspec import Raw, ValidationError, defstruct, json
 
 from extproc.apis.shapes import open_conversation
 from extproc.apis.shapes.conversation import Conversation, Shape
-from extproc.memo import Memo
+from extproc.bounded import Memo
 from extproc.request.document import ABSENT, MAX_STEPS, Document, NotCounted, count_left, decode_json, walk
 from extproc.request.fingerprint import NO_BODY, Body
 from extproc.sessions.history import NOTHING, RECORD, Shown, Tally, ToolCalls, list_shown, look_at_all, read_tool_calls, tell

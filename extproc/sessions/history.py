@@ -23,7 +23,7 @@ from extproc.apis.shapes import find_conversation, look_back, open_conversation,
 from extproc.apis.shapes.contents import read_arguments
 from extproc.apis.shapes.conversation import ASSISTANT, Conversation, Shape
 from extproc.apis.shapes.messages import CALL, RESULT, Part
-from extproc.memo import Memo
+from extproc.bounded import Memo
 from extproc.request.document import Document, NotCounted, count_left, walk, write_canonical
 from extproc.request.patch import Patch
 

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 from msgspec import json
 
+from extproc.bounded import Memo
 from extproc.decision import Action, Advice, Framed, Outcome, Reason, RefusalForm
-from extproc.memo import Memo
 from extproc.request.fingerprint import sum_up
 from extproc.request.quoting import quote
 from extproc.sessions.history import RECORD, ToolCalls, digest_tool

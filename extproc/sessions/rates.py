@@ -15,6 +15,8 @@ from fractions import Fraction
 from math import lcm
 from typing import Any, Final, NamedTuple
 
+from extproc.bounded import Memo
+
 BYTES_PER_TOKEN: Final = 4
 """An estimate, and said to be one wherever it is shown: what a request's body holds is mostly English text in JSON."""
 
@@ -95,8 +97,7 @@ class Rates:
         by_pattern = sorted(prices.items(), key=lambda item: _rank(item[0]), reverse=True)
         self._prices = [(pattern, (_compile(price),)) for pattern, price in by_pattern]
         self._unknown = (_compile(unknown or DEAREST),)
-        self._found: dict[str, tuple[_Rate, ...]] = {}
-        self._tellers: dict[str, int] = {}
+        self._known: Memo[str, tuple[int, tuple[_Rate, ...]]] = Memo(_MAX_MODELS // 2)
         look_up(_WELL_KNOWN)
 
     def find_cost(self, model: str, usage: Usage) -> int:
@@ -122,27 +123,22 @@ class Rates:
 
     def _find_teller(self, model: str) -> int:
         """Who tells its price."""
-        if model not in self._found:
-            self._keep(model)
-        return self._tellers[model]
+        return self._look_up(model)[0]
 
     def _choose(self, model: str, prompt: int) -> _Rate:
         """The rate for a prompt of so many tokens."""
-        rates = self._found.get(model)
-        if rates is None:
-            rates = self._keep(model)
+        rates = self._look_up(model)[1]
         for rate in rates:
             if prompt > rate.above:
                 return rate
         return rates[-1]
 
-    def _keep(self, model: str) -> tuple[_Rate, ...]:
-        if len(self._found) >= _MAX_MODELS:
-            self._found.clear()
-            self._tellers.clear()
-        self._tellers[model], rates = self._find(model)
-        self._found[model] = rates
-        return rates
+    def _look_up(self, model: str) -> tuple[int, tuple[_Rate, ...]]:
+        known = self._known.get(model)
+        if known is None:
+            known = self._find(model)
+            self._known.put(model, known)
+        return known
 
     def _find(self, model: str) -> tuple[int, tuple[_Rate, ...]]:
         """Who tells what holds for a model, and that: the rate for the longest prompts first; the last one is for all."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.recent import Row, Table
+from extproc.operator.table import Table, TableRow
 
 MOST, SHARE = 8, 3
 
 
-def make_row(tenant: str, last: float = 0.0) -> Row:
+def make_row(tenant: str, last: float = 0.0) -> TableRow:
     """A row of that tenant's."""
-    row = Row()
+    row = TableRow()
     row.tenant, row.last = tenant, last
     return row
 
@@ -20,7 +20,7 @@ def make_row(tenant: str, last: float = 0.0) -> Row:
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 4)), max_size=200))
 def test_whoever_has_been_quiet_longest_makes_room(uses: list[tuple[str, int]]) -> None:
     """Of its own tenant's where that has more than its share, else of all: as a list says that is put in order at each use."""
-    table: Table[Row] = Table(MOST, SHARE)
+    table: Table[TableRow] = Table(MOST, SHARE)
     order: list[tuple[str, str]] = []  # the quietest first
     for tenant, number in uses:
         key = (tenant, str(number))
@@ -35,13 +35,13 @@ def test_whoever_has_been_quiet_longest_makes_room(uses: list[tuple[str, int]]) 
         elif len(order) > MOST:
             del order[0]
 
-        assert [key for row in table.copy() for key, kept in table.kept.items() if kept is row] == order
+        assert [key for row in table.copy() for key, kept in table._rows.kept.items() if kept is row] == order
         assert table._tenants.keys() == {tenant for tenant, _ in order}
 
 
 def test_rows_are_forgotten_whose_last_request_is_old() -> None:
     """Whatever has been noted about them since; their tenants' shares are theirs again."""
-    table: Table[Row] = Table(MOST, SHARE)
+    table: Table[TableRow] = Table(MOST, SHARE)
     for number in range(MOST):
         tenant = "a" if number < SHARE else str(number)
         table.put((tenant, str(number)), make_row(tenant, 10 * number))
