@@ -144,7 +144,7 @@ class Loopguard(Process):
         if "--store-timeout" not in arguments:
             arguments = (*arguments, "--store-timeout", str(STORE_PATIENCE))
         flags = ["serve", "--policy", str(folder / "policies"), "--listen", listen, "--admin", "127.0.0.1:0"]
-        code = f"{preamble}\nimport sys\nfrom extproc.cli import main\nsys.exit(main())"
+        code = f"{preamble}\nimport sys\nfrom extproc.cli.main import main\nsys.exit(main())"
         super().__init__(
             [sys.executable, "-P", "-c", code, *flags, "--drain-delay", "0", *arguments],
             folder / f"loopguard-{time.monotonic_ns()}.log",

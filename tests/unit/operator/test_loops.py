@@ -449,7 +449,7 @@ def test_top_is_live_on_a_terminal() -> None:
 
 
 INTERRUPTIBLE = """import signal, sys
-from extproc.cli import main
+from extproc.cli.main import main
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(main())
 """

@@ -137,7 +137,7 @@ def test_without_the_package_policies_alone_have_rates() -> None:
     """The extra is optional: nothing of it is needed to start."""
     code = (
         "import sys; sys.modules['genai_prices'] = None\n"
-        "from extproc.rates import Rates, Usage, look_up, DEAREST\n"
+        "from extproc.sessions.rates import Rates, Usage, look_up, DEAREST\n"
         "assert look_up('gpt-4o') == []\n"
         "assert Rates({}, None).find_cost('gpt-4o', Usage(1_000_000, 0, 0, 0)) == DEAREST.input * 10**9"
     )
