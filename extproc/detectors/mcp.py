@@ -50,7 +50,7 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_batch = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
-class Call:
+class McpCall:
     """A tool's call, or a message to another agent.
 
     Attributes:
@@ -123,12 +123,12 @@ class Mcp(Similarity):
             raise NotCounted("allowed_tool")
         return tool.encode() + _SEPARATOR + _spell_arguments(params), None
 
-    def find_subject(self, document: Document) -> Call:
+    def find_subject(self, document: Document) -> McpCall:
         """The call itself; see `Similarity`."""
         request = _read_request(document)
         tool, _ = _read_call(request)
         shown = tool[:MAX_NAME]
-        return Call(shown, self._limits.of([shown]) if shown else self._limits.of([]), read_id(request.get("id", ABSENT)))
+        return McpCall(shown, self._limits.of([shown]) if shown else self._limits.of([]), read_id(request.get("id", ABSENT)))
 
     def show(self, document: Document) -> list[str]:
         """See `Similarity`."""

@@ -31,8 +31,8 @@ from extproc.engine.orders import (
     MAX_GRANT,
     MAX_SECONDS,
     RELEASE,
+    ActiveOverride,
     Grant,
-    Override,
     Overrides,
     Target,
     hash_descriptor,
@@ -129,23 +129,23 @@ class Desk:
 
     def __init__(self, store: Store, service: Serving, metrics: Metrics) -> None:
         """Nothing stands yet."""
-        self.tell: Callable[[str, Override], None] = lambda _, __: None
+        self.tell: Callable[[str, ActiveOverride], None] = lambda _, __: None
         self.list_seen: Callable[[], Seen | None] = lambda: None
         self._store = store
         self._service = service
         self._version = ""
         self._lock = asyncio.Lock()  # what was read first must not be put into force last
-        self._standing: dict[str, Override] = {}
+        self._standing: dict[str, ActiveOverride] = {}
         for kind in KINDS:
             metrics.overrides.labels(kind).set_function(partial(self._count, kind))
 
-    def list_standing(self) -> list[Override]:
+    def list_standing(self) -> list[ActiveOverride]:
         """All that this replica obeys now, the newest first."""
         now = time()
         standing = [override for override in self._standing.values() if now < override.ends]
         return sorted(standing, key=lambda override: -override.since)
 
-    async def give(self, order: object, who: str) -> tuple[Override, list[str]]:
+    async def give(self, order: object, who: str) -> tuple[ActiveOverride, list[str]]:
         """Have an override obeyed by every replica: here at once, elsewhere within a second.
 
         Args:
@@ -228,7 +228,7 @@ class Desk:
         return Counter(override.kind for override in self.list_standing())[kind]
 
 
-def _announce(what: str, override: Override, who: str) -> None:
+def _announce(what: str, override: ActiveOverride, who: str) -> None:
     """Tell of a change."""
     shown = {name: value for name, value in describe_override(override).items() if name not in ("who", "since")}
     _LOG.warning(what, extra=make_extra(**shown, who=who or None))
@@ -237,7 +237,7 @@ def _announce(what: str, override: Override, who: str) -> None:
 # ---- What an operator says
 
 
-def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> Override:
+def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> ActiveOverride:
     """The override that an operator asks for.
 
     Args:
@@ -271,7 +271,7 @@ def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> O
         identity.append(given.get("key") or secrets.token_hex(8))  # another grant adds to the first
     name = blake2b(json.dumps(identity).encode(), digest_size=6).hexdigest()
     grant = Grant(*(int(given.get(amount, 0)) for amount in _AMOUNTS))
-    return Override(name, kind, target, policy, now, now + seconds, str(given.get("reason", "")), who[:_MAX_WHO], grant)
+    return ActiveOverride(name, kind, target, policy, now, now + seconds, str(given.get("reason", "")), who[:_MAX_WHO], grant)
 
 
 def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
@@ -290,13 +290,13 @@ def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
                 yield f"{key} belongs to a grant, and this is of the kind {kind}"
 
 
-def outlast_kills(release: Override, standing: Iterable[Override]) -> Override:
+def outlast_kills(release: ActiveOverride, standing: Iterable[ActiveOverride]) -> ActiveOverride:
     """The release, which stands no shorter than the kills that it undoes: they must not be back when it has ended."""
     undone = [kill.ends for kill in standing if kill.kind == KILL and _may_meet(kill, release)]
     return release._replace(ends=max([release.ends, *undone]))
 
 
-def _may_meet(one: Override, other: Override) -> bool:
+def _may_meet(one: ActiveOverride, other: ActiveOverride) -> bool:
     """Whether both may hold for one request, as far as what they name tells."""
     named = [(one.policy, other.policy), (one.target.caller, other.target.caller), (one.target.session, other.target.session)]
     others = dict(other.target.descriptors)
@@ -461,7 +461,7 @@ def _find_session_key(order: object) -> str:
     return next(map(check_limit_key, session), "") if isinstance(session, dict) else ""
 
 
-def remark(override: Override, plans: Sequence[Plan], session_key: str = "") -> list[str]:
+def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "") -> list[str]:
     """What whoever gives an override should know about it, seen from the policies that are in force.
 
     Args:
@@ -543,7 +543,7 @@ def _remark_on_hashes(hashes: Sequence[tuple[str, str]], seen: Seen | None) -> I
 # ---- What stands in the store
 
 
-def write_override(override: Override) -> bytes:
+def write_override(override: ActiveOverride) -> bytes:
     """For the store."""
     target = override.target
     document = {
@@ -560,7 +560,7 @@ def write_override(override: Override) -> bytes:
     return json.dumps(document, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
-def read_override(name: str, document: bytes) -> Override:
+def read_override(name: str, document: bytes) -> ActiveOverride:
     """From the store, where another version may have put it.
 
     Raises:
@@ -573,12 +573,12 @@ def read_override(name: str, document: bytes) -> Override:
         kind, policy, reason, who = [str(found[key]) for key in ("kind", "policy", "reason", "who")]
         target = Target(caller, descriptors, session, fingerprint, tool)
         grant = Grant(*(min(max(0, int(given)), most) for given, most in zip(found.get("grant", ()), MAX_GRANT, strict=False)))
-        return Override(name, kind, target, policy, float(found["since"]), float(found["ends"]), reason, who, grant)
+        return ActiveOverride(name, kind, target, policy, float(found["since"]), float(found["ends"]), reason, who, grant)
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no override: {error}") from None
 
 
-def _read_all(documents: Mapping[str, bytes]) -> dict[str, Override]:
+def _read_all(documents: Mapping[str, bytes]) -> dict[str, ActiveOverride]:
     """Those that this version understands."""
     read = {}
     for name, document in documents.items():
@@ -589,7 +589,7 @@ def _read_all(documents: Mapping[str, bytes]) -> dict[str, Override]:
     return read
 
 
-def describe_override(override: Override) -> dict[str, Any]:
+def describe_override(override: ActiveOverride) -> dict[str, Any]:
     """For people and programs; what is not named is left out."""
     target = override.target
     shown: dict[str, Any] = {

@@ -12,7 +12,7 @@ from extproc.engine.candidates import Answer, SessionCandidate
 from extproc.engine.evaluation import Evaluation, Lane, group_by_policy
 from extproc.engine.handover import POLICY_METADATA, RefusedPolicy
 from extproc.engine.kill_switch import Switch
-from extproc.engine.orders import ALLOW, Override
+from extproc.engine.orders import ALLOW, ActiveOverride
 from extproc.engine.settlements import Entry, Settled
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
@@ -194,7 +194,7 @@ class Reporter:
             shown = {"scope_key": switch.scope_key, "reason": switch.reason or None}
             _LOG.warning("kill switch", extra=make_extra(place=switch.place, mode=mode, **shown, requests=requests))
 
-    def report_blocked(self, policy: str, block: Override) -> None:
+    def report_blocked(self, policy: str, block: ActiveOverride) -> None:
         """A request that an operator has blocked; logged as those of kill switches are."""
         self._metrics.overridden.labels(policy, "enforce", block.kind).inc()
         if requests := self._remind(block.name):

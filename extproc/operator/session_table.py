@@ -28,7 +28,7 @@ _UNKNOWN: Final = Standing()
 """Of a session of which nothing is known yet."""
 
 
-class Call:
+class SessionCall:
     """One request of a session that was let through.
 
     Attributes:
@@ -56,10 +56,10 @@ class Call:
         self.refused = False
 
 
-_NO_CALL: Final = Call(b"", 0.0, "", "")
+_NO_CALL: Final = SessionCall(b"", 0.0, "", "")
 
 
-class Refusal:
+class SessionRefusal:
     """What a session was refused for.
 
     Attributes:
@@ -123,9 +123,9 @@ class Run(TableRow):
         self.standing = _UNKNOWN
         self.told = now
         self.ordered = False
-        self.refusal: Refusal | None = None
+        self.refusal: SessionRefusal | None = None
         self.refusals = 0
-        self.calls: list[Call] = []
+        self.calls: list[SessionCall] = []
 
     @property
     def began(self) -> float:
@@ -138,16 +138,16 @@ class Run(TableRow):
             self.standing = standing
             self.told = now
 
-    def add_call(self, name: bytes, model: str, tool: str, now: float) -> Call:
+    def add_call(self, name: bytes, model: str, tool: str, now: float) -> SessionCall:
         """A call that becomes known; the oldest makes room."""
         last = self.calls[-1] if self.calls else _NO_CALL
-        call = Call(name, now, _cut_name(model, last.model), _cut_name(tool, last.tool))
+        call = SessionCall(name, now, _cut_name(model, last.model), _cut_name(tool, last.tool))
         self.calls.append(call)
         if len(self.calls) > MAX_CALLS:
             del self.calls[0]
         return call
 
-    def find_call(self, name: bytes) -> Call | None:
+    def find_call(self, name: bytes) -> SessionCall | None:
         """A call that is known; None for one that is not."""
         for call in reversed(self.calls):
             if call.name == name:
@@ -192,7 +192,7 @@ class SessionTable(Table[Run]):
         run.ordered = standing.limit == _KILLED_LIMIT and not standing.killed
         run.take(standing, now)
         if standing.limit:
-            run.refusal = Refusal(standing, now)
+            run.refusal = SessionRefusal(standing, now)
             run.refusals += 1
         else:
             run.add_call(call, model, tool, now)

@@ -59,7 +59,7 @@ class Usage(NamedTuple):
     cache_write: int = 0
 
 
-class Price(NamedTuple):
+class TokenPrice(NamedTuple):
     """US dollars for a million tokens of each kind; None costs what input does."""
 
     input: Decimal
@@ -68,7 +68,7 @@ class Price(NamedTuple):
     cache_write: Decimal | None = None
 
 
-DEAREST: Final = Price(Decimal(15), Decimal(75), Decimal("1.5"), Decimal("18.75"))
+DEAREST: Final = TokenPrice(Decimal(15), Decimal(75), Decimal("1.5"), Decimal("18.75"))
 """For a model of which nothing at all is known. Large models in wide use cost no more than that, so no name is a way around."""
 
 
@@ -86,7 +86,7 @@ class _Rate:
 class Rates:
     """The rates of one policy."""
 
-    def __init__(self, prices: Mapping[str, Price], unknown: Price | None) -> None:
+    def __init__(self, prices: Mapping[str, TokenPrice], unknown: TokenPrice | None) -> None:
         """Compile them, and load the package, which takes a while.
 
         Args:
@@ -172,7 +172,7 @@ def estimate_tokens(size: int) -> int:
     return size // BYTES_PER_TOKEN
 
 
-def look_up(model: str) -> list[tuple[int, Price]]:
+def look_up(model: str) -> list[tuple[int, TokenPrice]]:
     """What the package genai-prices knows about a model; empty where that is nothing, or where it is not installed.
 
     Returns:
@@ -195,13 +195,13 @@ def look_up(model: str) -> list[tuple[int, Price]]:
 
 def _list_tiers(found: Any) -> set[int]:  # noqa: ANN401  # the package's ModelPrice has its fields at run time alone
     """From above how many tokens of a prompt on other prices hold; -1 is the first."""
-    priced = (getattr(found, f"{name}_mtok") for name in Price._fields)
+    priced = (getattr(found, f"{name}_mtok") for name in TokenPrice._fields)
     return {-1, *(tier.start for price in priced for tier in getattr(price, "tiers", ()))}
 
 
-def _read_price(found: Any, above: int) -> Price:  # noqa: ANN401  # as above
+def _read_price(found: Any, above: int) -> TokenPrice:  # noqa: ANN401  # as above
     """The package's price for prompts that are just longer than this."""
-    return Price._make(_read_tier(getattr(found, f"{name}_mtok"), above) for name in Price._fields)
+    return TokenPrice._make(_read_tier(getattr(found, f"{name}_mtok"), above) for name in TokenPrice._fields)
 
 
 def _read_tier(price: Any, above: int) -> Any:  # noqa: ANN401  # a Decimal, or tiers of them, or None
@@ -216,13 +216,13 @@ def _rank(pattern: str) -> tuple[int, bool]:
     return fixed, fixed == len(pattern)
 
 
-def _compile(price: Price, above: int = -1) -> _Rate:
+def _compile(price: TokenPrice, above: int = -1) -> _Rate:
     """A Price in integers, exactly."""
     exact = [Fraction(rate) * _NANO_PER_MILLION for rate in _list_rates(price)]
     per = lcm(*(rate.denominator for rate in exact))
     return _Rate(above, [int(rate * per) for rate in exact], per)
 
 
-def _list_rates(price: Price) -> Iterator[Decimal]:
+def _list_rates(price: TokenPrice) -> Iterator[Decimal]:
     for rate in price:
         yield price.input if rate is None else rate

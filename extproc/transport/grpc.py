@@ -18,7 +18,7 @@ from urllib.parse import quote
 from extproc.errors import ProtocolError
 from extproc.transport import http2
 from extproc.transport.headers import Block, Cache, encode
-from extproc.transport.http2 import DataReceived, Limits, Pool, RequestReceived, Stream
+from extproc.transport.http2 import DataReceived, Http2Limits, Http2Stream, Pool, RequestReceived
 
 # Status codes.
 OK: Final = 0
@@ -75,7 +75,7 @@ class Call:
         "stream",
     )
 
-    def __init__(self, stream: Stream, method: bytes, metadata: list[tuple[str, str]], *, single: bool) -> None:
+    def __init__(self, stream: Http2Stream, method: bytes, metadata: list[tuple[str, str]], *, single: bool) -> None:
         """A call has been opened."""
         self.stream = stream
         self.number = stream.number
@@ -129,7 +129,7 @@ class CallEnded:
 Event: TypeAlias = MessageReceived | HalfClosed | CallEnded
 
 
-class Connection:
+class GrpcConnection:
     """All calls of one connection.
 
     Hand over what came with `receive`, then take events with `next_event` until there are none, then send what `take` returns.
@@ -141,7 +141,7 @@ class Connection:
     def __init__(
         self,
         methods: Mapping[bytes, bool],
-        limits: Limits | None = None,
+        limits: Http2Limits | None = None,
         cache: Cache | None = None,
         pool: Pool | None = None,
     ) -> None:

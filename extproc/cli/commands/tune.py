@@ -17,7 +17,7 @@ from extproc.objects import MAX_SECONDS, MAX_THRESHOLD
 from extproc.request.hash_key import read_hash_key
 
 if TYPE_CHECKING:
-    from extproc.cli.replay.tune import Pair
+    from extproc.cli.replay.tune import WindowPair
     from extproc.engine.engine import Engine
     from extproc.engine.loop import Detector
 
@@ -166,10 +166,10 @@ def _write(file: Path, ready: dict[str, Any]) -> None:
 
 def _print_tables(
     document: dict[str, Any],
-    pairs: Sequence[Pair],
+    pairs: Sequence[WindowPair],
     windows: Sequence[int],
     thresholds: Sequence[int],
-    chosen: Pair | None,
+    chosen: WindowPair | None,
 ) -> None:
     from extproc.cli.replay.table import add_row, make_console, make_table, print_table  # noqa: PLC0415  # as in `replay`
 

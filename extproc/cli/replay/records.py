@@ -122,13 +122,13 @@ class Recorded(msgspec.Struct, gc=False):
         facts = StatedFacts(
             route=record.route,
             address=self._read(record.address) or "",
-            claims=_Known(known, claims.keys()) if self.partial else known,
+            claims=_RecordedValues(known, claims.keys()) if self.partial else known,
         )
         return HttpRequest(
             record.method,
             _join_target(record),
             record.authority,
-            _Known(encoded, headers.keys()) if self.partial else encoded,
+            _RecordedValues(encoded, headers.keys()) if self.partial else encoded,
             facts,
         )
 
@@ -139,7 +139,7 @@ class Recorded(msgspec.Struct, gc=False):
         return None if value is None else write_claim(value)
 
 
-class _Known(Mapping[str, Value]):
+class _RecordedValues(Mapping[str, Value]):
     """Values of which some may not have been recorded: asking for those says so."""
 
     __slots__ = ("_recorded", "_values")

@@ -8,7 +8,7 @@ from typing import Any
 
 from extproc.cli.replay.counts import Timeline, Top
 from extproc.cli.replay.judge import Judge
-from extproc.cli.replay.logs import HARMLESS, PROBLEMS, Entry, Logs, Place
+from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, LogPlace, Logs
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine.engine import Engine
 from extproc.engine.evaluation import Evaluation, group_by_policy
@@ -64,9 +64,9 @@ class _Offender:
         self.highest = 0
         self.first = self.last = 0
         self.method = self.path = self.detector = ""
-        self.example: Place | None = None
+        self.example: LogPlace | None = None
 
-    def add(self, entry: Entry, outcome: Outcome, request: HttpRequest) -> None:
+    def add(self, entry: LogEntry, outcome: Outcome, request: HttpRequest) -> None:
         """One more request of the loop."""
         self.count += 1
         self.actions[outcome.action] += 1
@@ -86,7 +86,7 @@ class _Tenant:
         self.timeline = Timeline(len(SERIES))
 
 
-class Report:
+class ReplayReport:
     """Counts what is decided."""
 
     def __init__(self, engine: Engine) -> None:
@@ -98,7 +98,7 @@ class Report:
         self._failures: list[str] = []
         self._requests = 0
 
-    def add(self, entry: Entry, judged: tuple[Evaluation, Decision] | None) -> None:
+    def add(self, entry: LogEntry, judged: tuple[Evaluation, Decision] | None) -> None:
         """One more request."""
         self._requests += 1
         if judged is None:
@@ -118,7 +118,7 @@ class Report:
     def _find_policy(self, policy: str, mode: str = "") -> _Policy:
         return self._policies.setdefault((policy, mode or self._modes[policy]), _Policy())
 
-    def _add_outcome(self, entry: Entry, outcome: Outcome, request: HttpRequest) -> None:
+    def _add_outcome(self, entry: LogEntry, outcome: Outcome, request: HttpRequest) -> None:
         action, tenant = outcome.action, outcome.tenant
         policy = self._policies.get((outcome.policy, outcome.mode)) or self._find_policy(outcome.policy, outcome.mode)
         policy.actions[action] += 1

@@ -40,7 +40,7 @@ _POLICY = (
 )
 
 
-class Bar(NamedTuple):
+class CurveBar(NamedTuple):
     """One action in one minute, as a rectangle."""
 
     action: str
@@ -49,7 +49,7 @@ class Bar(NamedTuple):
     height: float
 
 
-class Chart(NamedTuple):
+class PolicyChart(NamedTuple):
     """The hour of one policy.
 
     Attributes:
@@ -64,7 +64,7 @@ class Chart(NamedTuple):
     mode: str
     actions: list[tuple[str, int]]
     most: int
-    bars: list[Bar]
+    bars: list[CurveBar]
 
 
 def route_page(pages: LoopPages, sessions: SessionPages) -> Route:
@@ -72,7 +72,7 @@ def route_page(pages: LoopPages, sessions: SessionPages) -> Route:
     return Route("/", lambda request: _send(request, pages, sessions))
 
 
-def draw_charts(curves: list[dict[str, Any]]) -> list[Chart]:
+def draw_charts(curves: list[dict[str, Any]]) -> list[PolicyChart]:
     """A chart for each policy and mode, the busiest first.
 
     Args:
@@ -87,7 +87,7 @@ def _name_chart(curve: dict[str, Any]) -> tuple[str, str]:
     return curve["policy"], curve["mode"]
 
 
-def _draw(policy: str, mode: str, curves: list[dict[str, Any]]) -> Chart:
+def _draw(policy: str, mode: str, curves: list[dict[str, Any]]) -> PolicyChart:
     severity = list(ACTIONS)
     curves.sort(key=lambda curve: -severity.index(curve["action"]))
     most = max(sum(curve["minutes"][minute] for curve in curves) for minute in range(MINUTES))
@@ -98,8 +98,8 @@ def _draw(policy: str, mode: str, curves: list[dict[str, Any]]) -> Chart:
             height = round(_HEIGHT * curve["minutes"][minute] / max(1, most), 1)
             if height:
                 top += height
-                bars.append(Bar(curve["action"], minute * _BAR, round(_HEIGHT + 3 - top, 1), height))
-    return Chart(policy, mode, [(curve["action"], sum(curve["minutes"])) for curve in curves], most, bars)
+                bars.append(CurveBar(curve["action"], minute * _BAR, round(_HEIGHT + 3 - top, 1), height))
+    return PolicyChart(policy, mode, [(curve["action"], sum(curve["minutes"])) for curve in curves], most, bars)
 
 
 def _send(request: Request, pages: LoopPages, sessions: SessionPages) -> Response:

@@ -63,7 +63,7 @@ class Line(msgspec.Struct, array_like=True):
     counts: list[int]
 
 
-class Document(msgspec.Struct, array_like=True):
+class LoopDocument(msgspec.Struct, array_like=True):
     """What one replica publishes."""
 
     rows: list[Row]
@@ -91,7 +91,7 @@ class View(msgspec.Struct):
     problem: str
 
 
-decode = msgspec.msgpack.Decoder(Document).decode
+decode = msgspec.msgpack.Decoder(LoopDocument).decode
 
 
 class SharedLoops:
@@ -119,23 +119,23 @@ class SharedLoops:
             self.board.problem,
         )
 
-    def _make(self) -> Document:
+    def _make(self) -> LoopDocument:
         return make_document(self._table, shows_callers=self._shows_callers())
 
 
-def make_document(table: LoopTable, *, shows_callers: bool) -> Document:
+def make_document(table: LoopTable, *, shows_callers: bool) -> LoopDocument:
     """A table as it is now, what is largest first."""
     rows = sorted((_make_row(loop, shows_callers=shows_callers) for loop in table.copy()), key=lambda row: -row.size)
     minute = int(time()) // 60
     lines = [Line(*key, minute, curve.list_counts(minute)) for key, curve in table.curves.copy().items()]
-    return Document(rows, [line for line in lines if any(line.counts)])
+    return LoopDocument(rows, [line for line in lines if any(line.counts)])
 
 
-def pack(document: Document) -> bytes:
+def pack(document: LoopDocument) -> bytes:
     """A document small enough for a board: where it is not, the smallest loops are left out."""
     rows = document.rows
-    packed = fit(len(rows), lambda kept: Document(rows[:kept], document.lines, len(rows) - kept))
-    return packed if len(packed) <= MAX_DOCUMENT else fit(0, lambda _: Document([], [], len(rows)))
+    packed = fit(len(rows), lambda kept: LoopDocument(rows[:kept], document.lines, len(rows) - kept))
+    return packed if len(packed) <= MAX_DOCUMENT else fit(0, lambda _: LoopDocument([], [], len(rows)))
 
 
 def merge_rows(rows: Iterable[Row], since: float) -> list[Row]:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from extproc.operator.admin.board import KEPT_SECONDS, Board, fit
-from extproc.operator.session_table import MAX_CALLS, Call, Refusal, Run, SessionTable
+from extproc.operator.session_table import MAX_CALLS, Run, SessionCall, SessionRefusal, SessionTable
 from extproc.store import Store
 
 BOARD = "sessions"
@@ -29,7 +29,7 @@ _SKEW = 1.0
 
 
 class CallRow(msgspec.Struct, array_like=True):
-    """A call as replicas tell it each other; see `Call`. New fields go behind the others and have a default."""
+    """A call as replicas tell it each other; see `SessionCall`. New fields go behind the others and have a default."""
 
     name: bytes
     at: float
@@ -48,7 +48,7 @@ class CallRow(msgspec.Struct, array_like=True):
 
 
 class RefusalRow(msgspec.Struct, array_like=True):
-    """The newest refusal as replicas tell it each other; see `Refusal`."""
+    """The newest refusal as replicas tell it each other; see `SessionRefusal`."""
 
     at: float
     limit: str
@@ -243,12 +243,12 @@ def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
     )
 
 
-def _make_refusal(refusal: Refusal | None) -> RefusalRow | None:
+def _make_refusal(refusal: SessionRefusal | None) -> RefusalRow | None:
     if refusal is None:
         return None
     return RefusalRow(refusal.at, refusal.limit, refusal.used, refusal.allowed, refusal.tool)
 
 
-def _make_call(call: Call) -> CallRow:
+def _make_call(call: SessionCall) -> CallRow:
     tokens, tools = None if call.usage is None else list(call.usage), [call.tool] if call.tool else []
     return CallRow(call.name[:_CALL_NAME], call.at, call.model, tools, call.status, tokens, call.settled, call.refused)

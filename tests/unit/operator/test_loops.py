@@ -25,8 +25,8 @@ from extproc.operator.admin.board import unpack_all
 from extproc.operator.admin.client import AdminClient
 from extproc.operator.admin.loop_report import LoopPages, Selection, make_report
 from extproc.operator.admin.loops import (
-    Document,
     Line,
+    LoopDocument,
     Row,
     SharedLoops,
     View,
@@ -254,7 +254,7 @@ def test_a_table_that_does_not_fit_keeps_what_is_largest() -> None:
     noise = random.Random(0)
     rows = [make_row(path=noise.randbytes(128).hex(), repeats=f"{size}", size=size) for size in range(999, -1, -1)]
 
-    packed = pack(Document(rows, []))
+    packed = pack(LoopDocument(rows, []))
     (found,) = unpack_all({"b": packed}, decode).values()
 
     assert len(packed) <= MAX_DOCUMENT

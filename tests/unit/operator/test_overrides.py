@@ -19,8 +19,8 @@ from extproc.engine.orders import (
     KILL,
     MAX_GRANT,
     RELEASE,
+    ActiveOverride,
     Grant,
-    Override,
     Overrides,
     Target,
     find_kill,
@@ -358,7 +358,7 @@ def test_a_window_local_to_a_replica_is_released() -> None:
 SESSION = Target(session="a" * 16)
 
 
-def find_all(*standing: Override, name: str = "p", session: str = "a" * 16) -> list[Override]:
+def find_all(*standing: ActiveOverride, name: str = "p", session: str = "a" * 16) -> list[ActiveOverride]:
     """What holds for a request of a session of Ann's."""
     found = Overrides(standing)
     head = name, time.time(), [("x-user-id", "ann")], hash_tenant("x-user-id=ann")
@@ -436,7 +436,7 @@ class Replicas:
         """Run something."""
         return asyncio.run(work)
 
-    def give(self, desk: int = 0, *, who: str = "eve", **given: Any) -> tuple[Override, list[str]]:  # noqa: ANN401  # an order
+    def give(self, desk: int = 0, *, who: str = "eve", **given: Any) -> tuple[ActiveOverride, list[str]]:  # noqa: ANN401  # an order
         """Give an order at a desk."""
         return self.run(self.desks[desk].give(given, who))
 
@@ -522,7 +522,7 @@ def test_every_replica_knows_what_is_killed_and_granted() -> None:
     more, _ = both.give(1, kind="grant", caller={"x-user-id": "ann"}, cost=5, seconds=60)
     both.refresh()
 
-    def find_there() -> list[Override]:
+    def find_there() -> list[ActiveOverride]:
         return find_all(*both.desks[1].list_standing())
 
     assert (find_kill(find_there()), sum_grants(find_there())) == (kill, (10, 3, 5_100_000_000))

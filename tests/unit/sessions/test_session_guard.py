@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from extproc.cli.main import main
-from extproc.engine.orders import BLOCK, Override, Overrides, Target
+from extproc.engine.orders import BLOCK, ActiveOverride, Overrides, Target
 from extproc.engine.settlements import Entry
 from extproc.ext_proc.service import Service
 from extproc.operator.admin.sessions import list_sessions, merge_sessions
@@ -241,7 +241,7 @@ def test_an_order_about_a_fingerprint_holds_for_a_session() -> None:
     """Where a policy has limits of sessions alone, one request can be told from others to be blocked."""
     service, now = make_service(limited(max_steps=9), record=True), time()
     fingerprint = metadata_of(ask(service, turns(2)))["fingerprint"]
-    service.overrides = Overrides([Override("o", BLOCK, Target(fingerprint=fingerprint), "", now, now + 60, "", "")])
+    service.overrides = Overrides([ActiveOverride("o", BLOCK, Target(fingerprint=fingerprint), "", now, now + 60, "", "")])
 
     assert send(service, [turns(2), turns(3)]) == [429, 200]
 
