@@ -11,7 +11,7 @@ WORKERS := -n auto --maxprocesses 4 --dist loadscope
 WAITING := -n 3 --dist loadscope
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help run demo-agent test test-pure test-sources test-rest test-compiled test-envoys test-mesh check bench chart clean
+.PHONY: help run demo-agent test test-pure test-sources test-rest test-compiled test-envoys test-mesh check bench chart reference clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -115,6 +115,9 @@ check: .venv/check.stamp ## ruff, mypy --strict and the tests; where Go is insta
 
 chart: .venv/test.stamp ## the chart's values.schema.json and README, from its values.yaml
 	@$(BIN)/python helm/generate.py
+
+reference: .venv/test.stamp ## docs/reference.md, from the code
+	@$(BIN)/python docs/generate.py
 
 clean: ## forget .venv and what was generated
 	rm -rf .venv build dist extproc/pb *.egg-info

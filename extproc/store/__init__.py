@@ -18,7 +18,7 @@ from extproc.store.windows import Push
 class Store(Protocol):
     """Shared state, of several kinds: each call reads and writes its keys, and decides, in one atomic step for each of them.
 
-    Every store answers exactly as `extproc.windows` and `extproc.ledger` do; one in this process at once, a remote one with an
+    Every store answers exactly as `extproc.store.rules` do; one in this process at once, a remote one with an
     awaitable. Keys in one call are distinct. `now`, in milliseconds, is for tests alone; None takes the store's own clock.
     """
 

@@ -34,7 +34,7 @@ def check_document(replica: str, document: bytes) -> None:
         StoreError: the document is too long, or the replica's name is.
     """
     if len(document) > MAX_DOCUMENT:
-        raise StoreError(f"a document of {len(document)} bytes does not fit on a board", kind="too_large")
+        raise StoreError(f"a document of {len(document)} bytes is too long to share", kind="too_large")
     if not 0 < len(replica.encode()) <= _MAX_NAME:
         raise StoreError(f"a replica's name has 1 to {_MAX_NAME} bytes", kind="too_large")
 

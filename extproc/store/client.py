@@ -86,7 +86,7 @@ async def connect(place: Place, access: Access) -> Link:
     try:
         await connection.connect()  # type: ignore[no-untyped-call]  # redis-py's own types say little
         if await connection.can_read():
-            raise StoreError(f"{place}: more answers than questions, or the end", kind="response")  # noqa: TRY301  # handled alike
+            raise StoreError(f"{place}: unexpected data, or the connection was closed", kind="response")  # noqa: TRY301  # handled alike
     except BaseException as error:
         await connection.disconnect(nowait=True)
         if not isinstance(error, Exception):
@@ -94,7 +94,7 @@ async def connect(place: Place, access: Access) -> Link:
         refused = explain(error, place)
         if access.credentials is not None and refused.kind == "response":
             # What the server says may quote what it was sent.
-            refused = StoreError(f"{place}: the server does not take this login, or has no such database", kind="auth")
+            refused = StoreError(f"{place}: the server rejects this login, or has no such database", kind="auth")
         raise refused from None
     return Link(place, connection, parser.reader, parser.bounds)
 

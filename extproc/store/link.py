@@ -179,7 +179,7 @@ class Link(asyncio.Protocol):
         if len(self._replies) < self._asked:
             return
         if self._reader.has_data():
-            self._lose(StoreError(f"{self._place}: more answers than questions", kind="response"))
+            self._lose(StoreError(f"{self._place}: more replies than requests", kind="response"))
         elif self._answer is not None and not self._answer.done:
             answer, self._answer = self._answer, None
             replies, self._replies, self._asked = self._replies, [], 0
@@ -230,7 +230,7 @@ def explain(error: BaseException, place: Place) -> StoreError:
         return StoreError(f"{place}: {error}", kind="auth")
     if isinstance(error, ConnectionError):
         return StoreError(f"{place}: connection closed by the server", kind="connection")
-    return StoreError(f"{place}: what it answers is not the protocol of Redis", kind="response")
+    return StoreError(f"{place}: it does not speak the Redis protocol", kind="response")
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

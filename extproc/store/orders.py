@@ -35,12 +35,12 @@ def check_order(document: bytes) -> None:
         StoreError: the document is too long.
     """
     if len(document) > MAX_ORDER:
-        raise StoreError(f"an order of {len(document)} bytes is too long; {MAX_ORDER} are taken", kind="too_large")
+        raise StoreError(f"an override of {len(document)} bytes is too long; at most {MAX_ORDER} are allowed", kind="too_large")
 
 
 def refuse_more() -> StoreError:
     """What is said where there is no room."""
-    return StoreError(f"there are {MAX_ORDERS} orders already; revoke some, or wait until they end", kind="full")
+    return StoreError(f"there are {MAX_ORDERS} overrides already; revoke some, or wait until they end", kind="full")
 
 
 class _Book:

@@ -194,7 +194,7 @@ class RemoteStore:
         key = self._aside.name_key("secret", name)
         _, found = await self._aside.ask(name, [("SET", key, secret, "NX"), ("GET", key)])
         if not isinstance(found, bytes) or len(found) != len(secret):
-            raise StoreError(f"what the server has as {key} is no secret of {len(secret)} bytes", kind="response")
+            raise StoreError(f"what the server has as {key} is not a secret of {len(secret)} bytes", kind="response")
         return found
 
     def health(self) -> str:

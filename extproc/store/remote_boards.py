@@ -58,7 +58,7 @@ def _read_names(reply: Reply) -> list[str]:
     try:
         return [name.decode() for name in reply]  # type: ignore[union-attr]  # anything may have come
     except (AttributeError, TypeError, UnicodeDecodeError):
-        raise StoreError("what the server answers is no list of replicas", kind="response") from None
+        raise StoreError("the server did not answer with a list of replicas", kind="response") from None
 
 
 def _split(names: Sequence[str]) -> list[Sequence[str]]:

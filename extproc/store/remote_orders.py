@@ -72,4 +72,4 @@ class RemoteOrders:
 
 
 def _make_error() -> StoreError:
-    return StoreError("what the server answers is no list of orders", kind="response")
+    return StoreError("the server did not answer with a list of overrides", kind="response")

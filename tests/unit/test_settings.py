@@ -152,7 +152,7 @@ NO_ADDRESS += ["unix:", "unix:relative", "unix:80", "http://h:80", "a b:80", "h:
 
 BAD = [
     *(("listen", text, "must be HOST:PORT or unix:/PATH") for text in NO_ADDRESS),
-    ("price", "cheap", "must be US dollars for a million input tokens, such as 2.50"),
+    ("price", "cheap", "must be US dollars per million input tokens, such as 2.50"),
     ("admin", "9900", "must be HOST:PORT or unix:/PATH"),
     ("on_store_error", "ignore", "must be one of allow, reject"),
     *(("max_streams", text, "must be a positive integer") for text in ("0", "-1", "1.5", "many", "")),

@@ -226,7 +226,7 @@ def test_tools_have_limits_of_their_own(gate: Stack, connect: Connect, user: dic
     assert not any(result.failed for result in waits)
     assert [result.failed for result in builds] == [False, True]
     assert "has been called 2 times" in builds[1].text
-    assert "and was refused. A build takes an hour. Doing it again" in builds[1].text
+    assert "and was refused. A build takes an hour. Repeating it" in builds[1].text
 
 
 def ask(gate: Stack, user: Mapping[str, str], message: Mapping[str, object], accept: str) -> tuple[int, str, bytes]:

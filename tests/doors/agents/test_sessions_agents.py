@@ -83,7 +83,7 @@ def test_a_stuck_agent_is_stopped_whichever_replica_it_meets(gate: Gate, agent: 
     assert len(turns) == gate.model.asked[user[USER]] == 3
     assert refusal is not None
     assert refusal.status_code == 429
-    assert "3 of the last 3 turns brought back the same result" in str(refusal)
+    assert "3 of the last 3 turns returned the same result" in str(refusal)
     assert sum(replica.metric("requests_total") for replica in gate.stack.replicas) > 0
 
 

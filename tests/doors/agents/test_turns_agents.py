@@ -46,7 +46,7 @@ def test_a_looping_agent_is_stopped(gate: Gate, name: str, user: dict[str, str])
     assert len(turns) == gate.model.asked[user[USER]] == 3
     assert refusal is not None
     assert "3 of the last 3 turns were check with the same input and the same result" in str(refusal)
-    assert "Progress would be another action or input, or a result that differs." in str(refusal)
+    assert "Progress means another action or input, or a different result." in str(refusal)
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -78,4 +78,4 @@ def test_a_refused_body_is_not_retried_for_a_while(gate: Gate, user: dict[str, s
     assert isinstance(refusal, openai.RateLimitError)
     assert refusal.response.headers["x-should-retry"] == "false"
     assert "retry-after" not in refusal.response.headers
-    assert "waiting changes nothing" in str(refusal)
+    assert "Neither repeating it nor waiting will bring anything new." in str(refusal)

@@ -17,6 +17,7 @@ from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Process
 from tests.support.processes import alive
 
+(_README_SHOWS,) = re.findall(r"```text\n(.*?)\.\.\.\n```", (ROOT / "README.md").read_text(), re.DOTALL)
 COMMAND = [sys.executable, str(ROOT / "envoy" / "agent_demo.py")]
 
 
@@ -48,24 +49,25 @@ def test_every_scene_goes_as_told(tmp_path: Path) -> None:
     output = demo.output()
     assert code == 0, output
     for line in (
-        "1. A stuck agent, which words each thought anew (openai SDK, chat completions)",
+        "1. A stuck agent that words each thought differently (openai SDK, chat completions)",
         "     3  check_build(build=4711)               queued",
         "     4  REFUSED                               openai.RateLimitError, status 429",
         "     4  REFUSED                               anthropic.RateLimitError, status 429",
         "        Loop detected: 3 of the last 3 turns were search_docs with the same input and the same result,",
-        "        Loop detected: 3 of the last 3 turns brought back the same result, so this request was refused.",
+        "        Loop detected: 3 of the last 3 turns returned the same result, so this request was refused.",
         "        user: Then fix the tests.",
         "    16  (answers)                             I tried three things; the same tests fail.",
-        "  as told: not refused after 16 turns; 16 requests sent, 16 reached the model",
+        "  as expected: not refused after 16 turns; 16 requests sent, 16 reached the model",
         "        Loop detected: the last 10 turns were 2 rounds of the same 5 steps (list_tickets, open_ticket,",
         "  ok   cycle       refused after 10 turns; 11 requests sent, 10 reached the model",
         "        [~loopguard~ Note from the gateway, not from the tool: Loop detected: 3 of the last 3 turns were",
         "     4  ask_operator()                        restored from the backup",
         "  ok   steered     not refused after 5 turns; 5 requests sent, 5 reached the model",
         "  ok   deaf        refused after 5 turns; 6 requests sent, 5 reached the model",
-        "8 of 8 scenes went as told.",
+        "8 of 8 scenes ended as expected.",
     ):
         assert f"\n{line}\n" in output
+    assert _README_SHOWS in output
     assert "\x1b" not in output  # no colours where there is no terminal
     assert left(output) == []
 
@@ -82,9 +84,9 @@ def test_an_agent_that_nobody_stops_is_told(tmp_path: Path) -> None:
         code = demo.wait(PATIENCE)
 
     assert code == 1
-    assert "\x1b[31m  NOT as told: not refused after 8 turns; 8 requests sent, 8 reached the model" in output
-    assert "expected:    refused after 3 turns; 4 requests sent, 3 reached the model" in output
-    assert "0 of 1 scenes went as told." in output
+    assert "\x1b[31m  NOT as expected: not refused after 8 turns; 8 requests sent, 8 reached the model" in output
+    assert "expected:        refused after 3 turns; 4 requests sent, 3 reached the model" in output
+    assert "0 of 1 scenes ended as expected." in output
     assert left(output) == []
 
 

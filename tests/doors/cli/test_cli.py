@@ -276,9 +276,9 @@ def test_explain_reads_a_body_from_a_file(capsys: pytest.CaptureFixture[str], tm
         (
             "enforce",
             {"refuse_as": "completion"},
-            "then reject with an answer of the API, or where that is not known with 429 (R",
+            "then reject with an answer of the API, or if that is unknown with 429 (R",
         ),
-        ("enforce", {"reject_status": "auto"}, "then reject with 429, or 400 where the client is known to retry that (Retry-"),
+        ("enforce", {"reject_status": "auto"}, "then reject with 429, or 400 if the client is known to retry that (Retry-"),
         ("shadow", {"window_type": "fixed"}, "then report: would reject with 429 (Retry-After: 60); window fixed, 60 s"),
     ],
 )
@@ -383,7 +383,7 @@ def test_explain_says_why_a_request_is_not_counted(capsys: pytest.CaptureFixture
 
     missing = "jwt:org_id: no claim of that name was verified; give --claim org_id=VALUE"
     assert explained(matched) == [{"policy": "p", "missing": missing, "uncounted": "missing_descriptor"}]
-    assert (unmatched.code, unmatched.out) == (0, "no policy matches GET /b: the request goes on uncounted\n")
+    assert (unmatched.code, unmatched.out) == (0, "no policy matches GET /b: the request passes uncounted\n")
 
 
 @pytest.mark.parametrize(
@@ -525,7 +525,7 @@ def test_explain_says_whether_calls_loop(capsys: pytest.CaptureFixture[str], tmp
 
     assert loop["tool_calls"]["decision"] == "reject with 429; read_file: 3 of 3 calls"
     assert loop["cool"]["decision"] == "reject with 429; read_file: 3 of 3 calls"
-    assert before["cool"]["decision"] == ("allow below 3 equal calls, then reject with 429; read_file: 2 of 2 calls")
+    assert before["cool"]["decision"] == ("allow below 3 identical calls, then reject with 429; read_file: 2 of 2 calls")
     nothing = "allow: no call of the last turn, or fewer calls than any threshold"
     assert [block["decision"] for block in (before["tool_calls"], *quiet.values())] == [nothing] * 3
     assert [block["compared"] for block in quiet.values()] == [NO_CALLS] * 2
@@ -542,8 +542,8 @@ def test_explain_shows_where_a_session_is_kept(capsys: pytest.CaptureFixture[str
     inside, outside = shown(Run(capsys, *flags, "-H", "session-id: s")), shown(Run(capsys, *flags))
 
     ring = inside["default"]["ring"]
-    assert re.match(r"ring:p:default::[0-9a-f]{16}:[0-9a-f]{16}: earlier turns, which are not asked for here$", ring)
-    assert inside["default"]["decision"] == outside["default"]["decision"] == "allow: the newest turn is part of no loop"
+    assert re.match(r"ring:p:default::[0-9a-f]{16}:[0-9a-f]{16}: earlier turns, which explain does not read$", ring)
+    assert inside["default"]["decision"] == outside["default"]["decision"] == "allow: the newest turn is not part of a loop"
     assert "ring" not in outside["default"]
 
 
@@ -556,7 +556,7 @@ def test_explain_tells_the_hold_at_the_threshold(capsys: pytest.CaptureFixture[s
 
     assert (
         found["default"]["decision"]
-        == "allow below 4 equal calls, then throttle (hold 400 ms at first); read_file: 3 of 3 calls"
+        == "allow below 4 identical calls, then throttle (hold 400 ms at first); read_file: 3 of 3 calls"
     )
 
 
@@ -795,12 +795,12 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "--policy", "GOOD", "mailto:ann"], "'mailto:ann' is not a URL: "),
         (["explain", "--policy", "GOOD", "ftp://h/"], "'ftp://h/' is not a URL of http or https"),
         (["explain", "--policy", "GOOD", "://h/"], "'://h/' is not a URL of http or https"),
-        (["explain", "--policy", "GOOD", ""], "'' is not a URL: it names no host"),
-        (["explain", "--policy", "GOOD", "http:///a"], "'http:///a' is not a URL: it names no host"),
-        (["explain", "--policy", "GOOD", "?q=1"], "'?q=1' is not a URL: it names no host"),
+        (["explain", "--policy", "GOOD", ""], "'' is not a URL: it has no host"),
+        (["explain", "--policy", "GOOD", "http:///a"], "'http:///a' is not a URL: it has no host"),
+        (["explain", "--policy", "GOOD", "?q=1"], "'?q=1' is not a URL: it has no host"),
         (
             ["explain", "--policy", "GOOD", "http://h/a b"],
-            "'http://h/a b' is not a URL: spaces and control characters are sent ",
+            "'http://h/a b' is not a URL: percent-encode spaces and control characters",
         ),
         (["explain", "--policy", "GOOD", "-X", "", "h/"], "-X '' must be an HTTP method such as POST"),
         (["explain", "--policy", "GOOD", "-X", "GET /", "h/"], "-X 'GET /' must be an HTTP method such as POST"),

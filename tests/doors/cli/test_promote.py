@@ -93,7 +93,7 @@ def test_step_by_step_to_everybody(capsys: pytest.CaptureFixture[str], file: Pat
         return line.join(SHADOW.rsplit(b'"mode" : "shadow",', 1))
 
     assert steps == [expected(25), expected(50), expected(100)]
-    assert (last.code, last.out, last.err) == (0, "", "nothing to change: p acts on all callers already\n")
+    assert (last.code, last.out, last.err) == (0, "", "nothing to change: p already acts on all callers\n")
     assert file.read_bytes() == steps[-1]
 
 
@@ -110,8 +110,8 @@ def test_at_once_to_everybody(capsys: pytest.CaptureFixture[str], file: Path) ->
     [
         ({"percent": 0}, 2, "--percent must be 1 to 100, not 0"),
         ({"percent": 101}, 2, "--percent must be 1 to 100, not 101"),
-        ({"percent": 5, "name": "othr"}, 2, "the file holds no policy 'othr'; did you mean 'other'?"),
-        ({"percent": 5, "name": "x"}, 2, "the file holds no policy 'x'"),
+        ({"percent": 5, "name": "othr"}, 2, "the file has no policy 'othr'; did you mean 'other'?"),
+        ({"percent": 5, "name": "x"}, 2, "the file has no policy 'x'"),
     ],
 )
 def test_what_cannot_be_asked_for(
@@ -128,7 +128,7 @@ def test_a_directory_holds_many_files(capsys: pytest.CaptureFixture[str], file: 
     """The file is to be named, because one change is made in one file."""
     run = promote(capsys, file.parent, 25)
 
-    told = f"{file.parent} is a directory; give the one file of it that holds the policy"
+    told = f"{file.parent} is a directory; give the file in it that has the policy"
     assert (run.code, run.err) == (2, f"loopguard: {told}\n")
 
 
@@ -138,9 +138,9 @@ def test_promoting_only_ever_adds(capsys: pytest.CaptureFixture[str], file: Path
 
     same, less = promote(capsys, file, 50), promote(capsys, file, 25, "--write")
 
-    assert (same.code, same.err) == (0, "nothing to change: p acts on 50 percent of its callers already\n")
-    told = "to step back, change enforce_percent in the file, or set mode to shadow"
-    assert (less.code, less.err) == (1, f"loopguard: p acts on 50 percent of its callers already, which is more; {told}\n")
+    assert (same.code, same.err) == (0, "nothing to change: p already acts on 50 percent of its callers\n")
+    told = "to lower it, change enforce_percent in the file, or set mode to shadow"
+    assert (less.code, less.err) == (1, f"loopguard: p already acts on 50 percent of its callers, which is more; {told}\n")
 
 
 def test_what_would_not_load_is_not_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -190,8 +190,8 @@ def test_a_link_is_shown_and_not_replaced(capsys: pytest.CaptureFixture[str], fi
     assert (shown.code, shown.out) == (0, DIFF.format(file=link))
     assert run.code == 1
     assert run.err == (
-        f"loopguard: {link} is a symbolic link, which is not replaced; change the file that it leads to, "
-        "or the ConfigMap where it is one that Kubernetes has mounted\n"
+        f"loopguard: {link} is a symbolic link, which is not replaced; change its target, "
+        "or the ConfigMap if Kubernetes mounted it\n"
     )
     assert link.is_symlink()
     assert file.read_bytes() == SHADOW
@@ -199,7 +199,7 @@ def test_a_link_is_shown_and_not_replaced(capsys: pytest.CaptureFixture[str], fi
 
 def test_what_somebody_else_has_changed_meanwhile_is_kept(file: Path) -> None:
     """The file must be what it was when it was read, and no half-made file is left behind."""
-    with pytest.raises(LoopguardError, match="has been changed by somebody else meanwhile; nothing is written"):
+    with pytest.raises(LoopguardError, match="was changed by another program; nothing was written"):
         _write(file, b"[]", b"{}")
 
     assert file.read_bytes() == SHADOW
@@ -208,7 +208,7 @@ def test_what_somebody_else_has_changed_meanwhile_is_kept(file: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     """What the system says is told in one line."""
-    with pytest.raises(LoopguardError, match=r"gone/p\.json cannot be written: No such file or directory; nothing is changed"):
+    with pytest.raises(LoopguardError, match=r"gone/p\.json cannot be written: No such file or directory; nothing was changed"):
         _write(tmp_path / "gone" / "p.json", b"", b"")
 
 
@@ -225,8 +225,8 @@ def test_the_policy_that_it_is_a_canary_of_stays(capsys: pytest.CaptureFixture[s
     assert made[0] == live
     assert (made[1]["spec"]["mode"], made[1]["spec"].get("canary_of")) == ("enforce", "live" if percent < 100 else None)
     assert run.err.splitlines()[0] == (
-        "note: live stays as it is, and where both act, the strictest answer wins; "
-        "to have strict take its place, set its mode to shadow, or remove it"
+        "note: live still acts too, and the strictest answer wins; "
+        "to replace it with strict, set its mode to shadow, or remove it"
     )
 
 
@@ -254,7 +254,7 @@ def test_what_comes_of_it_is_told(capsys: pytest.CaptureFixture[str], tmp_path: 
 
     assert run.err.splitlines() == [
         f"warning: {file}: /policies/0/spec/ramp_by: ramp_by does nothing without enforce_percent: it acts on all callers",
-        "note: global_shadow keeps all policies of the file in shadow as long as it holds",
+        "note: while global_shadow is on, all policies of the file stay in shadow mode",
     ]
 
 

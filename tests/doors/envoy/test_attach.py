@@ -63,7 +63,7 @@ def follow(snippet: str, configuration: dict[str, Any], leave_out: str = "") -> 
             continue
         above, of_routes, below = path.partition("routes[]")
         for place in find_places(configuration, above + of_routes):
-            if not of_routes or place["name"] in words.removeprefix("the ones called ").split(", "):
+            if not of_routes or place["name"] in words.removeprefix("the routes named ").split(", "):
                 (place[below.removeprefix(".")] if below else place).update(part)
     return configuration
 
@@ -303,8 +303,8 @@ def test_routes_are_told_by_the_paths_of_policies() -> None:
 
     found = [words for path, words, _ in parts if path.endswith("routes[]")]
     assert found == [
-        "every one that takes one of these paths\n#    /chat and below, for chat",
-        "every one that takes one of these paths\n#    /files and below, for files",
+        "every route for one of these paths\n#    /chat and below, for chat",
+        "every route for one of these paths\n#    /files and below, for files",
     ]
 
 
@@ -326,10 +326,10 @@ def test_a_snippet_for_looking_on_touches_no_limit() -> None:
         (["--snippet", "--listen", "127.0.0.1:1"], "--listen must be left out with --snippet"),
         (["--snippet", "--upstream", "a:1"], "--upstream must be left out with --snippet"),
         (["--snippet", "--routes", "a,,b"], "--routes must be names, separated by commas, not 'a,,b'"),
-        (["--snippet", "--routes", "a", "--tolerant-routes", "b"], "'b' is none of the guarded routes, which are a"),
+        (["--snippet", "--routes", "a", "--tolerant-routes", "b"], "'b' is not a guarded route; the guarded routes are a"),
         (
             ["--upstream", "a:1", "--tolerant-routes", "/x"],
-            "'/x' is none of the guarded routes, which are /v1/chat/completions",
+            "'/x' is not a guarded route; the guarded routes are /v1/chat/completions",
         ),
         (
             ["--snippet", "--body-mode", "tolerant", "--tolerant-routes", "a"],

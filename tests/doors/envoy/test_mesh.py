@@ -773,7 +773,7 @@ def test_notes_say_how_to_see_that_it_is_attached(case: str) -> None:
         "envoy": f"kubectl -n {there} describe envoyextensionpolicy",
     }
     assert commands[case.partition("-")[0]] in notes
-    assert "No route asks it yet" not in notes
+    assert "No route uses it yet" not in notes
 
 
 def test_notes_name_every_route_and_what_finds_it() -> None:
@@ -781,7 +781,7 @@ def test_notes_name_every_route_and_what_finds_it() -> None:
     notes = rendered(CASES["istio-gateway"])["loopguard/templates/NOTES.txt"]
     (program,) = re.findall(r"jq -r '(.*?)'", notes)
 
-    assert re.search(r"Named are:\n((?:  .*\n)+)", notes)[1].splitlines() == [  # type: ignore[index]  # no match fails as well
+    assert re.search(r"Routes in istio.routes:\n((?:  .*\n)+)", notes)[1].splitlines() == [  # type: ignore[index]  # no match fails as well
         "  chat",
         "  named (in api.example.com:443)",
         "  own",

@@ -52,10 +52,10 @@ def broken(*arguments, **options):
 extproc.reload.Engine = broken
 """
 _BROKEN_LOOKS = """
-import extproc.similarity.document
+import extproc.request.document
 def broken(_):
     raise MemoryError("decoding is broken")
-extproc.similarity.document._decode_whole = broken
+extproc.request.document._decode_whole = broken
 """
 _BROKEN_STORE = """
 import extproc.store.memory

@@ -100,7 +100,7 @@ def test_a_policy_that_is_no_canary_is_told_the_canaries(one: Stack, capsys: pyt
     """Such as the live one that they are compared with."""
     run = Run(capsys, "canary", "status", "--admin", url_of(one.loopguard), "--policy", "live")
 
-    compared = "no shadow policy live is compared with an enforcing one; those that are: quiet, strict"
+    compared = "no shadow policy live is compared with an enforcing one; compared are: quiet, strict"
     assert (run.code, run.complaint) == (1, f"loopguard: {compared}")
 
 
@@ -258,7 +258,7 @@ def test_a_tally_that_is_none_is_left_alone(
 
     run = Run(capsys, "canary", "review", "--admin", url_of(sampled.loopguard), "--tally", str(tally))
 
-    assert (run.code, run.complaint) == (1, f"loopguard: {tally} holds no tally; choose another file with --tally")
+    assert (run.code, run.complaint) == (1, f"loopguard: {tally} is not a tally; choose another file with --tally")
     assert tally.read_text() == text
 
 
@@ -298,10 +298,10 @@ def liar(request: pytest.FixtureRequest) -> Iterator[str]:
     ("liar", "complaint"),
     [
         ('{"replicas": {}}', "no shadow policy is compared with an enforcing one"),
-        ('{"replicas": []}', "the server says nothing about canaries"),
+        ('{"replicas": []}', "the server did not return canary counts"),
         ('{"replicas": {"a": [{}]}}', "not the state of a canary"),
-        ("[]", "the server says nothing about canaries"),
-        ("x", "is no admin endpoint of Loopguard"),
+        ("[]", "the server did not return canary counts"),
+        ("x", "is not an admin endpoint of Loopguard"),
     ],
     indirect=["liar"],
 )

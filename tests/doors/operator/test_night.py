@@ -175,7 +175,7 @@ def test_everybody_is_named_for_what_he_does(night: Night) -> None:
     eventually(lambda: [describe(loops) for loops in night.read_loops()] == [expected, expected], "all loops on both replicas")
     for replica in night.made.replicas:
         page = re.sub(r"\s+", " ", replica.get("/")[1])
-        for shown in ("3 loops go on", "2 replicas", *(f"x-user-id: <b>{user}</b>" for user in expected), "search_the_web"):
+        for shown in ("3 active loops", "2 replicas", *(f"x-user-id: <b>{user}</b>" for user in expected), "search_the_web"):
             assert shown in page, shown
         assert "healthy" not in page
 
@@ -282,7 +282,7 @@ def test_more_orders_than_there_is_room_for(night: Night, capsys: pytest.Capture
     eventually(lambda: night.count_orders() == [MAX_ORDERS] * 2, "all of them")
 
     assert main(["block", "--caller", "x-user-id=one-more", *night.asked]) == 1
-    assert f"there are {MAX_ORDERS} orders already; revoke some, or wait until they end" in capsys.readouterr().err
+    assert f"there are {MAX_ORDERS} overrides already; revoke some, or wait until they end" in capsys.readouterr().err
     assert night.send("/v1/chat/completions", "let-go", 4, STUCK) == [200] * 4
     night.valkey.client().flushall()
     eventually(lambda: night.count_orders() == [0, 0], "the end of all orders on both replicas")
@@ -309,7 +309,7 @@ def _know_that_it_is_away(made: Stack) -> bool:
 
 def test_a_dead_webhook_costs_nothing_but_its_events() -> None:
     """While a receiver says nothing requests are judged and drops are counted, and the process ends as ever."""
-    short = "import extproc.events\nextproc.events.MAX_QUEUED = 5"
+    short = "import extproc.operator.events\nextproc.operator.events.MAX_QUEUED = 5"
     with impostor(b"") as silent, stack(POLICIES, "--events", f"https://{silent}/", preamble=short) as made:
         for number in range(20):
             statuses = [made.send("/poll", headers={"x-user-id": f"user-{number}"}).status for _ in range(2)]

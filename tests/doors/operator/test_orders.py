@@ -131,7 +131,7 @@ def test_without_a_token_file_the_port_only_reads(reading: Running) -> None:
     status, said = reading.ask("POST", "/overrides", BLOCK, GOOD)
 
     assert status == 403
-    assert said["error"] == "this port only reads: start with --admin-token-file, or ask over --admin-socket"
+    assert said["error"] == "this port is read-only: start the server with --admin-token-file, or use --admin-socket"
     assert reading.ask("DELETE", "/overrides/x", headers=GOOD)[0] == 403
     assert reading.ask("GET", "/overrides") == (200, {"overrides": []})
 
@@ -212,7 +212,10 @@ def test_a_flood_of_orders_is_bounded(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(TOKEN)
     made = Running(
-        tmp_path, "--admin-token-file", str(tokens), preamble="import extproc.overrides\nextproc.overrides.MAX_ORDERS = 20"
+        tmp_path,
+        "--admin-token-file",
+        str(tokens),
+        preamble="from extproc.operator import overrides\noverrides.MAX_ORDERS = 20",
     )
     try:
         connection = http.client.HTTPConnection("127.0.0.1", made.loopguard._admin, timeout=PATIENCE)
@@ -234,18 +237,18 @@ def test_a_flood_of_orders_is_bounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["block"], "say whom it is about: --caller, --session, --fingerprint or --tool"),
+        (["block"], "give a target: --caller, --session, --fingerprint or --tool"),
         (
             ["allow", "--tool", "t", "--for", "soon"],
-            "--for must be a number with its unit, such as 90s, 30m, 2h or 1d, not",
+            "--for must be a number with a unit, such as 90s, 30m, 2h or 1d, not",
         ),
         (["allow", "--tool", "t", "--for", "60d"], "--for is at most 30d, not 60d"),
         (["kill", "--session", "a=b", "--for", "721h"], "--for is at most 30d, not 721h"),
         (["allow", "--caller", "a=b", "--caller", "hash"], "--caller must be NAME=VALUE or 16 hex digits, not 'hash'"),
         (["release", "--session", "=x"], "--session must be NAME=VALUE or 16 hex digits, not '=x'"),
-        (["kill", "--reason", "r"], "say whom it is about: --caller or --session"),
+        (["kill", "--reason", "r"], "give a target: --caller or --session"),
         (["kill", "--tool", "t"], "unrecognized arguments: --tool t"),
-        (["grant", "--session", "a=b"], "say what is granted: --steps, --tool-calls or --cost"),
+        (["grant", "--session", "a=b"], "give at least one of --steps, --tool-calls and --cost"),
         (["grant", "--session", "a=b", "--steps", "few"], "argument --steps: invalid int value: 'few'"),
         (["block", "--tool", "t", "--token-file", "/nowhere"], "--token-file /nowhere: cannot be read"),
     ],
@@ -261,15 +264,15 @@ def test_a_command_that_cannot_be_meant_asks_nobody(
 def test_a_command_says_what_the_server_refused(running: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A wrong token, or none, exits 1 and says so; a note about an order goes to stderr."""
     assert main(["block", "--tool", "t", "--admin", running.url]) == 1
-    assert "401: no token is given: give --token-file, or ask over --admin-socket" in capsys.readouterr().err
+    assert "401: no token given: set --token-file, or use --admin-socket" in capsys.readouterr().err
     wrong = tmp_path / "token"
     wrong.write_text("not-the-token-at-all")
     assert main(["block", "--tool", "t", "--admin", running.url, "--token-file", str(wrong)]) == 1
-    assert "401: this takes a token" in capsys.readouterr().err
+    assert "401: this needs a token" in capsys.readouterr().err
     good = ["--admin", running.url, "--token-file", str(running.tokens)]
     assert main(["block", "--caller", "user=ann", *good]) == 0
     said = capsys.readouterr()
-    assert "note: no policy tells callers apart by user: there are x-user-id" in said.err
+    assert "note: no policy identifies callers by user; known descriptors: x-user-id" in said.err
     assert main(["overrides", "--revoke", said.out.split()[1], *good]) == 0
     capsys.readouterr()
     for order, note in (

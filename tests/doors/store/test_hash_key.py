@@ -149,7 +149,7 @@ def test_a_store_that_is_away_is_told_of_once_and_asked_again(caplog: pytest.Log
     assert key.secret == SECRET
     assert [record.message for record in caplog.records] == [
         "the store has no hash key to give, so this process uses a key of its own: others do not recognise its notes",
-        "the hash key is the store's from now on: notes made with another one are not recognised any more",
+        "the hash key now comes from the store: notes made with another key are no longer recognised",
     ]
 
 
@@ -219,7 +219,7 @@ def test_a_server_starts_without_its_store(tmp_path: Path) -> None:
             assert "hash_key=process" in guard.output()
             assert guard.output().count("the store has no hash key to give") == 1
             one.resume()
-            guard.wait_for("the hash key is the store's from now on")
+            guard.wait_for("the hash key now comes from the store")
             assert one.client().get("loopguard:secret:hash:1") == SECRET
         finally:
             guard.stop()
@@ -232,7 +232,7 @@ def test_what_is_no_key_is_not_taken(tmp_path: Path) -> None:
         guard = start(tmp_path, "a", "--store", f"redis://{one.address}")
         try:
             assert "hash_key=process" in guard.output()
-            assert "what the server has as loopguard:secret:hash:1 is no secret of 32 bytes" in guard.output()
+            assert "what the server has as loopguard:secret:hash:1 is not a secret of 32 bytes" in guard.output()
             assert eventually(lambda: guard.get("/readyz")[0] == 200)
         finally:
             guard.stop()

@@ -87,13 +87,13 @@ _CANNOT = "cannot use store"
 BAD_URLS = [
     ("redis://", "redis://: it takes one HOST:PORT; for several use redis+sentinel:// or redis+cluster://"),
     ("redis://a,b", "redis://a,b: it takes one HOST:PORT; for several use redis+sentinel:// or redis+cluster://"),
-    ("redis://a:x", "redis://a:x: what stands behind :// must be HOST:PORT"),
-    ("redis://a:70000", "redis://a:70000: what stands behind :// must be HOST:PORT"),
+    ("redis://a:x", "redis://a:x: the part after :// must be HOST:PORT"),
+    ("redis://a:70000", "redis://a:70000: the part after :// must be HOST:PORT"),
     ("redis://[::1", "redis://[::1: Invalid IPv6 URL"),
     ("redis://a/zero", "redis://a/zero: the database must be a number from 0"),
-    ("redis://a?x=1", "redis://a: unknown option; there are prefix, credential_provider"),
-    ("redis://a?ca=x", "redis://a: unknown option; there are prefix, credential_provider"),
-    ("redis://a?connections=3", "redis://a: unknown option; there are prefix, credential_provider"),
+    ("redis://a?x=1", "redis://a: unknown option; known options: prefix, credential_provider"),
+    ("redis://a?ca=x", "redis://a: unknown option; known options: prefix, credential_provider"),
+    ("redis://a?connections=3", "redis://a: unknown option; known options: prefix, credential_provider"),
     ("redis://a#b", "redis://a#b: it must not contain #; in a password, write %23"),
     ("rediss://a?ca=/none", "rediss://a: ca: there is no file /none"),
     (f"rediss://a?key={__file__}", "rediss://a: key needs cert"),
@@ -350,7 +350,7 @@ FORM = "it takes MODULE:FACTORY, a function without arguments that returns a red
         ("lg_nowhere:make", "cannot import lg_nowhere (No module named 'lg_nowhere')"),
         ("lg_broken:make", "importing lg_broken raised ZeroDivisionError"),
         ("lg_providers:make", "lg_providers has no make"),
-        ("lg_providers:nothing", "nothing is no function"),
+        ("lg_providers:nothing", "nothing is not a function"),
         ("lg_providers:breaks", "calling it raised KeyError"),
         ("builtins:dict", "it returned dict"),
     ],
@@ -368,7 +368,7 @@ def test_a_credential_provider_that_cannot_be_used_says_what_would_be_right(modu
 @pytest.mark.parametrize("settings", [Settings(store_password=SECRET), Settings(store_password_file=__file__)])
 def test_a_credential_provider_takes_the_place_of_a_password(module: str, settings: Settings) -> None:
     """A password beside a provider would be forgotten silently, so it is a usage error."""
-    with pytest.raises(UsageError, match="takes the place of a user and a password; name one of them"):
+    with pytest.raises(UsageError, match="replaces user and password; give one or the other"):
         open_store(f"redis://a?credential_provider={module}:Rotating", Metrics(), settings)
 
 
@@ -849,7 +849,7 @@ def test_a_list_of_orders_that_is_none_is_no_answer(rubbish: bytes) -> None:
             finally:
                 await aside.drop()
 
-        with pytest.raises(StoreError, match="no list of orders") as error:
+        with pytest.raises(StoreError, match="not answer with a list of overrides") as error:
             asyncio.run(ask())
 
         assert error.value.kind == "response"

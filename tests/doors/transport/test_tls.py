@@ -212,12 +212,12 @@ BROKEN: dict[str, tuple[Callable[[Files], object], str]] = {
     "no certificate": (lambda files: files.cert.unlink(), "--tls-cert {cert}: No such file or directory"),
     "no key": (lambda files: files.key.unlink(), "--tls-key {key}: No such file or directory"),
     "no authority": (lambda files: files.ca.unlink(), "--tls-client-ca {ca}: No such file or directory"),
-    "empty certificate": (lambda files: files.cert.write_bytes(b""), "--tls-cert {cert}: holds no certificate in PEM"),
-    "rubbish key": (lambda files: files.key.write_bytes(b"\x00\xff"), "--tls-key {key}: holds no private key in PEM"),
-    "rubbish authority": (lambda files: files.ca.write_bytes(b"hello"), "--tls-client-ca {ca}: holds no certificate in PEM"),
+    "empty certificate": (lambda files: files.cert.write_bytes(b""), "--tls-cert {cert}: contains no PEM certificate"),
+    "rubbish key": (lambda files: files.key.write_bytes(b"\x00\xff"), "--tls-key {key}: contains no PEM private key"),
+    "rubbish authority": (lambda files: files.ca.write_bytes(b"hello"), "--tls-client-ca {ca}: contains no PEM certificate"),
     "no authority's certificate": (
         lambda files: files.ca.write_bytes(files.cert.read_bytes()),
-        "--tls-client-ca {ca}: holds no certificate of an authority",
+        "--tls-client-ca {ca}: contains no CA certificate",
     ),
     "another key": (
         lambda files: files.key.write_bytes(AUTHORITY.issue_cert("x").private_key_pem.bytes()),
@@ -675,7 +675,7 @@ def test_a_port_for_strangers_is_warned_about(tmp_path: Path, listen: str, argum
     flags = on_command_line(of_server(issue(tmp_path / "server", SERVER))) if arguments == ["TLS"] else arguments
     running = Loopguard(tmp_path, *flags, listen=listen)
     try:
-        lines = [line for line in running.output().splitlines() if "whoever reaches the port may ask" in line]
+        lines = [line for line in running.output().splitlines() if "anyone who can reach this port can submit requests" in line]
     finally:
         running.stop()
 

@@ -35,7 +35,7 @@ def test_it_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     again = main(["dashboards", str(tmp_path)])
 
     assert (refused, kept) == (2, "mine")
-    assert error == f"loopguard: {rules}: there already, and not what would be written; --force replaces it\n"
+    assert error == f"loopguard: {rules}: exists with other content; --force replaces it\n"
     assert (forced, again) == (0, 0)
     assert "LoopguardLoopSurge" in rules.read_text()
 

@@ -179,7 +179,7 @@ def test_what_is_wrong_with_lines_is_counted_and_said_where(tmp_path: Path, caps
         (b"GET / 200\nGET / 200\n", "2 lines: not JSON: another format, or damaged (first: access.log:1)"),
         (b'{"status": 200}\n', "1 line: no record: no policy matched the request, or Loopguard ran without --record"),
         (gzip.compress(b'{"status": 200}\n')[:-9], "1 line: cut off"),
-        (b"\x1f\x8b nonsense", "the log cannot be unpacked from here on"),
+        (b"\x1f\x8b nonsense", "the log cannot be decompressed from here on"),
     ],
     ids=["empty", "foreign", "unrecorded", "packing cut off", "packing damaged"],
 )

@@ -125,7 +125,7 @@ def test_the_advice_is_the_most_that_touches_few() -> None:
     [
         (
             [WindowPair(60, 3, 0, 0)],
-            "no pair would have acted on any of 5,000 requests: this log has no loop that a window counts",
+            "no pair would have acted on any of 5,000 requests: this log has no loop that a window finds",
         ),
         (
             [WindowPair(60, 3, 90, 50), WindowPair(60, 4, 80, 40)],
@@ -153,9 +153,9 @@ def test_little_traffic_is_said_to_be_little() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ((), "there are several policies that act; --id says which one of them is tuned: p, q, turns"),
+        ((), "several policies act; choose one with --id: p, q, turns"),
         (("--id", "nobody"), "--id must name one of the policies that act: p, q, turns"),
-        (("--id", "turns"), "has no window that could be tuned: what turns finds stands in the request itself"),
+        (("--id", "turns"), "has no window to tune: turns finds loops in the request itself"),
         (("--id", "q"), "--detector must name one of these detectors of q: a, b"),
         (("--id", "p", "--windows", "0"), "--windows must be up to 12 numbers between 1 and"),
         (("--id", "p", "--thresholds", "1,x"), "--thresholds must be up to 12 numbers between 2 and"),

@@ -267,8 +267,9 @@ def test_the_message_names_the_tool_and_what_would_be_progress() -> None:
         f"Loop detected: {'f' * 63}\u2026 has been called 2 times with the same arguments within "
     )
     assert text_of(answer).endswith(
-        ", and was refused. Ask a human. Doing it again will be refused again. "
-        "To get on, call it with others, try another way, or finish with the result you have so far. (recursive_loop_detected)"
+        ", and was refused. Ask a human. Repeating it will be refused again. "
+        "To continue, use other arguments, try another way, or finish with the result you have so far."
+        " (recursive_loop_detected)"
     )
     assert "hidden" not in text_of(answer)
 

@@ -686,11 +686,11 @@ def test_each_sentence_says_what_repeated_and_what_would_be_progress() -> None:
     assert "Ask a human." in repeat
     assert "the last 12 turns were 3 rounds of the same 4 steps (a, b, c, d)" in cycle
     assert "the last 6 results were the same error, whatever was tried (try0, try1" in error
-    assert "3 of the last 10 turns brought back the same result" in result
+    assert "3 of the last 10 turns returned the same result" in result
     assert "3 of the last 3 turns were the same message" in message
     assert "view was part of a loop, and this same turn stays refused for a while" in cooling
     for sentence in (repeat, cycle, error, result, message, cooling):
-        assert "Progress would be" in sentence
+        assert "Progress means" in sentence
 
 
 def compare(value: object, **keys: Any) -> tuple[bytes, Repeat | None]:  # noqa: ANN401  # of LoopDetection

@@ -343,8 +343,8 @@ def test_the_message_says_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("similarity", "repeat", "said"),
     [
-        ("tail", None, "a conversation that ends with these same messages (POST /v1) has been sent 7 times"),
-        ("canonical", None, "this same request, but for its spelling (POST /v1), has been sent 7 times within 2.5 minutes"),
+        ("tail", None, "a conversation that ends with the same messages (POST /v1) has been sent 7 times"),
+        ("canonical", None, "a request with the same content (POST /v1) has been sent 7 times within 2.5 minutes"),
         (
             "tool_calls",
             Repeat(("grep",), 3, 8, 3, True),
@@ -399,7 +399,7 @@ def test_the_strictest_outcome_of_each_policy_counts() -> None:
 
 @pytest.mark.parametrize(
     ("milliseconds", "text"),
-    [(0, "less than a second"), (999, "less than a second"), (1_500, "1.5 seconds"), (150_000, "2.5 minutes"),
+    [(0, "a second"), (999, "a second"), (1_500, "1.5 seconds"), (150_000, "2.5 minutes"),
      (7_200_000, "2 hours"), (864_000_000, "10 days")],
 )  # fmt: skip
 def test_spans_read_as_a_person_would_say_them(milliseconds: int, text: str) -> None:

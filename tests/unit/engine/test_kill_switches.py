@@ -249,7 +249,7 @@ def test_what_cannot_act_is_told() -> None:
     assert [(part.pointer, part.message) for part in policies.unenforced] == [("/kill_switches/0", derived)]
     assert [(part.pointer, part.message.partition(":")[0]) for part in policies.warnings] == [
         ("/kill_switches/1/expires_at", "expired at 2026-05-31T00"),
-        ("/kill_switches/2/route", "'/v1/' is compared with the whole path of a request; it is no prefix"),
+        ("/kill_switches/2/route", "'/v1/' is compared with the whole path of a request; it is not a prefix"),
     ]
 
 

@@ -52,8 +52,8 @@ def test_a_loop_goes_on_with_a_note() -> None:
     assert note.startswith(
         f"\n\n{OPENING}\nLoop detected: 3 of the last 3 turns were read_file with the same input and the same result."
     )
-    assert "Progress would be" in note
-    assert note.endswith(f"If it goes on like this, requests will be refused.\n{CLOSING}{note[-18:-2]}{END}")
+    assert "Progress means" in note
+    assert note.endswith(f"If this continues, requests will be refused.\n{CLOSING}{note[-18:-2]}{END}")
     assert mutated(answer) == {
         "X-Fairvisor-Warning": "loop_steer",
         "x-loopguard-steered": "1",
@@ -182,14 +182,14 @@ def test_the_operator_may_say_it_in_his_own_words() -> None:
     )
 
     assert note.startswith(f"no such file\n\n{OPENING}\nStop: 3 of the last 3 turns were read_file with the same input and")
-    assert "(3x read_file, p). {Try} 'The file is gone.'. Doing it once more" in note
+    assert "(3x read_file, p). {Try} 'The file is gone.'. Repeating it" in note
 
 
 def test_the_reason_of_a_tool_is_part_of_the_note() -> None:
     """What the operator says about a tool comes between what repeated and what to do."""
     note = told(tools={"read_*": {"reason": "The file is gone."}})
 
-    assert "the same result. The file is gone. Doing it once more" in note
+    assert "the same result. The file is gone. Repeating it" in note
 
 
 def test_no_refusal_is_announced_where_none_follows() -> None:

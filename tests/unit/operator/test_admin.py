@@ -165,7 +165,7 @@ def test_metrics_are_served() -> None:
 def test_histograms_are_what_prometheus_own_would_be(values: list[float]) -> None:
     """What is kept in plain numbers is exposed letter by letter as the client library exposes its own histogram."""
     metrics, registry = Metrics(), CollectorRegistry()
-    bounds, text = metrics.decision_seconds.bounds, "From message to answer, holds excluded"
+    bounds, text = metrics.decision_seconds.bounds, "Time from message to answer in seconds, without delays by throttle"
     theirs = Histogram("loopguard_decision_seconds", text, buckets=bounds, registry=registry)
     for value in values:
         metrics.decision_seconds.observe(value)
@@ -182,7 +182,7 @@ def test_unknown_paths_name_the_known_ones() -> None:
     with serving(make_admin(pages)) as port:
         wrong, down = ask(port, "/"), ask(port, "/down")
 
-    assert (wrong[0], wrong[2]) == (404, "not found; there are /metrics, /down\n")
+    assert (wrong[0], wrong[2]) == (404, "not found; available: /metrics, /down\n")
     assert (down[0], json.loads(down[2])) == (503, {"status": "down"})
     assert down[1]["content-type"] == "application/json"
 
@@ -274,7 +274,7 @@ def test_what_is_sent_is_bounded_json() -> None:
         (200, {"a": 1}),
         (400, {"error": "the body is not JSON"}),
         (400, {"error": "the body is not JSON"}),
-        (413, {"error": "a body may have 65536 bytes"}),
+        (413, {"error": "the body must be at most 65536 bytes"}),
         (405, {"error": "Method Not Allowed"}),
     ]
 
@@ -318,10 +318,10 @@ def test_the_client_says_why_there_is_no_answer() -> None:
 
     url = f"127.0.0.1:{port}"
     assert messages == [
-        f"{url}/nothing answered 404: not found; there are /metrics, /down",
+        f"{url}/nothing answered 404: not found; available: /metrics, /down",
         f"{url}/down answered 503: no store",
-        f"{url}/metrics is no admin endpoint of Loopguard",
-        f"cannot ask {url}: [Errno 111] Connection refused; --admin says where a server is asked",
+        f"{url}/metrics is not an admin endpoint of Loopguard",
+        f"cannot ask {url}: [Errno 111] Connection refused; set --admin to a running server",
     ]
 
 

@@ -377,7 +377,7 @@ def looping(user: str = "ann", **settings: Any) -> Service:  # noqa: ANN401  # o
         ({"sort": "age"}, "sort must be one of cost, requests, count, last, first"),
         ({"limit": "0"}, "limit must be 1 to 1000"),
         ({"limit": "many"}, "limit must be 1 to 1000"),
-        ({"price": "-1"}, "price must be US dollars for a million input tokens, such as 2.50"),
+        ({"price": "-1"}, "price must be US dollars per million input tokens, such as 2.50"),
     ],
 )
 def test_a_query_that_makes_no_sense_is_refused(query: Mapping[str, str], message: str) -> None:
@@ -409,7 +409,7 @@ def test_top_prints_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     with admin_of(looping("[red]\x1b[2J", show_callers=True), price=1_000.0) as client:
         printed = run_top(capsys, "--admin", client.url)
 
-    assert "1 of 1 loops go on, 1 callers, 1 requests, 1 not sent on; 1 replicas" in printed
+    assert "1 of 1 loops active, 1 caller, 1 request, 1 not forwarded; 1 replica" in printed
     assert "x-user-id=[red]\\x1b[2J" in printed
     assert "1 refused" in printed
     assert "\x1b" not in printed

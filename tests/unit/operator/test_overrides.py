@@ -695,15 +695,15 @@ def test_a_kind_that_is_not_known_does_nothing() -> None:
 
 
 SECONDS = "seconds must be a number of seconds from 1 to 2592000"
-NOBODY = "whom it is about is required: caller, session, fingerprint or tool"
+NOBODY = "a target is required: caller, session, fingerprint or tool"
 LIMIT_KEY = (
     "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-'), 'ip:address' "
     "or 'body:/<JSON Pointer>'"
 )
 KINDS = "kind must be one of release, allow, block, kill, grant"
 KEYS = ["kind", "caller", "session", "fingerprint", "tool", "policy", "seconds", "reason", "steps", "tool_calls", "cost", "key"]
-WHOLE = "which is about whole sessions: name a session, or a caller"
-CALLER = "caller must be the 16 hex digits that logs call the tenant, or an object of descriptors' values by name"
+WHOLE = "which applies to whole sessions: name a session, or a caller"
+CALLER = "caller must be the 16 hex digits of a tenant, as in logs, or an object of descriptor values by name"
 
 
 @pytest.mark.parametrize(
@@ -715,12 +715,12 @@ CALLER = "caller must be the 16 hex digits that logs call the tenant, or an obje
         (
             {"kind": "kill", "tool": "t", "fingerprint": "0" * 8, "steps": 1},
             [
-                f"fingerprint means nothing for a kill, {WHOLE}",
-                f"tool means nothing for a kill, {WHOLE}",
-                "steps belongs to a grant, and this is of the kind kill",
+                f"fingerprint cannot be given for a kill, {WHOLE}",
+                f"tool cannot be given for a kill, {WHOLE}",
+                "steps belongs to a grant, not to a kill",
             ],
         ),
-        ({"kind": "grant", "session": "a" * 16}, ["what is granted is required: steps, tool_calls, cost"]),
+        ({"kind": "grant", "session": "a" * 16}, ["at least one of these is required: steps, tool_calls, cost"]),
         (
             {"kind": "grant", "session": "a" * 16, "steps": 0, "tool_calls": 10_001, "cost": 1e6 + 1},
             [
@@ -750,7 +750,7 @@ CALLER = "caller must be the 16 hex digits that logs call the tenant, or an obje
             {"kind": "block", "session": {"a": "b", "c": "d"}},
             ["session must be 16 hex digits, or an object of one value by its key, such as header:x-session-id, not an object"],
         ),
-        ({"kind": "block", "session": {"nope:x": "1"}}, [f"session has one value by its key, which {LIMIT_KEY}, not 'nope:x'"]),
+        ({"kind": "block", "session": {"nope:x": "1"}}, [f"session has a key that {LIMIT_KEY}, not 'nope:x'"]),
         ({"kind": "block", "fingerprint": "XYZ"}, ["fingerprint must be 8 hex digits, not 'XYZ'"]),
         ({"kind": "block", "tool": "t" * 257}, [f"tool must be a text of 1 to 256 characters, not '{'t' * 60}...'"]),
         ({"kind": "block", "tool": "t", "policy": "a b"}, ["policy must be the id of a policy, not 'a b'"]),
@@ -762,7 +762,7 @@ CALLER = "caller must be the 16 hex digits that logs call the tenant, or an obje
         ({"kind": "allow", "tool": "t", "seconds": True}, [f"{SECONDS}, not true"]),
         (
             {"kind": "release", "tool": "t", "seconds": 60},
-            ["seconds means nothing for a release, which stands until what was counted before has ended"],
+            ["a release takes no seconds: it lasts until everything counted before it has expired"],
         ),
         (
             {"kind": "allow", "tool": "t", "until": 7, "reason": ""},
@@ -814,13 +814,13 @@ def test_whoever_orders_is_told_what_it_will_not_do() -> None:
 
     assert remarks(kind="block", caller={"x-user-id": "ann"}) == []
     assert remarks(kind="block", caller={"user": "ann"}) == [
-        "no policy tells callers apart by user: there are org, x-user-id",
+        "no policy identifies callers by user; known descriptors: org, x-user-id",
     ]
     assert remarks(kind="allow", tool="t", policy="gone") == ["no policy gone is loaded"]
-    in_shadow = ["the policies that it is about are in shadow, so nobody is refused"]
+    in_shadow = ["the policies it applies to are in shadow mode, so nothing is refused"]
     assert remarks(kind="block", caller={"x-user-id": "ann"}, policy="s") == in_shadow
     (said,) = remarks(kind="release", tool="t")
-    assert said.startswith("what a conversation shows itself cannot be forgotten, and this is what decides in agents (default)")
+    assert said.startswith("a release cannot reset loops that a request itself shows, as in agents (default)")
 
 
 def test_whoever_names_a_session_is_told_where_nobody_looks_for_it() -> None:
@@ -834,15 +834,15 @@ def test_whoever_names_a_session_is_told_where_nobody_looks_for_it() -> None:
 
     assert remarks(counting, "kill", "header:X-Session-Id") == remarks(counting, "allow", "header:x-run") == []
     assert remarks(counting, "allow", "header:x-sesion") == [
-        "no policy finds sessions by header:x-sesion: there are header:x-session-id, header:x-run"
+        "no policy finds sessions by header:x-sesion; known keys: header:x-session-id, header:x-run"
     ]
-    unlimited = "no policy finds sessions by header:x-run: there are header:x-session-id"
+    unlimited = "no policy finds sessions by header:x-run; known keys: header:x-session-id"
     assert remarks(counting, "kill", "header:x-run") == remarks(counting, "grant", "header:x-run", steps=1) == [unlimited]
     assert remarks(counting, "kill", "jwt:run", policy="gone") == []
 
 
 NO_LIMITS = "this kill does nothing: no policy has session limits"
-NO_TOOLS = "this allow does nothing: no policy looks at tools, as tool_calls, turns and mcp do"
+NO_TOOLS = "this allow does nothing: no policy looks at tools (tool_calls, turns and mcp do)"
 NOTHING_DONE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a kill without limits": ({"kind": "kill", "caller": {"x-user-id": "ann"}}, [NO_LIMITS]),
     "of a session": ({"kind": "kill", "session": {"header:x-session-id": "s"}}, [NO_LIMITS]),
@@ -879,7 +879,9 @@ def test_kills_and_grants_are_measured_by_the_policies_that_have_limits() -> Non
         return one.give(**given)[1]
 
     assert remarks(kind="kill", caller={"x-team": "t"}) == remarks(kind="grant", caller={"x-team": "t"}, steps=2) == []
-    assert remarks(kind="kill", caller={"x-user-id": "ann"}) == ["no policy tells callers apart by x-user-id: there are x-team"]
+    assert remarks(kind="kill", caller={"x-user-id": "ann"}) == [
+        "no policy identifies callers by x-user-id; known descriptors: x-team"
+    ]
     assert remarks(kind="block", caller={"x-user-id": "ann"}) == []
     assert remarks(kind="grant", caller={"x-team": "t"}, steps=1, tool_calls=2, cost=3) == [
         "granting tool_calls does nothing: no policy has max_tool_calls",

@@ -121,7 +121,7 @@ def test_the_page_shows_who_loops() -> None:
         text = re.sub(r"\s+", " ", fetch(url)[1])
 
     named = ("x-user-id: <b>storm</b>", "search_the_web", "route hooks", "gpt-4o")
-    for shown in ("3 loops go on", *named, "41 refused", "17 warned", "would throttle"):
+    for shown in ("3 active loops", *named, "41 refused", "17 warned", "would throttle"):
         assert shown in text, shown
     assert text.count("<svg") == 3
 
@@ -146,8 +146,8 @@ def test_the_page_of_a_quiet_night() -> None:
     with serving(make_service(policy("p", {"pathPrefix": "/"}))) as url:
         text = fetch(url)[1]
 
-    assert "Nobody loops" in text
-    assert "No loop in the last hour" in text
+    assert "No active loops" in text
+    assert "No loops in the last hour" in text
     assert "<h2>Sessions</h2>" not in text
 
 

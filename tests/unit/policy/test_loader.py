@@ -281,12 +281,12 @@ def test_calls_without_a_cooldown_share_no_counts() -> None:
 
 
 def test_the_schema_says_what_each_key_means() -> None:
-    """Editors show a description at every key of loop_detection and of its tools."""
+    """Editors show a description at every key, as whole sentences."""
     made = make_schema()["$defs"]
 
-    kinds = [made[kind]["properties"] for kind in ("LoopDetection", "Tool")]
-    assert [name for keys in kinds for name, key in keys.items() if len(key.get("description", "")) < 10] == []
-    assert "Attributes" not in made["LoopDetection"]["description"]
+    said = {(kind, key): each.get("description", "") for kind in made for key, each in made[kind]["properties"].items()}
+    assert [key for key, text in said.items() if not re.fullmatch(r"[^\n]{7,}\.", text)] == []
+    assert all("Attributes" not in kind["description"] for kind in made.values())
 
 
 def test_a_selector_of_too_many_combinations_is_refused() -> None:
