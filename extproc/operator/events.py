@@ -25,10 +25,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 
+from extproc.decision import SEVERITY, Action
 from extproc.errors import LoopguardError, UsageError
 from extproc.logs import Reminder, make_extra
 from extproc.metrics import Metrics
-from extproc.operator.loop_table import Loop
+from extproc.operator.loop_rows import Loop
 from extproc.operator.session_table import Run, convert_amount, convert_dollars, name_killer
 from extproc.settings import Settings
 
@@ -309,16 +310,16 @@ class LoopEvents:
             loops: of the table.
             now: in seconds since 1970; a loop that has been quiet for a minute has ended.
         """
-        going_on = {_name_loop(loop): loop for loop in loops if now - loop.last < QUIET_SECONDS}
+        going_on = {loop.name: loop for loop in loops if now - loop.last < QUIET_SECONDS}
         for name, (loop, strictest) in list(self._told.items()):
             if name not in going_on:
                 del self._told[name]
                 self._tell("loop_ended", loop.policy, self._describe(loop))
-            elif going_on[name].strictest > strictest:
+            elif _rank(going_on[name]) > strictest:
                 self._tell("loop_escalated", loop.policy, self._describe(going_on[name]))
         for name in going_on.keys() - self._told.keys():
             self._tell("loop_began", going_on[name].policy, self._describe(going_on[name]))
-        self._told = {name: (loop, loop.strictest) for name, loop in going_on.items()}
+        self._told = {name: (loop, _rank(loop)) for name, loop in going_on.items()}
 
     def _describe(self, loop: Loop) -> dict[str, object]:
         return {
@@ -341,8 +342,9 @@ class LoopEvents:
         }
 
 
-def _name_loop(loop: Loop) -> tuple[str, ...]:
-    return loop.policy, loop.detector, loop.mode, loop.tenant, loop.repeats
+def _rank(loop: Loop) -> int:
+    """The strictest of its actions so far, as `SEVERITY` ranks them."""
+    return max(SEVERITY[Action(action)] for action in loop.requests)
 
 
 class SessionEvents:

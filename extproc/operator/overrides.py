@@ -119,7 +119,7 @@ class Serving(Protocol):
     overrides: Overrides | None
 
 
-class Desk:
+class OverrideService:
     """Where operators give orders, and where this replica learns of those that were given elsewhere.
 
     Attributes:

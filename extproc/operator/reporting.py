@@ -16,7 +16,8 @@ from extproc.engine.orders import ALLOW, ActiveOverride
 from extproc.engine.settlements import Entry, Settled
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
-from extproc.operator.loop_table import Loop, LoopTable
+from extproc.operator.loop_rows import Loop
+from extproc.operator.loop_table import LoopTable
 from extproc.operator.session_table import OVERFLOW, SessionTable
 from extproc.sessions.limits import NARROW, SessionSubject
 from extproc.store.ledger import Standing
@@ -257,7 +258,8 @@ class Reporter:
     def _report_detection(self, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> None:
         try:
             loop = self.loops.note(evaluation, decision, outcome)
-            if not loop.total & (loop.total - 1):  # the first, the second, the fourth, ...
+            total = loop.total
+            if not total & (total - 1):  # the first, the second, the fourth, ...
                 self._log_loop(loop, outcome)
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
             self.report_failure("a loop could not be reported", error, policy=outcome.policy)

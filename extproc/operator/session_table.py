@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, Table, TableRow
+from extproc.operator.session_rows import COUNTED, MAX_CALLS, MAX_DETAILED, CallRow, SessionDocument, SessionRefusal, SessionRow
+from extproc.operator.table import NAME_SHOWN, Table, cut_caller
 from extproc.request.http import cut_text
 from extproc.sessions.rates import Usage
 from extproc.store.ledger import KILLED, LIMITS, NANO_DOLLARS, Standing
-
-MAX_CALLS: Final = 64
 
 OVERFLOW: Final = "shared"
 """In place of a session's name: all those of a tenant that share one ledger, because it has begun too many."""
@@ -58,30 +57,11 @@ class SessionCall:
 
 _NO_CALL: Final = SessionCall(b"", 0.0, "", "")
 
-
-class SessionRefusal:
-    """What a session was refused for.
-
-    Attributes:
-        at: when, in seconds since 1970.
-        limit: its name.
-        used: of the limit.
-        allowed: by it, with what was granted.
-        tool: that it is about, empty for all.
-    """
-
-    __slots__ = ("allowed", "at", "limit", "tool", "used")
-
-    def __init__(self, standing: Standing, at: float) -> None:
-        """As the ledger tells it."""
-        self.at = at
-        self.limit = LIMITS[standing.limit]
-        self.used = standing.used
-        self.allowed = standing.allowed
-        self.tool = _find_tool(standing)
+_CALL_NAME: Final = 4
+"""Bytes of a call's name that tell it from the others of its session."""
 
 
-class Run(TableRow):
+class Run:
     """One session, under one policy.
 
     Attributes:
@@ -95,25 +75,10 @@ class Run(TableRow):
         told: when that was.
         ordered: an operator has killed it.
         refusal: the newest, None for none.
-        refusals: how many this process has seen.
         calls: its newest, oldest first.
     """
 
-    __slots__ = (
-        "caller",
-        "calls",
-        "mode",
-        "ordered",
-        "policy",
-        "refusal",
-        "refusals",
-        "session",
-        "standing",
-        "told",
-    )
-
     def __init__(self, policy: str, mode: str, tenant: str, session: str, now: float) -> None:
-        """Nothing is known of it until now."""
         self.policy = policy
         self.mode = mode
         self.tenant = tenant
@@ -124,7 +89,6 @@ class Run(TableRow):
         self.told = now
         self.ordered = False
         self.refusal: SessionRefusal | None = None
-        self.refusals = 0
         self.calls: list[SessionCall] = []
 
     @property
@@ -132,7 +96,7 @@ class Run(TableRow):
         """When the session began, in seconds since 1970."""
         return self.told - self.standing.age_ms / 1000
 
-    def take(self, standing: Standing, now: float) -> None:
+    def update(self, standing: Standing, now: float) -> None:
         """Know what it has used up, where anything is said about that."""
         if standing.steps or standing.blocks or standing.cost or standing.tool_calls:
             self.standing = standing
@@ -187,13 +151,13 @@ class SessionTable(Table[Run]):
         """
         run = self._find(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
         if not run.caller and caller:
-            run.caller = [(cut_text(name, NAME_SHOWN), cut_text(value, NAME_SHOWN)) for name, value in caller[:NAMES_SHOWN]]
+            run.caller = cut_caller(caller)
         run.last = now
         run.ordered = standing.limit == _KILLED_LIMIT and not standing.killed
-        run.take(standing, now)
+        run.update(standing, now)
         if standing.limit:
-            run.refusal = SessionRefusal(standing, now)
-            run.refusals += 1
+            limit, tool = LIMITS[standing.limit], _find_tool(standing)
+            run.refusal = SessionRefusal(now, limit, standing.used, standing.allowed, tool)
         else:
             run.add_call(call, model, tool, now)
 
@@ -212,25 +176,21 @@ class SessionTable(Table[Run]):
         *,
         refused: bool = False,
     ) -> None:
-        """What became of a request, which another replica may have let through.
+        """What became of a request, which another replica may have let through; the names are those of `note`.
 
-        Args:
-            policy: its id.
-            mode: `enforce` or `shadow`.
-            tenant: hash of the caller.
-            session: hash of its name.
-            standing: what the settlement was answered.
-            model: that was asked.
-            call: the step's name.
-            status: of the answer, 0 where there was none.
-            usage: its tokens, None where nobody said.
-            now: in seconds since 1970.
-            refused: another guard of ours has refused it.
+        `standing` is what the settlement was answered, `status` the answer's, 0 where there was none, `usage` its tokens, None
+        where they are unknown; `refused` says that another guard of ours has refused it.
         """
         run = self._find(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
-        run.take(standing, now)
+        run.update(standing, now)
         found = run.find_call(call) or run.add_call(call, model, "", now)
         found.status, found.usage, found.settled, found.refused = status, usage, True, refused
+
+    def make_document(self, *, shows_callers: bool) -> SessionDocument:
+        """The table as it is now, the newest first; without callers' values unless they may be shown."""
+        runs = sorted(self.copy(), key=lambda run: -run.last)
+        rows = [_make_row(run, shows_callers=shows_callers, detailed=place < MAX_DETAILED) for place, run in enumerate(runs)]
+        return SessionDocument(rows)
 
     def _find(self, policy: str, mode: str, tenant: str, session: str, now: float) -> Run:
         """The session under that name; it is new where there is none."""
@@ -240,6 +200,30 @@ class SessionTable(Table[Run]):
             run = Run(policy, mode, tenant, session, now)
             self.put(key, run)
         return run
+
+
+def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
+    standing = run.standing
+    return SessionRow(
+        policy=run.policy,
+        mode=run.mode,
+        tenant=run.tenant,
+        session=run.session,
+        caller=run.caller if shows_callers else [],
+        began=run.began,
+        last=run.last,
+        told=run.told,
+        ordered=run.ordered,
+        tools=[(name, count) for _, name, count in standing.tools],
+        refusal=run.refusal,
+        calls=[_make_call(call) for call in run.calls.copy()] if detailed else [],
+        **{name: getattr(standing, name) for name in COUNTED},
+    )
+
+
+def _make_call(call: SessionCall) -> CallRow:
+    tokens, tools = None if call.usage is None else list(call.usage), [call.tool] if call.tool else []
+    return CallRow(call.name[:_CALL_NAME], call.at, call.model, tools, call.status, tokens, call.settled, call.refused)
 
 
 def _cut_name(name: str, last: str) -> str:

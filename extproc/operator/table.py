@@ -6,9 +6,11 @@ other threads.
 
 from __future__ import annotations
 
-from typing import Final, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Final, Generic, Protocol, TypeVar
 
 from extproc.bounded import LRU
+from extproc.request.http import cut_text
 
 MAX_ROWS: Final = 1_000
 MAX_TENANT_ROWS: Final = 100
@@ -19,17 +21,18 @@ NAME_SHOWN: Final = 128
 NAMES_SHOWN: Final = 8
 
 
-class TableRow:
+def cut_caller(values: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The names and values of a caller's descriptors, as a row keeps them."""
+    return [(cut_text(name, NAME_SHOWN), cut_text(value, NAME_SHOWN)) for name, value in values[:NAMES_SHOWN]]
+
+
+class TableRow(Protocol):
     """What a table keeps.
 
     Attributes:
-        tenant: hash of the caller, 16 hex digits.
         last: when its last request came, in seconds since 1970.
     """
 
-    __slots__ = ("last", "tenant")
-
-    tenant: str
     last: float
 
 

@@ -18,9 +18,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from extproc.operator.admin.loop_report import ACTIONS, SORTS, LoopPages, read_selection
-from extproc.operator.admin.session_report import SessionPages, SessionSelection
-from extproc.operator.loop_table import MINUTES
+from extproc.operator.admin.loop_report import ACTIONS, SORTS, LoopPages
+from extproc.operator.admin.reports import Selection, read_selection
+from extproc.operator.admin.session_report import SessionPages
+from extproc.operator.loop_rows import MINUTES
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -104,8 +105,8 @@ def _draw(policy: str, mode: str, curves: list[dict[str, Any]]) -> PolicyChart:
 
 def _send(request: Request, pages: LoopPages, sessions: SessionPages) -> Response:
     report = pages.report(request)
-    selection = read_selection(request.query_params)
-    runs = sessions.report(request, SessionSelection(selection.policy, selection.caller))
+    selection = read_selection(request.query_params, SORTS)
+    runs = sessions.report(request, Selection(selection.policy, selection.caller))
     charts = draw_charts(report["curves"])
     nonce = secrets.token_urlsafe(16)
     html = _load_template().render(

@@ -14,7 +14,7 @@ from extproc.cli.main import main
 from extproc.engine.orders import BLOCK, ActiveOverride, Overrides, Target
 from extproc.engine.settlements import Entry
 from extproc.ext_proc.service import Service
-from extproc.operator.admin.sessions import list_sessions, merge_sessions
+from extproc.operator.session_rows import merge_sessions
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.fingerprint import hash_tenant
 from extproc.sessions.names import hash_session
@@ -92,7 +92,7 @@ def test_the_report_of_a_run_has_each_of_its_requests() -> None:
 
     send(service, [turns(n) for n in range(3)])
 
-    (row,) = merge_sessions(list_sessions(service.reporter.sessions, shows_callers=False).rows, 0)
+    (row,) = merge_sessions(service.reporter.sessions.make_document(shows_callers=False).rows, 0)
     assert [call.tools for call in row.calls] == [[], ["run"], ["run"]]
 
 
@@ -332,7 +332,7 @@ def test_calls_cannot_be_settled_by_guessing_their_names() -> None:
 
     assert status(ask(service, b"{}", team="victim")) == 429
     assert sample(service, "access_log_entries_total", result="unknown") == 2 * 129
-    rows = list_sessions(service.reporter.sessions, shows_callers=False).rows
+    rows = service.reporter.sessions.make_document(shows_callers=False).rows
     assert [call.settled for row in rows for call in row.calls] == [False, False]
 
 
