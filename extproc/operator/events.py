@@ -298,7 +298,6 @@ class LoopEvents:
     """Tells of loops that begin, get another action and end, by looking at the table; requests know nothing of it."""
 
     def __init__(self, tell: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
-        """Nothing has been told yet."""
         self._tell = tell
         self._shows_callers = shows_callers
         self._told: dict[tuple[str, ...], tuple[Loop, int]] = {}
@@ -351,7 +350,6 @@ class SessionEvents:
     """Tells of sessions that meet a limit or are killed, by looking at the table; requests know nothing of it."""
 
     def __init__(self, tell: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
-        """Nothing has been told yet."""
         self._tell = tell
         self._shows_callers = shows_callers
         self._told: dict[tuple[str, ...], tuple[str, str]] = {}

@@ -33,7 +33,6 @@ class Curve:
     __slots__ = ("counts", "minute")
 
     def __init__(self, minute: int) -> None:
-        """Nothing has happened until now."""
         self.minute = minute
         self.counts = [0] * MINUTES
 

@@ -1,4 +1,4 @@
-"""What operators order about callers while the server runs: given, kept in the store, obeyed by every replica, revoked.
+"""What operators order about callers while the server runs: given, kept in the store, applied by every replica, revoked.
 
 Each replica asks the store once a second whether anything has changed, and goes on with what it knows while the store is away.
 The store has hashes of what clients are called, never the names themselves.
@@ -86,7 +86,6 @@ class BadOrderError(LoopguardError):
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
-        """Say what is wrong."""
         self.problems = list(problems)
         super().__init__("; ".join(self.problems))
 
@@ -128,7 +127,6 @@ class OverrideService:
     """
 
     def __init__(self, store: Store, service: Serving, metrics: Metrics) -> None:
-        """Nothing stands yet."""
         self.tell: Callable[[str, ActiveOverride], None] = lambda _, __: None
         self.list_seen: Callable[[], Seen | None] = lambda: None
         self._store = store
@@ -140,13 +138,13 @@ class OverrideService:
             metrics.overrides.labels(kind).set_function(partial(self._count, kind))
 
     def list_standing(self) -> list[ActiveOverride]:
-        """All that this replica obeys now, the newest first."""
+        """All that this replica applies now, the newest first."""
         now = time()
         standing = [override for override in self._standing.values() if now < override.ends]
         return sorted(standing, key=lambda override: -override.since)
 
     async def give(self, order: object, who: str) -> tuple[ActiveOverride, list[str]]:
-        """Have an override obeyed by every replica: here at once, elsewhere within a second.
+        """Have an override applied by every replica: here at once, elsewhere within a second.
 
         Args:
             order: as `parse_order` takes it.
@@ -193,7 +191,7 @@ class OverrideService:
         return True
 
     async def follow(self) -> None:
-        """Obey what is ordered anywhere, until cancelled."""
+        """Apply what is ordered anywhere, until cancelled."""
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             try:
@@ -204,10 +202,10 @@ class OverrideService:
                 _LOG.exception("overrides cannot be read")
 
     async def refresh(self) -> None:
-        """Obey what stands in the store, if that has changed.
+        """Apply what stands in the store, if that has changed.
 
         Raises:
-            StoreError: nobody knows what stands there; what did stays in force.
+            StoreError: it cannot be read; what was read last stays in force.
         """
         async with self._lock:
             found = await self._store.read_orders(_BOOK, self._version)
@@ -380,47 +378,15 @@ def _are_texts(value: Mapping[object, object]) -> bool:
     return all(isinstance(part, str) and part for pair in value.items() for part in pair)
 
 
-def _read_fingerprint(value: object) -> str:
-    if not (isinstance(value, str) and _FINGERPRINT.fullmatch(value)):
-        raise ValueError("must be 8 hex digits")
+def _read_pattern(pattern: re.Pattern[str], wanted: str, value: object) -> str:
+    if not (isinstance(value, str) and pattern.fullmatch(value)):
+        raise ValueError(f"must be {wanted}")
     return value
 
 
-def _read_policy(value: object) -> str:
-    if not (isinstance(value, str) and _POLICY.fullmatch(value)):
-        raise ValueError("must be the id of a policy")
-    return value
-
-
-def _read_seconds(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_SECONDS:
-        raise ValueError(f"must be a number of seconds from 1 to {MAX_SECONDS}")
-    return value
-
-
-def _read_tool(value: object) -> str:
-    return _read_text(value, _MAX_TOOL)
-
-
-def _read_reason(value: object) -> str:
-    return _read_text(value, _MAX_REASON)
-
-
-def _read_key(value: object) -> str:
-    return _read_text(value, _MAX_KEY)
-
-
-def _read_steps(value: object) -> int:
-    return _read_count(value, MAX_GRANT.steps)
-
-
-def _read_tool_calls(value: object) -> int:
-    return _read_count(value, MAX_GRANT.tool_calls)
-
-
-def _read_count(value: object, most: int) -> int:
+def _read_number(wanted: str, most: int, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
-        raise ValueError(f"must be a number from 1 to {most}")
+        raise ValueError(f"must be a number{wanted} from 1 to {most}")
     return value
 
 
@@ -432,7 +398,7 @@ def _read_cost(value: object) -> int:
     raise ValueError(f"must be dollars, more than 0 and at most {most}")
 
 
-def _read_text(value: object, longest: int) -> str:
+def _read_text(longest: int, value: object) -> str:
     if not (isinstance(value, str) and 0 < len(value) <= longest):
         raise ValueError(f"must be a text of 1 to {longest} characters")
     return value
@@ -442,15 +408,15 @@ _READERS: dict[str, Callable[[object], object]] = {
     "kind": _read_kind,
     "caller": _read_caller,
     "session": _read_session,
-    "fingerprint": _read_fingerprint,
-    "tool": _read_tool,
-    "policy": _read_policy,
-    "seconds": _read_seconds,
-    "reason": _read_reason,
-    "steps": _read_steps,
-    "tool_calls": _read_tool_calls,
+    "fingerprint": partial(_read_pattern, _FINGERPRINT, "8 hex digits"),
+    "tool": partial(_read_text, _MAX_TOOL),
+    "policy": partial(_read_pattern, _POLICY, "the id of a policy"),
+    "seconds": partial(_read_number, " of seconds", MAX_SECONDS),
+    "reason": partial(_read_text, _MAX_REASON),
+    "steps": partial(_read_number, "", MAX_GRANT.steps),
+    "tool_calls": partial(_read_number, "", MAX_GRANT.tool_calls),
     "cost": _read_cost,
-    "key": _read_key,
+    "key": partial(_read_text, _MAX_KEY),
 }
 """What may stand in an order."""
 

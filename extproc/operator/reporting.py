@@ -54,7 +54,6 @@ class Reporter:
     """
 
     def __init__(self, metrics: Metrics, *, show_callers: bool) -> None:
-        """Nothing has been reported."""
         self.loops = LoopTable()
         self.sessions = SessionTable()
         self.show_callers = show_callers

@@ -44,7 +44,6 @@ class SessionCall:
     __slots__ = ("at", "model", "name", "refused", "settled", "status", "tool", "usage")
 
     def __init__(self, name: bytes, at: float, model: str, tool: str) -> None:
-        """Nothing is known of its answer."""
         self.name = name
         self.at = at
         self.model = model

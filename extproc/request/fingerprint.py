@@ -55,7 +55,6 @@ class Body:
     __slots__ = ("adler32", "crc32", "length")
 
     def __init__(self, length: int, crc32: int, adler32: int) -> None:
-        """Keep the length in bytes and both checksums."""
         self.length = length
         self.crc32 = crc32
         self.adler32 = adler32

@@ -400,7 +400,6 @@ class FastServer:
         pool: Pool | None = None,
         hello_seconds: float = 10,
     ) -> None:
-        """Nothing listens yet."""
         self.service = service
         self.health = health
         self.limits = limits or Http2Limits()

@@ -76,7 +76,6 @@ class Call:
     )
 
     def __init__(self, stream: Http2Stream, method: bytes, metadata: list[tuple[str, str]], *, single: bool) -> None:
-        """A call has been opened."""
         self.stream = stream
         self.number = stream.number
         self.method = method
@@ -101,7 +100,6 @@ class MessageReceived:
     __slots__ = ("call", "message")
 
     def __init__(self, call: Call, message: bytes) -> None:
-        """The message is whole."""
         self.call = call
         self.message = message
 
@@ -112,7 +110,6 @@ class HalfClosed:
     __slots__ = ("call",)
 
     def __init__(self, call: Call) -> None:
-        """The call is still to be finished."""
         self.call = call
 
 
@@ -122,7 +119,6 @@ class CallEnded:
     __slots__ = ("call",)
 
     def __init__(self, call: Call) -> None:
-        """The call had said something."""
         self.call = call
 
 
@@ -192,7 +188,7 @@ class GrpcConnection:
         http = self._http
         while not http.ended:
             if self._ready:
-                if http.tired:
+                if http.turn_over:
                     return None
                 event = self._deliver(self._ready[0])
                 if event is not None:

@@ -86,7 +86,6 @@ class Field:
     __slots__ = ("encoded", "kind", "name", "size", "value")
 
     def __init__(self, name: bytes, value: bytes) -> None:
-        """Find out what it is."""
         self.name = name
         self.value = value
         self.size = len(name) + len(value) + _ENTRY_OVERHEAD
@@ -133,7 +132,6 @@ class Block:
     __slots__ = ("content_length", "content_type", "fields", "malformed", "method", "path", "size")
 
     def __init__(self, fields: list[Field], size: int, like: Block | None = None) -> None:
-        """Find out what it says, unless it says the same as another one."""
         self.fields = fields
         self.size = size
         self.method = self.path = self.content_type = b""
@@ -188,7 +186,6 @@ class _Model:
     __slots__ = ("block", "end", "place", "plain", "size", "start")
 
     def __init__(self, start: bytes, end: bytes, place: int, block: Block) -> None:
-        """Keep them as given."""
         self.start = start
         self.end = end
         self.place = place
@@ -209,7 +206,6 @@ class Cache:
     """
 
     def __init__(self, limit: int = 2**20) -> None:
-        """Nothing is known yet."""
         self.names: Memo[bytes, bytes] = Memo(limit // 2, _measure_name)
         self.fields: Memo[bytes, Field] = Memo(limit // 2, _measure_field)
         self.blocks: Memo[bytes, Block] = Memo(limit // 2, _measure_block)
@@ -237,7 +233,6 @@ class Decoder:
     """
 
     def __init__(self, cache: Cache) -> None:
-        """The table starts with the protocol's default size."""
         self._cache = cache
         self._table: list[Field] = []  # the newest first
         self._used = 0

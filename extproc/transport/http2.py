@@ -108,7 +108,6 @@ class Pool:
     """Bytes that all connections together may hold for their peers."""
 
     def __init__(self, limit: int = 2**28) -> None:
-        """Nothing is held yet."""
         self.limit = limit
         self.held = 0
 
@@ -123,7 +122,6 @@ class Share:
     __slots__ = ("_pool", "held")
 
     def __init__(self, pool: Pool) -> None:
-        """Nothing is held yet."""
         self._pool = pool
         self.held = 0
 
@@ -190,7 +188,6 @@ class RequestReceived:
     __slots__ = ("ended", "headers", "stream")
 
     def __init__(self, stream: Http2Stream, headers: Block, *, ended: bool) -> None:
-        """The headers are well formed."""
         self.stream = stream
         self.headers = headers
         self.ended = ended
@@ -202,7 +199,6 @@ class DataReceived:
     __slots__ = ("data", "ended", "stream")
 
     def __init__(self, stream: Http2Stream, data: bytes, *, ended: bool) -> None:
-        """The stream is not answered yet."""
         self.stream = stream
         self.data = data
         self.ended = ended
@@ -214,7 +210,6 @@ class StreamReset:
     __slots__ = ("code", "number")
 
     def __init__(self, number: int, code: int) -> None:
-        """The code is HTTP/2's."""
         self.number = number
         self.code = code
 
@@ -292,7 +287,7 @@ class Connection:
         return len(self._streams)
 
     @property
-    def tired(self) -> bool:
+    def turn_over(self) -> bool:
         """This turn is over."""
         return self.work >= self._turn
 
@@ -664,7 +659,7 @@ class Connection:
 
     def _send_waiting(self) -> None:
         """Send what waits for the connection's window; each of these streams sends something, or shows that its own is shut."""
-        while self._waiting and self._window > 0 and not self.tired:
+        while self._waiting and self._window > 0 and not self.turn_over:
             number = next(iter(self._waiting))
             self._send_blocked(self._waiting.pop(number))
 
@@ -679,7 +674,7 @@ class Connection:
         blocked = stream.blocked
         while blocked:
             size = min(len(blocked), self._peer_window - stream.spent, self._window, self._peer_frame)
-            if size <= 0 or self.tired:
+            if size <= 0 or self.turn_over:
                 self._await_window(stream)
                 return
             self.work += 1 + (size >> 10)

@@ -77,7 +77,6 @@ class Problems:
     """What was wrong with lines, by kind."""
 
     def __init__(self) -> None:
-        """Nothing was."""
         self.by_kind: dict[str, Problem] = {}
 
     def add(self, kind: str, place: LogPlace, example: str = "") -> None:

@@ -43,7 +43,6 @@ class UnusableError(Exception):
     """
 
     def __init__(self, kind: str, why: str = "") -> None:
-        """Say what is wrong, in words where the kind alone does not say it."""
         super().__init__(why)
         self.kind = kind
 

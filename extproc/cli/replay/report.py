@@ -90,7 +90,6 @@ class ReplayReport:
     """Counts what is decided."""
 
     def __init__(self, engine: Engine) -> None:
-        """Nothing has been decided about the engine's policies."""
         self._policies = {(plan.id, plan.mode): _Policy() for plan in engine.plans}
         self._modes = {plan.id: plan.mode for plan in engine.plans}
         self._offenders: Top[tuple[str, str, str, str], _Offender] = Top(_MAX_OFFENDERS, _Offender)

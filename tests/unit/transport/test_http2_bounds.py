@@ -499,7 +499,7 @@ def test_fields_that_were_never_seen_are_work() -> None:
         connection.receive(HELLO + b"".join(blocks))
         turns.append(1)
         while connection.next_event() is not None or connection.unfinished:
-            if connection.tired:
+            if connection.turn_over:
                 connection.receive(b"")
                 turns[-1] += 1
 
