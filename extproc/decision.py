@@ -126,7 +126,7 @@ class Subject(Protocol):
         """What is called in it, as far as that is looked at."""
         ...
 
-    def tell(self, outcome: Outcome, method: str, path: str) -> str:
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:
         """What repeated, how often, and what to do instead, in words that a model can act on."""
         ...
 

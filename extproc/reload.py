@@ -111,7 +111,7 @@ class Reloader:
         self._refusal: RefusedReload | None = None
         metrics.policy_reload_refused.set_function(lambda: bool(self._refused or self._unreadable))
         loaded = _compile(files, settings, _now(), unreadable=unreadable)
-        self._take(loaded)
+        self._apply(loaded)
         for warning in [*loaded.warnings, *loaded.unenforced]:
             _LOG.warning(str(warning))
 
@@ -195,11 +195,11 @@ class Reloader:
     async def _swap(self, loaded: _Loaded, swap: Callable[[Engine], None]) -> None:
         """Put new policies into force, and free the old ones."""
         old = [self.engine]
-        self._take(loaded)
+        self._apply(loaded)
         swap(self.engine)
         await asyncio.to_thread(_dismantle, old)
 
-    def _take(self, loaded: _Loaded) -> None:
+    def _apply(self, loaded: _Loaded) -> None:
         self.sources, self.engine, self._archive = loaded.sources, loaded.engine, loaded.archive
         self._digests, self.unenforced = loaded.digests, loaded.unenforced
         info = self._metrics.policy_info

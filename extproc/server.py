@@ -253,16 +253,16 @@ class Server:
             watched = {plan.id for plan in self.service.engine.plans if plan.shadow}
             for plan in engine.plans:
                 if plan.id in watched and not plan.shadow:
-                    self._events.tell("policy_promoted", plan.id, {"policy": plan.id, "mode": plan.mode})
+                    self._events.emit("policy_promoted", plan.id, {"policy": plan.id, "mode": plan.mode})
         self.service.follow(engine)
 
     async def _watch_for_events(self) -> None:
         """Tell of what happens to loops and to the store, a second later at most; what operators do, at once."""
         if self._events is None:
             return
-        tell = self._events.tell
-        self._overrides.tell = lambda kind, override: tell(kind, override.name, describe_override(override))
-        loops, sessions = LoopEvents(tell, self._shows_callers), SessionEvents(tell, self._shows_callers)
+        emit = self._events.emit
+        self._overrides.emit = lambda kind, override: emit(kind, override.name, describe_override(override))
+        loops, sessions = LoopEvents(emit, self._shows_callers), SessionEvents(emit, self._shows_callers)
         health = "ok"
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -270,7 +270,7 @@ class Server:
             sessions.look(self.service.reporter.sessions.copy())
             now = self._store.health()
             if (now == "ok") != (health == "ok"):
-                tell("store_back" if now == "ok" else "store_lost", redact_url(self._settings.store), {"health": now})
+                emit("store_back" if now == "ok" else "store_lost", redact_url(self._settings.store), {"health": now})
             health = now
 
     async def _drain(self) -> None:

@@ -70,7 +70,7 @@ class McpCall:
         self.tools: tuple[str, ...] = (tool,) if tool else ()
         self._id = identity
 
-    def tell(self, outcome: Outcome, method: str, path: str) -> str:  # the tool says more than the path
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # the tool says more than the path
         """See `Similarity`; what the tool was called with stays out of it."""
         advice = self.advise(outcome, method, path)
         reason = f" {advice.reason}" if advice.reason else ""

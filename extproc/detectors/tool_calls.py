@@ -131,11 +131,11 @@ class ToolCalls(Similarity):
             return "no call of the last turn, or fewer calls than any threshold"
         return f"{quote_all(repeat.tools)}: {repeat.count} of {repeat.calls} calls"
 
-    def tell(self, outcome: Outcome, method: str, path: str) -> str:
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:
         """See `Similarity`; what the tools were called with and what they said stays out of it."""
         repeat = outcome.repeat
         if repeat is None:
-            return super().tell(outcome, method, path)
+            return super().write_message(outcome, method, path)
         reason = f" {repeat.reason.strip()}" if repeat.reason.strip() else ""
         return (
             f"Loop detected: {_name_calls(repeat)}, so this request was refused.{reason} Neither calling again nor waiting "

@@ -124,11 +124,11 @@ class Turns(Similarity):
             return "the newest turn is not part of a loop"
         return f"{_name(repeat)}: {repeat.count} of {repeat.calls} turns ({repeat.rule})"
 
-    def tell(self, outcome: Outcome, method: str, path: str) -> str:
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:
         """See `Similarity`; what the tools were called with and what they said stays out of it."""
         repeat = outcome.repeat
         if repeat is None:
-            return super().tell(outcome, method, path)
+            return super().write_message(outcome, method, path)
         reason = f" {repeat.reason.strip()}" if repeat.reason.strip() else ""
         what, progress = _explain(repeat)
         return (

@@ -112,7 +112,7 @@ class Events:
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
         self._thread.start()
 
-    def tell(self, kind: str, subject: str, data: Mapping[str, object]) -> None:
+    def emit(self, kind: str, subject: str, data: Mapping[str, object]) -> None:
         """Queue an event; never waits, and may be called from any thread.
 
         Args:
@@ -297,8 +297,8 @@ class _Webhook:
 class LoopEvents:
     """Tells of loops that begin, get another action and end, by looking at the table; requests know nothing of it."""
 
-    def __init__(self, tell: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
-        self._tell = tell
+    def __init__(self, emit: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
+        self._emit = emit
         self._shows_callers = shows_callers
         self._told: dict[tuple[str, ...], tuple[Loop, int]] = {}
 
@@ -313,11 +313,11 @@ class LoopEvents:
         for name, (loop, strictest) in list(self._told.items()):
             if name not in going_on:
                 del self._told[name]
-                self._tell("loop_ended", loop.policy, self._describe(loop))
+                self._emit("loop_ended", loop.policy, self._describe(loop))
             elif _rank(going_on[name]) > strictest:
-                self._tell("loop_escalated", loop.policy, self._describe(going_on[name]))
+                self._emit("loop_escalated", loop.policy, self._describe(going_on[name]))
         for name in going_on.keys() - self._told.keys():
-            self._tell("loop_began", going_on[name].policy, self._describe(going_on[name]))
+            self._emit("loop_began", going_on[name].policy, self._describe(going_on[name]))
         self._told = {name: (loop, _rank(loop)) for name, loop in going_on.items()}
 
     def _describe(self, loop: Loop) -> dict[str, object]:
@@ -349,8 +349,8 @@ def _rank(loop: Loop) -> int:
 class SessionEvents:
     """Tells of sessions that meet a limit or are killed, by looking at the table; requests know nothing of it."""
 
-    def __init__(self, tell: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
-        self._tell = tell
+    def __init__(self, emit: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
+        self._emit = emit
         self._shows_callers = shows_callers
         self._told: dict[tuple[str, ...], tuple[str, str]] = {}
 
@@ -363,9 +363,9 @@ class SessionEvents:
             killer = name_killer(run.standing.killed, ordered=run.ordered)
             limit = run.refusal.limit if run.refusal is not None and run.refusal.at >= run.began else ""
             if killer and killer != known_killer:
-                self._tell("session_killed", run.policy, self._describe(run))
+                self._emit("session_killed", run.policy, self._describe(run))
             elif limit and limit != known_limit and not killer:
-                self._tell("session_limited", run.policy, self._describe(run))
+                self._emit("session_limited", run.policy, self._describe(run))
             told[name] = limit, killer
         self._told = told
 

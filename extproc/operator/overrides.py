@@ -122,12 +122,12 @@ class OverrideService:
     """Where operators give orders, and where this replica learns of those that were given elsewhere.
 
     Attributes:
-        tell: is called with the kind of event (`events.TYPES`) for each change that is made here.
+        emit: is called with the kind of event (`events.TYPES`) for each change that is made here.
         list_seen: is called, in a thread, for an order that names a hash; None where that is not known.
     """
 
     def __init__(self, store: Store, service: Serving, metrics: Metrics) -> None:
-        self.tell: Callable[[str, ActiveOverride], None] = lambda _, __: None
+        self.emit: Callable[[str, ActiveOverride], None] = lambda _, __: None
         self.list_seen: Callable[[], Seen | None] = lambda: None
         self._store = store
         self._service = service
@@ -166,7 +166,7 @@ class OverrideService:
             override = outlast_kills(override, self.list_standing())
         await self._store.put_order(_BOOK, override.name, write_override(override), override.ends - override.since)
         _announce("override given", override, who)
-        self.tell(_EVENTS.get(override.kind, "override_given"), override)
+        self.emit(_EVENTS.get(override.kind, "override_given"), override)
         await self.refresh()
         session_key = _find_session_key(order)
         plans = [*plans, *self._service.handed_over.list_plans()]
@@ -186,7 +186,7 @@ class OverrideService:
             return False
         if revoked is not None:
             _announce("override revoked", revoked, who)
-            self.tell("override_revoked", revoked)
+            self.emit("override_revoked", revoked)
         await self.refresh()
         return True
 

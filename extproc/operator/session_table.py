@@ -148,7 +148,7 @@ class SessionTable(Table[Run]):
             call: the step's name.
             now: in seconds since 1970.
         """
-        run = self._find(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
+        run = self._get_or_begin(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
         if not run.caller and caller:
             run.caller = cut_caller(caller)
         run.last = now
@@ -180,7 +180,7 @@ class SessionTable(Table[Run]):
         `standing` is what the settlement was answered, `status` the answer's, 0 where there was none, `usage` its tokens, None
         where they are unknown; `refused` says that another guard of ours has refused it.
         """
-        run = self._find(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
+        run = self._get_or_begin(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
         run.update(standing, now)
         found = run.find_call(call) or run.add_call(call, model, "", now)
         found.status, found.usage, found.settled, found.refused = status, usage, True, refused
@@ -191,7 +191,7 @@ class SessionTable(Table[Run]):
         rows = [_make_row(run, shows_callers=shows_callers, detailed=place < MAX_DETAILED) for place, run in enumerate(runs)]
         return SessionDocument(rows)
 
-    def _find(self, policy: str, mode: str, tenant: str, session: str, now: float) -> Run:
+    def _get_or_begin(self, policy: str, mode: str, tenant: str, session: str, now: float) -> Run:
         """The session under that name; it is new where there is none."""
         key = (tenant, policy, mode, session)
         run = self.use(key)

@@ -118,7 +118,7 @@ class SessionSubject:
             return round(self.used / NANO_DOLLARS, 6), round(self.allowed / NANO_DOLLARS, 6)
         return self.used, self.allowed
 
-    def tell(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
         """See `Subject`."""
         return (
             f"Session limit reached: {self._explain()}. Further requests of this session are refused. "

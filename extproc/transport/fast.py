@@ -227,7 +227,7 @@ class _Peer(asyncio.Protocol):
         self._take_turn(b"")
 
     def _flush(self) -> None:
-        data = self._grpc.take()
+        data = self._grpc.data_to_send()
         if data and not self._transport.is_closing():
             self._transport.write(data)
         if self._grpc.error is not None and not self._leaving:

@@ -179,9 +179,9 @@ class GrpcConnection:
         """Start a turn: see `http2.Connection.receive`."""
         self._http.receive(data, now)
 
-    def take(self) -> bytes:
+    def data_to_send(self) -> bytes:
         """Everything there is to send now; it counts as sent."""
-        return self._http.take()
+        return self._http.data_to_send()
 
     def next_event(self) -> Event | None:
         """What happened next; None when everything is delivered, or this turn is over."""

@@ -296,7 +296,7 @@ class Connection:
         """There is more to do than fitted into the turn; `receive(b"")` starts the next one."""
         return not self.ended and (self._more or (self._window > 0 and len(self._waiting) > 0))
 
-    def take(self) -> bytes:
+    def data_to_send(self) -> bytes:
         """Everything there is to send now; it counts as sent."""
         if not self._out:
             return b""

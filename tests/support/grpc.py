@@ -66,7 +66,7 @@ class Peer:
                 return seen
 
     def _read(self) -> None:
-        data = self.connection.take()
+        data = self.connection.data_to_send()
         while data:
             size = int.from_bytes(data[:3], "big")
             self.frames.append((data[3], data[4], int.from_bytes(data[5:9], "big"), data[9 : 9 + size]))

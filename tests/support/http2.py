@@ -74,7 +74,7 @@ def opened(
 
 def sent(connection: Connection) -> list[tuple[int, int, int, bytes]]:
     """The frames that the connection wants sent: type, flags, stream, payload."""
-    data, frames = connection.take(), []
+    data, frames = connection.data_to_send(), []
     while data:
         size = int.from_bytes(data[:3], "big")
         frames.append((data[3], data[4], int.from_bytes(data[5:9], "big"), data[9 : 9 + size]))

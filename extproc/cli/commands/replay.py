@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from extproc.cli.commands import add_key_flag, add_policy_flag, load_policies
-from extproc.cli.replay.command import COUNT, add_log_flags, compile_policies, open_logs, tell_lines
+from extproc.cli.replay.command import COUNT, add_log_flags, compile_policies, open_logs, print_lines
 from extproc.errors import UsageError
 from extproc.request.hash_key import read_hash_key
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document))
     else:
         print_report(document)
-    tell_lines(logs, judge.evictions)
+    print_lines(logs, judge.evictions)
     for failure in document["failures"]:
         print(f"warning: a detector failed: {failure}", file=sys.stderr)
     return 1 if options.strict and logs.problems.harmful else 0

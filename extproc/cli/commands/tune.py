@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from extproc.cli.commands import add_key_flag, add_policy_flag, load_policies
-from extproc.cli.replay.command import add_log_flags, compile_policies, open_logs, tell_lines
+from extproc.cli.replay.command import add_log_flags, compile_policies, open_logs, print_lines
 from extproc.errors import BundleErrors, LoopguardError, UsageError
 from extproc.logs import escape_controls
 from extproc.objects import MAX_SECONDS, MAX_THRESHOLD
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document))
     else:
         _print_tables(document, pairs, windows, thresholds, advice.pair)
-    tell_lines(logs, sweep.evictions)
+    print_lines(logs, sweep.evictions)
     for problem in problems:
         print(escape_controls(f"warning: the policy needs another change as well: {problem}"), file=sys.stderr)
     return 1 if ready is None or (options.strict and logs.problems.harmful) else 0

@@ -113,7 +113,7 @@ def _count_lines(count: int) -> str:
     return "1 line" if count == 1 else f"{count:,} lines"
 
 
-def tell_lines(logs: Logs, evictions: int) -> None:
+def print_lines(logs: Logs, evictions: int) -> None:
     """Say on stderr what was wrong with lines, and why counts may be too low."""
     for kind, problem in logs.problems.by_kind.items():
         severity = "note" if kind in HARMLESS else "warning"

@@ -106,20 +106,20 @@ class ReplayReport:
         for outcome in group_by_policy(decision.trace):
             self._add_outcome(entry, outcome, evaluation.request)
         for policy, reason in evaluation.list_uncounted():
-            uncounted = self._find_policy(policy).uncounted
+            uncounted = self._get_policy(policy).uncounted
             uncounted[reason if reason in uncounted or len(uncounted) < _MAX_REASONS else _OTHER] += 1
         if evaluation.enforcing.forbidden is not None and decision.action is not Action.REJECT:
-            self._find_policy(evaluation.enforcing.forbidden[0]).uncountable += 1
+            self._get_policy(evaluation.enforcing.forbidden[0]).uncountable += 1
         for lane in evaluation.lanes:
             for policy, error in lane.failures:
                 self._add_failure(policy, f"{entry.place}: {policy}: {type(error).__name__}: {error}")
 
-    def _find_policy(self, policy: str, mode: str = "") -> _Policy:
+    def _get_policy(self, policy: str, mode: str = "") -> _Policy:
         return self._policies.setdefault((policy, mode or self._modes[policy]), _Policy())
 
     def _add_outcome(self, entry: LogEntry, outcome: Outcome, request: HttpRequest) -> None:
         action, tenant = outcome.action, outcome.tenant
-        policy = self._policies.get((outcome.policy, outcome.mode)) or self._find_policy(outcome.policy, outcome.mode)
+        policy = self._policies.get((outcome.policy, outcome.mode)) or self._get_policy(outcome.policy, outcome.mode)
         policy.actions[action] += 1
         policy.tenants.add(tenant)
         policy.timeline.add(entry.time, _SERIES[action])
@@ -127,14 +127,14 @@ class ReplayReport:
             return
         policy.held_ms += outcome.delay_ms
         policy.touched.add(tenant)
-        self._offenders.find((outcome.policy, outcome.mode, tenant, outcome.fingerprint)).add(entry, outcome, request)
-        touched = self._tenants.find((outcome.policy, outcome.mode, tenant))
+        self._offenders.get_or_add((outcome.policy, outcome.mode, tenant, outcome.fingerprint)).add(entry, outcome, request)
+        touched = self._tenants.get_or_add((outcome.policy, outcome.mode, tenant))
         touched.count += 1
         touched.actions[action] += 1
         touched.timeline.add(entry.time, _SERIES[action])
 
     def _add_failure(self, policy: str, text: str) -> None:
-        self._find_policy(policy).failed += 1
+        self._get_policy(policy).failed += 1
         if len(self._failures) < _MAX_EXAMPLES:
             self._failures.append(escape_controls(text))
 

@@ -246,7 +246,7 @@ def _compare(pair: Pair, live: Outcome | None, candidate: Outcome, evaluation: E
         return
     about = pair.compare(live, candidate, refused=refused)
     if about:
-        _tell(pair, about, evaluation, candidate if live is None or about not in _LIVE_ALONE else live)
+        _keep_disagreement(pair, about, evaluation, candidate if live is None or about not in _LIVE_ALONE else live)
 
 
 def _find_outcome(trace: Sequence[Outcome], policy: str) -> Outcome | None:
@@ -256,7 +256,7 @@ def _find_outcome(trace: Sequence[Outcome], policy: str) -> Outcome | None:
     return None
 
 
-def _tell(pair: Pair, about: str, evaluation: Evaluation, outcome: Outcome) -> None:
+def _keep_disagreement(pair: Pair, about: str, evaluation: Evaluation, outcome: Outcome) -> None:
     """Keep what a person wants to know about a disagreement.
 
     Args:
@@ -272,12 +272,12 @@ def _tell(pair: Pair, about: str, evaluation: Evaluation, outcome: Outcome) -> N
     if about == "extra":
         session = _find_session(pair, evaluation, outcome)
         if session:
-            pair.refused_sessions.add(_tell_apart(outcome.tenant, session))
+            pair.refused_sessions.add(_hash_session(outcome.tenant, session))
         if pair.samples is not None:
             pair.samples.offer(evaluation, outcome, session)
 
 
-def _tell_apart(tenant: str, session: str) -> str:
+def _hash_session(tenant: str, session: str) -> str:
     """16 hex digits that tell a session from those of other tenants, who may have named theirs alike."""
     return blake2b(f"{tenant}{session}".encode(), digest_size=_DIGEST).hexdigest()
 

@@ -670,7 +670,7 @@ def told(repeat: Repeat | None) -> str:
     loop = LoopDetection(enabled=True, similarity="turns")
     detector = Detector("p", "turns", loop, make_similarity(loop), shadow=False, namespace="")
     outcome = detector.judge("0" * 8, "0" * 16, UNCOUNTED, detector.similarity, repeat)
-    return outcome.subject.tell(outcome, "POST", "/v1/messages")
+    return outcome.subject.write_message(outcome, "POST", "/v1/messages")
 
 
 def test_each_sentence_says_what_repeated_and_what_would_be_progress() -> None:

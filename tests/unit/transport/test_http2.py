@@ -211,13 +211,13 @@ def test_what_is_sent_on_a_lost_stream_goes_nowhere() -> None:
     """A peer that resets a stream, or breaks the connection, hears nothing more of it."""
     connection, _, streams = opened(headers(1), headers(3))
     receive(connection, frame(http2.RST_STREAM, 0, 1, bytes(4)) + frame(http2.PING, 0, 1, bytes(8)))
-    connection.take()
+    connection.data_to_send()
 
     for stream in streams.values():
         connection.respond(stream, encode([(b":status", b"200")]))
         connection.send(stream, b"x", b"")
 
-    assert connection.take() == b""
+    assert connection.data_to_send() == b""
 
 
 @given(st.lists(st.binary(max_size=60), max_size=8), st.booleans())
@@ -273,7 +273,7 @@ class _Client:
         """Carry bytes between the two until both are silent; returns what the server saw."""
         seen: list[Seen] = []
         while True:
-            up, down = self.h2.data_to_send(), self.server.take()
+            up, down = self.h2.data_to_send(), self.server.data_to_send()
             if not up and not down:
                 return seen
             seen += receive(self.server, up, self.streams)

@@ -58,7 +58,7 @@ def waiting(streams: int) -> Connection:
     for number in numbers[:100]:
         connection.respond(requests[number], OK)
         connection.send(requests[number], b"x" * 100, b"")
-    connection.take()
+    connection.data_to_send()
     return connection
 
 
@@ -195,7 +195,7 @@ def test_a_turn_is_bounded() -> None:
 
     assert messages == 1_000
     assert turns >= (1_000 + 8 * 1_000) / 64
-    assert connection.take().count(frame(http2.PING, http2.ACK, 0, bytes(8))) == 1_000
+    assert connection.data_to_send().count(frame(http2.PING, http2.ACK, 0, bytes(8))) == 1_000
 
 
 def test_large_messages_have_a_turn_each() -> None:
@@ -229,11 +229,11 @@ def test_answers_that_are_let_go_take_turns() -> None:
     connection, _, streams = opened(SHUT, headers(), limits=Http2Limits(work=64))
     connection.respond(streams[1], OK)
     connection.send(streams[1], bytes(8 * 2**20), b"")
-    connection.take()
+    connection.data_to_send()
     connection.receive(initial_window(2**30) + window_update(0, 2**30))
     sizes = []
     while connection.next_event() is None:
-        sizes.append(len(connection.take()))
+        sizes.append(len(connection.data_to_send()))
         if not connection.unfinished:
             break
         connection.receive(b"")
@@ -451,7 +451,7 @@ class HostilePeers(RuleBasedStateMachine):
             got = self.innocent.next_event()
         assert isinstance(got, MessageReceived)
         self.innocent.answer(got.call, b"you")
-        assert b"you" in self.innocent.take()
+        assert b"you" in self.innocent.data_to_send()
         self.innocent.receive(frame(http2.RST_STREAM, 0, number, bytes(4)))
         assert self.innocent.next_event() is None
         assert self.innocent.error is None

@@ -21,7 +21,7 @@ def check_cluster(guard: Guard, _: Needs, resources: Resources) -> Iterator[Find
         return
     cluster = resources.find_cluster(guard.cluster)
     if cluster is None:
-        yield _tell_missing(guard, resources)
+        yield _report_missing(guard, resources)
         return
     yield from _check_protocol(cluster)
     yield from _check_breakers(cluster)
@@ -30,7 +30,7 @@ def check_cluster(guard: Guard, _: Needs, resources: Resources) -> Iterator[Find
         yield note("health-checks", cluster.get("health_checks"), problem, "health_checks with grpc_health_check, every second")
 
 
-def _tell_missing(guard: Guard, resources: Resources) -> Finding:
+def _report_missing(guard: Guard, resources: Resources) -> Finding:
     place = guard.filter.config.get("grpc_service", "envoy_grpc", "cluster_name")
     if resources.comes_later:
         return note("cluster", place, f"the cluster {guard.cluster!r} is not in this configuration, so it was not checked")

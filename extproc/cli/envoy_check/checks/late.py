@@ -38,10 +38,10 @@ def check_late_routes(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding
         first = unguarded if behind else left_out  # routes whose requests have passed Loopguard by
         anywhere = not covered and (behind or guard.filter.place.get("disabled").flag())  # as have those that had none at first
         if any(is_on(item, route) for route in first) or (anywhere and not item.place.get("disabled").flag()):
-            yield _tell(guard, item, first, behind=behind)
+            yield _report(guard, item, first, behind=behind)
 
 
-def _tell(guard: Guard, item: HttpFilter, first: list[Route], *, behind: bool) -> Finding:
+def _report(guard: Guard, item: HttpFilter, first: list[Route], *, behind: bool) -> Finding:
     start = f"from {first[0].name!r}" if first else "that had no route"
     problem = (
         f"{item.name} may choose another route: a request {start} that it moves to a guarded route is not guarded, because "
