@@ -20,7 +20,7 @@ from extproc.request.document import Document, NotCounted
 from extproc.request.quoting import quote
 
 
-class Call:
+class McpCall:
     """A tool's call, or a message to another agent.
 
     Attributes:
@@ -40,7 +40,7 @@ class Call:
         self.tools: tuple[str, ...] = (tool,) if tool else ()
         self._id = identity
 
-    def tell(self, outcome: Outcome, method: str, path: str) -> str:  # the tool says more than the path
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # the tool says more than the path
         """See `Similarity`; what the tool was called with stays out of it."""
         advice = self.advise(outcome, method, path)
         reason = f" {advice.reason}" if advice.reason else ""
@@ -78,11 +78,11 @@ class Mcp(Similarity):
             raise NotCounted("allowed_tool")
         return spell_call(tool, params), None
 
-    def find_subject(self, document: Document) -> Call:
+    def find_subject(self, document: Document) -> McpCall:
         """The call itself; see `Similarity`."""
         tool, _, identity = read_call(document)
         shown = tool[:MAX_NAME]
-        return Call(shown, self._limits.of([shown]) if shown else self._limits.of([]), read_id(identity))
+        return McpCall(shown, self._limits.of([shown]) if shown else self._limits.of([]), read_id(identity))
 
     def show(self, document: Document) -> list[str]:
         """See `Similarity`."""

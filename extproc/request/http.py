@@ -49,7 +49,6 @@ class StatedFacts(Facts):
     """Facts that somebody names one by one."""
 
     def __init__(self, *, route: str = "", address: str = "", claims: Mapping[str, str] | None = None) -> None:
-        """Keep them as given."""
         self._route = route
         self._address = address
         self._claims: Mapping[str, str] = claims if claims is not None else {}

@@ -39,7 +39,6 @@ from __future__ import annotations
 import struct
 from typing import Final, TypeAlias
 
-from extproc.recent import Used
 from extproc.store.windows import Hit
 
 LIMITS: Final = (
@@ -420,7 +419,7 @@ def enter(roster: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
     return _ROSTER.pack(now, began, count + room), room
 
 
-class Ledger(Used):
+class Ledger:
     """A session's, unpacked.
 
     Attributes:

@@ -49,7 +49,7 @@ def refuse_session(
     reason = Reason.SESSION_LIMIT_EXCEEDED
     status = lead.refusal.status or choose_status(request)
     code = _QUOTA if status == _PAYMENT_REQUIRED else reason.value
-    message = f"{subject.tell(lead, request.method, request.path)} ({reason.value})"
+    message = f"{subject.write_message(lead, request.method, request.path)} ({reason.value})"
     used, allowed = subject.shown
     detail = {"error": reason.value, "message": message, "limit": subject.limit, "used": used, "allowed": allowed}
     framed = _frame(Refusal(status, message, code, code, detail), request, content)
@@ -66,7 +66,7 @@ def refuse_session(
 
 def refuse_loop(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
     """The immediate response of a loop."""
-    message = f"{lead.subject.tell(lead, request.method, request.path)} ({_LOOP})"
+    message = f"{lead.subject.write_message(lead, request.method, request.path)} ({_LOOP})"
     reason = Reason.LOOP_DETECTED
     detail = {"error": _LOOP, "message": message, "cooldown_seconds": lead.retry_after}
     status = lead.refusal.status or choose_status(request)

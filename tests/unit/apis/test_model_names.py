@@ -16,7 +16,7 @@ from extproc.apis.bedrock import complete
 from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.request.http import HttpRequest
 from extproc.sessions.prices import read_model
-from extproc.sessions.rates import Price, Rates, Usage
+from extproc.sessions.rates import Rates, TokenPrice, Usage
 from tests.support.engine import ANY
 from tests.support.harness import Upstream
 from tests.support.messages import body, headers
@@ -118,8 +118,8 @@ def test_an_arn_whose_slash_was_decoded_is_still_bedrocks() -> None:
     assert find_endpoint(Question(HttpRequest("POST", path), b"{}")).complete is complete
 
 
-_DOLLAR = Price(Decimal(1), Decimal(1))
-_TEN = Price(Decimal(10), Decimal(10))
+_DOLLAR = TokenPrice(Decimal(1), Decimal(1))
+_TEN = TokenPrice(Decimal(10), Decimal(10))
 
 
 @pytest.mark.parametrize(
