@@ -30,7 +30,7 @@ from extproc.request.document import Document
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.http import HttpRequest
 from extproc.store.memory import MemoryStore
-from extproc.store.windows import UNCOUNTED, Count
+from extproc.store.rules.hit import UNCOUNTED, Count
 from tests.documents import policy
 from tests.messages import body, headers
 from tests.test_engine import ANY, keys, make_engine

@@ -23,7 +23,7 @@ from extproc.policy.loader import parse
 from extproc.request.fingerprint import NO_BODY, Body
 from extproc.request.http import HttpRequest
 from extproc.store.memory import MemoryStore
-from extproc.store.windows import Count, Hit
+from extproc.store.rules.hit import Count, Hit
 from tests.documents import bundle, policy
 from tests.records import replace
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.metrics import Metrics
-from extproc.store.ledger import (
+from extproc.store.memory import MemoryStore
+from extproc.store.rules.session import (
     FAILED,
     KILLED,
     KNOWN,
@@ -29,7 +30,6 @@ from extproc.store.ledger import (
     add_up,
     enter,
 )
-from extproc.store.memory import MemoryStore
 from tests.records import replace
 
 NO_LIMITS = Limits(60_000, 100)

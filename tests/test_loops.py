@@ -41,8 +41,8 @@ from extproc.operator.admin.server import AdminServer
 from extproc.operator.loop_table import MAX_LOOPS, MAX_PER_TENANT, MINUTES, Curve, Loop
 from extproc.sessions.prices import Prices, read_model
 from extproc.settings import parse_address
-from extproc.store.boards import MAX_DOCUMENT
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.documents import MAX_DOCUMENT
 from tests.documents import policy
 from tests.harness import PATIENCE
 from tests.messages import body, headers

@@ -21,7 +21,7 @@ import pytest
 from extproc.cli.main import main
 from extproc.operator.loop_table import MAX_LOOPS
 from extproc.operator.overrides import parse_order, write_override
-from extproc.store.orders import MAX_ORDERS
+from extproc.store.rules.documents import MAX_ORDERS
 from tests.documents import bundle, policy
 from tests.harness import Loopguard, Stack, eventually, stack
 from tests.servers import Driver, Server, impostor, server

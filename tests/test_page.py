@@ -31,8 +31,8 @@ from extproc.operator.admin.sessions import SharedSessions
 from extproc.operator.loop_table import MINUTES, Curve
 from extproc.sessions.prices import Prices
 from extproc.settings import parse_address
-from extproc.store.ledger import LIMITS, Standing
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.session import LIMITS, Standing
 from tests.documents import policy
 from tests.harness import PATIENCE
 from tests.messages import body, headers

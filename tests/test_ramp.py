@@ -17,7 +17,7 @@ from extproc.metrics import Metrics
 from extproc.request.fingerprint import MAX_TARGET, NO_BODY
 from extproc.request.http import HttpRequest, StatedFacts, compile_descriptors
 from extproc.store.memory import MemoryStore
-from extproc.store.windows import Hit
+from extproc.store.rules.hit import Hit
 from tests.documents import policy
 from tests.test_engine import ANY, LOOP, get, make_engine
 

@@ -25,20 +25,21 @@ from redis.credentials import CredentialProvider
 from extproc.errors import PartlyAwayError, StoreError, UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
-from extproc.store import certain, open_store, redact_url
-from extproc.store.aside import Aside
+from extproc.store import known_refusals, open_store, redact_url
 from extproc.store.client import Access
 from extproc.store.credentials import Provided
-from extproc.store.ledger import Question, Step
-from extproc.store.link import Place
+from extproc.store.link import Address
 from extproc.store.pending import Pending
 from extproc.store.redis import TAGS, RedisBackend
 from extproc.store.remote import RemoteStore
-from extproc.store.remote_orders import RemoteOrders
+from extproc.store.remote_documents import RemoteDocuments
 from extproc.store.resp import write_keys, write_word
+from extproc.store.rules.documents import BOARDS, KINDS
+from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.session import Question, Step
 from extproc.store.scripts import count_call, session_call
+from extproc.store.side_connections import SideConnections
 from extproc.store.topology import SLOTS, One, Slots, Undivided, find_slot, spread_tags
-from extproc.store.windows import Count, Hit
 from tests.harness import PATIENCE, eventually
 from tests.records import replace
 from tests.servers import Driver, Server, cluster, impostor, listening, relay, replicated, sentinels, server
@@ -776,63 +777,59 @@ def test_a_ledger_on_the_server_is_small(driver: Driver, one: Server) -> None:
     assert one.client().strlen(f"loopguard:{driver.place(steps[0]).key}") < 9_000
 
 
-@pytest.mark.parametrize("poison", ["set x y", "set x ''", "set x 12345678\x05abc", "hset x a b", "rpush x y", "sadd x y"])
-def test_a_board_s_key_of_somebody_else_is_replaced(driver: Driver, one: Server, poison: str) -> None:
-    """Where a board's key holds something else, the board is empty and takes what is published."""
-    board = driver.name("board")
+@pytest.mark.parametrize("poison", ["set x y", "set x ''", "hset x a b", "rpush x y", "sadd x y"])
+@pytest.mark.parametrize("part", ["ends", "documents", "version"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_of_documents_that_is_somebody_else_s_is_replaced(
+    driver: Driver, one: Server, kind: str, part: str, poison: str
+) -> None:
+    """Where one of their keys holds something else, there are no documents, and the next one is taken."""
+    subject = driver.name("subject")
     command, _, *values = poison.split(" ")
-    one.client().execute_command(command, f"loopguard:board:{board}", *values)
+    one.client().execute_command(command, f"loopguard:{kind}:{subject}:{part}", *values)
 
-    before = driver.run(driver.store.collect(board))
-    driver.run(driver.store.publish(board, "a", b"x", 60))
+    before = read_documents(driver, kind, subject)
+    put_document(driver, kind, subject, "a", 60)
 
     assert before == {}
-    assert driver.run(driver.store.collect(board)) == {"a": b"x"}
+    assert read_documents(driver, kind, subject) == {"a": b"x"}
 
 
-def test_boards_expire_by_themselves(driver: Driver, one: Server) -> None:
-    """The server forgets a board and its documents a second after the last of them has expired."""
-    board = driver.name("board")
-    driver.run(driver.store.publish(board, "a", b"x", 60))
-    driver.run(driver.store.publish(board, "b", b"x", 30))
-
-    lives = [one.client().pttl(f"loopguard:board:{board}{name}") for name in ("", ":a", ":b")]
-
-    assert [round(life / 10_000) for life in lives] == [6, 6, 3]
+def put_document(driver: Driver, kind: str, subject: str, name: str, seconds: float) -> None:
+    """A document of either kind."""
+    put = driver.store.publish if kind == BOARDS else driver.store.put_order
+    driver.run(put(subject, name, b"x", seconds))
 
 
-def test_a_board_whose_document_is_gone_shows_the_others(driver: Driver, one: Server) -> None:
-    """A document that the server has evicted is not on the board."""
-    board = driver.name("board")
-    for replica in "ab":
-        driver.run(driver.store.publish(board, replica, b"x", 60))
-    one.client().delete(f"loopguard:board:{board}:a")
-
-    assert driver.run(driver.store.collect(board)) == {"b": b"x"}
+def read_documents(driver: Driver, kind: str, subject: str) -> dict[str, bytes]:
+    """Those of either kind."""
+    if kind == BOARDS:
+        return driver.run(driver.store.collect(subject))
+    found = driver.run(driver.store.read_orders(subject, ""))
+    return found.documents if found is not None else {}
 
 
-def test_orders_expire_by_themselves(driver: Driver, one: Server) -> None:
-    """The server forgets the orders a second after the last of them has ended, whichever was given last."""
-    book = driver.name("book")
-    driver.run(driver.store.put_order(book, "a", b"x", 60))
-    driver.run(driver.store.put_order(book, "b", b"x", 30))
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_expire_by_themselves(driver: Driver, one: Server, kind: str) -> None:
+    """The server forgets them a second after the last of them has ended, whichever came last."""
+    subject = driver.name("subject")
+    put_document(driver, kind, subject, "a", 60)
+    put_document(driver, kind, subject, "b", 30)
 
-    lives = [one.client().pttl(f"loopguard:orders:{book}:{part}") for part in ("ends", "documents", "version")]
+    lives = [one.client().pttl(f"loopguard:{kind}:{subject}:{part}") for part in ("ends", "documents", "version")]
 
     assert [round(life / 10_000) for life in lives] == [6, 6, 6]
 
 
-def test_an_order_whose_document_is_gone_leaves_the_others(driver: Driver, one: Server) -> None:
-    """What the server has evicted stands no longer, and disturbs nobody."""
-    book = driver.name("book")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_document_that_is_gone_leaves_the_others(driver: Driver, one: Server, kind: str) -> None:
+    """What the server has evicted is not there any more, and disturbs nobody."""
+    subject = driver.name("subject")
     for name in "ab":
-        driver.run(driver.store.put_order(book, name, b"x", 60))
-    one.client().hdel(f"loopguard:orders:{book}:documents", "a")
+        put_document(driver, kind, subject, name, 60)
+    one.client().hdel(f"loopguard:{kind}:{subject}:documents", "a")
 
-    found = driver.run(driver.store.read_orders(book, ""))
-
-    assert found is not None
-    assert found.documents == {"b": b"x"}
+    assert read_documents(driver, kind, subject) == {"b": b"x"}
 
 
 @pytest.mark.parametrize("rubbish", [b":1\r\n", b"*1\r\n:1\r\n", b"*2\r\n$1\r\n1\r\n$-1\r\n"])
@@ -840,13 +837,13 @@ def test_a_list_of_orders_that_is_none_is_no_answer(rubbish: bytes) -> None:
     """Whatever a server answers, whoever asks hears that it is no list of orders."""
     with impostor(rubbish) as address:
         host, _, port = address.rpartition(":")
-        aside = Aside(Undivided(address, lambda: One(Place(host, int(port)), Access())), "")
+        connections = SideConnections(Undivided(address, lambda: One(Address(host, int(port)), Access())), "")
 
         async def ask() -> object:
             try:
-                return await RemoteOrders(aside).read("book", "", None)
+                return await RemoteDocuments(connections).read("orders", "book", "", None)
             finally:
-                await aside.drop()
+                await connections.drop()
 
         with pytest.raises(StoreError, match="no list of orders") as error:
             asyncio.run(ask())
@@ -1126,7 +1123,7 @@ def test_what_a_replica_says_of_a_hammered_loop_never_goes_back(driver: Driver, 
         other._name = third._name = driver._name
         counts = [[replica.count([hit])[0].count for replica in (driver, other)] for _ in range(1_000)]
         for replica in (driver, other):
-            known = remote(replica)._certain._known[driver.key(hit)]
+            known = remote(replica)._known_refusals._known[driver.key(hit)]
             eventually(lambda: replica.run(asyncio.sleep(0.02)) or known.owed == 0)  # noqa: B023  # called before the next
         last = third.count([hit])[0].count
 
@@ -1166,7 +1163,7 @@ def test_a_hammered_loop_is_no_hot_key(driver: Driver, one: Server) -> None:
     calls = one.commands()["evalsha"] - before
     with Driver(f"redis://{one.address}") as other:
         other._name = driver._name
-        eventually(lambda: driver.run(asyncio.sleep(0.02)) or remote(driver)._certain._known[driver.key(hit)].owed == 0)
+        eventually(lambda: driver.run(asyncio.sleep(0.02)) or remote(driver)._known_refusals._known[driver.key(hit)].owed == 0)
         seen = other.count([hit])[0].count
 
     assert all(answer.looping for answer in answers)
@@ -1187,7 +1184,7 @@ def test_refusals_that_do_not_count_cost_nothing(driver: Driver, one: Server) ->
     assert one.commands()["evalsha"] - before < len(answers) / 2
 
 
-def test_what_is_certain_of_a_loop_is_asked_for_all_others(driver: Driver) -> None:
+def test_what_is_known_of_a_loop_is_asked_for_all_others(driver: Driver) -> None:
     """A cooldown that a known loop has tripped holds for a request that is none, with the server's clock and from here."""
     (loop, _), (other, _) = cooldown_hits([(True, 1), (False, 1)], cooldown_ms=60_000)
     alone = driver.count([other])[0]
@@ -1216,13 +1213,13 @@ def test_a_key_that_an_operator_deletes_is_forgotten_here_as_well(driver: Driver
     eventually(lambda: not driver.count([hit])[0].looping, "a request that goes on")
 
 
-def test_what_is_certain_is_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_refusals_are_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many loops there are, a bounded number is remembered; the others are asked about."""
-    monkeypatch.setattr(certain, "MAX_LOOPS", 3)
+    monkeypatch.setattr(known_refusals, "MAX_LOOPS", 3)
     for number in range(10):
         _loop(driver, make_hit(window_ms=60_000, key=str(number)))
 
-    assert len(remote(driver)._certain) == 3
+    assert len(remote(driver)._known_refusals) == 3
     assert driver.count([make_hit(window_ms=60_000, key="0")])[0].count == 4
 
 
@@ -1235,7 +1232,7 @@ def test_closing_sends_what_is_owed(driver: Driver, one: Server) -> None:
         for _ in range(20):
             leaving.count([hit])
 
-        assert remote(leaving)._certain._known[leaving.key(hit)].owed > 0
+        assert remote(leaving)._known_refusals._known[leaving.key(hit)].owed > 0
     assert driver.count([hit])[0].count == 24
 
 
@@ -1406,9 +1403,9 @@ def test_a_cluster_batch_is_few_commands(six: list[Server]) -> None:
 
 def test_who_has_which_slots_is_asked_of_one_node_after_the_other(six: list[Server]) -> None:
     """A node that was cut off and believes in owners of old is not asked again before the others were."""
-    slots = Slots([Place("127.0.0.1", six[0].port)], Access(), TAGS)
+    slots = Slots([Address("127.0.0.1", six[0].port)], Access(), TAGS)
 
-    async def asked() -> list[Place]:
+    async def asked() -> list[Address]:
         found = []
         for _ in six:
             await slots.learn()

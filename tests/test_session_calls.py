@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from extproc.metrics import Metrics
 from extproc.request.document import Document
 from extproc.sessions.history import read_tool_calls
-from extproc.store.ledger import LIMITS as LIMITS_BY_PLACE
-from extproc.store.ledger import RECORD, Standing, Step
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.session import LIMITS as LIMITS_BY_PLACE
+from extproc.store.rules.session import RECORD, Standing, Step
 from tests.records import replace
 from tests.test_ledger import Asking, limit
 from tests.turn_writers import SHAPES, Did

@@ -16,8 +16,8 @@ from extproc.engine.settlements import Entry
 from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.sessions.rates import Usage
-from extproc.store.ledger import Standing
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.session import Standing
 from tests.test_service import make_service, metadata_of
 from tests.test_session_guard import ask, limited, status
 from tests.turn_writers import Did, as_chat

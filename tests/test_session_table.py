@@ -32,9 +32,9 @@ from extproc.operator.admin.sessions import (
 from extproc.operator.session_table import MAX_CALLS, MAX_PER_TENANT, MAX_SESSIONS, OVERFLOW, Run, SessionTable
 from extproc.sessions.rates import Usage
 from extproc.settings import parse_address
-from extproc.store.boards import MAX_DOCUMENT
-from extproc.store.ledger import LIMITS, Standing
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.documents import MAX_DOCUMENT
+from extproc.store.rules.session import LIMITS, Standing
 
 TENANT, OTHER = "a" * 16, "b" * 16
 SESSION = "5" * 16

@@ -19,12 +19,12 @@ from extproc.errors import StoreError, UsageError
 from extproc.metrics import Metrics
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.http import HttpRequest
-from extproc.store import open_store, orders, remote_orders
-from extproc.store.boards import MAX_DOCUMENT, MAX_REPLICAS
-from extproc.store.ledger import Limits, add_up
+from extproc.store import open_store
 from extproc.store.memory import MemoryStore
-from extproc.store.orders import MAX_ORDER
-from extproc.store.windows import Count, Hit, Push
+from extproc.store.rules.documents import KINDS, MAX_DOCUMENT, MAX_ORDER, MAX_REPLICAS, ORDERS
+from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.ring import Push
+from extproc.store.rules.session import Limits, add_up
 from tests.documents import policy
 from tests.records import replace
 from tests.servers import REDIS, Driver, cluster, server
@@ -467,8 +467,7 @@ def test_an_order_that_is_too_long_is_refused(store: Driver) -> None:
 
 def test_orders_are_bounded(store: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no room, a new order is refused; one that stands may be changed, and one that ended makes room."""
-    for module in (orders, remote_orders):
-        monkeypatch.setattr(module, "MAX_ORDERS", 3)
+    monkeypatch.setitem(KINDS, ORDERS, KINDS[ORDERS]._replace(max_documents=3))
     book = store.name("book")
     for number in range(3):
         store.run(store.store.put_order(book, str(number), b"x", 60 + number, 1_000))

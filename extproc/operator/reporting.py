@@ -19,7 +19,7 @@ from extproc.metrics import Metrics
 from extproc.operator.loop_table import Loop, LoopTable
 from extproc.operator.session_table import OVERFLOW, SessionTable
 from extproc.sessions.limits import NARROW, SessionSubject
-from extproc.store.ledger import Standing
+from extproc.store.rules.session import Standing
 
 _LOG = logging.getLogger("loopguard")
 

@@ -12,7 +12,7 @@ from typing import Final
 from extproc.recent import Row, Table
 from extproc.request.http import cut_text
 from extproc.sessions.rates import Usage
-from extproc.store.ledger import KILLED, LIMITS, NANO_DOLLARS, Standing
+from extproc.store.rules.session import KILLED, LIMITS, NANO_DOLLARS, Standing
 
 MAX_SESSIONS: Final = 1_000
 MAX_PER_TENANT: Final = 100

@@ -23,7 +23,7 @@ from redis.exceptions import (
 )
 
 from extproc.errors import StoreError
-from extproc.store.link import Bounds, Link, Place, explain
+from extproc.store.link import Address, Bounds, Link, explain
 
 _READ_BYTES = 65_536
 
@@ -75,7 +75,7 @@ class Access:
     database: int = 0
 
 
-async def connect(place: Place, access: Access) -> Link:
+async def connect(place: Address, access: Access) -> Link:
     """Connect and log in.
 
     Raises:
@@ -99,7 +99,7 @@ async def connect(place: Place, access: Access) -> Link:
     return Link(place, connection, parser.reader, parser.bounds)
 
 
-def _make_connection(place: Place, access: Access, parser: _WaryParser) -> AbstractConnection:
+def _make_connection(place: Address, access: Access, parser: _WaryParser) -> AbstractConnection:
     more: dict[str, Any] = {
         "db": access.database,
         "credential_provider": access.credentials,

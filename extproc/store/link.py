@@ -58,7 +58,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Address:
     """Where a server listens: host and port, or the path of a Unix socket."""
 
     host: str = ""
@@ -105,7 +105,7 @@ class Link(asyncio.Protocol):
     round trip as much as a dozen of its hits.
     """
 
-    def __init__(self, place: Place, connection: AbstractConnection, reader: hiredis.Reader, bounds: Bounds) -> None:
+    def __init__(self, place: Address, connection: AbstractConnection, reader: hiredis.Reader, bounds: Bounds) -> None:
         """Take a connection over.
 
         Args:
@@ -216,7 +216,7 @@ class Link(asyncio.Protocol):
             self._answer.settle(None, error)
 
 
-def explain(error: BaseException, place: Place) -> StoreError:
+def explain(error: BaseException, place: Address) -> StoreError:
     """What redis-py raised, or what it raised that for; any error at all, because a server can answer anything."""
     for cause in _causes(error):
         if isinstance(cause, StoreError):

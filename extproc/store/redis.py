@@ -1,6 +1,6 @@
 """State in Redis or Valkey: one server, Sentinel or Cluster; TLS, ACL users, Unix sockets.
 
-Lua scripts do the work (`lua/*.lua`), atomically and by the server's clock. A batch is one write to each server, with one call
+The scripts in `rules/` do the work, atomically and by the server's clock. A batch is one write to each server, with one call
 for each script, and on a cluster one for each script and hash tag. Keys are spread over `TAGS` tags: a batch falls apart into
 few calls and still reaches every primary. Each primary of a cluster is a shard of its own, with its own connections.
 """
@@ -23,17 +23,17 @@ from extproc.errors import StoreError, UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import redact_url
-from extproc.store.aside import Aside
 from extproc.store.client import Access
 from extproc.store.credentials import Password, Provided
-from extproc.store.link import Link, Place, Reply, explain_refusal
+from extproc.store.link import Address, Link, Reply, explain_refusal
 from extproc.store.pending import Pending
 from extproc.store.remote import RemoteStore
 from extproc.store.resp import write_keys, write_word
-from extproc.store.scripts import MAX_WEIGHT, Call, Script, count_call
+from extproc.store.rules.hit import Hit
+from extproc.store.scripts import MAX_WEIGHT, Script, ScriptCall, count_call
 from extproc.store.shard import blame_bug
+from extproc.store.side_connections import SideConnections
 from extproc.store.topology import Layout, One, Slots, Topology, Undivided, Watched
-from extproc.store.windows import Hit
 
 TAGS = 16
 """Hash tags that a cluster's keys are spread over: few calls per batch against an even load on the primaries."""
@@ -52,10 +52,10 @@ class _Group:
         self.script = script
         self.tag = tag
         self.weight = 0
-        self.calls: list[Call] = []
+        self.calls: list[ScriptCall] = []
         self.positions: list[int] = []
 
-    def add(self, call: Call, position: int) -> _Group:
+    def add(self, call: ScriptCall, position: int) -> _Group:
         """Take one more."""
         self.weight += call.weight
         self.calls.append(call)
@@ -132,7 +132,7 @@ class RedisBackend:
         self._topology = topology
         self._prefix = prefix
 
-    def call(self, calls: list[Call]) -> Pending:
+    def call(self, calls: list[ScriptCall]) -> Pending:
         """Make every call; each server gets one write, at once where its connection is open."""
         trip = _Trip(len(calls))
         try:
@@ -154,7 +154,7 @@ class RedisBackend:
         """End the connections."""
         await self._topology.drop()
 
-    def _group(self, calls: list[Call]) -> list[_Group]:
+    def _group(self, calls: list[ScriptCall]) -> list[_Group]:
         full: list[_Group] = []
         groups: dict[tuple[str, str], _Group] = {}
         group: _Group | None = None
@@ -280,10 +280,10 @@ def _read(group: _Group, reply: Reply, answers: list[Any]) -> None:
         answers[position] = answer
 
 
-def _read_place(error: ResponseError) -> Place:
+def _read_place(error: ResponseError) -> Address:
     """`1234 10.0.0.1:6379`, as behind ASK and MOVED."""
     host, _, port = str(error).rpartition(" ")[2].rpartition(":")
-    return Place(host, int(port))
+    return Address(host, int(port))
 
 
 class _Url:
@@ -318,11 +318,11 @@ class _Url:
         """Options of the URL that tell about TLS."""
         return ("ca", "cert", "key") if self.scheme == "rediss" else ()
 
-    def _parse_place(self, text: str) -> Place:
+    def _parse_place(self, text: str) -> Address:
         try:
             parts = urlsplit(f"//{text}")
             port = parts.port or (26_379 if self.kind == "sentinel" else 6379)
-            return Place(parts.hostname or "localhost", port)
+            return Address(parts.hostname or "localhost", port)
         except ValueError:
             raise self.explain("what stands behind :// must be HOST:PORT") from None
 
@@ -413,7 +413,7 @@ def open_redis(url: str, metrics: Metrics, settings: Settings) -> RemoteStore:
     access = Access(_choose_credentials(parts, settings), _make_tls(parts))
     layout = _KINDS[parts.kind if parts.scheme != "unix" else "unix"](parts, access)
     whole = settings.on_store_error == "reject"
-    return RemoteStore(_Shares(layout, prefix), Aside(layout, prefix), metrics, settings.store_timeout, whole=whole)
+    return RemoteStore(_Shares(layout, prefix), SideConnections(layout, prefix), metrics, settings.store_timeout, whole=whole)
 
 
 def _make_single(url: _Url, access: Access) -> Layout:
@@ -426,7 +426,7 @@ def _make_single(url: _Url, access: Access) -> Layout:
 def _make_unix(url: _Url, access: Access) -> Layout:
     if url.hosts or not url.path:
         raise url.explain("it takes the form unix:///PATH?db=0")
-    place = Place(path=f"/{url.path}")
+    place = Address(path=f"/{url.path}")
     access = replace(access, database=url.parse_number(url.options.get("db", "0"), "db"))
     return Undivided(str(place), lambda: One(place, access))
 

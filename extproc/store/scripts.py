@@ -10,13 +10,14 @@ import hashlib
 import struct
 from collections.abc import Callable
 from functools import partial
-from importlib.resources import files
 from typing import Any, Final
 
 from extproc.errors import StoreError
-from extproc.store.ledger import Question, Settlement, Standing, Step, pack_question, read_standing, weigh
 from extproc.store.resp import write_word
-from extproc.store.windows import Count, Hit, Push, read_entries, split_records
+from extproc.store.rules import read_script
+from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.ring import Push, read_entries, split_records
+from extproc.store.rules.session import Question, Settlement, Standing, Step, pack_question, read_standing, weigh
 
 MAX_WEIGHT: Final = 16
 """Of the calls that go as one script, which all other clients of the server have to wait for: it takes 1 ms at worst."""
@@ -34,7 +35,7 @@ class Script:
 
     def __init__(self, name: str, read: Callable[[object, int], list[Any]]) -> None:
         """Load it."""
-        text = (files("extproc.store") / "lua" / f"{name}.lua").read_bytes()
+        text = read_script(name).encode()
         self.sha = hashlib.sha1(text).hexdigest()  # noqa: S324  # not a secret
         self.by_name = write_word("EVALSHA") + write_word(self.sha)
         self.whole = write_word("EVAL") + write_word(text)
@@ -45,7 +46,7 @@ def _make_error() -> StoreError:
     return StoreError("what the server answers is not what its script says", kind="response")
 
 
-class Call:
+class ScriptCall:
     """What a round trip asks for one key.
 
     Attributes:
@@ -76,9 +77,9 @@ class Call:
         self.subject = subject
         self.arguments = arguments
 
-    def narrow(self) -> Call:
+    def narrow(self) -> ScriptCall:
         """The same with the subject's key alone."""
-        return Call(self.script, self.subject, self.arguments, self.owed, (), self.weight)
+        return ScriptCall(self.script, self.subject, self.arguments, self.owed, (), self.weight)
 
 
 class Verdict:
@@ -131,7 +132,7 @@ def _read_ring(value: bytes) -> list[bytes]:
 _RING = Script("ring", partial(_read_each, _read_ring))
 
 
-def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) -> Call:
+def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) -> ScriptCall:
     """Count a hit so many times at once, and what is owed beside.
 
     `now` in milliseconds is for tests, None takes the server's clock.
@@ -140,7 +141,7 @@ def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) 
     is_log = hit.window_type == "sliding_log"
     last = hit.count_to if is_log else int(hit.window_type == "fixed")
     arguments = (hit.window_ms, hit.threshold, hit.cooldown_ms, int(hit.count_refused), last, times + owed, moment)
-    return Call(_LOG if is_log else _TALLY, hit, arguments, owed)
+    return ScriptCall(_LOG if is_log else _TALLY, hit, arguments, owed)
 
 
 def _read_standing(value: bytes) -> Standing:
@@ -153,15 +154,15 @@ def _read_standing(value: bytes) -> Standing:
 _SESSION = Script("session", partial(_read_each, _read_standing))
 
 
-def session_call(asked: Step | Settlement, now: int | None = None) -> Call:
+def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall:
     """Take a step of a session's, or settle one; `now` as for counts."""
     arguments = (-1 if now is None else now, *pack_question(asked))
     if not isinstance(asked, Step):
-        return Call(_SESSION, asked, arguments, weight=1)
-    return Call(_SESSION, asked, arguments, 0, (asked.roster, asked.shared), weigh(asked))
+        return ScriptCall(_SESSION, asked, arguments, weight=1)
+    return ScriptCall(_SESSION, asked, arguments, 0, (asked.roster, asked.shared), weigh(asked))
 
 
-def push_call(pushed: Push, now: int | None = None) -> Call:
+def push_call(pushed: Push, now: int | None = None) -> ScriptCall:
     """Push an entry to a ring; `now` as for counts."""
     _, entry, request, size, ttl = pushed
-    return Call(_RING, pushed, (entry, request, size, ttl, -1 if now is None else now))
+    return ScriptCall(_RING, pushed, (entry, request, size, ttl, -1 if now is None else now))

@@ -23,7 +23,7 @@ from extproc.errors import StoreError
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.store.pending import Pending
-from extproc.store.scripts import Call
+from extproc.store.scripts import ScriptCall
 
 _LOG = logging.getLogger("loopguard")
 
@@ -57,7 +57,7 @@ _UNASSIGNED = "unassigned"
 class Backend(Protocol):
     """The wire to a shard's server, for one round trip at a time; what goes wrong is a StoreError and nothing else."""
 
-    def call(self, calls: list[Call]) -> Pending:
+    def call(self, calls: list[ScriptCall]) -> Pending:
         """Make every call once, in as few round trips as the server allows; a list of what their scripts make of the answers.
 
         Whoever cancels it does not want to wait any more, and drops the connections.
@@ -73,7 +73,7 @@ class Backend(Protocol):
         ...
 
 
-Finish: TypeAlias = Callable[[list[Call], list[Any]], Any]
+Finish: TypeAlias = Callable[[list[ScriptCall], list[Any]], Any]
 
 
 class _Waiting(Pending):
@@ -87,7 +87,7 @@ class _Waiting(Pending):
 
     __slots__ = ("calls", "deadline", "finish")
 
-    def __init__(self, calls: list[Call], finish: Finish, deadline: float) -> None:
+    def __init__(self, calls: list[ScriptCall], finish: Finish, deadline: float) -> None:
         super().__init__()
         self.calls = calls
         self.finish = finish
@@ -163,7 +163,7 @@ class Shard:
         if self.trouble is not None:
             raise _make_unavailable(self.trouble)
 
-    def ask(self, calls: list[Call], finish: Finish) -> Pending:
+    def ask(self, calls: list[ScriptCall], finish: Finish) -> Pending:
         """Have calls made with the next round trip.
 
         Args:

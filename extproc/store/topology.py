@@ -19,7 +19,7 @@ from redis.exceptions import ResponseError
 
 from extproc.errors import StoreError
 from extproc.store.client import Access, connect
-from extproc.store.link import Command, Link, Place, Reply, explain_refusal
+from extproc.store.link import Address, Command, Link, Reply, explain_refusal
 
 SLOTS = 16_384
 _SENTINEL_SECONDS = 0.25
@@ -50,11 +50,11 @@ class Topology(Protocol):
         """The same, opened where it is not open."""
         ...
 
-    async def at(self, place: Place) -> Link:
+    async def at(self, place: Address) -> Link:
         """One to a server that another one named."""
         ...
 
-    def move(self, tag: str, place: Place) -> None:
+    def move(self, tag: str, place: Address) -> None:
         """Another server has the tag's keys: the one that had them says so."""
         ...
 
@@ -105,7 +105,7 @@ class One:
 
     tags: Sequence[str] = ()
 
-    def __init__(self, place: Place, access: Access) -> None:
+    def __init__(self, place: Address, access: Access) -> None:
         """Nothing is connected yet."""
         self._place = place
         self._access = access
@@ -123,11 +123,11 @@ class One:
             link = self._link = await connect(await self._choose(), self._access)
         return link
 
-    async def at(self, place: Place) -> Link:
+    async def at(self, place: Address) -> Link:
         """See `Topology`; only a cluster sends anybody elsewhere."""
         raise StoreError(f"the server is part of a cluster and sends us to {place}; use redis+cluster://", kind="cluster")
 
-    def move(self, tag: str, place: Place) -> None:
+    def move(self, tag: str, place: Address) -> None:
         """See `Topology`; `at` says what is wrong."""
 
     async def learn(self) -> Sequence[int]:
@@ -140,20 +140,20 @@ class One:
         if link is not None:
             await link.drop()
 
-    async def _choose(self) -> Place:
+    async def _choose(self) -> Address:
         return self._place
 
 
 class Watched(One):
     """The primary of a service that Sentinels watch over."""
 
-    def __init__(self, sentinels: Sequence[Place], service: str, access: Access) -> None:
+    def __init__(self, sentinels: Sequence[Address], service: str, access: Access) -> None:
         """Nothing is connected yet."""
         super().__init__(sentinels[0], access)
         self._sentinels = list(sentinels)
         self._service = service
 
-    async def _choose(self) -> Place:
+    async def _choose(self) -> Address:
         """Ask the Sentinels in turn, each time another one first: one that was cut off may name a primary of old."""
         errors = []
         for sentinel in list(self._sentinels):
@@ -167,7 +167,7 @@ class Watched(One):
                 errors.append(f"{sentinel}: no answer")
         raise StoreError(f"no Sentinel knows the primary: {'; '.join(errors)}", kind="sentinel")
 
-    async def _ask(self, sentinel: Place) -> Place:
+    async def _ask(self, sentinel: Address) -> Address:
         command = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
         try:
             reply = await _query(sentinel, Access(tls=self._access.tls), command)
@@ -179,7 +179,7 @@ class Watched(One):
             raise StoreError(f"{sentinel} does not watch {self._service}", kind="sentinel")
         try:
             host, port = reply  # type: ignore[misc]  # anything may have come
-            return Place(host.decode(), int(port))  # type: ignore[union-attr]
+            return Address(host.decode(), int(port))  # type: ignore[union-attr]
         except (AttributeError, TypeError, ValueError):
             raise StoreError(f"{sentinel} names no server", kind="sentinel") from None
 
@@ -187,22 +187,22 @@ class Watched(One):
 class Slots:
     """A cluster's layout, as far as its nodes have said it: every tag's slot belongs to one primary."""
 
-    def __init__(self, seeds: Sequence[Place], access: Access, tags: int) -> None:
+    def __init__(self, seeds: Sequence[Address], access: Access, tags: int) -> None:
         """Nothing is known yet; any of the seeds may tell who has which slots."""
         self.tags: Sequence[str] = spread_tags(tags)
         self.owners: Sequence[str] = [""] * tags
         self.changes = 0
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, Address] = {}
         self._slots = [find_slot(tag) for tag in self.tags]  # ascending
         self._seeds = list(seeds)
         self._access = access
-        self._known: list[Place] = []
+        self._known: list[Address] = []
 
     def open(self, owner: str) -> Cluster:
         """See `Layout`."""
         return Cluster(self, self._access, owner)
 
-    def move(self, tag: str, place: Place) -> None:
+    def move(self, tag: str, place: Address) -> None:
         """A tag's keys are elsewhere."""
         self._assign({**self.places, tag: place})
 
@@ -231,13 +231,13 @@ class Slots:
             self._known = [known for known in self._known if known != place]
         raise StoreError(f"no node of the cluster answers: {'; '.join(errors)}", kind="connection")
 
-    def _read(self, ranges: Any, asked: Place) -> None:  # noqa: ANN401  # whatever a server answered
+    def _read(self, ranges: Any, asked: Address) -> None:  # noqa: ANN401  # whatever a server answered
         """Take in who has which slots, from one range of slots for each of the lists.
 
         Raises:
             AttributeError, IndexError, TypeError, ValueError: it says something else.
         """
-        owners: dict[str, Place] = {}
+        owners: dict[str, Address] = {}
         nodes = set()
         for first, last, *listed in ranges:
             tags = self.tags[bisect_left(self._slots, first) : bisect_right(self._slots, last)]
@@ -248,7 +248,7 @@ class Slots:
         self._assign(owners)
         self._known = [*(known for known in dict.fromkeys([*self._known, *nodes]) if known != asked and known in nodes), asked]
 
-    def _assign(self, places: dict[str, Place]) -> None:
+    def _assign(self, places: dict[str, Address]) -> None:
         if places != self.places:
             self.places = places
             self.owners = [str(places[tag]) if tag in places else "" for tag in self.tags]
@@ -264,7 +264,7 @@ class Cluster:
         self._slots = slots
         self._access = access
         self._owner = owner
-        self._links: dict[Place, Link] = {}
+        self._links: dict[Address, Link] = {}
 
     def get(self, tag: str) -> Link | None:
         """See `Topology`."""
@@ -280,7 +280,7 @@ class Cluster:
             raise _make_orphaned(tag)
         return await self.at(self._slots.places[tag])
 
-    async def at(self, place: Place) -> Link:
+    async def at(self, place: Address) -> Link:
         """See `Topology`."""
         link = self._links.get(place)
         if link is None or not link.is_usable():
@@ -289,7 +289,7 @@ class Cluster:
             link = self._links[place] = await connect(place, self._access)
         return link
 
-    def move(self, tag: str, place: Place) -> None:
+    def move(self, tag: str, place: Address) -> None:
         """See `Topology`."""
         self._slots.move(tag, place)
 
@@ -308,7 +308,7 @@ class Cluster:
             await link.drop()
 
 
-async def _query(place: Place, access: Access, command: Command) -> Reply:
+async def _query(place: Address, access: Access, command: Command) -> Reply:
     """A server's reply to one command, on a connection of its own.
 
     Raises:
@@ -328,9 +328,9 @@ def _make_orphaned(tag: str) -> StoreError:
     return StoreError(f"no node of the cluster has slot {find_slot(tag)}", kind="cluster")
 
 
-def _read_node(node: Any, asked: Place) -> Place:  # noqa: ANN401  # whatever a server answered
+def _read_node(node: Any, asked: Address) -> Address:  # noqa: ANN401  # whatever a server answered
     """Host, port and more; a node that does not know its own address names none."""
     host, port, *_ = node
     if type(port) is not int:
         raise TypeError
-    return Place(host.decode() if host else asked.host, port)
+    return Address(host.decode() if host else asked.host, port)

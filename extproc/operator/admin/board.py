@@ -18,7 +18,7 @@ import msgspec
 
 from extproc.errors import StoreError
 from extproc.store import Store
-from extproc.store.boards import MAX_DOCUMENT, make_replica_name
+from extproc.store.rules.documents import MAX_DOCUMENT, make_replica_name
 
 T = TypeVar("T")
 

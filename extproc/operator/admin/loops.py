@@ -11,7 +11,7 @@ import msgspec
 from extproc.operator.admin.board import KEPT_SECONDS, Board, fit
 from extproc.operator.loop_table import MINUTES, Loop, LoopTable
 from extproc.store import Store
-from extproc.store.boards import MAX_DOCUMENT
+from extproc.store.rules.documents import MAX_DOCUMENT
 
 BOARD = "loops"
 

@@ -9,7 +9,7 @@
 --          in ms, span in ms, and for how many ms a looping verdict would stand if nothing more were counted
 --
 -- A key's value is count, first, last and cooling_until, packed; the times are milliseconds. The value decides; the key's
--- own expiry only collects garbage. The arithmetic is that of extproc/store/windows.py, request by request.
+-- own expiry only collects garbage. The arithmetic is that of tally.py, request by request.
 
 local FORMAT = '>I4I8I8I8'
 local ANSWER = '>I8BI8I8I8'

@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from extproc.store.windows import Count, Hit
+from extproc.store.rules.hit import Count, Hit
 
 MAX_LOOPS = 10_000
 SETTLE_MS = 100
@@ -52,7 +52,7 @@ class _Refusal:
         self.asked = self.owed = self.told = 0
 
 
-class Certain:
+class KnownRefusals:
     """The loops known to this process."""
 
     def __init__(self, settle: Callable[[Hit, int], None]) -> None:

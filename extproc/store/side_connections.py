@@ -22,27 +22,27 @@ _SECONDS = 2.0
 _MOVED = ("MOVED", "ASK")
 
 
-class _Line:
-    """A way to the keys of a part."""
+class _SideConnection:
+    """One to the server of a part of the keys."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.lock = asyncio.Lock()  # a connection answers one question at a time
 
 
-class Aside:
+class SideConnections:
     """The servers of a layout; all keys of one subject are in one hash slot, and a server that hangs holds up no other's."""
 
     def __init__(self, layout: Layout, prefix: str) -> None:
         """Nothing is connected yet; every key starts with `prefix`."""
         self._layout = layout
         self._prefix = prefix
-        self._lines: dict[int, _Line] = {}
+        self._connections: dict[int, _SideConnection] = {}
 
     async def drop(self) -> None:
         """Drop the connections."""
-        for line in self._lines.values():
-            await line.topology.drop()
+        for connection in self._connections.values():
+            await connection.topology.drop()
 
     def find_part(self, subject: str) -> int:
         """The part of the keys that a subject's belong to."""
@@ -58,18 +58,6 @@ class Aside:
         tags = self._layout.tags
         return tags[self.find_part(subject)] if tags else ""
 
-    async def run(
-        self, subject: str, script: str, keys: Sequence[str], *arguments: str | bytes | int, now: int | None
-    ) -> Reply:
-        """The reply of a script, whose last argument is the time in milliseconds, -1 for the server's own clock.
-
-        Raises:
-            StoreError: as `ask`.
-        """
-        moment = -1 if now is None else now
-        [reply] = await self.ask(subject, [("EVAL", script, len(keys), *keys, *arguments, moment)])
-        return reply
-
     async def ask(self, subject: str, commands: Sequence[Command]) -> list[Reply]:
         """The replies to commands that go out in one write; they may be sent twice, so that has to do no harm.
 
@@ -77,18 +65,18 @@ class Aside:
             StoreError: there are none, or one of them is an error.
         """
         part, tag = self.find_part(subject), self._find_tag(subject)
-        line = self._lines.get(part)
-        if line is None:
-            line = self._lines[part] = _Line(self._layout.open(""))
-        async with line.lock:
+        connection = self._connections.get(part)
+        if connection is None:
+            connection = self._connections[part] = _SideConnection(self._layout.open(""))
+        async with connection.lock:
             try:
                 async with asyncio.timeout(_SECONDS):
-                    return await _ask_twice(line.topology, tag, commands)
+                    return await _ask_twice(connection.topology, tag, commands)
             except TimeoutError:
-                await line.topology.drop()
+                await connection.topology.drop()
                 raise StoreError(f"no answer within {_SECONDS:g} s", kind="timeout") from None
             except BaseException:  # it is not known what is still on the connections
-                await line.topology.drop()
+                await connection.topology.drop()
                 raise
 
 

@@ -6,7 +6,7 @@
 -- returns  for each key its records, oldest first, the new one included: digest, one byte with the entry's length, the entry
 --
 -- A key's value is the time of its last push in milliseconds, packed, and its records. The value decides; the key's own expiry only
--- collects garbage. The rules are those of extproc/store/windows.py.
+-- collects garbage. The rules are those of ring.py.
 
 local HEAD = '>I8'
 local GARBAGE_MS = 1000

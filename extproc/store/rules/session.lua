@@ -7,7 +7,7 @@
 --          a digest and a length before it; the newest tool calls in the history; the tools of the older ones, packed as TOOL
 -- returns  for each how the session stands, packed as STANDING, a number for each tool as TOOL, and the tools' names
 --
--- The formats and the rules are those of extproc/store/ledger.py, and so are the names here. The value decides; the key's own expiry only
+-- The formats and the rules are those of session.py, and so are the names here. The value decides; the key's own expiry only
 -- collects garbage.
 
 local VERSION = 2

@@ -31,7 +31,7 @@ What a ledger has forgotten counts again if it is shown again: a history of whos
 does not know as it was before its last turn either.
 
 A ledger is forgotten some time after the last request that was let through; refused ones do not keep it. What a clock that is
-set back makes of that is what it makes of rings, see `windows`.
+set back makes of that is what it makes of rings: see `hit`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import struct
 from typing import Final, TypeAlias
 
 from extproc.recent import Used
-from extproc.store.windows import Hit
+from extproc.store.rules.hit import Hit
 
 LIMITS: Final = (
     "",
