@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import logging
 import re
@@ -26,11 +27,12 @@ from extproc.errors import PartlyAwayError, StoreError, UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import known_refusals, open_store, redact_url
+from extproc.store.backend import RedisBackend
 from extproc.store.client import Access
 from extproc.store.credentials import Provided
 from extproc.store.link import Address
 from extproc.store.pending import Pending
-from extproc.store.redis import TAGS, RedisBackend
+from extproc.store.redis import TAGS
 from extproc.store.remote import RemoteStore
 from extproc.store.remote_documents import RemoteDocuments
 from extproc.store.resp import write_keys, write_word
@@ -77,7 +79,7 @@ def remote(driver: Driver) -> RemoteStore:
 
 def backend(driver: Driver) -> RedisBackend:
     """The wire behind a store of one server."""
-    return cast("RedisBackend", remote(driver)._by_part[0]._backend)
+    return remote(driver)._by_part[0]._backend
 
 
 # --- URLs and secrets
@@ -595,6 +597,43 @@ def test_a_store_that_comes_to_its_senses_is_taken_back(one: Server) -> None:
         assert driver.count([make_hit()])[0].count == 1
 
 
+def _find_imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_redis_py_gives_us_credential_providers_and_nothing_else() -> None:
+    """Its connections and parsers are not used, so that no private name of its own can vanish under us."""
+    sources = Path(__file__).parent.parent / "extproc"
+    imported = {name for path in sources.rglob("*.py") for name in _find_imports(path)}
+
+    assert {name for name in imported if name.partition(".")[0] == "redis"} == {"redis.credentials.CredentialProvider"}
+
+
+def test_a_server_that_knows_no_users_is_given_the_password_alone(one: Server) -> None:
+    """Before Redis 6 AUTH took one word, and said so."""
+    told: list[bytes] = []
+
+    def serve(client: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", one.port)) as behind:
+            while data := client.recv(65_536):
+                if b"AUTH" in data:
+                    told.append(data)
+                    wrong = b"-ERR wrong number of arguments for 'auth' command\r\n"
+                    client.sendall(b"+OK\r\n" if data.startswith(b"*2") else wrong)
+                    continue
+                behind.sendall(data)
+                client.sendall(behind.recv(65_536))
+
+    with listening(serve) as address, Driver(f"redis://ann:{SECRET}@{address}") as driver:
+        assert driver.store.health() == "ok"
+        assert driver.count([make_hit()])[0].count == 1
+    assert [data.split(b"\r\n")[2::2] for data in told] == [[b"AUTH", b"ann", SECRET.encode()], [b"AUTH", SECRET.encode()]]
+
+
 # --- scripts and keys
 
 
@@ -843,7 +882,7 @@ def test_a_list_of_orders_that_is_none_is_no_answer(rubbish: bytes) -> None:
             try:
                 return await RemoteDocuments(connections).read("orders", "book", "", None)
             finally:
-                await connections.drop()
+                connections.drop()
 
         with pytest.raises(StoreError, match="no list of orders") as error:
             asyncio.run(ask())

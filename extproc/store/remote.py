@@ -11,10 +11,11 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from extproc.errors import PartlyAwayError, StoreError
 from extproc.metrics import Metrics
+from extproc.store.backend import RedisBackend, find_part
 from extproc.store.known_refusals import KnownRefusals
 from extproc.store.pending import Pending
 from extproc.store.remote_documents import RemoteDocuments
@@ -23,33 +24,12 @@ from extproc.store.rules.hit import Count, Hit
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Question, Settlement
 from extproc.store.scripts import ScriptCall, Verdict, count_call, push_call, session_call
-from extproc.store.shard import Backend, Finish, Shard
+from extproc.store.shard import Finish, Shard
 from extproc.store.side_connections import SideConnections
+from extproc.store.topology import Layout
 
 _MOST_SHOWN = 3
 """Shards of which `health` says what is wrong."""
-
-
-class Shares(Protocol):
-    """How keys are shared out among servers."""
-
-    @property
-    def owners(self) -> Sequence[str]:
-        """The name of the server that has each part of the keys; empty where that is not known. One for a single server."""
-        ...
-
-    @property
-    def changes(self) -> int:
-        """How often the owners have changed."""
-        ...
-
-    def find_part(self, key: str) -> int:
-        """The part that a key belongs to."""
-        ...
-
-    def reach(self, owner: str) -> Backend:
-        """The wire to a server, and for an empty name to whichever has the key."""
-        ...
 
 
 class _Joined(Pending):
@@ -100,21 +80,20 @@ class _Joined(Pending):
 class RemoteStore:
     """A store on servers that share the keys; see `Store`."""
 
-    def __init__(
-        self, shares: Shares, connections: SideConnections, metrics: Metrics, timeout: float, *, whole: bool = False
-    ) -> None:
+    def __init__(self, layout: Layout, prefix: str, metrics: Metrics, timeout: float, *, whole: bool = False) -> None:
         """Nothing is connected yet.
 
         Args:
-            shares: has the servers.
-            connections: ask what no request waits for.
+            layout: has the servers.
+            prefix: of every key.
             metrics: is told of batches and failures.
             timeout: bounds what a request can wait, in seconds.
             whole: of a request, nothing is counted where one of its shards is known to be away: it will be refused.
         """
-        self._shares = shares
-        self._side_connections = connections
-        self._documents = RemoteDocuments(connections)
+        self._layout = layout
+        self._prefix = prefix
+        self._side_connections = SideConnections(layout, prefix)
+        self._documents = RemoteDocuments(self._side_connections)
         self._metrics = metrics
         self._timeout = timeout
         self._whole = whole
@@ -201,7 +180,7 @@ class RemoteStore:
 
     def health(self) -> str:
         """`ok`, or what is wrong."""
-        owners = dict.fromkeys(self._shares.owners)
+        owners = dict.fromkeys(self._layout.owners)
         away = [shard for name, shard in self._shards.copy().items() if name in owners and shard.trouble is not None]
         if not away:
             return "ok"
@@ -214,12 +193,12 @@ class RemoteStore:
         """Send what is owed, then drop the connections."""
         self._known_refusals.close()
         await asyncio.gather(*[shard.close() for shard in self._shards.values()], *self._retiring)
-        await self._side_connections.drop()
+        self._side_connections.drop()
 
     def _assign(self) -> None:
         """Have a shard for each server that has keys, and let those go whose keys are all elsewhere."""
-        self._seen = self._shares.changes
-        owners, metrics = self._shares.owners, self._metrics
+        self._seen = self._layout.changes
+        owners, metrics = self._layout.owners, self._metrics
         for name in dict.fromkeys(owners):
             if name not in self._shards:
                 self._shards[name] = self._open(name, alone=len(owners) == 1)
@@ -234,13 +213,14 @@ class RemoteStore:
             shard.crowd = len(self._shards)
 
     def _open(self, name: str, *, alone: bool) -> Shard:
-        shard = Shard(name, self._shares.reach(name), self._metrics, self._timeout, self._forget_told, alone=alone)
+        backend = RedisBackend(self._layout.open(name), self._prefix)
+        shard = Shard(name, backend, self._metrics, self._timeout, self._forget_told, alone=alone)
         self._metrics.store_up.labels(shard.name).set_function(lambda: float(shard.trouble is None))
         return shard
 
     def _find(self, key: str) -> Shard:
         """The shard that has a key."""
-        return self._list_shards()[self._shares.find_part(key)]
+        return self._list_shards()[find_part(key, len(self._layout.tags))]
 
     def _find_side_shard(self, subject: str) -> Shard:
         """The shard that has what is asked on the side about a subject."""
@@ -248,7 +228,7 @@ class RemoteStore:
 
     def _list_shards(self) -> list[Shard]:
         """The shard of each part."""
-        if self._shares.changes != self._seen:
+        if self._layout.changes != self._seen:
             self._assign()
         return self._by_part
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from extproc.errors import StoreError
-from extproc.store.link import Reply
+from extproc.store.link import RedisReply
 from extproc.store.rules import read_script
 from extproc.store.rules.documents import KINDS, Documents, check_document, refuse_more
 from extproc.store.side_connections import SideConnections
@@ -70,7 +70,7 @@ class RemoteDocuments:
             if isinstance(text, bytes) and text.startswith(start)
         }
 
-    async def _run(self, kind: str, subject: str, what: str, *arguments: str | bytes | int, now: int | None) -> Reply:
+    async def _run(self, kind: str, subject: str, what: str, *arguments: str | bytes | int, now: int | None) -> RedisReply:
         """The reply of the script, whose last argument is the time in milliseconds, -1 for the server's own clock."""
         keys = [self._name_key(kind, subject, part) for part in ("ends", "documents", "version")]
         moment = -1 if now is None else now

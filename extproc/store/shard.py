@@ -17,11 +17,13 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from extproc.errors import StoreError
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
+from extproc.store.backend import RedisBackend
+from extproc.store.link import blame_bug
 from extproc.store.pending import Pending
 from extproc.store.scripts import ScriptCall
 
@@ -54,30 +56,11 @@ _UNASSIGNED = "unassigned"
 """The name of a shard of keys of which it is not known who has them."""
 
 
-class Backend(Protocol):
-    """The wire to a shard's server, for one round trip at a time; what goes wrong is a StoreError and nothing else."""
-
-    def call(self, calls: list[ScriptCall]) -> Pending:
-        """Make every call once, in as few round trips as the server allows; a list of what their scripts make of the answers.
-
-        Whoever cancels it does not want to wait any more, and drops the connections.
-        """
-        ...
-
-    async def probe(self) -> None:
-        """Find out which keys the shard has, and return when their server can count."""
-        ...
-
-    async def drop(self) -> None:
-        """Drop the connections: what is on them can no longer be told apart. They open again when needed."""
-        ...
-
-
 Finish: TypeAlias = Callable[[list[ScriptCall], list[Any]], Any]
 
 
-class _Waiting(Pending):
-    """What one caller waits for.
+class _Caller(Pending):
+    """One caller, who waits for some calls.
 
     Attributes:
         calls: what is asked.
@@ -99,7 +82,7 @@ class _Flight:
 
     __slots__ = ("batch", "deadline", "trip")
 
-    def __init__(self, trip: Pending, batch: list[_Waiting], deadline: float) -> None:
+    def __init__(self, trip: Pending, batch: list[_Caller], deadline: float) -> None:
         self.trip = trip
         self.batch = batch
         self.deadline = deadline
@@ -115,7 +98,14 @@ class Shard:
     """
 
     def __init__(  # noqa: PLR0913  # the parts of a shard
-        self, name: str, backend: Backend, metrics: Metrics, timeout: float, on_lost: Callable[[Shard], None], *, alone: bool
+        self,
+        name: str,
+        backend: RedisBackend,
+        metrics: Metrics,
+        timeout: float,
+        on_lost: Callable[[Shard], None],
+        *,
+        alone: bool,
     ) -> None:
         """Nothing is connected yet.
 
@@ -136,7 +126,7 @@ class Shard:
         self._timeout = timeout
         self._on_lost = on_lost
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._queue: list[_Waiting] = []
+        self._queue: list[_Caller] = []
         self._flight: _Flight | None = None
         self._departing = False
         self._departed = float("-inf")
@@ -177,7 +167,7 @@ class Shard:
         loop = self._loop
         if loop is None:  # to ask asyncio is a call of the system, each time
             loop = self._loop = asyncio.get_running_loop()
-        waiting = _Waiting(calls, finish, loop.time() + self._timeout)
+        waiting = _Caller(calls, finish, loop.time() + self._timeout)
         self._queue.append(waiting)
         if self._flight is None and not self._departing:
             self._call_departure(loop)
@@ -201,7 +191,7 @@ class Shard:
                 await self._probing
         if self._clock is not None:
             self._clock.cancel()
-        await self._backend.drop()
+        self._backend.drop()
 
     def _call_departure(self, loop: asyncio.AbstractEventLoop) -> None:
         """Let those who wait go, after whatever else is ready just now: it may have calls as well."""
@@ -231,7 +221,7 @@ class Shard:
                     trip.then(partial(self._land, flight))
                     self._watch()
 
-    def _board(self) -> list[_Waiting]:
+    def _board(self) -> list[_Caller]:
         """Take those who go next: up to `MAX_BATCH` calls, without those who have been told that it took too long."""
         calls = 0
         for position, waiting in enumerate(self._queue):
@@ -281,11 +271,11 @@ class Shard:
                 waiting.settle(None, StoreError(str(error), kind=error.kind))
         self._watch()
 
-    def _list_waiting(self) -> Sequence[_Waiting]:
+    def _list_waiting(self) -> Sequence[_Caller]:
         """Everybody who waits, in the order of their deadlines."""
         return [*(self._flight.batch if self._flight is not None else ()), *self._queue]
 
-    def _fail(self, error: StoreError, batch: Sequence[_Waiting] = ()) -> None:
+    def _fail(self, error: StoreError, batch: Sequence[_Caller] = ()) -> None:
         """Open the breaker: everybody who waits hears of it, and the probe starts."""
         self._metrics.store_errors.labels(error.kind).inc()
         told = (*batch, *self._list_waiting())
@@ -307,7 +297,7 @@ class Shard:
         if loop.time() > self._well_since + _WELL_SECONDS:
             self._pauses = iter(_PROBE_SECONDS)
         while True:
-            await self._backend.drop()
+            self._backend.drop()
             await asyncio.sleep(next(self._pauses, _PROBE_SECONDS[-1]))
             try:
                 await _try_backend(self._backend)
@@ -326,7 +316,7 @@ class Shard:
         _LOG.info(f"{self._what} available again", extra=make_extra(shard=self.name))
 
 
-async def _try_backend(backend: Backend) -> None:
+async def _try_backend(backend: RedisBackend) -> None:
     """Probe once, within bounds.
 
     Raises:
@@ -341,11 +331,6 @@ async def _try_backend(backend: Backend) -> None:
         raise StoreError(f"no answer within {_PROBE_TIMEOUT:g} s", kind="timeout") from None
     except Exception as bug:  # the prober must outlive it
         raise blame_bug(bug) from bug
-
-
-def blame_bug(bug: BaseException) -> StoreError:
-    """What is said of an error of ours."""
-    return StoreError(f"{type(bug).__name__}: {bug}", kind="internal")
 
 
 def _make_unavailable(trouble: StoreError) -> StoreError:

@@ -10,10 +10,8 @@ import asyncio
 import zlib
 from collections.abc import Sequence
 
-from redis.exceptions import ResponseError
-
 from extproc.errors import StoreError
-from extproc.store.link import Command, Reply, explain_refusal
+from extproc.store.link import Command, ErrorReply, RedisReply, explain_refusal
 from extproc.store.topology import Layout, Topology
 
 _SECONDS = 2.0
@@ -39,10 +37,10 @@ class SideConnections:
         self._prefix = prefix
         self._connections: dict[int, _SideConnection] = {}
 
-    async def drop(self) -> None:
+    def drop(self) -> None:
         """Drop the connections."""
         for connection in self._connections.values():
-            await connection.topology.drop()
+            connection.topology.drop()
 
     def find_part(self, subject: str) -> int:
         """The part of the keys that a subject's belong to."""
@@ -58,7 +56,7 @@ class SideConnections:
         tags = self._layout.tags
         return tags[self.find_part(subject)] if tags else ""
 
-    async def ask(self, subject: str, commands: Sequence[Command]) -> list[Reply]:
+    async def ask(self, subject: str, commands: Sequence[Command]) -> list[RedisReply]:
         """The replies to commands that go out in one write; they may be sent twice, so that has to do no harm.
 
         Raises:
@@ -73,27 +71,27 @@ class SideConnections:
                 async with asyncio.timeout(_SECONDS):
                     return await _ask_twice(connection.topology, tag, commands)
             except TimeoutError:
-                await connection.topology.drop()
+                connection.topology.drop()
                 raise StoreError(f"no answer within {_SECONDS:g} s", kind="timeout") from None
             except BaseException:  # it is not known what is still on the connections
-                await connection.topology.drop()
+                connection.topology.drop()
                 raise
 
 
-async def _ask_twice(topology: Topology, tag: str, commands: Sequence[Command]) -> list[Reply]:
+async def _ask_twice(topology: Topology, tag: str, commands: Sequence[Command]) -> list[RedisReply]:
     """Ask, and where the slot has moved ask its new owner."""
     replies = await _ask_once(topology, tag, commands)
-    moved = [reply for reply in replies if isinstance(reply, ResponseError) and reply.status_code in _MOVED]
+    moved = [reply for reply in replies if isinstance(reply, ErrorReply) and reply.word in _MOVED]
     if moved:
         await topology.learn()
         replies = await _ask_once(topology, tag, commands)
     for reply in replies:
-        if isinstance(reply, ResponseError):
+        if isinstance(reply, ErrorReply):
             raise explain_refusal(reply)
     return replies
 
 
-async def _ask_once(topology: Topology, tag: str, commands: Sequence[Command]) -> list[Reply]:
+async def _ask_once(topology: Topology, tag: str, commands: Sequence[Command]) -> list[RedisReply]:
     link = await topology.find(tag)
-    replies: list[Reply] = await link.exchange(commands)
+    replies: list[RedisReply] = await link.exchange(commands)
     return replies

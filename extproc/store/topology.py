@@ -15,11 +15,9 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, Protocol
 
-from redis.exceptions import ResponseError
-
 from extproc.errors import StoreError
 from extproc.store.client import Access, connect
-from extproc.store.link import Address, Command, Link, Reply, explain_refusal
+from extproc.store.link import Address, Command, ErrorReply, Link, RedisReply, explain_refusal
 
 SLOTS = 16_384
 _SENTINEL_SECONDS = 0.25
@@ -62,7 +60,7 @@ class Topology(Protocol):
         """Find out who has which keys; the numbers of the tags that are the shard's own, 0 for a single server."""
         ...
 
-    async def drop(self) -> None:
+    def drop(self) -> None:
         """End every connection."""
         ...
 
@@ -119,7 +117,7 @@ class One:
         """See `Topology`."""
         link = self.get(tag)
         if link is None:
-            await self.drop()
+            self.drop()
             link = self._link = await connect(await self._choose(), self._access)
         return link
 
@@ -134,11 +132,11 @@ class One:
         """See `Topology`."""
         return (0,)
 
-    async def drop(self) -> None:
+    def drop(self) -> None:
         """See `Topology`."""
         link, self._link = self._link, None
         if link is not None:
-            await link.drop()
+            link.drop()
 
     async def _choose(self) -> Address:
         return self._place
@@ -285,7 +283,7 @@ class Cluster:
         link = self._links.get(place)
         if link is None or not link.is_usable():
             if link is not None:
-                await link.drop()
+                link.drop()
             link = self._links[place] = await connect(place, self._access)
         return link
 
@@ -301,14 +299,14 @@ class Cluster:
             raise _make_orphaned(self.tags[own[0]])
         return own
 
-    async def drop(self) -> None:
+    def drop(self) -> None:
         """See `Topology`."""
         links, self._links = list(self._links.values()), {}
         for link in links:
-            await link.drop()
+            link.drop()
 
 
-async def _query(place: Address, access: Access, command: Command) -> Reply:
+async def _query(place: Address, access: Access, command: Command) -> RedisReply:
     """A server's reply to one command, on a connection of its own.
 
     Raises:
@@ -318,8 +316,8 @@ async def _query(place: Address, access: Access, command: Command) -> Reply:
     try:
         reply = await link.ask(command)
     finally:
-        await link.drop()
-    if isinstance(reply, ResponseError):
+        link.drop()
+    if isinstance(reply, ErrorReply):
         raise explain_refusal(reply)
     return reply
 
