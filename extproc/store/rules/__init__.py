@@ -11,9 +11,10 @@
 The rules are pure and exact, in whole milliseconds, with `now` as an argument. Both languages answer the same: one set of cases
 drives the memory store, which uses the Python, and Redis and Valkey, which use the Lua.
 
-Every packed value begins with a byte for the version of its format. A value of another version is treated as if nothing were
-there, so it is overwritten. Two versions of Loopguard share a store while an upgrade is under way. So a new format gets a new
-version and a new key: else the two would take turns in forgetting what the other one has counted.
+Every packed value in Redis begins with a byte for the version of its format. A value of another version is treated as if
+nothing were there, so it is overwritten. Two versions of Loopguard share a store while an upgrade is under way. So a new format
+gets a new version and a new key: else the two would take turns in forgetting what the other one has counted. What is not packed
+(a list, a hash, a secret) has its version in its key. In memory no value outlives its process, so it needs none.
 """
 # interpreted: reads files
 

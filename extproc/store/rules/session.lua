@@ -14,7 +14,8 @@ local VERSION = 2
 local HEAD, HEAD_SIZE = '>BI8I8I8I8I8I4I4I4I4I4I4BBBBBI2I2', 74
 local RESERVATION, RESERVATION_SIZE = '>c16c8I8I8I4I4B', 49
 local TOOL, TOOL_SIZE = '>c4I4', 8
-local ROSTER, ROSTER_SIZE = '>I8I8I4', 20
+local ROSTER_VERSION = 0 -- older releases have a time of eight bytes there, of which the first is 0
+local ROSTER, ROSTER_SIZE = '>BI7I8I4', 20
 local MARK, MARK_SIZE, MARKS, NEWEST_MARKS = '>I2I6', 8, 256, 4
 local ASKED = '>BBBc16c8I8I8I8i8i8i8i8i8i8i8I4I4I4I8'
 local STANDING = '>BBBBc4i8i8I4I4I4I4I4I8I8I8I8B'
@@ -92,11 +93,11 @@ end
 local function enter(key, asked)
   local value = get(key)
   local now, _, began, count = asked.now, nil, asked.now, 0
-  if #value == ROSTER_SIZE then _, began, count = struct.unpack(ROSTER, value) end
+  if #value == ROSTER_SIZE and string.byte(value) == ROSTER_VERSION then _, _, began, count = struct.unpack(ROSTER, value) end
   if math.abs(now - began) >= asked.idle then began, count = now, 0 end
   local room = count < asked.max_sessions
   if room then count = count + 1 end
-  redis.call('SET', key, struct.pack(ROSTER, now, began, count), 'PX', asked.idle + GARBAGE_MS)
+  redis.call('SET', key, struct.pack(ROSTER, ROSTER_VERSION, now, began, count), 'PX', asked.idle + GARBAGE_MS)
   return room
 end
 
