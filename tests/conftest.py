@@ -38,7 +38,7 @@ DOORS = {
     "test_night", "test_operations", "test_orders", "test_promote", "test_ramping", "test_readme",
     "test_real_gateway", "test_real_mesh", "test_redis", "test_reload", "test_replay_envoy", "test_sessions_agents",
     "test_sessions_envoy", "test_shadow", "test_soak", "test_steer_agents", "test_steering", "test_stopping",
-    "test_store", "test_streams", "test_tls", "test_transport", "test_turns_agents", "test_uncountable", "test_usage",
+    "test_store", "test_streams", "test_tls", "test_transport", "test_turns_agents", "test_two_versions", "test_uncountable", "test_usage",
     "test_websockets",
 }  # fmt: skip
 """They go through a door of Loopguard, and run on the compiled wheel."""
