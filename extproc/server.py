@@ -223,8 +223,8 @@ class Server:
             self._certificates.watch()
         elif not (listen.is_local or self._settings.allow_plaintext):
             _LOG.warning(
-                "whoever reaches the port may ask, and count in another's name: give --tls-cert, --tls-key and --tls-client-ca,"
-                " listen on a Unix socket, or say --allow-plaintext where a mesh or a network policy keeps strangers out",
+                "anyone who can reach this port can submit requests under any caller's identity: set --tls-cert, --tls-key and"
+                " --tls-client-ca, listen on a Unix socket, or set --allow-plaintext if a mesh or network policy limits access",
                 extra=make_extra(listen=listen.text),
             )
 

@@ -74,16 +74,16 @@ class Call:
         """See `Similarity`; what the tool was called with stays out of it."""
         advice = self.advise(outcome, method, path)
         reason = f" {advice.reason}" if advice.reason else ""
-        return f"Loop detected: {advice.what}, and was refused.{reason} Doing it again will be refused again. {advice.instead}"
+        return f"Loop detected: {advice.what}, and was refused.{reason} Repeating it will be refused again. {advice.instead}"
 
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002  # as above
         """See `Similarity`."""
         if self.tool:
             what = f"{quote(self.tool)} has been called {outcome.count} times with the same arguments"
-            progress = "call it with others"
+            progress = "use other arguments"
         else:
-            what, progress = f"this same message has been sent {outcome.count} times", "send another one"
-        instead = f"To get on, {progress}, try another way, or finish with the result you have so far."
+            what, progress = f"this same message has been sent {outcome.count} times", "send a different one"
+        instead = f"To continue, {progress}, try another way, or finish with the result you have so far."
         return Advice(f"{what} within {format_duration(outcome.span_ms)}", self.limit.reason.strip(), instead)
 
     def frame(self, message: str, accept: str) -> Framed | None:

@@ -67,7 +67,7 @@ class Tail(Similarity):
 
     def name_repeated(self, place: str) -> str:
         """See `Similarity`."""
-        return f"a conversation that ends with these same messages {place}"
+        return f"a conversation that ends with the same messages {place}"
 
 
 def _write_message(message: Message, document: Document, unasked: dict[str, int]) -> bytes:

@@ -126,7 +126,7 @@ class HandedOver:
 
     def _parse(self, text: str, now: datetime) -> PolicySet | RefusedPolicy:
         if len(text) > MAX_POLICY_JSON:
-            return _refuse("too_large", [f"{len(text)} characters; at most {MAX_POLICY_JSON} are taken"])
+            return _refuse("too_large", [f"{len(text)} characters; at most {MAX_POLICY_JSON} are allowed"])
         try:
             policies = parse({"route metadata": text.encode("utf-8", "surrogateescape")}, now, on_route=True)
         except BundleErrors as error:

@@ -153,7 +153,7 @@ class Events:
                 self._sink.send(events)
             except UnreachableError as error:
                 if self._reminder.take(time.monotonic()):
-                    _LOG.warning("events are not taken, trying again", extra=make_extra(reason=str(error)))
+                    _LOG.warning("events are not accepted, trying again", extra=make_extra(reason=str(error)))
                 if self._ending.wait(waits * (0.5 + secrets.randbelow(1_000) / 1_000)):
                     self._drop(len(events), str(error))
                     return

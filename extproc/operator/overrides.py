@@ -277,17 +277,17 @@ def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> O
 def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
     """What is said that means nothing for this kind, or has to be said for it."""
     if kind == RELEASE and "seconds" in given:
-        yield "seconds means nothing for a release, which stands until what was counted before has ended"
+        yield "a release takes no seconds: it lasts until everything counted before it has expired"
     if kind in (KILL, GRANT):
         for key in ("fingerprint", "tool"):
             if key in given:
-                yield f"{key} means nothing for a {kind}, which is about whole sessions: name a session, or a caller"
+                yield f"{key} cannot be given for a {kind}, which applies to whole sessions: name a session, or a caller"
     if kind == GRANT and not given.keys() & set(_AMOUNTS):
-        yield f"what is granted is required: {', '.join(_AMOUNTS)}"
+        yield f"at least one of these is required: {', '.join(_AMOUNTS)}"
     if kind != GRANT:
         for key in (*_AMOUNTS, "key"):
             if key in given:
-                yield f"{key} belongs to a grant, and this is of the kind {kind}"
+                yield f"{key} belongs to a grant, not to a {kind}"
 
 
 def outlast_kills(release: Override, standing: Iterable[Override]) -> Override:
@@ -330,7 +330,7 @@ def _read_fields(order: object) -> dict[str, Any]:
     if order.get("kind") is None:
         problems.append("kind is required")
     if not {"caller", "session", "fingerprint", "tool"} & order.keys():
-        problems.append("whom it is about is required: caller, session, fingerprint or tool")
+        problems.append("a target is required: caller, session, fingerprint or tool")
     if problems:
         raise BadOrderError(problems)
     return given
@@ -361,7 +361,7 @@ def _read_caller(value: object) -> str | tuple[tuple[str, str], ...]:
         return tuple(sorted((name.lower(), hash_descriptor(name.lower(), text)) for name, text in value.items()))
     if isinstance(value, str) and _HASH.fullmatch(value):
         return value
-    raise ValueError("must be the 16 hex digits that logs call the tenant, or an object of descriptors' values by name")
+    raise ValueError("must be the 16 hex digits of a tenant, as in logs, or an object of descriptor values by name")
 
 
 def _read_session(value: object) -> str:
@@ -370,7 +370,7 @@ def _read_session(value: object) -> str:
         try:
             return hash_descriptor(check_limit_key(key), text)
         except ValueError as error:
-            raise ValueError(f"has one value by its key, which {error}", key) from None
+            raise ValueError(f"has a key that {error}", key) from None
     if isinstance(value, str) and _HASH.fullmatch(value):
         return value
     raise ValueError("must be 16 hex digits, or an object of one value by its key, such as header:x-session-id")
@@ -483,19 +483,19 @@ def remark(override: Override, plans: Sequence[Plan], session_key: str = "") -> 
     lacking = [name for name, _ in target.descriptors if name not in known]
     if lacking:
         there = ", ".join(sorted(known)) or "none"
-        said.append(f"no policy tells callers apart by {' or '.join(lacking)}: there are {there}")
+        said.append(f"no policy identifies callers by {' or '.join(lacking)}; known descriptors: {there}")
     if target.session:
         said += _remark_on_session(session_key, acting, limited=limits_alone)
     if target.tool and not any(map(_looks_at_tools, acting)):
-        said.append(f"this {override.kind} does nothing: no policy looks at tools, as tool_calls, turns and mcp do")
+        said.append(f"this {override.kind} does nothing: no policy looks at tools (tool_calls, turns and mcp do)")
     if override.kind in (BLOCK, KILL) and all(plan.shadow for plan in acting):
-        said.append("the policies that it is about are in shadow, so nobody is refused")
+        said.append("the policies it applies to are in shadow mode, so nothing is refused")
     if override.kind == GRANT:
         said += _remark_on_grant(override.grant, acting)
     reading = [f"{plan.id} ({detector.name})" for plan in acting for detector in plan.detectors if detector.stateless]
     if override.kind == RELEASE and reading:
         said.append(
-            f"what a conversation shows itself cannot be forgotten, and this is what decides in {', '.join(reading[:10])}: "
+            f"a release cannot reset loops that a request itself shows, as in {', '.join(reading[:10])}: "
             "allow the caller for a while instead"
         )
     return said
@@ -512,7 +512,7 @@ def _remark_on_session(key: str, plans: Sequence[Plan], *, limited: bool) -> Ite
     if not keys:
         yield "this does nothing: no policy looks for sessions"
     elif key and key not in keys:
-        yield f"no policy finds sessions by {key}: there are {', '.join(keys)}"
+        yield f"no policy finds sessions by {key}; known keys: {', '.join(keys)}"
 
 
 def _remark_on_grant(grant: Grant, plans: Sequence[Plan]) -> Iterator[str]:
@@ -536,7 +536,7 @@ def _remark_on_hashes(hashes: Sequence[tuple[str, str]], seen: Seen | None) -> I
         if value not in getattr(seen, kind):
             yield (
                 f"as far as this server knows, this does nothing: the {kind[:-1]} {value} was not reported in the last hour. "
-                "Take hashes from the server's own log or from /loops; those in a replay are of records, no request has them"
+                "Take hashes from the server's log or from /loops; hashes from a replay match no request"
             )
 
 

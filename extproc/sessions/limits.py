@@ -123,7 +123,7 @@ class SessionSubject:
         """See `Subject`."""
         return (
             f"Session limit reached: {self._explain()}. Further requests of this session are refused. "
-            "Do not retry: report the result you have so far to the user, who can have the session continued."
+            "Do not retry: report the result you have so far to the user, who can ask an operator to extend the session."
         )
 
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002  # a Subject's signature
@@ -142,9 +142,9 @@ class SessionSubject:
         if self.ordered:
             return "an operator has stopped this session"
         if self.limit == KILLED:
-            return "this session was stopped, because too many of its requests in a row were refused or failed"
+            return "this session was stopped because too many of its requests in a row were refused or failed"
         if self.limit == PER_TOOL:
-            return f"the tool {tool} was called {used} times in this session, of {allowed} that are allowed"
+            return f"the tool {tool} was called {used} times in this session; the limit is {allowed}"
         if self.limit == LOOP:
             return f"the tool {tool} was called {used} times with the same arguments"
         return f"this session has used {used:.6g} of its {allowed:.6g} {_WORDS[self.limit]}"

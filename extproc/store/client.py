@@ -48,7 +48,7 @@ async def connect(address: Address, access: Access) -> Link:
         refused = explain(error, address)
         if access.credentials is not None and refused.kind == "response":
             # What the server says may quote what it was sent.
-            refused = StoreError(f"{address}: the server does not take this login, or has no such database", kind="auth")
+            refused = StoreError(f"{address}: the server rejects this login, or has no such database", kind="auth")
         raise refused from None
     return link
 

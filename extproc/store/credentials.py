@@ -126,7 +126,7 @@ def _find_factory(name: str) -> Callable[[], object]:
     except Exception as error:  # noqa: BLE001  # whatever the user's own code raises
         raise _make_error(name, f"importing {module} raised {type(error).__name__}") from None
     if not callable(found):
-        raise _make_error(name, f"{factory} is no function")
+        raise _make_error(name, f"{factory} is not a function")
     return found  # type: ignore[no-any-return]  # called without arguments, whatever it is
 
 

@@ -180,7 +180,7 @@ class Link(asyncio.Protocol):
         if len(self._replies) < self._asked:
             return
         if self._reader.has_data():
-            self._lose(StoreError(f"{self._address}: more answers than questions", kind="response"))
+            self._lose(StoreError(f"{self._address}: more replies than requests", kind="response"))
         elif self._answer is not None and not self._answer.done:
             answer, self._answer = self._answer, None
             replies, self._replies, self._asked = self._replies, [], 0
@@ -220,7 +220,7 @@ def explain(error: Exception, address: Address) -> StoreError:
     if isinstance(error, OSError):
         kind = "tls" if isinstance(error, ssl.SSLError) else "connection"
         return StoreError(f"{address}: {error.strerror or error}", kind=kind)
-    return StoreError(f"{address}: what it answers is not the protocol of Redis", kind="response")
+    return StoreError(f"{address}: it does not speak the Redis protocol", kind="response")
 
 
 def explain_refusal(reply: ErrorReply) -> StoreError:

@@ -53,7 +53,7 @@ class _StoreUrl:
         known = ("prefix", "credential_provider", *(("db",) if self.scheme == "unix" else ()), *(self.read_tls_options()))
         unknown = [name for name in self.options if name not in known]
         if unknown:
-            raise self.explain(f"unknown option; there are {', '.join(known)}")
+            raise self.explain(f"unknown option; known options: {', '.join(known)}")
 
     def read_tls_options(self) -> tuple[str, ...]:
         """Options of the URL that tell about TLS."""
@@ -65,7 +65,7 @@ class _StoreUrl:
             port = parts.port or (26_379 if self.kind == "sentinel" else 6379)
             return Address(parts.hostname or "localhost", port)
         except ValueError:
-            raise self.explain("what stands behind :// must be HOST:PORT") from None
+            raise self.explain("the part after :// must be HOST:PORT") from None
 
     def parse_number(self, text: str, what: str, least: int = 0) -> int:
         """An integer out of the URL."""
@@ -84,7 +84,7 @@ def _choose_credentials(url: _StoreUrl, settings: Settings) -> CredentialProvide
     password = url.password or ("" if file else settings.store_password)
     if name is not None:
         if url.user or password or file:
-            raise url.explain("credential_provider takes the place of a user and a password; name one of them")
+            raise url.explain("credential_provider replaces user and password; give one or the other")
         return Provided(name)
     chosen = Password(url.user, password, file)
     if url.user and not chosen.has_password():

@@ -175,7 +175,7 @@ class RemoteStore:
         key = self._side_connections.name_key("secret", name)
         _, found = await self._side_connections.ask(name, [("SET", key, secret, "NX"), ("GET", key)])
         if not isinstance(found, bytes) or len(found) != len(secret):
-            raise StoreError(f"what the server has as {key} is no secret of {len(secret)} bytes", kind="response")
+            raise StoreError(f"what the server has as {key} is not a secret of {len(secret)} bytes", kind="response")
         return found
 
     def health(self) -> str:

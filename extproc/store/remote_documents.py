@@ -82,4 +82,4 @@ class RemoteDocuments:
 
 
 def _make_error(kind: str) -> StoreError:
-    return StoreError(f"what the server answers is no list of {kind}", kind="response")
+    return StoreError(f"the server did not answer with a list of {KINDS[kind].plural}", kind="response")

@@ -43,7 +43,7 @@ class Script:
 
 
 def _make_error() -> StoreError:
-    return StoreError("what the server answers is not what its script says", kind="response")
+    return StoreError("the server's answer does not match its script", kind="response")
 
 
 class ScriptCall:

@@ -225,7 +225,7 @@ class Slots:
                 try:
                     return self._read(reply, place)
                 except (AttributeError, IndexError, TypeError, ValueError):
-                    errors.append(f"{place}: does not say who has which slots")
+                    errors.append(f"{place}: does not report its slots")
             self._known = [known for known in self._known if known != place]
         raise StoreError(f"no node of the cluster answers: {'; '.join(errors)}", kind="connection")
 

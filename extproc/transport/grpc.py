@@ -282,7 +282,7 @@ class Connection:
         elif got.ended:
             self.finish(call, OK)
         elif len(self._silent) > MAX_SILENT:
-            self.finish(next(iter(self._silent.values())), RESOURCE_EXHAUSTED, "too many calls that say nothing")
+            self.finish(next(iter(self._silent.values())), RESOURCE_EXHAUSTED, "too many silent calls")
         return None
 
     def _on_data(self, got: DataReceived) -> Event | None:
@@ -297,7 +297,7 @@ class Connection:
 
     def _keep(self, call: Call, data: bytes) -> Event | None:
         if not self._http.share.take(len(data)):
-            return self._refuse(call, ProtocolError("too much that is not a whole message", code=RESOURCE_EXHAUSTED))
+            return self._refuse(call, ProtocolError("too much data in incomplete messages", code=RESOURCE_EXHAUSTED))
         call.received += data
         if not call.busy:
             self._ready.append(call)

@@ -389,7 +389,7 @@ class Decoder:
             return _STATIC[index]
         entry = index - len(_STATIC)
         if not 0 <= entry < len(self._table):
-            raise ProtocolError("header block: an index that stands for nothing", code=COMPRESSION_ERROR)
+            raise ProtocolError("header block: an unknown index", code=COMPRESSION_ERROR)
         return self._table[entry]
 
     def _insert(self, field: Field) -> None:

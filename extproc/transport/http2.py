@@ -653,7 +653,7 @@ class Connection:
     def _block_output(self, stream: Stream, data: bytes, trailers: bytes | None) -> None:
         """Keep what a window does not allow now."""
         if not self.share.take(len(data)):
-            self._end(ProtocolError("too much that the peer does not take", code=ENHANCE_YOUR_CALM))
+            self._end(ProtocolError("too much data that the peer does not read", code=ENHANCE_YOUR_CALM))
             return
         stream.trailers = trailers
         if stream.blocked is not None:

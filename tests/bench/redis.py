@@ -30,8 +30,8 @@ from tests.bench.paced import Meanwhile, run_paced
 from tests.bench.processes import apart, free_port, running
 from tests.bench.report import Row, progress
 from tests.bench.timing import interleaved, process_cpu, ratio, spread
-from tests.records import replace
-from tests.servers import Server, server
+from tests.support.records import replace
+from tests.support.servers import Server, server
 
 TITLE = "redis: counts in Valkey on loopback, beside counts in memory (POST 1 KB, one policy)"
 

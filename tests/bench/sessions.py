@@ -26,7 +26,7 @@ from extproc.store.rules.session import RECORD, SUCCEEDED, Limits, Question, Set
 from tests.bench.processes import run_module
 from tests.bench.report import Row, progress
 from tests.bench.timing import cpu_us, difference, interleaved, process_cpu, resident_mb
-from tests.servers import Server, server
+from tests.support.servers import Server, server
 
 TITLE = "sessions: a step beside a hit, in the store; 1,000,000 sessions in memory"
 

@@ -107,7 +107,7 @@ def show_status(options: argparse.Namespace) -> int:
 def _explain_nothing(policy: str | None, compared: Sequence[str]) -> str:
     """Why there is no verdict: what is compared, or how a policy comes to be."""
     named = f"no shadow policy {policy}" if policy is not None else "no shadow policy"
-    hint = f"those that are: {', '.join(compared)}" if compared else "canary_of names the one, or the same selector does"
+    hint = f"compared are: {', '.join(compared)}" if compared else "set canary_of, or give both the same selector"
     return f"{named} is compared with an enforcing one; {hint}"
 
 
@@ -131,7 +131,7 @@ def collect_states(clients: Sequence[AdminClient]) -> list[State]:
 def _read_replicas(answer: Any) -> dict[str, list[Any]]:  # noqa: ANN401  # whatever a server said
     replicas = answer.get("replicas") if isinstance(answer, dict) else None
     if not isinstance(replicas, dict) or not all(isinstance(states, list) for states in replicas.values()):
-        raise LoopguardError("the server says nothing about canaries")
+        raise LoopguardError("the server did not return canary counts")
     return replicas
 
 
@@ -179,7 +179,7 @@ def _collect_samples(clients: Sequence[AdminClient]) -> list[dict[str, Any]]:
             kept = kept or bool(answer["kept"])
             found |= {str(sample["id"]): {**sample, "at": float(sample["at"])} for sample in answer["samples"]}
         except (KeyError, TypeError, ValueError):
-            raise LoopguardError(f"{client.url} says nothing about samples") from None
+            raise LoopguardError(f"{client.url} did not return samples") from None
     if not kept:
         raise LoopguardError("no samples are kept; start the servers with --shadow-samples N")
     return sorted(found.values(), key=lambda sample: sample["at"])

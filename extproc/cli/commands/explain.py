@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     ramps = {plan.id: _show_place(plan.ramp, request) for plan in engine.match(request) if plan.ramp is not None}
     evaluation = engine.prepare(request, key=read_hash_key(options.hash_key_file))
     if evaluation is None:
-        print(escape_controls(f"no policy matches {request.method} {request.path}: the request goes on uncounted"))
+        print(escape_controls(f"no policy matches {request.method} {request.path}: the request passes uncounted"))
         return 0
     reason = explain_unknowable_body(request) if evaluation.needs_body or request.opens_responses else ""
     evaluation.seal(None if reason else NO_BODY.plus(body), reason, body)
@@ -174,7 +174,7 @@ def _print_detector(candidate: LoopCandidate, evaluation: Evaluation, body: byte
     rows += more
     rows += [("composite", candidate.composite), ("fingerprint", candidate.fingerprint), ("tenant", candidate.tenant)]
     if candidate.push is not None:
-        rows.append(("ring", f"{candidate.push.key}: earlier turns, which are not asked for here"))
+        rows.append(("ring", f"{candidate.push.key}: earlier turns, which explain does not read"))
     if hit is not None:
         rows.append(("key", hit.key))
     rows.append(("decision", _describe_decision(candidate)))
@@ -214,7 +214,7 @@ def _describe_decision(candidate: LoopCandidate) -> str:
     if not detector.stateless:
         allowed = detector.list_thresholds(candidate.subject)[0] - 1
         return (
-            f"allow {allowed} identical requests, then {_describe_steps(candidate)}; "
+            f"allow {allowed} identical request{'' if allowed == 1 else 's'}, then {_describe_steps(candidate)}; "
             f"window {detector.window_type}, {detector.window_seconds} s"
         )
     state = detector.similarity.describe(found)
@@ -222,7 +222,7 @@ def _describe_decision(candidate: LoopCandidate) -> str:
         return f"allow: {state}"
     if found.looping:
         return f"{_describe_action(candidate, found.step)}; {state}"
-    return f"allow below {found.threshold} equal calls, then {_describe_steps(candidate)}; {state}"
+    return f"allow below {found.threshold} identical calls, then {_describe_steps(candidate)}; {state}"
 
 
 def _describe_steps(candidate: LoopCandidate) -> str:
@@ -251,7 +251,7 @@ def _describe_action(candidate: LoopCandidate, step: int) -> str:
     outcome = _make_outcome(candidate, step)
     framed = candidate.subject.frame("", "")
     status = (outcome.refusal.status or AUTO_STATUS) if framed is None else framed.status
-    answer = "an answer of the API, or where that is not known with " if outcome.refusal.completes else ""
+    answer = "an answer of the API, or if that is unknown with " if outcome.refusal.completes else ""
     again = f" (Retry-After: {outcome.retry_after})" if outcome.retry_after is not None else ""
     told = {
         "reject": f"reject with {answer}{status}{again}",
@@ -283,9 +283,9 @@ def _split_url(text: str) -> SplitResult:
     if url.scheme not in ("http", "https"):
         raise UsageError(f"{text!r} is not a URL of http or https")
     if not (url.hostname or text.startswith("/")):
-        raise UsageError(f"{text!r} is not a URL: it names no host")
+        raise UsageError(f"{text!r} is not a URL: it has no host")
     if re.search(r"[\x00-\x20\x7f]", text):
-        raise UsageError(f"{text!r} is not a URL: spaces and control characters are sent percent-encoded")
+        raise UsageError(f"{text!r} is not a URL: percent-encode spaces and control characters")
     return url
 
 

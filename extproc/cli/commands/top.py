@@ -28,8 +28,20 @@ Replicas that share a store know all loops: ask any of them. For replicas with s
 output is not a terminal, it is printed once."""
 
 _SORTS = ("cost", "requests", "count", "last", "first")
-_COLUMNS = ("caller", "session", "policy", "tool, path", "since", "last", "count", "requests", "not sent on", "tokens", "cost")
-_RIGHT = ("count", "requests", "not sent on", "tokens", "cost")
+_COLUMNS = (
+    "caller",
+    "session",
+    "policy",
+    "tool, path",
+    "since",
+    "last",
+    "count",
+    "requests",
+    "not forwarded",
+    "tokens",
+    "cost",
+)
+_RIGHT = ("count", "requests", "not forwarded", "tokens", "cost")
 _MINUTE, _HOUR = 60, 3_600
 
 
@@ -123,9 +135,14 @@ def make_table(report: dict[str, Any]) -> Table:
 def _head(report: dict[str, Any]) -> str:
     total, known = report["total"], report["known"]
     if known and not total["loops"]:
-        return f"none of {known} {'loop' if known == 1 else 'loops'} matches"
-    told = f"{total['looping']} of {total['loops']} loops go on, {total['callers']} callers, {total['requests']} requests"
-    return f"{told}, {total['requests_not_sent_on']} not sent on; {len(report['replicas'])} replicas"
+        return f"none of {_count(known, 'loop')} matches"
+    callers, requests = _count(total["callers"], "caller"), _count(total["requests"], "request")
+    told = f"{total['looping']} of {total['loops']} loops active, {callers}, {requests}"
+    return f"{told}, {total['requests_not_sent_on']} not forwarded; {_count(len(report['replicas']), 'replica')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _foot(report: dict[str, Any]) -> str:

@@ -115,13 +115,13 @@ def _find_detector(engine: Engine, policy: str | None, name: str | None) -> Dete
     if len(plans) != 1:
         known = ", ".join(plan.id for plan in engine.plans[:_MAX_VALUES])
         if policy is None and engine.plans:
-            raise UsageError(f"there are several policies that act; --id says which one of them is tuned: {known}")
+            raise UsageError(f"several policies act; choose one with --id: {known}")
         raise UsageError(f"--id must name one of the policies that act: {known}")
     detectors = [detector for detector in plans[0].detectors if name in (None, detector.name)]
     counting = [detector for detector in detectors if not detector.stateless]
     if not counting and detectors:
         kinds = ", ".join(detector.similarity_name for detector in detectors)
-        raise UsageError(f"{plans[0].id} has no window that could be tuned: what {kinds} finds stands in the request itself")
+        raise UsageError(f"{plans[0].id} has no window to tune: {kinds} finds loops in the request itself")
     if len(counting) != 1:
         known = ", ".join(detector.name for detector in plans[0].detectors if not detector.stateless)
         raise UsageError(f"--detector must name one of these detectors of {plans[0].id}: {known}")

@@ -80,7 +80,7 @@ def find_resources(document: Place) -> Resources:
         found.comes_later = True
         found.add(document)
     else:
-        raise UsageError("this is no configuration of Envoy: neither a bootstrap, nor a config dump, nor resources of xDS")
+        raise UsageError("this is not an Envoy configuration: expected a bootstrap, a config dump or xDS resources")
     return found
 
 
@@ -232,7 +232,7 @@ def _read_manager(listener: Place, place: Place, resources: Resources) -> Manage
         name = place.get("rds", "route_config_name").text()
         found = resources.find_routes(name) if name else None
         if found is None:
-            missing = f"they come by RDS as {name!r}" if name else "they come by another way than route_config and RDS"
+            missing = f"they come from RDS as {name!r}" if name else "they come from neither route_config nor RDS"
         routes = found or routes
     return Manager(
         listener,

@@ -168,7 +168,7 @@ class _Loader(yaml.SafeLoader):
 
     def _note(self, node: yaml.Node, pointer: str, around: tuple[yaml.Node, ...]) -> Any:  # noqa: ANN401  # as above
         if node in around:
-            raise yaml.YAMLError("an alias stands inside of what it means")
+            raise yaml.YAMLError("an alias refers to itself")
         if len(self._lines) >= _MAX_VALUES:
             raise yaml.YAMLError(f"more than {_MAX_VALUES} values")
         self._lines[pointer] = node.start_mark.line + 1

@@ -63,7 +63,7 @@ def find_tolerant(routes: Sequence[GuardedRoute], wanted: Sequence[str]) -> set[
     for one in wanted:
         if not any(one in (route.name, route.path) for route in routes):
             there = ", ".join(dict.fromkeys(route.path or route.name for route in routes)) or "none"
-            raise UsageError(f"--tolerant-routes: {one!r} is none of the guarded routes, which are {there}")
+            raise UsageError(f"--tolerant-routes: {one!r} is not a guarded route; the guarded routes are {there}")
     return {route for route in routes if route.name in wanted or route.path in wanted}
 
 

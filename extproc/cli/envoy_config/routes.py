@@ -126,8 +126,8 @@ def _choose_name_of_everywhere(homeless: Sequence[Policy], users: Sequence[Polic
     wanted = dict.fromkeys(name for policy in homeless for name in _list_wanted_names(policy))
     if len(wanted) > 1:
         raise UsageError(
-            f"--policy: {', '.join(policy.id for policy in homeless)} select by route alone, and nothing says on which paths "
-            f"the routes {', '.join(wanted)} are; add pathExact or pathPrefix to those selectors"
+            f"--policy: {', '.join(policy.id for policy in homeless)} select by route alone, and the paths of the "
+            f"routes {', '.join(wanted)} are unknown; add pathExact or pathPrefix to those selectors"
         )
     return _choose_name(_EVERYWHERE, users)
 

@@ -13,10 +13,10 @@ from extproc.cli.envoy_config.template import cut_parts
 from extproc.policy.loader import PolicySet
 
 _HEAD = """\
-# What an Envoy that exists needs so that it asks Loopguard, part by part. Made by `loopguard envoy-config --snippet` for Envoy
-# 1.36 and newer. Above each part stands its place. A list there is to be added to the one that you have, a setting takes the
-# place of yours. Where configuration comes from a control plane, it has these places as well, under other names.
-# When all is in its place: envoy --mode validate -c FILE && loopguard check-envoy FILE
+# The parts that an existing Envoy configuration needs to call Loopguard. Made by `loopguard envoy-config --snippet` for Envoy
+# 1.36 and newer. The comment above each part says where it goes. Add lists to yours; settings replace yours. Configuration
+# from a control plane has the same places under other names.
+# When all parts are in place: envoy --mode validate -c FILE && loopguard check-envoy FILE
 """
 
 _LISTENER = "static_resources.listeners[]"
@@ -36,11 +36,11 @@ _PLACES = {  # by their names in the templates, in the order of the templates
     "manager": _Place(_MANAGER, "its envoy.filters.network.http_connection_manager"),
     "entries": _Place(f"{_MANAGER}.access_log", "one more access log, which goes to Loopguard"),
     "access_log": _Place(
-        f"{_MANAGER}.access_log[].typed_config.log_format.json_format", "what was decided, where you want to read it"
+        f"{_MANAGER}.access_log[].typed_config.log_format.json_format", "the decision, where you want it logged"
     ),
     "filter": _Place(
         f"{_MANAGER}.http_filters",
-        "right before envoy.filters.http.router, behind all that may refuse a request or choose its route",
+        "right before envoy.filters.http.router, after all filters that may refuse a request or choose its route",
     ),
     "usage": _Place(f"{_MANAGER}.http_filters", "right before envoy.filters.http.router"),
     "virtual_host": _Place(_HOST, "those that have routes to guard"),
@@ -103,6 +103,6 @@ def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[_P
 def _name_routes(routes: Sequence[GuardedRoute]) -> str:
     """How the routes to guard are found among all that are there."""
     if not routes[0].path:
-        return f"the ones called {', '.join(route.name for route in routes)}"
+        return f"the routes named {', '.join(route.name for route in routes)}"
     lines = (f"\n#    {route.path}{'' if route.exact else ' and below'}, for {', '.join(route.policies)}" for route in routes)
-    return "every one that takes one of these paths" + "".join(lines)
+    return "every route for one of these paths" + "".join(lines)

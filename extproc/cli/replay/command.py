@@ -122,5 +122,5 @@ def tell_lines(logs: Logs, evictions: int) -> None:
         told = f"{severity}: {_count_lines(problem.count)}: {PROBLEMS[kind]}{example} ({places})"
         print(escape_controls(told), file=sys.stderr)
     if evictions:
-        text = f"warning: {evictions:,} live fingerprints were dropped for want of room, so counts may be too low"
-        print(f"{text}; give a higher --max-entries", file=sys.stderr)
+        text = f"warning: {evictions:,} live fingerprints were dropped for lack of room, so counts may be too low"
+        print(f"{text}; raise --max-entries", file=sys.stderr)

@@ -39,12 +39,12 @@ _GZIP = b"\x1f\x8b"
 PROBLEMS = {
     "no_record": "no record: no policy matched the request, or Loopguard ran without --record",
     "not_json": "not JSON: another format, or damaged",
-    "truncated": "cut off: the log ends in the middle of a line, or of its packing",
-    "damaged": "the log cannot be unpacked from here on",
+    "truncated": "cut off: the log ends in the middle of a line, or of its compressed data",
+    "damaged": "the log cannot be decompressed from here on",
     "too_long": f"longer than {MAX_LINE // 2**20} MiB",
     "version": "a record of another version",
     "invalid": "a record that cannot be used",
-    "out_of_order": "earlier than a line before by more than --reorder-seconds, or the clock was set back",
+    "out_of_order": "more than --reorder-seconds earlier than a previous line, or the clock was set back",
     "clock_forward": "more than an hour later than the line before",
 }
 """What may be wrong with a line, in words that stand behind `N lines: `."""

@@ -181,7 +181,7 @@ def parse_line(line: bytes) -> Recorded:
     if record.record != VERSION:
         raise UnusableError("version", f"it is {record.record:g}")
     if record.unknown and not _REASON.match(record.unknown):
-        raise UnusableError("invalid", "its body is unknown for a reason that is none")
+        raise UnusableError("invalid", "its body is unknown for a reason that is not known")
     try:
         return Recorded(_read_time(record.time), record, in_field, _read_body(record), _read_sums(record))
     except ValueError as error:
@@ -243,13 +243,13 @@ def _read_sums(record: Record) -> Body | None:
     if record.body_bytes is None:
         return None
     if not 0 <= record.body_bytes < _MAX_BYTES:
-        raise ValueError("its body_bytes is no number of bytes")
+        raise ValueError("its body_bytes is not a number of bytes")
     return Body(int(record.body_bytes), _read_sum(record.body_crc32), _read_sum(record.body_adler32))
 
 
 def _read_sum(text: str) -> int:
     if not _SUM.match(text):
-        raise ValueError(f"{text[:16]!r} is no checksum of 8 hex digits")
+        raise ValueError(f"{text[:16]!r} is not a checksum of 8 hex digits")
     return int(text, 16)
 
 

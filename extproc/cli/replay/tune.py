@@ -168,14 +168,14 @@ def recommend(pairs: Sequence[Pair], requests: int, tenants: int, percent: float
     acting = [pair for pair in pairs if pair.requests]
     if not acting:
         return Advice(
-            None, f"no pair would have acted on any of {requests:,} requests: this log has no loop that a window counts"
+            None, f"no pair would have acted on any of {requests:,} requests: this log has no loop that a window finds"
         )
     fitting = [pair for pair in acting if pair.tenants <= allowed]
     stricter = [pair for pair in acting if pair.tenants > allowed]
     if not fitting:
         least = min(stricter, key=lambda pair: pair.tenants)
         text = f"each pair that acts touches more than {bound}; {_describe(least)} touches {least.tenants:,}"
-        return Advice(None, f"{text}. Look at the worst offenders of a replay: what repeats there may be wanted")
+        return Advice(None, f"{text}. Look at the worst offenders of a replay: their repetition may be intended")
     best = max(fitting, key=lambda pair: (pair.requests, -pair.window_seconds, pair.threshold))
     text = (
         f"{_describe(best)} acts on {best.requests:,} of {requests:,} requests, "
@@ -185,7 +185,8 @@ def recommend(pairs: Sequence[Pair], requests: int, tenants: int, percent: float
         following = min(stricter, key=lambda pair: (pair.tenants, pair.requests))
         text += f". The next one, {_describe(following)}, touches {following.tenants:,}"
     if requests < FEWEST_REQUESTS or tenants < FEWEST_TENANTS:
-        text += f". This is little traffic: from {FEWEST_REQUESTS:,} requests of {FEWEST_TENANTS} callers on it says more"
+        enough = f"{FEWEST_REQUESTS:,} requests of {FEWEST_TENANTS} callers"
+        text += f". This is little traffic: results are more reliable from {enough} on"
     return Advice(best, text)
 
 

@@ -90,7 +90,7 @@ def refuse_loop(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, c
 def refuse_uncountable(policy: str, why: str, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
     """The immediate response to a request that a policy cannot count and does not let pass uncounted."""
     status, words = CHOSEN_BY_CLIENTS[why]
-    message = f"The request was refused because {words}, and policy {policy} lets nothing pass that it cannot count ({why})."
+    message = f"The request was refused because {words}, and policy {policy} refuses requests that it cannot count ({why})."
     reason = Reason.UNCOUNTABLE
     headers = [("x-should-retry", "false"), ("X-Fairvisor-Reason", reason.value), ("x-loopguard-policy", policy)]
     if why == RESPONSES_WEBSOCKET:
@@ -127,7 +127,7 @@ def _refuse_stopped(  # noqa: PLR0913  # all that two kinds of it differ in
 ) -> bytes:
     """A refusal that an operator has ordered, whose words are no client's business."""
     message = (
-        "The operator has stopped requests such as this one. Do not send it again: tell the user, and wait for the operator."
+        "An operator has blocked requests like this one. Do not send it again: tell the user, and wait for the operator."
         f" ({reason.value})"
     )
     framed = subject.frame(message, request.read_header("accept")) if subject is not None else None

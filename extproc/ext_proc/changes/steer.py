@@ -18,7 +18,7 @@ from extproc.request.http import HttpRequest
 from extproc.request.notes import SEPARATOR, Marks, ends_with_note, frame_note
 from extproc.request.quoting import quote_all
 
-_OUTLOOK: Final = "If it goes on like this, requests will be refused."
+_OUTLOOK: Final = "If this continues, requests will be refused."
 
 MAX_PLACES: Final = 16
 """Of so many results at most the newest get the note."""

@@ -127,7 +127,7 @@ class Board(Generic[T]):
             self.problem = "the server is too busy to ask the store"
             return
         except StoreError as error:
-            self.problem = f"the store is away: {error}"
+            self.problem = f"the store is unavailable: {error}"
             return
         packed = {replica: document for replica, document in found.items() if replica != self.replica}
         self._collected = unpack_all(packed, self._decode)

@@ -108,13 +108,13 @@ class AdminClient:
             answer = self._client.request(method, path, params=params, content=content, headers=sent)
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
-            raise LoopguardError(f"cannot ask {self.url}: {reason}; --admin says where a server is asked") from None
+            raise LoopguardError(f"cannot ask {self.url}: {reason}; set --admin to a running server") from None
         if answer.is_error:
             raise LoopguardError(f"{self.url}{path} answered {answer.status_code}: {_read_reason(answer)}")
         try:
             return answer.json()
         except ValueError:
-            raise LoopguardError(f"{self.url}{path} is no admin endpoint of Loopguard") from None
+            raise LoopguardError(f"{self.url}{path} is not an admin endpoint of Loopguard") from None
 
     def close(self) -> None:
         """Close the connection."""

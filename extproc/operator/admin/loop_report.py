@@ -51,7 +51,7 @@ class Selection(NamedTuple):
         tool: only with this one.
         sort: one of `SORTS`.
         limit: at most so many.
-        price: in US dollars for a million input tokens, None for the server's.
+        price: in US dollars per million input tokens, None for the server's.
     """
 
     policy: str = ""
@@ -71,7 +71,7 @@ def read_selection(query: Mapping[str, str]) -> Selection:
     sort, limit = read_order(query, SORTS, _MAX_LOOPS)
     price = query.get("price", "")
     if price and not _RATE.fullmatch(price):
-        raise HTTPException(HTTPStatus.BAD_REQUEST, "price must be US dollars for a million input tokens, such as 2.50")
+        raise HTTPException(HTTPStatus.BAD_REQUEST, "price must be US dollars per million input tokens, such as 2.50")
     named = {name: query.get(name, "") for name in ("policy", "caller", "tool")}
     return Selection(**named, sort=sort, limit=limit, price=float(price) if price else None)
 
@@ -122,7 +122,7 @@ def make_report(view: View, selection: Selection, prices: Prices, *, shows_calle
         "replicas": view.replicas,
         "problem": view.problem or None,
         "left_out": view.left_out,
-        "estimate": f"input tokens are estimated: {BYTES_PER_TOKEN} bytes of a request's body are one",
+        "estimate": f"input tokens are estimated: one per {BYTES_PER_TOKEN} bytes of a request's body",
         "known": len(every),
         "total": _add_up(found),
         "loops": found[: selection.limit],

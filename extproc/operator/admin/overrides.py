@@ -71,4 +71,4 @@ async def _ask(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) ->
         full = error.kind == "full"
         raise HTTPException(HTTPStatus.CONFLICT if full else HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from None
     except TimeoutError:
-        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "no answer in time; look whether it was done") from None
+        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "no answer in time; check whether it took effect") from None

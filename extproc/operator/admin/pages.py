@@ -49,7 +49,7 @@ def make_app(metrics: Metrics, routes: Sequence[Route]) -> Starlette:
     known = ", ".join(dict.fromkeys(route.path for route in every))
 
     def miss(_: Request, __: Exception) -> Response:
-        return PlainTextResponse(f"not found; there are {known}\n", HTTPStatus.NOT_FOUND)
+        return PlainTextResponse(f"not found; available: {known}\n", HTTPStatus.NOT_FOUND)
 
     return Starlette(routes=every, exception_handlers={404: miss, HTTPException: _refuse, Exception: _fail})
 
@@ -105,7 +105,7 @@ async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY:
-            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body may have {MAX_BODY} bytes")
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body must be at most {MAX_BODY} bytes")
     try:
         return json.loads(body)
     except (ValueError, RecursionError):

@@ -93,7 +93,7 @@ class SessionPages:
         view = self._shared.view()
         rows = [row for row in view.rows if row.session == session]
         if not rows:
-            known = "it may have been quiet for an hour, or is too old to be told by every replica"
+            known = "it may have been idle for an hour, or too old for every replica to know it"
             return send_page(Page(HTTPStatus.NOT_FOUND, {"error": f"no session {session} is known here; {known}"}))
         runs = [describe_run(row, shows_callers=shown) for row in rows]
         return send_page(Page(HTTPStatus.OK, {**_describe_view(view, time()), "sessions": runs}))

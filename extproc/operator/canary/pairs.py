@@ -228,11 +228,11 @@ class Pairs:
 
     def show(self, metrics: Metrics) -> None:
         """Have them read at every scrape."""
-        text = "Requests that a shadow policy counted, by whether it and the enforcing policy do something about them"
+        text = "Requests compared by a canary, by which of the two policies acts"
         metrics.show_counts("canary_requests_total", text, (*_LABELS, "verdict"), self._list_verdicts)
-        text = "Refusals that a shadow policy would make anew, those that are made already, and those that it would not make"
+        text = "Refusals of a canary: new (extra), made anyway (already), or missed"
         metrics.show_counts("canary_refusals_total", text, (*_LABELS, "refusal"), self._list_refusals)
-        text = "Requests that were compared and refused, by whichever policy"
+        text = "Compared requests that were refused, by any policy"
         metrics.show_counts("canary_refused_total", text, _LABELS, self._list_refused)
 
     def _list_verdicts(self) -> list[Counts]:

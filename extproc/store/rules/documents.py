@@ -33,6 +33,7 @@ class DocumentKind(NamedTuple):
     """What holds for all documents of a kind.
 
     Attributes:
+        plural: what people call them.
         max_bytes: of a document.
         max_documents: that are kept together.
         makes_room: past that the one that would end first makes room for a new one; else no new one is taken.
@@ -40,6 +41,7 @@ class DocumentKind(NamedTuple):
         version: what each begins with in a remote store, where it is packed; one that begins with something else is left out.
     """
 
+    plural: str
     max_bytes: int
     max_documents: int
     makes_room: bool
@@ -50,8 +52,8 @@ class DocumentKind(NamedTuple):
 BOARDS: Final = "boards"
 ORDERS: Final = "orders"
 KINDS: Final = {
-    BOARDS: DocumentKind(MAX_DOCUMENT, MAX_REPLICAS, makes_room=True, portion=16, version=b"\x01"),
-    ORDERS: DocumentKind(MAX_ORDER, MAX_ORDERS, makes_room=False, portion=1_000, version=b""),
+    BOARDS: DocumentKind("reports", MAX_DOCUMENT, MAX_REPLICAS, makes_room=True, portion=16, version=b"\x01"),
+    ORDERS: DocumentKind("overrides", MAX_ORDER, MAX_ORDERS, makes_room=False, portion=1_000, version=b""),
 }
 """By name, with which the keys in a remote store start. Orders are JSON, in which fields have names."""
 
@@ -79,16 +81,16 @@ def check_document(kind: str, name: str, document: bytes) -> None:
     Raises:
         StoreError: the document is too long, or the name is.
     """
-    most = KINDS[kind].max_bytes
+    plural, most = KINDS[kind][:2]
     if len(document) > most:
-        raise StoreError(f"{len(document)} bytes are too long for one of the {kind}, which take {most}", kind="too_large")
+        raise StoreError(f"{len(document)} bytes are too long for {plural}; at most {most} are allowed", kind="too_large")
     if not 0 < len(name.encode()) <= _MAX_NAME:
         raise StoreError(f"the name of a document has 1 to {_MAX_NAME} bytes", kind="too_large")
 
 
 def refuse_more() -> StoreError:
     """The error where there is no room for an order."""
-    return StoreError(f"there are {MAX_ORDERS} orders already; revoke some, or wait until they end", kind="full")
+    return StoreError(f"there are {MAX_ORDERS} overrides already; revoke some, or wait until they end", kind="full")
 
 
 class _Shelf:

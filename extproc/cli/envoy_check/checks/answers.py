@@ -23,7 +23,7 @@ def check_entries(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]
         return
     place = guard.manager.place.get("access_log")
     if guard.cluster not in [_find_receiver(logger) for logger in place.items()]:
-        problem = "Loopguard does not hear how requests end: errors are not counted, and costs stay as they were estimated"
+        problem = "Loopguard does not learn how requests end: errors are not counted, and costs remain estimates"
         yield Finding("outcomes", place, problem, f"an envoy.access_loggers.http_grpc to the cluster {guard.cluster!r}")
 
 
@@ -41,7 +41,7 @@ def check_usage(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
         readers = [item for item in guard.manager.filters if item.kind == kind]
         blind = [route.name for route in guard.guarded if not any(is_on(item, route.route) for item in readers)]
         if blind:
-            problem = f"nobody reads how many tokens an answer in {answers} took: costs are estimated from sizes"
+            problem = f"no filter reads the tokens used from answers in {answers}: costs are estimated from sizes"
             name = kind.split(".")[4]
             place = readers[0].place if readers else guard.manager.place.get("http_filters")
             yield note("usage", place, problem, f"envoy.filters.http.{name}, on for the route (Envoy 1.38)", blind)

@@ -44,10 +44,10 @@ def check_late_routes(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding
 def _tell(guard: Guard, item: HttpFilter, first: list[Route], *, behind: bool) -> Finding:
     start = f"from {first[0].name!r}" if first else "that had no route"
     problem = (
-        f"{item.name} may choose the route anew: a request {start} that comes to a guarded one by that is not guarded, because "
-        + (f"{guard.filter.name} stands before it" if behind else f"{guard.filter.name} was left out when it came")
+        f"{item.name} may choose another route: a request {start} that it moves to a guarded route is not guarded, because "
+        + (f"{guard.filter.name} runs before it" if behind else f"{guard.filter.name} was already left out")
     )
-    right = f"{guard.filter.name} behind it" if behind else _FIRST
+    right = f"{guard.filter.name} after it" if behind else _FIRST
     return Finding("late-route", item.place, problem, right, [route.name for route in guard.guarded])
 
 
