@@ -17,13 +17,13 @@ from extproc.store.pending import Pending
 from extproc.store.resp import write_keys, write_word
 from extproc.store.rules.hit import Hit
 from extproc.store.scripts import MAX_WEIGHT, Script, ScriptCall, count_call
-from extproc.store.topology import Topology
+from extproc.store.topology import ShardServers
 
 _ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 
 
 class _ScriptBatch:
-    """Calls of a round trip that share a script and a hash tag, which go as one; and their positions in the batch."""
+    """Calls of a round batch that share a script and a hash tag, which go as one; and their positions in the batch."""
 
     __slots__ = ("calls", "positions", "script", "tag", "weight")
 
@@ -67,22 +67,22 @@ class _ScriptBatch:
         ]
 
 
-class _Trip(Pending):
+class _PendingBatch(Pending):
     """What a batch waits for: one exchange with each server that has keys of it, all at the same time.
 
     Attributes:
         answers: as far as they are there, in the order of the calls.
-        odd: what servers turned down without running anything.
-        away: servers that have not answered yet.
+        refused: what servers turned down without running anything.
+        unanswered: servers that have not answered yet.
     """
 
-    __slots__ = ("_work", "answers", "away", "odd")
+    __slots__ = ("_work", "answers", "refused", "unanswered")
 
     def __init__(self, calls: int) -> None:
         super().__init__()
         self.answers: list[Any] = [None] * calls
-        self.odd: list[tuple[_ScriptBatch, ErrorReply]] = []
-        self.away = 0
+        self.refused: list[tuple[_ScriptBatch, ErrorReply]] = []
+        self.unanswered = 0
         self._work: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:
@@ -107,9 +107,9 @@ class _Trip(Pending):
 
 
 class RedisBackend:
-    """The wire to a shard's server, for one round trip at a time; what goes wrong is a StoreError and nothing else."""
+    """The wire to a shard's server, for one round batch at a time; what goes wrong is a StoreError and nothing else."""
 
-    def __init__(self, topology: Topology, prefix: str) -> None:
+    def __init__(self, topology: ShardServers, prefix: str) -> None:
         """Keep state on a server of `topology`; every key starts with `prefix`."""
         self._topology = topology
         self._prefix = prefix
@@ -119,14 +119,14 @@ class RedisBackend:
 
         Whoever cancels what is pending does not want to wait any more, and drops the connections.
         """
-        trip = _Trip(len(calls))
+        batch = _PendingBatch(len(calls))
         try:
             groups = self._group(calls)
-            if not self._send(trip, groups):
-                trip.follow(self._connect(trip, groups))
+            if not self._send(batch, groups):
+                batch.follow(self._connect(batch, groups))
         except Exception as error:  # noqa: BLE001  # as all that goes wrong later
-            trip.fail(error)
-        return trip
+            batch.fail(error)
+        return batch
 
     async def probe(self) -> None:
         """Count once for every hash tag of the shard: a server that answers but cannot write is not well.
@@ -162,7 +162,7 @@ class RedisBackend:
         tags = self._topology.tags
         return tags[find_part(key, len(tags))] if tags else ""
 
-    async def _connect(self, trip: _Trip, groups: list[_ScriptBatch]) -> None:
+    async def _connect(self, batch: _PendingBatch, groups: list[_ScriptBatch]) -> None:
         """Send once every connection is open.
 
         Raises:
@@ -170,10 +170,10 @@ class RedisBackend:
         """
         for group in groups:
             await self._topology.find(group.tag)
-        if not self._send(trip, groups):
+        if not self._send(batch, groups):
             raise StoreError("a connection was lost while others were opened", kind="connection")
 
-    def _send(self, trip: _Trip, groups: list[_ScriptBatch]) -> bool:
+    def _send(self, batch: _PendingBatch, groups: list[_ScriptBatch]) -> bool:
         """Ask every server, so that they work at the same time; False, with nothing sent, where a connection is not open."""
         parts: dict[Link, list[_ScriptBatch]] = {}
         for group in groups:
@@ -181,37 +181,37 @@ class RedisBackend:
             if link is None:
                 return False
             parts.setdefault(link, []).append(group)
-        trip.away = len(parts)
+        batch.unanswered = len(parts)
         for link, mine in parts.items():
             replies = link.send(b"".join([self._pack(group) for group in mine]), len(mine))
-            replies.then(partial(self._take, trip, mine, replies))
+            replies.then(partial(self._take, batch, mine, replies))
         return True
 
-    def _take(self, trip: _Trip, groups: list[_ScriptBatch], replies: Pending) -> None:
+    def _take(self, batch: _PendingBatch, groups: list[_ScriptBatch], replies: Pending) -> None:
         """A server has answered, or will not."""
-        if trip.done:
+        if batch.done:
             return
         try:
             for group, reply in zip(groups, replies.result(), strict=True):
                 if isinstance(reply, ErrorReply):
-                    trip.odd.append((group, reply))
+                    batch.refused.append((group, reply))
                 else:
-                    _read(group, reply, trip.answers)
+                    _read(group, reply, batch.answers)
         except Exception as error:  # noqa: BLE001  # a server can answer anything
-            trip.fail(error)
+            batch.fail(error)
             return
-        trip.away -= 1
-        if trip.away:
+        batch.unanswered -= 1
+        if batch.unanswered:
             return
-        if trip.odd:
-            trip.follow(self._finish(trip))
+        if batch.refused:
+            batch.follow(self._finish(batch))
         else:
-            trip.settle(trip.answers)
+            batch.settle(batch.answers)
 
-    async def _finish(self, trip: _Trip) -> None:
-        for group, error in trip.odd:
-            await self._ask_again(group, error, trip.answers)
-        trip.settle(trip.answers)
+    async def _finish(self, batch: _PendingBatch) -> None:
+        for group, error in batch.refused:
+            await self._ask_again(group, error, batch.answers)
+        batch.settle(batch.answers)
 
     async def _ask_again(self, group: _ScriptBatch, error: ErrorReply, answers: list[Any]) -> None:
         """What a server turned down without running anything, where asking in another way helps.

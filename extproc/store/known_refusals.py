@@ -29,7 +29,7 @@ HAMMERED = 10
 _HAMMERED_MS = 1_000
 
 
-class _Refusal:
+class _KnownRefusal:
     """What is known about one loop; times in milliseconds of this process's clock.
 
     Attributes:
@@ -58,7 +58,7 @@ class KnownRefusals:
     def __init__(self, settle: Callable[[Hit, int], None]) -> None:
         """`settle` takes a hit and how often it was answered here."""
         self._settle = settle
-        self._known: dict[str, _Refusal] = {}
+        self._known: dict[str, _KnownRefusal] = {}
 
     def __len__(self) -> int:
         """Loops known now."""
@@ -89,7 +89,7 @@ class KnownRefusals:
         if known is None or known.hit != hit:
             if known is None and len(self._known) >= MAX_LOOPS:
                 del self._known[next(iter(self._known))]
-            known = self._known[hit.key] = _Refusal(hit, answer)
+            known = self._known[hit.key] = _KnownRefusal(hit, answer)
         known.answer, known.learned = answer, _read_clock()
         known.told = max(0, known.told - told)
         known.until = known.learned + lasts
@@ -135,12 +135,12 @@ class KnownRefusals:
             self._pay(known)
         self._known.clear()
 
-    def _pay(self, known: _Refusal) -> None:
+    def _pay(self, known: _KnownRefusal) -> None:
         if owed := _take_owed(known):
             self._settle(known.hit, owed)
 
 
-def _take_owed(known: _Refusal) -> int:
+def _take_owed(known: _KnownRefusal) -> int:
     owed, known.owed = known.owed, 0
     known.told += owed
     return owed

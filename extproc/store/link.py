@@ -79,7 +79,6 @@ class ReplyBounds:
     """What one reply may be: hiredis makes room for all that a list announces, and keeps any text until it is over."""
 
     def __init__(self) -> None:
-        """Nothing has come."""
         self._line = b"\n"  # the one that has begun, as far as it could announce a list
         self._bytes = 0
         self._elements = 0

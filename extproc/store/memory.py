@@ -183,10 +183,10 @@ class MemoryStore:
 
     def _enter(self, asked: Step, now: int) -> bool:
         """Whether the tenant may begin one more session."""
-        shard, lifetime = self._find_shard(asked.roster), asked.limits.idle_ms
-        entry = self._take(shard, asked.roster, lifetime)
-        roster, room = enter(entry if isinstance(entry, bytes) else None, asked.limits, now)
-        self._put(shard, asked.roster, lifetime, roster, now)
+        shard, lifetime = self._find_shard(asked.tenant), asked.limits.idle_ms
+        entry = self._take(shard, asked.tenant, lifetime)
+        begun, room = enter(entry if isinstance(entry, bytes) else None, asked.limits, now)
+        self._put(shard, asked.tenant, lifetime, begun, now)
         return room
 
     def _take_ledger(self, key: str, limits: Limits, now: int) -> Ledger | None:

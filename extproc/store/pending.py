@@ -45,7 +45,6 @@ class Pending:
     __slots__ = ("_answer", "_listener", "cancelled", "done", "error")
 
     def __init__(self) -> None:
-        """Nothing is known."""
         self.done = False
         self.cancelled = False
         self.error: StoreError | None = None

@@ -16,10 +16,10 @@ from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import redact_url
 from extproc.store.client import Access
-from extproc.store.credentials import Password, Provided
+from extproc.store.credentials import PasswordCredentials, ProvidedCredentials
 from extproc.store.link import Address
 from extproc.store.remote import RemoteStore
-from extproc.store.topology import Layout, One, Slots, Undivided, Watched
+from extproc.store.topology import ClusterLayout, Layout, SentinelServer, SingleLayout, SingleServer
 
 TAGS = 16
 """Hash tags that a cluster's keys are spread over: a batch falls apart into few calls, and still reaches every primary."""
@@ -85,8 +85,8 @@ def _choose_credentials(url: _StoreUrl, settings: Settings) -> CredentialProvide
     if name is not None:
         if url.user or password or file:
             raise url.explain("credential_provider replaces user and password; give one or the other")
-        return Provided(name)
-    chosen = Password(url.user, password, file)
+        return ProvidedCredentials(name)
+    chosen = PasswordCredentials(url.user, password, file)
     if url.user and not chosen.has_password():
         raise url.explain(
             "a user needs a password, here as USER:PASSWORD@, in LOOPGUARD_STORE_PASSWORD or in --store-password-file"
@@ -130,7 +130,7 @@ def _make_single(url: _StoreUrl, access: Access) -> Layout:
     if len(url.hosts) != 1:
         raise url.explain("it takes one HOST:PORT; for several use redis+sentinel:// or redis+cluster://")
     access = replace(access, database=url.parse_number(url.path or "0", "the database"))
-    return Undivided(str(url.hosts[0]), lambda: One(url.hosts[0], access))
+    return SingleLayout(str(url.hosts[0]), lambda: SingleServer(url.hosts[0], access))
 
 
 def _make_unix(url: _StoreUrl, access: Access) -> Layout:
@@ -138,7 +138,7 @@ def _make_unix(url: _StoreUrl, access: Access) -> Layout:
         raise url.explain("it takes the form unix:///PATH?db=0")
     place = Address(path=f"/{url.path}")
     access = replace(access, database=url.parse_number(url.options.get("db", "0"), "db"))
-    return Undivided(str(place), lambda: One(place, access))
+    return SingleLayout(str(place), lambda: SingleServer(place, access))
 
 
 def _make_sentinel(url: _StoreUrl, access: Access) -> Layout:
@@ -146,7 +146,7 @@ def _make_sentinel(url: _StoreUrl, access: Access) -> Layout:
     if not url.hosts or not service:
         raise url.explain(f"it takes the form {url.scheme}+sentinel://HOST1:PORT,HOST2:PORT/SERVICE")
     access = replace(access, database=url.parse_number(database or "0", "the database"))
-    return Undivided(service, lambda: Watched(url.hosts, service, access))
+    return SingleLayout(service, lambda: SentinelServer(url.hosts, service, access))
 
 
 def _make_cluster(url: _StoreUrl, access: Access) -> Layout:
@@ -154,7 +154,7 @@ def _make_cluster(url: _StoreUrl, access: Access) -> Layout:
         raise url.explain(f"it takes the form {url.scheme}+cluster://HOST1:PORT,HOST2:PORT (a cluster has no databases)")
     if "{" in url.options.get("prefix", ""):
         raise url.explain("the prefix must not contain {: the hash tag of a cluster's keys is Loopguard's")
-    return Slots(url.hosts, access, TAGS)
+    return ClusterLayout(url.hosts, access, TAGS)
 
 
 _LAYOUTS: Mapping[str, Callable[[_StoreUrl, Access], Layout]] = {

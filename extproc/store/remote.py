@@ -23,7 +23,7 @@ from extproc.store.rules.documents import BOARDS, ORDERS, Documents
 from extproc.store.rules.hit import Count, Hit
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Question, Settlement
-from extproc.store.scripts import ScriptCall, Verdict, count_call, push_call, session_call
+from extproc.store.scripts import CountAnswer, ScriptCall, count_call, push_call, session_call
 from extproc.store.shard import Finish, Shard
 from extproc.store.side_connections import SideConnections
 from extproc.store.topology import Layout
@@ -32,7 +32,7 @@ _MOST_SHOWN = 3
 """Shards of which `health` says what is wrong."""
 
 
-class _Joined(Pending):
+class _JoinedAnswers(Pending):
     """What waits for several shards."""
 
     __slots__ = ("_answers", "_away", "_lost", "_parts")
@@ -210,7 +210,7 @@ class RemoteStore:
             self._retiring.add(retiring)
             retiring.add_done_callback(self._retiring.discard)
         for shard in self._shards.values():
-            shard.crowd = len(self._shards)
+            shard.sharing = len(self._shards)
 
     def _open(self, name: str, *, alone: bool) -> Shard:
         backend = RedisBackend(self._layout.open(name), self._prefix)
@@ -249,7 +249,7 @@ class RemoteStore:
             shares.setdefault(self._find(call.subject.key), []).append(position)
         if len(shares) == 1:
             return next(iter(shares)).ask(calls, finish)
-        joined, lost = _Joined(len(calls)), 0
+        joined, lost = _JoinedAnswers(len(calls)), 0
         for shard, positions in shares.items():
             try:
                 joined.add(positions, shard.ask([calls[position] for position in positions], finish))
@@ -283,7 +283,7 @@ class RemoteStore:
     def _learn(self, calls: list[ScriptCall], answers: list[Any]) -> list[Any]:
         for place, call in enumerate(calls):
             answer, subject = answers[place], call.subject
-            if isinstance(answer, Verdict) and isinstance(subject, Hit):
+            if isinstance(answer, CountAnswer) and isinstance(subject, Hit):
                 self._known_refusals.learn(subject, answer.answer, answer.stands_ms, call.owed)
                 answers[place] = answer.answer
         return answers
@@ -291,7 +291,7 @@ class RemoteStore:
 
 def _take_answers(_: list[ScriptCall], answers: list[Any]) -> list[Any]:
     for place, answer in enumerate(answers):
-        if isinstance(answer, Verdict):
+        if isinstance(answer, CountAnswer):
             answers[place] = answer.answer
     return answers
 

@@ -16,7 +16,6 @@ class RemoteDocuments:
     """Documents on a server that is asked beside the requests."""
 
     def __init__(self, connections: SideConnections) -> None:
-        """Nothing is asked yet."""
         self._connections = connections
 
     async def put(  # noqa: PLR0913  # a document, where it stands, and until when

@@ -34,7 +34,6 @@ class Script:
     """
 
     def __init__(self, name: str, read: Callable[[object, int], list[Any]]) -> None:
-        """Load it."""
         text = read_script(name).encode()
         self.sha = hashlib.sha1(text).hexdigest()  # noqa: S324  # not a secret
         self.by_name = write_word("EVALSHA") + write_word(self.sha)
@@ -69,7 +68,6 @@ class ScriptCall:
         others: tuple[str, ...] = (),
         weight: int = 0,
     ) -> None:
-        """Keep them as given."""
         self.weight = weight
         self.others = others
         self.owed = owed
@@ -82,7 +80,7 @@ class ScriptCall:
         return ScriptCall(self.script, self.subject, self.arguments, self.owed, (), self.weight)
 
 
-class Verdict:
+class CountAnswer:
     """What a script answers for one counter.
 
     Attributes:
@@ -93,7 +91,6 @@ class Verdict:
     __slots__ = ("answer", "stands_ms")
 
     def __init__(self, answer: Count, stands_ms: int) -> None:
-        """Keep them as given."""
         self.answer = answer
         self.stands_ms = stands_ms
 
@@ -101,11 +98,11 @@ class Verdict:
 _VERDICT: Final = struct.Struct(">QBQQQ")
 
 
-def _read_verdicts(reply: object, calls: int) -> list[Verdict]:
+def _read_verdicts(reply: object, calls: int) -> list[CountAnswer]:
     if not isinstance(reply, bytes) or len(reply) != _VERDICT.size * calls:
         raise _make_error()
     return [
-        Verdict(Count(count, looping != 0, cooldown, span), stands)
+        CountAnswer(Count(count, looping != 0, cooldown, span), stands)
         for count, looping, cooldown, span, stands in _VERDICT.iter_unpack(reply)
     ]
 
@@ -159,7 +156,7 @@ def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall
     arguments = (-1 if now is None else now, *pack_question(asked))
     if not isinstance(asked, Step):
         return ScriptCall(_SESSION, asked, arguments, weight=1)
-    return ScriptCall(_SESSION, asked, arguments, 0, (asked.roster, asked.shared), weigh(asked))
+    return ScriptCall(_SESSION, asked, arguments, 0, (asked.tenant, asked.shared), weigh(asked))
 
 
 def push_call(pushed: Push, now: int | None = None) -> ScriptCall:

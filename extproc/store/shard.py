@@ -77,13 +77,13 @@ class _Caller(Pending):
         self.deadline = deadline
 
 
-class _Flight:
+class _RoundTrip:
     """The round trip under way."""
 
-    __slots__ = ("batch", "deadline", "trip")
+    __slots__ = ("batch", "deadline", "replies")
 
-    def __init__(self, trip: Pending, batch: list[_Caller], deadline: float) -> None:
-        self.trip = trip
+    def __init__(self, replies: Pending, batch: list[_Caller], deadline: float) -> None:
+        self.replies = replies
         self.batch = batch
         self.deadline = deadline
 
@@ -94,7 +94,7 @@ class Shard:
     Attributes:
         name: of the server, for operators.
         trouble: why it does not count, None while it does.
-        crowd: how many shards share the callers.
+        sharing: how many shards share the callers.
     """
 
     def __init__(  # noqa: PLR0913  # the parts of a shard
@@ -118,7 +118,7 @@ class Shard:
             alone: there are no others.
         """
         self.trouble: StoreError | None = None
-        self.crowd = 1
+        self.sharing = 1
         self.name = name or _UNASSIGNED
         self._what = "store" if alone or not name else "shard of the store"
         self._backend = backend
@@ -127,9 +127,9 @@ class Shard:
         self._on_lost = on_lost
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: list[_Caller] = []
-        self._flight: _Flight | None = None
-        self._departing = False
-        self._departed = float("-inf")
+        self._round_trip: _RoundTrip | None = None
+        self._scheduled = False
+        self._sent_at = float("-inf")
         self._pause = 0.0  # until the next round trip, in seconds
         self._clock: asyncio.TimerHandle | None = None
         self._probing: asyncio.Task[None] | None = None
@@ -169,8 +169,8 @@ class Shard:
             loop = self._loop = asyncio.get_running_loop()
         waiting = _Caller(calls, finish, loop.time() + self._timeout)
         self._queue.append(waiting)
-        if self._flight is None and not self._departing:
-            self._call_departure(loop)
+        if self._round_trip is None and not self._scheduled:
+            self._schedule(loop)
         return waiting
 
     async def retire(self) -> None:
@@ -182,7 +182,7 @@ class Shard:
     async def close(self) -> None:
         """Send what is owed, then drop the connections."""
         self._closed = True
-        while self.trouble is None and (self._queue or self._flight):  # noqa: ASYNC110  # for as long as a deadline at most
+        while self.trouble is None and (self._queue or self._round_trip):  # noqa: ASYNC110  # for as long as a deadline at most
             await asyncio.sleep(_LAST_LOOK)
         self.trouble = self.trouble or StoreError("closed", kind="closed")
         if self._probing is not None:
@@ -193,35 +193,35 @@ class Shard:
             self._clock.cancel()
         self._backend.drop()
 
-    def _call_departure(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
         """Let those who wait go, after whatever else is ready just now: it may have calls as well."""
-        if self._queue and self._flight is None and not self._departing:
-            self._departing = True
+        if self._queue and self._round_trip is None and not self._scheduled:
+            self._scheduled = True
             if self._pause:
-                loop.call_at(self._departed + self._pause, self._depart)
+                loop.call_at(self._sent_at + self._pause, self._send_batch)
             else:
-                loop.call_soon(self._depart)
+                loop.call_soon(self._send_batch)
 
-    def _depart(self) -> None:
+    def _send_batch(self) -> None:
         """Send those who wait, unless a round trip is under way."""
-        self._departing = False
-        while self._queue and self._flight is None:
-            batch = self._board()
+        self._scheduled = False
+        while self._queue and self._round_trip is None:
+            batch = self._take_batch()
             if batch:
                 calls = [call for waiting in batch for call in waiting.calls]
                 self._metrics.store_batch_size.observe(len(calls))
                 loop = asyncio.get_running_loop()
-                self._departed = loop.time()
-                self._pause = min(_GATHER_AT_MOST, _GATHER_SECONDS * len(batch) * self.crowd) if len(batch) > 1 else 0.0
-                trip = self._backend.call(calls)
-                flight = self._flight = _Flight(trip, batch, self._departed + self._timeout)
-                if trip.done:
-                    self._land(flight)
+                self._sent_at = loop.time()
+                self._pause = min(_GATHER_AT_MOST, _GATHER_SECONDS * len(batch) * self.sharing) if len(batch) > 1 else 0.0
+                replies = self._backend.call(calls)
+                round_trip = self._round_trip = _RoundTrip(replies, batch, self._sent_at + self._timeout)
+                if replies.done:
+                    self._finish_batch(round_trip)
                 else:
-                    trip.then(partial(self._land, flight))
+                    replies.then(partial(self._finish_batch, round_trip))
                     self._watch()
 
-    def _board(self) -> list[_Caller]:
+    def _take_batch(self) -> list[_Caller]:
         """Take those who go next: up to `MAX_BATCH` calls, without those who have been told that it took too long."""
         calls = 0
         for position, waiting in enumerate(self._queue):
@@ -233,26 +233,26 @@ class Shard:
             batch, self._queue = self._queue, []
         return [waiting for waiting in batch if not waiting.done or waiting.cancelled]
 
-    def _land(self, flight: _Flight) -> None:
+    def _finish_batch(self, round_trip: _RoundTrip) -> None:
         """Tell those who waited, in one turn of the event loop, so that what they make of it leaves together."""
-        self._flight = None
-        if flight.trip.error is not None:
-            self._fail(flight.trip.error, flight.batch)
+        self._round_trip = None
+        if round_trip.replies.error is not None:
+            self._fail(round_trip.replies.error, round_trip.batch)
             return
-        answers, taken = flight.trip.result(), 0
-        for waiting in flight.batch:
+        answers, taken = round_trip.replies.result(), 0
+        for waiting in round_trip.batch:
             until = taken + len(waiting.calls)
             try:
                 waiting.settle(waiting.finish(waiting.calls, answers[taken:until]))
             except Exception as bug:  # noqa: BLE001  # the others' answers are good
                 waiting.settle(None, blame_bug(bug))
             taken = until
-        self._call_departure(asyncio.get_running_loop())
+        self._schedule(asyncio.get_running_loop())
 
     def _watch(self) -> None:
         """Be back at the first deadline."""
         if self._clock is None:
-            first = [self._flight.deadline] if self._flight is not None else []
+            first = [self._round_trip.deadline] if self._round_trip is not None else []
             first += [waiting.deadline for waiting in self._list_waiting() if not waiting.done][:1]
             if first:
                 loop = asyncio.get_running_loop()
@@ -263,7 +263,7 @@ class Shard:
         self._clock = None
         now = asyncio.get_running_loop().time()
         error = StoreError(f"no answer within {self._timeout:g} s", kind="timeout")
-        if self._flight is not None and self._flight.deadline <= now:
+        if self._round_trip is not None and self._round_trip.deadline <= now:
             self._fail(error)
             return
         for waiting in self._list_waiting():
@@ -273,15 +273,15 @@ class Shard:
 
     def _list_waiting(self) -> Sequence[_Caller]:
         """Everybody who waits, in the order of their deadlines."""
-        return [*(self._flight.batch if self._flight is not None else ()), *self._queue]
+        return [*(self._round_trip.batch if self._round_trip is not None else ()), *self._queue]
 
     def _fail(self, error: StoreError, batch: Sequence[_Caller] = ()) -> None:
         """Open the breaker: everybody who waits hears of it, and the probe starts."""
         self._metrics.store_errors.labels(error.kind).inc()
         told = (*batch, *self._list_waiting())
-        flight, self._flight, self._queue = self._flight, None, []
-        if flight is not None:
-            flight.trip.cancel()
+        round_trip, self._round_trip, self._queue = self._round_trip, None, []
+        if round_trip is not None:
+            round_trip.replies.cancel()
         if self.trouble is None:
             extra = make_extra(shard=self.name, kind=error.kind, error=str(error))
             _LOG.error(f"{self._what} unavailable, each replica counts for itself", extra=extra)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from extproc.errors import StoreError
 from extproc.store.link import Command, ErrorReply, RedisReply, explain_refusal
-from extproc.store.topology import Layout, Topology
+from extproc.store.topology import Layout, ShardServers
 
 _SECONDS = 2.0
 """What a question may take, that for all documents of a board included."""
@@ -23,7 +23,7 @@ _MOVED = ("MOVED", "ASK")
 class _SideConnection:
     """One to the server of a part of the keys."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: ShardServers) -> None:
         self.topology = topology
         self.lock = asyncio.Lock()  # a connection answers one question at a time
 
@@ -78,7 +78,7 @@ class SideConnections:
                 raise
 
 
-async def _ask_twice(topology: Topology, tag: str, commands: Sequence[Command]) -> list[RedisReply]:
+async def _ask_twice(topology: ShardServers, tag: str, commands: Sequence[Command]) -> list[RedisReply]:
     """Ask, and where the slot has moved ask its new owner."""
     replies = await _ask_once(topology, tag, commands)
     moved = [reply for reply in replies if isinstance(reply, ErrorReply) and reply.word in _MOVED]
@@ -91,7 +91,7 @@ async def _ask_twice(topology: Topology, tag: str, commands: Sequence[Command]) 
     return replies
 
 
-async def _ask_once(topology: Topology, tag: str, commands: Sequence[Command]) -> list[RedisReply]:
+async def _ask_once(topology: ShardServers, tag: str, commands: Sequence[Command]) -> list[RedisReply]:
     link = await topology.find(tag)
     replies: list[RedisReply] = await link.exchange(commands)
     return replies

@@ -34,7 +34,7 @@ def spread_tags(tags: int) -> tuple[str, ...]:
     return tuple(next(str(n) for n in count() if find_slot(str(n)) // width == share) for share in range(tags))
 
 
-class Topology(Protocol):
+class ShardServers(Protocol):
     """Connections of one shard, by hash tag; raises StoreError and nothing else."""
 
     tags: Sequence[str]
@@ -77,44 +77,43 @@ class Layout(Protocol):
     changes: int
     """How often these have changed."""
 
-    def open(self, owner: str) -> Topology:
+    def open(self, owner: str) -> ShardServers:
         """Connections of the shard of that name."""
         ...
 
 
-class Undivided:
+class SingleLayout:
     """A layout of one server, whichever that is just now."""
 
     tags: Sequence[str] = ()
     changes = 0
 
-    def __init__(self, name: str, make: Callable[[], Topology]) -> None:
+    def __init__(self, name: str, make: Callable[[], ShardServers]) -> None:
         """Take the name, for operators, and what makes connections."""
         self.owners: Sequence[str] = (name,)
         self._make = make
 
-    def open(self, owner: str) -> Topology:  # noqa: ARG002  # there is one
+    def open(self, owner: str) -> ShardServers:  # noqa: ARG002  # there is one
         """See `Layout`."""
         return self._make()
 
 
-class One:
+class SingleServer:
     """One server."""
 
     tags: Sequence[str] = ()
 
     def __init__(self, place: Address, access: Access) -> None:
-        """Nothing is connected yet."""
         self._place = place
         self._access = access
         self._link: Link | None = None
 
     def get(self, tag: str) -> Link | None:  # noqa: ARG002  # one server has all keys
-        """See `Topology`."""
+        """See `ShardServers`."""
         return self._link if self._link is not None and self._link.is_usable() else None
 
     async def find(self, tag: str) -> Link:
-        """See `Topology`."""
+        """See `ShardServers`."""
         link = self.get(tag)
         if link is None:
             self.drop()
@@ -122,18 +121,18 @@ class One:
         return link
 
     async def at(self, place: Address) -> Link:
-        """See `Topology`; only a cluster sends anybody elsewhere."""
+        """See `ShardServers`; only a cluster sends anybody elsewhere."""
         raise StoreError(f"the server is part of a cluster and sends us to {place}; use redis+cluster://", kind="cluster")
 
     def move(self, tag: str, place: Address) -> None:
-        """See `Topology`; `at` says what is wrong."""
+        """See `ShardServers`; `at` says what is wrong."""
 
     async def learn(self) -> Sequence[int]:
-        """See `Topology`."""
+        """See `ShardServers`."""
         return (0,)
 
     def drop(self) -> None:
-        """See `Topology`."""
+        """See `ShardServers`."""
         link, self._link = self._link, None
         if link is not None:
             link.drop()
@@ -142,11 +141,10 @@ class One:
         return self._place
 
 
-class Watched(One):
+class SentinelServer(SingleServer):
     """The primary of a service that Sentinels watch over."""
 
     def __init__(self, sentinels: Sequence[Address], service: str, access: Access) -> None:
-        """Nothing is connected yet."""
         super().__init__(sentinels[0], access)
         self._sentinels = list(sentinels)
         self._service = service
@@ -182,7 +180,7 @@ class Watched(One):
             raise StoreError(f"{sentinel} names no server", kind="sentinel") from None
 
 
-class Slots:
+class ClusterLayout:
     """A cluster's layout, as far as its nodes have said it: every tag's slot belongs to one primary."""
 
     def __init__(self, seeds: Sequence[Address], access: Access, tags: int) -> None:
@@ -196,9 +194,9 @@ class Slots:
         self._access = access
         self._known: list[Address] = []
 
-    def open(self, owner: str) -> Cluster:
+    def open(self, owner: str) -> ClusterServers:
         """See `Layout`."""
-        return Cluster(self, self._access, owner)
+        return ClusterServers(self, self._access, owner)
 
     def move(self, tag: str, place: Address) -> None:
         """A tag's keys are elsewhere."""
@@ -253,10 +251,10 @@ class Slots:
             self.changes += 1
 
 
-class Cluster:
+class ClusterServers:
     """Connections to a cluster, of the shard of one primary or of those keys of which it is not known who has them."""
 
-    def __init__(self, slots: Slots, access: Access, owner: str) -> None:
+    def __init__(self, slots: ClusterLayout, access: Access, owner: str) -> None:
         """Nothing is connected yet; `owner` is one of the layout's."""
         self.tags = slots.tags
         self._slots = slots
@@ -265,13 +263,13 @@ class Cluster:
         self._links: dict[Address, Link] = {}
 
     def get(self, tag: str) -> Link | None:
-        """See `Topology`."""
+        """See `ShardServers`."""
         place = self._slots.places.get(tag)
         link = self._links.get(place) if place is not None else None
         return link if link is not None and link.is_usable() else None
 
     async def find(self, tag: str) -> Link:
-        """See `Topology`."""
+        """See `ShardServers`."""
         if tag not in self._slots.places:
             await self._slots.learn()
         if tag not in self._slots.places:
@@ -279,7 +277,7 @@ class Cluster:
         return await self.at(self._slots.places[tag])
 
     async def at(self, place: Address) -> Link:
-        """See `Topology`."""
+        """See `ShardServers`."""
         link = self._links.get(place)
         if link is None or not link.is_usable():
             if link is not None:
@@ -288,11 +286,11 @@ class Cluster:
         return link
 
     def move(self, tag: str, place: Address) -> None:
-        """See `Topology`."""
+        """See `ShardServers`."""
         self._slots.move(tag, place)
 
     async def learn(self) -> Sequence[int]:
-        """See `Topology`."""
+        """See `ShardServers`."""
         await self._slots.learn()
         own = [number for number, owner in enumerate(self._slots.owners) if owner == self._owner]
         if own and not self._owner:
@@ -300,7 +298,7 @@ class Cluster:
         return own
 
     def drop(self) -> None:
-        """See `Topology`."""
+        """See `ShardServers`."""
         links, self._links = list(self._links.values()), {}
         for link in links:
             link.drop()

@@ -348,7 +348,7 @@ class Driver:
 
     def place(self, asked: Step | Settlement) -> Step | Settlement:
         """The same under keys of this driver's, which have their digits already."""
-        keys = ("key", "roster", "shared") if isinstance(asked, Step) else ("key",)
+        keys = ("key", "tenant", "shared") if isinstance(asked, Step) else ("key",)
         return replace(asked, **{key: self.name(getattr(asked, key)) for key in keys})
 
     def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:

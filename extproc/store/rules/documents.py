@@ -93,7 +93,7 @@ def refuse_more() -> StoreError:
     return StoreError(f"there are {MAX_ORDERS} overrides already; revoke some, or wait until they end", kind="full")
 
 
-class _Shelf:
+class _Collection:
     """Documents that belong together."""
 
     def __init__(self) -> None:
@@ -105,8 +105,7 @@ class MemoryDocuments:
     """Documents in this process."""
 
     def __init__(self) -> None:
-        """There are none."""
-        self._shelves: dict[tuple[str, str], _Shelf] = {}
+        self._collections: dict[tuple[str, str], _Collection] = {}
 
     def put(  # noqa: PLR0913  # a document, where it stands, and until when
         self, kind: str, subject: str, name: str, document: bytes, ttl_ms: int, now: int
@@ -130,15 +129,15 @@ class MemoryDocuments:
 
     def read(self, kind: str, subject: str, known: str, now: int) -> Documents | None:
         """Those that have not ended, None where the version is the known one."""
-        shelf = self._shelves.get((kind, subject))
-        version, kept = (str(shelf.changes), shelf.kept) if shelf is not None else ("", {})
+        collection = self._collections.get((kind, subject))
+        version, kept = (str(collection.changes), collection.kept) if collection is not None else ("", {})
         if version == known:
             return None
         return Documents(version, {name: document for name, (ends, document) in kept.items() if now < ends})
 
-    def _change(self, kind: str, subject: str, now: int) -> _Shelf:
+    def _change(self, kind: str, subject: str, now: int) -> _Collection:
         """What is about to change, without those that have ended."""
-        shelf = self._shelves.setdefault((kind, subject), _Shelf())
-        shelf.kept = {name: kept for name, kept in shelf.kept.items() if now < kept[0]}
-        shelf.changes += 1
-        return shelf
+        collection = self._collections.setdefault((kind, subject), _Collection())
+        collection.kept = {name: kept for name, kept in collection.kept.items() if now < kept[0]}
+        collection.changes += 1
+        return collection

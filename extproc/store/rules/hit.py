@@ -41,7 +41,6 @@ class Hit:
         count_refused: bool,  # noqa: FBT001  # a field
         count_to: int,
     ) -> None:
-        """Keep them as given."""
         self.key = key
         self.window_type = window_type
         self.window_ms = window_ms
@@ -76,7 +75,6 @@ class Count:
     __slots__ = ("cooldown_ms", "count", "looping", "span_ms")
 
     def __init__(self, count: int, looping: bool, cooldown_ms: int, span_ms: int) -> None:  # noqa: FBT001  # a field
-        """Keep them as given."""
         self.count = count
         self.looping = looping
         self.cooldown_ms = cooldown_ms

@@ -97,18 +97,8 @@ class Limits:
     """
 
     __slots__ = (
-        "blocks",
-        "cost",
-        "errors",
-        "idle_ms",
-        "max_sessions",
-        "narrows",
-        "steps",
-        "threshold",
-        "tool_calls",
-        "tools",
-        "window",
-    )
+        "blocks", "cost", "errors", "idle_ms", "max_sessions", "narrows", "steps", "threshold", "tool_calls", "tools", "window",
+    )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
         self,
@@ -125,7 +115,6 @@ class Limits:
         blocks: int = -1,
         errors: int = -1,
     ) -> None:
-        """Keep them as given."""
         self.idle_ms = idle_ms
         self.max_sessions = max_sessions
         self.steps = steps
@@ -144,7 +133,7 @@ class Step:
 
     Attributes:
         key: of the session's ledger; it ends in two hex digits of the tenant.
-        roster: of what is known about the tenant's sessions; it ends in the same two digits.
+        tenant: of how many sessions the tenant has begun; it ends in the same two digits.
         shared: of the ledger of the sessions that are too many; it ends in the same two digits.
         limits: what the session may use up.
         identity: 8 bytes, a digest of the request; one of the session's last 16 again is a retry, `MAX_RETRIES_PER_STEP` times.
@@ -158,40 +147,17 @@ class Step:
     """
 
     __slots__ = (
-        "call",
-        "calls",
-        "grants",
-        "identity",
-        "key",
-        "limits",
-        "newest",
-        "reserve",
-        "roster",
-        "shared",
-        "tools",
-        "total",
-    )
+        "call", "calls", "grants", "identity", "key", "limits", "newest", "reserve", "shared", "tenant", "tools", "total",
+    )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
-        self,
-        key: str,
-        roster: str,
-        shared: str,
-        limits: Limits,
-        identity: bytes,
-        call: bytes,
-        reserve: int,
-        calls: bytes,
-        total: int,
-        newest: int,
-        tools: tuple[tuple[bytes, str], ...],
-        grants: tuple[int, int, int],
-    ) -> None:
-        """Keep them as given."""
+        self, key: str, tenant: str, shared: str, limits: Limits, identity: bytes, call: bytes, reserve: int, calls: bytes,
+        total: int, newest: int, tools: tuple[tuple[bytes, str], ...], grants: tuple[int, int, int],
+    ) -> None:  # fmt: skip
         self.total = total
         self.newest = newest
         self.key = key
-        self.roster = roster
+        self.tenant = tenant
         self.shared = shared
         self.limits = limits
         self.identity = identity
@@ -225,7 +191,6 @@ class Settlement:
         estimated: bool,  # noqa: FBT001  # a field
         outcome: int,
     ) -> None:
-        """Keep them as given."""
         self.key = key
         self.limits = limits
         self.call = call
@@ -259,24 +224,9 @@ class Standing:
     """
 
     __slots__ = (
-        "age_ms",
-        "allowed",
-        "blocks",
-        "consecutive_blocks",
-        "consecutive_errors",
-        "cost",
-        "estimated",
-        "killed",
-        "limit",
-        "reserved",
-        "retry",
-        "shared",
-        "steps",
-        "tool",
-        "tool_calls",
-        "tools",
-        "used",
-    )
+        "age_ms", "allowed", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "estimated", "killed", "limit",
+        "reserved", "retry", "shared", "steps", "tool", "tool_calls", "tools", "used",
+    )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
         self,
@@ -298,7 +248,6 @@ class Standing:
         retry: bool = False,  # noqa: FBT001, FBT002  # a field
         tools: tuple[tuple[bytes, str, int], ...] = (),
     ) -> None:
-        """Keep them as given."""
         self.limit = limit
         self.used = used
         self.allowed = allowed
@@ -365,7 +314,7 @@ _NARROWED: Final = 2
 
 _TOOL: Final = struct.Struct(">4sI")
 _COUNTED: Final = _TOOL.size
-_ROSTER: Final = struct.Struct("<QQI")
+_BEGUN: Final = struct.Struct("<QQI")
 """When the newest of a tenant's sessions began, when the first did, and how many have since then."""
 
 _IDENTITY: Final = 8
@@ -409,15 +358,15 @@ MAX_MONEY: Final = 2**52
 MAX_RESERVE: Final = MAX_MONEY // (2 * _OPEN)
 
 
-def enter(roster: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
-    """Begin a session of a tenant's: the roster as it is then, and whether there was room for one more."""
+def enter(state: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
+    """Begin a session of a tenant's: how many it has begun then, packed, and whether there was room for one more."""
     began, count = now, 0
-    if roster is not None:
-        _, began, count = _ROSTER.unpack(roster)
+    if state is not None:
+        _, began, count = _BEGUN.unpack(state)
     if abs(now - began) >= limits.idle_ms:
         began, count = now, 0
     room = count < limits.max_sessions
-    return _ROSTER.pack(now, began, count + room), room
+    return _BEGUN.pack(now, began, count + room), room
 
 
 class Ledger(Used):
@@ -436,27 +385,9 @@ class Ledger(Used):
     """
 
     __slots__ = (
-        "began",
-        "blocks",
-        "consecutive_blocks",
-        "consecutive_errors",
-        "cost",
-        "counts",
-        "estimated",
-        "identities",
-        "idle_ms",
-        "killed",
-        "last",
-        "marks",
-        "names",
-        "narrowed_at",
-        "open",
-        "records",
-        "renewed",
-        "reserved",
-        "steps",
-        "tool_calls",
-    )
+        "began", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "counts", "estimated", "identities", "idle_ms",
+        "killed", "last", "marks", "names", "narrowed_at", "open", "records", "renewed", "reserved", "steps", "tool_calls",
+    )  # fmt: skip
 
     def __init__(self, state: bytes | None, now: int) -> None:
         """What is stored, or a fresh one."""
@@ -480,26 +411,10 @@ class Ledger(Used):
         marks: int
         renewed: int
         (
-            _,
-            self.last,
-            self.began,
-            self.cost,
-            self.estimated,
-            self.reserved,
-            self.steps,
-            self.tool_calls,
-            self.narrowed_at,
-            self.blocks,
-            self.consecutive_blocks,
-            self.consecutive_errors,
-            self.killed,
-            renewed,
-            identities,
-            reservations,
-            tools,
-            names,
-            marks,
-        ) = _HEAD.unpack_from(state)
+            _, self.last, self.began, self.cost, self.estimated, self.reserved, self.steps, self.tool_calls, self.narrowed_at,
+            self.blocks, self.consecutive_blocks, self.consecutive_errors, self.killed, renewed, identities, reservations,
+            tools, names, marks,
+        ) = _HEAD.unpack_from(state)  # fmt: skip
         self.renewed = renewed != 0
         start = _HEAD_SIZE
         end = start + identities * _REPEATED
@@ -517,26 +432,10 @@ class Ledger(Used):
     def pack(self) -> bytes:
         """As it is stored."""
         head = _HEAD.pack(
-            _VERSION,
-            self.last,
-            self.began,
-            self.cost,
-            self.estimated,
-            self.reserved,
-            self.steps,
-            self.tool_calls,
-            self.narrowed_at,
-            self.blocks,
-            self.consecutive_blocks,
-            self.consecutive_errors,
-            self.killed,
-            self.renewed,
-            len(self.identities),
-            len(self.open),
-            len(self.counts) // _COUNTED,
-            len(self.names),
-            len(self.marks) // _MARK,
-        )
+            _VERSION, self.last, self.began, self.cost, self.estimated, self.reserved, self.steps, self.tool_calls,
+            self.narrowed_at, self.blocks, self.consecutive_blocks, self.consecutive_errors, self.killed, self.renewed,
+            len(self.identities), len(self.open), len(self.counts) // _COUNTED, len(self.names), len(self.marks) // _MARK,
+        )  # fmt: skip
         identities = [b"%b%c" % repeated for repeated in self.identities.items()]
         reservations = [_RESERVATION.pack(*reservation) for reservation in self.open]
         return b"".join([head, *identities, *reservations, self.counts, self.names, self.marks, self.records])
@@ -824,24 +723,10 @@ class Ledger(Used):
     ) -> Standing:
         """How the session stands."""
         return Standing(
-            limit,
-            used,
-            allowed,
-            tool,
-            self.steps,
-            self.tool_calls,
-            self.blocks,
-            self.consecutive_blocks,
-            self.consecutive_errors,
-            self.cost,
-            self.estimated,
-            self.reserved,
-            self.killed,
-            max(0, now - self.began),
-            shared,
-            retry,
-            list_tools(self.counts, self.names) if self.counts else (),
-        )
+            limit, used, allowed, tool, self.steps, self.tool_calls, self.blocks, self.consecutive_blocks,
+            self.consecutive_errors, self.cost, self.estimated, self.reserved, self.killed, max(0, now - self.began), shared,
+            retry, list_tools(self.counts, self.names) if self.counts else (),
+        )  # fmt: skip
 
 
 def _write_mark(shown: int, total: int) -> bytes:
@@ -936,25 +821,11 @@ def read_standing(answer: bytes) -> Standing:
     if limit >= len(LIMITS) or killed >= len(KILLED) or len(listed) != tools:
         raise ValueError
     steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated, reserved, age = amounts
+    tool = tool if tool != bytes(len(tool)) else b""
     return Standing(
-        limit,
-        used,
-        allowed,
-        tool if tool != bytes(len(tool)) else b"",
-        steps,
-        tool_calls,
-        blocks,
-        consecutive_blocks,
-        consecutive_errors,
-        cost,
-        estimated,
-        reserved,
-        killed,
-        age,
-        shared != 0,
-        retry != 0,
-        listed,
-    )
+        limit, used, allowed, tool, steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated,
+        reserved, killed, age, shared != 0, retry != 0, listed,
+    )  # fmt: skip
 
 
 _QUESTION: Final = struct.Struct(">BBB16s8sQQQqqqqqqqIIIQ")
@@ -964,50 +835,22 @@ _STEP: Final = 3
 
 def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes, bytes]:
     """What a remote store is asked: a head, tools with limits, names of tools, the newest calls, and tools of older ones."""
-    limits = asked.limits
+    limits, grants, limited, names, calls, older = asked.limits, (0, 0, 0), b"", b"", b"", b""
     if isinstance(asked, Settlement):
-        kind, estimated, identity, money, records = asked.outcome, asked.estimated, b"", min(asked.cost, MAX_MONEY), 0
-        grants, limited, names, calls, older = (0, 0, 0), b"", b"", b"", b""
-        shown = total = 0
-        newest = 0
+        kind, estimated, identity, money = asked.outcome, asked.estimated, b"", min(asked.cost, MAX_MONEY)
+        records = shown = newest = total = 0
     else:
-        kind, estimated, identity, money, records = (
-            _STEP,
-            False,
-            asked.identity,
-            min(asked.reserve, MAX_RESERVE),
-            count_records(asked),
-        )
-        grants, calls, newest = asked.grants, cut_calls(asked), asked.newest
-        shown, total = len(asked.calls) // RECORD, asked.total
+        kind, estimated, identity, money = _STEP, False, asked.identity, min(asked.reserve, MAX_RESERVE)
+        records, shown, newest, total = count_records(asked), len(asked.calls) // RECORD, asked.newest, asked.total
+        grants, calls = asked.grants, cut_calls(asked)
         limited = b"".join([_TOOL.pack(tool, allowed) for tool, allowed in limits.tools])
         names = b"".join([tool + pack_name(name) for tool, name in pick_names(asked)])
-        older = (
-            b"".join([_TOOL.pack(tool, number) for tool, number in sum_up_older(asked)])
-            if len(asked.calls) > len(calls)
-            else b""
-        )
+        older = b"".join([_TOOL.pack(tool, number) for tool, number in sum_up_older(asked)])
     head = _QUESTION.pack(
-        kind,
-        estimated,
-        limits.narrows,
-        asked.call,
-        identity,
-        money,
-        limits.idle_ms,
-        limits.max_sessions,
-        grant(limits.steps, grants[0]),
-        grant(limits.tool_calls, grants[1]),
-        grant(limits.cost, grants[2]),
-        limits.window,
-        limits.threshold,
-        limits.blocks,
-        limits.errors,
-        records,
-        shown,
-        newest,
-        total,
-    )
+        kind, estimated, limits.narrows, asked.call, identity, money, limits.idle_ms, limits.max_sessions,
+        grant(limits.steps, grants[0]), grant(limits.tool_calls, grants[1]), grant(limits.cost, grants[2]), limits.window,
+        limits.threshold, limits.blocks, limits.errors, records, shown, newest, total,
+    )  # fmt: skip
     return head, limited, names, calls, older
 
 

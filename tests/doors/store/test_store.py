@@ -254,7 +254,7 @@ def test_a_session_in_every_store(store: Driver, case: str) -> None:
 
 def test_sessions_and_counters_are_asked_together(store: Driver) -> None:
     """Answers come in the order of what is asked, to each its own kind, and each session is judged by its own limits."""
-    sessions = [in_session(str(number), 1, limit(steps=number % 2), roster=f"sessions:p::{number}:7f") for number in range(6)]
+    sessions = [in_session(str(number), 1, limit(steps=number % 2), tenant=f"sessions:p::{number}:7f") for number in range(6)]
     settled = settle_step(sessions[5], cost=7)
     store.account(sessions[4:], 1_000)
 
