@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from extproc.errors import StoreError
-from extproc.store.link import Address, ErrorReply, Link, RedisReply, blame_bug, explain_refusal
+from extproc.store.link import ErrorReply, Link, RedisReply, ServerAddress, blame_bug, explain_refusal
 from extproc.store.pending import Pending
 from extproc.store.resp import write_keys, write_word
 from extproc.store.rules.hit import Hit
@@ -102,7 +102,7 @@ class _PendingBatch(Pending):
     async def _follow(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except Exception as error:  # noqa: BLE001  # whoever waits has to hear of it
+        except Exception as error:  # noqa: BLE001  # the caller has to be told
             self.fail(error)
 
 
@@ -117,7 +117,7 @@ class RedisBackend:
     def call(self, calls: list[ScriptCall]) -> Pending:
         """Make every call once; each server gets one write, at once where its connection is open.
 
-        Whoever cancels what is pending does not want to wait any more, and drops the connections.
+        A caller that cancels what is pending drops the connections as well.
         """
         batch = _PendingBatch(len(calls))
         try:
@@ -268,12 +268,12 @@ def _read(group: _ScriptBatch, reply: RedisReply, answers: list[Any]) -> None:
         answers[position] = answer
 
 
-def _read_address(error: ErrorReply) -> Address:
+def _read_address(error: ErrorReply) -> ServerAddress:
     """The last word of `MOVED 1234 10.0.0.1:6379`, and of ASK."""
     host, _, port = str(error).rpartition(" ")[2].rpartition(":")
     if not (port.isascii() and port.isdecimal()):
         raise explain_refusal(error)
-    return Address(host, int(port))
+    return ServerAddress(host, int(port))
 
 
 def find_part(key: str, tags: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from redis.credentials import CredentialProvider
 
 from extproc.errors import StoreError
-from extproc.store.link import Address, ErrorReply, Link, RedisReply, explain, explain_refusal
+from extproc.store.link import ErrorReply, Link, RedisReply, ServerAddress, explain, explain_refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Access:
     database: int = 0
 
 
-async def connect(address: Address, access: Access) -> Link:
+async def connect(address: ServerAddress, access: Access) -> Link:
     """Connect and log in. The caller's deadline ends what takes too long.
 
     Raises:

@@ -1,6 +1,6 @@
 """Loops whose next verdict is certain, answered in this process while they are hammered.
 
-A loop that is being refused stays refused as long as its window or cooldown lasts, whatever anybody else does. While that is
+A loop that is being refused stays refused as long as its window or cooldown lasts, whatever other clients do. While that is
 certain a hammering client costs the server next to nothing: its requests are added up and sent as one, ten times a second, so
 that the window is extended and the count rises all the same.
 
@@ -24,7 +24,7 @@ SETTLE_MS = 100
 """How long requests are added up, and how old the server's word may be."""
 
 HAMMERED = 10
-"""From so many refusals on, within `_HAMMERED_MS`, the server is spared."""
+"""Refusals within `_HAMMERED_MS`, from which on the server is spared."""
 
 _HAMMERED_MS = 1_000
 
@@ -117,7 +117,7 @@ class KnownRefusals:
         return Count(count, True, cooldown, span)
 
     def take_owed(self, hit: Hit) -> int:
-        """How often a loop was answered here that the server has not been told of; whoever asks now has to tell it."""
+        """How often a loop was answered here that the server has not been told of; the next question has to tell it."""
         known = self._known.get(hit.key) if self._known else None
         if known is None or known.hit != hit:
             return 0

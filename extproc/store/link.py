@@ -63,7 +63,7 @@ class ErrorReply(Exception):  # a reply like others; never raised
 
 
 @dataclass(frozen=True)
-class Address:
+class ServerAddress:
     """Where a server listens: host and port, or the path of a Unix socket."""
 
     host: str = ""
@@ -105,7 +105,7 @@ class ReplyBounds:
 class Link(asyncio.Protocol):
     """A connection: commands go out in one write, replies come back in their order."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: ServerAddress) -> None:
         """Nothing is connected yet; the address is for error messages."""
         self._address = address
         self._reader = hiredis.Reader(replyError=ErrorReply, notEnoughData=_NOT_ENOUGH_DATA)
@@ -127,11 +127,11 @@ class Link(asyncio.Protocol):
                     plug.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def is_usable(self) -> bool:
-        """Whether it is open, with nothing on it that somebody has not waited for."""
+        """Whether it is open, with no reply still to come."""
         return self._lost is None and self._answer is None
 
     def send(self, packed: bytes, commands: int) -> Pending:
-        """Send so many commands in one write; a list of their replies, error replies among them.
+        """Send a number of packed commands in one write; a list of their replies, error replies among them.
 
         After a wait given up the link is not usable.
 
@@ -183,7 +183,7 @@ class Link(asyncio.Protocol):
         elif self._answer is not None and not self._answer.done:
             answer, self._answer = self._answer, None
             replies, self._replies, self._asked = self._replies, [], 0
-            answer.settle(replies)  # last, because whoever hears it may ask again
+            answer.settle(replies)  # last, because the caller may ask again at once
 
     def _take_replies(self) -> None:
         """Take those that are all there, and no more than were asked for."""
@@ -212,7 +212,7 @@ class Link(asyncio.Protocol):
             self._answer.settle(None, error)
 
 
-def explain(error: Exception, address: Address) -> StoreError:
+def explain(error: Exception, address: ServerAddress) -> StoreError:
     """What went wrong on a connection; any error at all, because a server can answer anything."""
     if isinstance(error, StoreError):
         return error

@@ -17,7 +17,7 @@ from extproc.settings import Settings
 from extproc.store import redact_url
 from extproc.store.client import Access
 from extproc.store.credentials import PasswordCredentials, ProvidedCredentials
-from extproc.store.link import Address
+from extproc.store.link import ServerAddress
 from extproc.store.remote import RemoteStore
 from extproc.store.topology import ClusterLayout, Layout, SentinelServer, SingleLayout, SingleServer
 
@@ -59,11 +59,11 @@ class _StoreUrl:
         """Options of the URL that tell about TLS."""
         return ("ca", "cert", "key") if self.scheme == "rediss" else ()
 
-    def _parse_place(self, text: str) -> Address:
+    def _parse_place(self, text: str) -> ServerAddress:
         try:
             parts = urlsplit(f"//{text}")
             port = parts.port or (26_379 if self.kind == "sentinel" else 6379)
-            return Address(parts.hostname or "localhost", port)
+            return ServerAddress(parts.hostname or "localhost", port)
         except ValueError:
             raise self.explain("the part after :// must be HOST:PORT") from None
 
@@ -136,7 +136,7 @@ def _make_single(url: _StoreUrl, access: Access) -> Layout:
 def _make_unix(url: _StoreUrl, access: Access) -> Layout:
     if url.hosts or not url.path:
         raise url.explain("it takes the form unix:///PATH?db=0")
-    place = Address(path=f"/{url.path}")
+    place = ServerAddress(path=f"/{url.path}")
     access = replace(access, database=url.parse_number(url.options.get("db", "0"), "db"))
     return SingleLayout(str(place), lambda: SingleServer(place, access))
 

@@ -30,7 +30,7 @@ class Script:
         sha: the server's name for it.
         by_name: the first words of a command that runs it, for a server that knows it.
         whole: the same for any server, which knows it from then on.
-        read: what the server's answer says about so many calls; raises StoreError where it cannot be this script's answer.
+        read: what the server's answer says about a number of calls; raises StoreError where it cannot be this script's answer.
     """
 
     def __init__(self, name: str, read: Callable[[object, int], list[Any]]) -> None:
@@ -130,7 +130,7 @@ _RING = Script("ring", partial(_read_each, _read_ring))
 
 
 def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) -> ScriptCall:
-    """Count a hit so many times at once, and what is owed beside.
+    """Count a hit several times at once, and what is owed beside.
 
     `now` in milliseconds is for tests, None takes the server's clock.
     """

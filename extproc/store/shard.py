@@ -272,11 +272,11 @@ class Shard:
         self._watch()
 
     def _list_waiting(self) -> Sequence[_Caller]:
-        """Everybody who waits, in the order of their deadlines."""
+        """All callers that wait, in the order of their deadlines."""
         return [*(self._round_trip.batch if self._round_trip is not None else ()), *self._queue]
 
     def _fail(self, error: StoreError, batch: Sequence[_Caller] = ()) -> None:
-        """Open the breaker: everybody who waits hears of it, and the probe starts."""
+        """Open the breaker: all callers that wait are told, and the probe starts."""
         self._metrics.store_errors.labels(error.kind).inc()
         told = (*batch, *self._list_waiting())
         round_trip, self._round_trip, self._queue = self._round_trip, None, []

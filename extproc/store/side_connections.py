@@ -1,4 +1,4 @@
-"""Questions to Redis or Valkey beside those of requests, on connections of their own: what operators ask keeps nobody waiting.
+"""Connections to Redis or Valkey for what operators ask, beside those of requests: no request waits for them.
 
 Each question has a deadline. What fails drops the connections, and the next question opens them anew.
 """

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from extproc.errors import StoreError
 from extproc.store.client import Access, connect
-from extproc.store.link import Address, Command, ErrorReply, Link, RedisReply, explain_refusal
+from extproc.store.link import Command, ErrorReply, Link, RedisReply, ServerAddress, explain_refusal
 
 SLOTS = 16_384
 _SENTINEL_SECONDS = 0.25
@@ -48,11 +48,11 @@ class ShardServers(Protocol):
         """The same, opened where it is not open."""
         ...
 
-    async def at(self, place: Address) -> Link:
+    async def at(self, place: ServerAddress) -> Link:
         """One to a server that another one named."""
         ...
 
-    def move(self, tag: str, place: Address) -> None:
+    def move(self, tag: str, place: ServerAddress) -> None:
         """Another server has the tag's keys: the one that had them says so."""
         ...
 
@@ -103,7 +103,7 @@ class SingleServer:
 
     tags: Sequence[str] = ()
 
-    def __init__(self, place: Address, access: Access) -> None:
+    def __init__(self, place: ServerAddress, access: Access) -> None:
         self._place = place
         self._access = access
         self._link: Link | None = None
@@ -120,11 +120,11 @@ class SingleServer:
             link = self._link = await connect(await self._choose(), self._access)
         return link
 
-    async def at(self, place: Address) -> Link:
-        """See `ShardServers`; only a cluster sends anybody elsewhere."""
+    async def at(self, place: ServerAddress) -> Link:
+        """See `ShardServers`; only a cluster sends its clients elsewhere."""
         raise StoreError(f"the server is part of a cluster and sends us to {place}; use redis+cluster://", kind="cluster")
 
-    def move(self, tag: str, place: Address) -> None:
+    def move(self, tag: str, place: ServerAddress) -> None:
         """See `ShardServers`; `at` says what is wrong."""
 
     async def learn(self) -> Sequence[int]:
@@ -137,19 +137,19 @@ class SingleServer:
         if link is not None:
             link.drop()
 
-    async def _choose(self) -> Address:
+    async def _choose(self) -> ServerAddress:
         return self._place
 
 
 class SentinelServer(SingleServer):
     """The primary of a service that Sentinels watch over."""
 
-    def __init__(self, sentinels: Sequence[Address], service: str, access: Access) -> None:
+    def __init__(self, sentinels: Sequence[ServerAddress], service: str, access: Access) -> None:
         super().__init__(sentinels[0], access)
         self._sentinels = list(sentinels)
         self._service = service
 
-    async def _choose(self) -> Address:
+    async def _choose(self) -> ServerAddress:
         """Ask the Sentinels in turn, each time another one first: one that was cut off may name a primary of old."""
         errors = []
         for sentinel in list(self._sentinels):
@@ -163,7 +163,7 @@ class SentinelServer(SingleServer):
                 errors.append(f"{sentinel}: no answer")
         raise StoreError(f"no Sentinel knows the primary: {'; '.join(errors)}", kind="sentinel")
 
-    async def _ask(self, sentinel: Address) -> Address:
+    async def _ask(self, sentinel: ServerAddress) -> ServerAddress:
         command = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
         try:
             reply = await _query(sentinel, Access(tls=self._access.tls), command)
@@ -175,7 +175,7 @@ class SentinelServer(SingleServer):
             raise StoreError(f"{sentinel} does not watch {self._service}", kind="sentinel")
         try:
             host, port = reply  # type: ignore[misc]  # anything may have come
-            return Address(host.decode(), int(port))  # type: ignore[union-attr]
+            return ServerAddress(host.decode(), int(port))  # type: ignore[union-attr]
         except (AttributeError, TypeError, ValueError):
             raise StoreError(f"{sentinel} names no server", kind="sentinel") from None
 
@@ -183,22 +183,22 @@ class SentinelServer(SingleServer):
 class ClusterLayout:
     """A cluster's layout, as far as its nodes have said it: every tag's slot belongs to one primary."""
 
-    def __init__(self, seeds: Sequence[Address], access: Access, tags: int) -> None:
+    def __init__(self, seeds: Sequence[ServerAddress], access: Access, tags: int) -> None:
         """Nothing is known yet; any of the seeds may tell who has which slots."""
         self.tags: Sequence[str] = spread_tags(tags)
         self.owners: Sequence[str] = [""] * tags
         self.changes = 0
-        self.places: dict[str, Address] = {}
+        self.places: dict[str, ServerAddress] = {}
         self._slots = [find_slot(tag) for tag in self.tags]  # ascending
         self._seeds = list(seeds)
         self._access = access
-        self._known: list[Address] = []
+        self._known: list[ServerAddress] = []
 
     def open(self, owner: str) -> ClusterServers:
         """See `Layout`."""
         return ClusterServers(self, self._access, owner)
 
-    def move(self, tag: str, place: Address) -> None:
+    def move(self, tag: str, place: ServerAddress) -> None:
         """A tag's keys are elsewhere."""
         self._assign({**self.places, tag: place})
 
@@ -227,13 +227,13 @@ class ClusterLayout:
             self._known = [known for known in self._known if known != place]
         raise StoreError(f"no node of the cluster answers: {'; '.join(errors)}", kind="connection")
 
-    def _read(self, ranges: Any, asked: Address) -> None:  # noqa: ANN401  # whatever a server answered
+    def _read(self, ranges: Any, asked: ServerAddress) -> None:  # noqa: ANN401  # whatever a server answered
         """Take in who has which slots, from one range of slots for each of the lists.
 
         Raises:
             AttributeError, IndexError, TypeError, ValueError: it says something else.
         """
-        owners: dict[str, Address] = {}
+        owners: dict[str, ServerAddress] = {}
         nodes = set()
         for first, last, *listed in ranges:
             tags = self.tags[bisect_left(self._slots, first) : bisect_right(self._slots, last)]
@@ -244,7 +244,7 @@ class ClusterLayout:
         self._assign(owners)
         self._known = [*(known for known in dict.fromkeys([*self._known, *nodes]) if known != asked and known in nodes), asked]
 
-    def _assign(self, places: dict[str, Address]) -> None:
+    def _assign(self, places: dict[str, ServerAddress]) -> None:
         if places != self.places:
             self.places = places
             self.owners = [str(places[tag]) if tag in places else "" for tag in self.tags]
@@ -260,7 +260,7 @@ class ClusterServers:
         self._slots = slots
         self._access = access
         self._owner = owner
-        self._links: dict[Address, Link] = {}
+        self._links: dict[ServerAddress, Link] = {}
 
     def get(self, tag: str) -> Link | None:
         """See `ShardServers`."""
@@ -276,7 +276,7 @@ class ClusterServers:
             raise _make_orphaned(tag)
         return await self.at(self._slots.places[tag])
 
-    async def at(self, place: Address) -> Link:
+    async def at(self, place: ServerAddress) -> Link:
         """See `ShardServers`."""
         link = self._links.get(place)
         if link is None or not link.is_usable():
@@ -285,7 +285,7 @@ class ClusterServers:
             link = self._links[place] = await connect(place, self._access)
         return link
 
-    def move(self, tag: str, place: Address) -> None:
+    def move(self, tag: str, place: ServerAddress) -> None:
         """See `ShardServers`."""
         self._slots.move(tag, place)
 
@@ -304,7 +304,7 @@ class ClusterServers:
             link.drop()
 
 
-async def _query(place: Address, access: Access, command: Command) -> RedisReply:
+async def _query(place: ServerAddress, access: Access, command: Command) -> RedisReply:
     """A server's reply to one command, on a connection of its own.
 
     Raises:
@@ -324,9 +324,9 @@ def _make_orphaned(tag: str) -> StoreError:
     return StoreError(f"no node of the cluster has slot {find_slot(tag)}", kind="cluster")
 
 
-def _read_node(node: Any, asked: Address) -> Address:  # noqa: ANN401  # whatever a server answered
+def _read_node(node: Any, asked: ServerAddress) -> ServerAddress:  # noqa: ANN401  # whatever a server answered
     """Host, port and more; a node that does not know its own address names none."""
     host, port, *_ = node
     if type(port) is not int:
         raise TypeError
-    return Address(host.decode() if host else asked.host, port)
+    return ServerAddress(host.decode() if host else asked.host, port)

@@ -12,7 +12,7 @@
 -- The ends decide; the keys' own expiry only collects garbage. The rules are those of documents.py.
 
 local GARBAGE_MS = 1000
-local PORTION = 1000 -- a call of unpack takes so many
+local PORTION = 1000 -- names that one call of unpack takes
 
 local ends, documents, version = KEYS[1], KEYS[2], KEYS[3]
 local clock = redis.call('TIME')

@@ -8,7 +8,7 @@ A request is acted on (`looping`) when it takes the count to the threshold or pa
 request that takes the count across the threshold while no cooldown runs; it starts one. Refusals do not restart the cooldown:
 a client that retries in spite of them must not make its own sentence longer.
 
-A clock may be set back, or another server's be behind after a failover, and nobody knows how long ago the last request was.
+A clock may be set back, or another server's be behind after a failover. Then it is not known how long ago the last request was.
 What lies in the future by less than its own length (window or cooldown) is taken to have happened just now: a loop stays one.
 What lies further ahead is forgotten, so that a window or a cooldown never lasts for as long as the clock was set back.
 """
@@ -23,7 +23,7 @@ class Hit:
         key: the whole counter key; it ends in two hex digits that spread keys evenly.
         window_type: `sliding_ttl`, `sliding_log` or `fixed`.
         window_ms: length of the window, in milliseconds.
-        threshold: the first count that is acted on; 1 trips at once, for whoever knows already that it is a loop.
+        threshold: the first count that is acted on; 1 trips at once, where it is known already that it is a loop.
         cooldown_ms: how long a trip keeps the key acted on, in milliseconds; 0 for none.
         count_refused: False: a request that is acted on leaves the window as it was.
         count_to: how many requests a `sliding_log` remembers at most; at least `threshold`.

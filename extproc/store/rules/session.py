@@ -90,10 +90,10 @@ class Limits:
         narrows: too many tool calls refuse nothing by themselves, because the guard takes the tools away.
         cost: in nano-dollars.
         tools: the digest of a tool's name and how often it may be called, sorted.
-        window: among so many of the newest tool calls,
-        threshold: so many equal ones are too many.
-        blocks: so many refusals in a row kill the session.
-        errors: so many failures in a row do.
+        window: the number of newest tool calls among which equal ones are counted.
+        threshold: the number of equal ones from which on a request is refused.
+        blocks: the number of refusals in a row that kills the session.
+        errors: the number of failures in a row that does.
     """
 
     __slots__ = (
@@ -176,7 +176,7 @@ class Settlement:
         limits: what the session may use up.
         call: the step's.
         cost: in nano-dollars, in place of what was reserved.
-        estimated: nobody said what it cost.
+        estimated: the cost is not known.
         outcome: `SUCCEEDED`, `FAILED`, `REFUSED` or `WITHDRAWN`.
     """
 
@@ -345,7 +345,7 @@ _SPARE_RECORDS: Final = 64
 _MARK: Final = 8
 _MARKS: Final = 256
 _NEWEST_MARKS: Final = 4
-"""Of so many histories one may go on, as most do: a session's agents take turns."""
+"""Histories that the next one is compared with first: most go on from one of these: a session's agents take turns."""
 
 _MAX_SHOWN: Final = 2**16 - 1
 _SUM: Final = 2**48 - 1
@@ -445,7 +445,7 @@ class Ledger(Used):
         return abs(now - self.last) >= limits.idle_ms
 
     def is_large(self) -> bool:
-        """It knows so many tool calls that it is dear to keep unpacked."""
+        """It knows many tool calls, which take a lot of memory unpacked."""
         return len(self.records) > _RECORDS * KNOWN
 
     def take_step(self, asked: Step, now: int, *, shared: bool = False) -> Standing:
@@ -569,7 +569,7 @@ class Ledger(Used):
         return _find(self.marks, _write_mark(shown, total), _MARK) >= 0
 
     def _are_newest(self, number: int, calls: bytes) -> bool:
-        """Whether so many calls, of which these are the newest, are the newest that were counted."""
+        """Whether a number of calls, of which these are the newest, are the newest that were counted."""
         known = len(self.records) // KNOWN
         length = min(number, known)
         if length > len(calls) // RECORD or (number > known and not self._forgot()):
@@ -579,7 +579,7 @@ class Ledger(Used):
         return total == add_up(calls[len(calls) - length * RECORD :])
 
     def _count_tools(self, numbers: dict[bytes, int], asked: Step) -> None:
-        """Count so many more calls of each tool."""
+        """Add to the calls of each tool."""
         missing: set[bytes] | None = None  # of those that have limits of their own, for which others leave room
         names: dict[bytes, str] = {}
         for tool, number in numbers.items():
@@ -673,7 +673,7 @@ class Ledger(Used):
         self.last = now
 
     def _close_old(self, now: int) -> None:
-        """What nobody has settled in time costs what was reserved."""
+        """What was not settled in time costs what was reserved."""
         while self.open and (len(self.open) > _OPEN or now - self.open[0][2] >= _OPEN_MS):
             reserve = self.open.pop(0)[3]
             self.reserved -= reserve

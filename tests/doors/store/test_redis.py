@@ -30,7 +30,7 @@ from extproc.store import known_refusals, open_store, redact_url, topology
 from extproc.store.backend import RedisBackend
 from extproc.store.client import Access
 from extproc.store.credentials import ProvidedCredentials
-from extproc.store.link import Address
+from extproc.store.link import ServerAddress
 from extproc.store.pending import Pending
 from extproc.store.redis import TAGS
 from extproc.store.remote import RemoteStore
@@ -940,7 +940,7 @@ def test_a_list_of_orders_that_is_none_is_no_answer(rubbish: bytes) -> None:
     """Whatever a server answers, whoever asks hears that it is no list of orders."""
     with impostor(rubbish) as address:
         host, _, port = address.rpartition(":")
-        connections = SideConnections(SingleLayout(address, lambda: SingleServer(Address(host, int(port)), Access())), "")
+        connections = SideConnections(SingleLayout(address, lambda: SingleServer(ServerAddress(host, int(port)), Access())), "")
 
         async def ask() -> object:
             try:
@@ -1507,9 +1507,9 @@ def test_a_cluster_batch_is_few_commands(six: list[Server]) -> None:
 def test_who_has_which_slots_is_asked_of_one_node_after_the_other(six: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that was cut off and believes in owners of old is not asked again before the others were."""
     monkeypatch.setattr(topology, "_SENTINEL_SECONDS", PATIENCE)  # a busy machine is no node that was cut off
-    slots = ClusterLayout([Address("127.0.0.1", six[0].port)], Access(), TAGS)
+    slots = ClusterLayout([ServerAddress("127.0.0.1", six[0].port)], Access(), TAGS)
 
-    async def asked() -> list[Address]:
+    async def asked() -> list[ServerAddress]:
         found = []
         for _ in six:
             await slots.learn()
