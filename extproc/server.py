@@ -45,9 +45,9 @@ from extproc.request.hash_key import read_hash_key
 from extproc.sessions.prices import Prices
 from extproc.settings import Address, Settings
 from extproc.store import open_store, redact_url
-from extproc.store.boards import make_replica_name
 from extproc.store.key_sharing import KeySharing
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.documents import make_replica_name
 from extproc.transport.health import Health
 from extproc.transport.tls import Certificates, open_certificates
 

@@ -22,8 +22,9 @@ from extproc.request.http import cut_text
 from extproc.sessions.histories import read_known_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, WITHIN, Narrowing, SessionGuard
 from extproc.sessions.names import SessionNames
-from extproc.store.ledger import LIMITS, Settlement, Standing, Step
-from extproc.store.windows import Count, Hit, Push
+from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.ring import Push
+from extproc.store.rules.session import LIMITS, Settlement, Standing, Step
 
 Guard: TypeAlias = Detector | SessionGuard
 """What can stop a request."""
@@ -495,7 +496,7 @@ class SessionCandidate(Candidate):
         """What the ledger is told of a request that it has let through, and that goes no further.
 
         Args:
-            outcome: `ledger.REFUSED` or `ledger.WITHDRAWN`.
+            outcome: `session.REFUSED` or `session.WITHDRAWN`.
         """
         return Settlement(self.name_ledger(), self.limiter.limits, self.call, 0, estimated=False, outcome=outcome)
 

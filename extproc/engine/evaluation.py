@@ -25,8 +25,9 @@ from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
 from extproc.request.notes import Marks, cut_notes
 from extproc.sessions.limits import SessionGuard
-from extproc.store.ledger import Step
-from extproc.store.windows import UNCOUNTED, Hit, Push
+from extproc.store.rules.hit import UNCOUNTED, Hit
+from extproc.store.rules.ring import Push
+from extproc.store.rules.session import Step
 
 _NO_SESSIONS: Final[list[SessionCandidate]] = []
 

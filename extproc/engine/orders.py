@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from extproc.request.fingerprint import hash_tenant, join_descriptors
 from extproc.sessions.session_limits import MAX_COST, MAX_COUNT, MAX_TOOL_CALLS
-from extproc.store.ledger import NANO_DOLLARS
+from extproc.store.rules.session import NANO_DOLLARS
 
 RELEASE: Final = "release"
 ALLOW: Final = "allow"

@@ -72,9 +72,9 @@ from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest, explain_unknowable_body, is_grpc
 from extproc.settings import Settings, is_scope
 from extproc.store import Store
-from extproc.store.ledger import REFUSED, WITHDRAWN
 from extproc.store.memory import MemoryStore
 from extproc.store.pending import Listener
+from extproc.store.rules.session import REFUSED, WITHDRAWN
 
 SCOPE_METADATA = "x-loopguard-scope"
 """Names the attachment for one stream, in place of `--scope`."""

@@ -20,7 +20,7 @@ import msgspec
 
 from extproc.errors import StoreError
 from extproc.store import Store
-from extproc.store.boards import MAX_DOCUMENT, make_replica_name
+from extproc.store.rules.documents import MAX_DOCUMENT, make_replica_name
 
 KEPT_SECONDS = 3_600
 """What has been quiet for longer is shown no more."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from extproc.operator.board import KEPT_SECONDS, fit
-from extproc.store.boards import MAX_DOCUMENT
+from extproc.store.rules.documents import MAX_DOCUMENT
 
 MINUTES = 60
 """Of a curve."""

@@ -44,8 +44,8 @@ from extproc.metrics import Metrics
 from extproc.policy.messages import describe
 from extproc.request.limit_keys import check_limit_key
 from extproc.store import Store
-from extproc.store.ledger import NANO_DOLLARS
-from extproc.store.orders import MAX_ORDERS, refuse_more
+from extproc.store.rules.documents import MAX_ORDERS, refuse_more
+from extproc.store.rules.session import NANO_DOLLARS
 
 _LOG = logging.getLogger("loopguard")
 

@@ -20,7 +20,7 @@ from extproc.operator.loop_rows import Loop
 from extproc.operator.loop_table import LoopTable
 from extproc.operator.session_table import OVERFLOW, SessionTable
 from extproc.sessions.limits import NARROW, SessionSubject
-from extproc.store.ledger import Standing
+from extproc.store.rules.session import Standing
 
 _LOG = logging.getLogger("loopguard")
 

@@ -11,7 +11,7 @@ from extproc.operator.session_rows import COUNTED, MAX_CALLS, MAX_DETAILED, Call
 from extproc.operator.table import NAME_SHOWN, Table, cut_caller
 from extproc.request.http import cut_text
 from extproc.sessions.rates import Usage
-from extproc.store.ledger import KILLED, LIMITS, NANO_DOLLARS, Standing
+from extproc.store.rules.session import KILLED, LIMITS, NANO_DOLLARS, Standing
 
 OVERFLOW: Final = "shared"
 """In place of a session's name: all those of a tenant that share one ledger, because it has begun too many."""

@@ -5,7 +5,7 @@ and its arguments; of those whose ids are equal as well, by how many stand befor
 holds: whoever sends a history again gets the same digests, and whoever appends to it gets them and new ones behind.
 
 A call without an id has the digests of its tool and arguments alone, as all its equals have, and so have calls whose ids are
-made anew for each request. They are known again by their place; see `ledger`.
+made anew for each request. They are known again by their place; see `store.rules.session`.
 
 A client that changes the arguments of a call that it has made has made another one.
 """

@@ -16,7 +16,7 @@ from extproc.sessions.history import RECORD, CallHistory, digest_tool
 from extproc.sessions.names import SessionNames
 from extproc.sessions.rates import Rates, TokenPrice
 from extproc.sessions.session_limits import Notice, Price, Session, SessionLimits
-from extproc.store.ledger import LIMITS, NANO_DOLLARS, Limits, Standing, Step
+from extproc.store.rules.session import LIMITS, NANO_DOLLARS, Limits, Standing, Step
 
 DETECTOR: Final = "session"
 """Where outcomes name their detector."""
@@ -84,7 +84,7 @@ class SessionSubject:
     """What a model is told about its session: a `Subject`.
 
     Attributes:
-        limit: one of `ledger.LIMITS`.
+        limit: one of `session.LIMITS`.
         used: of that.
         allowed: of that.
         tool: that it is about, empty where that is no single one.

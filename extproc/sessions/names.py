@@ -21,7 +21,7 @@ from extproc.request.fingerprint import join_descriptors
 from extproc.request.http import Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS
 from extproc.sessions.session_limits import Session
-from extproc.store.windows import Push
+from extproc.store.rules.ring import Push
 
 _DIGEST: Final = 8
 _LONGEST_KNOWN: Final = 256

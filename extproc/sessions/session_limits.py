@@ -18,7 +18,7 @@ from extproc.request.limit_keys import BODY, HEADER, LimitKey
 MAX_COUNT: Final = 1_000_000_000
 MAX_TOOL_CALLS: Final = 10_000
 MAX_WINDOW: Final = 500
-"""Calls among which equal ones are looked for: as many as a ledger knows, see `ledger.MAX_RECORDS`."""
+"""Calls among which equal ones are looked for: as many as a ledger knows, see `session.MAX_RECORDS`."""
 
 MAX_TOOLS: Final = 64
 """So many tools are counted each for itself."""

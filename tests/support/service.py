@@ -16,10 +16,10 @@ from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.settings import Settings
 from extproc.store import Store
-from extproc.store.ledger import Question
 from extproc.store.memory import MemoryStore
-from extproc.store.orders import Orders
-from extproc.store.windows import Push
+from extproc.store.rules.documents import Documents
+from extproc.store.rules.ring import Push
+from extproc.store.rules.session import Question
 from tests.support.engine import make_engine
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class FailingStore:
             raise self._error
         return await self._memory.drop_order(book, name, now)
 
-    async def read_orders(self, book: str, known: str, now: int | None = None) -> Orders | None:
+    async def read_orders(self, book: str, known: str, now: int | None = None) -> Documents | None:
         """Read or fail."""
         if self._failing in book:
             raise self._error

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from extproc.metrics import Metrics
 from extproc.request.document import Document
 from extproc.sessions.history import read_tool_calls
-from extproc.store.ledger import Standing, Step
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.session import Standing, Step
 from tests.support.ledger import Asking, limit
 from tests.support.turn_writers import SHAPES, Did
 

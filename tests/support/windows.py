@@ -7,7 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from extproc.store.windows import Count, Hit, Push
+from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.ring import Push
 from tests.support.records import replace
 
 WINDOW_TYPES = ("sliding_ttl", "sliding_log", "fixed")

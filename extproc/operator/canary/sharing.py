@@ -13,7 +13,7 @@ from extproc.logs import make_extra
 from extproc.operator.canary.pairs import Pair, Pairs
 from extproc.operator.canary.states import State, decode_state, encode_state, read_state
 from extproc.store import Store
-from extproc.store.boards import make_replica_name
+from extproc.store.rules.documents import make_replica_name
 
 _LOG = logging.getLogger("loopguard")
 

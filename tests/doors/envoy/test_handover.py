@@ -19,7 +19,7 @@ from extproc.engine.handover import MAX_POLICY_JSON, POLICY_ATTRIBUTE, POLICY_ME
 from extproc.ext_proc.service import Service
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.policy import loader
-from extproc.store.ledger import Question
+from extproc.store.rules.session import Question
 from tests.support import ROOT
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY, make_engine

@@ -21,7 +21,7 @@ import pytest
 from extproc.cli.main import main
 from extproc.operator.overrides import parse_order, write_override
 from extproc.operator.table import MAX_ROWS
-from extproc.store.orders import MAX_ORDERS
+from extproc.store.rules.documents import MAX_ORDERS
 from tests.support.documents import bundle, policy
 from tests.support.harness import Loopguard, Stack, eventually, stack
 from tests.support.pages import Outline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import logging
 import re
@@ -25,20 +26,22 @@ from redis.credentials import CredentialProvider
 from extproc.errors import PartlyAwayError, StoreError, UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
-from extproc.store import certain, open_store, redact_url
-from extproc.store.aside import Aside
+from extproc.store import known_refusals, open_store, redact_url, topology
+from extproc.store.backend import RedisBackend
 from extproc.store.client import Access
-from extproc.store.credentials import Provided
-from extproc.store.ledger import Question, Step
-from extproc.store.link import Place
+from extproc.store.credentials import ProvidedCredentials
+from extproc.store.link import ServerAddress
 from extproc.store.pending import Pending
-from extproc.store.redis import TAGS, RedisBackend
+from extproc.store.redis import TAGS
 from extproc.store.remote import RemoteStore
-from extproc.store.remote_orders import RemoteOrders
+from extproc.store.remote_documents import RemoteDocuments
 from extproc.store.resp import write_keys, write_word
+from extproc.store.rules.documents import BOARDS, KINDS
+from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.session import Question, Step
 from extproc.store.scripts import count_call, session_call
-from extproc.store.topology import SLOTS, One, Slots, Undivided, find_slot, spread_tags
-from extproc.store.windows import Count, Hit
+from extproc.store.side_connections import SideConnections
+from extproc.store.topology import SLOTS, ClusterLayout, SingleLayout, SingleServer, find_slot, spread_tags
 from tests.support import ROOT
 from tests.support.harness import PATIENCE, eventually
 from tests.support.ledger import NO_LIMITS, limit, make_record, make_step, settle_step, tell
@@ -77,7 +80,7 @@ def remote(driver: Driver) -> RemoteStore:
 
 def backend(driver: Driver) -> RedisBackend:
     """The wire behind a store of one server."""
-    return cast("RedisBackend", remote(driver)._by_part[0]._backend)
+    return remote(driver)._by_part[0]._backend
 
 
 # --- URLs and secrets
@@ -385,7 +388,7 @@ def test_a_credential_provider_that_blocks_holds_nobody_up(monkeypatch: pytest.M
     monkeypatch.setattr(sys.modules[__name__], "Blocking", Blocking, raising=False)
 
     async def ask() -> object:
-        provider = Provided(f"{__name__}:Blocking")
+        provider = ProvidedCredentials(f"{__name__}:Blocking")
         given_up, patient = (asyncio.create_task(provider.get_credentials_async()) for _ in range(2))
         await asyncio.to_thread(asked.acquire)
         given_up.cancel()
@@ -595,6 +598,43 @@ def test_a_store_that_comes_to_its_senses_is_taken_back(one: Server) -> None:
         assert driver.count([make_hit()])[0].count == 1
 
 
+def _find_imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_redis_py_gives_us_credential_providers_and_nothing_else() -> None:
+    """Its connections and parsers are not used, so that no private name of its own can vanish under us."""
+    sources = ROOT / "extproc"
+    imported = {name for path in sources.rglob("*.py") for name in _find_imports(path)}
+
+    assert {name for name in imported if name.partition(".")[0] == "redis"} == {"redis.credentials.CredentialProvider"}
+
+
+def test_a_server_that_knows_no_users_is_given_the_password_alone(one: Server) -> None:
+    """Before Redis 6 AUTH took one word, and said so."""
+    told: list[bytes] = []
+
+    def serve(client: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", one.port)) as behind:
+            while data := client.recv(65_536):
+                if b"AUTH" in data:
+                    told.append(data)
+                    wrong = b"-ERR wrong number of arguments for 'auth' command\r\n"
+                    client.sendall(b"+OK\r\n" if data.startswith(b"*2") else wrong)
+                    continue
+                behind.sendall(data)
+                client.sendall(behind.recv(65_536))
+
+    with listening(serve) as address, Driver(f"redis://ann:{SECRET}@{address}") as driver:
+        assert driver.store.health() == "ok"
+        assert driver.count([make_hit()])[0].count == 1
+    assert [data.split(b"\r\n")[2::2] for data in told] == [[b"AUTH", b"ann", SECRET.encode()], [b"AUTH", SECRET.encode()]]
+
+
 # --- scripts and keys
 
 
@@ -692,10 +732,10 @@ def test_a_ring_s_key_of_somebody_else_is_replaced(driver: Driver, one: Server, 
 @pytest.mark.parametrize(
     "poison", ["set x y", "set x ''", f"set x {'y' * 70}", f"set x {'y' * 20}", "hset x a b", "rpush x y", "sadd x y"]
 )
-@pytest.mark.parametrize("kind", ["key", "roster", "shared"])
+@pytest.mark.parametrize("kind", ["key", "tenant", "shared"])
 def test_a_session_s_key_of_somebody_else_is_replaced(driver: Driver, one: Server, kind: str, poison: str) -> None:
     """Where a key of a session holds something else, that begins anew, and the others of its batch are not disturbed."""
-    good = make_step(1, NO_LIMITS, key="good:7f", roster="others:7f", shared="more:7f")
+    good = make_step(1, NO_LIMITS, key="good:7f", tenant="others:7f", shared="more:7f")
     bad = make_step(1, limit(max_sessions=0) if kind == "shared" else NO_LIMITS)
     driver.account([good])
     command, _, *values = poison.split(" ")
@@ -708,14 +748,77 @@ def test_a_session_s_key_of_somebody_else_is_replaced(driver: Driver, one: Serve
     assert driver.store.health() == "ok"
 
 
+def list_packed(driver: Driver) -> dict[str, str]:
+    """The key of each packed value of a driver that has used every kind, by the kind."""
+    step = cast("Step", driver.place(make_step(1, NO_LIMITS)))
+    windows = {kind: driver.key(make_hit(kind, key=kind)) for kind in WINDOW_TYPES if kind != "sliding_log"}
+    keys = {**windows, "ring": driver.key(make_push("a")), "session": step.key, "tenant": step.tenant}
+    return {kind: f"loopguard:{key}" for kind, key in keys.items()}
+
+
+def use_every_kind(driver: Driver, request: int) -> list[int]:
+    """One request more; how many each kind has seen."""
+    counts = driver.count([make_hit(kind, key=kind) for kind in WINDOW_TYPES if kind != "sliding_log"])
+    [entries] = driver.push([make_push("a", str(request), size=9)])
+    [standing] = driver.account([make_step(request, NO_LIMITS)])
+    return [*(count.count for count in counts), len(entries), standing.steps]
+
+
+def test_every_packed_value_begins_with_its_version(driver: Driver, one: Server) -> None:
+    """A value of a version that is not known is as none: it is counted from 1, and the next one from there."""
+    assert [use_every_kind(driver, request) for request in (1, 2)] == [[1] * 4, [2] * 4]
+    keys = list_packed(driver)
+    versions = {kind: one.client().get(key)[0] for kind, key in keys.items()}
+    for kind, key in keys.items():
+        one.client().setrange(key, 0, bytes([versions[kind] + 1]))
+
+    assert versions == {"sliding_ttl": 0, "fixed": 0, "ring": 0, "session": 2, "tenant": 0}
+    assert [use_every_kind(driver, request) for request in (3, 4)] == [[1] * 4, [2] * 4]
+    assert {kind: one.client().get(key)[0] for kind, key in keys.items()} == versions
+    assert driver.store.health() == "ok"
+
+
+def test_a_tenant_s_sessions_of_another_version_are_none(driver: Driver, one: Server) -> None:
+    """Nobody is refused for what cannot be read."""
+    steps = [make_step(number, limit(max_sessions=1), key=f"session:{number}:7f") for number in range(3)]
+    first = driver.account(steps[:2])
+    one.client().setrange(list_packed(driver)["tenant"], 0, b"\x01")
+
+    assert [standing.shared for standing in (*first, *driver.account(steps[2:]))] == [False, True, False]
+
+
+@pytest.mark.parametrize("count", [2**24 - 2, 2**24 - 1, 2**32 - 2, 2**32 - 1])
+def test_a_tally_counts_on_past_three_bytes(driver: Driver, one: Server, count: int) -> None:
+    """To four bytes, of which the highest stands apart."""
+    hit, now = make_hit(window_ms=600_000), 1_700_000_000_000
+    driver.count([hit], now)
+    low, high = (count % 2**24).to_bytes(3), (count // 2**24).to_bytes(1)
+    one.client().setrange(f"loopguard:{driver.key(hit)}", 1, low + high)
+
+    counts = [answer.count for _ in range(2) for answer in driver.count([hit], now + 1)]
+
+    assert counts == [count + 1, min(count + 2, 2**32)]
+
+
+def test_a_document_on_a_board_begins_with_its_version(driver: Driver, one: Server) -> None:
+    """One of another version is left out, and the others are there."""
+    board = driver.name("board")
+    for replica in "ab":
+        driver.run(driver.store.publish(board, replica, b"x", 60))
+    one.client().hset(f"loopguard:boards:{board}:documents", "b", b"\x02x")
+
+    assert one.client().hget(f"loopguard:boards:{board}:documents", "a") == b"\x01x"
+    assert driver.run(driver.store.collect(board)) == {"a": b"x"}
+
+
 def test_sessions_expire_by_themselves(driver: Driver, one: Server) -> None:
-    """A ledger and a roster live as long as a session may be idle, from its last request on, and a second longer."""
+    """A ledger and a tenant's number of sessions live as long as a session may be idle, and a second longer."""
     step = make_step(1, NO_LIMITS)
 
     driver.account([step])
     placed = cast("Step", driver.place(step))
 
-    for key in (placed.key, placed.roster):
+    for key in (placed.key, placed.tenant):
         assert 60_000 < one.client().pttl(f"loopguard:{key}") <= 61_000
 
 
@@ -777,63 +880,59 @@ def test_a_ledger_on_the_server_is_small(driver: Driver, one: Server) -> None:
     assert one.client().strlen(f"loopguard:{driver.place(steps[0]).key}") < 9_000
 
 
-@pytest.mark.parametrize("poison", ["set x y", "set x ''", "set x 12345678\x05abc", "hset x a b", "rpush x y", "sadd x y"])
-def test_a_board_s_key_of_somebody_else_is_replaced(driver: Driver, one: Server, poison: str) -> None:
-    """Where a board's key holds something else, the board is empty and takes what is published."""
-    board = driver.name("board")
+@pytest.mark.parametrize("poison", ["set x y", "set x ''", "hset x a b", "rpush x y", "sadd x y"])
+@pytest.mark.parametrize("part", ["ends", "documents", "version"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_of_documents_that_is_somebody_else_s_is_replaced(
+    driver: Driver, one: Server, kind: str, part: str, poison: str
+) -> None:
+    """Where one of their keys holds something else, there are no documents, and the next one is taken."""
+    subject = driver.name("subject")
     command, _, *values = poison.split(" ")
-    one.client().execute_command(command, f"loopguard:board:{board}", *values)
+    one.client().execute_command(command, f"loopguard:{kind}:{subject}:{part}", *values)
 
-    before = driver.run(driver.store.collect(board))
-    driver.run(driver.store.publish(board, "a", b"x", 60))
+    before = read_documents(driver, kind, subject)
+    put_document(driver, kind, subject, "a", 60)
 
     assert before == {}
-    assert driver.run(driver.store.collect(board)) == {"a": b"x"}
+    assert read_documents(driver, kind, subject) == {"a": b"x"}
 
 
-def test_boards_expire_by_themselves(driver: Driver, one: Server) -> None:
-    """The server forgets a board and its documents a second after the last of them has expired."""
-    board = driver.name("board")
-    driver.run(driver.store.publish(board, "a", b"x", 60))
-    driver.run(driver.store.publish(board, "b", b"x", 30))
-
-    lives = [one.client().pttl(f"loopguard:board:{board}{name}") for name in ("", ":a", ":b")]
-
-    assert [round(life / 10_000) for life in lives] == [6, 6, 3]
+def put_document(driver: Driver, kind: str, subject: str, name: str, seconds: float) -> None:
+    """A document of either kind."""
+    put = driver.store.publish if kind == BOARDS else driver.store.put_order
+    driver.run(put(subject, name, b"x", seconds))
 
 
-def test_a_board_whose_document_is_gone_shows_the_others(driver: Driver, one: Server) -> None:
-    """A document that the server has evicted is not on the board."""
-    board = driver.name("board")
-    for replica in "ab":
-        driver.run(driver.store.publish(board, replica, b"x", 60))
-    one.client().delete(f"loopguard:board:{board}:a")
-
-    assert driver.run(driver.store.collect(board)) == {"b": b"x"}
+def read_documents(driver: Driver, kind: str, subject: str) -> dict[str, bytes]:
+    """Those of either kind."""
+    if kind == BOARDS:
+        return driver.run(driver.store.collect(subject))
+    found = driver.run(driver.store.read_orders(subject, ""))
+    return found.documents if found is not None else {}
 
 
-def test_orders_expire_by_themselves(driver: Driver, one: Server) -> None:
-    """The server forgets the orders a second after the last of them has ended, whichever was given last."""
-    book = driver.name("book")
-    driver.run(driver.store.put_order(book, "a", b"x", 60))
-    driver.run(driver.store.put_order(book, "b", b"x", 30))
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_expire_by_themselves(driver: Driver, one: Server, kind: str) -> None:
+    """The server forgets them a second after the last of them has ended, whichever came last."""
+    subject = driver.name("subject")
+    put_document(driver, kind, subject, "a", 60)
+    put_document(driver, kind, subject, "b", 30)
 
-    lives = [one.client().pttl(f"loopguard:orders:{book}:{part}") for part in ("ends", "documents", "version")]
+    lives = [one.client().pttl(f"loopguard:{kind}:{subject}:{part}") for part in ("ends", "documents", "version")]
 
     assert [round(life / 10_000) for life in lives] == [6, 6, 6]
 
 
-def test_an_order_whose_document_is_gone_leaves_the_others(driver: Driver, one: Server) -> None:
-    """What the server has evicted stands no longer, and disturbs nobody."""
-    book = driver.name("book")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_document_that_is_gone_leaves_the_others(driver: Driver, one: Server, kind: str) -> None:
+    """What the server has evicted is not there any more, and disturbs nobody."""
+    subject = driver.name("subject")
     for name in "ab":
-        driver.run(driver.store.put_order(book, name, b"x", 60))
-    one.client().hdel(f"loopguard:orders:{book}:documents", "a")
+        put_document(driver, kind, subject, name, 60)
+    one.client().hdel(f"loopguard:{kind}:{subject}:documents", "a")
 
-    found = driver.run(driver.store.read_orders(book, ""))
-
-    assert found is not None
-    assert found.documents == {"b": b"x"}
+    assert read_documents(driver, kind, subject) == {"b": b"x"}
 
 
 @pytest.mark.parametrize("rubbish", [b":1\r\n", b"*1\r\n:1\r\n", b"*2\r\n$1\r\n1\r\n$-1\r\n"])
@@ -841,13 +940,13 @@ def test_a_list_of_orders_that_is_none_is_no_answer(rubbish: bytes) -> None:
     """Whatever a server answers, whoever asks hears that it is no list of orders."""
     with impostor(rubbish) as address:
         host, _, port = address.rpartition(":")
-        aside = Aside(Undivided(address, lambda: One(Place(host, int(port)), Access())), "")
+        connections = SideConnections(SingleLayout(address, lambda: SingleServer(ServerAddress(host, int(port)), Access())), "")
 
         async def ask() -> object:
             try:
-                return await RemoteOrders(aside).read("book", "", None)
+                return await RemoteDocuments(connections).read("orders", "book", "", None)
             finally:
-                await aside.drop()
+                connections.drop()
 
         with pytest.raises(StoreError, match="not answer with a list of overrides") as error:
             asyncio.run(ask())
@@ -1127,7 +1226,7 @@ def test_what_a_replica_says_of_a_hammered_loop_never_goes_back(driver: Driver, 
         other._name = third._name = driver._name
         counts = [[replica.count([hit])[0].count for replica in (driver, other)] for _ in range(1_000)]
         for replica in (driver, other):
-            known = remote(replica)._certain._known[driver.key(hit)]
+            known = remote(replica)._known_refusals._known[driver.key(hit)]
             eventually(lambda: replica.run(asyncio.sleep(0.02)) or known.owed == 0)  # noqa: B023  # called before the next
         last = third.count([hit])[0].count
 
@@ -1167,7 +1266,7 @@ def test_a_hammered_loop_is_no_hot_key(driver: Driver, one: Server) -> None:
     calls = one.commands()["evalsha"] - before
     with Driver(f"redis://{one.address}") as other:
         other._name = driver._name
-        eventually(lambda: driver.run(asyncio.sleep(0.02)) or remote(driver)._certain._known[driver.key(hit)].owed == 0)
+        eventually(lambda: driver.run(asyncio.sleep(0.02)) or remote(driver)._known_refusals._known[driver.key(hit)].owed == 0)
         seen = other.count([hit])[0].count
 
     assert all(answer.looping for answer in answers)
@@ -1188,7 +1287,7 @@ def test_refusals_that_do_not_count_cost_nothing(driver: Driver, one: Server) ->
     assert one.commands()["evalsha"] - before < len(answers) / 2
 
 
-def test_what_is_certain_of_a_loop_is_asked_for_all_others(driver: Driver) -> None:
+def test_what_is_known_of_a_loop_is_asked_for_all_others(driver: Driver) -> None:
     """A cooldown that a known loop has tripped holds for a request that is none, with the server's clock and from here."""
     (loop, _), (other, _) = cooldown_hits([(True, 1), (False, 1)], cooldown_ms=60_000)
     alone = driver.count([other])[0]
@@ -1217,13 +1316,13 @@ def test_a_key_that_an_operator_deletes_is_forgotten_here_as_well(driver: Driver
     eventually(lambda: not driver.count([hit])[0].looping, "a request that goes on")
 
 
-def test_what_is_certain_is_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_refusals_are_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many loops there are, a bounded number is remembered; the others are asked about."""
-    monkeypatch.setattr(certain, "MAX_LOOPS", 3)
+    monkeypatch.setattr(known_refusals, "MAX_LOOPS", 3)
     for number in range(10):
         _loop(driver, make_hit(window_ms=60_000, key=str(number)))
 
-    assert len(remote(driver)._certain) == 3
+    assert len(remote(driver)._known_refusals) == 3
     assert driver.count([make_hit(window_ms=60_000, key="0")])[0].count == 4
 
 
@@ -1236,7 +1335,7 @@ def test_closing_sends_what_is_owed(driver: Driver, one: Server) -> None:
         for _ in range(20):
             leaving.count([hit])
 
-        assert remote(leaving)._certain._known[leaving.key(hit)].owed > 0
+        assert remote(leaving)._known_refusals._known[leaving.key(hit)].owed > 0
     assert driver.count([hit])[0].count == 24
 
 
@@ -1405,11 +1504,12 @@ def test_a_cluster_batch_is_few_commands(six: list[Server]) -> None:
         assert sum(node.commands()["evalsha"] for node in six[:3]) - before <= TAGS
 
 
-def test_who_has_which_slots_is_asked_of_one_node_after_the_other(six: list[Server]) -> None:
+def test_who_has_which_slots_is_asked_of_one_node_after_the_other(six: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that was cut off and believes in owners of old is not asked again before the others were."""
-    slots = Slots([Place("127.0.0.1", six[0].port)], Access(), TAGS)
+    monkeypatch.setattr(topology, "_SENTINEL_SECONDS", PATIENCE)  # a busy machine is no node that was cut off
+    slots = ClusterLayout([ServerAddress("127.0.0.1", six[0].port)], Access(), TAGS)
 
-    async def asked() -> list[Place]:
+    async def asked() -> list[ServerAddress]:
         found = []
         for _ in six:
             await slots.learn()
@@ -1461,12 +1561,12 @@ def test_sessions_in_slots_that_move_are_followed(six: list[Server]) -> None:
     with Driver("redis+cluster://" + six[2].address) as driver:
         tag = next(tag for tag in spread_tags(TAGS)[1:] if find_slot(tag) < SLOTS // 3)
         digits = f"{spread_tags(TAGS).index(tag):02x}"
-        roster, shared = f"sessions:{digits}", f"shared:{digits}"
+        tenant, shared = f"sessions:{digits}", f"shared:{digits}"
         limits = limit(idle_ms=600_000)
 
         def step(number: int, sessions: int) -> list[int]:
             steps = [
-                make_step(number, limits, key=f"walking:{name}:{digits}", roster=roster, shared=shared)
+                make_step(number, limits, key=f"walking:{name}:{digits}", tenant=tenant, shared=shared)
                 for name in range(sessions)
             ]
             return [standing.steps for standing in driver.account(steps)]
@@ -1592,8 +1692,8 @@ def test_where_such_requests_are_refused_nothing_of_them_is_counted(three: list[
     """With `reject`, a request that will be refused for one shard leaves no count on another; a settlement is no request."""
     keys = [name_keys(1, node)[0] for node in range(2)]
     hits = [make_hit(key=f"whole:{key}", window_ms=600_000, threshold=100) for key in keys]
-    step = make_step(1, NO_LIMITS, key=f"open:{keys[0]}", roster=f"roster:{keys[0]}", shared=f"shared:{keys[0]}")
-    gone = make_step(1, NO_LIMITS, key=f"open:{keys[1]}", roster=f"roster:{keys[1]}", shared=f"shared:{keys[1]}")
+    step = make_step(1, NO_LIMITS, key=f"open:{keys[0]}", tenant=f"tenant:{keys[0]}", shared=f"shared:{keys[0]}")
+    gone = make_step(1, NO_LIMITS, key=f"open:{keys[1]}", tenant=f"tenant:{keys[1]}", shared=f"shared:{keys[1]}")
     with Driver(f"redis+cluster://{three[0].address}", on_store_error="reject", store_timeout=0.5) as driver:
         driver.run(_settled(driver, [step]))
         three[1].hang()

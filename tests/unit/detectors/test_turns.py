@@ -22,7 +22,8 @@ from extproc.detectors.turns import Turns
 from extproc.engine.loop import Detector
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document, NotCounted
-from extproc.store.windows import UNCOUNTED, Push, Ring, push
+from extproc.store.rules.hit import UNCOUNTED
+from extproc.store.rules.ring import Push, Ring, push
 from tests.support.loops import WRITERS, Write
 from tests.support.model_requests import HOSTILE, REQUESTS
 from tests.support.turn_writers import SHAPES, STYLES, Did, as_anthropic, as_chat, as_responses, as_text

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from extproc.ext_proc.budget import BURST_SECONDS
 from extproc.ext_proc.service import Service
-from extproc.store.ledger import Question
-from extproc.store.windows import Push
+from extproc.store.rules.ring import Push
+from extproc.store.rules.session import Question
 from tests.support.documents import policy
 from tests.support.messages import body, headers
 from tests.support.service import FailingStore, decoded, exchange, make_service

@@ -28,8 +28,8 @@ from extproc.policy.pairings import MAX_PAIRINGS, Pairing
 from extproc.request.fingerprint import hash_tenant
 from extproc.request.http import HttpRequest, compile_descriptors
 from extproc.sessions.names import hash_session
-from extproc.store.boards import MAX_DOCUMENT
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.documents import MAX_DOCUMENT
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY, NOW, make_engine
 from tests.support.messages import body, headers

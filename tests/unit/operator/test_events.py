@@ -22,7 +22,7 @@ from extproc.operator import events as events_module
 from extproc.operator.events import MAX_QUEUED, TYPES, Events, LoopEvents, SessionEvents, UnreachableError, open_events
 from extproc.operator.session_table import SessionTable
 from extproc.settings import Settings
-from extproc.store.ledger import LIMITS, Standing
+from extproc.store.rules.session import LIMITS, Standing
 from tests.support.documents import policy
 from tests.support.harness import eventually
 from tests.support.messages import headers

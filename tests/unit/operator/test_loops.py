@@ -32,8 +32,8 @@ from extproc.operator.loop_table import Curve
 from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
 from extproc.sessions.prices import Prices, read_model
 from extproc.settings import parse_address
-from extproc.store.boards import MAX_DOCUMENT
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.documents import MAX_DOCUMENT
 from tests.support.documents import policy
 from tests.support.harness import PATIENCE
 from tests.support.messages import body, headers

@@ -31,8 +31,8 @@ from extproc.operator.loop_table import Curve
 from extproc.operator.session_rows import SessionDocument
 from extproc.sessions.prices import Prices
 from extproc.settings import parse_address
-from extproc.store.ledger import LIMITS, Standing
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.session import LIMITS, Standing
 from tests.support.documents import policy
 from tests.support.harness import PATIENCE
 from tests.support.messages import body, headers

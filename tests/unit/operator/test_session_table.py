@@ -26,9 +26,9 @@ from extproc.operator.session_table import OVERFLOW, Run, SessionTable
 from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
 from extproc.sessions.rates import Usage
 from extproc.settings import parse_address
-from extproc.store.boards import MAX_DOCUMENT
-from extproc.store.ledger import LIMITS, Standing
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.documents import MAX_DOCUMENT
+from extproc.store.rules.session import LIMITS, Standing
 
 pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # the table is compiled
 

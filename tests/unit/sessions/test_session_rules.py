@@ -16,8 +16,8 @@ from extproc.engine.settlements import Entry
 from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.sessions.rates import Usage
-from extproc.store.ledger import Standing
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.session import Standing
 from tests.support.service import make_service, metadata_of
 from tests.support.session_limits import ask, limited, status
 from tests.support.turn_writers import Did, as_chat

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.metrics import Metrics
-from extproc.store.ledger import KNOWN, MAX_MONEY, MAX_RECORDS, Ledger, Limits, Settlement, Standing, Step, enter
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.session import KNOWN, MAX_MONEY, MAX_RECORDS, Ledger, Limits, Settlement, Standing, Step, enter
 from tests.support.ledger import (
     CASES,
     LIMITS_OF_ALL_KINDS,
@@ -40,7 +40,7 @@ class Ledgers:
             standing = ledger.settle(asked, now) if ledger is not None else Standing(retry=True)
         else:
             if ledger is None:
-                self._kept[asked.roster], room = enter(self._kept.get(asked.roster), asked.limits, now)
+                self._kept[asked.tenant], room = enter(self._kept.get(asked.tenant), asked.limits, now)
             if not room:
                 key, ledger = asked.shared, self._take(asked.shared, asked.limits, now)
             ledger = ledger or Ledger(None, now)
@@ -175,7 +175,7 @@ def test_sessions_in_memory_are_bounded() -> None:
     store = MemoryStore(Metrics(), max_entries=2_000)
     calls = [make_record(number, "read", str(number)) for number in range(20)]
     for number in range(10_000):
-        names = {"key": f"session:p::{number}:7f", "roster": f"sessions:p::{number // 50}:7f"}
+        names = {"key": f"session:p::{number}:7f", "tenant": f"sessions:p::{number // 50}:7f"}
         store.hit([make_step(number, NO_LIMITS, calls, **names)], number)
 
         assert len(store) >= min(number + 1, 200)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from extproc.request.document import Document
 from extproc.sessions.history import read_tool_calls
-from extproc.store.ledger import LIMITS as LIMITS_BY_PLACE
-from extproc.store.ledger import RECORD
+from extproc.store.rules.session import LIMITS as LIMITS_BY_PLACE
+from extproc.store.rules.session import RECORD
 from tests.support.ledger import limit
 from tests.support.model_requests import BODIES
 from tests.support.records import replace

@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.store.windows import Count, Hit, Push, Ring, log, push, tally
+from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.ring import Push, Ring, push
+from extproc.store.rules.sliding_log import log
+from extproc.store.rules.tally import tally
 from tests.support.windows import (
     COOLDOWN_STEPS,
     PUSH_STEPS,

@@ -8,10 +8,13 @@
 -- returns  one string, for each key five integers of 8, 1, 8, 8 and 8 bytes, big-endian: count, looping (1 or 0), cooldown left
 --          in ms, span in ms, and for how many ms a looping verdict would stand if nothing more were counted
 --
--- A key's value is count, first, last and cooling_until, packed; the times are milliseconds. The value decides; the key's
--- own expiry only collects garbage. The arithmetic is that of extproc/store/windows.py, request by request.
+-- A key's value is a version, count, first, last and cooling_until, packed; the times are milliseconds. The value decides; the
+-- key's own expiry only collects garbage. The arithmetic is that of tally.py, request by request.
 
-local FORMAT = '>I4I8I8I8'
+local VERSION = 0
+-- Older releases have a count of four bytes there, and times of eight, of which the first byte is 0. So that both count together
+-- the count's highest byte stands where the first time begins.
+local FORMAT, SIZE, HIGH = '>BI3BI7I8I8', 28, 16777216
 local ANSWER = '>I8BI8I8I8'
 local GARBAGE_MS = 1000
 
@@ -29,8 +32,10 @@ for i, key in ipairs(KEYS) do
   local count, first, last, cooling = 0, now, now, 0
   local value = redis.pcall('GET', key)
   if type(value) == 'table' then redis.call('DEL', key) end -- not ours: one odd key must not fail a whole batch
-  if type(value) == 'string' and #value == 28 then
-    count, first, last, cooling = struct.unpack(FORMAT, value)
+  if type(value) == 'string' and #value == SIZE and string.byte(value) == VERSION then
+    local _, low, high
+    _, low, high, first, last, cooling = struct.unpack(FORMAT, value)
+    count = high * HIGH + low
   end
   if now < last then -- the clock was set back
     if last - now < window then first, last = first - (last - now), now else count, first, last = 0, now, now end
@@ -57,7 +62,9 @@ for i, key in ipairs(KEYS) do
   if not count_refused and cooldown == 0 then certain = count >= threshold - 1 end -- else the next one trips
   local stands = math.max(cooling, certain and over or 0) - now
   local lifetime = math.max(over, cooling) - now + GARBAGE_MS
-  redis.call('SET', key, struct.pack(FORMAT, math.min(count, 4294967295), first, last, cooling), 'PX', lifetime)
+  count = math.min(count, 4294967295)
+  local packed = struct.pack(FORMAT, VERSION, count % HIGH, math.floor(count / HIGH), first, last, cooling)
+  redis.call('SET', key, packed, 'PX', lifetime)
   answers[i] = struct.pack(ANSWER, seen, looping and 1 or 0, math.max(0, cooling - now), now - began, math.max(0, stands))
 end
 

@@ -1,20 +1,21 @@
 -- session: what sessions have used up, and whether one more request is let through; or what became of one that was.
 --
--- KEYS     for each step three keys, all in one hash slot: the session's ledger, the tenant's roster, the ledger of sessions that
---          are too many; for each settlement the ledger's. One step may come with its first key alone: then there is room
+-- KEYS     for each step three keys, all in one hash slot: the session's ledger, what the tenant has begun, the ledger of sessions
+--          that are too many; for each settlement the ledger's. One step may come with its first key alone: then there is room
 -- ARGV     for each step or settlement, or once where they are the same for all, six values: now_ms (-1: the server's clock);
 --          what is asked, packed as ASKED; the tools that have limits, packed as TOOL; the names of tools in the history, each
 --          a digest and a length before it; the newest tool calls in the history; the tools of the older ones, packed as TOOL
 -- returns  for each how the session stands, packed as STANDING, a number for each tool as TOOL, and the tools' names
 --
--- The formats and the rules are those of extproc/store/ledger.py, and so are the names here. The value decides; the key's own expiry only
+-- The formats and the rules are those of session.py, and so are the names here. The value decides; the key's own expiry only
 -- collects garbage.
 
 local VERSION = 2
 local HEAD, HEAD_SIZE = '>BI8I8I8I8I8I4I4I4I4I4I4BBBBBI2I2', 74
 local RESERVATION, RESERVATION_SIZE = '>c16c8I8I8I4I4B', 49
 local TOOL, TOOL_SIZE = '>c4I4', 8
-local ROSTER, ROSTER_SIZE = '>I8I8I4', 20
+local BEGUN_VERSION = 0 -- older releases have a time of eight bytes there, of which the first is 0
+local BEGUN, BEGUN_SIZE = '>BI7I8I4', 20
 local MARK, MARK_SIZE, MARKS, NEWEST_MARKS = '>I2I6', 8, 256, 4
 local ASKED = '>BBBc16c8I8I8I8i8i8i8i8i8i8i8I4I4I4I8'
 local STANDING = '>BBBBc4i8i8I4I4I4I4I4I8I8I8I8B'
@@ -92,11 +93,11 @@ end
 local function enter(key, asked)
   local value = get(key)
   local now, _, began, count = asked.now, nil, asked.now, 0
-  if #value == ROSTER_SIZE then _, began, count = struct.unpack(ROSTER, value) end
+  if #value == BEGUN_SIZE and string.byte(value) == BEGUN_VERSION then _, _, began, count = struct.unpack(BEGUN, value) end
   if math.abs(now - began) >= asked.idle then began, count = now, 0 end
   local room = count < asked.max_sessions
   if room then count = count + 1 end
-  redis.call('SET', key, struct.pack(ROSTER, now, began, count), 'PX', asked.idle + GARBAGE_MS)
+  redis.call('SET', key, struct.pack(BEGUN, BEGUN_VERSION, now, began, count), 'PX', asked.idle + GARBAGE_MS)
   return room
 end
 
@@ -404,9 +405,9 @@ local function describe(l, now, shared, retry, limit, used, allowed, tool)
   return standing .. l.counts .. l.names
 end
 
-local function take_step(key, roster, shared_key, asked)
+local function take_step(key, tenant, shared_key, asked)
   local l = recall(key, asked)
-  local shared = not l and roster and not enter(roster, asked)
+  local shared = not l and tenant and not enter(tenant, asked)
   if shared then
     key = shared_key
     l = recall(key, asked)

@@ -1,6 +1,6 @@
 """Loops whose next verdict is certain, answered in this process while they are hammered.
 
-A loop that is being refused stays refused as long as its window or cooldown lasts, whatever anybody else does. While that is
+A loop that is being refused stays refused as long as its window or cooldown lasts, whatever other clients do. While that is
 certain a hammering client costs the server next to nothing: its requests are added up and sent as one, ten times a second, so
 that the window is extended and the count rises all the same.
 
@@ -18,19 +18,19 @@ import time
 from collections.abc import Callable
 
 from extproc.bounded import LRU
-from extproc.store.windows import Count, Hit
+from extproc.store.rules.hit import Count, Hit
 
 MAX_LOOPS = 10_000
 SETTLE_MS = 100
 """How long requests are added up, and how old the server's word may be."""
 
 HAMMERED = 10
-"""From so many refusals on, within `_HAMMERED_MS`, the server is spared."""
+"""Refusals within `_HAMMERED_MS`, from which on the server is spared."""
 
 _HAMMERED_MS = 1_000
 
 
-class _Refusal:
+class _KnownRefusal:
     """What is known about one loop; times in milliseconds of this process's clock.
 
     Attributes:
@@ -53,13 +53,13 @@ class _Refusal:
         self.asked = self.owed = self.told = 0
 
 
-class Certain:
+class KnownRefusals:
     """The loops known to this process."""
 
     def __init__(self, settle: Callable[[Hit, int], None]) -> None:
         """`settle` takes a hit and how often it was answered here."""
         self._settle = settle
-        self._loops: LRU[str, _Refusal] = LRU(MAX_LOOPS)
+        self._loops: LRU[str, _KnownRefusal] = LRU(MAX_LOOPS)
         self._known = self._loops.kept
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class Certain:
                 del self._known[hit.key]
             return
         if known is None or known.hit != hit:
-            known = _Refusal(hit, answer)
+            known = _KnownRefusal(hit, answer)
             self._loops.put(hit.key, known)
         known.answer, known.learned = answer, _read_clock()
         known.told = max(0, known.told - told)
@@ -118,7 +118,7 @@ class Certain:
         return Count(count, True, cooldown, span)
 
     def take_owed(self, hit: Hit) -> int:
-        """How often a loop was answered here that the server has not been told of; whoever asks now has to tell it."""
+        """How often a loop was answered here that the server has not been told of; the next question has to tell it."""
         known = self._known.get(hit.key) if self._known else None
         if known is None or known.hit != hit:
             return 0
@@ -136,12 +136,12 @@ class Certain:
             self._pay(known)
         self._known.clear()
 
-    def _pay(self, known: _Refusal) -> None:
+    def _pay(self, known: _KnownRefusal) -> None:
         if owed := _take_owed(known):
             self._settle(known.hit, owed)
 
 
-def _take_owed(known: _Refusal) -> int:
+def _take_owed(known: _KnownRefusal) -> int:
     owed, known.owed = known.owed, 0
     known.told += owed
     return owed

@@ -31,7 +31,7 @@ What a ledger has forgotten counts again if it is shown again: a history of whos
 does not know as it was before its last turn either.
 
 A ledger is forgotten some time after the last request that was let through; refused ones do not keep it. What a clock that is
-set back makes of that is what it makes of rings, see `windows`.
+set back makes of that is what it makes of rings: see `hit`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from __future__ import annotations
 import struct
 from typing import Final, TypeAlias
 
-from extproc.store.windows import Hit
+from extproc.store.rules.hit import Hit
 
 LIMITS: Final = (
     "",
@@ -89,25 +89,15 @@ class Limits:
         narrows: too many tool calls refuse nothing by themselves, because the guard takes the tools away.
         cost: in nano-dollars.
         tools: the digest of a tool's name and how often it may be called, sorted.
-        window: among so many of the newest tool calls,
-        threshold: so many equal ones are too many.
-        blocks: so many refusals in a row kill the session.
-        errors: so many failures in a row do.
+        window: the number of newest tool calls among which equal ones are counted.
+        threshold: the number of equal ones from which on a request is refused.
+        blocks: the number of refusals in a row that kills the session.
+        errors: the number of failures in a row that does.
     """
 
     __slots__ = (
-        "blocks",
-        "cost",
-        "errors",
-        "idle_ms",
-        "max_sessions",
-        "narrows",
-        "steps",
-        "threshold",
-        "tool_calls",
-        "tools",
-        "window",
-    )
+        "blocks", "cost", "errors", "idle_ms", "max_sessions", "narrows", "steps", "threshold", "tool_calls", "tools", "window",
+    )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
         self,
@@ -124,7 +114,6 @@ class Limits:
         blocks: int = -1,
         errors: int = -1,
     ) -> None:
-        """Keep them as given."""
         self.idle_ms = idle_ms
         self.max_sessions = max_sessions
         self.steps = steps
@@ -143,7 +132,7 @@ class Step:
 
     Attributes:
         key: of the session's ledger; it ends in two hex digits of the tenant.
-        roster: of what is known about the tenant's sessions; it ends in the same two digits.
+        tenant: of how many sessions the tenant has begun; it ends in the same two digits.
         shared: of the ledger of the sessions that are too many; it ends in the same two digits.
         limits: what the session may use up.
         identity: 8 bytes, a digest of the request; one of the session's last 16 again is a retry, `MAX_RETRIES_PER_STEP` times.
@@ -157,40 +146,17 @@ class Step:
     """
 
     __slots__ = (
-        "call",
-        "calls",
-        "grants",
-        "identity",
-        "key",
-        "limits",
-        "newest",
-        "reserve",
-        "roster",
-        "shared",
-        "tools",
-        "total",
-    )
+        "call", "calls", "grants", "identity", "key", "limits", "newest", "reserve", "shared", "tenant", "tools", "total",
+    )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
-        self,
-        key: str,
-        roster: str,
-        shared: str,
-        limits: Limits,
-        identity: bytes,
-        call: bytes,
-        reserve: int,
-        calls: bytes,
-        total: int,
-        newest: int,
-        tools: tuple[tuple[bytes, str], ...],
-        grants: tuple[int, int, int],
-    ) -> None:
-        """Keep them as given."""
+        self, key: str, tenant: str, shared: str, limits: Limits, identity: bytes, call: bytes, reserve: int, calls: bytes,
+        total: int, newest: int, tools: tuple[tuple[bytes, str], ...], grants: tuple[int, int, int],
+    ) -> None:  # fmt: skip
         self.total = total
         self.newest = newest
         self.key = key
-        self.roster = roster
+        self.tenant = tenant
         self.shared = shared
         self.limits = limits
         self.identity = identity
@@ -209,7 +175,7 @@ class Settlement:
         limits: what the session may use up.
         call: the step's.
         cost: in nano-dollars, in place of what was reserved.
-        estimated: nobody said what it cost.
+        estimated: the cost is not known.
         outcome: `SUCCEEDED`, `FAILED`, `REFUSED` or `WITHDRAWN`.
     """
 
@@ -224,7 +190,6 @@ class Settlement:
         estimated: bool,  # noqa: FBT001  # a field
         outcome: int,
     ) -> None:
-        """Keep them as given."""
         self.key = key
         self.limits = limits
         self.call = call
@@ -258,24 +223,9 @@ class Standing:
     """
 
     __slots__ = (
-        "age_ms",
-        "allowed",
-        "blocks",
-        "consecutive_blocks",
-        "consecutive_errors",
-        "cost",
-        "estimated",
-        "killed",
-        "limit",
-        "reserved",
-        "retry",
-        "shared",
-        "steps",
-        "tool",
-        "tool_calls",
-        "tools",
-        "used",
-    )
+        "age_ms", "allowed", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "estimated", "killed", "limit",
+        "reserved", "retry", "shared", "steps", "tool", "tool_calls", "tools", "used",
+    )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
         self,
@@ -297,7 +247,6 @@ class Standing:
         retry: bool = False,  # noqa: FBT001, FBT002  # a field
         tools: tuple[tuple[bytes, str, int], ...] = (),
     ) -> None:
-        """Keep them as given."""
         self.limit = limit
         self.used = used
         self.allowed = allowed
@@ -364,7 +313,7 @@ _NARROWED: Final = 2
 
 _TOOL: Final = struct.Struct(">4sI")
 _COUNTED: Final = _TOOL.size
-_ROSTER: Final = struct.Struct("<QQI")
+_BEGUN: Final = struct.Struct("<QQI")
 """When the newest of a tenant's sessions began, when the first did, and how many have since then."""
 
 _IDENTITY: Final = 8
@@ -395,7 +344,7 @@ _SPARE_RECORDS: Final = 64
 _MARK: Final = 8
 _MARKS: Final = 256
 _NEWEST_MARKS: Final = 4
-"""Of so many histories one may go on, as most do: a session's agents take turns."""
+"""Histories that the next one is compared with first: most go on from one of these: a session's agents take turns."""
 
 _MAX_SHOWN: Final = 2**16 - 1
 _SUM: Final = 2**48 - 1
@@ -408,15 +357,15 @@ MAX_MONEY: Final = 2**52
 MAX_RESERVE: Final = MAX_MONEY // (2 * _OPEN)
 
 
-def enter(roster: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
-    """Begin a session of a tenant's: the roster as it is then, and whether there was room for one more."""
+def enter(state: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
+    """Begin a session of a tenant's: how many it has begun then, packed, and whether there was room for one more."""
     began, count = now, 0
-    if roster is not None:
-        _, began, count = _ROSTER.unpack(roster)
+    if state is not None:
+        _, began, count = _BEGUN.unpack(state)
     if abs(now - began) >= limits.idle_ms:
         began, count = now, 0
     room = count < limits.max_sessions
-    return _ROSTER.pack(now, began, count + room), room
+    return _BEGUN.pack(now, began, count + room), room
 
 
 class Ledger:
@@ -435,27 +384,9 @@ class Ledger:
     """
 
     __slots__ = (
-        "began",
-        "blocks",
-        "consecutive_blocks",
-        "consecutive_errors",
-        "cost",
-        "counts",
-        "estimated",
-        "identities",
-        "idle_ms",
-        "killed",
-        "last",
-        "marks",
-        "names",
-        "narrowed_at",
-        "open",
-        "records",
-        "renewed",
-        "reserved",
-        "steps",
-        "tool_calls",
-    )
+        "began", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "counts", "estimated", "identities", "idle_ms",
+        "killed", "last", "marks", "names", "narrowed_at", "open", "records", "renewed", "reserved", "steps", "tool_calls",
+    )  # fmt: skip
 
     def __init__(self, state: bytes | None, now: int) -> None:
         """What is stored, or a fresh one."""
@@ -479,26 +410,10 @@ class Ledger:
         marks: int
         renewed: int
         (
-            _,
-            self.last,
-            self.began,
-            self.cost,
-            self.estimated,
-            self.reserved,
-            self.steps,
-            self.tool_calls,
-            self.narrowed_at,
-            self.blocks,
-            self.consecutive_blocks,
-            self.consecutive_errors,
-            self.killed,
-            renewed,
-            identities,
-            reservations,
-            tools,
-            names,
-            marks,
-        ) = _HEAD.unpack_from(state)
+            _, self.last, self.began, self.cost, self.estimated, self.reserved, self.steps, self.tool_calls, self.narrowed_at,
+            self.blocks, self.consecutive_blocks, self.consecutive_errors, self.killed, renewed, identities, reservations,
+            tools, names, marks,
+        ) = _HEAD.unpack_from(state)  # fmt: skip
         self.renewed = renewed != 0
         start = _HEAD_SIZE
         end = start + identities * _REPEATED
@@ -516,26 +431,10 @@ class Ledger:
     def pack(self) -> bytes:
         """As it is stored."""
         head = _HEAD.pack(
-            _VERSION,
-            self.last,
-            self.began,
-            self.cost,
-            self.estimated,
-            self.reserved,
-            self.steps,
-            self.tool_calls,
-            self.narrowed_at,
-            self.blocks,
-            self.consecutive_blocks,
-            self.consecutive_errors,
-            self.killed,
-            self.renewed,
-            len(self.identities),
-            len(self.open),
-            len(self.counts) // _COUNTED,
-            len(self.names),
-            len(self.marks) // _MARK,
-        )
+            _VERSION, self.last, self.began, self.cost, self.estimated, self.reserved, self.steps, self.tool_calls,
+            self.narrowed_at, self.blocks, self.consecutive_blocks, self.consecutive_errors, self.killed, self.renewed,
+            len(self.identities), len(self.open), len(self.counts) // _COUNTED, len(self.names), len(self.marks) // _MARK,
+        )  # fmt: skip
         identities = [b"%b%c" % repeated for repeated in self.identities.items()]
         reservations = [_RESERVATION.pack(*reservation) for reservation in self.open]
         return b"".join([head, *identities, *reservations, self.counts, self.names, self.marks, self.records])
@@ -545,7 +444,7 @@ class Ledger:
         return abs(now - self.last) >= limits.idle_ms
 
     def is_large(self) -> bool:
-        """It knows so many tool calls that it is dear to keep unpacked."""
+        """It knows many tool calls, which take a lot of memory unpacked."""
         return len(self.records) > _RECORDS * KNOWN
 
     def take_step(self, asked: Step, now: int, *, shared: bool = False) -> Standing:
@@ -669,7 +568,7 @@ class Ledger:
         return _find(self.marks, _write_mark(shown, total), _MARK) >= 0
 
     def _are_newest(self, number: int, calls: bytes) -> bool:
-        """Whether so many calls, of which these are the newest, are the newest that were counted."""
+        """Whether a number of calls, of which these are the newest, are the newest that were counted."""
         known = len(self.records) // KNOWN
         length = min(number, known)
         if length > len(calls) // RECORD or (number > known and not self._forgot()):
@@ -679,7 +578,7 @@ class Ledger:
         return total == add_up(calls[len(calls) - length * RECORD :])
 
     def _count_tools(self, numbers: dict[bytes, int], asked: Step) -> None:
-        """Count so many more calls of each tool."""
+        """Add to the calls of each tool."""
         missing: set[bytes] | None = None  # of those that have limits of their own, for which others leave room
         names: dict[bytes, str] = {}
         for tool, number in numbers.items():
@@ -773,7 +672,7 @@ class Ledger:
         self.last = now
 
     def _close_old(self, now: int) -> None:
-        """What nobody has settled in time costs what was reserved."""
+        """What was not settled in time costs what was reserved."""
         while self.open and (len(self.open) > _OPEN or now - self.open[0][2] >= _OPEN_MS):
             reserve = self.open.pop(0)[3]
             self.reserved -= reserve
@@ -823,24 +722,10 @@ class Ledger:
     ) -> Standing:
         """How the session stands."""
         return Standing(
-            limit,
-            used,
-            allowed,
-            tool,
-            self.steps,
-            self.tool_calls,
-            self.blocks,
-            self.consecutive_blocks,
-            self.consecutive_errors,
-            self.cost,
-            self.estimated,
-            self.reserved,
-            self.killed,
-            max(0, now - self.began),
-            shared,
-            retry,
-            list_tools(self.counts, self.names) if self.counts else (),
-        )
+            limit, used, allowed, tool, self.steps, self.tool_calls, self.blocks, self.consecutive_blocks,
+            self.consecutive_errors, self.cost, self.estimated, self.reserved, self.killed, max(0, now - self.began), shared,
+            retry, list_tools(self.counts, self.names) if self.counts else (),
+        )  # fmt: skip
 
 
 def _write_mark(shown: int, total: int) -> bytes:
@@ -935,25 +820,11 @@ def read_standing(answer: bytes) -> Standing:
     if limit >= len(LIMITS) or killed >= len(KILLED) or len(listed) != tools:
         raise ValueError
     steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated, reserved, age = amounts
+    tool = tool if tool != bytes(len(tool)) else b""
     return Standing(
-        limit,
-        used,
-        allowed,
-        tool if tool != bytes(len(tool)) else b"",
-        steps,
-        tool_calls,
-        blocks,
-        consecutive_blocks,
-        consecutive_errors,
-        cost,
-        estimated,
-        reserved,
-        killed,
-        age,
-        shared != 0,
-        retry != 0,
-        listed,
-    )
+        limit, used, allowed, tool, steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated,
+        reserved, killed, age, shared != 0, retry != 0, listed,
+    )  # fmt: skip
 
 
 _QUESTION: Final = struct.Struct(">BBB16s8sQQQqqqqqqqIIIQ")
@@ -963,50 +834,22 @@ _STEP: Final = 3
 
 def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes, bytes]:
     """What a remote store is asked: a head, tools with limits, names of tools, the newest calls, and tools of older ones."""
-    limits = asked.limits
+    limits, grants, limited, names, calls, older = asked.limits, (0, 0, 0), b"", b"", b"", b""
     if isinstance(asked, Settlement):
-        kind, estimated, identity, money, records = asked.outcome, asked.estimated, b"", min(asked.cost, MAX_MONEY), 0
-        grants, limited, names, calls, older = (0, 0, 0), b"", b"", b"", b""
-        shown = total = 0
-        newest = 0
+        kind, estimated, identity, money = asked.outcome, asked.estimated, b"", min(asked.cost, MAX_MONEY)
+        records = shown = newest = total = 0
     else:
-        kind, estimated, identity, money, records = (
-            _STEP,
-            False,
-            asked.identity,
-            min(asked.reserve, MAX_RESERVE),
-            count_records(asked),
-        )
-        grants, calls, newest = asked.grants, cut_calls(asked), asked.newest
-        shown, total = len(asked.calls) // RECORD, asked.total
+        kind, estimated, identity, money = _STEP, False, asked.identity, min(asked.reserve, MAX_RESERVE)
+        records, shown, newest, total = count_records(asked), len(asked.calls) // RECORD, asked.newest, asked.total
+        grants, calls = asked.grants, cut_calls(asked)
         limited = b"".join([_TOOL.pack(tool, allowed) for tool, allowed in limits.tools])
         names = b"".join([tool + pack_name(name) for tool, name in pick_names(asked)])
-        older = (
-            b"".join([_TOOL.pack(tool, number) for tool, number in sum_up_older(asked)])
-            if len(asked.calls) > len(calls)
-            else b""
-        )
+        older = b"".join([_TOOL.pack(tool, number) for tool, number in sum_up_older(asked)])
     head = _QUESTION.pack(
-        kind,
-        estimated,
-        limits.narrows,
-        asked.call,
-        identity,
-        money,
-        limits.idle_ms,
-        limits.max_sessions,
-        grant(limits.steps, grants[0]),
-        grant(limits.tool_calls, grants[1]),
-        grant(limits.cost, grants[2]),
-        limits.window,
-        limits.threshold,
-        limits.blocks,
-        limits.errors,
-        records,
-        shown,
-        newest,
-        total,
-    )
+        kind, estimated, limits.narrows, asked.call, identity, money, limits.idle_ms, limits.max_sessions,
+        grant(limits.steps, grants[0]), grant(limits.tool_calls, grants[1]), grant(limits.cost, grants[2]), limits.window,
+        limits.threshold, limits.blocks, limits.errors, records, shown, newest, total,
+    )  # fmt: skip
     return head, limited, names, calls, older
 
 

@@ -1,4 +1,4 @@
-"""Questions to Redis or Valkey beside those of requests, on connections of their own: what operators ask keeps nobody waiting.
+"""Connections to Redis or Valkey for what operators ask, beside those of requests: no request waits for them.
 
 Each question has a deadline. What fails drops the connections, and the next question opens them anew.
 """
@@ -10,11 +10,9 @@ import asyncio
 import zlib
 from collections.abc import Sequence
 
-from redis.exceptions import ResponseError
-
 from extproc.errors import StoreError
-from extproc.store.link import Command, Reply, explain_refusal
-from extproc.store.topology import Layout, Topology
+from extproc.store.link import Command, ErrorReply, RedisReply, explain_refusal
+from extproc.store.topology import Layout, ShardServers
 
 _SECONDS = 2.0
 """What a question may take, that for all documents of a board included."""
@@ -22,27 +20,27 @@ _SECONDS = 2.0
 _MOVED = ("MOVED", "ASK")
 
 
-class _Line:
-    """A way to the keys of a part."""
+class _SideConnection:
+    """One to the server of a part of the keys."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: ShardServers) -> None:
         self.topology = topology
         self.lock = asyncio.Lock()  # a connection answers one question at a time
 
 
-class Aside:
+class SideConnections:
     """The servers of a layout; all keys of one subject are in one hash slot, and a server that hangs holds up no other's."""
 
     def __init__(self, layout: Layout, prefix: str) -> None:
         """Nothing is connected yet; every key starts with `prefix`."""
         self._layout = layout
         self._prefix = prefix
-        self._lines: dict[int, _Line] = {}
+        self._connections: dict[int, _SideConnection] = {}
 
-    async def drop(self) -> None:
+    def drop(self) -> None:
         """Drop the connections."""
-        for line in self._lines.values():
-            await line.topology.drop()
+        for connection in self._connections.values():
+            connection.topology.drop()
 
     def find_part(self, subject: str) -> int:
         """The part of the keys that a subject's belong to."""
@@ -58,54 +56,42 @@ class Aside:
         tags = self._layout.tags
         return tags[self.find_part(subject)] if tags else ""
 
-    async def run(
-        self, subject: str, script: str, keys: Sequence[str], *arguments: str | bytes | int, now: int | None
-    ) -> Reply:
-        """The reply of a script, whose last argument is the time in milliseconds, -1 for the server's own clock.
-
-        Raises:
-            StoreError: as `ask`.
-        """
-        moment = -1 if now is None else now
-        [reply] = await self.ask(subject, [("EVAL", script, len(keys), *keys, *arguments, moment)])
-        return reply
-
-    async def ask(self, subject: str, commands: Sequence[Command]) -> list[Reply]:
+    async def ask(self, subject: str, commands: Sequence[Command]) -> list[RedisReply]:
         """The replies to commands that go out in one write; they may be sent twice, so that has to do no harm.
 
         Raises:
             StoreError: there are none, or one of them is an error.
         """
         part, tag = self.find_part(subject), self._find_tag(subject)
-        line = self._lines.get(part)
-        if line is None:
-            line = self._lines[part] = _Line(self._layout.open(""))
-        async with line.lock:
+        connection = self._connections.get(part)
+        if connection is None:
+            connection = self._connections[part] = _SideConnection(self._layout.open(""))
+        async with connection.lock:
             try:
                 async with asyncio.timeout(_SECONDS):
-                    return await _ask_twice(line.topology, tag, commands)
+                    return await _ask_twice(connection.topology, tag, commands)
             except TimeoutError:
-                await line.topology.drop()
+                connection.topology.drop()
                 raise StoreError(f"no answer within {_SECONDS:g} s", kind="timeout") from None
             except BaseException:  # it is not known what is still on the connections
-                await line.topology.drop()
+                connection.topology.drop()
                 raise
 
 
-async def _ask_twice(topology: Topology, tag: str, commands: Sequence[Command]) -> list[Reply]:
+async def _ask_twice(topology: ShardServers, tag: str, commands: Sequence[Command]) -> list[RedisReply]:
     """Ask, and where the slot has moved ask its new owner."""
     replies = await _ask_once(topology, tag, commands)
-    moved = [reply for reply in replies if isinstance(reply, ResponseError) and reply.status_code in _MOVED]
+    moved = [reply for reply in replies if isinstance(reply, ErrorReply) and reply.word in _MOVED]
     if moved:
         await topology.learn()
         replies = await _ask_once(topology, tag, commands)
     for reply in replies:
-        if isinstance(reply, ResponseError):
+        if isinstance(reply, ErrorReply):
             raise explain_refusal(reply)
     return replies
 
 
-async def _ask_once(topology: Topology, tag: str, commands: Sequence[Command]) -> list[Reply]:
+async def _ask_once(topology: ShardServers, tag: str, commands: Sequence[Command]) -> list[RedisReply]:
     link = await topology.find(tag)
-    replies: list[Reply] = await link.exchange(commands)
+    replies: list[RedisReply] = await link.exchange(commands)
     return replies
