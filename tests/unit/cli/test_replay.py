@@ -448,7 +448,7 @@ def test_what_left_the_top_is_told() -> None:
     for key, count in {"a": 3, "b": 5, "c": 6, "d": 7, "e": 1}.items():
         top.get_or_add(key).count += count
 
-    assert (top.dropped, top.get_or_add("a").count, top.find("d").count) == (5, 0, 7)
+    assert (top.dropped, top.get_or_add("a").count, top.get_or_add("d").count) == (5, 0, 7)
 
 
 def test_a_timeline_coarsens_and_loses_nothing() -> None:
