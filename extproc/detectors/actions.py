@@ -12,8 +12,8 @@ import re
 from itertools import islice
 from typing import Final, NamedTuple
 
-from extproc.apis.shapes.contents import read_arguments, unpack
-from extproc.apis.shapes.messages import CALL, TEXT, Part
+from extproc.apis.contents import read_arguments, unpack
+from extproc.apis.messages import CALL, TEXT, Part
 from extproc.bounded import Memo
 from extproc.request.document import Json, NotJson, count_left, decode_json, write_canonical
 
@@ -178,7 +178,7 @@ def _mark_in_text(spelled: bytes) -> bytes:
 
 
 def number_id(number: int) -> str:
-    """Stands for the id of a call, or of a result, that has none: Ollama and Gemini connect them by their order."""
+    """Stands for the id of a call, or of a result, that has none: some APIs connect them by their order."""
     return f"\0{number}"
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from extproc.apis.shapes import open_conversation
+from extproc.apis import open_conversation
 from extproc.decision import Repeat
 from extproc.detectors.actions import THOUGHTS
 from extproc.detectors.tools import Limit, ToolLimits, count_rounds

@@ -12,10 +12,10 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from extproc.apis.shapes import open_conversation
-from extproc.apis.shapes.contents import is_injected, read_arguments, read_result, unpack
-from extproc.apis.shapes.conversation import ASSISTANT, NOBODY, TOOL
-from extproc.apis.shapes.messages import CALL, RESULT, TEXT, Message, Part
+from extproc.apis import open_conversation
+from extproc.apis.contents import is_injected, read_arguments, read_result, unpack
+from extproc.apis.conversation import ASSISTANT, NOBODY, TOOL
+from extproc.apis.messages import CALL, RESULT, TEXT, Message, Part
 from extproc.decision import Advice, Outcome, Repeat
 from extproc.detectors.actions import MAX_NAME
 from extproc.detectors.base import Similarity

@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 
 from msgspec import json
 
-from extproc.apis.shapes.contents import find_wrappers, is_injected, read_result, unpack
-from extproc.apis.shapes.conversation import ASSISTANT, Conversation
-from extproc.apis.shapes.messages import CALL, OTHER, RESULT, TEXT, Message, Part
+from extproc.apis.contents import find_wrappers, is_injected, read_result, unpack
+from extproc.apis.conversation import ASSISTANT, Conversation
+from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Message, Part
 from extproc.bounded import Memo
 from extproc.detectors.actions import AssistantAction, find_mark, number_id, read_action
 from extproc.detectors.results import MAX_NORMALIZED, is_error, may_be_equal, normalize, normalize_head

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
-from extproc.apis.model_names import LONGEST_MODEL, find_model
+from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.decision import Outcome, Repeat, Subject
 from extproc.detectors.base import Memory
 from extproc.engine.loop import Detector

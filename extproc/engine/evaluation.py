@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from extproc.apis.shapes import open_conversation
+from extproc.apis import open_conversation
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
 from extproc.engine.candidates import Answer, Candidate, LoopCandidate, Sealing, SessionCandidate
 from extproc.engine.orders import ActiveOverride, Overrides

@@ -12,10 +12,11 @@ from typing import Final
 
 from google.protobuf.struct_pb2 import Value
 
+from extproc.apis import CREDENTIALS, takes_websocket
 from extproc.ext_proc.protobuf import read_varint
 from extproc.pb.external_processor_pb2 import HttpBody, ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
-from extproc.request.http import NO_FACTS, Facts, HttpRequest, decode_claims, find_websocket, write_claim
+from extproc.request.http import NO_FACTS, Facts, HttpRequest, decode_claims, opens_websocket, write_claim
 
 MAX_HEADERS: Final = 10_000
 """So many headers of a request are read (Envoy itself takes 100 by default); those behind them count as missing.
@@ -68,7 +69,7 @@ _SIZE_BYTES: Final = 5
 _MORE: Final = 0x80
 """Set in every byte of a number but the last."""
 
-_SECRETS: Final = frozenset({"authorization", "proxy-authorization", "cookie", "api-key", "x-api-key", "x-goog-api-key"})
+_SECRETS: Final = CREDENTIALS | {"authorization", "proxy-authorization", "cookie"}
 """Headers that are never remembered: nobody's credentials outlive his request here."""
 
 _MAX_KNOWN: Final = 64
@@ -393,7 +394,7 @@ def read_request(message: EnvoyMessage, *, allow_unverified_jwt: bool = False) -
         headers,
         _EnvoyFacts(message, token),
     )
-    request.opens_responses = find_websocket(request)
+    request.opens_responses = opens_websocket(request) and takes_websocket(request.path)
     return request
 
 

@@ -14,8 +14,8 @@ from typing import Any, Final, TypeAlias
 
 from msgspec import Raw, ValidationError, defstruct, json
 
-from extproc.apis.shapes import open_conversation
-from extproc.apis.shapes.conversation import Conversation, Shape
+from extproc.apis import open_conversation
+from extproc.apis.conversation import Conversation, Shape
 from extproc.bounded import Memo
 from extproc.request.document import ABSENT, MAX_STEPS, Document, NotCounted, count_left, decode_json, walk
 from extproc.request.fingerprint import NO_BODY, Body

@@ -19,10 +19,10 @@ from zlib import crc32
 
 from msgspec import json
 
-from extproc.apis.shapes import find_conversation, look_back, open_conversation, read_message
-from extproc.apis.shapes.contents import read_arguments
-from extproc.apis.shapes.conversation import ASSISTANT, Conversation, Shape
-from extproc.apis.shapes.messages import CALL, RESULT, Part
+from extproc.apis import find_conversation, open_conversation
+from extproc.apis.contents import read_arguments
+from extproc.apis.conversation import ASSISTANT, Conversation, Shape, look_back, read_message
+from extproc.apis.messages import CALL, RESULT, Part
 from extproc.bounded import Memo
 from extproc.request.document import Document, NotCounted, count_left, walk, write_canonical
 from extproc.request.patch import Patch

@@ -1,13 +1,12 @@
 """What calls of models cost, in integers of nano-dollars (1e-9 US dollars), so that sums never drift.
 
 A rate is found by the model's name: the policy's own first, then what the package genai-prices knows, where it is installed,
-then the policy's for models that nobody knows. Bedrock calls one model by several names, and a price for any of them is taken.
+then the policy's for models that nobody knows. Some APIs call one model by several names, and a price for any of them is taken.
 What was found is kept by name: the package takes 100 us to look.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from fnmatch import fnmatchcase
@@ -15,6 +14,7 @@ from fractions import Fraction
 from math import lcm
 from typing import Any, Final, NamedTuple
 
+from extproc.apis import list_models
 from extproc.bounded import Memo
 
 BYTES_PER_TOKEN: Final = 4
@@ -32,10 +32,6 @@ _VAGUE: Final = 0
 _PACKAGE: Final = 1
 _POLICY: Final = 2
 """Who tells a model's price: nobody for this one alone, the package, or the policy."""
-
-_ARN: Final = "arn:"
-_GEOGRAPHY: Final = re.compile(r"\A(?:us|eu|apac|jp|au|ca|us-gov|global)\.(?=[a-z0-9-]+\.)")
-"""In front of a Bedrock model's id: an inference profile, which spreads its calls over regions."""
 
 _PROVIDERS: Final = (("", None), (".", "aws"), ("/", "openrouter"))
 """Whose names of models the package is asked for, and what is in them: it guesses, but does not guess these two."""
@@ -142,7 +138,7 @@ class Rates:
 
     def _find(self, model: str) -> tuple[int, tuple[_Rate, ...]]:
         """Who tells what holds for a model, and that: the rate for the longest prompts first; the last one is for all."""
-        names = _list_names(model)
+        names = list_models(model)
         for pattern, rates in self._prices:
             for name in names:
                 if fnmatchcase(name, pattern):
@@ -152,14 +148,6 @@ class Rates:
             if tiers:
                 return _PACKAGE, tuple([_compile(price, above) for above, price in tiers])
         return _VAGUE, self._unknown
-
-
-def _list_names(model: str) -> list[str]:
-    """A model's name, and what it is at Bedrock without its ARN, and without the geography of an inference profile."""
-    names = [model]
-    if model.startswith(_ARN):
-        names.append(model.rpartition("/")[2])
-    return [*names, _GEOGRAPHY.sub("", names[-1])]
 
 
 def _divide(total: int, per: int) -> int:

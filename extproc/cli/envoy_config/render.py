@@ -11,7 +11,7 @@ from importlib.resources import files
 from extproc.cli.envoy_config.options import EnvoyOptions, is_ip
 from extproc.cli.envoy_config.routes import GuardedPath, find_acting, plan_routes
 from extproc.cli.envoy_config.template import cut_parts, fill
-from extproc.cli.envoy_config.usage import write_event_rules, write_rules
+from extproc.cli.envoy_config.usage import write_event_rules, write_rules, write_streamed_matchers
 from extproc.errors import UsageError
 from extproc.policy.loader import PolicySet
 from extproc.settings import Address, parse_subject_name
@@ -143,6 +143,7 @@ def _describe_rules(options: EnvoyOptions) -> Mapping[str, str]:
     return {
         "event_rules": write_event_rules(),
         "answer_rules": write_rules(),
+        "streamed_matchers": write_streamed_matchers(),
         # As many digits as the limit has, or more, are no less than a tenth of it.
         "large_digits": str(len(str(options.buffer_limit))),
     }

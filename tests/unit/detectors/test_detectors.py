@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.apis.shapes import conversation
+from extproc.apis import conversation
 from extproc.decision import Repeat
 from extproc.detectors import Similarity
 from extproc.engine.engine import Engine
