@@ -437,6 +437,14 @@ def test_a_query_that_makes_no_sense_is_refused(query: Mapping[str, str], messag
     assert str(failure.value).endswith(f"answered 400: {message}")
 
 
+def test_what_a_query_says_of_loops_means_nothing_for_sessions() -> None:
+    """The page sends one query for both tables; a session is not told apart by a tool, and has no rate."""
+    with admin_of(make_table()) as client:
+        (session,) = client.ask("/sessions", params={"tool": "other", "price": "x"})["sessions"]
+
+    assert session["session"] == SESSION
+
+
 def test_callers_are_not_shown_to_a_page_of_another_site() -> None:
     """A browser that was led here under another name reads hashes alone, in the list and in a run."""
     with admin_of(make_table(), shows=True) as client:
