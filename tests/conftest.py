@@ -17,9 +17,9 @@ from tests.support import ROOT
 
 # These machines are noisy: how long an example takes says nothing about the code.
 settings.register_profile("loopguard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# What the sources have been tried with at length, the same code compiled is tried with once more.
+# What is tried at length compiled is tried with a few examples on the sources.
 settings.register_profile("again", settings.get_profile("loopguard"), max_examples=25)
-settings.load_profile("loopguard" if Path(extproc.__file__).is_relative_to(ROOT / "extproc") else "again")
+settings.load_profile("loopguard")
 
 limit_integers()  # as the command does
 
@@ -66,6 +66,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if build and collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
         return (build not in find_builds(collection_path) and f"mark.{build}" not in collection_path.read_text()) or None
     return None
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
+    """Choose the number of examples before a module is imported: properties take it then."""
+    again = parent.config.getoption("--build") == "sources" and "compiled" in find_builds(module_path)
+    settings.load_profile("again" if again else "loopguard")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.memo import Memo
-
-pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # compiled, at the door
 
 
 @given(st.lists(st.integers(0, 20)), st.integers(1, 5))

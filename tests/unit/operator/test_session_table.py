@@ -36,8 +36,6 @@ from extproc.store.boards import MAX_DOCUMENT
 from extproc.store.ledger import LIMITS, Standing
 from extproc.store.memory import MemoryStore
 
-pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # the table is compiled
-
 TENANT, OTHER = "a" * 16, "b" * 16
 SESSION = "5" * 16
 DOLLAR = 10**9
