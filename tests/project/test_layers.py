@@ -34,7 +34,7 @@ def test_every_folder_is_a_room() -> None:
 
 
 def test_units_stand_where_their_modules_do() -> None:
-    """A folder of unit tests is a room, and a file beside them is a module at the root: by these names it is known what to run."""
+    """A folder of unit tests is a room, and a file beside them a module at the root: their names say what runs where."""
     for place in (CHECKOUT / "tests" / "unit").glob("[!_.]*"):
         assert place.name in ROOMS if place.is_dir() else place.stem.removeprefix("test_") in FILES, place
 
