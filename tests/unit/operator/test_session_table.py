@@ -30,8 +30,6 @@ from extproc.store.memory import MemoryStore
 from extproc.store.rules.documents import MAX_DOCUMENT
 from extproc.store.rules.session import LIMITS, Standing
 
-pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # the table is compiled
-
 TENANT, OTHER = "a" * 16, "b" * 16
 SESSION = "5" * 16
 DOLLAR = 10**9
