@@ -15,7 +15,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from extproc.cli.envoy_check.findings import CODES
 from extproc.metrics import Metrics
 from extproc.operator.canary.pairs import Pairs
 from extproc.options import ENVIRONMENT_ONLY
@@ -37,10 +36,6 @@ start with `x-`, which are ignored. [Policies](policies.md) and [detectors](dete
 
 METRICS_HEAD = "Loopguard serves these at `/metrics` of the admin port."
 
-FINDINGS_HEAD = (
-    "The report says where each finding is, and what would be right. [Check a configuration](mesh.md#check-a-configuration)."
-)
-
 UNENFORCED = {"Rule", "FallbackLimit"}
 """Parts of a Fairvisor bundle of which nothing but `limit_keys` has an effect."""
 
@@ -52,13 +47,6 @@ def make_page() -> str:
         "## Flags of `serve`",
         SERVE_HEAD,
         _write_table("flag", [*_list_flags("serve"), *_list_variables()]),
-        "## Flags of `envoy-config`",
-        _write_table("flag", _list_flags("envoy-config")),
-        "## Flags of `check-envoy`",
-        _write_table("flag", _list_flags("check-envoy")),
-        "## Findings of `check-envoy`",
-        FINDINGS_HEAD,
-        _write_table("code", (_write_row(code, meaning) for code, meaning in CODES.items())),
         "## Policy keys",
         KEYS_HEAD,
         *_list_objects(),

@@ -79,7 +79,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     build = config.getoption("--build")
     if not build:
         return
-    kept, left = [], []
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         builds = {"sources", "compiled"} & marks or find_builds(item.path)

@@ -433,26 +433,6 @@ def test_every_flag_of_serve_is_documented_with_its_default() -> None:
     }
 
 
-def test_every_flag_of_envoy_config_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
-    """The reference lists its flags and no other."""
-    with pytest.raises(SystemExit):
-        main(["envoy-config", "--help"])
-    flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
-
-    assert len(flags) > 1
-    assert set(re.findall(r"^\|`(--[a-z-]+)", read_section("Flags of `envoy-config`"), re.MULTILINE)) == flags
-
-
-def test_every_flag_of_check_envoy_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
-    """The reference lists its flags and no other."""
-    with pytest.raises(SystemExit):
-        main(["check-envoy", "--help"])
-    flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
-
-    assert len(flags) > 1
-    assert set(re.findall(r"^\|`(--[a-z-]+)", read_section("Flags of `check-envoy`"), re.MULTILINE)) == flags
-
-
 def test_no_flag_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     """Each flag that a page names is one of the command's, or of a tool of ours."""
     told = (ROOT / "tests" / "bench" / "__main__.py").read_text()

@@ -7,15 +7,19 @@ import json
 import sys
 
 from extproc.cli.commands import load_policies
+from extproc.cli.envoy_check.findings import CODES
 from extproc.errors import UsageError
 
 HELP = "report what an Envoy configuration guards, and which settings would cause problems"
-EXAMPLES = """examples:
+EXAMPLES = f"""examples:
   loopguard check-envoy envoy.yaml
   loopguard check-envoy --policy policies/ --admin http://127.0.0.1:9901
   istioctl proxy-config all POD -o json | loopguard check-envoy --json /dev/stdin
 
-exit code: 0 good (notes are not findings), 1 findings, 2 the configuration cannot be read"""
+exit code: 0 good (notes are not findings), 1 findings, 2 the configuration cannot be read
+
+findings:
+{chr(10).join(f"  {code:<17}{meaning}" for code, meaning in CODES.items())}"""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +72,6 @@ def run(options: argparse.Namespace) -> int:
 
     from extproc.cli.envoy_check.config import find_resources  # noqa: PLC0415  # as above: yaml and the service's parts
     from extproc.cli.envoy_check.document import fetch_dump, read_file  # noqa: PLC0415
-    from extproc.cli.envoy_check.findings import CODES  # noqa: PLC0415
     from extproc.cli.envoy_check.inspect import inspect  # noqa: PLC0415
     from extproc.cli.envoy_check.needs import find_needs  # noqa: PLC0415
     from extproc.cli.envoy_check.show import make_json, print_report  # noqa: PLC0415
