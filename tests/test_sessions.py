@@ -11,7 +11,9 @@ import pytest
 
 from extproc.engine.evaluation import Evaluation
 from extproc.errors import StoreError
-from extproc.ext_proc.service import Reply, Service
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
+from extproc.ext_proc.transaction import Reply
 from extproc.ext_proc.wire import parse_message, read_request
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.fingerprint import NO_BODY
@@ -40,7 +42,7 @@ def ask(service: Service, data: bytes, **named: Any) -> tuple[ProcessingResponse
     """The answer to a request, and whether it was there without waiting for the store; all within one event loop."""
 
     async def exchange() -> tuple[Reply, bool]:
-        stream = service.open()
+        stream = Stream(service)
         try:
             stream.receive(headers(**{**USER, **named}).SerializeToString())
             reply = stream.receive(body(data).SerializeToString())
@@ -183,7 +185,7 @@ def look(spec: Mapping[str, Any], scope: str = "", **named: Any) -> Evaluation: 
     message = parse_message(headers(**{**USER, **named}).SerializeToString())
     evaluation = make_engine(spec).prepare(read_request(message, allow_unverified_jwt=False), scope)
     assert evaluation is not None
-    evaluation.seal(NO_BODY.plus(turn(1)), content=turn(1))
+    evaluation.read_body(NO_BODY.plus(turn(1)), content=turn(1))
     return evaluation
 
 

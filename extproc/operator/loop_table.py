@@ -189,8 +189,8 @@ class LoopTable(Table[Loop]):
 
 
 def _find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate | None:
-    lane = evaluation.shadow if outcome.mode == "shadow" else evaluation.enforcing
-    for candidate in lane.candidates:
+    group = evaluation.shadow if outcome.mode == "shadow" else evaluation.enforcing
+    for candidate in group.candidates:
         if candidate.plan.id == outcome.policy and candidate.guard.name == outcome.detector:
             return candidate
     return None

@@ -111,8 +111,8 @@ class Report:
             uncounted[reason if reason in uncounted or len(uncounted) < _MAX_REASONS else _OTHER] += 1
         if evaluation.enforcing.forbidden is not None and decision.action is not Action.REJECT:
             self._find_policy(evaluation.enforcing.forbidden[0]).uncountable += 1
-        for lane in evaluation.lanes:
-            for policy, error in lane.failures:
+        for group in evaluation.groups:
+            for policy, error in group.failures:
                 self._add_failure(policy, f"{entry.place}: {policy}: {type(error).__name__}: {error}")
 
     def _find_policy(self, policy: str, mode: str = "") -> _Policy:
