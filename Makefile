@@ -11,7 +11,7 @@ WORKERS := -n auto --maxprocesses 4 --dist loadscope
 WAITING := -n 3 --dist loadscope
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help run demo-agent test test-pure test-sources test-rest test-compiled test-envoys test-mesh check bench chart clean
+.PHONY: help run demo-agent test test-pure test-sources test-rest test-compiled test-envoys test-mesh check bench chart reference clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -73,10 +73,6 @@ test-compiled: $(COMPILED)/test.stamp
 	@$(COMPILED)/bin/python -P -m pytest $(WAITING) -m compiled
 
 ENVOYS := 1.36.4 1.38.3 1.40.0
-END_TO_END := tests/test_actions.py tests/test_agents.py tests/test_attach.py tests/test_bodies.py tests/test_descriptors.py tests/test_envoy_config.py \
-	tests/test_failures.py tests/test_handover.py tests/test_mesh.py tests/test_sessions_envoy.py tests/test_shadow.py tests/test_steering.py \
-	tests/test_steer_agents.py tests/test_streams.py tests/test_usage.py
-
 .venv/envoy-%/bin/envoy:
 	@echo "installing Envoy $* into .venv/envoy-$* ..."
 	@$(PYTHON) -m venv .venv/envoy-$*
@@ -85,7 +81,7 @@ END_TO_END := tests/test_actions.py tests/test_agents.py tests/test_attach.py te
 test-envoys: .venv/test.stamp $(ENVOYS:%=.venv/envoy-%/bin/envoy) ## the end-to-end tests on Envoy 1.36, 1.38 and 1.40
 	@for version in $(ENVOYS); do \
 		echo "Envoy $$version"; \
-		LOOPGUARD_TEST_ENVOY=$(CURDIR)/.venv/envoy-$$version/bin/envoy $(BIN)/python -m pytest $(END_TO_END) || exit 1; \
+		LOOPGUARD_TEST_ENVOY=$(CURDIR)/.venv/envoy-$$version/bin/envoy $(BIN)/python -m pytest tests/doors/envoy || exit 1; \
 	done
 
 # Istio's discovery server and Envoy Gateway's translator, from the Go module proxy: some minutes the first time.
@@ -106,7 +102,7 @@ test-mesh: .venv/test.stamp ## the chart on Istio's and Envoy Gateway's own cont
 		echo "!!! GO IS NOT INSTALLED: what Istio and Envoy Gateway themselves make of the chart is NOT tested"; \
 	else \
 		$(MAKE) --no-print-directory $(MESH)/istiod $(MESH)/egctl && \
-		LOOPGUARD_TEST_MESH=$(CURDIR)/$(MESH) $(BIN)/python -m pytest tests/test_real_mesh.py tests/test_real_gateway.py; \
+		LOOPGUARD_TEST_MESH=$(CURDIR)/$(MESH) $(BIN)/python -m pytest tests/mesh; \
 	fi
 
 bench: .venv/test.stamp $(COMPILED)/test.stamp ## CPU, memory and stalls, as ratios measured in one run (flags: make bench ARGS='--help')
@@ -119,6 +115,9 @@ check: .venv/check.stamp ## ruff, mypy --strict and the tests; where Go is insta
 
 chart: .venv/test.stamp ## the chart's values.schema.json and README, from its values.yaml
 	@$(BIN)/python helm/generate.py
+
+reference: .venv/test.stamp ## docs/reference.md, from the code
+	@$(BIN)/python docs/generate.py
 
 clean: ## forget .venv and what was generated
 	rm -rf .venv build dist extproc/pb *.egg-info

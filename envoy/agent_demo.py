@@ -1,6 +1,6 @@
 """What `make demo-agent` runs: agents on the real SDKs, through the real Envoy and Loopguard, against a model that loops.
 
-Every scene says beforehand how it must end. The exit code is 0 when all of them ended so, 1 otherwise, 130 after Ctrl-C.
+Every scene declares how it must end. The exit code is 0 if all end that way, 1 otherwise, and 130 after Ctrl-C.
 """  # noqa: INP001  # a script beside its data, not a package
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from extproc.errors import LoopguardError
 
 _POLICY = Path(__file__).parent / "agent_policy.json"
 _MORE = 5
-"""So many turns past its due an agent that nobody stops may take."""
+"""Turns that an agent can take after it should have been stopped."""
 
 _CALL_WIDTH, _RESULT_WIDTH, _TEXT_WIDTH = 36, 48, 96
 _BOLD, _DIM, _RED, _GREEN, _YELLOW = "1", "2", "31", "32", "33"
@@ -50,13 +50,13 @@ _EXAMPLES = """\
 examples:
   make demo-agent                                     every scene
   make demo-agent ARGS='--scene cycle'                one of them
-  make demo-agent ARGS='--policy my-policies.json'    does another policy stop these agents as well?
+  make demo-agent ARGS='--policy my-policies.json'    with another policy
 """
 
 
 @dataclass(frozen=True)
 class Scene:
-    """An agent, what the model has in store for it, and how it must end.
+    """An agent, what the model asks for, and how the scene must end.
 
     Attributes:
         name: for `--scene`.
@@ -65,10 +65,10 @@ class Scene:
         tasks: what the user says.
         tools: what the agent can call.
         script: what the model asks for.
-        turns: so many answers of the model the agent gets.
+        turns: number of the model's answers that the agent gets.
         refused: the request after them is refused; otherwise the agent comes to its end.
         path: before the `/v1` of the API.
-        detour: what the model asks for once it has read a note of the gateway's; None where it does not listen.
+        detour: what the model asks for once it has read a note of the gateway's; None if it ignores notes.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Ending:
 
 
 def _wanted(scene: Scene) -> str:
-    """What `Ending` says when all went as told: a refused request is sent once, as the SDKs do not retry it."""
+    """What `Ending` says when all went as expected: a refused request is sent once, as the SDKs do not retry it."""
     how = "refused" if scene.refused else "not refused"
     return f"{how} after {scene.turns} turns; {scene.turns + scene.refused} requests sent, {scene.turns} reached the model"
 
@@ -127,7 +127,7 @@ def _scenes() -> list[Scene]:
     return [
         Scene(
             "chat",
-            "A stuck agent, which words each thought anew (openai SDK, chat completions)",
+            "A stuck agent that words each thought differently (openai SDK, chat completions)",
             chat_agent,
             ["Tell me when build 4711 is done."],
             {"check_build": _saying("queued")},
@@ -136,7 +136,7 @@ def _scenes() -> list[Scene]:
         ),
         Scene(
             "progress",
-            "An agent that gets on: other results, other arguments, new edits between equal tests (openai SDK, chat)",
+            "An agent that makes progress: new results, new arguments, edits between identical test runs (openai SDK, chat)",
             chat_agent,
             ["Tell me when build 4711 is done.", "Any warnings in its log?", "Then fix the tests."],
             {
@@ -151,7 +151,7 @@ def _scenes() -> list[Scene]:
         ),
         Scene(
             "responses",
-            "An agent that searches in vain (openai SDK, responses)",
+            "An agent that repeats a search without results (openai SDK, responses)",
             responses_agent,
             ["What is our refund policy?"],
             {"search_docs": _saying("no results")},
@@ -160,7 +160,7 @@ def _scenes() -> list[Scene]:
         ),
         Scene(
             "anthropic",
-            "An agent that meets the same error (anthropic SDK, messages)",
+            "An agent that repeats a call that fails (anthropic SDK, messages)",
             messages_agent,
             ["Why does the app not start?"],
             {"read_file": _saying("error: permission denied")},
@@ -169,7 +169,7 @@ def _scenes() -> list[Scene]:
         ),
         Scene(
             "stored",
-            "A stuck agent whose history the server keeps: its session tells (openai SDK, responses)",
+            "A stuck agent whose history is on the server, recognized by its session (openai SDK, responses)",
             stored_agent,
             ["What is our refund policy?"],
             {"search_docs": _saying("no results")},
@@ -193,7 +193,7 @@ def _scenes() -> list[Scene]:
         ),
         Scene(
             "steered",
-            "A stuck agent that is told: the model reads the note and takes another way (openai SDK, chat)",
+            "A stuck agent that is steered: the model reads the note and changes course (openai SDK, chat)",
             chat_agent,
             ["Why does the app not start?"],
             {"read_file": _saying("error: no such file"), "ask_operator": _saying("restored from the backup")},
@@ -205,7 +205,7 @@ def _scenes() -> list[Scene]:
         ),
         Scene(
             "deaf",
-            "The same agent with a model that does not listen: told twice, then refused (openai SDK, chat)",
+            "The same agent with a model that ignores notes: steered twice, then refused (openai SDK, chat)",
             chat_agent,
             ["Why does the app not start?"],
             {"read_file": _saying("error: no such file")},
@@ -226,7 +226,7 @@ class Screen:
     """Where the timelines are shown."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Use colours on a terminal, unless NO_COLOR is set."""
+        """Use colors on a terminal, unless NO_COLOR is set."""
         self._stream = stream
         self._colours = stream.isatty() and not os.environ.get("NO_COLOR")
 
@@ -294,12 +294,12 @@ def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--policy", default=os.path.relpath(_POLICY), metavar="PATH", help="policy file or directory (default %(default)s)"
     )
-    parser.add_argument("--scene", choices=names, help="only this one")
+    parser.add_argument("--scene", choices=names, help="run only this scene")
     return parser
 
 
 async def _show(policy: str, scenes: Sequence[Scene], screen: Screen) -> bool:
-    """Start everything, run the scenes, stop everything; returns whether all went as told."""
+    """Start everything, run the scenes, stop everything; returns whether all ended as expected."""
     with fake_model() as model:
         ports = {**free_ports(dict.fromkeys(PORTS, 0)), "upstream_port": model.port}
         async with guarded(policy, ports, quiet=True) as children:
@@ -365,10 +365,10 @@ def _requests(ports: Mapping[str, int]) -> int:
 def _verdict(scene: Scene, ending: Ending, screen: Screen) -> None:
     screen.write()
     if str(ending) == _wanted(scene):
-        screen.write(f"  as told: {ending}", _GREEN)
+        screen.write(f"  as expected: {ending}", _GREEN)
     else:
-        screen.write(f"  NOT as told: {ending}", _RED)
-        screen.write(f"  expected:    {_wanted(scene)}", _RED)
+        screen.write(f"  NOT as expected: {ending}", _RED)
+        screen.write(f"  expected:        {_wanted(scene)}", _RED)
 
 
 def _summary(scenes: Sequence[Scene], endings: Sequence[Ending], screen: Screen) -> bool:
@@ -378,7 +378,7 @@ def _summary(scenes: Sequence[Scene], endings: Sequence[Ending], screen: Screen)
         well = str(ending) == _wanted(scene)
         good += well
         screen.write(f"  {'ok ' if well else 'BAD'}  {scene.name:<10}  {ending}", _GREEN if well else _RED)
-    screen.write(f"\n{good} of {len(scenes)} scenes went as told.", _GREEN if good == len(scenes) else _RED)
+    screen.write(f"\n{good} of {len(scenes)} scenes ended as expected.", _GREEN if good == len(scenes) else _RED)
     return good == len(scenes)
 
 

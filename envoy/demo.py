@@ -54,15 +54,15 @@ PORTS = {  # flag: default, whose it is
 _SCREEN = """
   Envoy      http://{here}:{port}   admin http://{here}:{envoy_admin_port}   pid {envoy_pid}   log {envoy_log}
   Loopguard  {here}:{loopguard_port} (gRPC)   admin http://{here}:{loopguard_admin_port}   pid {loopguard_pid}
-  upstream   http://{here}:{upstream_port}   echoes what reaches it
+  upstream   http://{here}:{upstream_port}   echoes requests
   policies   {policy}
 
 {lines}
-  # What Loopguard counted, shadow policies included.
+  # What Loopguard counted, including shadow policies.
   curl -s http://{here}:{loopguard_admin_port}/metrics | grep ^loopguard_loops_detected_total
 
-Edit {policy} while this runs: a change acts within a second. Only new paths need a new start,
-because Envoy's routes were made from the policies at this one. Ctrl-C stops everything. Loopguard's log:
+Edit {policy} while this runs: changes apply within a second. New paths need a restart, because Envoy's routes
+are made from the policies at startup. Ctrl-C stops everything. Loopguard's log:
 """
 
 _SAMPLE_LINES = """\
@@ -72,26 +72,26 @@ Try in another terminal:
   for i in 1 2 3 4 5 6; do curl -s -o /dev/null -w '%{{http_code}}\\n' -H 'x-user-id: ann' \\
     -d '{{"messages": ["again"]}}' http://{here}:{port}/v1/chat/completions; done
 
-  # What the agent gets to read then. Another user, or another body, is another count.
+  # What the agent reads then. Other users and other bodies count separately.
   curl -i -H 'x-user-id: ann' -d '{{"messages": ["again"]}}' http://{here}:{port}/v1/chat/completions
 
-  # Throttled: from the third on, each one waits longer.
+  # Throttled: from the third, each request waits longer.
   for i in 1 2 3 4 5; do curl -s -o /dev/null -w '%{{time_total}} s\\n' -H 'x-user-id: ann' \\
     -d '{{"input": "again"}}' http://{here}:{port}/v1/embeddings; done
 
-  # A warning: the third carries a header, for the upstream and back to you.
+  # A warning: the third request gets a header, for the upstream and in the response.
   for i in 1 2 3; do curl -si 'http://{here}:{port}/search?q=again' | grep -i fairvisor; done
 """
 
 _OTHER_LINES = """\
-Try in another terminal, with a path that {policy} guards, as often as its threshold says:
+Repeat in another terminal, with a path that {policy} guards:
 
   curl -i -d '{{"messages": ["again"]}}' http://{here}:{port}/PATH
 """
 
 
 class DemoError(LoopguardError):
-    """The demo cannot run, or cannot go on."""
+    """The demo cannot run or continue."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
         "--policy", default=os.path.relpath(_POLICY), metavar="PATH", help="policy file or directory (default %(default)s)"
     )
     for flag, (default, whose) in PORTS.items():
-        text = f"of {whose}, 0 for any that is free (default %(default)s)"
+        text = f"port of {whose}; 0 for any free port (default %(default)s)"
         parser.add_argument(f"--{flag}", type=_port, default=default, metavar="PORT", help=text)
     return parser
 
@@ -221,7 +221,7 @@ def free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
                 claim.bind((HERE, port))
             except OSError as error:
                 what = f"port {port}, for {PORTS[flag][1]}: {os.strerror(error.errno or 0)}"
-                taken.append(f"{what}; choose another with --{flag} PORT, or 0 for any that is free")
+                taken.append(f"{what}; choose another with --{flag} PORT, or 0 for any free port")
                 flags.append(f"--{flag} 0")
             else:
                 found[_name(flag)] = claim.getsockname()[1]

@@ -112,7 +112,7 @@ def fake_model() -> Iterator[FakeModel]:
 
 
 def _stream(answer: dict[str, Any]) -> bytes:
-    """A chat completion as a stream of events: a piece for who speaks, one for all he says, and one for the end."""
+    """A chat completion as a stream of events: one for the role, one for the text, and one for the end."""
     (choice,) = answer["choices"]
     message = choice["message"]
     calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", ()))]

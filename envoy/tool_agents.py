@@ -144,7 +144,7 @@ def _run(job: Job, tool: str, arguments: Mapping[str, Any]) -> Step:
 
 Refusal: TypeAlias = openai.RateLimitError | anthropic.RateLimitError
 REFUSALS = (openai.RateLimitError, anthropic.RateLimitError)
-"""What a refusal is to those who use an SDK."""
+"""The exceptions that the SDKs raise for a refusal."""
 
 
 def message_of(refusal: Refusal) -> str:

@@ -34,19 +34,19 @@ class Reason(str, Enum):
 CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
     "responses_websocket": (426, "it opens a WebSocket for calls that Loopguard could not see"),
     "grpc": (415, "it claims to be gRPC"),
-    "upgrade": (415, "it asks for an upgrade"),
-    "connect": (415, "it asks for a tunnel"),
-    "content_encoding": (415, "its content-encoding is unknown, or not what the body is"),
-    "body_truncated": (413, "its body is over the limit up to which it is known"),
-    "inspect_limit": (413, "its body is over the limit up to which it is looked into"),
-    "inspect_budget": (429, "its caller's bodies take more time to look into than they may"),
+    "upgrade": (415, "it requests an upgrade"),
+    "connect": (415, "it requests a tunnel"),
+    "content_encoding": (415, "its content-encoding is unknown or wrong"),
+    "body_truncated": (413, "its body is longer than the buffer limit"),
+    "inspect_limit": (413, "its body is longer than the inspection limit"),
+    "inspect_budget": (429, "its caller has used up its time for inspecting bodies"),
     "not_json": (400, "its body is not JSON"),
     "no_messages": (400, "there is no conversation in its body"),
     "no_history": (400, "the history of its conversation is not in its body"),
-    "batch": (400, "it is one of several requests in a body"),
-    "missing_descriptor": (400, "it does not say who sends it"),
-    "no_session": (400, "it does not say which session it belongs to"),
-    "descriptor_too_long": (400, "what says who sends it is too long"),
+    "batch": (400, "its body holds several requests"),
+    "missing_descriptor": (400, "it does not identify its caller"),
+    "no_session": (400, "it does not name its session"),
+    "descriptor_too_long": (400, "a value that identifies its caller is too long"),
     "target_too_long": (400, "its path and query are too long"),
 }
 """Why a request may not be counted that a client has in hand, with the status and the words where a policy forbids that."""
@@ -126,7 +126,7 @@ class Subject(Protocol):
         """What is called in it, as far as that is looked at."""
         ...
 
-    def tell(self, outcome: Outcome, method: str, path: str) -> str:
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:
         """What repeated, how often, and what to do instead, in words that a model can act on."""
         ...
 
@@ -217,7 +217,6 @@ class Outcome:
         repeat: Repeat | None = None,
         reason: Reason | None = None,
     ) -> None:
-        """Keep them as given."""
         self.reason = reason or Reason.LOOP_DETECTED
         self.policy = policy
         self.mode = mode
@@ -288,7 +287,6 @@ class Decision:
         warning: bool,
         steer: Outcome | None = None,
     ) -> None:
-        """Keep them as given."""
         self.lead = lead
         self.shadow = shadow
         self.trace = trace

@@ -27,7 +27,6 @@ class Metrics:
     """The metrics of one server, in a registry of their own."""
 
     def __init__(self) -> None:  # noqa: PLR0915  # a statement for each
-        """Register them all."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # when a counter began is not worth a second time series
         self.registry = registry = CollectorRegistry()
 
@@ -46,48 +45,77 @@ class Metrics:
             registry.register(_Shown(lambda: _show_decisions(f"{_PREFIX}_{name}", text, decisions)))
             return decisions
 
-        self.decisions = decided("requests_total", "Requests that a policy counted, by what it made of them", Decisions())
-        self.loops = decided("loops_detected_total", "Requests that a policy saw as part of a loop", Decisions())
+        self.decisions = decided("requests_total", "Requests that a policy counted, by action", Decisions())
+        self.loops = decided("loops_detected_total", "Counted requests that were part of a loop", Decisions())
         by_detector = ("policy", "detector", "mode", "action")
-        self.detections = counter("detections_total", "Requests that a detector saw as part of a loop", *by_detector)
-        self.compared_exactly = counter("compared_exactly_total", "Bodies that are not JSON, compared byte for byte", "policy")
+        self.detections = counter("detections_total", "Requests that were part of a loop, by detector", *by_detector)
+        self.compared_exactly = counter(
+            "compared_exactly_total", "Bodies that canonical compared byte for byte, because they are not JSON", "policy"
+        )
         self.unmatched = counter("unmatched_total", "Requests that no policy matched")
         self.uncounted = counter("uncounted_total", "Requests that a policy matched but could not count", "policy", "reason")
-        text = "Requests that were let through with a warning because no note can be put into them"
+        text = "Requests that got a warning because no note could be added"
         self.unsteered = counter("unsteered_total", text, "policy", "reason")
-        text = "Requests refused because a policy could not count them and forbids that"
+        text = "Requests refused because they could not be counted (uncountable: reject)"
         self.uncountable_rejected = counter("uncountable_rejected_total", text, "policy", "reason")
-        self.kill_switched = counter("kill_switched_total", "Requests that a kill switch stops", "scope_key", "mode")
-        self.overrides = gauge("overrides", "Overrides that stand now", "kind")
-        self.overridden = counter("overridden_total", "Requests that an override has decided", "policy", "mode", "kind")
+        self.kill_switched = counter(
+            "kill_switched_total",
+            "Requests that a kill switch refused, or in mode shadow would have refused",
+            "scope_key",
+            "mode",
+        )
+        self.overrides = gauge("overrides", "Active overrides", "kind")
+        self.overridden = counter(
+            "overridden_total",
+            "Requests that a block or kill refused, or that an allow let through despite a loop",
+            "policy",
+            "mode",
+            "kind",
+        )
         text = "Requests that lacked one of a policy's limit keys"
         self.missing_descriptor = counter("missing_descriptor_total", text, "policy", "key")
-        self.decision_seconds = histogram("decision_seconds", "From message to answer, holds excluded", _LATENCY_BUCKETS)
-        self.throttled_in_flight = gauge("throttled_in_flight", "Requests being held now")
-        self.streams_in_flight = gauge("streams_in_flight", "ext_proc streams open now")
-        self.overload = counter("overload_total", "Requests let through because --max-streams was reached")
-        text = "1 while a server of the store counts, 0 while each replica does so for its keys"
-        self.store_up = gauge("store_up", text, "shard")
-        self.store_errors = counter("store_errors_total", "Failures of the store", "kind")
-        self.store_seconds = histogram("store_seconds", "Time that the store took to count", _LATENCY_BUCKETS)
-        self.store_batch_size = histogram("store_batch_size", "Hits sent to the store in one go", _BATCH_BUCKETS)
-        self.store_entries = gauge("store_entries", "Fingerprints kept in memory now")
-        self.store_evictions = counter("store_evictions_total", "Live fingerprints dropped for want of room")
-        self.events = counter("events_total", "Events for other programs, by what became of them", "result")
-        self.policy_reloads = counter("policy_reloads_total", "Reloads by result", "result")
-        self.policy_reload_refused = gauge("policy_reload_refused", "1 while the policy files are not what is in force")
-        self.enforce_percent = gauge(
-            "policy_enforce_percent", "Share of its callers that a policy acts on, if not all", "policy"
+        self.decision_seconds = histogram(
+            "decision_seconds", "Time from message to answer in seconds, without delays by throttle", _LATENCY_BUCKETS
         )
-        self.policy_expired = gauge("policy_expired", "Policy files whose expires_at has passed while they act")
+        self.throttled_in_flight = gauge("throttled_in_flight", "Throttled requests that are delayed now")
+        self.streams_in_flight = gauge("streams_in_flight", "Open ext_proc streams")
+        self.overload = counter("overload_total", "Requests let through because --max-streams was reached")
+        text = "1 while a store server is in use, 0 while each replica counts its keys itself; the shard is its address"
+        self.store_up = gauge("store_up", text, "shard")
+        self.store_errors = counter(
+            "store_errors_total",
+            "Store errors: unavailable and timeout are requests that were not counted, other kinds are causes",
+            "kind",
+        )
+        self.store_seconds = histogram(
+            "store_seconds", "Time that a request waited for the store, in seconds", _LATENCY_BUCKETS
+        )
+        self.store_batch_size = histogram("store_batch_size", "Hits and turns in one round trip to the store", _BATCH_BUCKETS)
+        self.store_entries = gauge("store_entries", "Entries in the memory store")
+        self.store_evictions = counter(
+            "store_evictions_total", "Live entries that the memory store dropped because it was full"
+        )
+        self.events = counter("events_total", "Events for other programs, by result", "result")
+        self.policy_reloads = counter("policy_reloads_total", "Policy reloads, by result", "result")
+        self.policy_reload_refused = gauge(
+            "policy_reload_refused", "1 while the policy files have errors and the last good policies are in force"
+        )
+        self.enforce_percent = gauge(
+            "policy_enforce_percent", "Percentage of the callers that a policy acts on, if not all", "policy"
+        )
+        self.policy_expired = gauge("policy_expired", "Expired policy files that are still in force")
         self.list_unenforced: Callable[[], list[tuple[str, str]]] = list  # policy and part of each
         registry.register(_Shown(lambda: _show_unenforced(self.list_unenforced())))
         self.policy_info = gauge("policy_info", "1 for each policy file in force", "bundle_version", "sha256")
         self.fail_open = counter("fail_open_total", "Requests let through because Loopguard could not decide", "reason")
-        self.handover_errors = counter("handover_errors_total", "Requests whose route named or held no usable policy", "reason")
-        self.tls_reloads = counter("tls_reloads_total", "Rotations of the certificates by result", "result")
-        self.tls_not_after = gauge("tls_not_after_seconds", "When the certificate in use expires, in seconds since 1970")
-        self.tls_refused = counter("tls_refused_total", "Connections that ended in their TLS handshake (transport fast)")
+        self.handover_errors = counter(
+            "handover_errors_total",
+            "Requests whose route named an unknown policy (unknown_policy) or carried an unusable one",
+            "reason",
+        )
+        self.tls_reloads = counter("tls_reloads_total", "TLS certificate reloads, by result", "result")
+        self.tls_not_after = gauge("tls_not_after_seconds", "Expiry of the TLS certificate in use, in seconds since 1970")
+        self.tls_refused = counter("tls_refused_total", "Connections refused in the TLS handshake (transport fast)")
         self._add_sessions()
         self._begin()
 
@@ -97,12 +125,16 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, namespace=_PREFIX, registry=self.registry)
 
-        self.access_log_entries = counter("access_log_entries_total", "What Envoy told about requests of sessions", "result")
+        self.access_log_entries = counter(
+            "access_log_entries_total",
+            "Access log entries about session requests; dropped: too many; unknown: no session waits for it",
+            "result",
+        )
         by_limit = ("policy", "mode", "limit", "action")
-        self.session_limits = counter("session_limits_total", "Requests that met a limit of their session", *by_limit)
-        text = "Requests whose caller has begun so many sessions that further ones share the limits of one"
+        self.session_limits = counter("session_limits_total", "Requests that reached a limit of their session", *by_limit)
+        text = "Requests of callers with too many sessions, which share the limits of one"
         self.session_overflow = counter("session_overflow_total", text, "policy")
-        text = "Requests that should lose tools of which nothing is left, and could not"
+        text = "Requests from which used-up tools could not be removed"
         self.unnarrowed = counter("unnarrowed_total", text, "policy", "reason")
 
     def _begin(self) -> None:
@@ -144,7 +176,7 @@ def _show_counts(name: str, text: str, labels: Sequence[str], counts: Iterable[C
 
 
 def _show_unenforced(parts: Iterable[tuple[str, str]]) -> Metric:
-    text = "Parts of bundles in force that Loopguard does not enforce (--allow-unenforced)"
+    text = "Parts of bundles that are not enforced (--allow-unenforced)"
     shown = GaugeMetricFamily(f"{_PREFIX}_unenforced", text, labels=("policy", "part"))
     for labels, count in Counted(parts).items():
         shown.add_metric(labels, count)

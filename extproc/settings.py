@@ -85,7 +85,7 @@ _parse_timeout = parse_seconds(0.001, 60)  # a minute is more than any client wa
 
 def _parse_price(text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text):
-        raise ValueError("must be US dollars for a million input tokens, such as 2.50")
+        raise ValueError("must be US dollars per million input tokens, such as 2.50")
     return float(text)
 
 

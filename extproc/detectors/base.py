@@ -122,11 +122,11 @@ class Similarity:
         """What the request itself says about a loop, in a few words for people."""
         return ""
 
-    def tell(self, outcome: Outcome, method: str, path: str) -> str:
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:
         """What repeated, how often, over what span and what to do instead, in words that a model can act on."""
         return (
             f"Loop detected: {self.advise(outcome, method, path).what} and was refused. "
-            "Sending it again will be refused again. "
+            "If sent again, it will be refused again. "
             "Do not retry it unchanged: change the approach or the input, or stop and report the result you have so far."
         )
 
@@ -150,7 +150,7 @@ def format_duration(milliseconds: int) -> str:
     """A span in the unit that a reader would use, such as `2.5 minutes`."""
     seconds = milliseconds / 1000
     if seconds < 1:
-        return "less than a second"
+        return "a second"
     for unit, length in _UNITS:
         if seconds >= 2 * length:
             return f"{seconds / length:.3g} {unit}"

@@ -36,4 +36,4 @@ class Canonical(Similarity):
 
     def name_repeated(self, place: str) -> str:
         """See `Similarity`."""
-        return f"this same request, but for its spelling {place},"
+        return f"a request with the same content {place}"

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field
 
 from extproc.detectors.actions import THOUGHTS
-from extproc.detectors.tools import Limit, Limits
+from extproc.detectors.tools import Limit, ToolLimits
 from extproc.objects import MAX_SECONDS, MAX_THRESHOLD, NO_ITEMS, JsonObject, Pointer
 
 MAX_CALLS = 200
@@ -21,12 +21,12 @@ Threshold = Annotated[int, Field(ge=2, le=MAX_THRESHOLD)]
 
 
 class Escalation(JsonObject):
-    """What is done later on, each from a threshold of its own: the stricter, the later.
+    """Stricter actions, each with a higher threshold.
 
     Attributes:
-        steer: tell the model with this identical request.
-        throttle: hold it.
-        reject: refuse it.
+        steer: threshold from which requests get a note for the model.
+        throttle: threshold from which they are delayed.
+        reject: threshold from which they are refused.
     """
 
     steer: Threshold | None = None
@@ -43,9 +43,10 @@ class LoopKeys(JsonObject):
     """What any similarity may read.
 
     Attributes:
-        threshold_identical_requests: the first identical request that is acted on; with `tool_calls`, the first call.
-        escalate: stricter actions, by the first identical request that meets them.
-        cooldown_seconds: after a trip the fingerprint stays acted on that long, even when its window has emptied.
+        threshold_identical_requests: number of the first identical request (with `turns`: turn, with `tool_calls`: call) to act
+            on, at least 2; required, except with `turns`, where the default is 3.
+        escalate: stricter actions at higher thresholds.
+        cooldown_seconds: after a request was acted on, its repeats are acted on for this long, even if the window is empty.
     """
 
     threshold_identical_requests: Threshold | None = None
@@ -57,7 +58,7 @@ class CanonicalKeys(LoopKeys):
     """Of `canonical`.
 
     Attributes:
-        ignore_fields: of `canonical`: JSON Pointers to what is not compared; `*` stands for any one step.
+        ignore_fields: with `canonical`: JSON Pointers to values to ignore; `*` matches any one step.
     """
 
     ignore_fields: list[Pointer] = NO_ITEMS
@@ -67,20 +68,20 @@ class TailKeys(LoopKeys):
     """Of `tail`.
 
     Attributes:
-        tail_messages: of `tail`: so many messages are compared.
+        tail_messages: with `tail`: number of messages to compare.
     """
 
     tail_messages: Annotated[int, Field(ge=1, le=MAX_CALLS)] = 3
 
 
 class Tool(JsonObject):
-    """What holds for the calls of one tool, or of all whose names match, in place of the detector's own.
+    """Rules for the calls of one tool, or of all tools whose names match.
 
     Attributes:
-        threshold: in place of `threshold_identical_requests`.
-        window_calls: in place of `window_calls`.
-        reason: said to the model that is refused.
-        allow: calls of this tool are never part of a loop.
+        threshold: replaces `threshold_identical_requests`.
+        window_calls: replaces `window_calls` of `tool_calls`.
+        reason: added to the message for the model.
+        allow: with `true`, calls of this tool are never part of a loop.
     """
 
     threshold: Annotated[int, Field(ge=2, le=MAX_CALLS)] | None = None
@@ -97,7 +98,7 @@ class ToolsKeys(LoopKeys):
     """Of those that look at what tools do; `mcp` has no others.
 
     Attributes:
-        tools: of `tool_calls`, `turns` and `mcp`: by tool name, in which `*` stands for anything.
+        tools: with `tool_calls`, `turns` and `mcp`: rules by tool name; `*` matches anything.
     """
 
     tools: dict[Annotated[str, Field(min_length=1)], Tool] = {}
@@ -107,7 +108,7 @@ class HistoryKeys(ToolsKeys):
     """Of those that look at what tools did before.
 
     Attributes:
-        max_cycle: of `tool_calls` and `turns`: longest cycle of different calls or turns that is looked for; 1 for none.
+        max_cycle: with `tool_calls` and `turns`: longest cycle of calls or turns to look for; 1 turns cycles off.
     """
 
     max_cycle: Annotated[int, Field(ge=1, le=MAX_CYCLE)] = 10
@@ -117,9 +118,9 @@ class ToolCallsKeys(HistoryKeys):
     """Of `tool_calls`.
 
     Attributes:
-        window_calls: of `tool_calls`: among so many of the newest calls.
-        reset_on_user_message: of `tool_calls`: calls before the user's last message are not looked at.
-        compare_results: of `tool_calls`: False: calls are equal whatever they brought back.
+        window_calls: with `tool_calls`: number of newest calls to look at.
+        reset_on_user_message: with `tool_calls`: ignore calls before the user's last message.
+        compare_results: with `tool_calls`: `false` ignores what the calls returned.
     """
 
     window_calls: Annotated[int, Field(ge=2, le=MAX_CALLS)] = 10
@@ -131,8 +132,8 @@ class TurnsKeys(HistoryKeys):
     """Of `turns`.
 
     Attributes:
-        normalize_results: of `turns`: False: results are compared byte for byte, with all timestamps, durations and ids.
-        ignore_arguments: of `turns`: arguments of these names are thoughts, which are never the same twice.
+        normalize_results: with `turns`: `false` compares results byte for byte, including timestamps, durations and ids.
+        ignore_arguments: with `turns`: names of arguments that hold thoughts, which are not compared.
     """
 
     normalize_results: bool = True
@@ -146,7 +147,7 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys):
     """All of them.
 
     Attributes:
-        similarity: what makes requests identical.
+        similarity: what makes requests identical: one of the detectors.
     """
 
     similarity: Literal["exact", "canonical", "tail", "tool_calls", "turns", "mcp"] = "exact"
@@ -162,14 +163,14 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys):
         first = self.threshold_identical_requests or default or 0
         return [self, *[self._raise_by(threshold - first, threshold) for _, threshold in self.escalate.list_steps()]]
 
-    def make_limits(self, default: int | None) -> Limits:
+    def make_limits(self, default: int | None) -> ToolLimits:
         """What holds for which tool; `default` as above."""
         threshold, window = self.threshold_identical_requests or default or 0, self.window_calls
         tools = {
             name: Limit(tool.threshold or threshold, tool.reason, tool.allow, tool.window_calls or window)
             for name, tool in self.tools.items()
         }
-        return Limits(threshold, tools, window)
+        return ToolLimits(threshold, tools, window)
 
     def _raise_by(self, more: int, threshold: int) -> Self:
         tools = {name: tool.raise_by(more) for name, tool in self.tools.items()}

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from extproc.decision import Advice, Outcome, Repeat
 from extproc.detectors.base import Memory, Similarity
 from extproc.detectors.keys import SimilarityKeys, TurnsKeys
-from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, Kept, TurnRule, keep_newest
+from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, keep_newest
 from extproc.detectors.tools import find_window_errors
 from extproc.logs import escape_controls
 from extproc.objects import JsonObject, Place
@@ -27,7 +27,7 @@ MAX_TOOL_THRESHOLD = 14
 """2t + 4 turns are looked at, and more than 32 nobody keeps."""
 
 NO_TURNS = "no turns: the assistant has not done anything yet"
-_OTHERWISE = "Otherwise finish with the result you have so far."
+_OTHERWISE = "Otherwise, finish with the result you have so far."
 _SHOWN = 400
 """So much of an action and of a result is shown, in characters."""
 
@@ -121,19 +121,19 @@ class Turns(Similarity):
     def describe(self, repeat: Repeat | None) -> str:
         """See `Similarity`."""
         if repeat is None:
-            return "the newest turn is part of no loop"
+            return "the newest turn is not part of a loop"
         return f"{_name(repeat)}: {repeat.count} of {repeat.calls} turns ({repeat.rule})"
 
-    def tell(self, outcome: Outcome, method: str, path: str) -> str:
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:
         """See `Similarity`; what the tools were called with and what they said stays out of it."""
         repeat = outcome.repeat
         if repeat is None:
-            return super().tell(outcome, method, path)
+            return super().write_message(outcome, method, path)
         reason = f" {repeat.reason.strip()}" if repeat.reason.strip() else ""
         what, progress = _explain(repeat)
         return (
-            f"Loop detected: {what}, so this request was refused.{reason} Doing it once more will not bring anything new, and "
-            f"waiting changes nothing. Progress would be {progress}. {_OTHERWISE}"
+            f"Loop detected: {what}, so this request was refused.{reason} Neither repeating it nor waiting will bring anything "
+            f"new. Progress means {progress}. {_OTHERWISE}"
         )
 
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
@@ -142,7 +142,7 @@ class Turns(Similarity):
         if repeat is None:
             return super().advise(outcome, method, path)
         what, progress = _explain(repeat)
-        instead = f"Doing it once more will not bring anything new. Progress would be {progress}. {_OTHERWISE}"
+        instead = f"Repeating it will not bring anything new. Progress means {progress}. {_OTHERWISE}"
         return Advice(what, repeat.reason.strip(), instead)
 
     @staticmethod
@@ -166,7 +166,7 @@ class Turns(Similarity):
 class TurnMemory:
     """See `Memory`."""
 
-    def __init__(self, turns: Turns, kept: Kept, found: Repeat | None) -> None:
+    def __init__(self, turns: Turns, kept: KeptTurn, found: Repeat | None) -> None:
         """Take what is kept.
 
         Args:
@@ -203,23 +203,23 @@ def _explain(repeat: Repeat) -> tuple[str, str]:
 
 def _explain_repeat(repeat: Repeat) -> tuple[str, str]:
     what = f"{repeat.count} of the last {repeat.calls} turns were {_name(repeat)} with the same input and the same result"
-    return what, "another action or input, or a result that differs"
+    return what, "another action or input, or a different result"
 
 
 def _explain_result(repeat: Repeat) -> tuple[str, str]:
-    return f"{repeat.count} of the last {repeat.calls} turns brought back the same result", "a result that differs from these"
+    return f"{repeat.count} of the last {repeat.calls} turns returned the same result", "a different result"
 
 
 def _explain_cycle(repeat: Repeat) -> tuple[str, str]:
     steps = f"{repeat.calls // repeat.count} steps{f' ({_name(repeat)})' if repeat.tools else ''}"
     what = f"the last {repeat.calls} turns were {repeat.count} rounds of the same {steps} with the same results"
-    return what, "a step that is not part of this round, or a result that differs from last round's"
+    return what, "a step outside this cycle, or a result that differs from the last round"
 
 
 def _explain_error(repeat: Repeat) -> tuple[str, str]:
     tried = f"whatever was tried{f' ({_name(repeat)})' if repeat.tools else ''}"
     what = f"the last {repeat.count} results were the same error, {tried}"
-    return what, "a result without this error: remove its cause, do without what fails, or ask for help"
+    return what, "a result without this error: fix its cause, work around it, or ask for help"
 
 
 _EXPLAIN = {REPEAT: _explain_repeat, RESULT: _explain_result, CYCLE: _explain_cycle, ERROR: _explain_error}

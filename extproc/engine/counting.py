@@ -18,10 +18,10 @@ from extproc.engine.evaluation import CandidateGroup
 from extproc.errors import PartlyAwayError, StoreError
 from extproc.metrics import Metrics
 from extproc.store import Store
-from extproc.store.ledger import Settlement
 from extproc.store.memory import MemoryStore
 from extproc.store.pending import Pending
-from extproc.store.windows import Push
+from extproc.store.rules.ring import Push
+from extproc.store.rules.session import Settlement
 
 Counts: TypeAlias = list[Answer] | tuple[Answer, ...] | None
 """Of a group's hits; None when they could not be had and `--on-store-error reject` wants that refused."""

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from extproc.apis.shapes import open_conversation
+from extproc.apis import open_conversation
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
 from extproc.engine.candidates import Answer, Candidate, LoopCandidate, RequestBody, SessionCandidate
-from extproc.engine.orders import Override, Overrides
+from extproc.engine.orders import ActiveOverride, Overrides
 from extproc.engine.plan import BYPASS, Plan
 from extproc.engine.ramp import Ramp
 from extproc.request.document import Document, NotCounted
@@ -26,8 +26,9 @@ from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
 from extproc.request.notes import Marks, cut_notes
 from extproc.sessions.limits import SessionGuard
-from extproc.store.ledger import Step
-from extproc.store.windows import UNCOUNTED, Hit, Push
+from extproc.store.rules.hit import UNCOUNTED, Hit
+from extproc.store.rules.ring import Push
+from extproc.store.rules.session import Step
 
 _NO_SESSIONS: Final[list[SessionCandidate]] = []
 
@@ -140,7 +141,7 @@ class CandidateGroup:
             except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
                 self.failures.append((candidate.plan.id, error))
 
-    def find_block(self) -> tuple[Candidate, Override] | None:
+    def find_block(self) -> tuple[Candidate, ActiveOverride] | None:
         """The first candidate that an operator has ordered to be refused, None for none."""
         for candidate in self.candidates:
             if candidate.overrides and (stop := candidate.find_stop()) is not None:

@@ -12,7 +12,7 @@ from extproc.decision import COMPLETION, Action, Outcome, RefusalForm, Repeat, S
 from extproc.detectors import Similarity
 from extproc.objects import MAX_THRESHOLD
 from extproc.policy.bundle import LoopDetection
-from extproc.store.windows import Count, Hit
+from extproc.store.rules.hit import Count, Hit
 
 DELAY_PER_REQUEST_MS = 100
 """A throttled request is held for its count times this (Fairvisor's loop arithmetic)."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 from extproc.engine.engine import Engine
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.rates import Usage
-from extproc.store.ledger import FAILED, SUCCEEDED, Settlement
+from extproc.store.rules.session import FAILED, SUCCEEDED, Settlement
 
 _CALL: Final = 16
 _SHADOW: Final = "shadow"

@@ -16,7 +16,7 @@ from extproc.ext_proc.access_log import AccessLog
 from extproc.ext_proc.budget import InspectionBudget
 from extproc.ext_proc.changes.changes import Changes
 from extproc.ext_proc.throttle import Holds
-from extproc.ext_proc.upload import Kept
+from extproc.ext_proc.upload import UploadMemory
 from extproc.metrics import Metrics
 from extproc.operator.canary.pairs import Pairs
 from extproc.operator.reporting import Reporter
@@ -86,7 +86,7 @@ class Service:
         self.settings = settings
         self.holds = Holds(settings.max_throttled)
         self.released = False
-        self.kept = Kept()
+        self.kept = UploadMemory()
         self.budget = InspectionBudget(perf_counter())
         self.changes = Changes(self.reporter, self.budget)
         self.pairs = Pairs(settings.shadow_samples, sample_bodies=settings.shadow_sample_bodies)

@@ -31,7 +31,7 @@ from extproc.ext_proc.wire import (
     BODY_NONE,
     BODY_STREAMED,
     BODY_UNTOLD,
-    Message,
+    EnvoyMessage,
     cut_body,
     parse_message,
     read_request,
@@ -150,7 +150,7 @@ class Stream(Waiting):
             reply = self._transaction.fail(kind, error)
         return reply if self._duplex is None else self._stay_open(reply)
 
-    def _handle(self, message: Message, kind: str) -> MaybeLater:
+    def _handle(self, message: EnvoyMessage, kind: str) -> MaybeLater:
         # Not by a table: a method out of a dict is called as interpreted code calls it.
         if self._overloaded:
             self._overloaded = False
@@ -215,7 +215,7 @@ class Stream(Waiting):
         if self.on_given_up is not None:
             self.on_given_up()
 
-    def _on_request_headers(self, message: Message, last: str) -> MaybeLater:
+    def _on_request_headers(self, message: EnvoyMessage, last: str) -> MaybeLater:
         """Meet the policies; `last` is the phase, should there be no body to wait for."""
         if self._evaluation is not None or self.given_up:
             return DONE[last]
@@ -230,7 +230,7 @@ class Stream(Waiting):
         evaluation = transaction.meet(self._engine, request, self._scope, self._pinned, handed_over)
         return self._on_policies(evaluation, message, last) if evaluation is not None else DONE[last]
 
-    def _on_policies(self, evaluation: Evaluation, message: Message, last: str) -> MaybeLater:
+    def _on_policies(self, evaluation: Evaluation, message: EnvoyMessage, last: str) -> MaybeLater:
         """Go on with the policies that the request meets: now, or once its body is here."""
         transaction, standing = self._transaction, self._service.overrides
         if standing is not None:
@@ -276,7 +276,7 @@ class Stream(Waiting):
         self._service.waiting[self] = None
         return Reply(reply.answer, done=False, hold_ms=reply.hold_ms, first=reply.first) if reply.done else reply
 
-    def _on_request_body(self, message: Message, kind: str) -> MaybeLater:
+    def _on_request_body(self, message: EnvoyMessage, kind: str) -> MaybeLater:
         """Judge the request once its body is all here, as mostly in one message, or is known to be cut off."""
         evaluation = self._evaluation
         if evaluation is None:
@@ -311,7 +311,7 @@ class Stream(Waiting):
         keeps = max(evaluation.inspects, evaluation.steers) if self._transaction.buffered else evaluation.inspects
         return Upload(self._service.kept, self._body_mode, length, keeps, self._limit)
 
-    def _on_response(self, message: Message) -> MaybeLater:
+    def _on_response(self, message: EnvoyMessage) -> MaybeLater:
         """The request was answered before its body was here: Envoy refused it, or sends no bodies."""
         self._leave_uncounted(_REFUSED_BODIES.get(message.read_status(), "no_body_phase"))
         return DONE[message.kind]

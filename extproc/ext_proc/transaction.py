@@ -29,8 +29,8 @@ from extproc.ext_proc.changes.changes import NOTHING, OBSERVED, UNCHANGED, Chang
 from extproc.ext_proc.service import Service
 from extproc.request.fingerprint import Body, write_crc32
 from extproc.request.http import HttpRequest
-from extproc.store.ledger import REFUSED, WITHDRAWN
 from extproc.store.pending import Listener
+from extproc.store.rules.session import REFUSED, WITHDRAWN
 
 HOLD_MARGIN_MS = 2_000
 """What the overridden message timeout exceeds the hold by, so that a busy moment does not turn a hold into a 504."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import datetime
+from inspect import cleandoc
 from string import Formatter
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import quote
@@ -146,7 +147,15 @@ Timestamp = Annotated[AwareDatetime, BeforeValidator(_check_timestamp)]
 
 
 class Selector(JsonObject):
-    """Which requests a policy sees: (`pathExact` or `pathPrefix`) and `methods` and `hosts` and `routes`."""
+    """Which requests a policy applies to: those that match every key; of the two paths, one.
+
+    Attributes:
+        pathExact: this path, without the query.
+        pathPrefix: `/v1` matches `/v1` and `/v1/...`, `/v1/` all paths that start with it, `/` everything.
+        methods: any of these HTTP methods.
+        hosts: any of these hosts, without the port, in upper or lower case.
+        routes: any of these Envoy route names.
+    """
 
     pathExact: Path | None = None  # noqa: N815  # the JSON key is the attribute
     pathPrefix: Path | None = None  # noqa: N815  # the JSON key is the attribute
@@ -156,7 +165,14 @@ class Selector(JsonObject):
 
 
 class Bypass(JsonObject):
-    """Requests that are never counted: all that is given must match."""
+    """Requests that are never counted: those that match every key; of the two paths, one.
+
+    Attributes:
+        header: requests with this header, whatever its value.
+        pathExact: as in the selector.
+        pathPrefix: as in the selector.
+        methods: as in the selector.
+    """
 
     header: Header | None = None
     pathExact: Path | None = None  # noqa: N815  # the JSON key is the attribute
@@ -165,23 +181,24 @@ class Bypass(JsonObject):
 
 
 class LoopDetection(SimilarityKeys):
-    """What counts as a loop and what is done about it.
+    """What counts as a loop, and what happens to its requests.
 
     Attributes:
-        name: of this detector, in keys, logs and metrics; default: its similarity, or `default` where there is only one.
-        enabled: off unless this says so.
-        window_seconds: length of the window, in seconds.
-        action: what is done about a loop: refuse the request, hold it for a while, let it through with a note for the model, or
-            with a warning.
-        window_type: whether every request restarts the window, exactly its last requests count, or it ends after its first.
-        count_refused: False: a refused request leaves the count alone.
-        reject_status: HTTP status of a refusal; `auto`: 429, but 400 for clients that are known to retry that whatever it says.
-        refuse_as: `completion`: a refusal is an answer of the API that is called, with the reason as the model's text.
-        max_delay_ms: longest hold of a throttled request, in milliseconds.
-        body: `ignore` leaves the body out of the fingerprint.
-        max_inspect_bytes: largest body that is looked into, or that gets a note, in bytes.
-        steer_note: said to the model in place of our own words; `{what}`, `{count}`, `{tools}`, `{instead}`, `{reason}` and
-            `{policy}` stand for what repeated, how often, which tools, what to do, the `reason` of `tools` and the policy's id.
+        name: the detector's name in keys, logs and metrics. Default: `default`, or in a list its similarity.
+        enabled: `true` turns detection on; `validate` warns if the key is missing.
+        window_seconds: length of the window; required, except with `turns` and `tool_calls`.
+        action: what happens to a request in a loop: `reject` refuses it, `throttle` delays it, `steer` adds a note for the
+            model, `warn` adds a warning header.
+        window_type: `sliding_ttl`: every request restarts the window; `sliding_log`: exactly the requests of the last
+            `window_seconds` count; `fixed`: the window ends `window_seconds` after its first request.
+        count_refused: with `false`, refused requests don't count.
+        reject_status: HTTP status of a refusal, 400 to 599; `auto`: 429, or 400 for clients that retry every 429.
+        refuse_as: `error`, or `completion`: an answer of the called API, with the reason as the model's text.
+        max_delay_ms: longest delay of a throttled request, in milliseconds.
+        body: `ignore` compares requests without their bodies.
+        max_inspect_bytes: longest body to inspect, at most 16 MiB; only `exact` without a `body:` key counts longer ones.
+        steer_note: text of a steering note, with the placeholders `{what}`, `{count}`, `{tools}`, `{instead}`, `{reason}` and
+            `{policy}`.
     """
 
     name: Id | None = None
@@ -215,7 +232,15 @@ Detections = Annotated[
 
 
 class Rule(JsonObject):
-    """A Fairvisor rate-limit rule: its `limit_keys` are united with the policy's; the limit itself is not enforced."""
+    """A Fairvisor rate-limit rule: its `limit_keys` are added to the policy's; the limit itself is not enforced.
+
+    Attributes:
+        name: the rule's name.
+        limit_keys: added to the policy's.
+        algorithm: not enforced.
+        algorithm_config: not enforced.
+        match: not enforced.
+    """
 
     name: str
     limit_keys: list[LimitKey] = NO_ITEMS
@@ -225,7 +250,11 @@ class Rule(JsonObject):
 
 
 class FallbackLimit(JsonObject):
-    """What Fairvisor limits where no rule does: its `limit_keys` are united with the policy's; nobody reads its other keys."""
+    """Fairvisor's limit for requests without a rule: its `limit_keys` are added to the policy's; its other keys are ignored.
+
+    Attributes:
+        limit_keys: added to the policy's.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -233,15 +262,28 @@ class FallbackLimit(JsonObject):
 
 
 class Spec(JsonObject):
-    """One policy: where it applies, whom it tells apart, what it does.
+    """One policy: which requests it applies to, how it tells callers apart, and what it does.
 
     Attributes:
-        enforce_percent: this share of the callers is acted on, the others are only watched; default: all.
-        ramp_by: what chooses them; default: the policy's limit keys that stand in a request's head.
-        ramp_seed: policies with the same one choose the same callers; default: the policy's id.
-        keep_counts: the policy counts under the keys of its shadow, whether it acts or not.
-        canary_of: id of the enforcing policy that this shadow policy is compared with, request by request; default: the only
-            one with the same selector.
+        selector: which requests the policy applies to.
+        mode: `shadow` counts and reports, and never acts.
+        enforce_percent: percentage of the callers to act on, 1 to 100. Default: all.
+        ramp_by: limit keys that choose these callers. Default: the policy's limit keys outside the body.
+        ramp_seed: policies with the same seed choose the same callers. Default: the policy's id.
+        keep_counts: with `true`, enforcing and shadow mode share counts.
+        canary_of: id of the enforcing policy to compare this shadow policy with. Default: the only one with the same selector.
+        limit_keys: what tells callers apart: `jwt:<claim>`, `header:<name>`, `query:<name>`, `ip:address` or
+            `body:<JSON Pointer>`.
+        missing_descriptor: requests that lack limit keys: `require_one` counts them by the keys they have, and not at all with
+            none; `skip` never counts them; `share` counts all with none as one caller.
+        uncountable: requests that a detector cannot count: `allow` lets them pass, `reject` refuses them.
+        bypass: requests that are never counted.
+        session: which conversation a request belongs to.
+        session_limits: limits of a session.
+        loop_detection: a detector, or a list of them.
+        rules: Fairvisor's rate limits; not enforced.
+        fallback_limit: Fairvisor's fallback limit; not enforced.
+        circuit_breaker: Fairvisor's circuit breaker; not enforced.
     """
 
     selector: Selector
@@ -299,14 +341,25 @@ class Spec(JsonObject):
 
 
 class Policy(JsonObject):
-    """A policy and its identity, which is unique across all files."""
+    """A policy and its id.
+
+    Attributes:
+        id: unique in all files: letters, digits, `_`, `.` and `-`.
+        spec: what the policy does.
+    """
 
     id: Id
     spec: Spec
 
 
 class Override(JsonObject):
-    """`global_shadow` and `kill_switch_override`: a temporary switch with a reason and an end."""
+    """A temporary switch.
+
+    Attributes:
+        enabled: whether it is on.
+        reason: for the log.
+        expires_at: when it ends.
+    """
 
     enabled: bool
     reason: Annotated[str, Field(max_length=256)] | None = None
@@ -314,14 +367,14 @@ class Override(JsonObject):
 
 
 class KillSwitch(JsonObject):
-    """Requests that are refused before any policy sees them.
+    """Requests to refuse before any policy sees them.
 
     Attributes:
-        scope_key: what the requests have in common: a claim, a header, a query parameter or `ip:address`.
-        scope_value: its value, compared exactly.
-        route: the path of the requests, all of it; any, where there is none.
-        reason: for the operator's own log; no client is told.
-        expires_at: from when on it does nothing.
+        scope_key: what to compare: `jwt:<claim>`, `header:<name>`, `query:<name>` or `ip:address`.
+        scope_value: the value, compared exactly.
+        route: the full path of the requests, not a prefix. Default: all paths.
+        reason: for the log; clients don't see it.
+        expires_at: when the switch ends, without a reload.
     """
 
     scope_key: ScopeKey
@@ -332,7 +385,18 @@ class KillSwitch(JsonObject):
 
 
 class Envelope(JsonObject):
-    """A bundle around its policies and kill switches, which are checked one by one."""
+    """A bundle around its policies and kill switches, which are checked one by one.
+
+    Attributes:
+        bundle_version: number of this version of the bundle.
+        policies: the policies.
+        issued_at: when the bundle was made, as ISO 8601 with a time zone.
+        expires_at: when the bundle expires; a running server keeps it and warns.
+        global_shadow: puts all policies of the bundle in shadow mode.
+        kill_switch_override: turns off all kill switches of the bundle.
+        kill_switches: requests to refuse before any policy sees them.
+        defaults: ignored.
+    """
 
     bundle_version: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     policies: list[Any]
@@ -345,25 +409,29 @@ class Envelope(JsonObject):
 
 
 class Bundle(Envelope):
-    """A whole bundle file; what `loopguard schema` describes."""
+    """A bundle: policies and kill switches in one file."""
 
     policies: list[Policy]
     kill_switches: list[KillSwitch] = NO_ITEMS
 
 
+_ATTRIBUTE = re.compile(r"^    (\w+): (.+(?:\n {5,}.+)*)", re.MULTILINE)
+"""An attribute in a docstring, with the lines that continue it."""
+
+
 def _read_attributes(model: type[JsonObject]) -> dict[str, str]:
-    """What the docstrings of a model and of those that it extends say about each attribute."""
+    """What the docstrings of a model and of its bases say about each attribute."""
     said: dict[str, str] = {}
     for owner in reversed(model.__mro__):
-        _, _, attributes = (owner.__doc__ or "").partition("Attributes:\n")
-        lines = (line.strip().partition(": ") for line in attributes.splitlines())
-        said |= {name: text for name, _, text in lines if name in model.model_fields}
+        _, _, attributes = cleandoc(owner.__doc__ or "").partition("Attributes:\n")
+        found = _ATTRIBUTE.findall(attributes)
+        said |= {name: " ".join(text.split()) for name, text in found if name in model.model_fields}
     return said
 
 
 def _describe(definition: dict[str, Any], model: type[JsonObject]) -> None:
     """Put what the docstrings say about each attribute beside the property itself, where editors show it."""
-    definition["description"] = (model.__doc__ or "").partition("\n\nAttributes:\n")[0].partition("\n\n    Attributes:\n")[0]
+    definition["description"] = cleandoc(model.__doc__ or "").partition("\n\nAttributes:\n")[0]
     for name, text in _read_attributes(model).items():
         definition["properties"][name]["description"] = text
 

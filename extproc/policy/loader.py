@@ -276,7 +276,7 @@ def _remark_on_switch(switch: KillSwitch, place: Place, now: datetime, report: _
         report.warn((*place, "expires_at"), f"expired at {end.isoformat()}: this kill switch does nothing")
         return False
     if route is not None and (route[1:].endswith("/") or "*" in route):
-        report.warn((*place, "route"), f"{route!r} is compared with the whole path of a request; it is no prefix")
+        report.warn((*place, "route"), f"{route!r} is compared with the whole path of a request; it is not a prefix")
     return True
 
 

@@ -13,15 +13,15 @@ from typing import Final, cast
 
 from msgspec import Raw, ValidationError, json
 
+from extproc.bounded import Memo
 from extproc.detectors.base import Memory
 from extproc.detectors.loops import MAX_TURNS
-from extproc.memo import Memo
 from extproc.request.document import Document, NotCounted, decode_json, find, split_pointer
 from extproc.request.fingerprint import join_descriptors
 from extproc.request.http import Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS
 from extproc.sessions.session_limits import Session
-from extproc.store.windows import Push
+from extproc.store.rules.ring import Push
 
 _DIGEST: Final = 8
 _LONGEST_KNOWN: Final = 256

@@ -18,7 +18,7 @@ from extproc.request.limit_keys import BODY, HEADER, LimitKey
 MAX_COUNT: Final = 1_000_000_000
 MAX_TOOL_CALLS: Final = 10_000
 MAX_WINDOW: Final = 500
-"""Calls among which equal ones are looked for: as many as a ledger knows, see `ledger.MAX_RECORDS`."""
+"""Calls among which equal ones are looked for: as many as a ledger knows, see `session.MAX_RECORDS`."""
 
 MAX_TOOLS: Final = 64
 """So many tools are counted each for itself."""
@@ -55,7 +55,7 @@ BUDGET_KEYS = [
     *(f"{HEADER}:{name}" for name in SESSION_HEADERS if name not in _AGENTS),
     f"{HEADER}:thread-id",
     *(f"{BODY}:{pointer}" for pointer in ("/prompt_cache_key", "/conversation", "/conversation/id", "/metadata/session_id")),
-    f"{BODY}:/metadata/user_id",  # Anthropic's, in which clients name a session
+    f"{BODY}:/metadata/user_id",  # in which some clients name a session
 ]
 """The same for `session_limits`, where agents count together with the one that started them; what bodies say comes last."""
 
@@ -69,13 +69,13 @@ Model = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Session(JsonObject):
-    """Which conversation a request belongs to, below the caller that the limit keys name.
+    """Which conversation a request belongs to, within its caller.
 
     Attributes:
-        keys: the first of these that a request has names its session; default: the headers that agents send anyway, and for
-            `session_limits` fields of the body behind them.
-        idle_seconds: a session that has been silent for so long is forgotten, in seconds.
-        max_sessions_per_tenant: so many sessions may one caller begin within `idle_seconds`; further ones share the
+        keys: limit keys; the first that a request has names its session. For `session_limits`, the default has no
+            `x-claude-code-agent-id`, has `thread-id` last, and goes on with body fields.
+        idle_seconds: a session is forgotten after this long without a request.
+        max_sessions_per_tenant: number of sessions that a caller can start within `idle_seconds`; further ones share the
             `session_limits` of one.
     """
 
@@ -92,10 +92,10 @@ class Price(JsonObject):
     """What a model costs, in dollars per million tokens.
 
     Attributes:
-        input: of a prompt, without what comes from a cache.
-        output: of an answer.
-        cache_read: of a prompt that comes from a cache; default: `input`.
-        cache_write: of a prompt that is put into one; default: `input`.
+        input: input tokens that are not cached.
+        output: output tokens.
+        cache_read: input tokens read from a cache. Default: `input`.
+        cache_write: input tokens written to a cache. Default: `input`.
     """
 
     input: Rate
@@ -105,11 +105,11 @@ class Price(JsonObject):
 
 
 class RecentCalls(JsonObject):
-    """The same tool with the same arguments, whatever it brings back.
+    """Repeated calls of a tool with the same arguments, whatever they return.
 
     Attributes:
-        window: among so many of the session's newest calls.
-        threshold: so many equal ones are too many.
+        window: number of newest calls of the session to look at, at most 500.
+        threshold: number of equal ones among them at which the request is refused.
     """
 
     window: Annotated[int, Field(ge=2, le=MAX_WINDOW)]
@@ -117,11 +117,11 @@ class RecentCalls(JsonObject):
 
 
 class SessionBreaker(JsonObject):
-    """What kills a session: it stays refused until it is released, or has been silent for `idle_seconds`.
+    """What kills a session: it is refused until it is released, or idle for `idle_seconds`.
 
     Attributes:
-        consecutive_blocks: so many of its requests in a row were refused.
-        consecutive_errors: so many in a row failed upstream, with a 5xx status or without any.
+        consecutive_blocks: number of refused requests in a row.
+        consecutive_errors: number of upstream failures in a row: a 5xx status, or none.
     """
 
     consecutive_blocks: Count | None = None
@@ -129,12 +129,12 @@ class SessionBreaker(JsonObject):
 
 
 class Notice(JsonObject):
-    """From when on something is done before a limit is met, for each limit in its own unit.
+    """Where an action starts before a limit is reached.
 
     Attributes:
-        max_steps: from this step on.
-        max_tool_calls: from this tool call on.
-        max_cost_per_session: from so many dollars on.
+        max_steps: from this step.
+        max_tool_calls: from this tool call.
+        max_cost_per_session: from this cost in dollars.
     """
 
     max_steps: Count | None = None
@@ -143,11 +143,11 @@ class Notice(JsonObject):
 
 
 class SessionEscalation(JsonObject):
-    """What is done before a session is refused.
+    """Milder actions before a limit is reached.
 
     Attributes:
-        warn: the request goes on with a warning for the upstream.
-        steer: it goes on with a note for the model, which says how much is left.
+        warn: from where requests get a warning header.
+        steer: from where they get a note for the model, with what is left.
     """
 
     warn: Notice = Notice()
@@ -155,22 +155,22 @@ class SessionEscalation(JsonObject):
 
 
 class SessionLimits(JsonObject):
-    """What a session may use up; a request past one of these is refused.
+    """What a session can use; requests beyond a limit are refused.
 
     Attributes:
-        max_steps: requests that were let through; of those that repeat one of the last 16, the first three are none.
-        max_tool_calls: calls that the session's histories show, each once.
-        max_tool_calls_mode: `narrow`: a session that has used them up goes on, without any tools.
-        max_calls_per_tool: the same for single tools, by name; a tool that is used up is taken out of the request.
-        max_cost_per_session: in dollars; the call that passes it has run, the next one is refused.
-        loop_detection: equal calls in a row.
+        max_steps: maximum requests; refused ones and up to three retries of each don't count.
+        max_tool_calls: maximum tool calls in the session's histories; each call counts once.
+        max_tool_calls_mode: with `narrow`, a session that has used up `max_tool_calls` goes on without tools.
+        max_calls_per_tool: maximum calls of single tools, by name; a used-up tool is removed from requests.
+        max_cost_per_session: maximum cost in dollars; the call that exceeds it has run, the next one is refused.
+        loop_detection: repeated calls that are too many.
         circuit_breaker: what kills a session.
-        prices: of models, by name, in which `*` stands for anything; the longest name that fits counts.
-        unknown_model: the price of those that nothing else tells.
-        reject_status: HTTP status of a refusal; `auto`: 429, but 400 for clients that are known to retry that whatever it says.
-        max_inspect_bytes: largest body whose history is looked into, in bytes; default: the largest `max_inspect_bytes` of the
-            policy's detectors, and 1 MiB at least.
-        escalate: what is done earlier.
+        prices: prices by model name; `*` matches anything, and the longest matching name counts.
+        unknown_model: fallback price for models without one.
+        reject_status: HTTP status of a refusal, 400 to 599; `auto`: 429, or 400 for clients that retry every 429.
+        max_inspect_bytes: longest body in which tool calls are counted. Default: the largest `max_inspect_bytes` of the
+            policy's detectors, at least 1 MiB.
+        escalate: milder actions before a limit is reached.
     """
 
     max_steps: Count | None = None

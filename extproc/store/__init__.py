@@ -10,15 +10,15 @@ from typing import Any, Protocol
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
-from extproc.store.ledger import Question
-from extproc.store.orders import Orders
-from extproc.store.windows import Push
+from extproc.store.rules.documents import Documents
+from extproc.store.rules.ring import Push
+from extproc.store.rules.session import Question
 
 
 class Store(Protocol):
     """Shared state, of several kinds: each call reads and writes its keys, and decides, in one atomic step for each of them.
 
-    Every store answers exactly as `extproc.windows` and `extproc.ledger` do; one in this process at once, a remote one with an
+    Every store answers exactly as the rules in `extproc.store.rules` do; one in this process at once, a remote one with an
     awaitable. Keys in one call are distinct. `now`, in milliseconds, is for tests alone; None takes the store's own clock.
     """
 
@@ -47,8 +47,8 @@ class Store(Protocol):
 
         Args:
             board: what it is about, one of our own words.
-            replica: from `boards.make_replica_name`.
-            document: up to `boards.MAX_DOCUMENT` bytes.
+            replica: from `documents.make_replica_name`.
+            document: up to `documents.MAX_DOCUMENT` bytes.
             seconds: after which it is forgotten.
             now: as above.
 
@@ -71,7 +71,7 @@ class Store(Protocol):
         Args:
             book: what such orders are about, one of our own words.
             name: of the order.
-            document: up to `orders.MAX_ORDER` bytes.
+            document: up to `documents.MAX_ORDER` bytes.
             seconds: after which it ends.
             now: as above.
 
@@ -88,7 +88,7 @@ class Store(Protocol):
         """
         ...
 
-    async def read_orders(self, book: str, known: str, now: int | None = None) -> Orders | None:
+    async def read_orders(self, book: str, known: str, now: int | None = None) -> Documents | None:
         """Every order that stands, None where nothing has changed since the version that is known (empty for none).
 
         Raises:

@@ -15,7 +15,7 @@ from extproc.errors import StoreError, UsageError
 _FORM = "it takes MODULE:FACTORY, a function without arguments that returns a redis.CredentialProvider"
 
 
-class Password(CredentialProvider):
+class PasswordCredentials(CredentialProvider):
     """User and password; a file is read at every connect, so that a password can be changed."""
 
     def __init__(self, user: str, password: str, file: str) -> None:
@@ -58,7 +58,7 @@ class Password(CredentialProvider):
             raise StoreError("password file: is not text", kind="auth") from None
 
 
-class Provided(CredentialProvider):
+class ProvidedCredentials(CredentialProvider):
     """Credentials of a provider that the user wrote, who may fail, block or answer nonsense.
 
     What it raises may hold a secret, so only the name of the error is repeated.
@@ -126,7 +126,7 @@ def _find_factory(name: str) -> Callable[[], object]:
     except Exception as error:  # noqa: BLE001  # whatever the user's own code raises
         raise _make_error(name, f"importing {module} raised {type(error).__name__}") from None
     if not callable(found):
-        raise _make_error(name, f"{factory} is no function")
+        raise _make_error(name, f"{factory} is not a function")
     return found  # type: ignore[no-any-return]  # called without arguments, whatever it is
 
 

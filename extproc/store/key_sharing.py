@@ -32,7 +32,6 @@ class KeySharing:
     """
 
     def __init__(self, key: HashKey, store: Store) -> None:
-        """Nothing is shared yet."""
         self._key = key
         self._store = store
         self.is_shared = False
@@ -52,7 +51,7 @@ class KeySharing:
             self._report(str(error) or type(error).__name__)
             return
         if secret != self._key.secret and (self.is_shared or self._trouble):  # else it is the start
-            _LOG.warning("the hash key is the store's from now on: notes made with another one are not recognised any more")
+            _LOG.warning("the hash key now comes from the store: notes made with another key are no longer recognised")
         self._key.secret, self.is_shared, self._trouble = secret, True, ""
 
     def _report(self, trouble: str) -> None:

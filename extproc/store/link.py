@@ -1,36 +1,29 @@
-"""An open connection to a server, after redis-py has logged in: commands out, replies back, and what its errors mean.
+"""An open connection to a server: commands out, replies back, and what its errors mean.
 
 What answers may be anything: another protocol, a server gone mad. It is believed as far as it can be checked, and what it makes
-us keep or make room for has an end.
+us keep or make room for has an end. Nothing is ever sent twice: a command that was sent may have counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import hiredis
-from redis._parsers.hiredis import NOT_ENOUGH_DATA
-from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import (
-    AuthenticationError,
-    ConnectionError,  # noqa: A004  # not an OSError
-    InvalidResponse,
-    RedisError,
-    ResponseError,
-)
 
 from extproc.errors import StoreError
 from extproc.store.pending import Pending
 
 Command: TypeAlias = tuple[str | int | bytes, ...]
-Reply: TypeAlias = "int | bytes | list[Any] | ResponseError | None"
+RedisReply: TypeAlias = "int | bytes | list[Any] | ErrorReply | None"
 
 _pack: Callable[[Command], bytes] = hiredis.pack_command  # type: ignore[assignment]  # its stub takes one-tuples alone
+_NOT_ENOUGH_DATA: Final = object()
 
 _MAX_BYTES = 8 * 1024 * 1024
 _MAX_ELEMENTS = 500_000
@@ -56,9 +49,21 @@ _KINDS = {
 }
 """The first word of an error reply, and its kind for metrics."""
 
+_KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+"""Seconds of silence, seconds between probes, and how many of them: a peer that is gone is noticed while nothing is asked."""
+
+
+class ErrorReply(Exception):  # a reply like others; never raised
+    """What a server answers in place of a reply."""
+
+    @property
+    def word(self) -> str:
+        """The first one, which says what kind of error it is."""
+        return str(self).partition(" ")[0]
+
 
 @dataclass(frozen=True)
-class Place:
+class ServerAddress:
     """Where a server listens: host and port, or the path of a Unix socket."""
 
     host: str = ""
@@ -70,11 +75,10 @@ class Place:
         return self.path or (f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}")
 
 
-class Bounds:
+class ReplyBounds:
     """What one reply may be: hiredis makes room for all that a list announces, and keeps any text until it is over."""
 
     def __init__(self) -> None:
-        """Nothing has come."""
         self._line = b"\n"  # the one that has begun, as far as it could announce a list
         self._bytes = 0
         self._elements = 0
@@ -87,7 +91,7 @@ class Bounds:
         """Look at what has arrived.
 
         Raises:
-            InvalidResponse: it is too much.
+            ValueError: it is too much.
         """
         text = self._line + data
         self._line = text[text.rfind(b"\n") :][:_LONGEST_TEXT]
@@ -95,42 +99,39 @@ class Bounds:
         for announced in _LIST.findall(text):
             self._elements += int(announced)
         if self._bytes > _MAX_BYTES or self._elements > _MAX_ELEMENTS:
-            raise InvalidResponse("a reply without an end")
+            raise ValueError("a reply without an end")
 
 
 class Link(asyncio.Protocol):
-    """An open connection: commands go out in one write, replies come back in their order.
+    """A connection: commands go out in one write, replies come back in their order."""
 
-    redis-py opens it and logs in. Then its transport is taken over, because redis-py's streams and coroutines would cost a
-    round trip as much as a dozen of its hits.
-    """
-
-    def __init__(self, place: Place, connection: AbstractConnection, reader: hiredis.Reader, bounds: Bounds) -> None:
-        """Take a connection over.
-
-        Args:
-            place: for error messages.
-            connection: that is logged in.
-            reader: of its replies.
-            bounds: of these.
-        """
-        self._place = place
-        self._connection = connection
-        self._reader = reader
-        self._bounds = bounds
+    def __init__(self, address: ServerAddress) -> None:
+        """Nothing is connected yet; the address is for error messages."""
+        self._address = address
+        self._reader = hiredis.Reader(replyError=ErrorReply, notEnoughData=_NOT_ENOUGH_DATA)
+        self._bounds = ReplyBounds()
         self._asked = 0
-        self._replies: list[Reply] = []
+        self._replies: list[RedisReply] = []
         self._answer: Pending | None = None
         self._lost: StoreError | None = None
-        self._transport: Any = connection._writer.transport  # type: ignore[union-attr]  # noqa: SLF001  # redis-py hands out none
-        self._transport.set_protocol(self)
+        self._transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It is open."""
+        self._transport = transport
+        plug = transport.get_extra_info("socket")
+        if plug.family != socket.AF_UNIX:
+            plug.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEP_ALIVE:
+                if hasattr(socket, name):  # systems differ
+                    plug.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def is_usable(self) -> bool:
-        """Whether it is open, with nothing on it that somebody has not waited for."""
+        """Whether it is open, with no reply still to come."""
         return self._lost is None and self._answer is None
 
     def send(self, packed: bytes, commands: int) -> Pending:
-        """Send so many commands in one write; a list of their replies, error replies among them.
+        """Send a number of packed commands in one write; a list of their replies, error replies among them.
 
         After a wait given up the link is not usable.
 
@@ -153,19 +154,18 @@ class Link(asyncio.Protocol):
         """
         return self.send(b"".join(map(_pack, commands)), len(commands))
 
-    async def ask(self, command: Command) -> Reply:
+    async def ask(self, command: Command) -> RedisReply:
         """Send a command; its reply.
 
         Raises:
             StoreError: the connection ended first.
         """
-        replies: list[Reply] = await self.exchange([command])
+        replies: list[RedisReply] = await self.exchange([command])
         return replies[0]
 
-    async def drop(self) -> None:
+    def drop(self) -> None:
         """End the connection at once."""
-        self._lose(StoreError(f"{self._place}: the connection was dropped", kind="connection"))
-        await self._connection.disconnect(nowait=True)
+        self._lose(StoreError(f"{self._address}: the connection was dropped", kind="connection"))
 
     def data_received(self, data: bytes) -> None:
         """The server said something."""
@@ -174,29 +174,23 @@ class Link(asyncio.Protocol):
             self._reader.feed(data)
             self._take_replies()
         except Exception as error:  # noqa: BLE001  # see explain
-            self._lose(explain(error, self._place))
+            self._lose(explain(error, self._address))
             return
         if len(self._replies) < self._asked:
             return
         if self._reader.has_data():
-            self._lose(StoreError(f"{self._place}: more answers than questions", kind="response"))
+            self._lose(StoreError(f"{self._address}: more replies than requests", kind="response"))
         elif self._answer is not None and not self._answer.done:
             answer, self._answer = self._answer, None
             replies, self._replies, self._asked = self._replies, [], 0
-            answer.settle(replies)  # last, because whoever hears it may ask again
+            answer.settle(replies)  # last, because the caller may ask again at once
 
     def _take_replies(self) -> None:
-        """Take those that are all there, and no more than were asked for.
-
-        Raises:
-            RedisError: the server says that it will not go on.
-        """
+        """Take those that are all there, and no more than were asked for."""
         while len(self._replies) < self._asked:
             reply = self._reader.gets()
-            if reply is NOT_ENOUGH_DATA:
+            if reply is _NOT_ENOUGH_DATA:
                 return
-            if isinstance(reply, RedisError) and not isinstance(reply, ResponseError):
-                raise reply
             self._replies.append(reply)
 
     def eof_received(self) -> None:
@@ -205,45 +199,38 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
-        self._lose(explain(exc or ConnectionError(), self._place))
+        closed = StoreError(f"{self._address}: connection closed by the server", kind="connection")
+        self._lose(closed if exc is None else explain(exc, self._address))
 
     def _lose(self, error: StoreError) -> None:
         if self._lost is not None:
             return
         self._lost = error
-        self._transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
         if self._answer is not None:
             self._answer.settle(None, error)
 
 
-def explain(error: BaseException, place: Place) -> StoreError:
-    """What redis-py raised, or what it raised that for; any error at all, because a server can answer anything."""
-    for cause in _causes(error):
-        if isinstance(cause, StoreError):
-            return cause
-        if isinstance(cause, OSError):
-            kind = "tls" if isinstance(cause, ssl.SSLError) else "connection"
-            return StoreError(f"{place}: {cause.strerror or cause}", kind=kind)
-        if isinstance(cause, RedisError) and cause.status_code:
-            return explain_refusal(cause)
-    if isinstance(error, AuthenticationError):
-        return StoreError(f"{place}: {error}", kind="auth")
-    if isinstance(error, ConnectionError):
-        return StoreError(f"{place}: connection closed by the server", kind="connection")
-    return StoreError(f"{place}: what it answers is not the protocol of Redis", kind="response")
+def explain(error: Exception, address: ServerAddress) -> StoreError:
+    """What went wrong on a connection; any error at all, because a server can answer anything."""
+    if isinstance(error, StoreError):
+        return error
+    if isinstance(error, OSError):
+        kind = "tls" if isinstance(error, ssl.SSLError) else "connection"
+        return StoreError(f"{address}: {error.strerror or error}", kind=kind)
+    return StoreError(f"{address}: it does not speak the Redis protocol", kind="response")
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def explain_refusal(reply: RedisError) -> StoreError:
+def explain_refusal(reply: ErrorReply) -> StoreError:
     """What an error reply means."""
-    word, text = reply.status_code or "", str(reply)  # redis-py takes the first word off where it knows it
+    text = str(reply)[:_LONGEST_TEXT]
     if "unauthenticated" in text:  # a script is longer than what strangers may say, and that is heard first
-        word, text = "NOAUTH", "Authentication required."
-    text = f"{word} {text}".strip()[:_LONGEST_TEXT]
+        text = "NOAUTH Authentication required."
     words = [text.partition(" ")[0], *(word for word in _KINDS if f"-{word} " in text)]  # Redis 6 quotes it behind its own
     return StoreError(text, kind=next((_KINDS[word] for word in words if word in _KINDS), "response"))
+
+
+def blame_bug(bug: BaseException) -> StoreError:
+    """What is said of an error of ours."""
+    return StoreError(f"{type(bug).__name__}: {bug}", kind="internal")

@@ -18,14 +18,16 @@ from time import monotonic_ns
 from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
 
+from extproc.bounded import LRU
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
-from extproc.recent import Recent
 from extproc.settings import Settings
-from extproc.store.boards import MemoryBoards
-from extproc.store.ledger import Ledger, Limits, Question, Settlement, Standing, Step, enter
-from extproc.store.orders import MemoryOrders, Orders
-from extproc.store.windows import Count, Hit, Push, Tally, log, push, read_log_times, tally
+from extproc.store.rules.documents import BOARDS, ORDERS, Documents, MemoryDocuments
+from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.ring import Push, push
+from extproc.store.rules.session import Ledger, Limits, Question, Settlement, Standing, Step, enter
+from extproc.store.rules.sliding_log import log, read_log_times
+from extproc.store.rules.tally import Tally, tally
 
 DEFAULT_MAX_ENTRIES = 1_000_000
 _SHARD_ENTRIES: Final = 1024
@@ -77,14 +79,13 @@ class MemoryStore:
         self._clock = clock
         self._max_entries = max_entries
         self._shards: list[_Shard] = [{} for _ in range(max(1, max_entries // _SHARD_ENTRIES))]
-        self._at_hand: Recent[str, Ledger] = Recent()  # unpacked
         self._most_at_hand = min(_AT_HAND, max_entries // _AT_HAND_SHARE)
+        self._at_hand: LRU[str, Ledger] = LRU(self._most_at_hand)  # unpacked
         self._entries = 0
         self._bytes = 0
         self._puts = 0
         self._hand = 0
-        self._boards = MemoryBoards()
-        self._orders = MemoryOrders()
+        self._documents = MemoryDocuments()
         self._evictions = metrics.store_evictions
         metrics.store_entries.set_function(self.__len__)
 
@@ -104,23 +105,24 @@ class MemoryStore:
 
     async def publish(self, board: str, replica: str, document: bytes, seconds: float, now: int | None = None) -> None:
         """See `Store`; this process is the only replica."""
-        self._boards.publish(board, replica, document, int(seconds * 1000), self._clock() if now is None else now)
+        self._documents.put(BOARDS, board, replica, document, int(seconds * 1000), self._clock() if now is None else now)
 
     async def collect(self, board: str, now: int | None = None) -> dict[str, bytes]:
         """See `Store`."""
-        return self._boards.collect(board, self._clock() if now is None else now)
+        found = self._documents.read(BOARDS, board, "", self._clock() if now is None else now)
+        return found.documents if found is not None else {}
 
     async def put_order(self, book: str, name: str, document: bytes, seconds: float, now: int | None = None) -> None:
         """See `Store`."""
-        self._orders.put(book, name, document, int(seconds * 1000), _read_clock() if now is None else now)
+        self._documents.put(ORDERS, book, name, document, int(seconds * 1000), _read_clock() if now is None else now)
 
     async def drop_order(self, book: str, name: str, now: int | None = None) -> bool:
         """See `Store`."""
-        return self._orders.drop(book, name, _read_clock() if now is None else now)
+        return self._documents.drop(ORDERS, book, name, _read_clock() if now is None else now)
 
-    async def read_orders(self, book: str, known: str, now: int | None = None) -> Orders | None:
+    async def read_orders(self, book: str, known: str, now: int | None = None) -> Documents | None:
         """See `Store`."""
-        return self._orders.read(book, known, _read_clock() if now is None else now)
+        return self._documents.read(ORDERS, book, known, _read_clock() if now is None else now)
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:  # noqa: ARG002  # a Store's signature
         """See `Store`; this process is the only replica."""
@@ -181,10 +183,10 @@ class MemoryStore:
 
     def _enter(self, asked: Step, now: int) -> bool:
         """Whether the tenant may begin one more session."""
-        shard, lifetime = self._find_shard(asked.roster), asked.limits.idle_ms
-        entry = self._take(shard, asked.roster, lifetime)
-        roster, room = enter(entry if isinstance(entry, bytes) else None, asked.limits, now)
-        self._put(shard, asked.roster, lifetime, roster, now)
+        shard, lifetime = self._find_shard(asked.tenant), asked.limits.idle_ms
+        entry = self._take(shard, asked.tenant, lifetime)
+        begun, room = enter(entry if isinstance(entry, bytes) else None, asked.limits, now)
+        self._put(shard, asked.tenant, lifetime, begun, now)
         return room
 
     def _take_ledger(self, key: str, limits: Limits, now: int) -> Ledger | None:
@@ -214,8 +216,8 @@ class MemoryStore:
     def _make_room(self, now: int) -> bool:
         """Put the ledger away that was not asked for longest; where even that was lately, none gains by changing places."""
         at_hand = self._at_hand.kept
-        quietest = self._at_hand.find_quietest() if at_hand else ""
-        if not at_hand or now - at_hand[quietest].last < _LATELY_MS:
+        quietest = next(iter(at_hand), None)
+        if quietest is None or now - at_hand[quietest].last < _LATELY_MS:
             return False
         self._put_away(quietest, at_hand.pop(quietest), now)
         return True

@@ -34,18 +34,17 @@ class Pending:
     """What a caller waits for: by `await`, or by `then` and `result`.
 
     A future of asyncio's would tell each caller through the event loop, which costs as much as all else that is done for it.
-    Here whoever brings the answers of a round trip calls its callers.
+    Here the code that has the replies of a round trip calls the callers itself.
 
     Attributes:
-        done: the answer is there, or nobody wants it any more.
-        cancelled: nobody wants it.
+        done: the answer is there, or was cancelled.
+        cancelled: the caller does not want it any more.
         error: why there will be none.
     """
 
     __slots__ = ("_answer", "_listener", "cancelled", "done", "error")
 
     def __init__(self) -> None:
-        """Nothing is known."""
         self.done = False
         self.cancelled = False
         self.error: StoreError | None = None
@@ -76,7 +75,7 @@ class Pending:
             return
         try:
             listener.hear()
-        except Exception as bug:  # noqa: BLE001  # whoever is told next must not pay for it
+        except Exception as bug:  # noqa: BLE001  # the callers that are told next must not pay for it
             told = {"message": "an answer of the store's was not taken", "exception": bug}
             asyncio.get_running_loop().call_exception_handler(told)
 

@@ -1,8 +1,8 @@
-"""What a store across a network needs beside its wire: shards, and certainty about refused loops.
+"""What a store across a network needs beside its wire: shards, and knowledge of loops that are refused.
 
 - **Shards.** Each server has a share of the keys, and its own health. While one is away its keys alone cannot be counted: what
   asks for them and for others hears of both.
-- **Certainty.** See `certain`.
+- **Known refusals.** See `known_refusals`.
 """
 
 from __future__ import annotations
@@ -11,48 +11,28 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from extproc.errors import PartlyAwayError, StoreError
 from extproc.metrics import Metrics
-from extproc.store.aside import Aside
-from extproc.store.certain import Certain
-from extproc.store.ledger import Question, Settlement
-from extproc.store.orders import Orders
+from extproc.store.backend import RedisBackend, find_part
+from extproc.store.known_refusals import KnownRefusals
 from extproc.store.pending import Pending
-from extproc.store.remote_boards import RemoteBoards
-from extproc.store.remote_orders import RemoteOrders
-from extproc.store.scripts import Call, Verdict, count_call, push_call, session_call
-from extproc.store.shard import Backend, Finish, Shard
-from extproc.store.windows import Count, Hit, Push
+from extproc.store.remote_documents import RemoteDocuments
+from extproc.store.rules.documents import BOARDS, ORDERS, Documents
+from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.ring import Push
+from extproc.store.rules.session import Question, Settlement
+from extproc.store.scripts import CountAnswer, ScriptCall, count_call, push_call, session_call
+from extproc.store.shard import Finish, Shard
+from extproc.store.side_connections import SideConnections
+from extproc.store.topology import Layout
 
 _MOST_SHOWN = 3
 """Shards of which `health` says what is wrong."""
 
 
-class Shares(Protocol):
-    """How keys are shared out among servers."""
-
-    @property
-    def owners(self) -> Sequence[str]:
-        """The name of the server that has each part of the keys; empty where that is not known. One for a single server."""
-        ...
-
-    @property
-    def changes(self) -> int:
-        """How often the owners have changed."""
-        ...
-
-    def find_part(self, key: str) -> int:
-        """The part that a key belongs to."""
-        ...
-
-    def reach(self, owner: str) -> Backend:
-        """The wire to a server, and for an empty name to whichever has the key."""
-        ...
-
-
-class _Joined(Pending):
+class _JoinedAnswers(Pending):
     """What waits for several shards."""
 
     __slots__ = ("_answers", "_away", "_lost", "_parts")
@@ -100,27 +80,27 @@ class _Joined(Pending):
 class RemoteStore:
     """A store on servers that share the keys; see `Store`."""
 
-    def __init__(self, shares: Shares, aside: Aside, metrics: Metrics, timeout: float, *, whole: bool = False) -> None:
+    def __init__(self, layout: Layout, prefix: str, metrics: Metrics, timeout: float, *, whole: bool = False) -> None:
         """Nothing is connected yet.
 
         Args:
-            shares: has the servers.
-            aside: asks what no request waits for.
+            layout: has the servers.
+            prefix: of every key.
             metrics: is told of batches and failures.
             timeout: bounds what a request can wait, in seconds.
             whole: of a request, nothing is counted where one of its shards is known to be away: it will be refused.
         """
-        self._shares = shares
-        self._aside = aside
-        self._boards = RemoteBoards(aside)
-        self._orders = RemoteOrders(aside)
+        self._layout = layout
+        self._prefix = prefix
+        self._side_connections = SideConnections(layout, prefix)
+        self._documents = RemoteDocuments(self._side_connections)
         self._metrics = metrics
         self._timeout = timeout
         self._whole = whole
         self._shards: dict[str, Shard] = {}
         self._by_part: list[Shard] = []
         self._retiring: set[asyncio.Task[None]] = set()
-        self._certain = Certain(self._settle)
+        self._known_refusals = KnownRefusals(self._settle)
         self._finish: Finish = self._learn  # a method that is looked up for each hit is made for each hit
         self._seen = -1
         self._assign()
@@ -144,9 +124,9 @@ class RemoteStore:
             self._check_whole(hits)
         if now is not None:
             return self._ask([self._make_call(hit, now) for hit in hits], _take_answers)
-        if not self._certain.knows_any:
+        if not self._known_refusals.knows_any:
             return self._ask([self._make_call(hit, None) for hit in hits], self._finish)
-        known = [self._certain.answer(hit) if isinstance(hit, Hit) else None for hit in hits]
+        known = [self._known_refusals.answer(hit) if isinstance(hit, Hit) else None for hit in hits]
         asked = [self._make_call(hit, None) for place, hit in enumerate(hits) if known[place] is None]
         if not asked:
             return known
@@ -165,41 +145,42 @@ class RemoteStore:
 
     async def publish(self, board: str, replica: str, document: bytes, seconds: float, now: int | None = None) -> None:
         """See `Store`."""
-        self._find_aside(board).check_open()
-        await self._boards.publish(board, replica, document, int(seconds * 1000), now)
+        self._find_side_shard(board).check_open()
+        await self._documents.put(BOARDS, board, replica, document, int(seconds * 1000), now)
 
     async def collect(self, board: str, now: int | None = None) -> dict[str, bytes]:
         """See `Store`."""
-        self._find_aside(board).check_open()
-        return await self._boards.collect(board, now)
+        self._find_side_shard(board).check_open()
+        found = await self._documents.read(BOARDS, board, "", now)
+        return found.documents if found is not None else {}
 
     async def put_order(self, book: str, name: str, document: bytes, seconds: float, now: int | None = None) -> None:
         """See `Store`."""
-        self._find_aside(book).check_open()
-        await self._orders.put(book, name, document, int(seconds * 1000), now)
+        self._find_side_shard(book).check_open()
+        await self._documents.put(ORDERS, book, name, document, int(seconds * 1000), now)
 
     async def drop_order(self, book: str, name: str, now: int | None = None) -> bool:
         """See `Store`."""
-        self._find_aside(book).check_open()
-        return await self._orders.drop(book, name, now)
+        self._find_side_shard(book).check_open()
+        return await self._documents.drop(ORDERS, book, name, now)
 
-    async def read_orders(self, book: str, known: str, now: int | None = None) -> Orders | None:
+    async def read_orders(self, book: str, known: str, now: int | None = None) -> Documents | None:
         """See `Store`."""
-        self._find_aside(book).check_open()
-        return await self._orders.read(book, known, now)
+        self._find_side_shard(book).check_open()
+        return await self._documents.read(ORDERS, book, known, now)
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:
         """See `Store`."""
-        self._find_aside(name).check_open()
-        key = self._aside.name_key("secret", name)
-        _, found = await self._aside.ask(name, [("SET", key, secret, "NX"), ("GET", key)])
+        self._find_side_shard(name).check_open()
+        key = self._side_connections.name_key("secret", name)
+        _, found = await self._side_connections.ask(name, [("SET", key, secret, "NX"), ("GET", key)])
         if not isinstance(found, bytes) or len(found) != len(secret):
-            raise StoreError(f"what the server has as {key} is no secret of {len(secret)} bytes", kind="response")
+            raise StoreError(f"what the server has as {key} is not a secret of {len(secret)} bytes", kind="response")
         return found
 
     def health(self) -> str:
         """`ok`, or what is wrong."""
-        owners = dict.fromkeys(self._shares.owners)
+        owners = dict.fromkeys(self._layout.owners)
         away = [shard for name, shard in self._shards.copy().items() if name in owners and shard.trouble is not None]
         if not away:
             return "ok"
@@ -210,14 +191,14 @@ class RemoteStore:
 
     async def close(self) -> None:
         """Send what is owed, then drop the connections."""
-        self._certain.close()
+        self._known_refusals.close()
         await asyncio.gather(*[shard.close() for shard in self._shards.values()], *self._retiring)
-        await self._aside.drop()
+        self._side_connections.drop()
 
     def _assign(self) -> None:
         """Have a shard for each server that has keys, and let those go whose keys are all elsewhere."""
-        self._seen = self._shares.changes
-        owners, metrics = self._shares.owners, self._metrics
+        self._seen = self._layout.changes
+        owners, metrics = self._layout.owners, self._metrics
         for name in dict.fromkeys(owners):
             if name not in self._shards:
                 self._shards[name] = self._open(name, alone=len(owners) == 1)
@@ -229,32 +210,33 @@ class RemoteStore:
             self._retiring.add(retiring)
             retiring.add_done_callback(self._retiring.discard)
         for shard in self._shards.values():
-            shard.crowd = len(self._shards)
+            shard.sharing = len(self._shards)
 
     def _open(self, name: str, *, alone: bool) -> Shard:
-        shard = Shard(name, self._shares.reach(name), self._metrics, self._timeout, self._forget_told, alone=alone)
+        backend = RedisBackend(self._layout.open(name), self._prefix)
+        shard = Shard(name, backend, self._metrics, self._timeout, self._forget_told, alone=alone)
         self._metrics.store_up.labels(shard.name).set_function(lambda: float(shard.trouble is None))
         return shard
 
     def _find(self, key: str) -> Shard:
         """The shard that has a key."""
-        return self._list_shards()[self._shares.find_part(key)]
+        return self._list_shards()[find_part(key, len(self._layout.tags))]
 
-    def _find_aside(self, subject: str) -> Shard:
-        """The shard that has what is asked aside about a subject."""
-        return self._list_shards()[self._aside.find_part(subject)]
+    def _find_side_shard(self, subject: str) -> Shard:
+        """The shard that has what is asked on the side about a subject."""
+        return self._list_shards()[self._side_connections.find_part(subject)]
 
     def _list_shards(self) -> list[Shard]:
         """The shard of each part."""
-        if self._shares.changes != self._seen:
+        if self._layout.changes != self._seen:
             self._assign()
         return self._by_part
 
     def _forget_told(self, lost: Shard) -> None:
         """What was on its way to a shard is lost."""
-        self._certain.forget_told(lambda key: self._find(key) is lost)
+        self._known_refusals.forget_told(lambda key: self._find(key) is lost)
 
-    def _ask(self, calls: list[Call], finish: Finish) -> Pending:
+    def _ask(self, calls: list[ScriptCall], finish: Finish) -> Pending:
         """Have calls made with the next round trip of each shard that has some of their keys.
 
         Raises:
@@ -267,7 +249,7 @@ class RemoteStore:
             shares.setdefault(self._find(call.subject.key), []).append(position)
         if len(shares) == 1:
             return next(iter(shares)).ask(calls, finish)
-        joined, lost = _Joined(len(calls)), 0
+        joined, lost = _JoinedAnswers(len(calls)), 0
         for shard, positions in shares.items():
             try:
                 joined.add(positions, shard.ask([calls[position] for position in positions], finish))
@@ -293,28 +275,28 @@ class RemoteStore:
         with suppress(StoreError):  # whose keys cannot be counted, of them nothing is owed
             self._ask([count_call(hit, 0, None, times)], self._finish)
 
-    def _make_call(self, asked: Question, now: int | None) -> Call:
+    def _make_call(self, asked: Question, now: int | None) -> ScriptCall:
         if isinstance(asked, Hit):
-            return count_call(asked, 1, now, self._certain.take_owed(asked))
+            return count_call(asked, 1, now, self._known_refusals.take_owed(asked))
         return session_call(asked, now)
 
-    def _learn(self, calls: list[Call], answers: list[Any]) -> list[Any]:
+    def _learn(self, calls: list[ScriptCall], answers: list[Any]) -> list[Any]:
         for place, call in enumerate(calls):
             answer, subject = answers[place], call.subject
-            if isinstance(answer, Verdict) and isinstance(subject, Hit):
-                self._certain.learn(subject, answer.answer, answer.stands_ms, call.owed)
+            if isinstance(answer, CountAnswer) and isinstance(subject, Hit):
+                self._known_refusals.learn(subject, answer.answer, answer.stands_ms, call.owed)
                 answers[place] = answer.answer
         return answers
 
 
-def _take_answers(_: list[Call], answers: list[Any]) -> list[Any]:
+def _take_answers(_: list[ScriptCall], answers: list[Any]) -> list[Any]:
     for place, answer in enumerate(answers):
-        if isinstance(answer, Verdict):
+        if isinstance(answer, CountAnswer):
             answers[place] = answer.answer
     return answers
 
 
-def _take_all(_: list[Call], answers: list[Any]) -> list[Any]:
+def _take_all(_: list[ScriptCall], answers: list[Any]) -> list[Any]:
     return answers
 
 

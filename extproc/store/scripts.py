@@ -10,13 +10,14 @@ import hashlib
 import struct
 from collections.abc import Callable
 from functools import partial
-from importlib.resources import files
 from typing import Any, Final
 
 from extproc.errors import StoreError
-from extproc.store.ledger import Question, Settlement, Standing, Step, pack_question, read_standing, weigh
 from extproc.store.resp import write_word
-from extproc.store.windows import Count, Hit, Push, read_entries, split_records
+from extproc.store.rules import read_script
+from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.ring import Push, read_entries, split_records
+from extproc.store.rules.session import Question, Settlement, Standing, Step, pack_question, read_standing, weigh
 
 MAX_WEIGHT: Final = 16
 """Of the calls that go as one script, which all other clients of the server have to wait for: it takes 1 ms at worst."""
@@ -29,12 +30,11 @@ class Script:
         sha: the server's name for it.
         by_name: the first words of a command that runs it, for a server that knows it.
         whole: the same for any server, which knows it from then on.
-        read: what the server's answer says about so many calls; raises StoreError where it cannot be this script's answer.
+        read: what the server's answer says about a number of calls; raises StoreError where it cannot be this script's answer.
     """
 
     def __init__(self, name: str, read: Callable[[object, int], list[Any]]) -> None:
-        """Load it."""
-        text = (files("extproc.store") / "lua" / f"{name}.lua").read_bytes()
+        text = read_script(name).encode()
         self.sha = hashlib.sha1(text).hexdigest()  # noqa: S324  # not a secret
         self.by_name = write_word("EVALSHA") + write_word(self.sha)
         self.whole = write_word("EVAL") + write_word(text)
@@ -42,10 +42,10 @@ class Script:
 
 
 def _make_error() -> StoreError:
-    return StoreError("what the server answers is not what its script says", kind="response")
+    return StoreError("the server's answer does not match its script", kind="response")
 
 
-class Call:
+class ScriptCall:
     """What a round trip asks for one key.
 
     Attributes:
@@ -68,7 +68,6 @@ class Call:
         others: tuple[str, ...] = (),
         weight: int = 0,
     ) -> None:
-        """Keep them as given."""
         self.weight = weight
         self.others = others
         self.owed = owed
@@ -76,12 +75,12 @@ class Call:
         self.subject = subject
         self.arguments = arguments
 
-    def narrow(self) -> Call:
+    def narrow(self) -> ScriptCall:
         """The same with the subject's key alone."""
-        return Call(self.script, self.subject, self.arguments, self.owed, (), self.weight)
+        return ScriptCall(self.script, self.subject, self.arguments, self.owed, (), self.weight)
 
 
-class Verdict:
+class CountAnswer:
     """What a script answers for one counter.
 
     Attributes:
@@ -92,7 +91,6 @@ class Verdict:
     __slots__ = ("answer", "stands_ms")
 
     def __init__(self, answer: Count, stands_ms: int) -> None:
-        """Keep them as given."""
         self.answer = answer
         self.stands_ms = stands_ms
 
@@ -100,11 +98,11 @@ class Verdict:
 _VERDICT: Final = struct.Struct(">QBQQQ")
 
 
-def _read_verdicts(reply: object, calls: int) -> list[Verdict]:
+def _read_verdicts(reply: object, calls: int) -> list[CountAnswer]:
     if not isinstance(reply, bytes) or len(reply) != _VERDICT.size * calls:
         raise _make_error()
     return [
-        Verdict(Count(count, looping != 0, cooldown, span), stands)
+        CountAnswer(Count(count, looping != 0, cooldown, span), stands)
         for count, looping, cooldown, span, stands in _VERDICT.iter_unpack(reply)
     ]
 
@@ -131,8 +129,8 @@ def _read_ring(value: bytes) -> list[bytes]:
 _RING = Script("ring", partial(_read_each, _read_ring))
 
 
-def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) -> Call:
-    """Count a hit so many times at once, and what is owed beside.
+def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) -> ScriptCall:
+    """Count a hit several times at once, and what is owed beside.
 
     `now` in milliseconds is for tests, None takes the server's clock.
     """
@@ -140,7 +138,7 @@ def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) 
     is_log = hit.window_type == "sliding_log"
     last = hit.count_to if is_log else int(hit.window_type == "fixed")
     arguments = (hit.window_ms, hit.threshold, hit.cooldown_ms, int(hit.count_refused), last, times + owed, moment)
-    return Call(_LOG if is_log else _TALLY, hit, arguments, owed)
+    return ScriptCall(_LOG if is_log else _TALLY, hit, arguments, owed)
 
 
 def _read_standing(value: bytes) -> Standing:
@@ -153,15 +151,15 @@ def _read_standing(value: bytes) -> Standing:
 _SESSION = Script("session", partial(_read_each, _read_standing))
 
 
-def session_call(asked: Step | Settlement, now: int | None = None) -> Call:
+def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall:
     """Take a step of a session's, or settle one; `now` as for counts."""
     arguments = (-1 if now is None else now, *pack_question(asked))
     if not isinstance(asked, Step):
-        return Call(_SESSION, asked, arguments, weight=1)
-    return Call(_SESSION, asked, arguments, 0, (asked.roster, asked.shared), weigh(asked))
+        return ScriptCall(_SESSION, asked, arguments, weight=1)
+    return ScriptCall(_SESSION, asked, arguments, 0, (asked.tenant, asked.shared), weigh(asked))
 
 
-def push_call(pushed: Push, now: int | None = None) -> Call:
+def push_call(pushed: Push, now: int | None = None) -> ScriptCall:
     """Push an entry to a ring; `now` as for counts."""
     _, entry, request, size, ttl = pushed
-    return Call(_RING, pushed, (entry, request, size, ttl, -1 if now is None else now))
+    return ScriptCall(_RING, pushed, (entry, request, size, ttl, -1 if now is None else now))

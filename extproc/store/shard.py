@@ -17,13 +17,15 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from extproc.errors import StoreError
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
+from extproc.store.backend import RedisBackend
+from extproc.store.link import blame_bug
 from extproc.store.pending import Pending
-from extproc.store.scripts import Call
+from extproc.store.scripts import ScriptCall
 
 _LOG = logging.getLogger("loopguard")
 
@@ -54,30 +56,11 @@ _UNASSIGNED = "unassigned"
 """The name of a shard of keys of which it is not known who has them."""
 
 
-class Backend(Protocol):
-    """The wire to a shard's server, for one round trip at a time; what goes wrong is a StoreError and nothing else."""
-
-    def call(self, calls: list[Call]) -> Pending:
-        """Make every call once, in as few round trips as the server allows; a list of what their scripts make of the answers.
-
-        Whoever cancels it does not want to wait any more, and drops the connections.
-        """
-        ...
-
-    async def probe(self) -> None:
-        """Find out which keys the shard has, and return when their server can count."""
-        ...
-
-    async def drop(self) -> None:
-        """Drop the connections: what is on them can no longer be told apart. They open again when needed."""
-        ...
+Finish: TypeAlias = Callable[[list[ScriptCall], list[Any]], Any]
 
 
-Finish: TypeAlias = Callable[[list[Call], list[Any]], Any]
-
-
-class _Waiting(Pending):
-    """What one caller waits for.
+class _Caller(Pending):
+    """One caller, who waits for some calls.
 
     Attributes:
         calls: what is asked.
@@ -87,20 +70,20 @@ class _Waiting(Pending):
 
     __slots__ = ("calls", "deadline", "finish")
 
-    def __init__(self, calls: list[Call], finish: Finish, deadline: float) -> None:
+    def __init__(self, calls: list[ScriptCall], finish: Finish, deadline: float) -> None:
         super().__init__()
         self.calls = calls
         self.finish = finish
         self.deadline = deadline
 
 
-class _Flight:
+class _RoundTrip:
     """The round trip under way."""
 
-    __slots__ = ("batch", "deadline", "trip")
+    __slots__ = ("batch", "deadline", "replies")
 
-    def __init__(self, trip: Pending, batch: list[_Waiting], deadline: float) -> None:
-        self.trip = trip
+    def __init__(self, replies: Pending, batch: list[_Caller], deadline: float) -> None:
+        self.replies = replies
         self.batch = batch
         self.deadline = deadline
 
@@ -111,11 +94,18 @@ class Shard:
     Attributes:
         name: of the server, for operators.
         trouble: why it does not count, None while it does.
-        crowd: how many shards share the callers.
+        sharing: how many shards share the callers.
     """
 
     def __init__(  # noqa: PLR0913  # the parts of a shard
-        self, name: str, backend: Backend, metrics: Metrics, timeout: float, on_lost: Callable[[Shard], None], *, alone: bool
+        self,
+        name: str,
+        backend: RedisBackend,
+        metrics: Metrics,
+        timeout: float,
+        on_lost: Callable[[Shard], None],
+        *,
+        alone: bool,
     ) -> None:
         """Nothing is connected yet.
 
@@ -128,7 +118,7 @@ class Shard:
             alone: there are no others.
         """
         self.trouble: StoreError | None = None
-        self.crowd = 1
+        self.sharing = 1
         self.name = name or _UNASSIGNED
         self._what = "store" if alone or not name else "shard of the store"
         self._backend = backend
@@ -136,10 +126,10 @@ class Shard:
         self._timeout = timeout
         self._on_lost = on_lost
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._queue: list[_Waiting] = []
-        self._flight: _Flight | None = None
-        self._departing = False
-        self._departed = float("-inf")
+        self._queue: list[_Caller] = []
+        self._round_trip: _RoundTrip | None = None
+        self._scheduled = False
+        self._sent_at = float("-inf")
         self._pause = 0.0  # until the next round trip, in seconds
         self._clock: asyncio.TimerHandle | None = None
         self._probing: asyncio.Task[None] | None = None
@@ -163,7 +153,7 @@ class Shard:
         if self.trouble is not None:
             raise _make_unavailable(self.trouble)
 
-    def ask(self, calls: list[Call], finish: Finish) -> Pending:
+    def ask(self, calls: list[ScriptCall], finish: Finish) -> Pending:
         """Have calls made with the next round trip.
 
         Args:
@@ -177,10 +167,10 @@ class Shard:
         loop = self._loop
         if loop is None:  # to ask asyncio is a call of the system, each time
             loop = self._loop = asyncio.get_running_loop()
-        waiting = _Waiting(calls, finish, loop.time() + self._timeout)
+        waiting = _Caller(calls, finish, loop.time() + self._timeout)
         self._queue.append(waiting)
-        if self._flight is None and not self._departing:
-            self._call_departure(loop)
+        if self._round_trip is None and not self._scheduled:
+            self._schedule(loop)
         return waiting
 
     async def retire(self) -> None:
@@ -192,7 +182,7 @@ class Shard:
     async def close(self) -> None:
         """Send what is owed, then drop the connections."""
         self._closed = True
-        while self.trouble is None and (self._queue or self._flight):  # noqa: ASYNC110  # for as long as a deadline at most
+        while self.trouble is None and (self._queue or self._round_trip):  # noqa: ASYNC110  # for as long as a deadline at most
             await asyncio.sleep(_LAST_LOOK)
         self.trouble = self.trouble or StoreError("closed", kind="closed")
         if self._probing is not None:
@@ -201,37 +191,37 @@ class Shard:
                 await self._probing
         if self._clock is not None:
             self._clock.cancel()
-        await self._backend.drop()
+        self._backend.drop()
 
-    def _call_departure(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
         """Let those who wait go, after whatever else is ready just now: it may have calls as well."""
-        if self._queue and self._flight is None and not self._departing:
-            self._departing = True
+        if self._queue and self._round_trip is None and not self._scheduled:
+            self._scheduled = True
             if self._pause:
-                loop.call_at(self._departed + self._pause, self._depart)
+                loop.call_at(self._sent_at + self._pause, self._send_batch)
             else:
-                loop.call_soon(self._depart)
+                loop.call_soon(self._send_batch)
 
-    def _depart(self) -> None:
+    def _send_batch(self) -> None:
         """Send those who wait, unless a round trip is under way."""
-        self._departing = False
-        while self._queue and self._flight is None:
-            batch = self._board()
+        self._scheduled = False
+        while self._queue and self._round_trip is None:
+            batch = self._take_batch()
             if batch:
                 calls = [call for waiting in batch for call in waiting.calls]
                 self._metrics.store_batch_size.observe(len(calls))
                 loop = asyncio.get_running_loop()
-                self._departed = loop.time()
-                self._pause = min(_GATHER_AT_MOST, _GATHER_SECONDS * len(batch) * self.crowd) if len(batch) > 1 else 0.0
-                trip = self._backend.call(calls)
-                flight = self._flight = _Flight(trip, batch, self._departed + self._timeout)
-                if trip.done:
-                    self._land(flight)
+                self._sent_at = loop.time()
+                self._pause = min(_GATHER_AT_MOST, _GATHER_SECONDS * len(batch) * self.sharing) if len(batch) > 1 else 0.0
+                replies = self._backend.call(calls)
+                round_trip = self._round_trip = _RoundTrip(replies, batch, self._sent_at + self._timeout)
+                if replies.done:
+                    self._finish_batch(round_trip)
                 else:
-                    trip.then(partial(self._land, flight))
+                    replies.then(partial(self._finish_batch, round_trip))
                     self._watch()
 
-    def _board(self) -> list[_Waiting]:
+    def _take_batch(self) -> list[_Caller]:
         """Take those who go next: up to `MAX_BATCH` calls, without those who have been told that it took too long."""
         calls = 0
         for position, waiting in enumerate(self._queue):
@@ -243,26 +233,26 @@ class Shard:
             batch, self._queue = self._queue, []
         return [waiting for waiting in batch if not waiting.done or waiting.cancelled]
 
-    def _land(self, flight: _Flight) -> None:
+    def _finish_batch(self, round_trip: _RoundTrip) -> None:
         """Tell those who waited, in one turn of the event loop, so that what they make of it leaves together."""
-        self._flight = None
-        if flight.trip.error is not None:
-            self._fail(flight.trip.error, flight.batch)
+        self._round_trip = None
+        if round_trip.replies.error is not None:
+            self._fail(round_trip.replies.error, round_trip.batch)
             return
-        answers, taken = flight.trip.result(), 0
-        for waiting in flight.batch:
+        answers, taken = round_trip.replies.result(), 0
+        for waiting in round_trip.batch:
             until = taken + len(waiting.calls)
             try:
                 waiting.settle(waiting.finish(waiting.calls, answers[taken:until]))
             except Exception as bug:  # noqa: BLE001  # the others' answers are good
                 waiting.settle(None, blame_bug(bug))
             taken = until
-        self._call_departure(asyncio.get_running_loop())
+        self._schedule(asyncio.get_running_loop())
 
     def _watch(self) -> None:
         """Be back at the first deadline."""
         if self._clock is None:
-            first = [self._flight.deadline] if self._flight is not None else []
+            first = [self._round_trip.deadline] if self._round_trip is not None else []
             first += [waiting.deadline for waiting in self._list_waiting() if not waiting.done][:1]
             if first:
                 loop = asyncio.get_running_loop()
@@ -273,7 +263,7 @@ class Shard:
         self._clock = None
         now = asyncio.get_running_loop().time()
         error = StoreError(f"no answer within {self._timeout:g} s", kind="timeout")
-        if self._flight is not None and self._flight.deadline <= now:
+        if self._round_trip is not None and self._round_trip.deadline <= now:
             self._fail(error)
             return
         for waiting in self._list_waiting():
@@ -281,17 +271,17 @@ class Shard:
                 waiting.settle(None, StoreError(str(error), kind=error.kind))
         self._watch()
 
-    def _list_waiting(self) -> Sequence[_Waiting]:
-        """Everybody who waits, in the order of their deadlines."""
-        return [*(self._flight.batch if self._flight is not None else ()), *self._queue]
+    def _list_waiting(self) -> Sequence[_Caller]:
+        """All callers that wait, in the order of their deadlines."""
+        return [*(self._round_trip.batch if self._round_trip is not None else ()), *self._queue]
 
-    def _fail(self, error: StoreError, batch: Sequence[_Waiting] = ()) -> None:
-        """Open the breaker: everybody who waits hears of it, and the probe starts."""
+    def _fail(self, error: StoreError, batch: Sequence[_Caller] = ()) -> None:
+        """Open the breaker: all callers that wait are told, and the probe starts."""
         self._metrics.store_errors.labels(error.kind).inc()
         told = (*batch, *self._list_waiting())
-        flight, self._flight, self._queue = self._flight, None, []
-        if flight is not None:
-            flight.trip.cancel()
+        round_trip, self._round_trip, self._queue = self._round_trip, None, []
+        if round_trip is not None:
+            round_trip.replies.cancel()
         if self.trouble is None:
             extra = make_extra(shard=self.name, kind=error.kind, error=str(error))
             _LOG.error(f"{self._what} unavailable, each replica counts for itself", extra=extra)
@@ -307,7 +297,7 @@ class Shard:
         if loop.time() > self._well_since + _WELL_SECONDS:
             self._pauses = iter(_PROBE_SECONDS)
         while True:
-            await self._backend.drop()
+            self._backend.drop()
             await asyncio.sleep(next(self._pauses, _PROBE_SECONDS[-1]))
             try:
                 await _try_backend(self._backend)
@@ -326,7 +316,7 @@ class Shard:
         _LOG.info(f"{self._what} available again", extra=make_extra(shard=self.name))
 
 
-async def _try_backend(backend: Backend) -> None:
+async def _try_backend(backend: RedisBackend) -> None:
     """Probe once, within bounds.
 
     Raises:
@@ -341,11 +331,6 @@ async def _try_backend(backend: Backend) -> None:
         raise StoreError(f"no answer within {_PROBE_TIMEOUT:g} s", kind="timeout") from None
     except Exception as bug:  # the prober must outlive it
         raise blame_bug(bug) from bug
-
-
-def blame_bug(bug: BaseException) -> StoreError:
-    """What is said of an error of ours."""
-    return StoreError(f"{type(bug).__name__}: {bug}", kind="internal")
 
 
 def _make_unavailable(trouble: StoreError) -> StoreError:

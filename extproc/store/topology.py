@@ -15,11 +15,9 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, Protocol
 
-from redis.exceptions import ResponseError
-
 from extproc.errors import StoreError
 from extproc.store.client import Access, connect
-from extproc.store.link import Command, Link, Place, Reply, explain_refusal
+from extproc.store.link import Command, ErrorReply, Link, RedisReply, ServerAddress, explain_refusal
 
 SLOTS = 16_384
 _SENTINEL_SECONDS = 0.25
@@ -36,7 +34,7 @@ def spread_tags(tags: int) -> tuple[str, ...]:
     return tuple(next(str(n) for n in count() if find_slot(str(n)) // width == share) for share in range(tags))
 
 
-class Topology(Protocol):
+class ShardServers(Protocol):
     """Connections of one shard, by hash tag; raises StoreError and nothing else."""
 
     tags: Sequence[str]
@@ -50,11 +48,11 @@ class Topology(Protocol):
         """The same, opened where it is not open."""
         ...
 
-    async def at(self, place: Place) -> Link:
+    async def at(self, place: ServerAddress) -> Link:
         """One to a server that another one named."""
         ...
 
-    def move(self, tag: str, place: Place) -> None:
+    def move(self, tag: str, place: ServerAddress) -> None:
         """Another server has the tag's keys: the one that had them says so."""
         ...
 
@@ -62,7 +60,7 @@ class Topology(Protocol):
         """Find out who has which keys; the numbers of the tags that are the shard's own, 0 for a single server."""
         ...
 
-    async def drop(self) -> None:
+    def drop(self) -> None:
         """End every connection."""
         ...
 
@@ -79,81 +77,79 @@ class Layout(Protocol):
     changes: int
     """How often these have changed."""
 
-    def open(self, owner: str) -> Topology:
+    def open(self, owner: str) -> ShardServers:
         """Connections of the shard of that name."""
         ...
 
 
-class Undivided:
+class SingleLayout:
     """A layout of one server, whichever that is just now."""
 
     tags: Sequence[str] = ()
     changes = 0
 
-    def __init__(self, name: str, make: Callable[[], Topology]) -> None:
+    def __init__(self, name: str, make: Callable[[], ShardServers]) -> None:
         """Take the name, for operators, and what makes connections."""
         self.owners: Sequence[str] = (name,)
         self._make = make
 
-    def open(self, owner: str) -> Topology:  # noqa: ARG002  # there is one
+    def open(self, owner: str) -> ShardServers:  # noqa: ARG002  # there is one
         """See `Layout`."""
         return self._make()
 
 
-class One:
+class SingleServer:
     """One server."""
 
     tags: Sequence[str] = ()
 
-    def __init__(self, place: Place, access: Access) -> None:
-        """Nothing is connected yet."""
+    def __init__(self, place: ServerAddress, access: Access) -> None:
         self._place = place
         self._access = access
         self._link: Link | None = None
 
     def get(self, tag: str) -> Link | None:  # noqa: ARG002  # one server has all keys
-        """See `Topology`."""
+        """See `ShardServers`."""
         return self._link if self._link is not None and self._link.is_usable() else None
 
     async def find(self, tag: str) -> Link:
-        """See `Topology`."""
+        """See `ShardServers`."""
         link = self.get(tag)
         if link is None:
-            await self.drop()
+            self.drop()
             link = self._link = await connect(await self._choose(), self._access)
         return link
 
-    async def at(self, place: Place) -> Link:
-        """See `Topology`; only a cluster sends anybody elsewhere."""
+    async def at(self, place: ServerAddress) -> Link:
+        """See `ShardServers`; only a cluster sends its clients elsewhere."""
         raise StoreError(f"the server is part of a cluster and sends us to {place}; use redis+cluster://", kind="cluster")
 
-    def move(self, tag: str, place: Place) -> None:
-        """See `Topology`; `at` says what is wrong."""
+    def move(self, tag: str, place: ServerAddress) -> None:
+        """See `ShardServers`; `at` says what is wrong."""
 
     async def learn(self) -> Sequence[int]:
-        """See `Topology`."""
+        """See `ShardServers`."""
         return (0,)
 
-    async def drop(self) -> None:
-        """See `Topology`."""
+    def drop(self) -> None:
+        """See `ShardServers`."""
         link, self._link = self._link, None
         if link is not None:
-            await link.drop()
+            link.drop()
 
-    async def _choose(self) -> Place:
+    async def _choose(self) -> ServerAddress:
         return self._place
 
 
-class Watched(One):
+class SentinelServer(SingleServer):
     """The primary of a service that Sentinels watch over."""
 
-    def __init__(self, sentinels: Sequence[Place], service: str, access: Access) -> None:
-        """Nothing is connected yet."""
+    def __init__(self, sentinels: Sequence[ServerAddress], service: str, access: Access) -> None:
         super().__init__(sentinels[0], access)
         self._sentinels = list(sentinels)
         self._service = service
 
-    async def _choose(self) -> Place:
+    async def _choose(self) -> ServerAddress:
         """Ask the Sentinels in turn, each time another one first: one that was cut off may name a primary of old."""
         errors = []
         for sentinel in list(self._sentinels):
@@ -167,7 +163,7 @@ class Watched(One):
                 errors.append(f"{sentinel}: no answer")
         raise StoreError(f"no Sentinel knows the primary: {'; '.join(errors)}", kind="sentinel")
 
-    async def _ask(self, sentinel: Place) -> Place:
+    async def _ask(self, sentinel: ServerAddress) -> ServerAddress:
         command = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
         try:
             reply = await _query(sentinel, Access(tls=self._access.tls), command)
@@ -179,30 +175,30 @@ class Watched(One):
             raise StoreError(f"{sentinel} does not watch {self._service}", kind="sentinel")
         try:
             host, port = reply  # type: ignore[misc]  # anything may have come
-            return Place(host.decode(), int(port))  # type: ignore[union-attr]
+            return ServerAddress(host.decode(), int(port))  # type: ignore[union-attr]
         except (AttributeError, TypeError, ValueError):
             raise StoreError(f"{sentinel} names no server", kind="sentinel") from None
 
 
-class Slots:
+class ClusterLayout:
     """A cluster's layout, as far as its nodes have said it: every tag's slot belongs to one primary."""
 
-    def __init__(self, seeds: Sequence[Place], access: Access, tags: int) -> None:
+    def __init__(self, seeds: Sequence[ServerAddress], access: Access, tags: int) -> None:
         """Nothing is known yet; any of the seeds may tell who has which slots."""
         self.tags: Sequence[str] = spread_tags(tags)
         self.owners: Sequence[str] = [""] * tags
         self.changes = 0
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, ServerAddress] = {}
         self._slots = [find_slot(tag) for tag in self.tags]  # ascending
         self._seeds = list(seeds)
         self._access = access
-        self._known: list[Place] = []
+        self._known: list[ServerAddress] = []
 
-    def open(self, owner: str) -> Cluster:
+    def open(self, owner: str) -> ClusterServers:
         """See `Layout`."""
-        return Cluster(self, self._access, owner)
+        return ClusterServers(self, self._access, owner)
 
-    def move(self, tag: str, place: Place) -> None:
+    def move(self, tag: str, place: ServerAddress) -> None:
         """A tag's keys are elsewhere."""
         self._assign({**self.places, tag: place})
 
@@ -227,17 +223,17 @@ class Slots:
                 try:
                     return self._read(reply, place)
                 except (AttributeError, IndexError, TypeError, ValueError):
-                    errors.append(f"{place}: does not say who has which slots")
+                    errors.append(f"{place}: does not report its slots")
             self._known = [known for known in self._known if known != place]
         raise StoreError(f"no node of the cluster answers: {'; '.join(errors)}", kind="connection")
 
-    def _read(self, ranges: Any, asked: Place) -> None:  # noqa: ANN401  # whatever a server answered
+    def _read(self, ranges: Any, asked: ServerAddress) -> None:  # noqa: ANN401  # whatever a server answered
         """Take in who has which slots, from one range of slots for each of the lists.
 
         Raises:
             AttributeError, IndexError, TypeError, ValueError: it says something else.
         """
-        owners: dict[str, Place] = {}
+        owners: dict[str, ServerAddress] = {}
         nodes = set()
         for first, last, *listed in ranges:
             tags = self.tags[bisect_left(self._slots, first) : bisect_right(self._slots, last)]
@@ -248,67 +244,67 @@ class Slots:
         self._assign(owners)
         self._known = [*(known for known in dict.fromkeys([*self._known, *nodes]) if known != asked and known in nodes), asked]
 
-    def _assign(self, places: dict[str, Place]) -> None:
+    def _assign(self, places: dict[str, ServerAddress]) -> None:
         if places != self.places:
             self.places = places
             self.owners = [str(places[tag]) if tag in places else "" for tag in self.tags]
             self.changes += 1
 
 
-class Cluster:
+class ClusterServers:
     """Connections to a cluster, of the shard of one primary or of those keys of which it is not known who has them."""
 
-    def __init__(self, slots: Slots, access: Access, owner: str) -> None:
+    def __init__(self, slots: ClusterLayout, access: Access, owner: str) -> None:
         """Nothing is connected yet; `owner` is one of the layout's."""
         self.tags = slots.tags
         self._slots = slots
         self._access = access
         self._owner = owner
-        self._links: dict[Place, Link] = {}
+        self._links: dict[ServerAddress, Link] = {}
 
     def get(self, tag: str) -> Link | None:
-        """See `Topology`."""
+        """See `ShardServers`."""
         place = self._slots.places.get(tag)
         link = self._links.get(place) if place is not None else None
         return link if link is not None and link.is_usable() else None
 
     async def find(self, tag: str) -> Link:
-        """See `Topology`."""
+        """See `ShardServers`."""
         if tag not in self._slots.places:
             await self._slots.learn()
         if tag not in self._slots.places:
             raise _make_orphaned(tag)
         return await self.at(self._slots.places[tag])
 
-    async def at(self, place: Place) -> Link:
-        """See `Topology`."""
+    async def at(self, place: ServerAddress) -> Link:
+        """See `ShardServers`."""
         link = self._links.get(place)
         if link is None or not link.is_usable():
             if link is not None:
-                await link.drop()
+                link.drop()
             link = self._links[place] = await connect(place, self._access)
         return link
 
-    def move(self, tag: str, place: Place) -> None:
-        """See `Topology`."""
+    def move(self, tag: str, place: ServerAddress) -> None:
+        """See `ShardServers`."""
         self._slots.move(tag, place)
 
     async def learn(self) -> Sequence[int]:
-        """See `Topology`."""
+        """See `ShardServers`."""
         await self._slots.learn()
         own = [number for number, owner in enumerate(self._slots.owners) if owner == self._owner]
         if own and not self._owner:
             raise _make_orphaned(self.tags[own[0]])
         return own
 
-    async def drop(self) -> None:
-        """See `Topology`."""
+    def drop(self) -> None:
+        """See `ShardServers`."""
         links, self._links = list(self._links.values()), {}
         for link in links:
-            await link.drop()
+            link.drop()
 
 
-async def _query(place: Place, access: Access, command: Command) -> Reply:
+async def _query(place: ServerAddress, access: Access, command: Command) -> RedisReply:
     """A server's reply to one command, on a connection of its own.
 
     Raises:
@@ -318,8 +314,8 @@ async def _query(place: Place, access: Access, command: Command) -> Reply:
     try:
         reply = await link.ask(command)
     finally:
-        await link.drop()
-    if isinstance(reply, ResponseError):
+        link.drop()
+    if isinstance(reply, ErrorReply):
         raise explain_refusal(reply)
     return reply
 
@@ -328,9 +324,9 @@ def _make_orphaned(tag: str) -> StoreError:
     return StoreError(f"no node of the cluster has slot {find_slot(tag)}", kind="cluster")
 
 
-def _read_node(node: Any, asked: Place) -> Place:  # noqa: ANN401  # whatever a server answered
+def _read_node(node: Any, asked: ServerAddress) -> ServerAddress:  # noqa: ANN401  # whatever a server answered
     """Host, port and more; a node that does not know its own address names none."""
     host, port, *_ = node
     if type(port) is not int:
         raise TypeError
-    return Place(host.decode() if host else asked.host, port)
+    return ServerAddress(host.decode() if host else asked.host, port)

@@ -175,7 +175,6 @@ class _ServerContext(ssl.SSLContext):
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
 
     def __init__(self, certificates: Certificates) -> None:
-        """Nothing is loaded."""
         self.certificates = certificates
 
 
@@ -292,7 +291,7 @@ def _load_pair(context: ssl.SSLContext, settings: Settings) -> None:
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise UsageError(f"{key}: is not the key of --tls-cert {settings.tls_cert}") from None
-        raise UsageError(f"{key}: holds no private key in PEM") from None
+        raise UsageError(f"{key}: contains no PEM private key") from None
     except OSError as error:
         raise UsageError(f"{key}: {error.strerror}") from None
     except _PassphraseError:
@@ -312,16 +311,16 @@ def _trust_clients(context: ssl.SSLContext, settings: Settings, pem: Pem) -> Non
     _trust(context, pem.authorities, flag)
     ends = [ssl.cert_time_to_seconds(str(found["notAfter"])) for found in context.get_ca_certs()]
     if not ends:
-        raise UsageError(f"{flag}: holds no certificate of an authority")
+        raise UsageError(f"{flag}: contains no CA certificate")
     if max(ends) <= time.time():
-        raise UsageError(f"{flag}: has expired at {datetime.fromtimestamp(max(ends), UTC):%Y-%m-%d %H:%M} UTC")
+        raise UsageError(f"{flag}: expired at {datetime.fromtimestamp(max(ends), UTC):%Y-%m-%d %H:%M} UTC")
 
 
 def _trust(context: ssl.SSLContext, pem: bytes, flag: str) -> None:
     try:
         context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))  # comments may be in any language
     except (ssl.SSLError, ValueError):  # the latter where there is nothing
-        raise UsageError(f"{flag}: holds no certificate in PEM") from None
+        raise UsageError(f"{flag}: contains no PEM certificate") from None
 
 
 def _explain(error: ssl.SSLError) -> str:

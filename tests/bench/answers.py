@@ -27,7 +27,7 @@ from extproc.pb.external_processor_pb2 import ProcessingResponse
 from tests.bench import samples
 from tests.bench.report import Row, progress
 from tests.bench.timing import at_one_clock, cpu_us, process_cpu, ratio, spread
-from tests.harness import PATIENCE, Envoy, Loopguard, eventually, write_policies
+from tests.support.harness import PATIENCE, Envoy, Loopguard, eventually, write_policies
 
 TITLE = (
     "answers: knowing what they cost (entries of the access log; a stream through the real Envoy, with its filters and without)"

@@ -21,7 +21,7 @@ from extproc.metrics import Metrics
 from extproc.reload import Reloader
 from extproc.settings import Settings
 from extproc.store.memory import MemoryStore
-from extproc.store.windows import Hit
+from extproc.store.rules.hit import Hit
 from tests.bench import samples
 from tests.bench.processes import run_module
 from tests.bench.report import Row, progress

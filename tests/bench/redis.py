@@ -23,7 +23,7 @@ from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import Store, open_store
 from extproc.store.memory import MemoryStore
-from extproc.store.windows import Hit
+from extproc.store.rules.hit import Hit
 from tests.bench import samples
 from tests.bench.builds import SOURCES, explain_missing, find_compiled, serve
 from tests.bench.envoy_config import Listener, running_envoy
@@ -32,8 +32,8 @@ from tests.bench.paced import Meanwhile, run_paced
 from tests.bench.processes import apart, free_port, running
 from tests.bench.report import Row, progress
 from tests.bench.timing import interleaved, process_cpu, ratio, spread
-from tests.records import replace
-from tests.servers import Server, server
+from tests.support.records import replace
+from tests.support.servers import Server, server
 
 TITLE = "redis: counts in Valkey on loopback, beside counts in memory (POST 1 KB, one policy)"
 

@@ -20,13 +20,13 @@ from typing import Any, cast
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import Store, open_store
-from extproc.store.ledger import RECORD, SUCCEEDED, Limits, Question, Settlement, Step, add_up
 from extproc.store.memory import MemoryStore
-from extproc.store.windows import Hit
+from extproc.store.rules.hit import Hit
+from extproc.store.rules.session import RECORD, SUCCEEDED, Limits, Question, Settlement, Step, add_up
 from tests.bench.processes import run_module
 from tests.bench.report import Row, progress
 from tests.bench.timing import cpu_us, difference, interleaved, process_cpu, resident_mb
-from tests.servers import Server, server
+from tests.support.servers import Server, server
 
 TITLE = "sessions: a step beside a hit, in the store; 1,000,000 sessions in memory"
 

@@ -14,7 +14,7 @@ from extproc.errors import LoopguardError
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import AdminClient, add_admin_flag, open_clients
 from extproc.operator.canary.report import describe_canaries
-from extproc.operator.canary.review import ANSWERS, RIGHT, WRONG, Tally
+from extproc.operator.canary.review import ANSWERS, RIGHT, WRONG, ReviewTally
 from extproc.operator.canary.states import State, convert_state
 from extproc.operator.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Rules, find_bounds
 from extproc.options import add_flags as add_options
@@ -107,7 +107,7 @@ def show_status(options: argparse.Namespace) -> int:
 def _explain_nothing(policy: str | None, compared: Sequence[str]) -> str:
     """Why there is no verdict: what is compared, or how a policy comes to be."""
     named = f"no shadow policy {policy}" if policy is not None else "no shadow policy"
-    hint = f"those that are: {', '.join(compared)}" if compared else "canary_of names the one, or the same selector does"
+    hint = f"compared are: {', '.join(compared)}" if compared else "set canary_of, or give both the same selector"
     return f"{named} is compared with an enforcing one; {hint}"
 
 
@@ -131,7 +131,7 @@ def collect_states(clients: Sequence[AdminClient]) -> list[State]:
 def _read_replicas(answer: Any) -> dict[str, list[Any]]:  # noqa: ANN401  # whatever a server said
     replicas = answer.get("replicas") if isinstance(answer, dict) else None
     if not isinstance(replicas, dict) or not all(isinstance(states, list) for states in replicas.values()):
-        raise LoopguardError("the server says nothing about canaries")
+        raise LoopguardError("the server did not return canary counts")
     return replicas
 
 
@@ -141,7 +141,7 @@ def review_samples(options: argparse.Namespace) -> int:
     Raises:
         LoopguardError: a server does not answer, none keeps samples, or the tally cannot be kept.
     """
-    tally = Tally(Path(options.tally))
+    tally = ReviewTally(Path(options.tally))
     samples = [
         sample
         for sample in _collect_samples(open_clients(options.admin))
@@ -179,7 +179,7 @@ def _collect_samples(clients: Sequence[AdminClient]) -> list[dict[str, Any]]:
             kept = kept or bool(answer["kept"])
             found |= {str(sample["id"]): {**sample, "at": float(sample["at"])} for sample in answer["samples"]}
         except (KeyError, TypeError, ValueError):
-            raise LoopguardError(f"{client.url} says nothing about samples") from None
+            raise LoopguardError(f"{client.url} did not return samples") from None
     if not kept:
         raise LoopguardError("no samples are kept; start the servers with --shadow-samples N")
     return sorted(found.values(), key=lambda sample: sample["at"])

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     if options.file == "":
         raise UsageError("the file's name is empty")
     if unknown := sorted(set(options.ignore) - set(CODES)):
-        raise UsageError(f"--ignore {unknown[0]}: there is no such finding; there are {', '.join(CODES)}")
+        raise UsageError(f"--ignore {unknown[0]} is not a finding; known findings: {', '.join(CODES)}")
     needs = find_needs(load_policies(options.policy) if options.policy else None, options.uploads)
     source = options.admin or options.file
     document = fetch_dump(options.admin) if options.admin else read_file(options.file)

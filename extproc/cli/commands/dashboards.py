@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         changed = [path for path, text in texts.items() if path.exists() and path.read_bytes() != text.encode()]
         if changed and not options.force:
             told = ", ".join(map(str, changed))
-            raise UsageError(f"{told}: there already, and not what would be written; --force replaces it")
+            raise UsageError(f"{told}: exists with other content; --force replaces it")
         for path, text in texts.items():
             path.write_text(text, encoding="utf-8")
             print(path)

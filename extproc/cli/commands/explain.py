@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
+from extproc.apis import takes_websocket
 from extproc.cli.commands import add_key_flag, add_policy_flag, load_policies
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Outcome
 from extproc.engine.candidates import Candidate, LoopCandidate, SessionCandidate
@@ -29,9 +30,9 @@ from extproc.logs import escape_controls
 from extproc.policy.bundle import DEFAULT_DETECTOR, EVERYBODY, METHOD
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import read_hash_key
-from extproc.request.http import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body, find_websocket
-from extproc.store.ledger import NANO_DOLLARS, RECORD
-from extproc.store.windows import Count, Hit
+from extproc.request.http import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body, opens_websocket
+from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.session import NANO_DOLLARS, RECORD
 
 HELP = "show what the policies make of one request"
 EXAMPLES = """examples:
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     ramps = {plan.id: _show_place(plan.ramp, request) for plan in engine.match(request) if plan.ramp is not None}
     evaluation = engine.prepare(request, key=read_hash_key(options.hash_key_file))
     if evaluation is None:
-        print(escape_controls(f"no policy matches {request.method} {request.path}: the request goes on uncounted"))
+        print(escape_controls(f"no policy matches {request.method} {request.path}: the request passes uncounted"))
         return 0
     reason = explain_unknowable_body(request) if evaluation.needs_body or request.opens_responses else ""
     evaluation.read_body(None if reason else NO_BODY.plus(body), reason, body)
@@ -174,7 +175,7 @@ def _print_detector(candidate: LoopCandidate, evaluation: Evaluation, body: byte
     rows += more
     rows += [("composite", candidate.composite), ("fingerprint", candidate.fingerprint), ("tenant", candidate.tenant)]
     if candidate.push is not None:
-        rows.append(("ring", f"{candidate.push.key}: earlier turns, which are not asked for here"))
+        rows.append(("ring", f"{candidate.push.key}: earlier turns, which explain does not read"))
     if hit is not None:
         rows.append(("key", hit.key))
     rows.append(("decision", _describe_decision(candidate)))
@@ -214,7 +215,7 @@ def _describe_decision(candidate: LoopCandidate) -> str:
     if not detector.stateless:
         allowed = detector.list_thresholds(candidate.subject)[0] - 1
         return (
-            f"allow {allowed} identical requests, then {_describe_steps(candidate)}; "
+            f"allow {allowed} identical request{'' if allowed == 1 else 's'}, then {_describe_steps(candidate)}; "
             f"window {detector.window_type}, {detector.window_seconds} s"
         )
     state = detector.similarity.describe(found)
@@ -222,7 +223,7 @@ def _describe_decision(candidate: LoopCandidate) -> str:
         return f"allow: {state}"
     if found.looping:
         return f"{_describe_action(candidate, found.step)}; {state}"
-    return f"allow below {found.threshold} equal calls, then {_describe_steps(candidate)}; {state}"
+    return f"allow below {found.threshold} identical calls, then {_describe_steps(candidate)}; {state}"
 
 
 def _describe_steps(candidate: LoopCandidate) -> str:
@@ -251,7 +252,7 @@ def _describe_action(candidate: LoopCandidate, step: int) -> str:
     outcome = _make_outcome(candidate, step)
     framed = candidate.subject.frame("", "")
     status = (outcome.refusal.status or AUTO_STATUS) if framed is None else framed.status
-    answer = "an answer of the API, or where that is not known with " if outcome.refusal.completes else ""
+    answer = "an answer of the API, or if that is unknown with " if outcome.refusal.completes else ""
     again = f" (Retry-After: {outcome.retry_after})" if outcome.retry_after is not None else ""
     told = {
         "reject": f"reject with {answer}{status}{again}",
@@ -283,9 +284,9 @@ def _split_url(text: str) -> SplitResult:
     if url.scheme not in ("http", "https"):
         raise UsageError(f"{text!r} is not a URL of http or https")
     if not (url.hostname or text.startswith("/")):
-        raise UsageError(f"{text!r} is not a URL: it names no host")
+        raise UsageError(f"{text!r} is not a URL: it has no host")
     if re.search(r"[\x00-\x20\x7f]", text):
-        raise UsageError(f"{text!r} is not a URL: spaces and control characters are sent percent-encoded")
+        raise UsageError(f"{text!r} is not a URL: percent-encode spaces and control characters")
     return url
 
 
@@ -304,7 +305,7 @@ def _make_request(options: argparse.Namespace, body: bytes) -> HttpRequest:
     authority = headers.get("host", b"").decode("utf-8", "surrogateescape") or url.netloc.rpartition("@")[2]
     facts = StatedFacts(route=options.route, address=options.address, claims=_read_claims(options, headers))
     request = HttpRequest(method, target, authority, headers, facts)
-    request.opens_responses = find_websocket(request)
+    request.opens_responses = opens_websocket(request) and takes_websocket(request.path)
     return request
 
 

@@ -33,6 +33,6 @@ def run(options: argparse.Namespace) -> int:
     """
     amounts = {"steps": options.steps, "tool_calls": options.tool_calls, "cost": options.cost}
     if all(amount is None for amount in amounts.values()):
-        raise UsageError("say what is granted: --steps, --tool-calls or --cost")
+        raise UsageError("give at least one of --steps, --tool-calls and --cost")
     key = secrets.token_hex(8)  # servers that share a store take it once, however many of them are asked
     return give("grant", options, **amounts, key=key)

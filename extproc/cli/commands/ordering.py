@@ -94,7 +94,7 @@ def make_order(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     about |= {name: getattr(options, name) for name in ("fingerprint", "tool") if name in options}
     if not any(about.values()):
         *flags, last = [f"--{name}" for name in about]
-        raise UsageError(f"say whom it is about: {', '.join(flags)} or {last}")
+        raise UsageError(f"give a target: {', '.join(flags)} or {last}")
     order = {"kind": kind, **about, "policy": options.policy, "reason": options.reason}
     if "duration" in options:
         order["seconds"] = read_duration(options.duration)
@@ -109,7 +109,7 @@ def read_duration(text: str) -> int:
     """
     found = _DURATION.fullmatch(text)
     if found is None:
-        raise UsageError(f"--for must be a number with its unit, such as 90s, 30m, 2h or 1d, not {text!r}")
+        raise UsageError(f"--for must be a number with a unit, such as 90s, 30m, 2h or 1d, not {text!r}")
     seconds = int(found[1]) * _UNITS[found[2]]
     if seconds > MAX_SECONDS:
         raise UsageError(f"--for is at most {MAX_SECONDS // _UNITS['d']}d, not {text}")
@@ -130,7 +130,7 @@ def make_headers(options: argparse.Namespace) -> dict[str, str]:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--token-file {path}: cannot be read: {error}") from None
         if not tokens:
-            raise UsageError(f"--token-file {path}: there is no token in it")
+            raise UsageError(f"--token-file {path}: it contains no token")
         headers["authorization"] = f"Bearer {tokens[0]}"
     return headers
 

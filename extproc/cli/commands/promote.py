@@ -73,20 +73,20 @@ def run(options: argparse.Namespace) -> int:
     place, spec = _find_spec(decode(files[file]).document, options.policy)
     share = _find_share(spec)
     if share == options.percent:
-        _tell(f"nothing to change: {options.policy} acts on {_describe_share(share)} already")
+        _print_note(f"nothing to change: {options.policy} already acts on {_describe_share(share)}")
         return 0
     if share > options.percent:
-        back = "to step back, change enforce_percent in the file, or set mode to shadow"
-        raise LoopguardError(f"{options.policy} acts on {_describe_share(share)} already, which is more; {back}")
+        back = "to lower it, change enforce_percent in the file, or set mode to shadow"
+        raise LoopguardError(f"{options.policy} already acts on {_describe_share(share)}, which is more; {back}")
     before = files[file].decode()
     after = _promote(before, place, spec, options.percent)
     promoted = parse({**files, file: after.encode()}, now)
     sys.stdout.writelines(_list_changes(file, before, after))
     for remark in _list_remarks(options, spec, known, promoted):
-        _tell(remark)
+        _print_note(remark)
     if options.write:
         _write(Path(file), before.encode(), after.encode())
-        _tell(f"written: {options.policy} acts on {_describe_share(options.percent)}")
+        _print_note(f"written: {options.policy} acts on {_describe_share(options.percent)}")
     return 0
 
 
@@ -101,14 +101,14 @@ def _list_remarks(options: argparse.Namespace, spec: Mapping[str, Any], known: P
     """
     yield from (f"warning: {warning}" for warning in promoted.warnings if warning not in known.warnings)
     if promoted.sources[0].forces_shadow(datetime.now(UTC)):
-        yield "note: global_shadow keeps all policies of the file in shadow as long as it holds"
+        yield "note: while global_shadow is on, all policies of the file stay in shadow mode"
     live = spec.get("canary_of")
     if live is not None:
-        stays = f"note: {live} stays as it is, and where both act, the strictest answer wins"
-        yield f"{stays}; to have {options.policy} take its place, set its mode to shadow, or remove it"
+        stays = f"note: {live} still acts too, and the strictest answer wins"
+        yield f"{stays}; to replace it with {options.policy}, set its mode to shadow, or remove it"
 
 
-def _tell(text: str) -> None:
+def _print_note(text: str) -> None:
     """Beside the diff, which may be piped elsewhere."""
     print(escape_controls(text), file=sys.stderr)
 
@@ -122,7 +122,7 @@ def _read_files(file: str, beside: Sequence[str]) -> dict[str, bytes]:
     """
     check_paths([file, *beside])
     if Path(file).is_dir():
-        raise UsageError(f"{file} is a directory; give the one file of it that holds the policy")
+        raise UsageError(f"{file} is a directory; give the file in it that has the policy")
     files = read_files([file])
     others = read_files(beside)
     return {**files, **{name: data for name, data in others.items() if not Path(name).samefile(file)}}
@@ -143,7 +143,7 @@ def _find_spec(document: Any, policy: str) -> tuple[Place, dict[str, Any]]:  # n
         if entry["id"] == policy:
             return (*place, "spec"), entry["spec"]
     close = difflib.get_close_matches(policy, [entry["id"] for entry in entries.values()], n=1)
-    raise UsageError(f"the file holds no policy {policy!r}{f'; did you mean {close[0]!r}?' if close else ''}")
+    raise UsageError(f"the file has no policy {policy!r}{f'; did you mean {close[0]!r}?' if close else ''}")
 
 
 def _find_share(spec: Mapping[str, Any]) -> int:
@@ -196,7 +196,7 @@ def _write(file: Path, before: bytes, after: bytes) -> None:
         LoopguardError: it cannot be written, or is not what it was when it was read; then the old one stays.
     """
     if file.is_symlink():
-        place = "change the file that it leads to, or the ConfigMap where it is one that Kubernetes has mounted"
+        place = "change its target, or the ConfigMap if Kubernetes mounted it"
         raise LoopguardError(f"{file} is a symbolic link, which is not replaced; {place}")
     try:
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")  # a name that no policy directory shows
@@ -207,12 +207,12 @@ def _write(file: Path, before: bytes, after: bytes) -> None:
                 opened.flush()
                 os.fsync(handle)
             if file.read_bytes() != before:
-                raise LoopguardError(f"{file} has been changed by somebody else meanwhile; nothing is written")
+                raise LoopguardError(f"{file} was changed by another program; nothing was written")
             Path(name).replace(file)
         finally:
             Path(name).unlink(missing_ok=True)
     except OSError as error:
-        raise LoopguardError(f"{file} cannot be written: {error.strerror}; nothing is changed") from None
+        raise LoopguardError(f"{file} cannot be written: {error.strerror}; nothing was changed") from None
 
 
 def _keep_owner(handle: int, was: os.stat_result) -> None:

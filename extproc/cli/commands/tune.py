@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from extproc.cli.commands import add_key_flag, add_policy_flag, load_policies
-from extproc.cli.replay.command import add_log_flags, compile_policies, open_logs, tell_lines
+from extproc.cli.replay.command import add_log_flags, compile_policies, open_logs, print_lines
 from extproc.errors import BundleErrors, LoopguardError, UsageError
 from extproc.logs import escape_controls
 from extproc.objects import MAX_SECONDS, MAX_THRESHOLD
 from extproc.request.hash_key import read_hash_key
 
 if TYPE_CHECKING:
-    from extproc.cli.replay.tune import Pair
+    from extproc.cli.replay.tune import WindowPair
     from extproc.engine.engine import Engine
     from extproc.engine.loop import Detector
 
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document))
     else:
         _print_tables(document, pairs, windows, thresholds, advice.pair)
-    tell_lines(logs, sweep.evictions)
+    print_lines(logs, sweep.evictions)
     for problem in problems:
         print(escape_controls(f"warning: the policy needs another change as well: {problem}"), file=sys.stderr)
     return 1 if ready is None or (options.strict and logs.problems.harmful) else 0
@@ -115,13 +115,13 @@ def _find_detector(engine: Engine, policy: str | None, name: str | None) -> Dete
     if len(plans) != 1:
         known = ", ".join(plan.id for plan in engine.plans[:_MAX_VALUES])
         if policy is None and engine.plans:
-            raise UsageError(f"there are several policies that act; --id says which one of them is tuned: {known}")
+            raise UsageError(f"several policies act; choose one with --id: {known}")
         raise UsageError(f"--id must name one of the policies that act: {known}")
     detectors = [detector for detector in plans[0].detectors if name in (None, detector.name)]
     counting = [detector for detector in detectors if not detector.stateless]
     if not counting and detectors:
         kinds = ", ".join(detector.similarity_name for detector in detectors)
-        raise UsageError(f"{plans[0].id} has no window that could be tuned: what {kinds} finds stands in the request itself")
+        raise UsageError(f"{plans[0].id} has no window to tune: {kinds} finds loops in the request itself")
     if len(counting) != 1:
         known = ", ".join(detector.name for detector in plans[0].detectors if not detector.stateless)
         raise UsageError(f"--detector must name one of these detectors of {plans[0].id}: {known}")
@@ -166,10 +166,10 @@ def _write(file: Path, ready: dict[str, Any]) -> None:
 
 def _print_tables(
     document: dict[str, Any],
-    pairs: Sequence[Pair],
+    pairs: Sequence[WindowPair],
     windows: Sequence[int],
     thresholds: Sequence[int],
-    chosen: Pair | None,
+    chosen: WindowPair | None,
 ) -> None:
     from extproc.cli.replay.table import add_row, make_console, make_table, print_table  # noqa: PLC0415  # as in `replay`
 

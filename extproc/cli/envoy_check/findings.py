@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 
 Code: TypeAlias = Literal[
     "answers",
@@ -47,9 +47,48 @@ Code: TypeAlias = Literal[
     "upgrades",
     "usage",
 ]
-"""What findings are called, in the order of the alphabet."""
+"""What findings are called, in alphabetical order."""
 
-CODES: tuple[Code, ...] = get_args(Code)
+CODES: Mapping[Code, str] = {
+    "answers": "Envoy does not carry out refusals or warnings.",
+    "attributes": "Loopguard does not receive client addresses or route names.",
+    "buffer-limit": "A body that passes today gets a 413, or passes uncounted.",
+    "circuit-breakers": "Above this number of concurrent requests, Envoy skips Loopguard.",
+    "client-address": "Clients can choose their address.",
+    "client-header": "Clients do not receive the warning header.",
+    "cluster": "Loopguard's cluster is missing.",
+    "content-length": "Upstreams get chunked bodies, because Envoy removes the header.",
+    "envoy-headers": "Clients can multiply their requests with `x-envoy-` headers.",
+    "escaped-slashes": "`%2F` can bypass the guarded routes if the upstream reads it as a slash.",
+    "expect": "Clients that send `Expect: 100-continue` wait before they send the body.",
+    "failure-mode": "The configuration does not say what happens to requests while Loopguard is down.",
+    "filter-order": "The filter is behind the router.",
+    "forged-marks": "Clients can send headers that only Loopguard should set.",
+    "health-checks": "Envoy keeps calling a Loopguard that drains or hangs.",
+    "http2": "The cluster does not use HTTP/2, which gRPC needs.",
+    "http2-window": "As `buffer-limit`, for HTTP/2: the limit is the stream's window.",
+    "idle-timeout": "A throttled request ends because its stream is idle.",
+    "jwt": "`jwt:` keys are always missing: tokens are not verified, verified too late, or their claims are not forwarded.",
+    "kept-bodies": "An upstream can receive part of an upload twice.",
+    "late-route": "A filter can choose the route after Loopguard was skipped.",
+    "message-timeout": "A throttled request fails because Envoy does not wait long enough.",
+    "metadata": "Envoy drops what Loopguard reports about its decisions.",
+    "nothing-guarded": "No route calls Loopguard.",
+    "observing": "The filter only observes.",
+    "outcomes": "A policy limits costs or errors of sessions, but Loopguard does not learn how requests end.",
+    "overrides": "A route has overrides that Envoy ignores.",
+    "path-spelling": "Another spelling of a path can bypass the guarded routes.",
+    "processing-mode": "Loopguard does not get headers, whole bodies and trailers, or gets responses.",
+    "request-timeout": "A stalled upload never ends, or a throttled request ends with 408.",
+    "retries": "Envoy retries requests, and each counts once.",
+    "routes-missing": "The routes come from RDS and are not in the file.",
+    "told-limit": "Loopguard does not know the buffer limit of partly buffered bodies, or assumes a larger one.",
+    "twice": "Two filters call Loopguard for the same request.",
+    "unguarded": "A policy selects requests of a route that does not call Loopguard.",
+    "upgrades": "WebSockets use a filter chain without Loopguard.",
+    "usage": "Tokens in answers are not read, so costs are estimated.",
+}
+"""What each means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +105,13 @@ class Finding:
     """
 
     code: Code
-    place: Place
+    place: ConfigPlace
     problem: str
     right: str = ""
     routes: Sequence[str] = ()
     hurts: bool = True
 
 
-def note(code: Code, place: Place, problem: str, right: str = "", routes: Sequence[str] = ()) -> Finding:
+def note(code: Code, place: ConfigPlace, problem: str, right: str = "", routes: Sequence[str] = ()) -> Finding:
     """A finding that does not hurt."""
     return Finding(code, place, problem, right, routes, hurts=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from extproc.cli.envoy_check.checks import CHECKS
 from extproc.cli.envoy_check.config import Guard, Manager, Resources, Route, find_guards, find_managers, list_processors
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 from extproc.cli.envoy_check.needs import Needs
 from extproc.cli.envoy_check.selectors import find_taken
@@ -31,7 +31,7 @@ class RouteReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CheckReport:
     """What is there and what is wrong with it.
 
     Attributes:
@@ -48,7 +48,7 @@ class Report:
         return not any(finding.hurts for finding in self.findings)
 
 
-def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignored: Sequence[str] = ()) -> Report:
+def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignored: Sequence[str] = ()) -> CheckReport:
     """Look at everything.
 
     Args:
@@ -68,7 +68,7 @@ def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignor
         findings += _check_manager(manager, own, needs, resources)
     if not any(guard.guarded for guard in guards):
         findings.insert(0, _explain_nothing(resources, managers, guards))
-    return Report(_merge_routes(routes), [finding for finding in _merge(findings) if finding.code not in ignored])
+    return CheckReport(_merge_routes(routes), [finding for finding in _merge(findings) if finding.code not in ignored])
 
 
 def _report_routes(manager: Manager, guards: Sequence[Guard]) -> Iterator[RouteReport]:
@@ -82,8 +82,8 @@ def _report_routes(manager: Manager, guards: Sequence[Guard]) -> Iterator[RouteR
 
 def _check_manager(manager: Manager, guards: Sequence[Guard], needs: Needs, resources: Resources) -> Iterator[Finding]:
     if manager.missing:
-        problem = f"the routes of {manager.name} are not here, so nothing is known of them: {manager.missing}"
-        yield note("routes-missing", manager.place, problem, "check-envoy --admin, of the Envoy that has them")
+        problem = f"the routes of {manager.name} are not in this configuration, so they were not checked: {manager.missing}"
+        yield note("routes-missing", manager.place, problem, "check-envoy --admin, with an Envoy that has them")
     for guard in guards:
         if guard.guarded:
             yield from (finding for check in CHECKS for finding in check(guard, needs, resources))
@@ -101,7 +101,7 @@ def _check_twice(guards: Sequence[Guard]) -> Iterator[Finding]:
             both = [route.name for route in guard.guarded if route.route.place.pointer in theirs]
             if both:
                 problem = (
-                    f"{guard.filter.name} and {other.filter.name} ask Loopguard about the same request, which counts twice"
+                    f"{guard.filter.name} and {other.filter.name} both ask Loopguard about the same request, so it counts twice"
                 )
                 yield Finding("twice", other.filter.place, problem, "one of them; or an x-loopguard-scope for each", both)
 
@@ -112,7 +112,7 @@ def _check_selectors(manager: Manager, guards: Sequence[Guard], needs: Needs) ->
     for identity, selector in needs.selectors:
         missed = [route for route in find_taken(manager.routes, selector) if route.place.pointer not in guarded]
         for route in (route for route in missed if not route.is_answered_here):
-            problem = f"policy {identity} selects requests that this route takes, and nobody asks Loopguard about them"
+            problem = f"policy {identity} selects requests on this route, but Envoy does not ask Loopguard about them"
             place = route.place.get("typed_per_filter_config").entry(guards[0].filter.name)
             yield Finding("unguarded", place, problem, "an ExtProcPerRoute in a FilterConfig", [route.name])
 
@@ -121,16 +121,18 @@ def _explain_nothing(resources: Resources, managers: Sequence[Manager], guards: 
     """Why no route is guarded."""
     if guards:
         place = guards[0].filter.place
-        return Finding("nothing-guarded", place, f"{guards[0].filter.name} is on for no route", f"on the routes: {_SNIPPET}")
+        return Finding(
+            "nothing-guarded", place, f"{guards[0].filter.name} is not on for any route", f"on the routes: {_SNIPPET}"
+        )
     others = sorted({name for manager in managers for name in list_processors(manager)})
     if others:
-        problem = f"no filter mentions Loopguard; those that ask somebody are {', '.join(others)}"
+        problem = f"no filter mentions Loopguard; the external processors here are {', '.join(others)}"
         return Finding(
-            "nothing-guarded", managers[0].place.get("http_filters"), problem, "--filter NAME, if one of them is meant"
+            "nothing-guarded", managers[0].place.get("http_filters"), problem, "--filter NAME, if one of them is Loopguard"
         )
-    place = managers[0].place.get("http_filters") if managers else Place(None)
-    problem = "no filter asks Loopguard" if managers else "there is no listener for HTTP"
-    later = " here; what xDS brings is told by check-envoy --admin" if resources.comes_later else ""
+    place = managers[0].place.get("http_filters") if managers else ConfigPlace(None)
+    problem = "no filter calls Loopguard" if managers else "there is no HTTP listener"
+    later = " here; for configuration from xDS, use check-envoy --admin" if resources.comes_later else ""
     return Finding("nothing-guarded", place, problem + later, _SNIPPET)
 
 

@@ -184,7 +184,7 @@ class EnvoyOptions:
             mine = ("upstream", "upstream_protocol", "upstream_tls", "upstream_ca", "listen", "admin")
             self._refuse(mine, "with --snippet, because they are in that configuration")
         elif self.upstream is None:
-            raise UsageError("envoy-config needs --upstream HOST:PORT, or --snippet for a configuration that exists")
+            raise UsageError("envoy-config needs --upstream HOST:PORT, or --snippet for an existing configuration")
         else:
             self._refuse(("routes",), "without --snippet, because policies name the routes of a whole bootstrap")
 

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import describe_guard, describe_route, find_tolerant, read_template
-from extproc.cli.envoy_config.routes import GuardedRoute, find_acting, plan_routes
+from extproc.cli.envoy_config.routes import GuardedPath, find_acting, plan_routes
 from extproc.cli.envoy_config.template import cut_parts
 from extproc.policy.loader import PolicySet
 
 _HEAD = """\
-# What an Envoy that exists needs so that it asks Loopguard, part by part. Made by `loopguard envoy-config --snippet` for Envoy
-# 1.36 and newer. Above each part stands its place. A list there is to be added to the one that you have, a setting takes the
-# place of yours. Where configuration comes from a control plane, it has these places as well, under other names.
-# When all is in its place: envoy --mode validate -c FILE && loopguard check-envoy FILE
+# The parts that an existing Envoy configuration needs to call Loopguard. Made by `loopguard envoy-config --snippet` for Envoy
+# 1.36 and newer. The comment above each part says where it goes. Add lists to yours; settings replace yours. Configuration
+# from a control plane has the same places under other names.
+# When all parts are in place: envoy --mode validate -c FILE && loopguard check-envoy FILE
 """
 
 _LISTENER = "static_resources.listeners[]"
@@ -36,11 +36,11 @@ _PLACES = {  # by their names in the templates, in the order of the templates
     "manager": _Place(_MANAGER, "its envoy.filters.network.http_connection_manager"),
     "entries": _Place(f"{_MANAGER}.access_log", "one more access log, which goes to Loopguard"),
     "access_log": _Place(
-        f"{_MANAGER}.access_log[].typed_config.log_format.json_format", "what was decided, where you want to read it"
+        f"{_MANAGER}.access_log[].typed_config.log_format.json_format", "the decision, where you want it logged"
     ),
     "filter": _Place(
         f"{_MANAGER}.http_filters",
-        "right before envoy.filters.http.router, behind all that may refuse a request or choose its route",
+        "right before envoy.filters.http.router, after all filters that may refuse a request or choose its route",
     ),
     "usage": _Place(f"{_MANAGER}.http_filters", "right before envoy.filters.http.router"),
     "virtual_host": _Place(_HOST, "those that have routes to guard"),
@@ -88,7 +88,7 @@ def _make_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[_Part]:
 
 def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[_Part]:
     """One part for the routes that are as strict as the filter, and one for those that are not."""
-    routes = [GuardedRoute("", exact=False, policies=(), name=name) for name in options.routes] or plan_routes(policies)
+    routes = [GuardedPath("", exact=False, policies=(), name=name) for name in options.routes] or plan_routes(policies)
     tolerant = find_tolerant(routes, options.tolerant_routes)
     for is_tolerant in (False, True):
         chosen = [route for route in routes if (route in tolerant) == is_tolerant]
@@ -100,9 +100,9 @@ def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[_P
                     yield _Part(_PLACES[part]._replace(words=_name_routes(chosen)), found[part])
 
 
-def _name_routes(routes: Sequence[GuardedRoute]) -> str:
+def _name_routes(routes: Sequence[GuardedPath]) -> str:
     """How the routes to guard are found among all that are there."""
     if not routes[0].path:
-        return f"the ones called {', '.join(route.name for route in routes)}"
+        return f"the routes named {', '.join(route.name for route in routes)}"
     lines = (f"\n#    {route.path}{'' if route.exact else ' and below'}, for {', '.join(route.policies)}" for route in routes)
-    return "every one that takes one of these paths" + "".join(lines)
+    return "every route for one of these paths" + "".join(lines)

@@ -43,7 +43,6 @@ class UnusableError(Exception):
     """
 
     def __init__(self, kind: str, why: str = "") -> None:
-        """Say what is wrong, in words where the kind alone does not say it."""
         super().__init__(why)
         self.kind = kind
 
@@ -122,13 +121,13 @@ class Recorded(msgspec.Struct, gc=False):
         facts = StatedFacts(
             route=record.route,
             address=self._read(record.address) or "",
-            claims=_Known(known, claims.keys()) if self.partial else known,
+            claims=_RecordedValues(known, claims.keys()) if self.partial else known,
         )
         return HttpRequest(
             record.method,
             _join_target(record),
             record.authority,
-            _Known(encoded, headers.keys()) if self.partial else encoded,
+            _RecordedValues(encoded, headers.keys()) if self.partial else encoded,
             facts,
         )
 
@@ -139,7 +138,7 @@ class Recorded(msgspec.Struct, gc=False):
         return None if value is None else write_claim(value)
 
 
-class _Known(Mapping[str, Value]):
+class _RecordedValues(Mapping[str, Value]):
     """Values of which some may not have been recorded: asking for those says so."""
 
     __slots__ = ("_recorded", "_values")
@@ -181,7 +180,7 @@ def parse_line(line: bytes) -> Recorded:
     if record.record != VERSION:
         raise UnusableError("version", f"it is {record.record:g}")
     if record.unknown and not _REASON.match(record.unknown):
-        raise UnusableError("invalid", "its body is unknown for a reason that is none")
+        raise UnusableError("invalid", "its body is unknown for a reason that is not known")
     try:
         return Recorded(_read_time(record.time), record, in_field, _read_body(record), _read_sums(record))
     except ValueError as error:
@@ -243,13 +242,13 @@ def _read_sums(record: Record) -> Body | None:
     if record.body_bytes is None:
         return None
     if not 0 <= record.body_bytes < _MAX_BYTES:
-        raise ValueError("its body_bytes is no number of bytes")
+        raise ValueError("its body_bytes is not a number of bytes")
     return Body(int(record.body_bytes), _read_sum(record.body_crc32), _read_sum(record.body_adler32))
 
 
 def _read_sum(text: str) -> int:
     if not _SUM.match(text):
-        raise ValueError(f"{text[:16]!r} is no checksum of 8 hex digits")
+        raise ValueError(f"{text[:16]!r} is not a checksum of 8 hex digits")
     return int(text, 16)
 
 

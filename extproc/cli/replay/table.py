@@ -23,7 +23,7 @@ def print_report(document: dict[str, Any]) -> None:
     if log["unmatched"]:
         console.print(_write(f"{log['unmatched']:,} of them match no policy"))
     if log["killed"]:
-        console.print(_write(f"{log['killed']:,} of them are stopped by a kill switch, before any policy is asked"))
+        console.print(_write(f"{log['killed']:,} of them are stopped by a kill switch, before any policy"))
     print_table(console, "What each policy would have done", _tabulate_policies(document["policies"]))
     if any(policy["uncounted"] for policy in document["policies"]):
         print_table(console, "Not counted", _tabulate_uncounted(document["policies"]))
@@ -76,7 +76,7 @@ def _tabulate_uncounted(policies: list[dict[str, Any]]) -> Table:
         for reason, count in policy["uncounted"].items():
             add_row(table, policy["policy"], reason, count)
         if policy["refused_uncountable"]:
-            add_row(table, policy["policy"], "of these refused, as `uncountable` asks", policy["refused_uncountable"])
+            add_row(table, policy["policy"], "of these refused (`uncountable`)", policy["refused_uncountable"])
     return table
 
 

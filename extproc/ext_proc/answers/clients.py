@@ -13,7 +13,7 @@ _STATUS: Final = 429
 _FINAL_STATUS: Final = 400
 """Retried by nobody in the table below."""
 
-AUTO_STATUS: Final = f"{_STATUS}, or {_FINAL_STATUS} where the client is known to retry that"
+AUTO_STATUS: Final = f"{_STATUS}, or {_FINAL_STATUS} if the client is known to retry that"
 
 
 class _Client(NamedTuple):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from extproc.apis.shapes import locate_results
-from extproc.apis.shapes.places import splice
+from extproc.apis import locate_results
+from extproc.apis.places import splice
 from extproc.decision import Outcome
 from extproc.engine.candidates import Guard
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
@@ -18,7 +18,7 @@ from extproc.request.http import HttpRequest
 from extproc.request.notes import SEPARATOR, Marks, ends_with_note, frame_note
 from extproc.request.quoting import quote_all
 
-_OUTLOOK: Final = "If it goes on like this, requests will be refused."
+_OUTLOOK: Final = "If this continues, requests will be refused."
 
 MAX_PLACES: Final = 16
 """Of so many results at most the newest get the note."""

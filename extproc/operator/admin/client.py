@@ -108,17 +108,40 @@ class AdminClient:
             answer = self._client.request(method, path, params=params, content=content, headers=sent)
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
-            raise LoopguardError(f"cannot ask {self.url}: {reason}; --admin says where a server is asked") from None
+            raise LoopguardError(f"cannot ask {self.url}: {reason}; set --admin to a running server") from None
         if answer.is_error:
             raise LoopguardError(f"{self.url}{path} answered {answer.status_code}: {_read_reason(answer)}")
         try:
             return answer.json()
         except ValueError:
-            raise LoopguardError(f"{self.url}{path} is no admin endpoint of Loopguard") from None
+            raise LoopguardError(f"{self.url}{path} is not an admin endpoint of Loopguard") from None
 
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
+
+
+def ask_all(clients: Sequence[AdminClient], path: str, params: Mapping[str, str]) -> dict[str, Any]:
+    """One report of all servers'; one whose table another's report has already is left out.
+
+    Raises:
+        LoopguardError: see `AdminClient.ask`.
+    """
+    joined, *others = [client.ask(path, params=params) for client in clients]
+    for report in others:
+        if report["replica"] in joined["replicas"]:
+            continue
+        joined |= {name: joined[name] + rows for name, rows in report.items() if isinstance(rows, list)}
+        joined["problem"] = joined["problem"] or report["problem"]
+        for name in joined.keys() & {"left_out", "known"}:
+            joined[name] += report[name]
+        for name, number in report.get("total", {}).items():
+            joined["total"][name] = _add(joined["total"][name], number)
+    return dict(joined)
+
+
+def _add(one: float | None, other: float | None) -> float | None:
+    return other if one is None else one if other is None else one + other
 
 
 def _check_base(url: httpx.URL) -> None:

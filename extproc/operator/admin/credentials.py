@@ -55,7 +55,7 @@ class Credentials:
             HTTPException: it may not.
         """
         if any(header in request.headers for header in _BROWSERS):
-            raise HTTPException(HTTPStatus.FORBIDDEN, "nothing is changed for a browser; use the loopguard command, or curl")
+            raise HTTPException(HTTPStatus.FORBIDDEN, "browsers cannot make changes; use the loopguard command or curl")
         if request.method == "POST" and not _is_json(request):
             raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type must be application/json")
         name = _ODD.sub("?", request.headers.get(OPERATOR_HEADER, "somebody"))[:_LONGEST_NAME]
@@ -67,7 +67,7 @@ class Credentials:
     def _check_token(self, request: Request) -> None:
         if not self._path:
             raise HTTPException(
-                HTTPStatus.FORBIDDEN, "this port only reads: start with --admin-token-file, or ask over --admin-socket"
+                HTTPStatus.FORBIDDEN, "this port is read-only: start the server with --admin-token-file, or use --admin-socket"
             )
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
         try:
@@ -78,9 +78,9 @@ class Credentials:
         good = [hmac.compare_digest(given, token) for token in tokens]  # each of them, so that the time tells nothing
         if scheme.lower() != "bearer" or not any(good):
             challenge = {"www-authenticate": 'Bearer realm="loopguard"'}
-            hint = "this takes a token of --admin-token-file"
+            hint = "this needs a token from --admin-token-file"
             if not shown:
-                hint = "no token is given: give --token-file, or ask over --admin-socket"
+                hint = "no token given: set --token-file, or use --admin-socket"
             raise HTTPException(HTTPStatus.UNAUTHORIZED, hint, challenge)
 
     def _read(self) -> list[bytes]:
@@ -93,7 +93,7 @@ class Credentials:
         with Path(self._path).open("rb") as file:
             tokens = [line.strip() for line in file.read(_MOST_BYTES).splitlines() if line.strip()]
         if not tokens or any(len(token) < _LEAST_TOKEN for token in tokens):
-            raise ValueError(f"it must hold a token of at least {_LEAST_TOKEN} characters in each line")
+            raise ValueError(f"each line must hold a token of at least {_LEAST_TOKEN} characters")
         return tokens
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from ipaddress import IPv6Address, ip_address
 from typing import Any, NamedTuple
@@ -49,7 +48,7 @@ def make_app(metrics: Metrics, routes: Sequence[Route]) -> Starlette:
     known = ", ".join(dict.fromkeys(route.path for route in every))
 
     def miss(_: Request, __: Exception) -> Response:
-        return PlainTextResponse(f"not found; there are {known}\n", HTTPStatus.NOT_FOUND)
+        return PlainTextResponse(f"not found; available: {known}\n", HTTPStatus.NOT_FOUND)
 
     return Starlette(routes=every, exception_handlers={404: miss, HTTPException: _refuse, Exception: _fail})
 
@@ -64,37 +63,6 @@ def send_page(page: Page) -> Response:
     return Response(json.dumps(page.body, indent=2) + "\n", page.status, media_type="application/json")
 
 
-def read_order(query: Mapping[str, str], sorts: Sequence[str], most: int) -> tuple[str, int]:
-    """What a query says of a list: `sort`, by default the first of these, and `limit`, by default as many as may be.
-
-    Raises:
-        HTTPException: 400, where one of them is wrong; it says what would be right.
-    """
-    sort, limit = query.get("sort", sorts[0]), query.get("limit", str(most))
-    if sort not in sorts:
-        raise HTTPException(HTTPStatus.BAD_REQUEST, f"sort must be one of {', '.join(sorts)}")
-    if not (re.fullmatch("[0-9]{1,4}", limit) and 1 <= int(limit) <= most):
-        raise HTTPException(HTTPStatus.BAD_REQUEST, f"limit must be 1 to {most}")
-    return sort, int(limit)
-
-
-def is_caller(row: Mapping[str, Any], chosen: str) -> bool:
-    """Whether what is told of somebody is about the caller that is asked for.
-
-    Args:
-        row: has `caller`, a hash, and `descriptors`, values by name, or None where those are not shown.
-        chosen: the start of the hash, a value, or `NAME=VALUE`, one or all of them; empty for any.
-    """
-    shown = row["descriptors"] or {}
-    pairs = [f"{name}={value}" for name, value in shown.items()]
-    return row["caller"].startswith(chosen) or chosen in (*shown.values(), *pairs, ", ".join(pairs))
-
-
-def write_time(seconds: float) -> str:
-    """A moment, in seconds since 1970, as RFC 3339 has it."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
 async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
     """What a client sent.
 
@@ -105,7 +73,7 @@ async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY:
-            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body may have {MAX_BODY} bytes")
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body must be at most {MAX_BODY} bytes")
     try:
         return json.loads(body)
     except (ValueError, RecursionError):

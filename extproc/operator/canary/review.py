@@ -13,7 +13,7 @@ from extproc.errors import LoopguardError
 RIGHT, WRONG, UNSURE = ANSWERS = ("right", "wrong", "unsure")
 
 
-class Tally:
+class ReviewTally:
     """Answers by policy and sample."""
 
     def __init__(self, path: Path) -> None:
@@ -59,7 +59,7 @@ def _read_answers(path: Path) -> dict[str, dict[str, str]]:
     except ValueError:
         answers = None
     if not isinstance(answers, dict) or not all(_is_answers(given) for given in answers.values()):
-        raise LoopguardError(f"{path} holds no tally; choose another file with --tally")
+        raise LoopguardError(f"{path} is not a tally; choose another file with --tally")
     return answers
 
 

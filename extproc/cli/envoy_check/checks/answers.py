@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from extproc.cli.envoy_check.config import Guard, Resources, is_on
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 from extproc.cli.envoy_check.needs import Needs
 
@@ -23,11 +23,11 @@ def check_entries(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]
         return
     place = guard.manager.place.get("access_log")
     if guard.cluster not in [_find_receiver(logger) for logger in place.items()]:
-        problem = "Loopguard does not hear how requests end: errors are not counted, and costs stay as they were estimated"
+        problem = "Loopguard does not learn how requests end: errors are not counted, and costs remain estimates"
         yield Finding("outcomes", place, problem, f"an envoy.access_loggers.http_grpc to the cluster {guard.cluster!r}")
 
 
-def _find_receiver(logger: Place) -> str:
+def _find_receiver(logger: ConfigPlace) -> str:
     """The cluster that entries go to, empty where they go elsewhere."""
     kind, config = logger.get("typed_config").message()
     return config.get("common_config", "grpc_service", "envoy_grpc", "cluster_name").text() if kind == _LOGGER else ""
@@ -41,7 +41,7 @@ def check_usage(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
         readers = [item for item in guard.manager.filters if item.kind == kind]
         blind = [route.name for route in guard.guarded if not any(is_on(item, route.route) for item in readers)]
         if blind:
-            problem = f"nobody reads how many tokens an answer in {answers} took: costs are estimated from sizes"
+            problem = f"no filter reads the tokens used from answers in {answers}: costs are estimated from sizes"
             name = kind.split(".")[4]
             place = readers[0].place if readers else guard.manager.place.get("http_filters")
             yield note("usage", place, problem, f"envoy.filters.http.{name}, on for the route (Envoy 1.38)", blind)

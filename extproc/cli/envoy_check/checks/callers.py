@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from extproc.cli.envoy_check.config import Guard, Resources
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 from extproc.cli.envoy_check.needs import Needs
 
@@ -22,7 +22,7 @@ def check_address(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]
     place = manager.get("use_remote_address")
     if place.flag() or manager.get("original_ip_detection_extensions").is_there or not needs.reads("ip:"):
         return
-    problem = "whatever a client writes into X-Forwarded-For is taken for its address, so ip:address counts whom it names"
+    problem = "Envoy takes the client's address from X-Forwarded-For, so a client can choose its own ip:address"
     right = "use_remote_address: true, and behind a load balancer xff_num_trusted_hops"
     yield Finding("client-address", place, problem, right, hurts=needs.known)
 
@@ -34,7 +34,7 @@ def check_envoy_headers(guard: Guard, _: Needs, resources: Resources) -> Iterato
     if removed.issuperset(_MULTIPLIERS):
         return
     ranges = [item.get("address_prefix").text() for item in place.get("cidr_ranges").items()]
-    multiplies = "can have one request, which is counted once, sent many times, by x-envoy-retry-on and x-envoy-max-retries"
+    multiplies = "can make Envoy send one counted request many times, with x-envoy-retry-on and x-envoy-max-retries"
     if ranges and not all(prefix == "0.0.0.0" for prefix in ranges):  # noqa: S104  # recognised, not bound
         yield note("envoy-headers", place, f"a client in {', '.join(ranges)} {multiplies}", _NOBODY)
     elif place.is_there and not ranges:
@@ -50,7 +50,7 @@ def check_marks(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
     missing = [name for name in MARKS if name not in _list_removed(guard)]
     if missing and not guard.observes:
         place = guard.manager.place.get("early_header_mutation_extensions")
-        problem = f"a client can send {' and '.join(missing)} itself, and the upstream takes it for Loopguard's"
+        problem = f"a client can send {' and '.join(missing)} itself, and the upstream cannot tell it from Loopguard's"
         removals = ", ".join(f"{{remove: {name}}}" for name in missing)
         right = f"envoy.http.early_header_mutation.header_mutation with mutations: [{removals}]"
         yield Finding("forged-marks", place, problem, right)
@@ -69,5 +69,5 @@ def _list_removed(guard: Guard) -> set[str]:
     return found
 
 
-def _list_removals(mutations: Place) -> Iterator[str]:
+def _list_removals(mutations: ConfigPlace) -> Iterator[str]:
     return (mutation.get("remove").text().lower() for mutation in mutations.items())

@@ -19,14 +19,14 @@ def check_order(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
     kinds = list(guard.manager.filters)
     routers = [number for number, item in enumerate(kinds) if item.is_a("router.v3.Router")]
     if routers and kinds.index(guard.filter) > routers[0]:
-        problem = "it stands behind the router, which is the last to see a request: Envoy refuses this listener"
+        problem = "it comes after the router, which must be the last filter: Envoy refuses this listener"
         yield Finding("filter-order", guard.filter.place, problem, "before envoy.filters.http.router")
 
 
 def check_processing_mode(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
     """Loopguard needs headers and whole bodies of requests, and nothing of what upstreams answer."""
     for route in guard.blind:
-        problem = "it is on for this route and shows nothing of its requests: the route is not guarded"
+        problem = "it is on for this route, but sends nothing of its requests: the route is not guarded"
         right = "processing_mode: {request_header_mode: SEND, request_body_mode: BUFFERED, request_trailer_mode: SEND}"
         place = route.overrides[0].get("processing_mode") if route.overrides else route.mode
         yield Finding("processing-mode", place, problem, right, [route.name])
@@ -34,7 +34,7 @@ def check_processing_mode(guard: Guard, _: Needs, __: Resources) -> Iterator[Fin
         routes = [route.name for route in guard.guarded if route.mode.value is mode.value]
         headers, body = mode.get("request_header_mode"), mode.get("request_body_mode")
         if headers.text() == "SKIP":
-            problem = "without headers nobody knows what is requested: nothing is guarded"
+            problem = "request headers are not sent to Loopguard: nothing is guarded"
             yield Finding("processing-mode", headers, problem, "request_header_mode: SEND", routes)
         for problem in _explain_body_mode(body.text("NONE"), observes=guard.observes):
             right = "request_body_mode: BUFFERED, or BUFFERED_PARTIAL" if not guard.observes else "request_body_mode: STREAMED"
@@ -42,31 +42,33 @@ def check_processing_mode(guard: Guard, _: Needs, __: Resources) -> Iterator[Fin
         answers = mode.get("response_body_mode")
         if answers.text("NONE") != "NONE":
             problem = (
-                f"{answers.text()} shows Loopguard all answers, which it does not read: they come later, or only as a whole"
+                f"{answers.text()} sends Loopguard all answers, which it does not read: they arrive later, or only as a whole"
             )
             yield Finding("processing-mode", answers, problem, "response_body_mode: NONE", routes)
         trailers = mode.get("request_trailer_mode")
         if trailers.text() != "SEND" and body.text("NONE") != "NONE" and not guard.observes:
-            problem = "over HTTP/2, a request with trailers and no body is not counted (`no_body_phase`): anybody can send such"
+            problem = (
+                "over HTTP/2, a request with trailers and no body is not counted (`no_body_phase`): any client can send one"
+            )
             settable = not guard.filter.is_of_envoy_gateway
             yield Finding("processing-mode", trailers, problem, "request_trailer_mode: SEND", routes, hurts=settable)
         early = mode.get("response_header_mode")
         if early.text() == "SKIP" and body.text() == "BUFFERED":
-            problem = "Loopguard does not hear of a 413, and counts it as a client that left (`aborted`)"
+            problem = "Loopguard does not learn of a 413, and counts it as a client that left (`aborted`)"
             yield note("processing-mode", early, problem, "response_header_mode: SEND", routes)
 
 
 def _explain_body_mode(mode: str, *, observes: bool) -> Iterator[str]:
     if mode == "NONE":
-        yield 'no body is shown, so no request that has one is counted (`no_body_phase`) but under "body": "ignore"'
+        yield 'bodies are not sent: requests with one are not counted (`no_body_phase`), except with "body": "ignore"'
     elif mode == "FULL_DUPLEX_STREAMED":
-        yield f"{mode}: Loopguard hands bodies back as they come, and counts no request that has one (`body_mode`)"
+        yield f"{mode}: Loopguard passes bodies through, and does not count requests that have one (`body_mode`)"
     elif mode == "GRPC":
-        yield f"{mode} is nothing that Envoy does yet: bodies go on, and no request that has one is counted (`body_mode`)"
+        yield f"Envoy does not implement {mode} yet: bodies pass, and requests that have one are not counted (`body_mode`)"
     elif mode == "STREAMED" and not observes:
-        yield "STREAMED sends the upstream what has come of a request, before Loopguard has seen all of it and can refuse it"
+        yield "STREAMED sends the start of a request to the upstream before Loopguard has seen all of it and can refuse it"
     elif observes and mode != "STREAMED":
-        yield f"{mode} is nothing that observability_mode can do"
+        yield f"observability_mode does not support {mode}"
 
 
 def check_content_length(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
@@ -74,7 +76,7 @@ def check_content_length(guard: Guard, _: Needs, __: Resources) -> Iterator[Find
     partial = [route.name for route in guard.guarded if route.body_mode == "BUFFERED_PARTIAL"]
     place = guard.filter.config.get("allow_content_length_header")
     if partial and not place.flag():
-        problem = "Envoy takes content-length away under BUFFERED_PARTIAL: upstreams get chunks, and some refuse them"
+        problem = "Envoy removes content-length with BUFFERED_PARTIAL: upstreams get chunked bodies, which some refuse"
         yield Finding("content-length", place, problem, "allow_content_length_header: true (Envoy 1.38)", partial)
 
 
@@ -84,13 +86,15 @@ def check_failure_mode(guard: Guard, _: Needs, resources: Resources) -> Iterator
     if place.flag():
         return
     if guard.observes:
-        problem = "requests fail with 500 while Loopguard is away, although it only looks on"
+        problem = "requests fail with 500 while Loopguard is down, although it only observes"
         yield Finding("failure-mode", place, problem, "failure_mode_allow: true")
         return
-    problem = "while Loopguard is away, requests on guarded routes get a 500, and a 504 where it is too slow"
+    problem = "while Loopguard is down, requests on guarded routes get a 500, or a 504 if it is too slow"
     # A dump leaves out what has its default, and so does Envoy Gateway.
     chosen = place.is_there or resources.version is not None or guard.filter.is_of_envoy_gateway
-    yield Finding("failure-mode", place, problem, "failure_mode_allow: true; or say false, if that is meant", hurts=not chosen)
+    yield Finding(
+        "failure-mode", place, problem, "failure_mode_allow: true; or set it to false, if that is intended", hurts=not chosen
+    )
 
 
 def check_message_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
@@ -101,11 +105,11 @@ def check_message_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[
     timeout = usual.seconds(_DEFAULT_MESSAGE_TIMEOUT)
     patience = max(timeout, longest.seconds(0))
     if patience < needs.hold:
-        problem = f"a throttled request takes up to {needs.hold:g} s, and Envoy waits {patience:g} s: it fails"
+        problem = f"a throttled request takes up to {needs.hold:g} s, but Envoy waits only {patience:g} s: it fails"
         yield Finding("message-timeout", longest, problem, f"max_message_timeout: {max(35, needs.hold):g}s")
     if timeout > _PATIENT:
-        problem = f"where a Loopguard hangs, each request waits {timeout:g} s for it"
-        yield note("message-timeout", usual, problem, "message_timeout: 0.2s, and max_message_timeout for what is throttled")
+        problem = f"if Loopguard hangs, each request waits {timeout:g} s for it"
+        yield note("message-timeout", usual, problem, "message_timeout: 0.2s, and max_message_timeout for throttled requests")
 
 
 def check_answers(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
@@ -116,12 +120,12 @@ def check_answers(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
         yield Finding("answers", place, "each refusal becomes a 500", "disable_immediate_response: false")
     rules = config.get("mutation_rules", "disallow_all")
     if rules.flag():
-        yield Finding(
-            "answers", rules, "a refusal goes without its headers, and a warning never arrives", "disallow_all: false"
-        )
+        yield Finding("answers", rules, "refusals lose their headers, and warnings never arrive", "disallow_all: false")
     if guard.observes:
         yield note(
-            "observing", config.get("observability_mode"), "it looks on: no request waits for Loopguard, and none is refused"
+            "observing",
+            config.get("observability_mode"),
+            "it only observes: no request waits for Loopguard, and none is refused",
         )
 
 
@@ -129,7 +133,7 @@ def check_metadata(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
     """What Loopguard decided is for the access log and for the client."""
     place = guard.filter.config.get("metadata_options", "receiving_namespaces", "untyped")
     if "loopguard" not in place.names() and not guard.observes:
-        problem = "Envoy drops what Loopguard tells of its decisions: no header for clients, nothing for the access log"
+        problem = "Envoy drops Loopguard's metadata: no header for clients, nothing for the access log"
         yield Finding("metadata", place, problem, "receiving_namespaces: {untyped: [loopguard]}")
 
 
@@ -137,10 +141,10 @@ def check_attributes(guard: Guard, needs: Needs, _: Resources) -> Iterator[Findi
     """Addresses and routes are told where they are asked for."""
     place = guard.filter.config.get("request_attributes")
     if needs.reads("ip:") and "source.address" not in place.names():
-        problem = "policies with ip:address do not learn the address, so whoever has nothing else is not counted"
+        problem = "policies with ip:address do not get the address, so callers without other limit keys are not counted"
         yield Finding("attributes", place, problem, "request_attributes: [source.address, xds.route_name]", hurts=needs.known)
     if needs.names_routes and "xds.route_name" not in place.names():
-        problem = "policies that select routes by name do not learn the name: they never match"
+        problem = "policies that select routes by name do not get the name: they never match"
         yield Finding("attributes", place, problem, "request_attributes: [source.address, xds.route_name]")
 
 
@@ -155,16 +159,16 @@ def check_claims(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
         yield Finding("jwt", guard.manager.place.get("http_filters"), problem, f"{_JWT} before {guard.filter.name}")
         return
     if filters.index(verifiers[0]) > filters.index(guard.filter):
-        problem = "it verifies tokens after Loopguard was asked: jwt: keys are always missing"
+        problem = "it verifies tokens after Loopguard is called: jwt: keys are always missing"
         yield Finding("jwt", verifiers[0].place, problem, f"before {guard.filter.name}")
     for name, provider in verifiers[0].config.get("providers").entries():
         place = provider.get("payload_in_metadata")
         if not place.text():
             yield Finding(
-                "jwt", place, f"the claims of provider {name} are not kept for Loopguard", "payload_in_metadata: claims"
+                "jwt", place, f"the claims of provider {name} are not stored for Loopguard", "payload_in_metadata: claims"
             )
     forwarded = guard.filter.config.get("metadata_options", "forwarding_namespaces", "untyped")
     if _JWT not in forwarded.names():
         yield Finding(
-            "jwt", forwarded, "verified claims are not handed to Loopguard", f"forwarding_namespaces: {{untyped: [{_JWT}]}}"
+            "jwt", forwarded, "verified claims are not forwarded to Loopguard", f"forwarding_namespaces: {{untyped: [{_JWT}]}}"
         )

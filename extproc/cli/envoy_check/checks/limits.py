@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from extproc.cli.envoy_check.config import Guard, GuardedRoute, Resources
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 from extproc.cli.envoy_check.needs import Needs
 from extproc.ext_proc.stream import BUFFER_LIMIT_METADATA
@@ -27,7 +27,7 @@ def check_buffer_limit(guard: Guard, needs: Needs, _: Resources) -> Iterator[Fin
         small = [route for route in guard.guarded if route.body_mode == mode and _find_limit(guard, route) < needs.uploads]
         if small:
             limit = min(_find_limit(guard, route) for route in small)
-            outcome = "gets a 413 from Envoy, although it passes where nothing is guarded" if hurts else "passes uncounted"
+            outcome = "gets a 413 from Envoy, although it would pass on unguarded routes" if hurts else "passes uncounted"
             yield Finding(
                 "buffer-limit",
                 listener,
@@ -76,11 +76,11 @@ def check_told_limit(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]
     known = int(told[0]) if told and told[0].isdigit() else SMALLEST_LIMIT
     right = f'initial_metadata: [{{key: {BUFFER_LIMIT_METADATA}, value: "{limit}"}}]'
     if known > limit:
-        problem = f"Envoy cuts bodies off above {limit:,} bytes, and Loopguard takes those up to {known:,} bytes for whole"
+        problem = f"Envoy cuts bodies off above {limit:,} bytes, but Loopguard takes bodies up to {known:,} bytes as complete"
         yield Finding("told-limit", place, f"{problem}: different requests look equal", right, names)
     elif not told and known < limit:
         problem = f"a body above {known:,} bytes that comes without its length and ends in trailers is not counted"
-        yield note("told-limit", place, f"{problem} (`body_truncated`): an HTTP/2 client can send such", right, names)
+        yield note("told-limit", place, f"{problem} (`body_truncated`): an HTTP/2 client can send one", right, names)
 
 
 def check_request_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
@@ -90,16 +90,16 @@ def check_request_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[
     if guard.observes:
         return
     if 0 < timeout < needs.hold:
-        problem = f"a throttled request is held for up to {needs.hold:g} s, and after {timeout:g} s Envoy answers 408"
+        problem = f"a throttled request is held for up to {needs.hold:g} s, but Envoy answers 408 after {timeout:g} s"
         yield Finding("request-timeout", place, problem, f"request_timeout: {max(60, needs.hold + 1):g}s")
     for route in guard.guarded if not timeout else ():
         idle = _find_idle(guard, route)
         if not idle.seconds(_DEFAULT_IDLE) and not _has_an_end(guard, route):
-            problem = "an upload that stalls is buffered, and watched by Loopguard, for as long as it likes"
+            problem = "a stalled upload stays buffered, and open in Loopguard, without a limit"
             yield Finding("request-timeout", idle, problem, "idle_timeout: 300s in the route's action", [route.name])
 
 
-def _find_idle(guard: Guard, route: GuardedRoute) -> Place:
+def _find_idle(guard: Guard, route: GuardedRoute) -> ConfigPlace:
     """What says how long nothing may happen on a request."""
     own = route.route.place.get("route", "idle_timeout")
     return own if own.is_there else guard.manager.place.get("stream_idle_timeout")
@@ -117,7 +117,7 @@ def check_expect(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
     place = guard.manager.place.get("proxy_100_continue")
     waiting = [route.name for route in guard.guarded if route.body_mode.startswith("BUFFERED")]
     if place.flag() and waiting and not guard.observes:
-        problem = "a client that sends Expect: 100-continue waits: the upstream is to answer, and sees nothing before the body"
+        problem = "a client that sends Expect: 100-continue waits: the upstream should answer, but sees nothing before the body"
         yield note("expect", place, problem, "proxy_100_continue: false, so that Envoy answers", waiting)
 
 
@@ -127,5 +127,5 @@ def check_idle_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[Fin
         nearest = _find_idle(guard, route)
         timeout = nearest.seconds(_DEFAULT_IDLE)
         if 0 < timeout < needs.hold and not guard.observes:
-            problem = f"a throttled request is held for up to {needs.hold:g} s, and after {timeout:g} s of silence it is over"
+            problem = f"a throttled request is held for up to {needs.hold:g} s, but ends after {timeout:g} s without activity"
             yield Finding("idle-timeout", nearest, problem, f"at least {needs.hold + 1:g}s", [route.name])

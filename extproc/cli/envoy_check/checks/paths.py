@@ -17,7 +17,7 @@ def check_spelling(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
     for name, spelling in examples.items():
         place = guard.manager.place.get(name)
         if not place.flag():
-            problem = f"a client that writes {spelling} for /v1/chat takes another route, and may escape the guarded one"
+            problem = f"a client that writes {spelling} for /v1/chat takes another route, which may be unguarded"
             yield Finding("path-spelling", place, problem, f"{name}: true")
 
 
@@ -25,9 +25,7 @@ def check_escaped_slashes(guard: Guard, _: Needs, __: Resources) -> Iterator[Fin
     """What %2F is, only the upstream knows."""
     place = guard.manager.place.get("path_with_escaped_slashes_action")
     if len(guard.guarded) < len(guard.manager.routes) and not place.is_there:
-        problem = (
-            "%2F stays as it is; an upstream that takes it for a slash, as ASGI applications do, sees another path than Envoy"
-        )
+        problem = "Envoy keeps %2F; an upstream that reads it as a slash, as ASGI applications do, sees another path than Envoy"
         yield note(
             "escaped-slashes", place, problem, "path_with_escaped_slashes_action: UNESCAPE_AND_FORWARD, or KEEP_UNCHANGED"
         )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from extproc.cli.envoy_check.config import Guard, GuardedRoute, Resources
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 from extproc.cli.envoy_check.needs import Needs
 
@@ -19,7 +19,7 @@ def check_client_header(guard: Guard, needs: Needs, _: Resources) -> Iterator[Fi
     silent = [route for route in guard.guarded if not _tells_clients(route)]
     if silent and needs.warns and not guard.observes:
         place = silent[0].route.around[0].get("response_headers_to_add")
-        problem = "a client never hears that it was warned: no header is made of Loopguard's metadata"
+        problem = "clients do not see warnings: no response header is made from Loopguard's metadata"
         yield Finding(
             "client-header", place, problem, f"response_headers_to_add: [{_HEADER}]", [route.name for route in silent]
         )
@@ -41,7 +41,7 @@ def check_upgrades(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
         names = [each.get("name").text() for each in filters.items()]
         if names and item.get("enabled").flag(default=True) and guard.filter.name not in names:
             kind = item.get("upgrade_type").text()
-            problem = f"upgrades to {kind} meet filters of their own, and nobody asks Loopguard about them"
+            problem = f"upgrades to {kind} have their own filters, which do not include Loopguard"
             yield Finding("upgrades", filters, problem, f"{guard.filter.name} among them, or no filters here")
 
 
@@ -51,7 +51,7 @@ def check_retries(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
         place = _find_retries(route)
         if place is not None:
             problem = (
-                f"Envoy itself sends a request again, up to {place.get('num_retries').number(1):g} times; it is counted once"
+                f"Envoy itself retries a request up to {place.get('num_retries').number(1):g} times, but it is counted once"
             )
             yield note("retries", place, problem, routes=[route.name])
 
@@ -65,11 +65,11 @@ def check_kept_bodies(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding
         nearest = next((place for place in places if place.is_there), places[0])
         if nearest.number(1):
             problem = (
-                "Envoy keeps bodies to send them again; of one that BUFFERED_PARTIAL has collected a part of "
-                "when Loopguard goes away, it sends that part twice"
+                "Envoy keeps bodies for retries; if Loopguard goes down when BUFFERED_PARTIAL has collected part of a body, "
+                "Envoy sends that part twice"
             )
             right = (
-                "per_request_buffer_limit_bytes: 0, and no request with a body is sent again; or request_body_mode: BUFFERED"
+                "per_request_buffer_limit_bytes: 0, so that no request with a body is retried; or request_body_mode: BUFFERED"
             )
             yield Finding("kept-bodies", nearest, problem, right, [route.name])
 
@@ -80,7 +80,7 @@ def _keeps_bodies(route: GuardedRoute) -> bool:
     return _find_retries(route) is not None or any(level.get("request_mirror_policies").is_there for level in mirrors)
 
 
-def _find_retries(route: GuardedRoute) -> Place | None:
+def _find_retries(route: GuardedRoute) -> ConfigPlace | None:
     """The retry policy that holds for a route, if any does."""
     places = (route.route.place.get("route", "retry_policy"), route.route.around[0].get("retry_policy"))
     return next((place for place in places if place.get("retry_on").text()), None)
@@ -92,5 +92,5 @@ def check_overrides(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
         for overrides in route.overrides:
             place = overrides.get("request_attributes")
             if place.is_there:
-                problem = "Envoy takes request_attributes of a route and ignores them"
+                problem = "Envoy accepts request_attributes on a route and ignores them"
                 yield Finding("overrides", place, problem, "request_attributes of the filter itself", [route.name])

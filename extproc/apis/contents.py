@@ -1,0 +1,228 @@
+"""What stands in the contents of messages, and of results: texts, calls of tools, results and whatever else.
+
+What a model thought (`thinking`, `reasoning`) is left out wherever it stands. So is, wherever requests are compared, what is
+never the same twice: ids, and `cache_control`, which clients move from message to message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec import Raw, ValidationError, json
+
+from extproc.apis.messages import OTHER, TEXT, Part
+from extproc.request.document import (
+    ABSENT,
+    WORTH_COUNTING,
+    Json,
+    NotJson,
+    check_containers,
+    decode_json,
+    open_value,
+    remove_at,
+    walk,
+    write_canonical,
+)
+from extproc.request.fingerprint import NO_BODY
+
+_CACHE_CONTROL = ("*", "cache_control")  # of results, whose ids and states are what the tool found out
+_NEVER_COMPARED: tuple[tuple[str, ...], ...] = (("id",), ("call_id",), ("tool_use_id",), ("cache_control",), ("status",))
+
+_NULL = b"null"
+
+_MAX_WRAPPED = 32
+"""A text of more elements is something that somebody says."""
+
+_LONGEST_TAG = 256
+
+_NEWS = ("result", "output", "response", "return", "state", "observ", "page", "screen", "browser", "history", "file", "error",
+         "user", "human", "feedback", "query", "question", "answer", "task", "request", "message")  # fmt: skip  # one list
+
+_decode_content = json.Decoder(list[dict[str, Raw]] | str).decode
+
+
+Block = dict[str, Json]
+Reader = Callable[[Block], Part | None]
+
+READERS: dict[str, Reader] = {}
+"""By the `type` of a block, or by the one key that names it: how it is read; None for a thought. Every API adds its own."""
+
+
+def read_content(content: Raw) -> list[Part]:
+    """What stands in the content of a message, or of a tool's result.
+
+    Raises:
+        NotCounted: it cannot be read, or is too much.
+    """
+    if not is_given(content):
+        return []
+    if len(content) > WORTH_COUNTING:
+        check_containers(bytes(content))
+    try:
+        blocks = decode_json(content, _decode_content)
+    except ValidationError:
+        return _read_values(decode_json(content))
+    if not isinstance(blocks, list):
+        return [Part(TEXT, blocks)]
+    walk(len(blocks))
+    return [part for part in map(read_block, blocks) if part is not None]
+
+
+def _read_values(content: Json) -> list[Part]:
+    """The same of what is no list of objects; one that starts with anything else, such as tokens, is one thing."""
+    if not isinstance(content, list) or (content and not isinstance(content[0], str | dict)):
+        return [Part(OTHER, content)]
+    walk(len(content))
+    return [part for part in map(_read_value, content) if part is not None]
+
+
+def _read_value(item: Json) -> Part | None:
+    if isinstance(item, dict):
+        return read_block(item)
+    return Part(TEXT if isinstance(item, str) else OTHER, item)
+
+
+def read_block(block: Block) -> Part | None:
+    """One element of a content; None for a thought."""
+    kind = block.get("type")
+    if kind is not None:
+        reader = READERS.get(read_string(kind))
+        if reader is not None:
+            return reader(block)
+    for key in block:
+        reader = READERS.get(key)
+        if reader is not None:
+            return reader(block)
+    return Part(OTHER, block)
+
+
+def read_text(block: Block) -> Part | None:
+    """A block of text, unless it is a thought, which some APIs mark on the text."""
+    if "thought" in block and open_value(block["thought"]) is True:
+        return None
+    text = open_value(block.get("text"))
+    if text is None or isinstance(text, str):
+        return Part(TEXT, text or "")
+    return Part(OTHER, block)
+
+
+def skip_thought(_: Block) -> None:
+    """A thought."""
+
+
+def read_string(value: Json) -> str:
+    """A string, or a number as one; empty for anything else."""
+    found = open_value(value)
+    if isinstance(found, str):
+        return found
+    return str(found) if isinstance(found, int) and not isinstance(found, bool) else ""
+
+
+def read_object(value: Json) -> dict[str, Json]:
+    """An object; empty for anything else."""
+    found = open_value(value)
+    return found if isinstance(found, dict) else {}
+
+
+def is_given(value: Raw) -> bool:
+    """Whether a key stands in the body and holds something."""
+    return value is not ABSENT and (len(value) != len(_NULL) or bytes(value) != _NULL)
+
+
+def read_arguments(value: Json) -> Json:
+    """A call's arguments as a value; OpenAI sends them as a string that holds JSON, others as JSON itself.
+
+    Raises:
+        NotCounted: it cannot be read, or is too much.
+    """
+    value = unpack(value)
+    if not isinstance(value, str):
+        return value
+    if len(value) > WORTH_COUNTING:
+        check_containers(value)
+    try:
+        return decode_json(value)
+    except NotJson:
+        return value.strip() or {}  # some clients send nothing for no arguments
+
+
+def read_result(value: Json) -> str:
+    """What a tool brought back, as text: texts as one, anything else in one spelling."""
+    value = unpack(value)
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, list):
+        walk(len(value))
+        texts = [_read_one(item) for item in value]
+        if None not in texts:
+            return "\n".join([text for text in texts if text]).strip()
+        value = remove_at(value, _CACHE_CONTROL)
+    if isinstance(value, dict) and len(value) == 1:
+        (only,) = value.values()
+        if isinstance(only, str):
+            return only.strip()
+    return write_canonical(value).decode() if value is not None else ""
+
+
+def _read_one(item: Json) -> str | None:
+    """The text of an element of a result; None where it is something else."""
+    if isinstance(item, dict):
+        kind = item.get("type", "text")
+        item = item.get("text") if isinstance(kind, str) and kind in _TEXTS else None
+    return item if isinstance(item, str) else None
+
+
+_TEXTS = frozenset({"text", "input_text", "output_text"})
+
+
+def name_other(value: Json) -> bytes:
+    """A short name for what is no text, such as an image: equal names mean equal things but for their ids."""
+    value = open_value(value)
+    ignored = _NEVER_COMPARED
+    if isinstance(value, dict):
+        value = {name: open_value(item) for name, item in value.items()}
+        if value.get("type") == "item_reference":  # is nothing but its id
+            ignored = ()
+    sums = NO_BODY.plus(write_canonical(value, ignored))
+    return b"%d-%08x%08x" % (sums.length, sums.crc32, sums.adler32)
+
+
+def unpack(value: Json) -> Json:
+    """A value that was left raw, decoded; any other as it is.
+
+    Raises:
+        NotCounted: it is not JSON, or too much of it.
+    """
+    if type(value) is not Raw:
+        return value
+    if len(value) > WORTH_COUNTING:
+        check_containers(bytes(value))
+    return None if value is ABSENT else decode_json(value)
+
+
+def is_injected(text: str) -> bool:
+    """Whether a text beside a result is nothing but elements that the agent's own program puts there, as `<system-reminder>`.
+
+    What is named after something that comes back, or somebody who speaks, is no such thing: `<browser_state>`, `<feedback>`.
+    """
+    tags = find_wrappers(text)
+    return bool(tags) and not any(word in tag.lower() for tag in tags for word in _NEWS)
+
+
+def find_wrappers(text: str) -> list[str]:
+    """The tags of the elements that a text is nothing but; none where it is something else."""
+    tags: list[str] = []
+    place = 0
+    while len(tags) < _MAX_WRAPPED:
+        end = text.find(">", place, place + _LONGEST_TAG) if text.startswith("<", place) else -1
+        tag = text[place + 1 : end].partition(" ")[0] if end >= 0 else ""
+        closing = text.find(f"</{tag}>", end) if tag.replace("-", "_").isidentifier() else -1
+        if closing < 0:
+            return []
+        tags.append(tag)
+        place = closing + len(tag) + 3
+        while place < len(text) and text[place].isspace():
+            place += 1
+        if place == len(text):
+            return tags
+    return []

@@ -1,0 +1,396 @@
+"""A conversation of any API: who says what, and whether the server keeps what was before.
+
+One pass over a body tells its messages apart and leaves their contents as they are. Nothing of a message is decoded before
+somebody looks at it, which for most of a long history nobody does. What its shape is, the file of each API says.
+
+In a body that is edited, the same is found by its offsets; see `Patch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from msgspec import Raw, Struct, ValidationError, defstruct, json
+from msgspec.structs import fields
+
+from extproc.apis.messages import TEXT, Message, Part
+from extproc.apis.places import Place
+from extproc.request.document import (
+    ABSENT,
+    MAX_STEPS,
+    Document,
+    Json,
+    NotCounted,
+    decode_json,
+    open_value,
+    start_looking,
+    write_canonical,
+)
+from extproc.request.patch import AMBIGUOUS, Patch, Value
+
+ASSISTANT, USER, TOOL, NOBODY = "assistant", "user", "tool", "other"
+"""Who says a message; any other is who a client says it is."""
+
+_MAX_OLDEST: Final = 100
+"""Among so many messages at the start the user is expected to say something."""
+
+_MAX_NEWEST: Final = 100
+"""So many results, made at once, may have a place for a note."""
+
+ASSISTANTS = frozenset({ASSISTANT, "model", "ai"})
+
+
+class Before(NamedTuple):
+    """What a body says about what went before its messages.
+
+    Attributes:
+        after: what it goes on from (a response, a message, a conversation), in one spelling; empty where there is nothing.
+        open_ended: the server appends to a conversation whose end nobody but it knows.
+        in_words: it stands in the messages in words, if at all.
+    """
+
+    after: bytes = b""
+    open_ended: bool = False
+    in_words: bool = False
+
+
+NOTHING_BEFORE = Before()
+"""Of a body that shows its whole history."""
+
+
+_OBJECTS: Final = (Struct, dict)
+
+
+def know_nothing(_: Json) -> Before:
+    """Of every body of an API whose requests show their whole history."""
+    return NOTHING_BEFORE
+
+
+def take_list(value: Json) -> Sequence[Json]:
+    """The messages in what stands where they belong: those of a list, which is none where there are only texts or numbers."""
+    if not isinstance(value, list) or not value:
+        return ()
+    return value if isinstance(value[0], _OBJECTS) or dict in set(map(type, value)) else ()
+
+
+class Shape:
+    """How one API writes a conversation; never changed.
+
+    Attributes:
+        path: of keys, to the messages.
+        body: a struct of the body's keys in which a conversation stands; all but the first on the path are raw.
+        message: a struct of what is read of one message. Each of its keys may be missing.
+        decode: reads one.
+        name_speaker: who says a message; empty for a thought, which nobody gets to see.
+        read: what stands in a message, in order; raises NotCounted where that cannot be read, or is too much.
+        find_raw: where in a message its text and its calls stand; ABSENT where that is in several places.
+        take: the messages in what stands at the end of the path; None for those of a list.
+        joins: whether a message is one of several calls that were made at once, where they stand side by side; None where each
+            message is one of its own.
+        kept: the other keys of such a body, which say what went before.
+        look_back: what such a body says about what went before; None where every request shows all of it.
+        locate: where a note can be put into a message, given the body in which it stands; None where nobody can tell.
+        fallback: the key means something else in other APIs, so they are asked first.
+    """
+
+    __slots__ = (
+        "body",
+        "decode",
+        "fallback",
+        "find_raw",
+        "joins",
+        "kept",
+        "locate",
+        "look_back",
+        "message",
+        "name_speaker",
+        "path",
+        "read",
+        "take",
+    )
+
+    def __init__(  # noqa: PLR0913  # a record
+        self,
+        path: tuple[str, ...],
+        body: type[Struct],
+        message: type[Struct],
+        name_speaker: Callable[[Any], str],
+        read: Callable[[Any], list[Part]],
+        find_raw: Callable[[Any], Raw],
+        take: Callable[[Any], Sequence[Json]] | None = None,
+        joins: Callable[[Any], bool] | None = None,
+        look_back: Callable[[Any], Before] | None = None,
+        locate: Callable[[Patch, Any, Value], list[Place]] | None = None,
+        *,
+        fallback: bool = False,
+    ) -> None:
+        """Keep them as given."""
+        self.path = path
+        self.body = body
+        self.kept = [field.name for field in fields(body) if field.name != path[0]]
+        self.message = message
+        self.decode = json.Decoder(message).decode
+        self.name_speaker = name_speaker
+        self.read = read
+        self.find_raw = find_raw
+        self.take = take or take_list
+        self.joins = joins
+        self.look_back = look_back or know_nothing
+        self.locate = locate
+        self.fallback = fallback
+
+
+class Conversation:
+    """The messages of one request.
+
+    Attributes:
+        shape: how they are written.
+        model: empty when the request names none.
+        before: what the request says about what went before them.
+        decoded: the whole body was decoded, because something in it is of another type than APIs know.
+    """
+
+    __slots__ = ("_messages", "before", "decoded", "model", "shape")
+
+    def __init__(self, shape: Shape, messages: Sequence[Any], body: Struct, model: str, *, decoded: bool) -> None:
+        """Take messages as structs of the shape's, or as values where the whole body was decoded."""
+        self.decoded = decoded
+        self.shape = shape
+        self.model = model
+        self.before: Before = shape.look_back(body)
+        self._messages = messages
+
+    @property
+    def elsewhere(self) -> bool:
+        """What went before is not in the request: the server keeps it, or a plain prompt holds it in words."""
+        return bool(self.before.after) or self.before.in_words
+
+    def read_backwards(self) -> Iterator[Message]:
+        """The messages from the newest to the oldest, without thoughts.
+
+        Raises:
+            NotCounted: there are too many.
+        """
+        return self._read_each() if self.shape.joins is None else self._read_joined(self.shape.joins)
+
+    def __len__(self) -> int:
+        """How many messages the request has, thoughts among them."""
+        return len(self._messages)
+
+    def read_first_words(self) -> str:
+        """What the user said first, as text; empty where none of the first messages is the user's and has a text.
+
+        Raises:
+            NotCounted: one of them cannot be read.
+        """
+        for place in range(min(len(self._messages), _MAX_OLDEST)):
+            value = self._open_message(place)
+            if self.shape.name_speaker(value) == USER:
+                texts = [open_value(part.value) for part in self.shape.read(value) if part.kind == TEXT]
+                words = "".join([text for text in texts if isinstance(text, str)])
+                if words:
+                    return words
+        return ""
+
+    def list_values(self, speaker: str = "", start: int = 0) -> list[Any]:
+        """What somebody, or everybody, has said and done, the oldest first, as the shape has it; calls stand one by one.
+
+        Args:
+            speaker: who; empty for everybody.
+            start: at which message to begin.
+
+        Raises:
+            NotCounted: there are too many messages.
+        """
+        self._check_count()
+        name_speaker, found = self.shape.name_speaker, []
+        for place in range(start, len(self._messages)):
+            value = self._open_message(place)
+            by = name_speaker(value)
+            if by and (not speaker or by == speaker):
+                found.append(value)
+        return found
+
+    def _read_each(self) -> Iterator[Message]:
+        count, name_speaker = len(self._messages), self.shape.name_speaker
+        for place in range(count - 1, max(count - 1 - MAX_STEPS, -1), -1):
+            value = self._open_message(place)
+            speaker = name_speaker(value)
+            if speaker:
+                yield Message(self.shape, speaker, value, place)
+        self._check_count()
+
+    def _read_joined(self, joins: Callable[[Any], bool]) -> Iterator[Message]:
+        """The same where calls that stand side by side were made at once."""
+        calls: Message | None = None
+        for message in self._read_each():
+            joined = joins(message.value)
+            if joined and calls is not None:
+                calls.join(message)
+                continue
+            if calls is not None:
+                yield calls
+            calls = message if joined else None
+            if not joined:
+                yield message
+        if calls is not None:
+            yield calls
+
+    def _check_count(self) -> None:
+        if len(self._messages) > MAX_STEPS:
+            raise NotCounted("inspect_limit")
+
+    def _open_message(self, place: int) -> Any:  # noqa: ANN401  # of the shape's
+        """A message as its shape has it; one of other types than a message's is of no known kind."""
+        value = self._messages[place]
+        if type(value) is self.shape.message:
+            return value
+        try:
+            return decode_json(write_canonical(value), self.shape.decode)
+        except ValidationError:
+            return self.shape.message()
+
+
+class Shapes:
+    """The shapes of all APIs, of which each body is looked at in one pass."""
+
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        """Those that are asked first go first."""
+        self._shapes = sorted(shapes, key=lambda shape: shape.fallback)
+        self._body: Any = _make_body(self._shapes)
+        self._decode = json.Decoder(self._body).decode
+        self._raw_keys = [field.name for field in fields(self._body) if field.type is Raw]
+
+    def open_conversation(self, document: Document) -> Conversation:
+        """The conversation in a body, of the first shape that it has; everybody who asks shares it.
+
+        Raises:
+            NotCounted: there is none, or it cannot be read.
+        """
+        found: Conversation | NotCounted | None = document.conversation
+        if found is None:
+            try:
+                found = self._open(document)
+            except NotCounted as failure:
+                found = failure.renew()
+            document.conversation = found
+        else:
+            start_looking()
+        if isinstance(found, NotCounted):
+            raise found.renew()
+        return found
+
+    def find_conversation(self, patch: Patch) -> tuple[Shape, Value]:
+        """Where in a body that is edited its one conversation stands: a list of messages, or a text in its place.
+
+        Raises:
+            NotCounted: there is none, or several.
+        """
+        found: list[tuple[Shape, Value]] = []
+        for shape in self._shapes:
+            value: Value | None = patch.root
+            for step in shape.path:
+                value = patch.open_fields(value).get(step)
+            if value is not None and not patch.is_null(value) and not (shape.fallback and found):
+                found.append((shape, value))
+        if len(found) > 1:
+            raise NotCounted(AMBIGUOUS)
+        for shape, given in found:
+            if shape.locate is None or patch.is_list(given) or shape.take(patch.read_text(given)):
+                return shape, given
+        raise NotCounted("no_messages")
+
+    def locate_results(self, patch: Patch) -> list[Place]:
+        """Where a note can be put into the newest results of a conversation, or else into what the user said last.
+
+        Returns:
+            places in the body, the newest last; none where the API allows none, or nobody can tell.
+
+        Raises:
+            NotCounted: there is no conversation, it cannot be read in one way alone, or is too much.
+        """
+        shape, given = self.find_conversation(patch)
+        if shape.locate is None:
+            return []
+        if patch.is_text(given):
+            return [Place(given)]
+        places: list[Place] = []
+        for number, (_, whole) in enumerate(patch.open_newest(given)):
+            message = read_message(patch, shape, patch.shorten(whole))
+            speaker = shape.name_speaker(message)
+            if speaker == ASSISTANT or number == _MAX_NEWEST:
+                break
+            found = shape.locate(patch, message, whole) if speaker else []
+            places += [place for place in found if place.result or speaker == USER]
+        places.sort(key=lambda place: place.offset)
+        return [place for place in places if place.result] or places
+
+    def _open(self, document: Document) -> Conversation:
+        data = document.data()
+        if not data:
+            raise NotCounted("no_messages")
+        try:
+            body = value = decode_json(data, self._decode)
+        except ValidationError:
+            value = document.value()
+            body = self._fill_body(value)
+        for shape in self._shapes:
+            path = shape.path
+            messages = shape.take(getattr(body, path[0]) if value is body and len(path) == 1 else _follow(value, path))
+            if messages:
+                return Conversation(shape, messages, body, body.model or "", decoded=value is not body)
+        raise NotCounted("no_messages")
+
+    def _fill_body(self, value: Json) -> Json:
+        """The other keys of a body that was decoded as a whole, because one of them, or its messages, is of another type."""
+        given = value if isinstance(value, dict) else {}
+        model = given.get("model")
+        named = model if model is None or isinstance(model, str) else write_canonical(model).decode()
+        raw = {key: Raw(write_canonical(given[key])) for key in self._raw_keys if key in given}
+        return self._body(model=named, **raw)
+
+
+def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: ANN401  # of the shape's
+    """What the shape makes of a message, or of a part of one that tells who says it.
+
+    Raises:
+        NotCounted: it cannot be read, or is too much.
+    """
+    try:
+        return patch.decode(raw, shape.decode)
+    except ValidationError:
+        return shape.message()  # of other types than a message's: of no known kind
+
+
+def look_back(patch: Patch, shape: Shape) -> Before:
+    """What a body that is edited says about what went before its messages.
+
+    Raises:
+        NotCounted: it cannot be read, or is too much.
+    """
+    given = patch.open_fields(patch.root)
+    raw: dict[str, Any] = dict.fromkeys(shape.path[:1])
+    for key in shape.kept:
+        if key in given:
+            if patch.is_long(given[key]):
+                return Before(after=b"{}")  # whatever it is, it is something
+            raw[key] = patch.read_raw(given[key])
+    return shape.look_back(shape.body(**raw))
+
+
+def _make_body(shapes: Sequence[Shape]) -> type[Struct]:
+    """A struct of the keys of all shapes, so that one pass over a body finds out which it has."""
+    keys: dict[str, Any] = {"model": (str | None, None)}
+    for shape in shapes:
+        for field in fields(shape.body):
+            optional = (Raw, ABSENT) if field.type is Raw else (field.type | None, None)
+            keys.setdefault(field.name, optional)
+    return defstruct("AnyBody", [(name, *optional) for name, optional in keys.items()], gc=False)
+
+
+def _follow(value: Json, path: tuple[str, ...]) -> Json:
+    """What stands at the end of a path of keys, or of fields; None where nothing does."""
+    for step in path:
+        value = value.get(step) if isinstance(value, dict) else getattr(value, step, None)
+    return value

@@ -1,0 +1,48 @@
+"""Ollama's own API; its messages are those of OpenAI's chat."""
+# interpreted: writes refusals, which is json's time
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from extproc.apis.api import Api, Completion, Endpoint, Question, frame_json, write_error
+from extproc.decision import Framed
+
+_LINES = "application/x-ndjson"
+_MEASURED = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": 0, "eval_count": 0}
+
+
+def complete_chat(completion: Completion, question: Question) -> Framed | None:
+    """A message."""
+    return _complete(completion, question, lambda text: {"message": {"role": "assistant", "content": text}})
+
+
+def complete_text(completion: Completion, question: Question) -> Framed | None:
+    """A text."""
+    return _complete(completion, question, lambda text: {"response": text})
+
+
+def _complete(completion: Completion, question: Question, say: Any) -> Framed | None:  # noqa: ANN401  # a lambda
+    """In two lines, unless the request asks for one answer. A path such as /api/chat is others' as well: they name no model."""
+    if not question.has("model") or not completion.model:
+        return None
+    created = datetime.fromtimestamp(completion.created, UTC).isoformat().replace("+00:00", "Z")
+    answer = {"model": completion.model, "created_at": created}
+    end = {"done": True, "done_reason": "stop", **_MEASURED}
+    if question.read("stream") is False:
+        return frame_json(200, {**answer, **say(completion.text), **end})
+    lines = [{**answer, **say(completion.text), "done": False}, {**answer, **say(""), **end}]
+    return Framed(200, _LINES, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
+
+
+API = Api(
+    paths={
+        r"/api/chat\Z": Endpoint(write_error, complete_chat, needs_tool=False),
+        r"/api/generate\Z": Endpoint(write_error, complete_text),
+    },
+    asked=("stream",),
+    counts={"input": ("prompt_eval_count",), "output": ("eval_count",)},  # in no object, and its streams are no events
+    answered_by=("model",),
+)

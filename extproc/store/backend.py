@@ -1,0 +1,281 @@
+"""The wire to Redis or Valkey: the calls of a batch become one write to each server.
+
+There is one command for each script, and on a cluster one for each script and hash tag, so that keys of one command are in one
+slot. What a server turns down without running anything is asked again, where another way or another server helps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any, Final
+
+from extproc.errors import StoreError
+from extproc.store.link import ErrorReply, Link, RedisReply, ServerAddress, blame_bug, explain_refusal
+from extproc.store.pending import Pending
+from extproc.store.resp import write_keys, write_word
+from extproc.store.rules.hit import Hit
+from extproc.store.scripts import MAX_WEIGHT, Script, ScriptCall, count_call
+from extproc.store.topology import ShardServers
+
+_ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
+
+
+class _ScriptBatch:
+    """Calls of a round batch that share a script and a hash tag, which go as one; and their positions in the batch."""
+
+    __slots__ = ("calls", "positions", "script", "tag", "weight")
+
+    def __init__(self, script: Script, tag: str) -> None:
+        self.script = script
+        self.tag = tag
+        self.weight = 0
+        self.calls: list[ScriptCall] = []
+        self.positions: list[int] = []
+
+    def add(self, call: ScriptCall, position: int) -> _ScriptBatch:
+        """Take one more."""
+        self.weight += call.weight
+        self.calls.append(call)
+        self.positions.append(position)
+        return self
+
+    def list_keys(self) -> list[str]:
+        """Keys of all calls."""
+        keys = []
+        for call in self.calls:
+            keys.append(call.subject.key)
+            if call.others:
+                keys += call.others
+        return keys
+
+    def list_arguments(self) -> list[int | bytes]:
+        """Arguments of all calls, or of one where they are alike, as those of hits of one policy are."""
+        first = self.calls[0].arguments
+        for call in self.calls:
+            if call.arguments != first:
+                return [argument for call in self.calls for argument in call.arguments]
+        return list(first)
+
+    def split(self) -> list[_ScriptBatch]:
+        """A group for each call; one call that takes several keys goes with its first alone, without which it is nothing."""
+        calls = self.calls if len(self.calls) > 1 else [call.narrow() for call in self.calls]
+        return [
+            _ScriptBatch(self.script, self.tag).add(call, position)
+            for call, position in zip(calls, self.positions, strict=True)
+        ]
+
+
+class _PendingBatch(Pending):
+    """What a batch waits for: one exchange with each server that has keys of it, all at the same time.
+
+    Attributes:
+        answers: as far as they are there, in the order of the calls.
+        refused: what servers turned down without running anything.
+        unanswered: servers that have not answered yet.
+    """
+
+    __slots__ = ("_work", "answers", "refused", "unanswered")
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.answers: list[Any] = [None] * calls
+        self.refused: list[tuple[_ScriptBatch, ErrorReply]] = []
+        self.unanswered = 0
+        self._work: asyncio.Task[None] | None = None
+
+    def cancel(self) -> None:
+        """See `Pending`."""
+        super().cancel()
+        if self._work is not None:
+            self._work.cancel()
+
+    def fail(self, error: Exception) -> None:
+        """There will be no answer."""
+        self.settle(None, error if isinstance(error, StoreError) else blame_bug(error))
+
+    def follow(self, work: Coroutine[Any, Any, None]) -> None:
+        """Leave the rest to what has to wait for something."""
+        self._work = asyncio.get_running_loop().create_task(self._follow(work))
+
+    async def _follow(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001  # the caller has to be told
+            self.fail(error)
+
+
+class RedisBackend:
+    """The wire to a shard's server, for one round batch at a time; what goes wrong is a StoreError and nothing else."""
+
+    def __init__(self, topology: ShardServers, prefix: str) -> None:
+        """Keep state on a server of `topology`; every key starts with `prefix`."""
+        self._topology = topology
+        self._prefix = prefix
+
+    def call(self, calls: list[ScriptCall]) -> Pending:
+        """Make every call once; each server gets one write, at once where its connection is open.
+
+        A caller that cancels what is pending drops the connections as well.
+        """
+        batch = _PendingBatch(len(calls))
+        try:
+            groups = self._group(calls)
+            if not self._send(batch, groups):
+                batch.follow(self._connect(batch, groups))
+        except Exception as error:  # noqa: BLE001  # as all that goes wrong later
+            batch.fail(error)
+        return batch
+
+    async def probe(self) -> None:
+        """Count once for every hash tag of the shard: a server that answers but cannot write is not well.
+
+        Which keys are the shard's is found out as well.
+        """
+        keys = [f"probe:{number:02x}" for number in await self._topology.learn()]
+        hits = [Hit(key, "sliding_ttl", 1_000, 2, 0, count_refused=True, count_to=2) for key in keys]
+        if hits:  # else its keys are elsewhere now
+            await self.call([count_call(hit) for hit in hits])
+
+    def drop(self) -> None:
+        """End the connections: what is on them can no longer be told apart. They open again when needed."""
+        self._topology.drop()
+
+    def _group(self, calls: list[ScriptCall]) -> list[_ScriptBatch]:
+        full: list[_ScriptBatch] = []
+        groups: dict[tuple[str, str], _ScriptBatch] = {}
+        group: _ScriptBatch | None = None
+        for position, call in enumerate(calls):
+            script, tag = call.script, self._tag(call.subject.key)
+            if group is None or group.script is not script or group.tag != tag:  # else as the one before, as nearly always
+                group = groups.get((script.sha, tag))
+                if group is None:
+                    group = groups[script.sha, tag] = _ScriptBatch(script, tag)
+            if group.weight and group.weight + call.weight > MAX_WEIGHT:
+                full.append(group)
+                group = groups[script.sha, tag] = _ScriptBatch(script, tag)
+            group.add(call, position)
+        return [*full, *groups.values()]
+
+    def _tag(self, key: str) -> str:
+        tags = self._topology.tags
+        return tags[find_part(key, len(tags))] if tags else ""
+
+    async def _connect(self, batch: _PendingBatch, groups: list[_ScriptBatch]) -> None:
+        """Send once every connection is open.
+
+        Raises:
+            StoreError: one could not be opened, or did not stay open.
+        """
+        for group in groups:
+            await self._topology.find(group.tag)
+        if not self._send(batch, groups):
+            raise StoreError("a connection was lost while others were opened", kind="connection")
+
+    def _send(self, batch: _PendingBatch, groups: list[_ScriptBatch]) -> bool:
+        """Ask every server, so that they work at the same time; False, with nothing sent, where a connection is not open."""
+        parts: dict[Link, list[_ScriptBatch]] = {}
+        for group in groups:
+            link = self._topology.get(group.tag)
+            if link is None:
+                return False
+            parts.setdefault(link, []).append(group)
+        batch.unanswered = len(parts)
+        for link, mine in parts.items():
+            replies = link.send(b"".join([self._pack(group) for group in mine]), len(mine))
+            replies.then(partial(self._take, batch, mine, replies))
+        return True
+
+    def _take(self, batch: _PendingBatch, groups: list[_ScriptBatch], replies: Pending) -> None:
+        """A server has answered, or will not."""
+        if batch.done:
+            return
+        try:
+            for group, reply in zip(groups, replies.result(), strict=True):
+                if isinstance(reply, ErrorReply):
+                    batch.refused.append((group, reply))
+                else:
+                    _read(group, reply, batch.answers)
+        except Exception as error:  # noqa: BLE001  # a server can answer anything
+            batch.fail(error)
+            return
+        batch.unanswered -= 1
+        if batch.unanswered:
+            return
+        if batch.refused:
+            batch.follow(self._finish(batch))
+        else:
+            batch.settle(batch.answers)
+
+    async def _finish(self, batch: _PendingBatch) -> None:
+        for group, error in batch.refused:
+            await self._ask_again(group, error, batch.answers)
+        batch.settle(batch.answers)
+
+    async def _ask_again(self, group: _ScriptBatch, error: ErrorReply, answers: list[Any]) -> None:
+        """What a server turned down without running anything, where asking in another way helps.
+
+        Raises:
+            StoreError: it does not.
+        """
+        word = error.word
+        if word == "NOSCRIPT":  # a new primary, or SCRIPT FLUSH
+            link = await self._topology.find(group.tag)
+            [reply] = await link.send(self._pack(group, whole=True), 1)
+            _read(group, reply, answers)
+        elif word == "MOVED":
+            place = _read_address(error)
+            self._topology.move(group.tag, place)
+            link = await self._topology.at(place)
+            [reply] = await link.send(self._pack(group, whole=True), 1)
+            _read(group, reply, answers)
+        elif word == "ASK" and len(group.list_keys()) == 1:  # the slot is on its way to another server
+            link = await self._topology.at(_read_address(error))
+            _, reply = await link.send(_ASKING + self._pack(group, whole=True), 2)
+            _read(group, reply, answers)
+        elif word in ("ASK", "TRYAGAIN") and len(group.list_keys()) > 1:  # some keys have gone, some not
+            link = await self._topology.find(group.tag)
+            singles = group.split()
+            replies = await link.send(b"".join([self._pack(single) for single in singles]), len(singles))
+            for single, reply in zip(singles, replies, strict=True):
+                if isinstance(reply, ErrorReply):
+                    await self._ask_again(single, reply, answers)
+                else:
+                    _read(single, reply, answers)
+        else:
+            raise explain_refusal(error)
+
+    def _pack(self, group: _ScriptBatch, *, whole: bool = False) -> bytes:
+        """The group's command, as the server reads it."""
+        start = f"{self._prefix}{{{group.tag}}}:" if group.tag else self._prefix
+        keys, arguments = group.list_keys(), group.list_arguments()
+        return b"".join(
+            [
+                b"*%d\r\n" % (3 + len(keys) + len(arguments)),
+                group.script.whole if whole else group.script.by_name,
+                write_word(len(keys)),
+                write_keys(start, keys),
+                *[write_word(argument) for argument in arguments],
+            ]
+        )
+
+
+def _read(group: _ScriptBatch, reply: RedisReply, answers: list[Any]) -> None:
+    if isinstance(reply, ErrorReply):
+        raise explain_refusal(reply)
+    for position, answer in zip(group.positions, group.script.read(reply, len(group.positions)), strict=True):
+        answers[position] = answer
+
+
+def _read_address(error: ErrorReply) -> ServerAddress:
+    """The last word of `MOVED 1234 10.0.0.1:6379`, and of ASK."""
+    host, _, port = str(error).rpartition(" ")[2].rpartition(":")
+    if not (port.isascii() and port.isdecimal()):
+        raise explain_refusal(error)
+    return ServerAddress(host, int(port))
+
+
+def find_part(key: str, tags: int) -> int:
+    """The number of a key's hash tag, by the last two digits of the key; 0 where there are no tags."""
+    return int(key[-2:], 16) % tags if tags else 0

@@ -1,0 +1,84 @@
+"""Documents in Redis or Valkey: three keys in one hash slot for those of a subject, kept by `rules/documents.lua`."""
+# interpreted: waits for a network
+
+from __future__ import annotations
+
+from extproc.errors import StoreError
+from extproc.store.link import RedisReply
+from extproc.store.rules import read_script
+from extproc.store.rules.documents import KINDS, Documents, check_document, refuse_more
+from extproc.store.side_connections import SideConnections
+
+_SCRIPT = read_script("documents")
+
+
+class RemoteDocuments:
+    """Documents on a server that is asked beside the requests."""
+
+    def __init__(self, connections: SideConnections) -> None:
+        self._connections = connections
+
+    async def put(  # noqa: PLR0913  # a document, where it stands, and until when
+        self, kind: str, subject: str, name: str, document: bytes, ttl_ms: int, now: int | None
+    ) -> None:
+        """Keep a document, in place of the one of that name.
+
+        Raises:
+            StoreError: see `check_document`, there is no room, or the server cannot.
+        """
+        check_document(kind, name, document)
+        bounds = KINDS[kind]
+        most = bounds.max_documents, int(bounds.makes_room)
+        if not await self._run(kind, subject, "put", name, bounds.version + document, ttl_ms, *most, now=now):
+            raise refuse_more()
+
+    async def drop(self, kind: str, subject: str, name: str, now: int | None) -> bool:
+        """Take a document back; whether there was one.
+
+        Raises:
+            StoreError: the server cannot.
+        """
+        return bool(await self._run(kind, subject, "drop", name, now=now))
+
+    async def read(self, kind: str, subject: str, known: str, now: int | None) -> Documents | None:
+        """Those that have not ended, None where the version is the known one.
+
+        Raises:
+            StoreError: the server cannot, or answers something else.
+        """
+        listed = await self._run(kind, subject, "list", known, now=now)
+        if not isinstance(listed, list) or not all(isinstance(item, bytes) for item in listed):
+            raise _make_error(kind)
+        if not listed:
+            return None
+        version, *names = [bytes(item).decode("utf-8", "replace") for item in listed]
+        documents: dict[str, bytes] = {}
+        portion = KINDS[kind].portion
+        for start in range(0, len(names), portion):
+            documents |= await self._fetch(kind, subject, names[start : start + portion])
+        return Documents(version, documents)
+
+    async def _fetch(self, kind: str, subject: str, names: list[str]) -> dict[str, bytes]:
+        [found] = await self._connections.ask(subject, [("HMGET", self._name_key(kind, subject, "documents"), *names)])
+        if not isinstance(found, list) or len(found) != len(names):
+            raise _make_error(kind)
+        start = KINDS[kind].version
+        return {
+            name: text[len(start) :]
+            for name, text in zip(names, found, strict=True)
+            if isinstance(text, bytes) and text.startswith(start)
+        }
+
+    async def _run(self, kind: str, subject: str, what: str, *arguments: str | bytes | int, now: int | None) -> RedisReply:
+        """The reply of the script, whose last argument is the time in milliseconds, -1 for the server's own clock."""
+        keys = [self._name_key(kind, subject, part) for part in ("ends", "documents", "version")]
+        moment = -1 if now is None else now
+        [reply] = await self._connections.ask(subject, [("EVAL", _SCRIPT, len(keys), *keys, what, *arguments, moment)])
+        return reply
+
+    def _name_key(self, kind: str, subject: str, part: str) -> str:
+        return self._connections.name_key(kind, subject, part)
+
+
+def _make_error(kind: str) -> StoreError:
+    return StoreError(f"the server did not answer with a list of {KINDS[kind].plural}", kind="response")

@@ -1,0 +1,111 @@
+"""A request to be counted under a key, and what counting it finds: what all windows share.
+
+- `sliding_ttl`: one count whose time to live is reset by every request counted.
+- `fixed`: one count that starts with the first request and ends `window_ms` later.
+- `sliding_log`: the requests of the last `window_ms`, each remembered by its time.
+
+A request is acted on (`looping`) when it takes the count to the threshold or past it, or while a cooldown runs. A trip is the
+request that takes the count across the threshold while no cooldown runs; it starts one. Refusals do not restart the cooldown:
+a client that retries in spite of them must not make its own sentence longer.
+
+A clock may be set back, or another server's be behind after a failover. Then it is not known how long ago the last request was.
+What lies in the future by less than its own length (window or cooldown) is taken to have happened just now: a loop stays one.
+What lies further ahead is forgotten, so that a window or a cooldown never lasts for as long as the clock was set back.
+"""
+
+from __future__ import annotations
+
+
+class Hit:
+    """One request to be counted under one key; never changed.
+
+    Attributes:
+        key: the whole counter key; it ends in two hex digits that spread keys evenly.
+        window_type: `sliding_ttl`, `sliding_log` or `fixed`.
+        window_ms: length of the window, in milliseconds.
+        threshold: the first count that is acted on; 1 trips at once, where it is known already that it is a loop.
+        cooldown_ms: how long a trip keeps the key acted on, in milliseconds; 0 for none.
+        count_refused: False: a request that is acted on leaves the window as it was.
+        count_to: how many requests a `sliding_log` remembers at most; at least `threshold`.
+    """
+
+    __slots__ = ("cooldown_ms", "count_refused", "count_to", "key", "threshold", "window_ms", "window_type")
+
+    def __init__(  # noqa: PLR0913  # a record
+        self,
+        key: str,
+        window_type: str,
+        window_ms: int,
+        threshold: int,
+        cooldown_ms: int,
+        count_refused: bool,  # noqa: FBT001  # a field
+        count_to: int,
+    ) -> None:
+        self.key = key
+        self.window_type = window_type
+        self.window_ms = window_ms
+        self.threshold = threshold
+        self.cooldown_ms = cooldown_ms
+        self.count_refused = count_refused
+        self.count_to = count_to
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the same is counted in the same way."""
+        return isinstance(other, Hit) and self._list() == other._list()
+
+    def __hash__(self) -> int:
+        """As equality asks."""
+        return hash(self._list())
+
+    def _list(self) -> tuple[str, str, int, int, int, bool, int]:
+        window, cooldown = self.window_ms, self.cooldown_ms
+        return self.key, self.window_type, window, self.threshold, cooldown, self.count_refused, self.count_to
+
+
+class Count:
+    """What counting a hit found; never changed.
+
+    Attributes:
+        count: identical requests in the window, this one included.
+        looping: the request is to be acted on.
+        cooldown_ms: what is left of the cooldown, in milliseconds.
+        span_ms: time since the first request of the window, in milliseconds.
+    """
+
+    __slots__ = ("cooldown_ms", "count", "looping", "span_ms")
+
+    def __init__(self, count: int, looping: bool, cooldown_ms: int, span_ms: int) -> None:  # noqa: FBT001  # a field
+        self.count = count
+        self.looping = looping
+        self.cooldown_ms = cooldown_ms
+        self.span_ms = span_ms
+
+    def __eq__(self, other: object) -> bool:
+        """Stores are compared by what they answer."""
+        return isinstance(other, Count) and self._list() == other._list()
+
+    def __hash__(self) -> int:
+        """As equality asks."""
+        return hash(self._list())
+
+    def __repr__(self) -> str:
+        """As it is written in a test."""
+        return f"Count{self._list()}"
+
+    def _list(self) -> tuple[int, bool, int, int]:
+        return self.count, self.looping, self.cooldown_ms, self.span_ms
+
+
+UNCOUNTED = Count(0, False, 0, 0)
+"""Of what no store was asked about."""
+
+
+def judge(before: int, count: int, cooling_until: int, hit: Hit, now: int) -> tuple[bool, int]:
+    """Whether to act, and until when the cooldown runs from now on."""
+    ahead = cooling_until - hit.cooldown_ms - now
+    if ahead > 0:  # it starts in the future
+        cooling_until = now + hit.cooldown_ms if ahead < hit.cooldown_ms else 0
+    cooling = now < cooling_until
+    if not cooling and before < hit.threshold <= count:
+        return True, now + hit.cooldown_ms
+    return cooling or count >= hit.threshold, cooling_until

@@ -1,0 +1,67 @@
+"""Rings: the newest entries of a key, each pushed by a request, until some time after the last push; the rule of `ring.lua`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+
+class Push(NamedTuple):
+    """One entry for the ring of a key; pushes of one key agree in `ttl_ms`.
+
+    Attributes:
+        key: the whole key; no counter has it, and it ends in two hex digits that spread keys evenly, as counter keys do.
+        entry: up to 64 bytes.
+        request: a digest of 8 bytes; a request that is sent again pushes nothing.
+        size: how many entries the ring keeps.
+        ttl_ms: how long after its last push, retries included, the ring is forgotten, in milliseconds.
+    """
+
+    key: str
+    entry: bytes
+    request: bytes
+    size: int
+    ttl_ms: int
+
+
+Ring: TypeAlias = tuple[int, bytes]
+"""The state behind a ring: when it was last pushed to, in milliseconds, and its records, joined."""
+
+_DIGEST = 8
+_ENTRY = _DIGEST + 1
+"""Where the entry begins in a record: behind its request's digest and a byte with its length."""
+
+
+def push(state: Ring | None, pushed: Push, now: int) -> tuple[Ring, list[bytes]]:
+    """Push an entry; the ring's entries, oldest first. `state` is None for a key never seen.
+
+    A ring whose last push lies `ttl_ms` back is forgotten, or `ttl_ms` ahead, where the clock was set back.
+    """
+    records = split_records(state[1]) if state is not None and abs(now - state[0]) < pushed.ttl_ms else []
+    del records[: -pushed.size]
+    if pushed.request not in [record[:_DIGEST] for record in records]:
+        records.append(pushed.request + bytes((len(pushed.entry),)) + pushed.entry)
+        del records[: -pushed.size]
+    return (now, b"".join(records)), read_entries(records)
+
+
+def split_records(joined: bytes) -> list[bytes]:
+    """The records of a ring.
+
+    Raises:
+        IndexError: they are no such thing.
+    """
+    records = []
+    start = 0
+    while start < len(joined):
+        end = start + _ENTRY + joined[start + _DIGEST]
+        if end > len(joined):
+            raise IndexError
+        records.append(joined[start:end])
+        start = end
+    return records
+
+
+def read_entries(records: Sequence[bytes]) -> list[bytes]:
+    """What was pushed, without the requests it came from."""
+    return [record[_ENTRY:] for record in records]

@@ -1,0 +1,458 @@
+-- session: what sessions have used up, and whether one more request is let through; or what became of one that was.
+--
+-- KEYS     for each step three keys, all in one hash slot: the session's ledger, what the tenant has begun, the ledger of sessions
+--          that are too many; for each settlement the ledger's. One step may come with its first key alone: then there is room
+-- ARGV     for each step or settlement, or once where they are the same for all, six values: now_ms (-1: the server's clock);
+--          what is asked, packed as ASKED; the tools that have limits, packed as TOOL; the names of tools in the history, each
+--          a digest and a length before it; the newest tool calls in the history; the tools of the older ones, packed as TOOL
+-- returns  for each how the session stands, packed as STANDING, a number for each tool as TOOL, and the tools' names
+--
+-- The formats and the rules are those of session.py, and so are the names here. The value decides; the key's own expiry only
+-- collects garbage.
+
+local VERSION = 2
+local HEAD, HEAD_SIZE = '>BI8I8I8I8I8I4I4I4I4I4I4BBBBBI2I2', 74
+local RESERVATION, RESERVATION_SIZE = '>c16c8I8I8I4I4B', 49
+local TOOL, TOOL_SIZE = '>c4I4', 8
+local BEGUN_VERSION = 0 -- older releases have a time of eight bytes there, of which the first is 0
+local BEGUN, BEGUN_SIZE = '>BI7I8I4', 20
+local MARK, MARK_SIZE, MARKS, NEWEST_MARKS = '>I2I6', 8, 256, 4
+local ASKED = '>BBBc16c8I8I8I8i8i8i8i8i8i8i8I4I4I4I8'
+local STANDING = '>BBBBc4i8i8I4I4I4I4I4I8I8I8I8B'
+
+local RECORD, KNOWN, ID, NAME, NO_ID = 14, 10, 6, 10, '\0\0\0\0\0\0'
+local FEW = 16
+local MAX_SHOWN, SUM = 65535, 281474976710656
+local IDENTITY, REPEATED, IDENTITIES, MAX_RETRIES_PER_STEP = 8, 9, 16, 3
+local OPEN, OPEN_MS = 32, 600000
+local TOOLS, MOST_TOOLS = 64, 255
+local MAX, MAX_MONEY = 4294967295, 4503599627370496
+local FAILED, REFUSED, STEP, WITHDRAWN = 1, 2, 3, 4
+local RETRY, NARROWED = 1, 2
+local GARBAGE_MS = 1000
+
+local sub = string.sub
+
+local function find(joined, start, width) -- where an item that starts so stands among items of one width
+  local at = string.find(joined, start, 1, true)
+  while at and (at - 1) % width > 0 do at = string.find(joined, start, at + 1, true) end
+  return at
+end
+
+local function get(key)
+  local value = redis.pcall('GET', key)
+  if type(value) == 'table' then redis.call('DEL', key) end -- not ours: one odd key must not fail a whole batch
+  return type(value) == 'string' and value or ''
+end
+
+local function make(now)
+  return {
+    last = now, began = now, cost = 0, estimated = 0, reserved = 0, steps = 0, tool_calls = 0, narrowed_at = 0, blocks = 0,
+    consecutive_blocks = 0, consecutive_errors = 0, killed = 0, renewed = 0, identities = '', open = '', counts = '', names = '',
+    marks = '', records = '',
+  }
+end
+
+local function unpack_ledger(value)
+  if #value < HEAD_SIZE or string.byte(value) ~= VERSION then return nil end
+  local l, _, identities, open, tools, names, marks, at = {}, nil, nil, nil, nil, nil, nil, nil
+  _, l.last, l.began, l.cost, l.estimated, l.reserved, l.steps, l.tool_calls, l.narrowed_at, l.blocks, l.consecutive_blocks,
+    l.consecutive_errors, l.killed, l.renewed, identities, open, tools, names, marks, at = struct.unpack(HEAD, value)
+  identities, open, tools, marks = identities * REPEATED, open * RESERVATION_SIZE, tools * TOOL_SIZE, marks * MARK_SIZE
+  local records = #value + 1 - at - identities - open - tools - names - marks
+  if records < 0 or records % KNOWN > 0 then return nil end -- not ours either
+  local function cut(length)
+    at = at + length
+    return sub(value, at - length, at - 1)
+  end
+  l.identities, l.open, l.counts, l.names, l.marks, l.records =
+    cut(identities), cut(open), cut(tools), cut(names), cut(marks), cut(records)
+  return l
+end
+
+local function pack_ledger(l)
+  local head = struct.pack(HEAD, VERSION, l.last, l.began, l.cost, l.estimated, l.reserved, l.steps, l.tool_calls, l.narrowed_at,
+    l.blocks, l.consecutive_blocks, l.consecutive_errors, l.killed, l.renewed, #l.identities / REPEATED,
+    #l.open / RESERVATION_SIZE, #l.counts / TOOL_SIZE, #l.names, #l.marks / MARK_SIZE)
+  return table.concat({head, l.identities, l.open, l.counts, l.names, l.marks, l.records})
+end
+
+local function recall(key, asked)
+  local value = get(key)
+  local l = unpack_ledger(value)
+  if l and math.abs(asked.now - l.last) < asked.idle then return l end
+  if value ~= '' then redis.call('DEL', key) end
+  return nil
+end
+
+local function keep(key, l, asked)
+  local lifetime = math.max(0, l.last + asked.idle - asked.now) + GARBAGE_MS
+  redis.call('SET', key, pack_ledger(l), 'PX', lifetime)
+end
+
+local function enter(key, asked)
+  local value = get(key)
+  local now, _, began, count = asked.now, nil, asked.now, 0
+  if #value == BEGUN_SIZE and string.byte(value) == BEGUN_VERSION then _, _, began, count = struct.unpack(BEGUN, value) end
+  if math.abs(now - began) >= asked.idle then began, count = now, 0 end
+  local room = count < asked.max_sessions
+  if room then count = count + 1 end
+  redis.call('SET', key, struct.pack(BEGUN, BEGUN_VERSION, now, began, count), 'PX', asked.idle + GARBAGE_MS)
+  return room
+end
+
+local function pay(l, cost, estimated)
+  l.cost = math.min(l.cost + cost, MAX_MONEY)
+  l.estimated = math.min(l.estimated + estimated, MAX_MONEY)
+end
+
+local function close_old(l, now)
+  while #l.open > 0 do
+    local _, _, begun, reserve = struct.unpack(RESERVATION, l.open)
+    if #l.open <= OPEN * RESERVATION_SIZE and now - begun < OPEN_MS then break end
+    l.open = sub(l.open, RESERVATION_SIZE + 1)
+    l.reserved = l.reserved - reserve
+    pay(l, reserve, reserve)
+  end
+end
+
+local function count_calls(l, tool)
+  local at = find(l.counts, tool, TOOL_SIZE)
+  return at and struct.unpack('>I4', l.counts, at + 4) or 0, at
+end
+
+local function read_names(names) -- each with its length before it
+  local found, at = {}, 1
+  while at < #names do
+    local length = string.byte(names, at + 4)
+    found[sub(names, at, at + 3)] = sub(names, at + 4, at + 4 + length)
+    at = at + 5 + length
+  end
+  return found
+end
+
+local function count_tools(l, tools, numbers, asked)
+  local places, counts = {}, {}
+  for at = 1, #l.counts, TOOL_SIZE do
+    counts[#counts + 1] = sub(l.counts, at, at + TOOL_SIZE - 1)
+    places[sub(l.counts, at, at + 3)] = #counts
+  end
+  local limited, missing, names = nil, 0, nil -- those that have limits of their own, for which others leave room
+  for _, tool in ipairs(tools) do
+    local place = places[tool]
+    if place then
+      local count = struct.unpack('>I4', counts[place], 5)
+      counts[place] = struct.pack(TOOL, tool, math.min(count + numbers[tool], MAX))
+    else
+      if not limited then
+        limited, names = {}, read_names(asked.names)
+        for at = 1, #asked.limited, TOOL_SIZE do
+          local digest = sub(asked.limited, at, at + 3)
+          if not places[digest] then limited[digest], missing = true, missing + 1 end
+        end
+      end
+      if #counts < (limited[tool] and MOST_TOOLS or TOOLS - missing) then
+        counts[#counts + 1] = struct.pack(TOOL, tool, numbers[tool])
+        places[tool] = #counts
+        l.names = l.names .. (names[tool] or '\0')
+        if limited[tool] then limited[tool], missing = nil, missing - 1 end
+      end
+    end
+  end
+  l.counts = table.concat(counts)
+end
+
+local function read_pair(joined, at) return (struct.unpack('>I4', joined, at)) end
+
+local function add_up(calls, start)
+  local total = 0
+  for at = start + NAME, #calls, RECORD do total = total + read_pair(calls, at) end
+  return total
+end
+
+local function write_mark(shown, total) return struct.pack(MARK, math.min(shown, MAX_SHOWN), total % SUM) end
+
+local function knows(l, name) return #name == ID and name ~= NO_ID and find(l.records, name, KNOWN) end
+
+local function forgot(l) return l.tool_calls * KNOWN > #l.records end
+
+local function find_mark(l, asked, calls, at) -- where the history ends that one of the marks is of
+  if at < 1 then return nil end
+  local shown, total = struct.unpack(MARK, l.marks, at)
+  local ended = #calls - (asked.shown - shown) * RECORD
+  return 0 < ended and ended <= #calls and total == asked.total - add_up(calls, ended + 1) and ended or nil
+end
+
+local function has_mark(l, shown, total) return find(l.marks, write_mark(shown, total), MARK_SIZE) end
+
+local function are_newest(l, number, calls, ended) -- so many calls, of which these up to there are the newest
+  local known = #l.records / KNOWN
+  local length, total = math.min(number, known), 0
+  if length > ended / RECORD or number > known and not forgot(l) then return false end
+  for at = (known - length) * KNOWN + ID + 1, #l.records, KNOWN do total = total + read_pair(l.records, at) end
+  for at = ended - length * RECORD + NAME + 1, ended, RECORD do total = total - read_pair(calls, at) end
+  return total == 0
+end
+
+local function find_end(l, asked, calls, lasting) -- where those end that are known by their place
+  local ended = find_mark(l, asked, calls, #l.marks - MARK_SIZE + 1)
+  if ended then return ended end
+  if are_newest(l, asked.shown, calls, #calls) then return #calls end
+  ended = math.max(0, #calls - asked.newest * RECORD)
+  local older, total = asked.shown - asked.newest, asked.total - add_up(calls, ended + 1)
+  local known = not lasting or has_mark(l, asked.shown, asked.total) or has_mark(l, older, total)
+  return older > 0 and (known or older > 1 and are_newest(l, older, calls, ended)) and ended or nil
+end
+
+local function pick_new(l, asked, calls) -- those calls, and whether all of the history are
+  local size = #calls
+  for at = #l.marks - MARK_SIZE + 1, math.max(1, #l.marks - NEWEST_MARKS * MARK_SIZE + 1), -MARK_SIZE do
+    local ended = find_mark(l, asked, calls, at)
+    if ended and knows(l, sub(calls, ended - RECORD + 1, ended - RECORD + ID))
+        and not knows(l, sub(calls, ended + 1, ended + ID)) then
+      return sub(calls, ended + 1), false
+    end
+  end
+  local ids, old, count, first, last, named = nil, {}, 0, nil, nil, false
+  if size > FEW * RECORD then -- else each is looked for in less time
+    ids = {}
+    for id in string.gmatch(l.records, '(......)....') do ids[id] = true end
+  end
+  for id in string.gmatch(calls, '(......)........') do
+    count = count + 1
+    old[count] = id == NO_ID
+    if id ~= NO_ID then
+      named = true
+      if ids and ids[id] or not ids and knows(l, id) then first, last, old[count] = first or count, count, true end
+    end
+  end
+  if last then
+    l.renewed = 0
+    local new = {}
+    for number = forgot(l) and first or 1, last do
+      if not old[number] then new[#new + 1] = sub(calls, (number - 1) * RECORD + 1, number * RECORD) end
+    end
+    return table.concat(new) .. sub(calls, last * RECORD + 1), false
+  end
+  local lasting = named and l.renewed == 0
+  local ended = (asked.newest < asked.shown or not lasting) and find_end(l, asked, calls, lasting)
+  if not ended then return calls, true end
+  l.renewed = named and 1 or 0
+  return sub(calls, ended + 1), false
+end
+
+local function count_one(l, new, asked) -- as most steps do
+  local tool = sub(new, ID + 1, NAME)
+  local count, at = count_calls(l, tool)
+  if at then
+    l.counts = sub(l.counts, 1, at + 3) .. struct.pack('>I4', math.min(count + 1, MAX)) .. sub(l.counts, at + TOOL_SIZE)
+  else
+    count_tools(l, {tool}, {[tool] = 1}, asked)
+  end
+  l.records = l.records .. sub(new, 1, ID) .. sub(new, NAME + 1)
+end
+
+local function count_all(l, new, asked, older)
+  local tools, numbers = {}, {}
+  for at = 1, #older, TOOL_SIZE do
+    local tool, number = struct.unpack(TOOL, older, at)
+    tools[#tools + 1], numbers[tool] = tool, number
+  end
+  for tool in string.gmatch(new, '......(....)....') do
+    local number = numbers[tool]
+    if not number then tools[#tools + 1] = tool end
+    numbers[tool] = (number or 0) + 1
+  end
+  count_tools(l, tools, numbers, asked)
+  local added = string.gsub(sub(new, -asked.records * RECORD), '(......)....(....)', '%1%2')
+  l.records = l.records .. added
+end
+
+local function learn(l, asked)
+  local new, whole = asked.calls, l.tool_calls == 0
+  if not whole then new, whole = pick_new(l, asked, new) end
+  if #new == RECORD and not whole then
+    count_one(l, new, asked)
+  elseif #new > 0 then
+    count_all(l, new, asked, whole and asked.older or '')
+  end
+  l.tool_calls = math.min(l.tool_calls + (whole and asked.shown or #new / RECORD), MAX)
+  if #l.records > asked.records * KNOWN then l.records = sub(l.records, -asked.records * KNOWN) end
+  local mark = write_mark(asked.shown, asked.total)
+  local at = find(l.marks, mark, MARK_SIZE)
+  if at then l.marks = sub(l.marks, 1, at - 1) .. sub(l.marks, at + MARK_SIZE) end
+  l.marks = l.marks .. mark
+  if #l.marks > MARKS * MARK_SIZE then l.marks = sub(l.marks, MARK_SIZE + 1) end
+end
+
+local function count_equal(l, calls, window)
+  local newest, equal = sub(calls, NAME - RECORD), 0
+  local shown = #calls / RECORD
+  local first = math.max(0, shown - window) * RECORD + 1
+  for at = first + NAME, #calls, RECORD do
+    if sub(calls, at, at + 3) == newest then equal = equal + 1 end
+  end
+  local missing, known = window - shown, l.records
+  if missing <= 0 or #known <= shown * KNOWN then return equal end
+  local ids, placed = {}, l.renewed == 1 or sub(calls, -RECORD, ID - RECORD - 1) == NO_ID
+  if placed then
+    known = sub(known, 1, #known - shown * KNOWN)
+  else
+    for at = 1, #calls, RECORD do ids[sub(calls, at, at + ID - 1)] = true end
+  end
+  for at = #known - KNOWN + 1, 1, -KNOWN do
+    if not ids[sub(known, at, at + ID - 1)] then
+      if sub(known, at + ID, at + KNOWN - 1) == newest then equal = equal + 1 end
+      missing = missing - 1
+      if missing == 0 then break end
+    end
+  end
+  return equal
+end
+
+local function judge(l, asked, retry)
+  if l.killed == 1 then return 1, l.consecutive_blocks, asked.blocks end
+  if l.killed > 0 then return 1, l.consecutive_errors, asked.errors end
+  if asked.max_steps >= 0 and l.steps >= asked.max_steps and not retry then return 2, l.steps, asked.max_steps end
+  local goes_on = not asked.narrows or (l.narrowed_at > 0 and l.narrowed_at < l.tool_calls)
+  if asked.max_calls >= 0 and l.tool_calls > asked.max_calls and goes_on then return 3, l.tool_calls, asked.max_calls end
+  if asked.max_cost >= 0 and l.cost + l.reserved >= asked.max_cost then return 4, l.cost + l.reserved, asked.max_cost end
+  for at = 1, #asked.limited, TOOL_SIZE do
+    local tool, allowed = struct.unpack(TOOL, asked.limited, at)
+    local count = count_calls(l, tool)
+    if count > allowed then return 5, count, allowed, tool end
+  end
+  if asked.threshold >= 0 and #asked.calls > 0 then
+    local equal = count_equal(l, asked.calls, asked.window)
+    if equal >= math.max(asked.threshold, 1) then
+      return 6, equal, asked.threshold, sub(asked.calls, ID - RECORD, NAME - RECORD - 1)
+    end
+  end
+  return 0, 0, 0
+end
+
+local function block(l, asked)
+  l.blocks = math.min(l.blocks + 1, MAX)
+  l.consecutive_blocks = math.min(l.consecutive_blocks + 1, MAX)
+  if l.killed == 0 and asked.blocks >= 0 and l.consecutive_blocks >= asked.blocks then l.killed = 1 end
+end
+
+local function find_identity(l, identity) -- where it stands, and how often it came again
+  local at = find(l.identities, identity, REPEATED)
+  return at, at and string.byte(l.identities, at + IDENTITY)
+end
+
+local function drop_identity(l, identity)
+  local at = find_identity(l, identity)
+  return at and sub(l.identities, 1, at - 1) .. sub(l.identities, at + REPEATED) or l.identities
+end
+
+local function repeat_identity(l, identity, more)
+  local at, times = find_identity(l, identity)
+  if not at then return end
+  times = string.char(math.max(0, times + more))
+  l.identities = sub(l.identities, 1, at + IDENTITY - 1) .. times .. sub(l.identities, at + REPEATED)
+end
+
+local function let_through(l, asked, retry)
+  if retry then
+    repeat_identity(l, asked.identity, 1)
+  else
+    l.steps = math.min(l.steps + 1, MAX)
+    l.identities = sub(drop_identity(l, asked.identity) .. asked.identity .. '\0', -IDENTITIES * REPEATED)
+  end
+  local bits = retry and RETRY or 0
+  if not asked.narrows or l.tool_calls < asked.max_calls then
+    l.narrowed_at = 0
+  elseif l.narrowed_at == 0 then
+    l.narrowed_at = l.tool_calls
+    bits = bits + NARROWED
+  end
+  local quiet = math.min(math.max(0, asked.now - l.last), MAX)
+  l.open = l.open .. struct.pack(RESERVATION, asked.call, asked.identity, asked.now, asked.money, quiet, l.consecutive_blocks,
+    bits)
+  l.reserved = l.reserved + asked.money
+  l.consecutive_blocks, l.last = 0, asked.now
+end
+
+local function take_back(l, identity, begun, quiet, blocks, bits)
+  l.consecutive_blocks = math.min(l.consecutive_blocks + blocks, MAX)
+  if l.last == begun then l.last = l.last - quiet end
+  if bits >= NARROWED then l.narrowed_at = 0 end
+  if bits % NARROWED == RETRY then return repeat_identity(l, identity, -1) end
+  l.steps = l.steps - 1
+  l.identities = drop_identity(l, identity)
+end
+
+local function close(l, at, asked)
+  local _, identity, begun, reserve, quiet, blocks, bits = struct.unpack(RESERVATION, l.open, at)
+  l.open = sub(l.open, 1, at - 1) .. sub(l.open, at + RESERVATION_SIZE)
+  l.reserved = l.reserved - reserve
+  if asked.kind == WITHDRAWN then return take_back(l, identity, begun, quiet, blocks, bits) end
+  if asked.kind == REFUSED then
+    take_back(l, identity, begun, quiet, blocks, bits)
+    return block(l, asked)
+  end
+  pay(l, asked.money, asked.estimated and asked.money or 0)
+  l.consecutive_errors = asked.kind == FAILED and math.min(l.consecutive_errors + 1, MAX) or 0
+  if l.killed == 0 and asked.errors >= 0 and l.consecutive_errors >= asked.errors then l.killed = 2 end
+end
+
+local function describe(l, now, shared, retry, limit, used, allowed, tool)
+  local standing = struct.pack(STANDING, limit, l.killed, shared and 1 or 0, retry and 1 or 0, tool or '\0\0\0\0', used, allowed,
+    l.steps, l.tool_calls, l.blocks, l.consecutive_blocks, l.consecutive_errors, l.cost, l.estimated, l.reserved,
+    math.max(0, now - l.began), #l.counts / TOOL_SIZE)
+  return standing .. l.counts .. l.names
+end
+
+local function take_step(key, tenant, shared_key, asked)
+  local l = recall(key, asked)
+  local shared = not l and tenant and not enter(tenant, asked)
+  if shared then
+    key = shared_key
+    l = recall(key, asked)
+  end
+  l = l or make(asked.now)
+  local known, times = find_identity(l, asked.identity)
+  if not known and #asked.calls > 0 then learn(l, asked) end -- the same request shows the same calls
+  local retry = known ~= nil and times < MAX_RETRIES_PER_STEP
+  local limit, used, allowed, tool = judge(l, asked, retry)
+  if limit > 0 then block(l, asked) else let_through(l, asked, retry) end
+  close_old(l, asked.now)
+  keep(key, l, asked)
+  return describe(l, asked.now, shared, retry, limit, used, allowed, tool)
+end
+
+local function settle(key, asked)
+  local l = recall(key, asked)
+  if not l then return describe(make(asked.now), asked.now, false, true, 0, 0, 0) end
+  local at = find(l.open, asked.call, RESERVATION_SIZE)
+  if at then close(l, at, asked) end
+  close_old(l, asked.now)
+  keep(key, l, asked)
+  return describe(l, asked.now, false, not at, 0, 0, 0)
+end
+
+local clock = redis.call('TIME')
+local server_now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local answers, next_key, at = {}, 1, 0
+
+while next_key <= #KEYS do
+  local asked, estimated, narrows = {now = tonumber(ARGV[at + 1])}, nil, nil
+  asked.kind, estimated, narrows, asked.call, asked.identity, asked.money, asked.idle, asked.max_sessions, asked.max_steps,
+    asked.max_calls, asked.max_cost, asked.window, asked.threshold, asked.blocks, asked.errors, asked.records, asked.shown,
+    asked.newest, asked.total = struct.unpack(ASKED, ARGV[at + 2])
+  asked.estimated, asked.narrows = estimated == 1, narrows == 1
+  asked.limited, asked.names, asked.calls, asked.older = ARGV[at + 3], ARGV[at + 4], ARGV[at + 5], ARGV[at + 6]
+  if asked.now == -1 then asked.now = server_now end
+  if asked.kind == STEP then
+    answers[#answers + 1] = take_step(KEYS[next_key], KEYS[next_key + 1], KEYS[next_key + 2], asked)
+    next_key = next_key + 3
+  else
+    answers[#answers + 1] = settle(KEYS[next_key], asked)
+    next_key = next_key + 1
+  end
+  if #ARGV > 6 then at = at + 6 end
+end
+
+return answers

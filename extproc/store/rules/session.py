@@ -1,0 +1,864 @@
+"""What one session has used up, and what its limits say to that: pure, exact, with `now` as an argument in milliseconds.
+
+A ledger is kept for each session. A request of the session asks for a `Step`; a `Settlement` says later what became of it.
+Money is counted in nano-dollars, 1e-9 $.
+
+Every store answers as `Ledger.take_step` and `Ledger.settle` do. A ledger is stored as one packed value, the same for all of
+them but for the order of bytes in numbers: a head, the identities of the newest requests, what is reserved for calls that are
+not settled, how often each tool was called, the tools' names, marks of the newest histories, and the newest tool calls. A fresh
+one takes 124 bytes. However long a session is, it takes 9 KB at most, and its tools' names.
+
+Which calls of a history are new is found in one of these ways, the first that applies:
+
+1. The history goes on from one of the newest that were shown: its first calls have the mark of that one, which is their number
+   and the sum of their digests, and the last of them is known by its id. Most requests are such, and need no search.
+2. Some ids are known. So ids last, and calls whose ids are not known are new, wherever they stand. In a ledger that has
+   forgotten calls, those before the first one that is known are older, and were counted once.
+3. No id is known, or there are none: some clients and gateways make ids anew for each request. If the first calls have the mark
+   of the history that was shown last, those behind them are new. Else those of the last turn are, because earlier requests have
+   shown the others; or none, where all are the newest ones that were counted. No mark depends on the order of calls that were
+   made at once. As long as ids seem to last, this needs several turns, of which the first calls are known so: in any other
+   history an agent has begun again with the same call, which has an id of its own.
+4. Nothing is known: all calls are new.
+
+Where ids are missing or do not last, these cannot be told apart:
+
+- The first turn that is sent again with new ids, before there is a second one, and the same calls made again: they count again.
+- A history without its oldest calls that shows the same calls as the last one, and that one: it does not count.
+- An agent that begins with the same calls as the one before it in its session, and that one: they count once.
+
+What a ledger has forgotten counts again if it is shown again: a history of whose newest 512 calls it knows no id, and which it
+does not know as it was before its last turn either.
+
+A ledger is forgotten some time after the last request that was let through; refused ones do not keep it. What a clock that is
+set back makes of that is what it makes of rings: see `hit`.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, TypeAlias
+
+from extproc.store.rules.hit import Hit
+
+LIMITS: Final = (
+    "",
+    "killed",
+    "max_steps",
+    "max_tool_calls",
+    "max_cost_per_session",
+    "max_calls_per_tool",
+    "loop_detection",
+)
+"""The limits in the order in which they are looked at; the first one stands for none."""
+
+KILLED: Final = ("", "consecutive_blocks", "consecutive_errors")
+"""What kills a session; the first one stands for nothing."""
+
+NANO_DOLLARS: Final = 10**9
+"""In a dollar."""
+
+RECORD: Final = 14
+"""Bytes of a tool call: digests of its id (6, or `NO_ID`), of the tool's name (4), and of tool and arguments (4)."""
+
+NO_ID: Final = bytes(6)
+"""Of a call that its client names nothing."""
+
+MAX_RETRIES_PER_STEP: Final = 3
+"""So many repetitions of a request are no steps; the next one is, and has as many."""
+
+SUCCEEDED: Final = 0
+FAILED: Final = 1
+"""A 5xx status, or none at all."""
+
+REFUSED: Final = 2
+"""Another guard of ours refused it: it was no step after all."""
+
+WITHDRAWN: Final = 4
+"""Its client left before it went on: it was no step either, and nothing was refused."""
+
+
+class Limits:
+    """What one session may use up; -1 where there is no limit. Never changed.
+
+    Attributes:
+        idle_ms: how long after its last request that was let through a session is forgotten, in milliseconds.
+        max_sessions: how many a tenant may begin within `idle_ms`; all further ones share one ledger.
+        steps: requests that are let through.
+        tool_calls: calls of tools, all in all.
+        narrows: too many tool calls refuse nothing by themselves, because the guard takes the tools away.
+        cost: in nano-dollars.
+        tools: the digest of a tool's name and how often it may be called, sorted.
+        window: the number of newest tool calls among which equal ones are counted.
+        threshold: the number of equal ones from which on a request is refused.
+        blocks: the number of refusals in a row that kills the session.
+        errors: the number of failures in a row that does.
+    """
+
+    __slots__ = (
+        "blocks", "cost", "errors", "idle_ms", "max_sessions", "narrows", "steps", "threshold", "tool_calls", "tools", "window",
+    )  # fmt: skip
+
+    def __init__(  # noqa: PLR0913  # a record
+        self,
+        idle_ms: int,
+        max_sessions: int,
+        *,
+        steps: int = -1,
+        tool_calls: int = -1,
+        narrows: bool = False,
+        cost: int = -1,
+        tools: tuple[tuple[bytes, int], ...] = (),
+        window: int = -1,
+        threshold: int = -1,
+        blocks: int = -1,
+        errors: int = -1,
+    ) -> None:
+        self.idle_ms = idle_ms
+        self.max_sessions = max_sessions
+        self.steps = steps
+        self.tool_calls = tool_calls
+        self.narrows = narrows
+        self.cost = cost
+        self.tools = tools
+        self.window = window
+        self.threshold = threshold
+        self.blocks = blocks
+        self.errors = errors
+
+
+class Step:
+    """One request of a session, asked of the store as a hit is; never changed.
+
+    Attributes:
+        key: of the session's ledger; it ends in two hex digits of the tenant.
+        tenant: of how many sessions the tenant has begun; it ends in the same two digits.
+        shared: of the ledger of the sessions that are too many; it ends in the same two digits.
+        limits: what the session may use up.
+        identity: 8 bytes, a digest of the request; one of the session's last 16 again is a retry, `MAX_RETRIES_PER_STEP` times.
+        call: 16 bytes, a name for this request that cannot be guessed, for its settlement.
+        reserve: what it is estimated to cost, in nano-dollars.
+        calls: the tool calls that its history shows, oldest first and no id twice, `RECORD` bytes each.
+        total: the sum of the last 4 bytes of each, as numbers.
+        newest: how many of them the last turn has; earlier requests have shown the others.
+        tools: the digest and the name of each tool among them.
+        grants: what is added to the limits of steps, tool calls and cost.
+    """
+
+    __slots__ = (
+        "call", "calls", "grants", "identity", "key", "limits", "newest", "reserve", "shared", "tenant", "tools", "total",
+    )  # fmt: skip
+
+    def __init__(  # noqa: PLR0913  # a record
+        self, key: str, tenant: str, shared: str, limits: Limits, identity: bytes, call: bytes, reserve: int, calls: bytes,
+        total: int, newest: int, tools: tuple[tuple[bytes, str], ...], grants: tuple[int, int, int],
+    ) -> None:  # fmt: skip
+        self.total = total
+        self.newest = newest
+        self.key = key
+        self.tenant = tenant
+        self.shared = shared
+        self.limits = limits
+        self.identity = identity
+        self.call = call
+        self.reserve = reserve
+        self.calls = calls
+        self.tools = tools
+        self.grants = grants
+
+
+class Settlement:
+    """What became of a request that was let through, asked of the store as a hit is; never changed.
+
+    Attributes:
+        key: of the ledger that it was counted in.
+        limits: what the session may use up.
+        call: the step's.
+        cost: in nano-dollars, in place of what was reserved.
+        estimated: the cost is not known.
+        outcome: `SUCCEEDED`, `FAILED`, `REFUSED` or `WITHDRAWN`.
+    """
+
+    __slots__ = ("call", "cost", "estimated", "key", "limits", "outcome")
+
+    def __init__(  # noqa: PLR0913  # a record
+        self,
+        key: str,
+        limits: Limits,
+        call: bytes,
+        cost: int,
+        estimated: bool,  # noqa: FBT001  # a field
+        outcome: int,
+    ) -> None:
+        self.key = key
+        self.limits = limits
+        self.call = call
+        self.cost = cost
+        self.estimated = estimated
+        self.outcome = outcome
+
+
+class Standing:
+    """How a session stands after a step or a settlement; never changed.
+
+    Attributes:
+        limit: the one that refuses the request, an index into `LIMITS`; 0 where it is let through.
+        used: of that limit.
+        allowed: by that limit, with what was granted.
+        tool: the digest of the tool that `max_calls_per_tool` or `loop_detection` is about, else empty.
+        steps: requests that were let through.
+        tool_calls: those that the session's histories have shown.
+        blocks: requests that were refused.
+        consecutive_blocks: those since the last one that was let through.
+        consecutive_errors: failures since the last success.
+        cost: what was settled, in nano-dollars.
+        estimated: how much of that is estimated.
+        reserved: for calls that are not settled yet.
+        killed: by what, an index into `KILLED`.
+        age_ms: since the session began, in milliseconds.
+        shared: it was counted in the ledger that too many sessions share.
+        retry: the request repeats one of the session's last 16, and is no step. Of a settlement: no call of its name was open.
+        tools: the digest, the name and the number of calls of each tool, up to 64 of them: those with limits of their own
+            and the first others to come. A name has up to 64 characters.
+    """
+
+    __slots__ = (
+        "age_ms", "allowed", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "estimated", "killed", "limit",
+        "reserved", "retry", "shared", "steps", "tool", "tool_calls", "tools", "used",
+    )  # fmt: skip
+
+    def __init__(  # noqa: PLR0913  # a record
+        self,
+        limit: int = 0,
+        used: int = 0,
+        allowed: int = 0,
+        tool: bytes = b"",
+        steps: int = 0,
+        tool_calls: int = 0,
+        blocks: int = 0,
+        consecutive_blocks: int = 0,
+        consecutive_errors: int = 0,
+        cost: int = 0,
+        estimated: int = 0,
+        reserved: int = 0,
+        killed: int = 0,
+        age_ms: int = 0,
+        shared: bool = False,  # noqa: FBT001, FBT002  # a field
+        retry: bool = False,  # noqa: FBT001, FBT002  # a field
+        tools: tuple[tuple[bytes, str, int], ...] = (),
+    ) -> None:
+        self.limit = limit
+        self.used = used
+        self.allowed = allowed
+        self.tool = tool
+        self.steps = steps
+        self.tool_calls = tool_calls
+        self.blocks = blocks
+        self.consecutive_blocks = consecutive_blocks
+        self.consecutive_errors = consecutive_errors
+        self.cost = cost
+        self.estimated = estimated
+        self.reserved = reserved
+        self.killed = killed
+        self.age_ms = age_ms
+        self.shared = shared
+        self.retry = retry
+        self.tools = tools
+
+    def __eq__(self, other: object) -> bool:
+        """Stores are compared by what they answer."""
+        return isinstance(other, Standing) and self._list() == other._list()
+
+    def __hash__(self) -> int:
+        """As equality asks."""
+        return hash(self._list())
+
+    def __repr__(self) -> str:
+        """With the names of its fields, which are many."""
+        return f"Standing({', '.join(f'{name}={value!r}' for name, value in zip(_SHOWN, self._list(), strict=True))})"
+
+    def _list(self) -> tuple[object, ...]:
+        counted = self.steps, self.tool_calls, self.blocks, self.consecutive_blocks, self.consecutive_errors
+        money = self.cost, self.estimated, self.reserved
+        rest = self.killed, self.age_ms, self.shared, self.retry, self.tools
+        return self.limit, self.used, self.allowed, self.tool, *counted, *money, *rest
+
+
+_SHOWN: Final = (
+    *("limit", "used", "allowed", "tool"),
+    *("steps", "tool_calls", "blocks", "consecutive_blocks", "consecutive_errors"),
+    *("cost", "estimated", "reserved"),
+    *("killed", "age_ms", "shared", "retry", "tools"),
+)
+
+
+Question: TypeAlias = Hit | Step | Settlement
+"""What stores are asked in one go; they answer a hit with a `Count` and the others with a `Standing`."""
+
+# In the order of bytes of most processors, which takes a third of the time; what remote stores are told is in the network's.
+_VERSION: Final = 2
+_HEAD: Final = struct.Struct("<BQQQQQIIIIIIBBBBBHH")
+"""Version; last, began, cost, estimated, reserved; steps, tool_calls, narrowed_at, blocks, consecutive_blocks,
+consecutive_errors; killed, renewed; and how much follows: identities, reservations, tools, bytes of their names, marks."""
+
+_HEAD_SIZE: Final = _HEAD.size
+_RESERVATION: Final = struct.Struct("<16s8sQQIIB")
+"""The call's name and identity; when, how much; what to go back to if it is no step: ms since the step before it, consecutive
+blocks, and two bits: it was a retry; it was the first that had used up all tool calls."""
+
+_RESERVED: Final = _RESERVATION.size
+_Reservation: TypeAlias = tuple[bytes, bytes, int, int, int, int, int]
+_RETRY: Final = 1
+_NARROWED: Final = 2
+
+_TOOL: Final = struct.Struct(">4sI")
+_COUNTED: Final = _TOOL.size
+_BEGUN: Final = struct.Struct("<QQI")
+"""When the newest of a tenant's sessions began, when the first did, and how many have since then."""
+
+_IDENTITY: Final = 8
+_REPEATED: Final = _IDENTITY + 1
+"""An identity, and how often it came again since it was a step."""
+
+_IDENTITIES: Final = 16
+_OPEN: Final = 32
+_OPEN_MS: Final = 600_000
+"""So many calls, and for so long, can wait for their settlement; then what was reserved for them is their cost."""
+
+_TOOLS: Final = 64
+_ID: Final = 6
+_NAME: Final = 10
+"""Where the digest of the tool's name ends in a record."""
+
+_PAIR: Final = 4
+KNOWN: Final = _ID + _PAIR
+"""Bytes of a tool call that was counted: the digests of its id, and of tool and arguments."""
+
+_RECORDS: Final = 256
+MAX_RECORDS: Final = 512
+"""A session's tool calls are known again while they are among its newest: so many, or more where a limit is higher. Of a
+history the newest `MAX_RECORDS` are looked at one by one."""
+
+_FEW: Final = 16
+_SPARE_RECORDS: Final = 64
+_MARK: Final = 8
+_MARKS: Final = 256
+_NEWEST_MARKS: Final = 4
+"""Histories that the next one is compared with first: most go on from one of these: a session's agents take turns."""
+
+_MAX_SHOWN: Final = 2**16 - 1
+_SUM: Final = 2**48 - 1
+_MOST_TOOLS: Final = 255
+_TOOL_NAME: Final = 64
+_MAX: Final = 2**32 - 1
+MAX_MONEY: Final = 2**52
+"""Nano-dollars, some millions of dollars: the scripts of stores count in doubles."""
+
+MAX_RESERVE: Final = MAX_MONEY // (2 * _OPEN)
+
+
+def enter(state: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
+    """Begin a session of a tenant's: how many it has begun then, packed, and whether there was room for one more."""
+    began, count = now, 0
+    if state is not None:
+        _, began, count = _BEGUN.unpack(state)
+    if abs(now - began) >= limits.idle_ms:
+        began, count = now, 0
+    room = count < limits.max_sessions
+    return _BEGUN.pack(now, began, count + room), room
+
+
+class Ledger:
+    """A session's, unpacked.
+
+    Attributes:
+        idle_ms: how long it is kept, as the limits said last; what is not listed here is as `Standing` has it.
+        narrowed_at: how many tool calls there were when a request was let through that had used up all of them; or 0.
+        identities: of the newest steps, oldest first, and how often each came again.
+        renewed: ids do not last from one request to the next.
+        open: reservations, oldest first.
+        counts: a digest and a number for each tool.
+        names: theirs, each behind its length.
+        marks: of the newest histories, `_MARK` bytes each: the number of their calls, and `Step.total`; the newest last.
+        records: the newest tool calls, in the order in which they were first seen, `KNOWN` bytes each.
+    """
+
+    __slots__ = (
+        "began", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "counts", "estimated", "identities", "idle_ms",
+        "killed", "last", "marks", "names", "narrowed_at", "open", "records", "renewed", "reserved", "steps", "tool_calls",
+    )  # fmt: skip
+
+    def __init__(self, state: bytes | None, now: int) -> None:
+        """What is stored, or a fresh one."""
+        self.idle_ms = 0
+        self.last = self.began = now
+        self.cost = self.estimated = self.reserved = 0
+        self.steps = self.tool_calls = self.narrowed_at = 0
+        self.blocks = self.consecutive_blocks = self.consecutive_errors = self.killed = 0
+        self.renewed = False
+        self.identities: dict[bytes, int] = {}
+        self.open: list[_Reservation] = []
+        self.counts = self.names = self.marks = self.records = b""
+        if state is not None:
+            self._unpack(state)
+
+    def _unpack(self, state: bytes) -> None:
+        identities: int  # said, because struct does not say it, and slices at what may be anything take long
+        reservations: int
+        tools: int
+        names: int
+        marks: int
+        renewed: int
+        (
+            _, self.last, self.began, self.cost, self.estimated, self.reserved, self.steps, self.tool_calls, self.narrowed_at,
+            self.blocks, self.consecutive_blocks, self.consecutive_errors, self.killed, renewed, identities, reservations,
+            tools, names, marks,
+        ) = _HEAD.unpack_from(state)  # fmt: skip
+        self.renewed = renewed != 0
+        start = _HEAD_SIZE
+        end = start + identities * _REPEATED
+        self.identities = {state[at : at + _IDENTITY]: state[at + _IDENTITY] for at in range(start, end, _REPEATED)}
+        start, end = end, end + reservations * _RESERVED
+        self.open = list(_RESERVATION.iter_unpack(state[start:end]))
+        start, end = end, end + tools * _COUNTED
+        self.counts = state[start:end]
+        start, end = end, end + names
+        self.names = state[start:end]
+        start, end = end, end + marks * _MARK
+        self.marks = state[start:end]
+        self.records = state[end:]
+
+    def pack(self) -> bytes:
+        """As it is stored."""
+        head = _HEAD.pack(
+            _VERSION, self.last, self.began, self.cost, self.estimated, self.reserved, self.steps, self.tool_calls,
+            self.narrowed_at, self.blocks, self.consecutive_blocks, self.consecutive_errors, self.killed, self.renewed,
+            len(self.identities), len(self.open), len(self.counts) // _COUNTED, len(self.names), len(self.marks) // _MARK,
+        )  # fmt: skip
+        identities = [b"%b%c" % repeated for repeated in self.identities.items()]
+        reservations = [_RESERVATION.pack(*reservation) for reservation in self.open]
+        return b"".join([head, *identities, *reservations, self.counts, self.names, self.marks, self.records])
+
+    def is_over(self, limits: Limits, now: int) -> bool:
+        """The session has been quiet for so long that it is forgotten."""
+        return abs(now - self.last) >= limits.idle_ms
+
+    def is_large(self) -> bool:
+        """It knows many tool calls, which take a lot of memory unpacked."""
+        return len(self.records) > _RECORDS * KNOWN
+
+    def take_step(self, asked: Step, now: int, *, shared: bool = False) -> Standing:
+        """Let a request through, or refuse it.
+
+        Args:
+            asked: the request.
+            now: milliseconds of the store's clock.
+            shared: whether it is the ledger of sessions that are too many.
+        """
+        self.idle_ms = asked.limits.idle_ms
+        times = self.identities.get(asked.identity, -1)
+        if asked.calls and times < 0:  # the same request shows the same calls
+            self._learn(asked)
+        retry = 0 <= times < MAX_RETRIES_PER_STEP
+        limit, used, allowed, tool = self._judge(asked, retry)
+        if limit:
+            self._block(asked.limits)
+        else:
+            self._let_through(asked, retry, now)
+        self._close_old(now)
+        return self._describe(now, limit, used, allowed, tool, shared, retry)
+
+    def settle(self, asked: Settlement, now: int) -> Standing:
+        """Close a call, once: what is not open any more, or was never, changes nothing."""
+        self.idle_ms = asked.limits.idle_ms
+        unknown = True
+        for place in range(len(self.open)):
+            if self.open[place][0] == asked.call:
+                self._close(self.open.pop(place), asked)
+                unknown = False
+                break
+        self._close_old(now)
+        return self._describe(now, 0, 0, 0, b"", False, unknown)
+
+    def _learn(self, asked: Step) -> None:
+        """Count the tool calls that are new."""
+        calls = cut_calls(asked)
+        whole, new = not self.tool_calls, calls
+        if not whole:
+            whole, new = self._pick_new(asked, calls)
+        if whole or len(new) > RECORD:
+            numbers = dict(sum_up_older(asked)) if whole else {}
+            for at in range(0, len(new), RECORD):
+                tool = new[at + _ID : at + _NAME]
+                numbers[tool] = numbers.get(tool, 0) + 1
+            self._count_tools(numbers, asked)
+            self.tool_calls = min(self.tool_calls + (len(asked.calls) if whole else len(new)) // RECORD, _MAX)
+            added = [new[at : at + _ID] + new[at + _NAME : at + RECORD] for at in range(0, len(new), RECORD)]
+            self.records = b"".join([self.records, *added])
+        elif new:
+            self._count_tools({new[_ID:_NAME]: 1}, asked)
+            self.tool_calls = min(self.tool_calls + 1, _MAX)
+            self.records += new[:_ID] + new[_NAME:]
+        if len(self.records) > _RECORDS * KNOWN:
+            self.records = self.records[-count_records(asked) * KNOWN :]
+        mark = _write_mark(len(asked.calls) // RECORD, asked.total)
+        at = _find(self.marks, mark, _MARK)
+        marks = self.marks if at < 0 else self.marks[:at] + self.marks[at + _MARK :]
+        self.marks = (marks + mark)[-_MARKS * _MARK :]
+
+    def _pick_new(self, asked: Step, calls: bytes) -> tuple[bool, bytes]:
+        """Whether all calls of a history are new, and those of its newest that are; see the top of this file."""
+        size, newest = len(calls), len(self.marks) - _MARK
+        for at in range(newest, max(-1, newest - _NEWEST_MARKS * _MARK), -_MARK):
+            end = self._find_mark(asked, calls, at)
+            if end > 0 and self._knows(calls[end - RECORD : end - RECORD + _ID]) and not self._knows(calls[end : end + _ID]):
+                return False, calls[end:]
+        named = {calls[at : at + _ID] for at in range(0, size, RECORD)} != {NO_ID}
+        if named:
+            ids = {self.records[at : at + _ID] for at in range(0, len(self.records), KNOWN)}
+            ids.discard(NO_ID)
+            places = [at for at in range(0, size, RECORD) if calls[at : at + _ID] in ids]
+            if places:
+                self.renewed = False
+                first, last = places[0] if self._forgot() else 0, places[-1]
+                ids.add(NO_ID)
+                between = [calls[at : at + RECORD] for at in range(first, last, RECORD) if calls[at : at + _ID] not in ids]
+                return False, b"".join([*between, calls[last + RECORD :]])
+        lasting = named and not self.renewed
+        several = asked.newest * RECORD < len(asked.calls)
+        end = self._find_end(asked, calls, lasting=lasting) if several or not lasting else -1
+        if end < 0:
+            return True, calls
+        self.renewed = named
+        return False, calls[end:]
+
+    def _knows(self, name: bytes) -> bool:
+        return len(name) == _ID and name != NO_ID and _find(self.records, name, KNOWN) >= 0
+
+    def _forgot(self) -> bool:
+        return self.tool_calls * KNOWN > len(self.records)
+
+    def _find_end(self, asked: Step, calls: bytes, *, lasting: bool) -> int:
+        """Where in a history's newest calls those end that are known by their place; -1 where none are.
+
+        Args:
+            asked: the request.
+            calls: the newest that it shows.
+            lasting: ids seem to last.
+        """
+        shown, size = len(asked.calls) // RECORD, len(calls)
+        end = self._find_mark(asked, calls, len(self.marks) - _MARK)
+        if end >= 0:
+            return end
+        if self._are_newest(shown, calls):
+            return size
+        end = max(0, size - asked.newest * RECORD)
+        older, total = shown - asked.newest, asked.total - add_up(calls[end:])
+        known = not lasting or self._has_mark(shown, asked.total) or self._has_mark(older, total)
+        return end if older > 0 and (known or (older > 1 and self._are_newest(older, calls[:end]))) else -1
+
+    def _find_mark(self, asked: Step, calls: bytes, at: int) -> int:
+        """Where in a history's newest calls the history ends that one of the marks is of; -1 for nowhere."""
+        end = len(calls) - (len(asked.calls) // RECORD - int.from_bytes(self.marks[at : at + 2])) * RECORD
+        if not 0 < end <= len(calls) or int.from_bytes(self.marks[at + 2 : at + _MARK]) != asked.total - add_up(calls[end:]):
+            return -1
+        return end
+
+    def _has_mark(self, shown: int, total: int) -> bool:
+        return _find(self.marks, _write_mark(shown, total), _MARK) >= 0
+
+    def _are_newest(self, number: int, calls: bytes) -> bool:
+        """Whether a number of calls, of which these are the newest, are the newest that were counted."""
+        known = len(self.records) // KNOWN
+        length = min(number, known)
+        if length > len(calls) // RECORD or (number > known and not self._forgot()):
+            return False
+        pairs = self.records[(known - length) * KNOWN :]
+        total = sum([int.from_bytes(pairs[at - _PAIR : at]) for at in range(KNOWN, len(pairs) + 1, KNOWN)])
+        return total == add_up(calls[len(calls) - length * RECORD :])
+
+    def _count_tools(self, numbers: dict[bytes, int], asked: Step) -> None:
+        """Add to the calls of each tool."""
+        missing: set[bytes] | None = None  # of those that have limits of their own, for which others leave room
+        names: dict[bytes, str] = {}
+        for tool, number in numbers.items():
+            at = _find(self.counts, tool, _COUNTED)
+            if at >= 0:
+                count = int.from_bytes(self.counts[at + len(tool) : at + _COUNTED]) + number
+                self.counts = self.counts[:at] + _TOOL.pack(tool, min(count, _MAX)) + self.counts[at + _COUNTED :]
+                continue
+            if missing is None:
+                missing = {digest for digest, _ in asked.limits.tools if _find(self.counts, digest, _COUNTED) < 0}
+                names = dict(pick_names(asked))
+            if len(self.counts) < (_MOST_TOOLS if tool in missing else _TOOLS - len(missing)) * _COUNTED:
+                self.counts += _TOOL.pack(tool, number)
+                self.names += pack_name(names.get(tool, ""))
+                missing.discard(tool)
+
+    def _judge(self, asked: Step, retry: bool) -> tuple[int, int, int, bytes]:  # noqa: FBT001, PLR0911  # a limit each
+        """Which limit refuses a request, an index into `LIMITS`; used and allowed of it; the tool that it is about."""
+        limits = asked.limits
+        if self.killed:
+            by_blocks = self.killed == 1
+            used, allowed = (self.consecutive_blocks, limits.blocks) if by_blocks else (self.consecutive_errors, limits.errors)
+            return 1, used, allowed, b""
+        allowed = grant(limits.steps, asked.grants[0])
+        if 0 <= allowed <= self.steps and not retry:
+            return 2, self.steps, allowed, b""
+        allowed = grant(limits.tool_calls, asked.grants[1])
+        goes_on = not limits.narrows or 0 < self.narrowed_at < self.tool_calls
+        if 0 <= allowed < self.tool_calls and goes_on:
+            return 3, self.tool_calls, allowed, b""
+        allowed = grant(limits.cost, asked.grants[2])
+        if 0 <= allowed <= self.cost + self.reserved:
+            return 4, self.cost + self.reserved, allowed, b""
+        for tool, allowed in limits.tools if self.counts else ():
+            count = self._count_calls(tool)
+            if count > allowed:
+                return 5, count, allowed, tool
+        equal = self._count_equal(cut_calls(asked), limits.window) if limits.threshold >= 0 and asked.calls else -1
+        if equal >= max(limits.threshold, 1):
+            return 6, equal, limits.threshold, asked.calls[_ID - RECORD : _NAME - RECORD]
+        return 0, 0, 0, b""
+
+    def _count_calls(self, tool: bytes) -> int:
+        at = _find(self.counts, tool, _COUNTED)
+        return int.from_bytes(self.counts[at + len(tool) : at + _COUNTED]) if at >= 0 else 0
+
+    def _count_equal(self, calls: bytes, window: int) -> int:
+        """How often the newest tool call stands among the last: those shown, and where they are few, those known before."""
+        newest = calls[-_PAIR:]
+        recent = [calls[at : at + _PAIR] for at in range(max(_NAME, len(calls) - window * RECORD + _NAME), len(calls), RECORD)]
+        missing, shown, known = window - len(recent), len(calls) // RECORD, self.records
+        if missing > 0 and len(known) > shown * KNOWN:
+            if self.renewed or calls.startswith(NO_ID, -RECORD):
+                known = known[: len(known) - shown * KNOWN]
+            else:
+                ids = {calls[at : at + _ID] for at in range(0, len(calls), RECORD)}
+                known = b"".join(
+                    [known[at : at + KNOWN] for at in range(0, len(known), KNOWN) if known[at : at + _ID] not in ids]
+                )
+            recent += [known[at : at + _PAIR] for at in range(max(_ID, len(known) - missing * KNOWN + _ID), len(known), KNOWN)]
+        return recent.count(newest)
+
+    def _block(self, limits: Limits) -> None:
+        """One more request was refused."""
+        self.blocks = min(self.blocks + 1, _MAX)
+        self.consecutive_blocks = min(self.consecutive_blocks + 1, _MAX)
+        if not self.killed and 0 <= limits.blocks <= self.consecutive_blocks:
+            self.killed = 1
+
+    def _let_through(self, asked: Step, retry: bool, now: int) -> None:  # noqa: FBT001  # a bit of what is stored
+        """One more request was not."""
+        limits = asked.limits
+        if retry:
+            self.identities[asked.identity] += 1
+        else:
+            self.steps = min(self.steps + 1, _MAX)
+            self.identities.pop(asked.identity, None)
+            self.identities[asked.identity] = 0
+            if len(self.identities) > _IDENTITIES:
+                del self.identities[next(iter(self.identities))]
+        bits = _RETRY if retry else 0
+        if not limits.narrows or self.tool_calls < grant(limits.tool_calls, asked.grants[1]):
+            self.narrowed_at = 0
+        elif not self.narrowed_at:
+            self.narrowed_at = self.tool_calls
+            bits += _NARROWED
+        reserve, quiet = min(asked.reserve, MAX_RESERVE), min(max(0, now - self.last), _MAX)
+        self.open.append((asked.call, asked.identity, now, reserve, quiet, self.consecutive_blocks, bits))
+        self.reserved += reserve
+        self.consecutive_blocks = 0
+        self.last = now
+
+    def _close_old(self, now: int) -> None:
+        """What was not settled in time costs what was reserved."""
+        while self.open and (len(self.open) > _OPEN or now - self.open[0][2] >= _OPEN_MS):
+            reserve = self.open.pop(0)[3]
+            self.reserved -= reserve
+            self._pay(reserve, reserve)
+
+    def _close(self, reservation: _Reservation, asked: Settlement) -> None:
+        """Settle a reservation, which is open no more."""
+        _, identity, begun, reserve, quiet, blocks, bits = reservation
+        self.reserved -= reserve
+        if asked.outcome in {REFUSED, WITHDRAWN}:
+            self._take_back(identity, begun, quiet, blocks, bits)
+            if asked.outcome == REFUSED:
+                self._block(asked.limits)
+            return
+        cost = min(asked.cost, MAX_MONEY)
+        self._pay(cost, cost if asked.estimated else 0)
+        self.consecutive_errors = min(self.consecutive_errors + 1, _MAX) if asked.outcome == FAILED else 0
+        if not self.killed and 0 <= asked.limits.errors <= self.consecutive_errors:
+            self.killed = 2
+
+    def _pay(self, cost: int, estimated: int) -> None:
+        self.cost = min(self.cost + cost, MAX_MONEY)
+        self.estimated = min(self.estimated + estimated, MAX_MONEY)
+
+    def _take_back(self, identity: bytes, begun: int, quiet: int, blocks: int, bits: int) -> None:
+        """As if the step had not been let through; refusals since then stay in the same row."""
+        self.consecutive_blocks = min(self.consecutive_blocks + blocks, _MAX)
+        if self.last == begun:
+            self.last -= quiet
+        if bits & _NARROWED:
+            self.narrowed_at = 0
+        if not bits & _RETRY:
+            self.steps -= 1
+            self.identities.pop(identity, None)
+        elif self.identities.get(identity, 0):
+            self.identities[identity] -= 1
+
+    def _describe(  # noqa: PLR0913  # what the ledger does not hold
+        self,
+        now: int,
+        limit: int,
+        used: int,
+        allowed: int,
+        tool: bytes,
+        shared: bool,  # noqa: FBT001  # a field
+        retry: bool,  # noqa: FBT001  # a field
+    ) -> Standing:
+        """How the session stands."""
+        return Standing(
+            limit, used, allowed, tool, self.steps, self.tool_calls, self.blocks, self.consecutive_blocks,
+            self.consecutive_errors, self.cost, self.estimated, self.reserved, self.killed, max(0, now - self.began), shared,
+            retry, list_tools(self.counts, self.names) if self.counts else (),
+        )  # fmt: skip
+
+
+def _write_mark(shown: int, total: int) -> bytes:
+    return min(shown, _MAX_SHOWN).to_bytes(2) + (total & _SUM).to_bytes(6)
+
+
+def _find(joined: bytes, start: bytes, width: int) -> int:
+    """Where the item that starts so stands among items of one width; -1 where none does."""
+    if not joined:
+        return -1
+    at = joined.find(start)
+    while at >= 0 and at % width:
+        at = joined.find(start, at + 1)
+    return at
+
+
+def grant(limit: int, more: int) -> int:
+    """What is allowed with what was granted."""
+    return min(limit + more, MAX_MONEY) if limit >= 0 else limit
+
+
+def count_records(asked: Step) -> int:
+    """How many tool calls are known again."""
+    limits = asked.limits
+    highest = max([grant(limits.tool_calls, asked.grants[1]), *[allowed for _, allowed in limits.tools]])
+    return min(MAX_RECORDS, max(_RECORDS, highest + _SPARE_RECORDS, limits.window))
+
+
+def weigh(asked: Step) -> int:
+    """What a step takes a store at worst, where 1 is what a short history takes."""
+    limits, shown = asked.limits, min(len(asked.calls) // RECORD, MAX_RECORDS)
+    known = count_records(asked) if shown > _FEW else 0
+    return 1 + (4 * shown + known + max(0, limits.window) + 4 * len(limits.tools)) // 64
+
+
+def cut_calls(asked: Step) -> bytes:
+    """The calls of a history that are looked at one by one: the newest ones."""
+    calls = asked.calls
+    return calls if len(calls) <= MAX_RECORDS * RECORD else calls[-MAX_RECORDS * RECORD :]
+
+
+def add_up(calls: bytes) -> int:
+    """The sum of the digests of tools and arguments; see `Step.total`."""
+    total = 0
+    for at in range(_NAME, len(calls), RECORD):
+        total += int.from_bytes(calls[at : at + _PAIR])
+    return total
+
+
+def sum_up_older(asked: Step) -> list[tuple[bytes, int]]:
+    """How often tools are called before the calls that are looked at one by one; as many tools as there may be room for."""
+    most = len(asked.calls) - len(cut_calls(asked))
+    if not most:
+        return []
+    numbers: dict[bytes, int] = {}
+    for at in range(0, most, RECORD):
+        tool = asked.calls[at + _ID : at + _NAME]
+        numbers[tool] = numbers.get(tool, 0) + 1
+    limited = {digest for digest, _ in asked.limits.tools}
+    return [(tool, number) for place, (tool, number) in enumerate(numbers.items()) if place < _TOOLS or tool in limited]
+
+
+def pick_names(asked: Step) -> list[tuple[bytes, str]]:
+    """The tools of a history and their names, as many as there may be room for."""
+    limited = {digest for digest, _ in asked.limits.tools} if len(asked.tools) > _TOOLS else set()
+    return [(tool, name) for place, (tool, name) in enumerate(asked.tools) if place < _TOOLS or tool in limited]
+
+
+def pack_name(name: str) -> bytes:
+    """The start of a tool's name behind its length in bytes."""
+    encoded = name[:_TOOL_NAME].encode("utf-8", "replace")[:255]
+    return bytes((len(encoded),)) + encoded
+
+
+_STANDING: Final = struct.Struct(">BBBB4sqqIIIIIQQQQB")
+"""Limit, killed, shared, retry, tool, used, allowed; steps, tool_calls, blocks, consecutive_blocks, consecutive_errors; cost,
+estimated, reserved, age_ms; and how many tools follow, as in a ledger."""
+
+
+def read_standing(answer: bytes) -> Standing:
+    """What a remote store answers.
+
+    Raises:
+        ValueError: it is no such thing.
+    """
+    try:
+        limit, killed, shared, retry, tool, used, allowed, *amounts, tools = _STANDING.unpack_from(answer)
+        names = _STANDING.size + tools * _COUNTED
+        listed = list_tools(answer[_STANDING.size : names], answer[names:])
+    except (struct.error, IndexError):
+        raise ValueError from None
+    if limit >= len(LIMITS) or killed >= len(KILLED) or len(listed) != tools:
+        raise ValueError
+    steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated, reserved, age = amounts
+    tool = tool if tool != bytes(len(tool)) else b""
+    return Standing(
+        limit, used, allowed, tool, steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated,
+        reserved, killed, age, shared != 0, retry != 0, listed,
+    )  # fmt: skip
+
+
+_QUESTION: Final = struct.Struct(">BBB16s8sQQQqqqqqqqIIIQ")
+_STEP: Final = 3
+"""What is asked, beside the outcomes of settlements."""
+
+
+def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+    """What a remote store is asked: a head, tools with limits, names of tools, the newest calls, and tools of older ones."""
+    limits, grants, limited, names, calls, older = asked.limits, (0, 0, 0), b"", b"", b"", b""
+    if isinstance(asked, Settlement):
+        kind, estimated, identity, money = asked.outcome, asked.estimated, b"", min(asked.cost, MAX_MONEY)
+        records = shown = newest = total = 0
+    else:
+        kind, estimated, identity, money = _STEP, False, asked.identity, min(asked.reserve, MAX_RESERVE)
+        records, shown, newest, total = count_records(asked), len(asked.calls) // RECORD, asked.newest, asked.total
+        grants, calls = asked.grants, cut_calls(asked)
+        limited = b"".join([_TOOL.pack(tool, allowed) for tool, allowed in limits.tools])
+        names = b"".join([tool + pack_name(name) for tool, name in pick_names(asked)])
+        older = b"".join([_TOOL.pack(tool, number) for tool, number in sum_up_older(asked)])
+    head = _QUESTION.pack(
+        kind, estimated, limits.narrows, asked.call, identity, money, limits.idle_ms, limits.max_sessions,
+        grant(limits.steps, grants[0]), grant(limits.tool_calls, grants[1]), grant(limits.cost, grants[2]), limits.window,
+        limits.threshold, limits.blocks, limits.errors, records, shown, newest, total,
+    )  # fmt: skip
+    return head, limited, names, calls, older
+
+
+def list_tools(counts: bytes, names: bytes) -> tuple[tuple[bytes, str, int], ...]:
+    """Tools as `Standing` has them."""
+    tools = []
+    at = 0
+    for tool, count in _TOOL.iter_unpack(counts):
+        end = at + 1 + names[at]
+        tools.append((tool, names[at + 1 : end].decode("utf-8", "ignore"), count))
+        at = end
+    return tuple(tools)

@@ -1,0 +1,88 @@
+-- sliding_log: the requests of the last window_ms, each remembered by its time.
+--
+-- KEYS     one or more counter keys, all in one hash slot
+-- ARGV     for each key, or once where they are the same for all, seven integers: window_ms, threshold, cooldown_ms,
+--          count_refused (1 or 0), count_to (how many times are remembered at most), times (how many requests to count),
+--          now_ms (-1: the server's clock)
+-- returns  one string, for each key five integers of 8, 1, 8, 8 and 8 bytes, big-endian: count, looping (1 or 0), cooldown left
+--          in ms, span in ms, and for how many ms a looping verdict would stand if nothing more were counted
+--
+-- A key's value is a list: cooling_until, then the times in milliseconds, oldest first. The times decide; the key's own expiry
+-- only collects garbage. The arithmetic is that of sliding_log.py, request by request.
+
+local ANSWER = '>I8BI8I8I8'
+local GARBAGE_MS = 1000
+
+local clock = redis.call('TIME')
+local server_now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local answers = {}
+
+for i, key in ipairs(KEYS) do
+  local at = #ARGV == 7 and 0 or (i - 1) * 7
+  local window, threshold, cooldown = tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
+  local count_refused, count_to = ARGV[at + 4] == '1', tonumber(ARGV[at + 5])
+  local times, now = tonumber(ARGV[at + 6]), tonumber(ARGV[at + 7])
+  if now == -1 then now = server_now end
+
+  local length = redis.pcall('LLEN', key)
+  if type(length) == 'table' then -- not ours: one odd key must not fail a whole batch
+    redis.call('DEL', key)
+    length = 0
+  end
+  local before = length - 1
+  local cooling, oldest = 0, now
+  if before < 0 then
+    before = 0
+  else
+    cooling = tonumber(redis.call('LPOP', key)) or 0
+    local ahead = before > 0 and (tonumber(redis.call('LINDEX', key, -1)) or 0) - now or 0
+    if ahead >= window then -- the clock was set back
+      redis.call('DEL', key)
+      before = 0
+    elseif ahead > 0 then
+      for _ = 1, before do
+        redis.call('RPUSH', key, string.format('%.0f', (tonumber(redis.call('LPOP', key)) or 0) - ahead))
+      end
+    end
+    while before > 0 do
+      oldest = tonumber(redis.call('LINDEX', key, 0)) or 0
+      if now < oldest + window then break end
+      redis.call('LPOP', key)
+      before = before - 1
+    end
+    if before == 0 then oldest = now end
+  end
+
+  local ahead = cooling - cooldown - now
+  if ahead > 0 then cooling = ahead < cooldown and now + cooldown or 0 end
+
+  local seen, looping, span = 0, false, now - oldest
+  for _ = 1, times do
+    seen = math.min(before + 1, count_to)
+    span = now - oldest
+    if now >= cooling and before < threshold and threshold <= before + 1 then
+      looping, cooling = true, now + cooldown
+    else
+      looping = now < cooling or before + 1 >= threshold
+    end
+    if looping and not count_refused then break end
+    redis.call('RPUSH', key, string.format('%.0f', now))
+    if before == count_to then
+      redis.call('LPOP', key)
+      oldest = tonumber(redis.call('LINDEX', key, 0)) or 0
+    else
+      before = before + 1
+    end
+  end
+
+  local stands, enough = cooling - now, threshold
+  if not count_refused and cooldown == 0 then enough = threshold - 1 end -- else the next one trips
+  if before >= enough then -- until the last that is needed is too old
+    stands = math.max(stands, (tonumber(redis.call('LINDEX', key, -enough)) or 0) + window - now)
+  end
+  redis.call('LPUSH', key, string.format('%.0f', cooling))
+  redis.call('PEXPIRE', key, string.format('%.0f', math.max(window, cooling - now) + GARBAGE_MS))
+  answers[i] = struct.pack(ANSWER, seen, looping and 1 or 0, math.max(0, cooling - now), span, math.max(0, stands))
+end
+
+return table.concat(answers)

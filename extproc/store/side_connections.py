@@ -1,0 +1,97 @@
+"""Connections to Redis or Valkey for what operators ask, beside those of requests: no request waits for them.
+
+Each question has a deadline. What fails drops the connections, and the next question opens them anew.
+"""
+# interpreted: waits for a network
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Sequence
+
+from extproc.errors import StoreError
+from extproc.store.link import Command, ErrorReply, RedisReply, explain_refusal
+from extproc.store.topology import Layout, ShardServers
+
+_SECONDS = 2.0
+"""What a question may take, that for all documents of a board included."""
+
+_MOVED = ("MOVED", "ASK")
+
+
+class _SideConnection:
+    """One to the server of a part of the keys."""
+
+    def __init__(self, topology: ShardServers) -> None:
+        self.topology = topology
+        self.lock = asyncio.Lock()  # a connection answers one question at a time
+
+
+class SideConnections:
+    """The servers of a layout; all keys of one subject are in one hash slot, and a server that hangs holds up no other's."""
+
+    def __init__(self, layout: Layout, prefix: str) -> None:
+        """Nothing is connected yet; every key starts with `prefix`."""
+        self._layout = layout
+        self._prefix = prefix
+        self._connections: dict[int, _SideConnection] = {}
+
+    def drop(self) -> None:
+        """Drop the connections."""
+        for connection in self._connections.values():
+            connection.topology.drop()
+
+    def find_part(self, subject: str) -> int:
+        """The part of the keys that a subject's belong to."""
+        return zlib.crc32(subject.encode()) % len(self._layout.owners)
+
+    def name_key(self, kind: str, subject: str, *below: str) -> str:
+        """A whole key, of a kind of state and its subject."""
+        tag = self._find_tag(subject)
+        start = f"{self._prefix}{{{tag}}}:" if tag else self._prefix
+        return start + ":".join([kind, subject, *below])
+
+    def _find_tag(self, subject: str) -> str:
+        tags = self._layout.tags
+        return tags[self.find_part(subject)] if tags else ""
+
+    async def ask(self, subject: str, commands: Sequence[Command]) -> list[RedisReply]:
+        """The replies to commands that go out in one write; they may be sent twice, so that has to do no harm.
+
+        Raises:
+            StoreError: there are none, or one of them is an error.
+        """
+        part, tag = self.find_part(subject), self._find_tag(subject)
+        connection = self._connections.get(part)
+        if connection is None:
+            connection = self._connections[part] = _SideConnection(self._layout.open(""))
+        async with connection.lock:
+            try:
+                async with asyncio.timeout(_SECONDS):
+                    return await _ask_twice(connection.topology, tag, commands)
+            except TimeoutError:
+                connection.topology.drop()
+                raise StoreError(f"no answer within {_SECONDS:g} s", kind="timeout") from None
+            except BaseException:  # it is not known what is still on the connections
+                connection.topology.drop()
+                raise
+
+
+async def _ask_twice(topology: ShardServers, tag: str, commands: Sequence[Command]) -> list[RedisReply]:
+    """Ask, and where the slot has moved ask its new owner."""
+    replies = await _ask_once(topology, tag, commands)
+    moved = [reply for reply in replies if isinstance(reply, ErrorReply) and reply.word in _MOVED]
+    if moved:
+        await topology.learn()
+        replies = await _ask_once(topology, tag, commands)
+    for reply in replies:
+        if isinstance(reply, ErrorReply):
+            raise explain_refusal(reply)
+    return replies
+
+
+async def _ask_once(topology: ShardServers, tag: str, commands: Sequence[Command]) -> list[RedisReply]:
+    link = await topology.find(tag)
+    replies: list[RedisReply] = await link.exchange(commands)
+    return replies

@@ -1,0 +1,1 @@
+"""Tests that go through a door of Loopguard (a port, the command, a store's server), as its users do."""

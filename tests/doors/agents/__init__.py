@@ -1,0 +1,1 @@
+"""Agents on the SDKs and frameworks of the field."""

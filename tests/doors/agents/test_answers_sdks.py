@@ -1,0 +1,134 @@
+"""What programs get from their SDKs when a request is refused: the real SDKs, through the real Envoy and Loopguard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import grpc
+import pytest
+
+from tests.support.documents import bundle, policy
+from tests.support.harness import PATIENCE, Stack, stack
+from tests.support.sdks import (
+    SDKS,
+    USER,
+    Ask,
+    Job,
+    Reply,
+    ask_anthropic_bedrock,
+    ask_bedrock,
+    ask_gemini,
+    ask_ollama,
+    ask_python,
+)
+
+RETRYING: dict[str, Ask] = {
+    "gemini-retrying": partial(ask_python, partial(ask_gemini, retries=True)),
+    **{f"bedrock-{mode}": partial(ask_python, partial(ask_bedrock, mode=mode)) for mode in ("legacy", "standard", "adaptive")},
+}
+"""SDKs that somebody has told to retry."""
+
+OTHERS: dict[str, Ask] = {
+    "ollama": partial(ask_python, ask_ollama),
+    "anthropic-bedrock": partial(ask_python, ask_anthropic_bedrock),
+}
+"""SDKs of what is rarely called through a gateway."""
+
+ASK = SDKS | RETRYING | OTHERS
+KEYS = [f"header:{USER}"]
+POLICIES = bundle(
+    *(
+        policy(str(status), {"pathPrefix": f"/{status}/"}, similarity="turns", reject_status=status, limit_keys=KEYS)
+        for status in (429, 400, "auto")
+    ),
+    policy("completion", {"pathPrefix": "/completion/"}, similarity="turns", refuse_as="completion", limit_keys=KEYS),
+    policy("rpc", {"pathExact": "/rpc.Echo/Call"}, body="ignore", limit_keys=KEYS),
+)
+
+
+@pytest.fixture(scope="module")
+def gate() -> Iterator[Stack]:
+    """Envoy and Loopguard."""
+    with stack(POLICIES) as made:
+        yield made
+
+
+def ask(gate: Stack, sdk: str, user: dict[str, str], path: str = "", *, stream: bool = False) -> tuple[Reply, int]:
+    """What the SDK makes of the refusal of a stuck agent, and how many requests it sends for that."""
+    before = count_requests(gate)
+    reply = ASK[sdk](Job(f"http://127.0.0.1:{gate.envoy.port}{path}", user[USER], stream))
+    return reply, count_requests(gate) - before
+
+
+def count_requests(gate: Stack) -> int:
+    """That have come to Envoy."""
+    return gate.envoy.stat("http.ingress.downstream_rq_total")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("sdk", SDKS)
+def test_each_sdk_shows_the_reason(gate: Stack, sdk: str, user: dict[str, str], stream: bool) -> None:
+    """The text of its exception says what repeats, with the code."""
+    reply, _ = ask(gate, sdk, user, "/400", stream=stream)
+
+    assert reply.status == 400
+    assert "Loop detected: 3 of the last 3 turns were check with the same input and the same result" in reply.text
+    assert "(recursive_loop_detected)" in reply.text
+
+
+RETRY_429 = ["bedrock", *RETRYING, "node-vercel-openai", "node-vercel-anthropic", "node-vercel-google", "node-aws"]
+
+
+@pytest.mark.parametrize("sdk", SDKS | RETRYING)
+def test_one_request_is_sent_for_a_refusal(gate: Stack, sdk: str, user: dict[str, str]) -> None:
+    """With the status `auto`: it is 400 for the SDKs that would send another one after 429, and 429 for the others."""
+    reply, requests = ask(gate, sdk, user, "/auto")
+
+    assert (requests, reply.status) == (1, 400 if sdk in RETRY_429 or sdk == "gemini" else 429)
+
+
+@pytest.mark.parametrize("sdk", ["bedrock", "gemini-retrying", "node-vercel-openai"])
+def test_some_sdks_retry_429_whatever_it_says(gate: Stack, sdk: str, user: dict[str, str]) -> None:
+    """Which is what `auto` is for: once none of them does any more, it can go."""
+    _, requests = ask(gate, sdk, user, "/429")
+
+    assert requests == 3
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("sdk", [*SDKS, *OTHERS])
+def test_a_refusal_may_be_an_answer_of_the_model(gate: Stack, sdk: str, user: dict[str, str], stream: bool) -> None:
+    """Each SDK takes it for one, whole or streamed as it asked; it sends one request, which goes no further."""
+    seen = len(gate.upstream.seen)
+
+    reply, requests = ask(gate, sdk, user, "/completion", stream=stream)
+
+    assert reply.status == 0
+    assert reply.text.startswith("Loop detected: 3 of the last 3 turns were check with the same input and the same result")
+    assert reply.text.endswith(" (recursive_loop_detected)")
+    assert (requests, len(gate.upstream.seen)) == (1, seen)
+
+
+def test_an_answer_of_the_model_is_logged_as_a_refusal(gate: Stack, user: dict[str, str]) -> None:
+    """Envoy's access log shows it under status 200, with the action and the reason."""
+    ask(gate, "chat", user, "/completion")
+
+    entry = gate.envoy.logged("/completion/v1/chat/completions", status=200, details="loop_detected")
+    assert (entry["loop_action"], entry["loop_policy"]) == ("reject", "completion")
+
+
+def test_grpc_clients_read_words(gate: Stack, user: dict[str, str]) -> None:
+    """The status is RESOURCE_EXHAUSTED, and its details are the message alone."""
+    metadata = list(user.items())
+    with grpc.insecure_channel(f"127.0.0.1:{gate.envoy.port}") as channel:
+        call = channel.unary_unary("/rpc.Echo/Call")
+        for _ in range(3):
+            with pytest.raises(grpc.RpcError) as refusal:
+                call(b"", metadata=metadata, timeout=PATIENCE)
+
+    assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refusal.value.details().startswith(
+        "Loop detected: this identical request (POST /rpc.Echo/Call) has been sent 3 times"
+    )
+    assert refusal.value.details().endswith(" (recursive_loop_detected)")

@@ -1,0 +1,242 @@
+"""Agents of every framework whose model never ends by itself: their sessions do, on two replicas that share Valkey."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import boto3
+import botocore
+import botocore.config
+import pytest
+from fake_model import NAME, USER, Answer, Call, Script, fake_model
+from google import genai
+from google.genai import types
+from tool_agents import Job, messages_agent
+
+from tests.support.agents import DONE, Gate, same
+from tests.support.documents import bundle
+from tests.support.frameworks import FRAMEWORKS, Errand, Run
+from tests.support.harness import Stack, stack
+from tests.support.servers import server
+
+CHECK = Call("check")
+STEPS = 4
+
+
+def limited(identity: str, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
+    """A policy for what is below its name, whose sessions are those of users."""
+    spec: dict[str, Any] = {"selector": {"pathPrefix": f"/{identity}/"}, "limit_keys": [f"header:{USER}"]}
+    spec |= {"session": {"keys": [f"header:{USER}"]}, "session_limits": {"reject_status": "auto", **limits}}
+    return {"id": identity, "spec": spec}
+
+
+POLICIES = bundle(
+    limited("steps", max_steps=STEPS),
+    limited("calls", max_tool_calls=2),
+    limited("narrow", max_tool_calls=2, max_tool_calls_mode="narrow"),
+    limited("tool", max_calls_per_tool={"check": 2}),
+    limited("loop", loop_detection={"window": 5, "threshold": 3}),
+)
+
+
+def run_gemini_agent(errand: Errand) -> str:
+    """Google's SDK, which calls tools by itself."""
+
+    def check() -> str:
+        """Check it."""
+        return errand.check()
+
+    def ask_somebody() -> str:
+        """Ask somebody."""
+        return errand.ask_somebody()
+
+    options = types.HttpOptions(base_url=errand.url, headers={USER: errand.user})
+    client = genai.Client(api_key="none", http_options=options)
+    calling = types.AutomaticFunctionCallingConfig(maximum_remote_calls=20)
+    config = types.GenerateContentConfig(tools=[check, ask_somebody], automatic_function_calling=calling)
+    return client.models.generate_content(model=NAME, contents="Is it done?", config=config).text or ""
+
+
+def run_bedrock_agent(errand: Errand) -> str:
+    """AWS's SDK, Converse, without a signature, or its tools could not be taken away."""
+    plain = botocore.config.Config(signature_version=botocore.UNSIGNED)
+    client: Any = boto3.client("bedrock-runtime", endpoint_url=errand.url, region_name="us-east-1", config=plain)
+    client.meta.events.register("before-call", lambda params, **_: params["headers"].update({USER: errand.user}))
+    results = {"check": errand.check(), "ask_somebody": errand.ask_somebody()}
+    tools = [{"toolSpec": {"name": name, "inputSchema": {"json": {"type": "object"}}}} for name in results]
+    messages: list[Any] = [{"role": "user", "content": [{"text": "Is it done?"}]}]
+    while True:
+        message = client.converse(modelId=NAME, messages=messages, toolConfig={"tools": tools})["output"]["message"]
+        messages.append(message)
+        calls = [block["toolUse"] for block in message["content"] if "toolUse" in block]
+        if not calls:
+            return str(message["content"][0]["text"])
+        said = [{"toolUseId": call["toolUseId"], "content": [{"text": results[call["name"]]}]} for call in calls]
+        messages.append({"role": "user", "content": [{"toolResult": one} for one in said]})
+
+
+def run_messages_agent(errand: Errand) -> str:
+    """Anthropic's SDK, with the whole history in each request."""
+    job = Job(errand.url, errand.user, ["Is it done?"], {"check": errand.check, "ask_somebody": errand.ask_somebody})
+    *_, last = messages_agent(job)
+    return last.text
+
+
+RUNS: dict[str, Run] = FRAMEWORKS | {
+    "anthropic": run_messages_agent,
+    "gemini": run_gemini_agent,
+    "bedrock": run_bedrock_agent,
+}
+APIS = ("langchain", "openai-agents, responses", "anthropic", "gemini", "bedrock")
+"""One run for each."""
+
+THREADS = ("anthropic tool runner", "node, anthropic")
+"""Their tools are declared once, and the server keeps them."""
+
+DECLARING = [name for name in RUNS if name not in THREADS]
+
+
+@pytest.fixture(scope="module")
+def gate() -> Iterator[Gate]:
+    """Envoy before a model, with two replicas of Loopguard that share a server."""
+    with server() as valkey, fake_model() as model:
+        store = ("--store", f"redis://{valkey.address}")
+        with stack(POLICIES, *store, replicas=2, upstream=f"127.0.0.1:{model.port}") as made:
+            yield Gate(made, model)
+
+
+def run(gate: Gate, name: str, policy: str, user: str, script: Script) -> str:
+    """What an agent's run ends with."""
+    gate.model.scripts[user] = script
+    url = f"http://127.0.0.1:{gate.stack.envoy.port}/{policy}"
+    return RUNS[name](Errand(url, user, same, lambda: "It is done."))
+
+
+def forever(_: int) -> Answer:
+    """A model that goes on checking."""
+    return [CHECK]
+
+
+def while_offered(gate: Gate, user: str) -> Script:
+    """A model that goes on calling tools, one after the other, as long as it may, and then says what it knows."""
+
+    def answer(number: int) -> Answer:
+        tools = list_offered(json.loads(gate.model.bodies[user]))
+        return [Call(tools[number % len(tools)])] if tools else DONE
+
+    return answer
+
+
+def list_offered(body: Any) -> list[str]:  # noqa: ANN401  # a request of any API
+    """The names of the tools that a model may call."""
+    choice = body.get("tool_choice", {})
+    mode = body.get("toolConfig", {}).get("functionCallingConfig", {}).get("mode")
+    if choice == "none" or mode == "NONE" or (isinstance(choice, dict) and choice.get("type") == "none"):
+        return []
+    listed = body.get("tools") or body.get("toolConfig", {}).get("tools") or []
+    return [str(name) for tool in listed for name in _list_names(tool)]
+
+
+def _list_names(tool: dict[str, Any]) -> list[str]:
+    named = tool.get("functionDeclarations") or [tool.get("function") or tool.get("toolSpec") or tool]
+    return [one["name"] for one in named]
+
+
+def count_refusals(made: Stack, policy: str) -> float:
+    """By both replicas."""
+    return sum(replica.metric("session_limits_total", policy=policy, action="reject") for replica in made.replicas)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_model_that_never_ends_is_asked_so_often_and_no_more(gate: Gate, name: str, user: dict[str, str]) -> None:
+    """The framework's run ends with the reason at the request past the last step, which is sent once."""
+    sent, refused = gate.sent(), count_refusals(gate.stack, "steps")
+
+    with pytest.raises(Exception, match=f"this session has used {STEPS} of its {STEPS} steps"):
+        run(gate, name, "steps", user[USER], forever)
+
+    assert gate.model.asked[user[USER]] == STEPS
+    assert gate.sent() - sent == STEPS + 1
+    assert count_refusals(gate.stack, "steps") - refused == 1
+
+
+@pytest.mark.parametrize("name", APIS)
+def test_calls_of_tools_have_an_end(gate: Gate, name: str, user: dict[str, str]) -> None:
+    """The request that shows one call too many is refused."""
+    with pytest.raises(Exception, match="this session has used 3 of its 2 tool calls"):
+        run(gate, name, "calls", user[USER], forever)
+
+    assert gate.model.asked[user[USER]] == 3
+
+
+@pytest.mark.parametrize("name", APIS)
+def test_equal_calls_have_an_end(gate: Gate, name: str, user: dict[str, str]) -> None:
+    """The third call of one tool with the same arguments ends the run."""
+    with pytest.raises(Exception, match="the tool check was called 3 times with the same arguments"):
+        run(gate, name, "loop", user[USER], forever)
+
+    assert gate.model.asked[user[USER]] == 3
+
+
+@pytest.mark.parametrize("name", [name for name in DECLARING if name != "bedrock"])
+def test_an_agent_without_tools_ends_its_run_in_peace(gate: Gate, name: str, user: dict[str, str]) -> None:
+    """With narrow the model answers in place of calling once more, and the framework takes that for its result."""
+    said = run(gate, name, "narrow", user[USER], while_offered(gate, user[USER]))
+
+    assert said == DONE
+    assert gate.model.asked[user[USER]] == 3
+
+
+@pytest.mark.parametrize("name", THREADS)
+def test_tools_that_the_server_keeps_are_called_once_more(gate: Gate, name: str, user: dict[str, str]) -> None:
+    """A request that declares no tools cannot lose any: the run is refused when the model has called one all the same."""
+    with pytest.raises(Exception, match="this session has used 3 of its 2 tool calls"):
+        run(gate, name, "narrow", user[USER], forever)
+
+    assert gate.model.asked[user[USER]] == 3
+
+
+def test_where_an_api_cannot_go_without_tools_the_run_is_refused(gate: Gate, user: dict[str, str]) -> None:
+    """Bedrock wants the tools of a history declared, and has no way to say that none may be called."""
+    with pytest.raises(Exception, match="this session has used 2 of its 2 tool calls"):
+        run(gate, "bedrock", "narrow", user[USER], while_offered(gate, user[USER]))
+
+    assert gate.model.asked[user[USER]] == 2
+
+
+@pytest.mark.parametrize("name", DECLARING)
+def test_a_tool_that_is_used_up_is_offered_no_more(gate: Gate, name: str, user: dict[str, str]) -> None:
+    """A model that would go on with it takes the other one, and the run ends in peace."""
+
+    def answer(_: int) -> Answer:
+        tools = list_offered(json.loads(gate.model.bodies[user[USER]]))
+        return [CHECK] if "check" in tools else DONE
+
+    said = run(gate, name, "tool", user[USER], answer)
+
+    assert said == DONE
+    assert gate.model.asked[user[USER]] == 3
+    assert list_offered(json.loads(gate.model.bodies[user[USER]])) == ["ask_somebody"]
+
+
+def test_a_retry_of_the_sdk_is_no_second_step(gate: Gate, user: dict[str, str]) -> None:
+    """What fails upstream and is asked again by the SDK leaves the session all of its steps."""
+    numbers: Callable[[], int] = count().__next__
+
+    def fail_twice(_: int) -> Answer:
+        if numbers() in (1, 2):
+            raise ConnectionAbortedError
+        return [CHECK]
+
+    with pytest.raises(Exception, match=f"this session has used {STEPS} of its {STEPS} steps"):
+        run(gate, "openai-agents", "steps", user[USER], fail_twice)
+
+    assert gate.model.asked[user[USER]] == STEPS + 2
+
+
+def test_both_replicas_have_counted(gate: Gate) -> None:
+    """Envoy asks them in turn: what the tests above have seen is what they know together."""
+    assert all(replica.metric("requests_total", policy="steps") > 0 for replica in gate.stack.replicas)

@@ -1,0 +1,273 @@
+"""Agents that call tools over HTTP, with the real MCP SDKs on both sides of the real Envoy and Loopguard."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
+from typing import Any, NamedTuple
+
+import fastmcp
+import httpx2
+import mcp
+import pytest
+import uvicorn
+from fastmcp.client.transports import StreamableHttpTransport
+from mcp.client.streamable_http import streamable_http_client
+from mcp.server import MCPServer
+
+from tests.support.documents import bundle, policy
+from tests.support.harness import PATIENCE, Stack, eventually, stack
+from tests.support.servers import free_port
+
+POLICIES = bundle(
+    policy(
+        "tools",
+        {"pathPrefix": "/"},
+        similarity="mcp",
+        limit_keys=["header:x-user-id"],
+        tools={"wait*": {"allow": True}, "build": {"threshold": 2, "reason": "A build takes an hour."}},
+    )
+)
+THRESHOLD = 3
+
+served: Counter[str] = Counter()
+"""How often each query has reached a server."""
+
+
+def search(query: str, limit: int = 10) -> str:
+    """Search."""
+    served[query] += 1
+    return f"{limit} results for {query}"
+
+
+def build(target: str) -> str:
+    """Build."""
+    return f"started {target}"
+
+
+def wait_for_build(seconds: int) -> str:
+    """Wait."""
+    return f"waited {seconds}"
+
+
+TOOLS: list[Callable[..., str]] = [search, build, wait_for_build]
+
+
+def make_app(kind: str) -> Any:  # noqa: ANN401  # an ASGI application
+    """The server of either SDK, with the same tools."""
+    server = MCPServer("tools") if kind == "mcp" else fastmcp.FastMCP("tools")
+    for tool in TOOLS:
+        server.tool()(tool)
+    return server.streamable_http_app() if isinstance(server, MCPServer) else server.http_app()
+
+
+@contextmanager
+def run_server(kind: str) -> Iterator[str]:
+    """A server in a thread of its own; its address."""
+    port = free_port()
+    config = uvicorn.Config(make_app(kind), port=port, log_level="error", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        eventually(lambda: server.started, "the server's start")
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def gates() -> Iterator[dict[str, Stack]]:
+    """One stack for the server of each SDK, each behind another transport."""
+    with ExitStack() as opened:
+        yield {
+            kind: opened.enter_context(
+                stack(POLICIES, "--transport", transport, upstream=opened.enter_context(run_server(kind)))
+            )
+            for kind, transport in (("mcp", "fast"), ("fastmcp", "grpcio"))
+        }
+
+
+@pytest.fixture(params=["mcp", "fastmcp"])
+def gate(request: pytest.FixtureRequest, gates: dict[str, Stack]) -> Stack:
+    """Each stack in turn; every agent is a user of its own."""
+    return gates[request.param]
+
+
+class Result(NamedTuple):
+    """What a model reads."""
+
+    failed: bool
+    text: str
+
+
+class Session(NamedTuple):
+    """What a client of either SDK can do."""
+
+    call: Callable[[str, dict[str, Any]], Awaitable[Result]]
+    list_tools: Callable[[], Awaitable[list[str]]]
+
+
+@asynccontextmanager
+async def connect_mcp(url: str, headers: Mapping[str, str], mode: str = "auto") -> AsyncIterator[Session]:
+    """The official SDK, with or without a handshake."""
+
+    async def call(tool: str, arguments: dict[str, Any]) -> Result:
+        result = await client.call_tool(tool, arguments)
+        return Result(bool(result.is_error), result.content[0].text)  # type: ignore[union-attr]  # all of it is text
+
+    async def list_tools() -> list[str]:
+        return [tool.name for tool in (await client.list_tools()).tools]
+
+    async with (
+        httpx2.AsyncClient(headers=dict(headers)) as http,
+        mcp.Client(streamable_http_client(url, http_client=http), mode=mode) as client,
+    ):
+        yield Session(call, list_tools)
+
+
+@asynccontextmanager
+async def connect_fastmcp(url: str, headers: Mapping[str, str]) -> AsyncIterator[Session]:
+    """The other one."""
+
+    async def call(tool: str, arguments: dict[str, Any]) -> Result:
+        result = await client.call_tool(tool, arguments, raise_on_error=False)
+        return Result(result.is_error, result.content[0].text)
+
+    async def list_tools() -> list[str]:
+        return [tool.name for tool in await client.list_tools()]
+
+    async with fastmcp.Client(StreamableHttpTransport(url, headers=dict(headers))) as client:
+        yield Session(call, list_tools)
+
+
+Connect = Callable[[str, Mapping[str, str]], AbstractAsyncContextManager[Session]]
+CLIENTS: dict[str, Connect] = {
+    "mcp": connect_mcp,
+    "mcp-handshake": lambda url, headers: connect_mcp(url, headers, "legacy"),
+    "fastmcp": connect_fastmcp,
+}
+
+
+@pytest.fixture(params=CLIENTS)
+def connect(request: pytest.FixtureRequest) -> Connect:
+    """Each client in turn."""
+    return CLIENTS[request.param]
+
+
+def url_of(gate: Stack) -> str:
+    """Where clients find the server."""
+    return f"http://127.0.0.1:{gate.envoy.port}/mcp"
+
+
+def test_the_reason_is_a_result_and_the_session_goes_on(gate: Stack, connect: Connect, user: dict[str, str]) -> None:
+    """The repeated call never reaches the server; the agent reads why, and its other calls are answered in the same session."""
+    query = f"looping {user['x-user-id']}"
+
+    async def loop() -> tuple[list[Result], Result, list[str]]:
+        async with connect(url_of(gate), user) as session:
+            results = [await session.call("search", {"query": query}) for _ in range(THRESHOLD + 1)]
+            return results, await session.call("search", {"query": query, "limit": 5}), await session.list_tools()
+
+    results, after, tools = asyncio.run(loop())
+
+    assert [result.failed for result in results] == [False] * (THRESHOLD - 1) + [True, True]
+    assert results[-2].text.startswith("Loop detected: search has been called 3 times with the same arguments within ")
+    assert after == Result(failed=False, text=f"5 results for {query}")
+    assert tools == ["search", "build", "wait_for_build"]
+    assert served[query] == THRESHOLD
+
+
+def test_what_is_no_repeated_call_is_never_refused(gate: Stack, connect: Connect, user: dict[str, str]) -> None:
+    """An agent connects again and again, lists the tools each time and calls one with other arguments: all is answered."""
+    before = gate.loopguard.metric("uncounted_total", policy="tools", reason="not_a_call")
+
+    async def work() -> list[Result]:
+        results = []
+        for number in range(2 * THRESHOLD):
+            async with connect(url_of(gate), user) as session:
+                assert await session.list_tools() == await session.list_tools()
+                results.append(await session.call("search", {"query": f"page {number}"}))
+        return results
+
+    results = asyncio.run(work())
+
+    assert results == [Result(failed=False, text=f"10 results for page {number}") for number in range(2 * THRESHOLD)]
+    assert gate.loopguard.metric("uncounted_total", policy="tools", reason="not_a_call") >= before + 4 * THRESHOLD
+
+
+def test_a_new_session_does_not_start_a_new_count(gate: Stack, connect: Connect, user: dict[str, str]) -> None:
+    """An agent that reconnects before each call repeats it all the same."""
+
+    async def call() -> Result:
+        async with connect(url_of(gate), user) as session:
+            return await session.call("search", {"query": "again"})
+
+    results = [asyncio.run(call()) for _ in range(THRESHOLD)]
+
+    assert [result.failed for result in results] == [False] * (THRESHOLD - 1) + [True]
+
+
+def test_tools_have_limits_of_their_own(gate: Stack, connect: Connect, user: dict[str, str]) -> None:
+    """A tool that waits may be called as often as the agent likes, and another one once, with the operator's words about it."""
+
+    async def work() -> tuple[list[Result], list[Result]]:
+        async with connect(url_of(gate), user) as session:
+            waits = [await session.call("wait_for_build", {"seconds": 5}) for _ in range(2 * THRESHOLD)]
+            return waits, [await session.call("build", {"target": "all"}) for _ in range(2)]
+
+    waits, builds = asyncio.run(work())
+
+    assert not any(result.failed for result in waits)
+    assert [result.failed for result in builds] == [False, True]
+    assert "has been called 2 times" in builds[1].text
+    assert "and was refused. A build takes an hour. Repeating it" in builds[1].text
+
+
+def ask(gate: Stack, user: Mapping[str, str], message: Mapping[str, object], accept: str) -> tuple[int, str, bytes]:
+    """Status, content type and body of the answer to a JSON-RPC message."""
+    headers = {"content-type": "application/json", "accept": accept, **user}
+    answer = gate.send("/a2a", method="POST", body=json.dumps(message).encode(), headers=headers)
+    return answer.status, answer.headers["content-type"], answer.body
+
+
+@pytest.mark.parametrize("method", ["message/send", "SendMessage"])
+def test_a_message_to_another_agent_is_refused_as_an_error(gate: Stack, user: dict[str, str], method: str) -> None:
+    """The same parts under ever new ids are one message, and the error of the refusal has the last request's id."""
+    for number in range(THRESHOLD):
+        parts = [{"kind": "text", "text": "Are you done?", "metadata": {"at": number}}]
+        message = {"messageId": f"m-{number}", "contextId": f"c-{number}", "role": "user", "parts": parts}
+        request = {"jsonrpc": "2.0", "id": f"id-{number}", "method": method, "params": {"message": message}}
+        status, content_type, body = ask(gate, user, request, "application/json")
+
+    assert (status, content_type) == (200, "application/json")
+    answer = json.loads(body)
+    assert answer == {"jsonrpc": "2.0", "id": "id-2", "error": {"code": -32000, "message": answer["error"]["message"]}}
+    assert answer["error"]["message"].startswith("Loop detected: this same message has been sent 3 times within ")
+
+
+def test_who_takes_nothing_but_events_gets_one(gate: Stack, user: dict[str, str]) -> None:
+    """A client whose accept header knows only event streams reads the refusal as the one message of such a stream."""
+    request = {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "search"}}
+    for _ in range(THRESHOLD):
+        status, content_type, body = ask(gate, user, request, "text/event-stream")
+
+    assert (status, content_type) == (200, "text/event-stream")
+    event, data, *end = body.decode().split("\n")
+    assert (event, end) == ("event: message", ["", ""])
+    assert json.loads(data.removeprefix("data: "))["result"]["isError"] is True
+
+
+def test_a_refusal_is_logged_as_one(gate: Stack, user: dict[str, str]) -> None:
+    """Envoy's access log shows it under status 200, with the reason and the policy."""
+    request = {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "search", "arguments": {"q": "log"}}}
+    for _ in range(THRESHOLD):
+        ask(gate, user, request, "application/json")
+
+    entry = gate.envoy.logged("/a2a", status=200, details="loop_detected")
+    assert entry["loop_policy"] == "tools"

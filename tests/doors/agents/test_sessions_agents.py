@@ -1,0 +1,123 @@
+"""Agents whose history the server keeps, on the real SDKs, through the real Envoy, two Loopguards and Valkey."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from fake_model import NAME, USER, fake_model
+
+from tests.support.agents import CHECK, DONE, Gate, again, fresh, same, told
+from tests.support.documents import bundle, policy
+from tests.support.harness import stack
+from tests.support.servers import server
+
+_LOOPS = policy("agents", {"pathPrefix": "/"}, similarity="turns", limit_keys=[f"header:{USER}"], session={})
+Agent = Callable[[str, dict[str, str], Callable[..., str]], Iterator[object]]
+
+
+@pytest.fixture(scope="module")
+def gate() -> Iterator[Gate]:
+    """Envoy before a model, with two replicas of Loopguard that share a server."""
+    with server() as valkey, fake_model() as model:
+        store = f"redis://{valkey.address}/0"
+        with stack(bundle(_LOOPS), "--store", store, replicas=2, upstream=f"127.0.0.1:{model.port}") as made:
+            yield Gate(made, model)
+
+
+def responses_agent(url: str, named: dict[str, str], check: Callable[..., str]) -> Iterator[object]:
+    """OpenAI's SDK, Responses: each request goes on from the one before, and carries the newest results alone."""
+    client = openai.OpenAI(api_key="none", base_url=f"{url}/v1", default_headers=named)
+    tools: Any = [{"type": "function", "name": CHECK.tool, "parameters": {"type": "object"}}]
+    reply = client.responses.create(model=NAME, input="Tell me when it is done.", tools=tools)
+    while True:
+        yield reply
+        calls = [item for item in reply.output if item.type == "function_call"]
+        if not calls:
+            return
+        said: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": check()} for call in calls]
+        reply = client.responses.create(model=NAME, input=said, previous_response_id=reply.id, tools=tools)
+
+
+def threads_agent(url: str, named: dict[str, str], check: Callable[..., str]) -> Iterator[object]:
+    """Anthropic's SDK and its tool runner, which keeps the conversation in a thread of the server's."""
+
+    @anthropic.beta_tool(name=CHECK.tool)
+    def run(build: int, *, verbose: bool) -> str:  # noqa: ARG001  # what CHECK is called with
+        """Check."""
+        return check()
+
+    client = anthropic.Anthropic(api_key="none", base_url=url, default_headers=named)
+    messages: Any = [{"role": "user", "content": "Tell me when it is done."}]
+    yield from client.beta.messages.tool_runner(model=NAME, max_tokens=99, messages=messages, tools=[run])
+
+
+AGENTS: dict[str, Agent] = {"previous_response_id": responses_agent, "threads": threads_agent}
+every_agent = pytest.mark.parametrize("agent", AGENTS.values(), ids=AGENTS)
+
+
+def play(
+    gate: Gate, agent: Agent, named: dict[str, str], check: Callable[..., str]
+) -> tuple[list[object], openai.APIStatusError | anthropic.APIStatusError | None]:
+    """Run an agent to its end, or to its refusal."""
+    turns: list[object] = []
+    try:
+        for turn in islice(agent(f"http://127.0.0.1:{gate.stack.envoy.port}", named, check), 12):
+            turns.append(turn)  # noqa: PERF402  # what came before a refusal is kept
+    except (openai.APIStatusError, anthropic.APIStatusError) as refusal:
+        return turns, refusal
+    return turns, None
+
+
+@every_agent
+def test_a_stuck_agent_is_stopped_whichever_replica_it_meets(gate: Gate, agent: Agent, user: dict[str, str]) -> None:
+    """The results of three requests are enough, each of which shows one."""
+    gate.model.scripts[user[USER]] = again([CHECK])
+
+    turns, refusal = play(gate, agent, {**user, "x-session-id": "s"}, same)
+
+    assert len(turns) == gate.model.asked[user[USER]] == 3
+    assert refusal is not None
+    assert refusal.status_code == 429
+    assert "3 of the last 3 turns returned the same result" in str(refusal)
+    assert sum(replica.metric("requests_total") for replica in gate.stack.replicas) > 0
+
+
+@every_agent
+def test_an_agent_that_gets_on_is_left_alone(gate: Gate, agent: Agent, user: dict[str, str]) -> None:
+    """Results that change are progress."""
+    gate.model.scripts[user[USER]] = told(*[[CHECK]] * 8, DONE)
+
+    turns, refusal = play(gate, agent, {**user, "x-session-id": "s"}, fresh())
+
+    assert refusal is None
+    assert len(turns) == 9
+
+
+@every_agent
+def test_two_sessions_of_one_user_are_apart(gate: Gate, agent: Agent, user: dict[str, str]) -> None:
+    """What one session was told says nothing about another."""
+    gate.model.scripts[user[USER]] = lambda number: DONE if number % 3 == 2 else [CHECK]
+
+    found = [play(gate, agent, {**user, "x-session-id": f"s{n}"}, same) for n in range(3)]
+
+    assert [refusal for _, refusal in found] == [None] * 3
+    assert gate.model.asked[user[USER]] == 9
+
+
+@every_agent
+def test_without_a_session_nobody_is_refused(gate: Gate, agent: Agent, user: dict[str, str]) -> None:
+    """What the server keeps cannot be seen, and the metric says so."""
+    gate.model.scripts[user[USER]] = again([CHECK])
+    before = sum(replica.metric("uncounted_total", reason="no_history") for replica in gate.stack.replicas)
+
+    turns, refusal = play(gate, agent, user, same)
+
+    assert refusal is None
+    assert len(turns) == 12
+    after = sum(replica.metric("uncounted_total", reason="no_history") for replica in gate.stack.replicas)
+    assert after - before == 11

@@ -1,0 +1,957 @@
+"""The `loopguard` command: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from base64 import urlsafe_b64encode
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+import extproc
+from extproc.cli.commands import COMMANDS
+from extproc.detectors.tool_calls import NO_CALLS
+from extproc.errors import BundleErrors
+from extproc.logs import escape_controls
+from extproc.policy.bundle import Policy, make_schema
+from extproc.server import Server
+from extproc.settings import Settings
+from tests.support.bundles import DOCUMENTS, ENTRIES, FULL, SPEC_FIELDS, entries, spec
+from tests.support.command import Run
+from tests.support.documents import bundle, policy
+from tests.support.harness import PATIENCE, Loopguard, write_policies
+
+SAID = {"missing_descriptor": "require_one"}
+GOOD = policy("p", {"pathExact": "/v1/chat/completions"}, limit_keys=["jwt:org_id", "jwt:user_id"], **SAID)
+WITH_RULES = policy("p", {"pathExact": "/a"}, limit_keys=["jwt:org_id"], **SAID)
+WITH_RULES["spec"]["rules"] = [{"name": "per-org"}]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing from the environment of whoever runs the tests, and nothing left of what `serve` does to its process."""
+    for name in ("POLICY", "LISTEN", "ADMIN", "STORE", "ALLOW_UNENFORCED"):
+        monkeypatch.delenv(f"LOOPGUARD_{name}", raising=False)
+    hangup = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, hangup)
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> str:
+    """A file with a policy that has neither errors nor warnings."""
+    return written(tmp_path / "good.json", GOOD)
+
+
+def written(file: Path, document: object) -> str:
+    """The path of a file with a document; bytes stand there as they are."""
+    file.write_bytes(document if isinstance(document, bytes) else json.dumps(document).encode())
+    return str(file)
+
+
+# validate
+
+
+def test_validate_good(capsys: pytest.CaptureFixture[str], good: str) -> None:
+    """A good file exits 0 and stays silent on stderr."""
+    run = Run(capsys, "validate", good)
+
+    assert (run.code, run.out, run.err) == (0, "good: 1 policy in 1 file\n", "")
+
+
+@pytest.mark.parametrize("way", ["flag", "variable"])
+def test_validate_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Where they are allowed, parts that are not enforced are warnings, each with its place, and the exit code stays 0."""
+    one = written(tmp_path / "one.json", bundle(WITH_RULES, kill_switches=[{"scope_key": "ip:asn", "scope_value": "64496"}]))
+    two = written(tmp_path / "two.json", policy("q", {"pathExact": "/b"}))
+    if way == "variable":
+        monkeypatch.setenv("LOOPGUARD_ALLOW_UNENFORCED", "true")
+
+    run = Run(capsys, "validate", *(["--allow-unenforced"] if way == "flag" else []), one, two)
+
+    assert (run.code, run.out) == (0, "good: 2 policies in 2 files\n")
+    stops = "the descriptor ip:asn cannot be derived by Loopguard, so this kill switch stops no one"
+    assert run.err.splitlines() == [
+        f"warning: {two}: /spec: no limit_keys: all callers of policy q share its counts",
+        f"warning: {one}: /kill_switches/0: {stops}",
+        f"warning: {one}: /policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org",
+    ]
+    assert Run(capsys, "validate", "--strict", one, two).code == 1
+    assert Run(capsys, "validate", "--strict", "--allow-unenforced", one).code == 2
+
+
+def test_validate_notes_what_a_default_means(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A note says what becomes of requests without limit keys where a policy does not: one line for all such policies."""
+    silent = [policy(name, {"pathExact": "/b"}, limit_keys=["jwt:org_id"]) for name in ("q", "r", "s")]
+    told = [policy(name, {"pathExact": "/b"}, limit_keys=["jwt:a"], missing_descriptor=name) for name in ("share", "skip")]
+    always = policy("t", {"pathExact": "/b"}, limit_keys=["header:Host", "jwt:org_id", "ip:address"])
+    moot = policy("u", {"pathExact": "/b"}, limit_keys=["ip:address"])
+    file = written(tmp_path / "p.json", bundle(*silent, *told, always, moot))
+
+    run = Run(capsys, "validate", "--strict", file)
+
+    assert (run.code, run.out) == (0, "good: 7 policies in 1 file\n")
+    uncounted = "requests with none of the limit keys are not counted (default: require_one)"
+    shared = "with share, the former default, they share one count"
+    alone = "so requests without the other limit keys are counted by that alone"
+    assert run.err.splitlines() == [
+        f"note: {file}: /policies/0/spec: missing_descriptor is not set: {uncounted}; {shared} (and 2 more)",
+        f"note: {file}: /policies/5/spec/limit_keys: every request has header:host and ip:address, {alone}",
+    ]
+
+
+@pytest.mark.parametrize("flags", [[], ["--strict"]])
+def test_validate_fails_where_serve_would(capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str]) -> None:
+    """Parts that are not enforced are errors, in the words of serve, and warnings are none."""
+    file = written(tmp_path / "rules.json", bundle(WITH_RULES))
+    warned = written(tmp_path / "warned.json", policy("q", {"pathExact": "/b"}))
+
+    run, fine = Run(capsys, "validate", *flags, file, warned), Run(capsys, "validate", *flags, warned)
+
+    part = f"{file}: /policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org"
+    assert (run.code, run.out) == (1, "")
+    assert run.err.splitlines() == [f"{part}; remove it, or start with --allow-unenforced"]
+    assert run.err.splitlines() == served("--policy", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")[1]
+    assert (fine.code, fine.out) == (0, "good: 1 policy in 1 file\n")
+
+
+async def make_server(settings: Settings) -> Server:
+    """A server that does not listen yet."""
+    return Server(settings)
+
+
+PARTS: list[dict[str, object]] = [
+    {"fallback_limit": {"requests": 1}},
+    {"circuit_breaker": {}},
+    {"circuit_breaker": {"spend_rate_threshold_per_minute": 1}},
+    {"circuit_breaker": {"enabled": False}},
+    {"limit_keys": ["ip:country"]},
+    {"session": {"keys": ["ua:bot"]}},
+]
+UNENFORCED = [
+    bundle(WITH_RULES),
+    bundle(kill_switches=[{"scope_key": "ua:bot", "scope_value": "true"}]),
+    *({"id": "p", "spec": {**WITH_RULES["spec"], "rules": [], **part}} for part in PARTS),
+]
+BUNDLES: list[object] = [
+    *(document for document, _ in DOCUMENTS),
+    *(spec(**{name: value}) for name, value, _ in SPEC_FIELDS),
+    *(entries(changes) for changes, _ in ENTRIES),
+    *UNENFORCED,
+    *(path.read_bytes() for path in Path(extproc.__file__).parent.glob("cli/presets/*.json")),
+    [FULL, GOOD | {"id": "q"}],
+    bundle(GOOD),
+    {"id": "p", "spec": {}},
+]
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_validate_takes_what_serve_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path, allow: bool) -> None:
+    """For each rule of policy files: the exit code says whether the server would start, for the same errors."""
+    missing, flags = str(tmp_path / "missing.json"), ["--allow-unenforced"] if allow else []
+    taken, refused = 0, 0
+    for number, document in enumerate(BUNDLES):
+        files = [written(tmp_path / f"{number}.json", document), *([missing] if number % 9 == 0 else [])]
+
+        run = Run(capsys, "validate", *flags, *files)
+        errors = []
+        try:
+            asyncio.run(make_server(Settings(policy=tuple(files), allow_unenforced=allow)))
+        except BundleErrors as error:
+            errors = [escape_controls(str(each)) for each in error.errors]
+
+        assert run.code == bool(errors), document
+        assert not errors or run.err.splitlines() == errors
+        taken, refused = taken + (not errors), refused + bool(errors)
+    assert taken > 5
+    assert refused > 100
+
+
+def test_validate_bad(capsys: pytest.CaptureFixture[str], tmp_path: Path, good: str) -> None:
+    """Every error of every file is on stderr as `file: /pointer: message`, and the exit code is 1."""
+    bad = written(tmp_path / "bad.json", policy("q", {}, action="explode", window_seconds=0))
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+
+    run = Run(capsys, "validate", bad, good, str(broken))
+
+    assert (run.code, run.out) == (1, "")
+    assert run.err.splitlines() == [
+        f"{bad}: /spec/loop_detection/window_seconds: window_seconds must be a positive integer, not 0",
+        f"{bad}: /spec/loop_detection/action: action must be one of reject, throttle, steer, warn, not 'explode'",
+        f"{bad}: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes, but has nothing",
+        f"{broken}: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
+    ]
+
+
+def test_validate_keeps_each_error_on_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A key with a line break in it cannot forge a line of its own."""
+    run = Run(capsys, "validate", written(tmp_path / "p.json", {**GOOD, "a\nb": 1}))
+
+    assert run.complaint.endswith(r"/a\nb: unknown key; known keys are id, spec")
+
+
+# explain
+
+
+def explained(run: Run) -> list[dict[str, str]]:
+    """The blocks that explain printed, one for each policy."""
+    assert run.code == 0, run.err
+    return [dict(re.split(r"\s+", line, maxsplit=1) for line in block.splitlines()) for block in run.out.strip().split("\n\n")]
+
+
+def test_explain_shows_the_composite(capsys: pytest.CaptureFixture[str], good: str) -> None:
+    """Composite, fingerprint, tenant, key and decision of a real request; the fingerprint is the CRC32 of the composite."""
+    body = '{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
+    flags = ["--policy", good, "--claim", "org_id=org-abc", "--claim", "user_id=user-1", "-d", body]
+
+    (found,) = explained(Run(capsys, "explain", *flags, "https://api.example.com/v1/chat/completions"))
+
+    composite = f"POST|/v1/chat/completions||{crc32(body.encode()):08x}|org_id=org-abc|user_id=user-1"
+    fingerprint = f"{crc32(composite.encode()):08x}"
+    assert found["policy"] == "p (enforce)"
+    assert found["composite"] == composite
+    assert found["fingerprint"] == fingerprint
+    assert re.fullmatch(rf"loop:p:default:sliding_ttl::{found['tenant']}:{fingerprint}[0-9a-f]{{16}}", found["key"])
+    assert found["decision"] == "allow 2 identical requests, then reject with 429 (Retry-After: 60); window sliding_ttl, 60 s"
+
+
+TOKEN = "authorization: Bearer e30." + urlsafe_b64encode(b'{"org_id": "o"}').decode().rstrip("=") + ".x"
+
+
+@pytest.mark.parametrize(
+    ("limit_key", "flags", "url", "composite"),
+    [
+        ("jwt:org_id", [], "h/a", "GET|/a||00000000"),
+        ("jwt:org_id", ["-H", TOKEN], "h/a", "GET|/a||00000000"),
+        ("jwt:org_id", ["-H", TOKEN, "--allow-unverified-jwt"], "h/a", "GET|/a||00000000|org_id=o"),
+        ("header:x-user", ["-H", "X-User:  ann ", "-H", "x-user: bob"], "h/a", "GET|/a||00000000|x-user=ann"),
+        ("header:host", ["-H", "Host: other:1"], "http://u@h:80/a", "GET|/a||00000000|host=other:1"),
+        ("header:host", [], "http://u@h:80/a", "GET|/a||00000000|host=h:80"),
+        ("query:q", ["-X", "PUT"], "http://h/a?z=1&q=a+b%7C&q=2#f", "PUT|/a|q=2&q=a b%7C&z=1|00000000|q=a b%7C"),
+        ("ip:address", ["--address", "2001:db8::1"], "h/a", "GET|/a||00000000|address=2001:db8::1"),
+        ("ip:address", ["-d", "", "-X", "DELETE"], "/a", "DELETE|/a||00000000|address=127.0.0.1"),
+        ("ip:address", ["-d", "x"], "h/a\udcff", f"POST|/a\\udcff||{crc32(b'x'):08x}|address=127.0.0.1"),
+    ],
+)
+def test_explain_takes_requests_like_curl(  # a table's columns
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, limit_key: str, flags: list[str], url: str, composite: str
+) -> None:
+    """Method, headers, body and URL mean what they mean to curl; the rest of what Envoy knows has flags."""
+    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, limit_keys=[limit_key], missing_descriptor="share"))
+
+    (found,) = explained(Run(capsys, "explain", "--policy", file, *flags, url))
+
+    assert found["composite"] == composite
+
+
+def test_explain_reads_a_body_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, good: str) -> None:
+    """`-d @file` is the file's bytes, unchanged."""
+    body = b"\xff\r\n"
+    (tmp_path / "body").write_bytes(body)
+
+    (found,) = explained(
+        Run(capsys, "explain", "--policy", good, "--claim", "org_id=o", "-d", f"@{tmp_path}/body", "h/v1/chat/completions")
+    )
+
+    assert found["composite"] == f"POST|/v1/chat/completions||{crc32(body):08x}|org_id=o"
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "decision"),
+    [
+        ("enforce", {"action": "warn"}, "then warn; "),
+        ("enforce", {"action": "throttle"}, "then throttle (hold 300 ms at first); "),
+        ("enforce", {"cooldown_seconds": 90, "reject_status": 503}, "then reject with 503 (Retry-After: 90); "),
+        (
+            "enforce",
+            {"refuse_as": "completion"},
+            "then reject with an answer of the API, or if that is unknown with 429 (R",
+        ),
+        ("enforce", {"reject_status": "auto"}, "then reject with 429, or 400 if the client is known to retry that (Retry-"),
+        ("shadow", {"window_type": "fixed"}, "then report: would reject with 429 (Retry-After: 60); window fixed, 60 s"),
+    ],
+)
+def test_explain_says_what_will_be_done(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, mode: str, more: dict[str, object], decision: str
+) -> None:
+    """The decision names the action of the request that reaches the threshold; a shadow policy only reports."""
+    file = written(tmp_path / "p.json", bundle(policy("p", {"pathPrefix": "/"}, mode=mode, **more)))
+
+    (found,) = explained(Run(capsys, "explain", "--policy", file, "h/"))
+
+    assert decision in found["decision"]
+    assert found["key"].startswith("shadow:loop:" if mode == "shadow" else "loop:")
+
+
+@pytest.mark.parametrize(
+    ("result", "name", "shown"),
+    [
+        ("pending", "note", "Loop detected: 3 of the last 3 turns were f with the same input and the same result."),
+        (None, "unsteered", "let through with a warning: no_result"),
+    ],
+)
+def test_explain_shows_the_note(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, result: str | None, name: str, shown: str
+) -> None:
+    """What the model of a policy that steers is told stands in a row of its own, or why it cannot be."""
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": "{}"}}
+    turn = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": result}]
+    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, similarity="turns", action="steer"))
+    body = json.dumps({"messages": turn * 3})
+
+    (found,) = explained(Run(capsys, "explain", "--policy", file, "-d", body, "h/v1/chat/completions"))
+
+    assert found[name].startswith(shown)
+    assert {"note", "unsteered"} & found.keys() == {name}
+
+
+@pytest.mark.parametrize(
+    ("turns", "more", "decision"),
+    [
+        (0, {}, "allow"),
+        (2, {}, "allow"),
+        (3, {"tools": {"f": {"allow": True}}}, "allow"),
+        (4, {"escalate": {"reject": 4}}, "reject"),
+    ],
+)
+def test_explain_shows_no_note_to_a_request_that_is_not_steered(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, turns: int, more: dict[str, Any], decision: str
+) -> None:
+    """Neither before the loop, nor where it is refused already."""
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": "{}"}}
+    turn = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "pending"}]
+    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, similarity="turns", action="steer", **more))
+    body = json.dumps({"messages": [{"role": "user", "content": "go"}, *turn * turns]})
+
+    (found,) = explained(Run(capsys, "explain", "--policy", file, "-d", body, "h/v1/chat/completions"))
+
+    assert found["decision"].startswith(decision)
+    assert not {"note", "unsteered"} & found.keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown", "mode", "key"),
+    [
+        (
+            ["-H", "x-user: carl"],
+            "in: place 4 of 100 by header:x-user (seed p); the policy acts on places 1 to 25",
+            "enforce",
+            "",
+        ),
+        (
+            ["-H", "x-user: ann"],
+            "out, so in shadow mode: place 29 of 100 by header:x-user (seed p); the policy acts on places 1 to 25",
+            "shadow",
+            "shadow:",
+        ),
+        ([], "out, so in shadow mode: the request has no header:x-user", "shadow", "shadow:"),
+    ],
+)
+def test_explain_says_who_is_in_and_why(  # a table's columns
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], shown: str, mode: str, key: str
+) -> None:
+    """A policy for a share of the callers shows the caller's place, and the key that it counts under."""
+    ramped: dict[str, Any] = {"enforce_percent": 25, "limit_keys": ["ip:address"], "ramp_by": ["header:x-user"]}
+    items = [policy("p", {"pathPrefix": "/"}, keep_counts=keep, **ramped) for keep in (False, True)]
+    files = [written(tmp_path / f"{number}.json", item) for number, item in enumerate(items)]
+
+    found, kept = [explained(Run(capsys, "explain", "--policy", file, *flags, "h/a"))[0] for file in files]
+
+    assert (found["policy"], found["ramp"], found.get("missing")) == (f"p ({mode})", shown, None if flags else "header:x-user")
+    assert found["key"].startswith(f"{key}loop:p:")
+    assert kept["key"].startswith("shadow:loop:p:")
+
+
+def test_explain_says_why_a_request_is_not_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A policy that matches but does not count says why; without any match there is one plain line."""
+    file = written(
+        tmp_path / "p.json", [policy("p", {"pathExact": "/a"}, limit_keys=["jwt:org_id"], missing_descriptor="skip")]
+    )
+
+    matched, unmatched = Run(capsys, "explain", "--policy", file, "h/a"), Run(capsys, "explain", "--policy", file, "h/b")
+
+    missing = "jwt:org_id: no claim of that name was verified; give --claim org_id=VALUE"
+    assert explained(matched) == [{"policy": "p", "missing": missing, "uncounted": "missing_descriptor"}]
+    assert (unmatched.code, unmatched.out) == (0, "no policy matches GET /b: the request passes uncounted\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing", "counted"),
+    [
+        ([], ["jwt:org_id: no claim of that name was verified; give --claim org_id=VALUE", "header:x-user"], False),
+        (["-H", TOKEN], ["jwt:org_id: authorization: Bearer is given, but not verified; see --claim and --allow-", "h"], False),
+        (["-H", "x-user: ann"], ["jwt:org_id"], True),
+        (["-H", "x-user: ann", "--claim", "org_id=o"], [], True),
+    ],
+)
+def test_explain_says_which_descriptors_are_missing_and_why(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], missing: list[str], counted: bool
+) -> None:
+    """A caller with none of the keys is not counted; one with some of them is, and what is missing is shown all the same."""
+    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, limit_keys=["jwt:org_id", "header:x-user"]))
+
+    run = Run(capsys, "explain", "--policy", file, *flags, "h/a")
+
+    shown = re.findall(r"^missing +(.*)$", run.out, re.MULTILINE)
+    assert [line.startswith(start) for line, start in zip(shown, missing, strict=True)] == [True] * len(missing)
+    assert ("composite" in run.out, "uncounted" in run.out) == (counted, not counted)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["-H", "content-type: application/grpc+proto", "-H", "te: trailers", "-d", "x"], "grpc"),
+        (["-H", "connection: upgrade", "-H", "Upgrade: websocket"], "upgrade"),
+        (["-X", "CONNECT"], "connect"),
+    ],
+)
+def test_explain_knows_bodies_that_cannot_be_known(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], reason: str
+) -> None:
+    """What live traffic leaves uncounted for its body is uncounted here, except by policies that do without bodies."""
+    file = written(tmp_path / "p.json", [policy("p", {"pathExact": "/a"}), policy("i", {"pathExact": "/a"}, body="ignore")])
+
+    uncounted, counted = explained(Run(capsys, "explain", "--policy", file, *flags, "h/a"))
+
+    assert uncounted == {"policy": "p", "uncounted": reason}
+    assert counted["composite"].endswith("|/a||00000000")
+
+
+def test_explain_knows_websockets_for_model_calls(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """They are refused, whatever methods a policy names, also by one that does without bodies."""
+    posts = {"pathPrefix": "/v1/", "methods": ["POST"]}
+    file = written(tmp_path / "p.json", [policy("p", posts), policy("s", posts, body="ignore", mode="shadow")])
+
+    found = explained(Run(capsys, "explain", "--policy", file, "-H", "Upgrade: websocket", "h/v1/responses"))
+
+    refused = {"policy": "p", "decision": "reject with 426", "uncounted": "responses_websocket"}
+    assert found == [refused, {"policy": "s", "uncounted": "responses_websocket"}]
+
+
+LOOPS: dict[str, dict[str, object]] = {
+    "exact": {},
+    "canonical": {"similarity": "canonical", "ignore_fields": ["/user"]},
+    "tail": {"similarity": "tail", "tail_messages": 2},
+    "tool_calls": {"similarity": "tool_calls", "window_seconds": None},
+    "cool": {
+        "similarity": "tool_calls",
+        "name": "cool",
+        "window_seconds": None,
+        "cooldown_seconds": 9,
+        "compare_results": False,
+    },
+}
+
+
+def looks(file: Path, *names: str, mode: str = "enforce", **spec: object) -> str:
+    """A file with a policy for any request that has these detectors."""
+    made = policy("p", {"pathPrefix": "/"}, mode=mode)
+    made["spec"] |= {"loop_detection": [made["spec"]["loop_detection"] | LOOPS[name] for name in names], **spec}
+    return written(file, made)
+
+
+def called(times: int) -> str:
+    """A conversation in which one tool was called so often, with the same argument and result."""
+    call = {"id": "c", "function": {"name": "read_file", "arguments": '{"b": 1.0, "a": "X"}'}}
+    turn = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "No such file"}]
+    return json.dumps({"user": "ann", "model": "m", "messages": [{"role": "user", "content": "Go  ON"}, *turn * times]})
+
+
+CALL = 'read_file | {"a":"X","b":1}'
+
+
+def shown(run: Run) -> dict[str, dict[str, str]]:
+    """What is shown of each detector; lines without a name of their own belong to the one above."""
+    assert run.code == 0, run.err
+    found = {}
+    for block in run.out.strip().split("\n\n"):
+        rows: dict[str, str] = {}
+        for line in block.splitlines():
+            name, value = line[:12].strip(), line[13:]
+            if name:
+                rows[name] = value
+            else:
+                last = next(reversed(rows))
+                rows[last] += f"\n{value}"
+        found[rows["detector"].partition(" ")[0] if "detector" in rows else "?"] = rows
+    return found
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_explain_shows_what_each_detector_compares(capsys: pytest.CaptureFixture[str], tmp_path: Path, times: int) -> None:
+    """One block for each detector, with its name, its similarity and all that it extracted, in a loop and before one."""
+    body = called(times)
+
+    found = shown(Run(capsys, "explain", "--policy", looks(tmp_path / "p.json", *LOOPS), "-d", body, "h/v1"))
+
+    assert list(found) == list(LOOPS)
+    assert [found[name]["detector"].partition(" ")[2] for name in LOOPS] == [
+        "(exact)",
+        "(canonical)",
+        "(tail)",
+        "(tool_calls)",
+        "(tool_calls)",
+    ]
+    decoded = json.loads(body)
+    del decoded["user"]
+    assert "compared" not in found["exact"]
+    assert found["exact"]["composite"] == f"POST|/v1||{crc32(body.encode()):08x}"
+    assert found["canonical"]["compared"] == json.dumps(decoded, sort_keys=True, separators=(",", ":"))
+    assert found["tail"]["compared"] == (
+        'model | m\nassistant | call | read_file | {"a":"X","b":1}\ntool | result | no such file'
+    )
+    assert found["tool_calls"]["compared"].splitlines() == [f"{CALL} | result | No such file"] * times
+    assert found["cool"]["compared"].splitlines() == [CALL] * times
+
+
+def test_explain_says_whether_calls_loop(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A loop is acted on by this very request; before one the decision says how far it is; nothing is counted, so no key."""
+    file = looks(tmp_path / "p.json", "tool_calls", "cool")
+
+    loop = shown(Run(capsys, "explain", "--policy", file, "-d", called(3), "h/v1"))
+    before = shown(Run(capsys, "explain", "--policy", file, "-d", called(2), "h/v1"))
+    quiet = shown(Run(capsys, "explain", "--policy", file, "-d", called(0), "h/v1"))
+
+    assert loop["tool_calls"]["decision"] == "reject with 429; read_file: 3 of 3 calls"
+    assert loop["cool"]["decision"] == "reject with 429; read_file: 3 of 3 calls"
+    assert before["cool"]["decision"] == ("allow below 3 identical calls, then reject with 429; read_file: 2 of 2 calls")
+    nothing = "allow: no call of the last turn, or fewer calls than any threshold"
+    assert [block["decision"] for block in (before["tool_calls"], *quiet.values())] == [nothing] * 3
+    assert [block["compared"] for block in quiet.values()] == [NO_CALLS] * 2
+    assert "key" not in loop["tool_calls"]
+    assert re.match(r"loop:p:cool:fixed::[0-9a-f]{16}:[0-9a-f]{24}$", loop["cool"]["key"])
+    assert loop["cool"]["fingerprint"] == before["cool"]["fingerprint"]
+
+
+def test_explain_shows_where_a_session_is_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The key of its ring, of which explain knows nothing; no session, no ring."""
+    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, similarity="turns", session={}))
+    flags = ["explain", "--policy", file, "-d", called(1), "h/v1"]
+
+    inside, outside = shown(Run(capsys, *flags, "-H", "session-id: s")), shown(Run(capsys, *flags))
+
+    ring = inside["default"]["ring"]
+    assert re.match(r"ring:p:default::[0-9a-f]{16}:[0-9a-f]{16}: earlier turns, which explain does not read$", ring)
+    assert inside["default"]["decision"] == outside["default"]["decision"] == "allow: the newest turn is not part of a loop"
+    assert "ring" not in outside["default"]
+
+
+def test_explain_tells_the_hold_at_the_threshold(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What a throttled loop of calls will wait at first is 100 ms for each call of the threshold."""
+    loop: dict[str, Any] = {"similarity": "tool_calls", "action": "throttle", "threshold_identical_requests": 4}
+    file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, cooldown_seconds=9, **loop))
+
+    found = shown(Run(capsys, "explain", "--policy", file, "-d", called(3), "h/v1"))
+
+    assert (
+        found["default"]["decision"]
+        == "allow below 4 identical calls, then throttle (hold 400 ms at first); read_file: 3 of 3 calls"
+    )
+
+
+def test_explain_names_a_single_detector_that_looks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A policy with one object is shown as before, unless it looks into bodies."""
+    exact = written(tmp_path / "exact.json", policy("p", {"pathPrefix": "/"}))
+    tail = written(tmp_path / "tail.json", policy("p", {"pathPrefix": "/"}, similarity="tail"))
+    flags = ["-d", called(0), "h/v1"]
+
+    assert "detector" not in Run(capsys, "explain", "--policy", exact, *flags).out
+    assert shown(Run(capsys, "explain", "--policy", tail, *flags))["default"] | {
+        "composite": "",
+        "fingerprint": "",
+        "key": "",
+    } == {
+        "policy": "p (enforce)",
+        "detector": "default (tail)",
+        "compared": "model | m\nuser | text | go on",
+        "composite": "",
+        "fingerprint": "",
+        "tenant": "e4a6a0577479b2b4",
+        "key": "",
+        "decision": "allow 2 identical requests, then reject with 429 (Retry-After: 60); window sliding_ttl, 60 s",
+    }
+
+
+def test_explain_shows_shadow_detectors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In shadow every mode shows what it would do, under the keys of the shadow."""
+    found = shown(
+        Run(capsys, "explain", "--policy", looks(tmp_path / "p.json", *LOOPS, mode="shadow"), "-d", called(3), "h/v1")
+    )
+
+    assert all(block["policy"] == "p (shadow)" and "report: would reject" in block["decision"] for block in found.values())
+    assert all(block["key"].startswith("shadow:loop:p:") for name, block in found.items() if name != "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reasons"),
+    [
+        (["-d", "a=1"], ["not_json"] * 3),
+        (["-d", "{}"], ["no_messages"] * 3),
+        (["-d", '{"prompt": "x"}'], ["no_history"] * 2),
+        (["-d", '{"messages": [' + "[" * 100 + "]" * 100 + "]}", "-H", "X-Health: 1"], ["bypass"]),
+        (["-d", '{"user": "%s"}' % ("x" * 8_193)], ["descriptor_too_long"] * 5),
+        (["-d", json.dumps({"messages": ["x" * 2**20]})], ["inspect_limit"] * 5),
+    ],
+    ids=["not JSON", "no messages", "no history", "bypass", "descriptor", "large"],
+)
+def test_explain_says_why_a_detector_does_not_count(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], reasons: list[str]
+) -> None:
+    """Each detector that cannot look says why, and the others are shown."""
+    more: dict[str, Any] = {"limit_keys": ["body:/user"], "missing_descriptor": "share", "bypass": [{"header": "x-health"}]}
+    file = looks(tmp_path / "p.json", *LOOPS, **more)
+
+    run = Run(capsys, "explain", "--policy", file, *flags, "h/v1")
+
+    assert run.code == 0
+    assert re.findall(r"^uncounted +(\S+)$", run.out, re.MULTILINE) == reasons
+    assert len(re.findall(r"^decision ", run.out, re.MULTILINE)) == (0 if reasons == ["bypass"] else len(LOOPS) - len(reasons))
+
+
+def test_explain_names_the_detector_that_does_not_count(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Where a policy has several, it shows which of them the reason is about."""
+    run = Run(capsys, "explain", "--policy", looks(tmp_path / "p.json", "exact", "tail"), "-d", "a=1", "h/v1")
+
+    assert "tail" in run.out.partition("uncounted")[0] + run.out.partition("uncounted")[2].partition("\n\n")[0]
+
+
+def test_explain_reads_callers_from_the_body(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A descriptor that stands in the body is part of the composite; what is printed of it stays on its line."""
+    file = looks(tmp_path / "p.json", "exact", "tail", limit_keys=["body:/user", "body:/metadata/n"])
+    body = json.dumps(
+        {"user": "ann\nfingerprint  00000000", "metadata": {"n": 7}, "messages": [{"role": "user", "content": "a\nb"}]}
+    )
+
+    run = Run(capsys, "explain", "--policy", file, "-d", body, "h/v1")
+
+    found = shown(run)
+    assert found["tail"]["composite"].endswith(r"|/metadata/n=7|/user=ann\nfingerprint  00000000")
+    assert found["tail"]["compared"] == "model | \nuser | text | a b"
+    assert "\nfingerprint  00000000" not in run.out
+
+
+def test_explain_shows_a_body_that_is_not_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`canonical` says that it compares such a body byte for byte."""
+    run = Run(capsys, "explain", "--policy", looks(tmp_path / "p.json", "canonical"), "-d", "a=1", "h/v1")
+
+    assert shown(run)["canonical"]["compared"] == "the body byte for byte: it is not JSON"
+
+
+def test_validate_knows_every_field_of_a_list(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A policy with every mode is good; one with an error in each is told of them all, with the entry's number."""
+    good = looks(
+        tmp_path / "good.json", *LOOPS, limit_keys=["body:/user"], missing_descriptor="skip", bypass=[{"header": "x-health"}]
+    )
+    bad = json.loads(Path(good).read_text())
+    first, canonical, tail, calls, _ = bad["spec"]["loop_detection"]
+    first["tail_messages"], canonical["ignore_fields"], tail["tail_messages"], calls["max_cycle"] = 3, ["user"], 0, 99
+    bad["spec"]["bypass"] = [{"headers": "x"}]
+
+    accepted, refused = Run(capsys, "validate", good), Run(capsys, "validate", written(tmp_path / "bad.json", bad))
+
+    assert (accepted.code, accepted.out, accepted.err) == (0, "good: 1 policy in 1 file\n", "")
+    assert refused.code == 1
+    assert [line.removeprefix(f"{tmp_path}/bad.json: /spec/") for line in refused.err.splitlines()] == [
+        "bypass/0/headers: unknown key; did you mean header?",
+        (
+            "loop_detection/1/ignore_fields/0: it must be a JSON Pointer, such as '/metadata/request_id' or '/messages/*/id', "
+            "not 'user'"
+        ),
+        "loop_detection/2/tail_messages: tail_messages must be >= 1, not 0",
+        "loop_detection/3/max_cycle: max_cycle must be <= 16, not 99",
+        "loop_detection/0/tail_messages: tail_messages belongs to similarity tail, not exact",
+        (
+            "bypass/0: needs at least one of header, pathExact, pathPrefix, methods, but has only headers; "
+            "it would bypass everything"
+        ),
+    ]
+
+
+# init, schema, healthcheck, help
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("agents", ("turns", 3, None, "steer", "enforce")),
+        ("interactive", ("exact", 3, 5, "throttle", "enforce")),
+        ("agentic", ("exact", 2, 60, "reject", "enforce")),
+        ("webhook", ("exact", 5, 10, "warn", "enforce")),
+        ("canary", ("exact", 3, 60, "warn", "shadow")),
+    ],
+)
+def test_init_prints_a_policy_to_start_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, preset: str, expected: tuple[object, ...]
+) -> None:
+    """Each preset is good as it stands, serve would start with it, and it says in words what it does."""
+    made = Run(capsys, "init", "--preset", preset)
+    file = tmp_path / "policy.json"
+    file.write_text(made.out)
+
+    checked = Run(capsys, "validate", "--strict", str(file))
+
+    assert (made.code, made.err, checked.code, checked.err) == (0, "", 0, "")
+    document = json.loads(made.out)
+    ((name, loop),) = Policy.model_validate(document).spec.detectors()
+    assert (document["id"], name) == (preset, "default")
+    shown = (loop.similarity, loop.threshold_identical_requests, loop.window_seconds, loop.action, document["spec"]["mode"])
+    assert shown == expected
+    assert loop.escalate.list_steps() == ([("reject", 5)] if preset == "agents" else [])
+    helped = re.sub(r"\s+", " ", Run(capsys, "init", "--help").out)
+    assert f" {preset} {document['description']} " in helped
+
+
+def test_init_prints_the_policy_for_agents(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless another one is asked for; a name that does not exist is told with those that do."""
+    assert Run(capsys, "init").out == Run(capsys, "init", "--preset", "agents").out
+    refused = Run(capsys, "init", "--preset", "agent")
+    assert refused.code == 2
+    assert "'agents', 'interactive', 'agentic', 'webhook', 'canary'" in refused.err
+
+
+def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """The schema of policy files, and nothing else, stands on stdout."""
+    run = Run(capsys, "schema")
+
+    assert (run.code, run.err) == (0, "")
+    assert json.loads(run.out) == make_schema()
+
+
+def test_healthcheck_of_nothing(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Where nothing answers, the exit code is 1 and stderr says why in one line."""
+    run = Run(capfd, "healthcheck", "--address", f"unix:{tmp_path}/none.sock", "--timeout", "5")
+
+    assert (run.code, run.out) == (1, "")
+    assert run.complaint.startswith("UNAVAILABLE: ")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--version` is the distribution's, and says how the hot path runs."""
+    run = Run(capsys, "--version")
+
+    assert run.code == 0
+    assert re.fullmatch(rf"loopguard {re.escape(metadata.version('extproc-loopguard'))} \((compiled|pure Python)\)\n", run.out)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """`--help` of every command shows how it is used, by examples that start with its own name."""
+    run = Run(capsys, command, "--help")
+
+    assert run.code == 0
+    assert re.search(rf"^examples:\n  (LOOPGUARD_\S+ )?loopguard {command}\b", run.out, re.MULTILINE)
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`loopguard --help` names each command with what it does."""
+    run = Run(capsys, "--help")
+
+    assert run.code == 0
+    assert re.findall(r"^    (\S+)(?:  +\S|$)", run.out, re.MULTILINE) == list(COMMANDS)
+
+
+# usage errors: exit 2 and one clear line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "the following arguments are required: COMMAND; see 'loopguard --help'"),
+        (["sreve"], "argument COMMAND: invalid choice: 'sreve' (choose from "),
+        (["serve"], "serve needs --policy PATH (a policy file or a directory of them)"),
+        (["serve", "--policy"], "argument --policy: expected one argument; see 'loopguard serve --help'"),
+        (["serve", "--policy", "GOOD", "--listen", "here"], "--listen must be HOST:PORT or unix:/PATH, not 'here'"),
+        (["serve", "--policy", "GOOD", "--admin", "unix:/x"], "--admin must be HOST:PORT, not 'unix:/x'"),
+        (["serve", "--policy", "GOOD", "--store", "mongodb://h"], "unknown store mongodb"),
+        (["serve", "--policy", "GOOD", "--store", "memory://?max_entries=0"], "cannot use store 'memory://?max_entries=0': "),
+        (["serve", "--policy", "GOOD", "--max-streams", "0"], "--max-streams must be a positive integer, not '0'"),
+        (["serve", "--policy", "GOOD", "--colour"], "unrecognized arguments: --colour; see 'loopguard serve --help'"),
+        (["schema", "x"], "unrecognized arguments: x; see 'loopguard schema --help'"),
+        (["grant", "--fingerprint", "aa"], "unrecognized arguments: --fingerprint aa; see 'loopguard grant --help'"),
+        (["serve", "GOOD"], "unrecognized arguments: "),
+        (["serve", "--policy", ""], "a policy path is empty; give a policy file or a directory of them"),
+        (["validate", ""], "a policy path is empty; "),
+        (["explain", "--policy", "", "h/"], "a policy path is empty; "),
+        (["envoy-config", "--policy", "", "--upstream", "h:1"], "a policy path is empty; "),
+        (["validate"], "the following arguments are required: PATH; see 'loopguard validate --help'"),
+        (["explain", "h/"], "the following arguments are required: --policy; see 'loopguard explain --help'"),
+        (["explain", "--policy", "GOOD"], "the following arguments are required: URL; see 'loopguard explain --help'"),
+        (["explain", "--policy", "GOOD", "-H", "novalue", "h/"], "-H 'novalue' must be 'name: value'"),
+        (["explain", "--policy", "GOOD", "--claim", "x", "h/"], "--claim 'x' must be NAME=VALUE"),
+        (["explain", "--policy", "GOOD", "-d", "@/no/such", "h/"], "-d @/no/such: cannot be read: No such file or directory"),
+        (["explain", "--policy", "GOOD", "http://[::1/"], "'http://[::1/' is not a URL: Invalid IPv6 URL"),
+        (["explain", "--policy", "GOOD", "http://h:99999/"], "'http://h:99999/' is not a URL: Port out of range 0-65535"),
+        (["explain", "--policy", "GOOD", "mailto:ann"], "'mailto:ann' is not a URL: "),
+        (["explain", "--policy", "GOOD", "ftp://h/"], "'ftp://h/' is not a URL of http or https"),
+        (["explain", "--policy", "GOOD", "://h/"], "'://h/' is not a URL of http or https"),
+        (["explain", "--policy", "GOOD", ""], "'' is not a URL: it has no host"),
+        (["explain", "--policy", "GOOD", "http:///a"], "'http:///a' is not a URL: it has no host"),
+        (["explain", "--policy", "GOOD", "?q=1"], "'?q=1' is not a URL: it has no host"),
+        (
+            ["explain", "--policy", "GOOD", "http://h/a b"],
+            "'http://h/a b' is not a URL: percent-encode spaces and control characters",
+        ),
+        (["explain", "--policy", "GOOD", "-X", "", "h/"], "-X '' must be an HTTP method such as POST"),
+        (["explain", "--policy", "GOOD", "-X", "GET /", "h/"], "-X 'GET /' must be an HTTP method such as POST"),
+        (["healthcheck", "--timeout", "soon"], "argument --timeout: invalid float value: 'soon'"),
+    ],
+)
+def test_usage_errors(capsys: pytest.CaptureFixture[str], good: str, arguments: list[str], line: str) -> None:
+    """A command line that cannot be meant exits 2 with one line that names what is wrong and what would be right."""
+    run = Run(capsys, *(good if argument == "GOOD" else argument for argument in arguments))
+
+    assert run.code == 2
+    assert run.complaint.startswith(f"loopguard: {line}")
+
+
+def test_a_bad_variable_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], good: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment is held to the same rules as the flags."""
+    monkeypatch.setenv("LOOPGUARD_LISTEN", "nowhere")
+
+    run = Run(capsys, "serve", "--policy", good)
+
+    assert (run.code, run.complaint) == (2, "loopguard: LOOPGUARD_LISTEN must be HOST:PORT or unix:/PATH, not 'nowhere'")
+
+
+# serve
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """A TCP address that somebody else listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        yield f"127.0.0.1:{holder.getsockname()[1]}"
+
+
+def served(*arguments: str) -> tuple[int, list[str]]:
+    """Exit code and stderr of a server that is expected not to start."""
+    command = [sys.executable, "-P", "-m", "extproc.cli.main", "serve", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert ended.stdout == ""
+    return ended.returncode, ended.stderr.splitlines()
+
+
+@pytest.mark.parametrize(("flag", "other"), [("--listen", "--admin"), ("--admin", "--listen")])
+def test_a_port_in_use(good: str, taken: str, flag: str, other: str) -> None:
+    """An address that is taken exits 1 with one line that names it and the flag to change."""
+    code, lines = served("--policy", good, flag, taken, other, "127.0.0.1:0")
+
+    assert code == 1
+    assert len(lines) == 1, lines
+    assert lines[0].startswith(f"loopguard: cannot listen on {taken}: ")
+    assert flag in lines[0]
+
+
+def test_serve_refuses_bad_policies(tmp_path: Path) -> None:
+    """A bundle with errors, or a path that is not there, exits 1 with every error before anything listens."""
+    bad = written(tmp_path / "bad.json", policy("p", {}, action="explode"))
+
+    code, lines = served("--policy", bad, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")
+    missing = served("--policy", f"{tmp_path}/none", "--policy", bad)
+
+    assert code == 1
+    assert [line.partition(": ")[0] for line in lines] == [bad, bad]
+    assert missing == (1, [f"{tmp_path}/none: /: cannot be read: No such file or directory", *lines])
+
+
+def test_serve_refuses_what_it_does_not_enforce(tmp_path: Path) -> None:
+    """Each part that would be lost is named, with the way out; with --allow-unenforced the server starts and warns."""
+    write_policies(tmp_path, bundle(WITH_RULES))
+    file = f"{tmp_path}/policies/policies.json"
+    part = f"{file}: /policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org"
+
+    refusal = served("--policy", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")
+    server = Loopguard(tmp_path, "--allow-unenforced")
+    server.stop()
+
+    assert refusal == (1, [f"{part}; remove it, or start with --allow-unenforced"])
+    assert f"warning {part}\n" in server.output()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_until_told_to_stop(capsys: pytest.CaptureFixture[str], tmp_path: Path, number: signal.Signals) -> None:
+    """A running server is healthy; SIGTERM and Ctrl-C end it in good order with exit code 0."""
+    write_policies(tmp_path, GOOD)
+    server = Loopguard(tmp_path)
+    try:
+        health = Run(capsys, "healthcheck", "--address", server.address)
+        server.signal(number)
+        code = server.wait()
+    finally:
+        server.stop()
+
+    assert (health.code, health.out) == (0, "serving\n")
+    assert code == 0
+    assert server.output().splitlines()[-1].endswith("info    stopped")
+
+
+def test_serve_reads_the_environment_and_writes_json(tmp_path: Path) -> None:
+    """With `--log-format json` every line of the server is one JSON object."""
+    write_policies(tmp_path, GOOD)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "extproc.cli.main", "serve"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            "LOOPGUARD_POLICY": f"{tmp_path}/policies",
+            "LOOPGUARD_LISTEN": "127.0.0.1:0",
+            "LOOPGUARD_ADMIN": "127.0.0.1:0",
+            "LOOPGUARD_DRAIN_DELAY": "0",
+            "LOOPGUARD_LOG_FORMAT": "json",
+        },
+    )
+    try:
+        assert process.stderr is not None
+        first = json.loads(process.stderr.readline())
+        process.send_signal(signal.SIGTERM)
+        rest = [json.loads(line) for line in process.communicate(timeout=PATIENCE)[1].splitlines()]
+    finally:
+        process.kill()
+
+    assert (first["message"], first["policies"], first["store"]) == ("serving", 1, "memory://")
+    assert re.fullmatch(r"127\.0\.0\.1:[1-9]\d*", first["listen"])
+    assert [line["message"] for line in rest] == ["draining", "stopped"]
+    assert process.returncode == 0
+
+
+def test_serve_names_variables_that_are_no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A misspelt variable does not stop the server, but it is told."""
+    write_policies(tmp_path, GOOD)
+    monkeypatch.setenv("LOOPGUARD_SHADOWS", "1")
+    server = Loopguard(tmp_path)
+    server.stop()
+
+    assert "warning LOOPGUARD_SHADOWS is not a setting; did you mean LOOPGUARD_SHADOW?\n" in server.output()
+
+
+_HANGUP = """
+import os, signal
+import extproc.policy.files as files
+real = files.read_files
+def read_files(paths):
+    os.kill(os.getpid(), signal.SIGHUP)
+    return real(paths)
+files.read_files = read_files
+"""
+
+
+def test_a_hangup_during_the_start_is_survived(tmp_path: Path) -> None:
+    """SIGHUP before the policies are loaded, as a supervisor may send it at any time, does not end the process."""
+    write_policies(tmp_path, GOOD)
+    server = Loopguard(tmp_path, preamble=_HANGUP)  # waits until it serves
+    server.stop()
+
+    assert server.wait() == 0

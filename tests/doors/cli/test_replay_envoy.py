@@ -1,0 +1,154 @@
+"""The round trip: traffic through the real Envoy, and its access log replayed with the policies that decided it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.cli.main import main
+from tests.support.documents import bundle, policy
+from tests.support.harness import Stack, eventually, stack
+
+KEYS = ["header:x-user-id", "ip:address"]
+POLICIES = bundle(
+    policy("reject", {"pathPrefix": "/reject"}, limit_keys=KEYS, cooldown_seconds=60),
+    policy("skip", {"pathPrefix": "/reject"}, limit_keys=["header:x-team"], missing_descriptor="skip"),
+    policy("warn", {"pathPrefix": "/warn", "hosts": ["api.example.com"]}, action="warn", limit_keys=["query:user"]),
+    policy("throttle", {"pathPrefix": "/throttle"}, action="throttle", max_delay_ms=100, limit_keys=KEYS),
+    policy("log", {"pathPrefix": "/log"}, window_type="sliding_log", count_refused=False, limit_keys=KEYS),
+    policy("bodiless", {"pathPrefix": "/bodiless"}, body="ignore", limit_keys=KEYS),
+    policy("canary", {"pathPrefix": "/"}, mode="shadow", threshold_identical_requests=2, limit_keys=KEYS),
+    policy("turns", {"pathPrefix": "/turns"}, similarity="turns", limit_keys=KEYS),
+)
+
+WORDS = {"refused": "reject", "throttled": "throttle", "steered": "steer", "warned": "warn"}
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Iterator[Stack]:
+    """A stack whose access log can be replayed."""
+    with stack(POLICIES, "--record") as made:
+        yield made
+
+
+def send_traffic(gate: Stack) -> int:
+    """Loops and what is none, on every path, of several callers; returns how many requests there were."""
+    sent = 0
+    for path in ("/reject/a", "/warn/a", "/throttle/a", "/log/a", "/bodiless/a", "/turns"):
+        for number in range(5):
+            for user in ("ann", "bob"):
+                headers = {"x-user-id": user, "host": "api.example.com"} | ({"x-team": "t"} if number % 2 else {})
+                body = json.dumps({"messages": ["again" if user == "ann" else number]}).encode()
+                gate.send(f"{path}?user={user}&b=%7C%3D+x", method="POST", body=body, headers=headers)
+                gate.send(f"{path}?user={user}", headers=headers)
+                sent += 2
+    grpc = {"content-type": "application/grpc", "te": "trailers"}
+    for _ in range(4):  # streams, whose bodies nobody waits for
+        gate.send("/reject/grpc", method="POST", body=iter([b"x"]), headers={"x-user-id": "ann", "x-team": "t", **grpc})
+    return sent + 4
+
+
+def read_log(gate: Stack, sent: int) -> list[dict[str, Any]]:
+    """The access log, once it has all lines."""
+
+    def probe() -> list[dict[str, Any]] | None:
+        lines = [line for line in gate.envoy.output().splitlines() if line.startswith("{") and line.endswith("}")]
+        return [json.loads(line) for line in lines] if len(lines) >= sent else None
+
+    return eventually(probe, f"{sent} lines in the access log")
+
+
+def test_a_replayed_access_log_gives_the_same_decisions(recorded: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    """For policies that compare bodies to the byte each count is the live one; what looks into bodies is not counted."""
+    gate = recorded
+    sent = send_traffic(gate)
+    entries = read_log(gate, sent)
+    log = gate.folder / "envoy.log"
+
+    code = main(["replay", "--policy", str(gate.folder / "policies"), "--json", str(log)])
+    document = json.loads(capsys.readouterr().out)
+
+    assert code == 0
+    assert document["log"]["requests"] == sent == len(entries)
+    found = {item["policy"]: item for item in document["policies"]}
+    for name, item in found.items():
+        metric = partial(gate.loopguard.metric, policy=name)
+        if name != "turns":
+            assert {word: item[word] for word in WORDS} == {
+                word: metric("requests_total", action=action) for word, action in WORDS.items()
+            }
+            assert item["requests"] == metric("requests_total")
+            assert item["uncounted"] == {why: metric("uncounted_total", reason=why) for why in item["uncounted"]}
+        assert sum(item["uncounted"].values()) == metric("uncounted_total")
+    assert [found[name]["refused"] > 0 for name in ("reject", "log", "bodiless", "canary")] == [True] * 4
+    assert found["reject"]["uncounted"]["grpc"] == 4
+    assert (found["turns"]["requests"], found["turns"]["uncounted"]) == (0, {"no_body": 10, "no_messages": 10})
+    assert Counter(entry.get("loop_action") for entry in entries)["reject"] == sum(
+        item["refused"] for item in document["policies"] if item["mode"] == "enforce"
+    )
+
+
+def test_the_access_log_names_nobody(recorded: Stack) -> None:
+    """What is recorded tells callers apart, and shows neither who they are nor the values of a query."""
+    recorded.send("/reject/secret?user=carol&key=s3cret", headers={"x-user-id": "carol"})
+
+    record = recorded.envoy.logged("/reject/secret?user=carol&key=s3cret")["loop_record"]
+
+    assert set(record["headers"]) == {"x-user-id", "x-team"}
+    assert record["headers"]["x-team"] is None
+    assert record["path"] == "/reject/secret"
+    assert record["address"] not in ("", "127.0.0.1")
+    assert [word for word in ("carol", "s3cret") if word in json.dumps(record)] == []
+
+
+def test_names_are_recorded_where_the_operator_wants_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --show-callers fingerprints and tenants of a replay are those of the live log."""
+    with stack(POLICIES, "--record", "--show-callers") as gate:
+        for _ in range(3):
+            gate.send("/reject/plain?x=1", headers={"x-user-id": "ann"})
+        entry = gate.envoy.logged("/reject/plain?x=1", loop_action="reject")
+        log = tmp_path / "access.log"
+        log.write_text(gate.envoy.output())
+
+    assert main(["replay", "--policy", str(write(tmp_path)), "--json", str(log)]) == 0
+    worst = json.loads(capsys.readouterr().out)["worst"]
+
+    assert entry["loop_record"]["headers"]["x-user-id"] == "ann"
+    assert (entry["fingerprint"], entry["tenant"]) in [(item["fingerprint"], item["tenant"]) for item in worst]
+
+
+def write(folder: Path) -> Path:
+    """The policies as a file."""
+    file = folder / "policies.json"
+    file.write_text(json.dumps(POLICIES))
+    return file
+
+
+def test_a_hash_of_a_replay_is_said_to_stand_for_no_caller_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever blocks a caller by it is told so; by the hash that the live log has the caller is blocked."""
+    admin = tmp_path / "admin.sock"
+    with stack(POLICIES, "--record", "--admin-socket", str(admin)) as gate:
+        for _ in range(3):
+            gate.send("/reject/loop", headers={"x-user-id": "ann"})
+        entry = gate.envoy.logged("/reject/loop", loop_action="reject")
+        log = tmp_path / "access.log"
+        log.write_text(gate.envoy.output())
+        assert main(["replay", "--policy", str(write(tmp_path)), "--json", str(log)]) == 0
+        worst = json.loads(capsys.readouterr().out)["worst"][0]
+
+        def block(*about: str) -> str:
+            assert main(["block", *about, "--admin", f"unix:{admin}"]) == 0
+            return capsys.readouterr().err
+
+        assert worst["tenant"] != entry["tenant"]
+        assert f"this does nothing: the caller {worst['tenant']} was not reported" in block("--caller", worst["tenant"])
+        assert f"the fingerprint {worst['fingerprint']} was not" in block("--fingerprint", worst["fingerprint"])
+        assert gate.send("/reject/other", headers={"x-user-id": "ann"}).status == 200
+        assert block("--fingerprint", entry["fingerprint"]) == block("--caller", entry["tenant"]) == ""
+        assert gate.send("/reject/another", headers={"x-user-id": "ann"}).status == 429

@@ -1,0 +1,31 @@
+"""What `loopguard replay` takes of memory, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.access_logs import USER, make_record, write_lines
+from tests.support.documents import bundle, policy
+from tests.support.engine import ANY
+
+
+def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
+    """Ten times the log, of ten times as many callers, paths and loops, takes next to nothing more."""
+    (tmp_path / "policies.json").write_text(json.dumps(bundle(policy("p", ANY, window_seconds=1, **USER))))
+    peaks = []
+    for count in (20_000, 200_000):
+        log = tmp_path / "access.log"
+        log.write_bytes(write_lines(make_record(n / 300, f"u{n // 3}", path=f"/v1/{n // 3}") for n in range(count)))
+        code = (
+            "import resource, sys; from extproc.cli.main import main; main(sys.argv[1:]);"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+        )
+        arguments = ["replay", "--policy", str(tmp_path / "policies.json"), "--json", str(log)]
+        done = subprocess.run([sys.executable, "-P", "-c", code, *arguments], capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout)["policies"][0]["loops"] == count // 3
+        peaks.append(int(done.stderr.split()[-1]) / 1024)
+
+    assert peaks[1] - peaks[0] < 30

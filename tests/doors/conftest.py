@@ -1,0 +1,57 @@
+"""The stack that most end-to-end tests share, and scenarios for each transport."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+
+from extproc.ext_proc.service import Service
+from tests.support.documents import bundle, policy
+from tests.support.harness import Stack, stack
+from tests.support.transport import TRANSPORTS, Run, Running, open_running
+
+_USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
+_numbers = count()
+
+SHARED_BUNDLE = bundle(
+    policy("reject", {"pathPrefix": "/reject"}, **_USER),
+    policy("chat", {"pathExact": "/v1/chat/completions", "methods": ["POST"]}, **_USER),
+    policy("messages", {"pathExact": "/v1/messages", "methods": ["POST"]}, **_USER),
+    policy("teapot", {"pathExact": "/teapot"}, reject_status=418, cooldown_seconds=90, **_USER),
+    policy("throttle", {"pathPrefix": "/throttle"}, action="throttle", max_delay_ms=400, **_USER),
+    policy("long", {"pathExact": "/long"}, action="throttle", threshold_identical_requests=300, **_USER),
+    policy("warn", {"pathPrefix": "/warn"}, action="warn", **_USER),
+    policy("beside", {"pathExact": "/beside"}, **_USER),
+    policy("canary", {"pathExact": "/beside"}, mode="shadow", threshold_identical_requests=2, **_USER),
+)
+
+
+@pytest.fixture(scope="session", params=["fast", "grpcio"])
+def shared(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """One stack for each transport, for all tests that change nothing but the counts of a user of their own."""
+    with stack(SHARED_BUNDLE, "--transport", request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def user() -> dict[str, str]:
+    """Headers of a user that no other test uses."""
+    return {"x-user-id": f"user-{next(_numbers)}"}
+
+
+@pytest.fixture(params=TRANSPORTS)
+def run(request: pytest.FixtureRequest) -> Run:
+    """Run a scenario against each transport."""
+
+    def scenario(service: Service, steps: Callable[[Running], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with open_running(request.param, service) as running:
+                await steps(running)
+
+        asyncio.run(main())
+
+    return scenario

@@ -1,0 +1,289 @@
+"""Reject, throttle and warn as a client sees them through the real Envoy."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import anthropic
+import openai
+import pytest
+
+from extproc.cli.envoy_check.checks.callers import MARKS
+from extproc.ext_proc.answers.go_on import NARROWED, STEERED
+from tests.support.documents import bundle, policy
+from tests.support.harness import PATIENCE, Stack, eventually, stack
+
+pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # the door that is opened on the sources, too
+
+
+def _chunks(data: bytes) -> Iterator[bytes]:
+    for start in range(0, len(data), 60_000):
+        yield data[start : start + 60_000]
+
+
+BODIES: dict[str, bytes | None] = {"none": None, "small": b'{"a": 1}', "5 MB": b"x" * 5_000_000, "empty": b""}
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
+def test_the_nth_identical_request_is_refused(shared: Stack, user: dict[str, str], body: bytes | None, chunked: bool) -> None:
+    """Whatever its body and however it is sent, the third identical request gets a 429 and never reaches the upstream."""
+    before = len(shared.upstream.seen)
+    sent = [
+        shared.send("/reject/x?b=2&a=1", method="POST", headers=user, body=_chunks(body) if chunked and body else body)
+        for _ in range(4)
+    ]
+
+    assert [answer.status for answer in sent] == [200, 200, 429, 429]
+    assert [seen.body for seen in shared.upstream.seen[before:]] == [body or b""] * 2
+
+
+def test_a_different_body_user_path_or_query_is_a_different_request(shared: Stack, user: dict[str, str]) -> None:
+    """Requests that differ in anything never add up; query pairs in another order do."""
+    for number in range(5):
+        assert shared.send("/reject", method="POST", headers=user, body=b"%d" % number).status == 200
+        assert shared.send("/reject", method="POST", headers={"x-user-id": f"{user}-{number}"}, body=b"same").status == 200
+        assert shared.send(f"/reject/{number}", headers=user).status == 200
+        assert shared.send(f"/reject?n={number}", headers=user).status == 200
+
+    statuses = [shared.send(f"/reject?{query}", headers=user).status for query in ("a=1&b=+", "b=%20&a=1", "a=1&&b=+")]
+    assert statuses == [200, 200, 429]
+
+
+def test_a_refusal_on_the_wire(shared: Stack, user: dict[str, str]) -> None:
+    """Status, headers and body of a refusal are as documented, and Envoy's log says why."""
+    for _ in range(2):
+        shared.send("/teapot", headers=user)
+
+    answer = shared.send("/teapot", headers=user)
+
+    assert answer.status == 418
+    expected = {
+        "content-type": "application/json",
+        "retry-after": "90",
+        "x-should-retry": "false",
+        "x-fairvisor-reason": "loop_detected",
+        "x-loopguard-policy": "teapot",
+        "x-loopguard-count": "3",
+    }
+    assert expected.items() <= answer.headers.items()
+    assert re.fullmatch("[0-9a-f]{8}", answer.headers["x-loopguard-fingerprint"])
+    assert answer.json()["detail"]["cooldown_seconds"] == 90
+    assert "3 times within" in answer.json()["error"]["message"]
+    entry = shared.envoy.logged("/teapot", status=418)
+    assert entry["details"] == "loop_detected"
+    assert (entry["loop_action"], entry["loop_policy"], entry["loop_count"]) == ("reject", "teapot", 3)
+
+
+def test_the_openai_sdk_stops_at_the_first_refusal(shared: Stack, user: dict[str, str]) -> None:
+    """The real SDK raises RateLimitError with our code after one call, without a retry of its own."""
+    client = openai.OpenAI(api_key="k", base_url=f"http://127.0.0.1:{shared.envoy.port}/v1", default_headers=user)
+
+    def call() -> None:
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "again"}])
+
+    for _ in range(2):
+        call()
+    for number in (3, 4):
+        with pytest.raises(openai.RateLimitError) as refusal:
+            call()
+        assert refusal.value.code == "recursive_loop_detected"
+        assert refusal.value.type == "loop_detected"
+        assert refusal.value.response.headers["x-loopguard-count"] == str(number)  # each call counted once: no retry
+
+
+def test_the_anthropic_sdk_stops_at_the_first_refusal(shared: Stack, user: dict[str, str]) -> None:
+    """The real SDK raises RateLimitError with a readable message after one call."""
+    client = anthropic.Anthropic(api_key="k", base_url=f"http://127.0.0.1:{shared.envoy.port}", default_headers=user)
+
+    def call() -> None:
+        client.messages.create(model="m", max_tokens=1, messages=[{"role": "user", "content": "again"}])
+
+    for _ in range(2):
+        call()
+    for number in (3, 4):
+        with pytest.raises(anthropic.RateLimitError) as refusal:
+            call()
+        body = refusal.value.body
+        assert isinstance(body, dict)
+        assert body["type"] == "error"
+        assert body["error"]["type"] == "loop_detected"
+        assert "Loop detected" in refusal.value.message
+        assert refusal.value.response.headers["x-loopguard-count"] == str(number)
+
+
+def test_a_warning_reaches_upstream_and_client(shared: Stack, user: dict[str, str]) -> None:
+    """From the threshold on the request carries the warning to the upstream and the response carries it to the client."""
+    answers = [shared.send("/warn", method="POST", body=b"x", headers=user) for _ in range(3)]
+    seen = [item.header("x-fairvisor-warning") for item in shared.upstream.seen[-3:]]
+
+    assert [answer.status for answer in answers] == [200, 200, 200]
+    assert [answer.headers.get("x-fairvisor-warning") for answer in answers] == [None, None, "loop_warn"]
+    assert seen == [None, None, "loop_warn"]
+
+
+def test_a_forged_mark_is_removed(shared: Stack, user: dict[str, str]) -> None:
+    """A client that sends a mark itself is not believed, whether Loopguard gives one or not, nor is the header doubled."""
+    before = len(shared.upstream.seen)
+    for path in ("/warn", "/unguarded", "/warn", "/warn"):
+        shared.send(path, headers={**user, **dict.fromkeys(MARKS, "loop_warn")})
+
+    forwarded = [
+        [(name.lower(), value) for name, value in seen.headers if name.lower() in MARKS]
+        for seen in shared.upstream.seen[before:]
+    ]
+    assert forwarded == [[], [], [], [("x-fairvisor-warning", "loop_warn")]]
+
+
+def test_all_marks_are_known() -> None:
+    """What Loopguard sets is what no client may send."""
+    assert set(MARKS) == {"x-fairvisor-warning", STEERED[0], NARROWED[0]}
+
+
+@pytest.mark.parametrize("body", [None, b"x" * 5_000_000], ids=["none", "5 MB"])
+def test_a_throttled_request_is_held_and_then_served(shared: Stack, user: dict[str, str], body: bytes | None) -> None:
+    """The hold is capped by max_delay_ms, and the request is served in the end."""
+    for _ in range(2):
+        shared.send("/throttle", method="POST", body=body, headers=user)
+
+    started = time.monotonic()
+    answers = [shared.send("/throttle", method="POST", body=body, headers=user) for _ in range(4)]
+    held = time.monotonic() - started
+
+    assert [answer.status for answer in answers] == [200] * 4
+    assert held > 0.3 + 0.4 + 0.4 + 0.4  # counts 3 and 4, then twice the cap: the least that the holds themselves take
+
+
+def test_a_hold_outlasts_envoys_message_timeout() -> None:
+    """Even where Envoy is fail-closed, a request that is held for longer than Envoy waits for an answer is served."""
+    held = policy("held", {"pathPrefix": "/"}, action="throttle", threshold_identical_requests=30)
+
+    def hasty(config: str) -> str:
+        return config.replace("message_timeout: 0.2s", "message_timeout: 1.5s", 1)
+
+    with stack(bundle(held), edit=hasty, hasty=True, failure_mode="deny") as made:
+        statuses = [made.send("/").status for _ in range(30)]  # the last is held for 3 s
+
+        assert statuses == [200] * 30
+        assert made.envoy.stat("http.ingress.ext_proc.override_message_timeout_received") == 1
+        assert made.envoy.stat("http.ingress.ext_proc.message_timeouts") == 0
+
+
+def _request(path: str, user: dict[str, str]) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nhost: h\r\nx-user-id: {user['x-user-id']}\r\n\r\n".encode()
+
+
+def _repeat_raw(connection: socket.socket, request: bytes, times: int) -> None:
+    """The same request on one connection, answers read and dropped."""
+    reader = connection.makefile("rb")
+    for _ in range(times):
+        connection.sendall(request)
+        length = 0
+        while line := reader.readline().strip():
+            if line.lower().startswith(b"content-length:"):
+                length = int(line.partition(b":")[2])
+        reader.read(length)
+
+
+def test_a_client_that_leaves_frees_its_hold(shared: Stack, user: dict[str, str]) -> None:
+    """While a request is held the gauge shows it; when its client hangs up the hold is over long before its time."""
+    connection = shared.connect()
+    _repeat_raw(connection, _request("/long", user), 299)
+    connection.sendall(_request("/long", user))  # held for 30 s
+    eventually(lambda: shared.loopguard.metric("throttled_in_flight") == 1, "a hold")
+
+    connection.close()
+
+    eventually(lambda: shared.loopguard.metric("throttled_in_flight") == 0, "the end of the hold")
+    assert shared.loopguard.metric("streams_in_flight") == 0
+
+
+# A hold of 5 s and more, so that it lasts until the test ends it by stopping the server.
+WARM_UP = 49
+HOLDING = bundle(
+    policy(
+        "t", {"pathPrefix": "/"}, action="throttle", threshold_identical_requests=WARM_UP + 1, limit_keys=["header:x-user-id"]
+    )
+)
+
+
+def _hold(made: Stack, users: list[dict[str, str]], each: int) -> list[socket.socket]:
+    """So many requests of every user being held now, each on a connection of its own."""
+    held = []
+    for user in users:  # all of them before the first hold, which does not wait for long
+        connection = made.connect()
+        _repeat_raw(connection, _request("/", user), WARM_UP)
+        connection.close()
+    for user in users:
+        for _ in range(each):
+            held.append(made.connect())
+            held[-1].sendall(_request("/", user))
+            if len(held) % 50 == 0:  # a burst of a thousand would outlast Envoy's message_timeout
+                _await_holds(made, len(held))
+    _await_holds(made, len(held))
+    return held
+
+
+def _await_holds(made: Stack, number: int) -> None:
+    eventually(lambda: made.loopguard.metric("throttled_in_flight") == number, f"{number} holds")
+
+
+def _served(held: list[socket.socket]) -> set[bytes]:
+    """The status lines that the held requests get in the end."""
+    lines = {connection.makefile("rb").readline() for connection in held}
+    for connection in held:
+        connection.close()
+    return lines
+
+
+def test_past_the_bounds_requests_are_rejected_instead_of_held() -> None:
+    """With --max-throttled 20 one user holds two requests and everybody together twenty; the next gets a 429 at once."""
+    with stack(HOLDING, "--max-throttled", "20", "--drain-timeout", "0") as made:
+        users = [{"x-user-id": f"user-{number}"} for number in range(11)]
+        connection = made.connect()
+        _repeat_raw(connection, _request("/", users[10]), WARM_UP)
+        connection.close()
+        held = _hold(made, users[:10], each=2)
+
+        one_user, somebody_else = made.send("/", headers=users[0]), made.send("/", headers=users[10])
+
+        assert (one_user.status, somebody_else.status) == (429, 429)
+        assert one_user.headers["x-fairvisor-reason"] == "loop_detected"
+        made.loopguard.stop()
+        assert _served(held) == {b"HTTP/1.1 200 OK\r\n"}
+
+
+def test_a_thousand_holds_cost_no_threads_and_a_stop_serves_them_all() -> None:
+    """1,000 held requests add no thread to the process, and when it is told to stop every one of them is let through."""
+    with stack(HOLDING, "--drain-timeout", "0") as made:
+        made.send("/")
+        threads = _threads(made.loopguard.pid)
+
+        held = _hold(made, [{"x-user-id": "one"}], each=1_000)
+
+        assert _threads(made.loopguard.pid) < threads + 10  # a few of them do what takes long, for the whole process
+        made.loopguard.stop()
+        assert _served(held) == {b"HTTP/1.1 200 OK\r\n"}
+
+
+def _threads(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+def test_a_connection_survives_its_refusals(shared: Stack, user: dict[str, str]) -> None:
+    """A keep-alive connection that sends the loop gets its refusals in order and stays usable."""
+    connection = http.client.HTTPConnection("127.0.0.1", shared.envoy.port, timeout=PATIENCE)
+    statuses = []
+    for path in ("/reject", "/reject", "/reject", "/reject/other"):
+        connection.request("GET", path, headers=user)
+        answer = connection.getresponse()
+        answer.read()
+        statuses.append(answer.status)
+    connection.close()
+
+    assert statuses == [200, 200, 429, 200]

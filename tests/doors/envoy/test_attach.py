@@ -1,0 +1,384 @@
+"""`envoy-config --snippet`, put part by part into a configuration that knows nothing of Loopguard, on the real Envoy."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from extproc.cli.envoy_config.options import EnvoyOptions
+from extproc.cli.envoy_config.render import render_bootstrap
+from extproc.cli.envoy_config.snippet import render_snippet
+from extproc.cli.main import main
+from extproc.errors import UsageError
+from extproc.options import read_options
+from extproc.policy.loader import PolicySet
+from extproc.settings import Settings
+from tests.support import ROOT
+from tests.support.documents import bundle, policy
+from tests.support.envoy_config import choose_late, find_places, loaded, theirs
+from tests.support.harness import Stack, envoy_version, eventually, stack
+from tests.support.streams import over_http2
+
+POLICIES = bundle(
+    policy("chat", {"pathPrefix": "/chat"}, action="warn", threshold_identical_requests=2, escalate={"reject": 3}),
+    policy("files", {"pathPrefix": "/files"}),
+)
+NAMED = ("--routes", "chat,files")
+TOLERANT = ("--tolerant-routes", "files", "--buffer-limit", "100000")
+LARGE = 3_000_000
+
+needs_content_length = pytest.mark.skipif(
+    envoy_version() < (1, 38), reason="allow_content_length_header is not in this Envoy: tolerant routes are NOT tested"
+)
+
+tells_413 = pytest.mark.skipif(
+    envoy_version() < (1, 38), reason="this Envoy does not say that it has refused a body: NOT tested"
+)
+
+
+def read_parts(snippet: str) -> Iterator[tuple[str, str, Any]]:
+    """Place, words and contents of each document."""
+    for document in snippet.split("---\n")[1:]:
+        found = re.match(r"# \d+\. (\S+): (.*(?:\n#    .*)*)\n", document)
+        assert found is not None, document
+        yield found[1], found[2], yaml.safe_load(document)
+
+
+def follow(snippet: str, configuration: dict[str, Any], leave_out: str = "") -> dict[str, Any]:
+    """Put each part where it says that it belongs; the one whose place is `leave_out` is forgotten."""
+    for path, words, part in read_parts(snippet):
+        if path == leave_out or "access_log" in path:
+            continue
+        if isinstance(part, list):
+            (place,) = find_places(configuration, path)
+            place[:0] = part
+            continue
+        above, of_routes, below = path.partition("routes[]")
+        for place in find_places(configuration, above + of_routes):
+            if not of_routes or place["name"] in words.removeprefix("the routes named ").split(", "):
+                (place[below.removeprefix(".")] if below else place).update(part)
+    return configuration
+
+
+def attach(*flags: str, leave_out: str = "") -> Callable[[str], str]:
+    """What an operator does who follows the snippet, for `stack`."""
+
+    def edit(text: str) -> str:
+        printed = yaml.safe_load(text)
+        address = printed["static_resources"]["clusters"][0]["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]
+        endpoint = f"unix:{address['address']['pipe']['path']}"
+        return json.dumps(follow(print_snippet(*flags, "--endpoints", endpoint), theirs(printed), leave_out))
+
+    return edit
+
+
+def print_snippet(*flags: str) -> str:
+    """What the command prints for the policies of this module, without asking for a process of its own."""
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    given = {flag.removeprefix("--").replace("-", "_"): value for flag, value in pairs}
+    return render_snippet(policies(), read_options(EnvoyOptions, {"snippet": True, **given}))
+
+
+def policies() -> PolicySet:
+    """Those of this module, loaded."""
+    return loaded(POLICIES)
+
+
+def send(made: Stack, path: str, size: int, times: int = 3) -> list[int]:
+    """Statuses of equal uploads, 0 where Envoy hung up on the rest of a body."""
+    found = []
+    for _ in range(times):
+        found.append(0)
+        with suppress(OSError):
+            found[-1] = made.send(path, method="POST", body=b"x" * size).status
+    return found
+
+
+def test_an_envoy_that_follows_the_snippet_refuses_loops_and_takes_uploads() -> None:
+    """Chat is guarded and warned, a long prompt is looked at, and what is not guarded passes at any size."""
+    with stack(POLICIES, edit=attach(*NAMED)) as made:
+        eventually(lambda: made.envoy.stat("cluster.loopguard.membership_healthy") == 1)
+        second = [made.send("/chat/a", method="POST", body=b"same") for _ in range(2)][1]
+        small = send(made, "/chat/a", 4)
+        large = send(made, "/chat/b", LARGE)
+        rest = send(made, "/rest", 2 * 10_485_760, 4)
+        spelt = made.send("//files/../chat/a", method="POST", body=b"same").status
+        made.send("/chat/c", headers={"x-fairvisor-warning": "forged"})
+
+    assert second.headers["x-fairvisor-warning"] == "loop_warn"
+    assert small == [200, 200, 429]
+    assert large == [200, 200, 429]
+    assert rest == [200] * 4
+    assert spelt == 429
+    assert made.upstream.seen[-1].header("x-fairvisor-warning") is None
+
+
+@tells_413
+def test_without_its_first_part_uploads_break_and_that_is_told() -> None:
+    """The limit of an Envoy that says none is 1 MiB: a guarded route refuses what is larger, and Loopguard counts that."""
+    with stack(POLICIES, edit=attach(*NAMED, leave_out="static_resources.listeners[]")) as made:
+        found = send(made, "/chat", LARGE)
+        refused = eventually(lambda: made.loopguard.metric("uncounted_total", policy="chat", reason="too_large") == 3)
+
+        assert made.loopguard.metric("uncounted_total", reason="aborted") == 0
+
+    assert set(found) <= {0, 413}
+    assert refused
+
+
+@tells_413
+@pytest.mark.parametrize("transport", ["fast", "grpcio"])
+def test_a_refused_upload_is_no_client_that_left(transport: str) -> None:
+    """Envoy's 413 is counted as `too_large`, with a content-length and without; a client that hangs up is `aborted`."""
+    with stack(POLICIES, "--transport", transport, buffer_limit=65_535) as made:
+        with suppress(OSError):
+            made.send("/chat", method="POST", body=b"x" * 100_000)
+        with suppress(OSError):
+            made.send("/chat", method="POST", body=iter([b"x" * 50_000] * 2))
+        with made.connect() as leaving:
+            leaving.sendall(b"POST /chat HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\nx")
+            eventually(lambda: made.loopguard.metric("streams_in_flight") == 1, "the upload's stream")
+        eventually(lambda: made.loopguard.metric("uncounted_total", reason="aborted") == 1, "the one who left")
+
+        assert made.loopguard.metric("uncounted_total", reason="too_large") == 2
+        assert made.envoy.stat("http.ingress.ext_proc.failure_mode_allowed") == 0
+
+
+def test_what_is_decided_is_not_asked_about_again() -> None:
+    """That responses may be shown costs no request a message: each stream is over with its answer."""
+    with stack(POLICIES) as made:
+        found = send(made, "/chat", 10, 5) + [made.send(f"/chat/{number}").status for number in range(5)]
+        sent = made.envoy.stat("http.ingress.ext_proc.stream_msgs_sent")
+
+    assert found == [200, 200, 429, 429, 429] + [200] * 5
+    assert sent == 2 * 5 + 5
+
+
+@needs_content_length
+@pytest.mark.parametrize("edit", [None, attach(*NAMED, *TOLERANT)], ids=["bootstrap", "snippet"])
+def test_strict_chat_and_tolerant_uploads_on_one_listener(edit: Callable[[str], str] | None) -> None:
+    """Above the limit chat gets a 413 and an upload passes uncounted, as it was sent; below it both are guarded."""
+    options = {"tolerant_routes": ["/files"]} if edit is None else {"edit": edit}
+    with stack(POLICIES, buffer_limit=100_000, **options) as made:
+        small = [send(made, path, 1_000, 4) for path in ("/chat", "/files")]
+        large = [send(made, path, LARGE) for path in ("/files/large", "/chat")]
+        received = made.upstream.seen[-1]
+        eventually(lambda: made.loopguard.metric("uncounted_total", policy="chat", reason="too_large") == 3, "three refusals")
+
+        assert made.loopguard.metric("uncounted_total", policy="files", reason="body_truncated") == 3
+
+    assert small == [[200, 200, 429, 429]] * 2
+    assert large[0] == [200] * 3
+    assert set(large[1]) <= {0, 413}
+    assert (received.target, received.header("content-length"), len(received.body)) == ("/files/large", str(LARGE), LARGE)
+
+
+@pytest.mark.parametrize("follows", [str, attach(*NAMED)], ids=["bootstrap", "snippet"])
+@pytest.mark.parametrize("shadow_mode", ["off", "observability"])
+def test_a_route_that_is_chosen_late_is_guarded(follows: Callable[[str], str], shadow_mode: str) -> None:
+    """A request that a filter moves to a guarded route meets Loopguard; one that ends elsewhere opens no stream."""
+    acts = shadow_mode == "off"
+    flags: dict[str, Any] = {} if acts else {"shadow_mode": shadow_mode}
+    edit = follows if acts or follows is str else attach(*NAMED, "--shadow-mode", shadow_mode)
+    with stack(POLICIES, edit=lambda text: choose_late(edit(text)), **flags) as made:
+        eventually(lambda: made.envoy.stat("cluster.loopguard.membership_healthy") == 1)
+        late = send(made, "/late/files", LARGE if acts else 1_000)  # Envoy 1.38 may cut an observer off behind a large body
+        eventually(lambda: made.loopguard.metric("requests_total", policy="files") == 3, "three decisions")
+        asked = count_streams(made)
+        found = send(made, "/rest", 20_000_000, 4)
+        received = made.upstream.seen[-1]
+        left = send(made, "/late/rest", 4, 4)
+        asked_then = count_streams(made)
+
+    assert late == [200, 200, 429 if acts else 200]
+    assert asked == 3
+    assert found == left == [200] * 4
+    assert len(received.body) == 20_000_000
+    assert asked_then == asked
+
+
+def test_what_is_not_guarded_may_take_its_time() -> None:
+    """With each bound of the snippet a second, a slow upload elsewhere goes on, and one that stalls on a guarded route ends."""
+    follows = attach(*NAMED)
+    bound = re.compile(r'"(request_timeout|idle_timeout)": "\d+s"')
+
+    def slowly() -> Iterator[bytes]:
+        for _ in range(5):
+            yield b"x"
+            time.sleep(0.4)
+
+    with stack(POLICIES, edit=lambda text: bound.sub(r'"\1": "1s"', follows(text))) as made:
+        slow = made.send("/rest", method="POST", body=slowly())
+        with made.connect() as stalls:
+            stalls.sendall(b"POST /chat HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\nx")
+            ended = stalls.makefile("rb").readline()
+
+    assert (slow.status, made.upstream.seen[-1].body) == (200, b"xxxxx")
+    assert ended == b"HTTP/1.1 408 Request Timeout\r\n"
+
+
+@needs_content_length
+def test_a_request_of_trailers_is_counted_on_a_tolerant_route() -> None:
+    """Over HTTP/2 it has no body, and its trailers are shown as on strict routes."""
+    with stack(POLICIES, tolerant_routes=["/files"]) as made:
+        answers = [over_http2(made, "/files", {}, trailers=True) for _ in range(3)]
+
+    assert [status for status, _ in answers] == ["200", "200", "429"]
+
+
+@needs_content_length
+def test_steering_beside_tolerant_routes() -> None:
+    """A note that makes a body longer goes with a content-length that fits, although the filter keeps lengths elsewhere."""
+    steer = policy("chat", {"pathPrefix": "/chat"}, similarity="turns", action="steer")
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turn = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "no"}]
+    body = json.dumps({"messages": [{"role": "user", "content": "go"}, *turn * 3]}).encode()
+    with stack(bundle(steer, policy("files", {"pathPrefix": "/files"})), tolerant_routes=["/files"]) as made:
+        status = made.send("/chat", method="POST", body=body).status
+        received = made.upstream.seen[-1]
+
+    assert status == 200
+    assert received.header("content-length") == str(len(received.body))
+    assert len(received.body) > len(body)
+
+
+def count_streams(made: Stack) -> int:
+    """How often Envoy has asked Loopguard."""
+    found = re.search(r"^http\.\w+\.ext_proc\.streams_started: (\d+)$", made.envoy.admin("/stats"), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+# ---- What is printed
+
+
+def test_every_part_has_its_place() -> None:
+    """Each document of the snippet stands at a path that a whole bootstrap has, with the same contents there."""
+    options = {"tolerant_routes": ["/files"]}
+    whole = yaml.safe_load(render_bootstrap(policies(), read_options(EnvoyOptions, {"upstream": "127.0.0.1:1", **options})))
+
+    parts = list(read_parts(render_snippet(policies(), read_options(EnvoyOptions, {"snippet": True, **options}))))
+
+    assert [path.rpartition(".")[2] for path, _, _ in parts] == [
+        "listeners[]", "typed_config", "json_format", "http_filters", "virtual_hosts[]",
+        "routes[]", "route", "routes[]", "route", "clusters",
+    ]  # fmt: skip
+    for path, _, part in parts:
+        if path.endswith(".route"):
+            continue  # a whole bootstrap bounds uploads on all of its routes at once
+        places = list(find_places(whole, path))
+        if isinstance(part, list):
+            assert part[0] in places[0]
+        else:
+            assert any(part.items() <= place.items() for place in places)
+
+
+def test_what_answers_cost_has_its_places() -> None:
+    """A policy that limits it adds an access log and filters; a route only has answers uncompressed."""
+    limits = {"max_cost_per_session": 1, "unknown_model": {"input": 1, "output": 1}}
+    spec = {"selector": {"pathPrefix": "/v1/"}, "limit_keys": ["header:x-user-id"], "session_limits": limits}
+    costs = loaded(bundle({"id": "agents", "spec": spec}))
+
+    parts = list(read_parts(render_snippet(costs, read_options(EnvoyOptions, {"snippet": True}))))
+
+    assert [path.rpartition(".")[2] for path, _, _ in parts] == [
+        "listeners[]", "typed_config", "access_log", "json_format", "http_filters", "http_filters", "virtual_hosts[]",
+        "routes[]", "route", "clusters",
+    ]  # fmt: skip
+    (route,) = [part for path, _, part in parts if path.endswith("routes[]")]
+    assert list(route["typed_per_filter_config"]) == ["envoy.filters.http.ext_proc"]
+    assert route["request_headers_to_remove"] == ["accept-encoding"]
+
+
+def test_routes_are_told_by_the_paths_of_policies() -> None:
+    """Without names, the snippet lists what each policy asks for; tolerant routes have a part of their own."""
+    parts = list(read_parts(print_snippet("--tolerant-routes", "/files")))
+
+    found = [words for path, words, _ in parts if path.endswith("routes[]")]
+    assert found == [
+        "every route for one of these paths\n#    /chat and below, for chat",
+        "every route for one of these paths\n#    /files and below, for files",
+    ]
+
+
+def test_a_snippet_for_looking_on_touches_no_limit() -> None:
+    """Where no request waits, listeners stay as they are, and no client is told anything."""
+    parts = list(read_parts(print_snippet("--shadow-mode", "observability")))
+
+    names = [path.rpartition(".")[2] for path, _, _ in parts]
+    assert "listeners[]" not in names
+    assert "virtual_hosts[]" not in names
+    assert "route" not in names
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "envoy-config needs --upstream HOST:PORT, or --snippet"),
+        (["--upstream", "a:1", "--routes", "a"], "--routes must be left out without --snippet"),
+        (["--snippet", "--listen", "127.0.0.1:1"], "--listen must be left out with --snippet"),
+        (["--snippet", "--upstream", "a:1"], "--upstream must be left out with --snippet"),
+        (["--snippet", "--routes", "a,,b"], "--routes must be names, separated by commas, not 'a,,b'"),
+        (["--snippet", "--routes", "a", "--tolerant-routes", "b"], "'b' is not a guarded route; the guarded routes are a"),
+        (
+            ["--upstream", "a:1", "--tolerant-routes", "/x"],
+            "'/x' is not a guarded route; the guarded routes are /v1/chat/completions",
+        ),
+        (
+            ["--snippet", "--body-mode", "tolerant", "--tolerant-routes", "a"],
+            "--tolerant-routes must be left out where --body-mode",
+        ),
+        (
+            ["--snippet", "--shadow-mode", "partial", "--tolerant-routes", "a"],
+            "--tolerant-routes must be left out where --shadow-mode",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_told(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag that would be ignored, or that names nothing, is refused in one line."""
+    sample = ROOT / "envoy" / "policy.json"
+
+    code = main(["envoy-config", "--policy", str(sample), *flags])
+
+    printed = capsys.readouterr()
+    assert (code, printed.out) == (2, "")
+    assert told in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_policy_that_no_route_is_for_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who selects by a route's name sees nothing where that route is not guarded."""
+    file = tmp_path / "policies.json"
+    file.write_text(
+        json.dumps([policy("a", {"routes": ["x", "y"]}), policy("b", {"routes": ["z"]}), policy("c", {"pathPrefix": "/"})])
+    )
+
+    code = main(["envoy-config", "--policy", str(file), "--snippet", "--routes", "y"])
+
+    assert code == 0
+    assert capsys.readouterr().err == "warning: these policies select by routes that are not in --routes: b\n"
+
+
+def test_names_that_cannot_be_placed_are_told_for_a_snippet_as_well() -> None:
+    """Without --routes the policies' own names have to fit together."""
+    clash = loaded(bundle(policy("a", {"pathExact": "/a", "routes": ["x"]}), policy("b", {"pathExact": "/a", "routes": ["y"]})))
+
+    with pytest.raises(UsageError, match="the path /a can have one route name"):
+        render_snippet(clash, read_options(EnvoyOptions, {"snippet": True}))
+
+
+def test_no_two_servers_take_one_port() -> None:
+    """All that listens by default can run on one machine, beside the upstream that the examples name."""
+    options = read_options(EnvoyOptions, {"upstream": "127.0.0.1:8080"})
+
+    ports = [options.listen.port, options.admin.port, 8080, Settings().listen.port, Settings().admin.port]
+
+    assert len(set(ports)) == len(ports)
+    assert [endpoint.port for endpoint in options.endpoints] == [Settings().listen.port]

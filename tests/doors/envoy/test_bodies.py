@@ -1,0 +1,316 @@
+"""Every way in which a body can come, through the real Envoy in every body mode: it stays whole, and what can be is counted."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from tests.support.documents import bundle, policy
+from tests.support.harness import PATIENCE, Answer, Stack, envoy_version, eventually, stack
+from tests.support.uploads import Upload, send
+
+DUPLEX = "FULL_DUPLEX_STREAMED"
+REASONS = {
+    "NONE": "no_body_phase",
+    "STREAMED": "",
+    "BUFFERED": "",
+    "BUFFERED_PARTIAL": "body_truncated",
+    DUPLEX: "body_mode",
+    "GRPC": "body_mode",
+}
+"""Body modes, and why a body is not counted that Envoy shows in them, as far as it is not."""
+
+MODES = list(REASONS) if envoy_version() >= (1, 40) else list(REASONS)[:-1]
+RESPONSE_MODES = list(REASONS)[:-1]
+LIMIT = 65_536
+SIZES = [0, 700, LIMIT, 3 * LIMIT]
+TRANSPORTS = ["fast", "grpcio"]
+
+pytestmark = pytest.mark.skipif(envoy_version() < (1, 38), reason="tolerant mode needs Envoy 1.38")
+
+
+class Case(NamedTuple):
+    """A request, and the modes of its route."""
+
+    mode: str
+    response_mode: str
+    size: int
+    http2: bool = False
+    length: bool = False
+    trailers: bool = False
+    slow: bool = False
+
+    @property
+    def path(self) -> str:
+        """Of its route."""
+        return f"/{self.mode}/{self.response_mode}/"
+
+    @property
+    def user(self) -> str:
+        """Nobody else's name."""
+        return "-".join(str(int(value)) if isinstance(value, bool) else str(value) for value in self)
+
+    def make_upload(self, pause: Callable[[], object] | None = None) -> Upload:
+        """What is sent; it comes back from the upstream."""
+        body = random.Random(self.user).randbytes(self.size)
+        waits: Callable[[], object] = partial(time.sleep, 0.004) if self.slow else bool
+        headers = {"x-user-id": self.user}
+        path = f"{self.path}echo"
+        return Upload(path, body, self.http2, self.length, self.trailers, pause=pause or waits, headers=headers)
+
+    def why_uncounted(self) -> str:
+        """The reason, empty where it can be counted."""
+        if not (self.size or self.trailers) and (self.http2 or self.length):
+            return ""  # it ends with its headers
+        if self.mode == "BUFFERED_PARTIAL" and self.size <= LIMIT:
+            return ""
+        return REASONS[self.mode]
+
+    @property
+    def is_too_large(self) -> bool:
+        """Envoy refuses it by itself."""
+        return self.mode == "BUFFERED" and self.size > LIMIT
+
+    def expect(self) -> list[int]:
+        """What becomes of three equal ones."""
+        if self.is_too_large:
+            return [413] * 3
+        return [200] * 3 if self.why_uncounted() else [200, 200, 429]
+
+
+MATRIX = [
+    Case(mode, "NONE", size, http2, length, trailers, slow)
+    for mode, size in product(MODES, SIZES)
+    for http2, length, trailers, slow in product((False, True), repeat=4)
+    if http2 or not (length and trailers)
+]
+ANSWERS = [
+    Case(mode, response_mode, size, http2, trailers=http2)
+    for mode, response_mode, size, http2 in product(MODES, RESPONSE_MODES, (700, LIMIT, 3 * LIMIT), (False, True))
+    if response_mode != "BUFFERED" or size <= LIMIT  # Envoy's own 500 for a larger answer
+]
+LARGE = [
+    Case(DUPLEX, "NONE", size, http2, length, trailers)
+    for size in (1, 70_000, 1_100_000, 11_000_000)
+    for http2, length, trailers in ((False, True, False), (False, False, False), (True, True, False), (True, False, True))
+]
+SOME = [
+    case
+    for case in dict.fromkeys([*MATRIX, *ANSWERS])
+    if case.size in (700, 3 * LIMIT) and not (case.slow or case.length or case.is_too_large)
+]
+
+
+def write_mode(mode: str, response_mode: str) -> dict[str, str]:
+    """A processing mode, as Envoy has it."""
+    return {
+        "request_header_mode": "SEND",
+        "request_body_mode": mode,
+        "request_trailer_mode": "SEND",
+        "response_header_mode": "SEND",
+        "response_body_mode": response_mode,
+        "response_trailer_mode": "SKIP" if response_mode == "NONE" else "SEND",
+    }
+
+
+def in_every_mode(config: str) -> str:
+    """The same configuration with routes in the modes that their paths name; Envoy is patient, and passes trailers on."""
+    document = yaml.safe_load(config.replace("timeout: 0.15s", "timeout: 30s"))  # of keepalive: this machine may be busy
+    manager = document["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    manager["http_protocol_options"] = {"enable_trailers": True}
+    guard = next(item for item in manager["http_filters"] if item["name"] == "envoy.filters.http.ext_proc")
+    guard["typed_config"]["message_timeout"] = "30s"
+    for route in manager["route_config"]["virtual_hosts"][0]["routes"]:
+        named = route["match"].get("prefix", "").split("/")[1:-1]
+        if len(named) == 2:
+            overrides = route["typed_per_filter_config"]["envoy.filters.http.ext_proc"]["overrides"]
+            overrides["processing_mode"] = write_mode(*named)
+    return str(yaml.safe_dump(document))
+
+
+def guard(cases: Sequence[Case], *more: dict[str, Any], **selector: object) -> dict[str, Any]:
+    """A policy for each pair of modes, and so a route."""
+    paths = dict.fromkeys(case.path for case in cases)
+    keys = ["header:x-user-id"]
+    made = [policy(path[1:-1].replace("/", "-"), {"pathPrefix": path, **selector}, limit_keys=keys) for path in paths]
+    return bundle(*made, *more)
+
+
+OPTIONS: dict[str, Any] = {"body_mode": "tolerant", "buffer_limit": LIMIT, "edit": in_every_mode}
+
+
+def send_all(made: Stack, cases: Sequence[Case], times: int = 3) -> dict[Case, list[Answer]]:
+    """So many equal requests of each, one behind the other."""
+
+    def send_one(case: Case) -> list[Answer]:
+        return [send(made.envoy.port, case.make_upload()) for _ in range(times)]
+
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip(cases, pool.map(send_one, cases), strict=True))
+
+
+def check_whole(made: Stack, answers: dict[Case, list[Answer]]) -> None:
+    """What was answered with 200 has come to the upstream as it was sent, nothing else has, and all of it came back."""
+    arrived: defaultdict[str, list[bytes]] = defaultdict(list)
+    for seen in made.upstream.seen:
+        arrived[seen.header("x-user-id") or ""].append(seen.body)
+    torn = []
+    for case, found in answers.items():
+        body = case.make_upload().body
+        good = [answer for answer in found if answer.status == 200]
+        if arrived[case.user] != [body] * len(good) or any(answer.body != body for answer in good):
+            lengths = [len(each) for each in arrived[case.user]], [len(answer.body) for answer in good]
+            torn.append((case.user, [answer.status for answer in found], *lengths))
+    assert torn == []
+
+
+def check_statuses(answers: dict[Case, list[Answer]], expect: Callable[[Case], list[int]]) -> None:
+    """Each is what it should be."""
+    found = {case: [answer.status for answer in several] for case, several in answers.items()}
+    assert [(case.user, several) for case, several in found.items() if several != expect(case)] == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_goes_on_keeps_its_body_and_what_can_be_counted_is(transport: str) -> None:
+    """Whatever mode, version, length, trailers, size and pace: the third is refused, or all are whole and in the metric."""
+    with stack(guard(MATRIX), "--transport", transport, **OPTIONS) as made:
+        answers = send_all(made, MATRIX)
+
+        check_statuses(answers, Case.expect)
+        check_whole(made, answers)
+        told = {(seen.header("x-user-id"), seen.header("content-length")) for seen in made.upstream.seen}
+        for case in MATRIX:
+            if case.length and not case.is_too_large and case.mode in ("NONE", "BUFFERED", "BUFFERED_PARTIAL"):
+                assert (case.user, str(case.size)) in told
+        metric = made.loopguard.metric
+        expected = Counter((case.mode, case.why_uncounted()) for case in MATRIX if case.expect() == [200] * 3)
+        for (mode, reason), number in expected.items():
+            uncounted = partial(metric, "uncounted_total", policy=f"{mode}-NONE")
+            eventually(lambda: uncounted() == 3 * number, f"{mode} in the metric")  # noqa: B023  # called at once
+            assert uncounted(reason=reason) == 3 * number
+        assert metric("fail_open_total") == 0
+        eventually(lambda: metric("streams_in_flight") == 0, "the end of all streams")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_answers_keep_their_bodies_in_every_mode(transport: str) -> None:
+    """However Envoy shows responses, which Loopguard has no use for, they reach the client whole."""
+    with stack(guard(ANSWERS), "--transport", transport, **OPTIONS) as made:
+        answers = send_all(made, ANSWERS)
+
+        check_statuses(answers, Case.expect)
+        check_whole(made, answers)
+        assert made.loopguard.metric("fail_open_total") == 0
+        eventually(lambda: made.loopguard.metric("streams_in_flight") == 0, "the end of all streams")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_large_bodies_are_handed_back(transport: str) -> None:
+    """In full duplex, where Envoy keeps nothing, bodies of every size go on as they came, above the buffer limit as well."""
+    with stack(guard(LARGE), "--transport", transport, **OPTIONS) as made:
+        answers = send_all(made, LARGE, times=1)
+
+        check_statuses(answers, lambda _: [200])
+        check_whole(made, answers)
+        assert made.loopguard.metric("uncounted_total", policy=f"{DUPLEX}-NONE", reason="body_mode") == len(LARGE)
+
+
+_BUG = """
+from extproc.metrics import Metrics
+make = Metrics.__init__
+def break_it(self):
+    make(self)
+    self.decision_seconds = self.unmatched = None
+Metrics.__init__ = break_it
+"""
+
+
+@pytest.mark.parametrize(
+    ("selector", "preamble"),
+    [({"methods": ["PUT"]}, ""), ({"methods": ["PUT"]}, _BUG), ({}, _BUG)],
+    ids=["nobody matches", "nobody matches, and an error", "an error"],
+)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bodies_outlive_policies_that_do_not_match_and_errors_of_ours(
+    transport: str, selector: dict[str, Any], preamble: str
+) -> None:
+    """In every mode, and where Envoy is fail-closed: what is let through is whole."""
+    document = guard(SOME, **selector)
+    with stack(document, "--transport", transport, preamble=preamble, failure_mode="deny", **OPTIONS) as made:
+        answers = send_all(made, SOME)
+
+        check_statuses(answers, lambda _: [200] * 3)
+        check_whole(made, answers)
+        assert (made.loopguard.metric("fail_open_total", reason="internal_error") > 0) == bool(preamble)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bodies_outlive_an_overload(transport: str) -> None:
+    """While --max-streams is used up by a held request, all others pass whole."""
+    hold = policy("hold", {"pathExact": "/hold"}, action="throttle", threshold_identical_requests=100)
+    flags = ["--transport", transport, "--max-streams", "1", "--drain-timeout", "0"]
+    with stack(guard(SOME, hold), *flags, failure_mode="deny", **OPTIONS) as made:
+        for _ in range(99):
+            assert made.send("/hold").status == 200
+        held = threading.Thread(target=made.send, args=("/hold",), daemon=True)
+        held.start()
+        eventually(lambda: made.loopguard.metric("throttled_in_flight") == 1, "a hold")
+
+        answers = send_all(made, SOME)
+
+        check_statuses(answers, lambda _: [200] * 3)
+        check_whole(made, answers)
+        assert made.loopguard.metric("overload_total") == 3 * len(SOME)
+        made.loopguard.stop()
+        held.join(PATIENCE)
+
+
+@pytest.mark.parametrize("drain_timeout", ["30", "0"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bodies_outlive_a_stop(transport: str, drain_timeout: str) -> None:
+    """What is being uploaded when Loopguard stops goes on whole; a duplex that cannot is refused and never goes on in part."""
+    cases = [case for case in SOME if case.size == 3 * LIMIT and case.response_mode == "NONE"]
+    halfway, goes_on = threading.Semaphore(0), threading.Event()
+
+    def stop_halfway() -> None:
+        halfway.release()
+        goes_on.wait(PATIENCE)
+
+    def send_one(case: Case) -> Answer:
+        pauses: Iterator[Callable[[], object]] = iter([bool, stop_halfway])
+
+        def pause() -> None:
+            next(pauses, bool)()
+
+        return send(made.envoy.port, case.make_upload(pause))
+
+    flags = ["--transport", transport, "--drain-timeout", drain_timeout]
+    with stack(guard(cases), *flags, **OPTIONS) as made, ThreadPoolExecutor(len(cases)) as pool:
+        found = [pool.submit(send_one, case) for case in cases]
+        for _ in cases:
+            assert halfway.acquire(timeout=PATIENCE)
+        metric, waiting = made.loopguard.metric, [case for case in cases if case.mode in ("STREAMED", "BUFFERED_PARTIAL")]
+        handed_back = [case for case in cases if case.mode == DUPLEX]
+        eventually(lambda: metric("uncounted_total") == len(cases) - len(waiting), "the others' decisions")
+        eventually(lambda: metric("streams_in_flight") == len([*waiting, *handed_back]), "what is under way")
+        made.loopguard.signal(signal.SIGTERM)
+        made.loopguard.wait_for("draining|stopping|shutting down")
+        if drain_timeout == "0":
+            made.loopguard.wait()
+        goes_on.set()
+        answers = {case: [each.result()] for case, each in zip(cases, found, strict=True)}
+
+        refused = [500] if drain_timeout == "0" else [200]
+        check_statuses(answers, lambda case: refused if case.mode == DUPLEX else [200])
+        check_whole(made, answers)

@@ -1,0 +1,536 @@
+"""What sessions cost and what kills them, on the real Envoy, two replicas and Valkey; and the field's own format."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from extproc.cli.main import main
+from extproc.sessions.names import hash_session
+from tests.support.documents import bundle
+from tests.support.harness import PATIENCE, Answer, Loopguard, Stack, envoy_version, eventually, stack
+from tests.support.pages import Outline
+from tests.support.sdks import MODEL_SDKS
+from tests.support.servers import Server, server
+from tests.support.session_limits import TOOL
+from tests.support.turn_writers import Did, as_chat
+from tests.support.usage import DELTA, STARTED, TOLD, WORD, Model, Reply, stream, whole
+
+pytestmark = pytest.mark.skipif(envoy_version() < (1, 38), reason="this Envoy reads no answers: their costs are NOT tested")
+
+AGENTS: dict[str, Any] = json.loads("""
+{"id": "agents", "spec": {"selector": {"pathPrefix": "/v1/"}, "limit_keys": ["header:x-team"],
+  "session": {"keys": ["header:x-session-id"], "idle_seconds": 3600},
+  "session_limits": {"max_steps": 20, "max_tool_calls": 50, "max_tool_calls_mode": "narrow",
+    "max_calls_per_tool": {"issue_refund": 1, "send_email": 5}, "max_cost_per_session": 10.0,
+    "loop_detection": {"window": 5, "threshold": 3}, "circuit_breaker": {"consecutive_blocks": 5, "consecutive_errors": 3}}}}
+""")
+"""A session file of an in-process SDK, as a policy."""
+
+PRICES = {
+    "gpt-*": {"input": 2.5, "output": 10, "cache_read": 1.25},
+    "claude-*": {"input": 3, "output": 15, "cache_read": 0.3, "cache_write": 3.75},
+    "*": {"input": 0.7, "output": 2.1},
+}
+CLAUDE = "anthropic.claude-3-5-sonnet-20240620-v1:0"
+BY_NAME = {
+    name: {"input": cents * 10_000, "output": 0}
+    for cents, name in enumerate((CLAUDE, "production", "gemini-2.5-pro", "claude-3-5-sonnet-v2@20241022", "gpt-4o"), 1)
+}
+"""So many cents for each token of the prompt."""
+
+TOKEN_COSTS_A_CENT = {"*": {"input": 0, "output": 10_000}}
+
+
+def limited(identity: str, session: dict[str, Any] | None = None, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
+    """A policy for what is below its name."""
+    keys = {"limit_keys": ["header:x-team"], "session": {"keys": ["header:x-session-id"], **(session or {})}}
+    return {"id": identity, "spec": {"selector": {"pathPrefix": f"/{identity}/"}, **keys, "session_limits": limits}}
+
+
+_FOUR_DOLLARS: dict[str, Any] = {"max_cost_per_session": 4.0, "prices": TOKEN_COSTS_A_CENT}
+TOLD_POLICY = limited("told", **_FOUR_DOLLARS)
+TOLD_POLICY["spec"]["loop_detection"] = {
+    "enabled": True,
+    "window_seconds": 60,
+    "threshold_identical_requests": 3,
+    "similarity": "turns",
+    "action": "steer",
+}
+
+POLICIES = bundle(
+    AGENTS,
+    TOLD_POLICY,
+    limited("fewer", max_calls_per_tool={"issue_refund": 1}, **_FOUR_DOLLARS),
+    limited("bill", max_cost_per_session=10.0, prices=PRICES),
+    limited("named", max_cost_per_session=10_000.0, prices=BY_NAME, unknown_model={"input": 90_000, "output": 90_000}),
+    limited("cap", max_cost_per_session=0.1, prices=TOKEN_COSTS_A_CENT),
+    limited("errors", max_steps=100, circuit_breaker={"consecutive_errors": 3}),
+    limited("steps", max_steps=3, circuit_breaker={"consecutive_blocks": 4}),
+    limited("flood", {"max_sessions_per_tenant": 3}, max_steps=2),
+    limited("retries", max_steps=2),
+    limited("calls", max_tool_calls=6, max_inspect_bytes=4 * 2**20),
+)
+
+TOKEN = "correct-horse-battery-staple"
+
+_numbers = count()
+
+
+@dataclass
+class Bank:
+    """Envoy before a model that sends bills, two replicas, Valkey; how replicas are started, and what lets one give orders."""
+
+    made: Stack
+    valkey: Server
+    model: Model
+    flags: tuple[str, ...]
+    credentials: tuple[str, ...]
+
+    def send(self, reply: Reply, path: str, session: str, team: str = "red", body: bytes = b"") -> Answer:
+        """A request that is like no other."""
+        self.model.reply = reply
+        headers = {"x-team": team, "x-session-id": session}
+        data = body or json.dumps({"messages": [{"role": "user", "content": f"step {next(_numbers)}"}]}).encode()
+        return self.made.send(path, method="POST", body=data, headers=headers)
+
+    def play(self, path: str, session: str, times: int, team: str = "red") -> list[int]:
+        """What becomes of requests, one after the other."""
+        return [self.send(FREE, path, session, team).status for _ in range(times)]
+
+    def find(self, session: str, **expected: object) -> dict[str, Any]:
+        """Wait until a replica knows that a session stands so; its report."""
+
+        def probe() -> dict[str, Any] | None:
+            for replica in self.made.replicas:
+                _, text = replica.get(f"/sessions/{hash_session('header:x-session-id', session)}")
+                for run in json.loads(text).get("sessions", ()):
+                    if expected.items() <= run.items():
+                        return dict(run)
+            return None
+
+        return eventually(probe, f"session {session} with {expected}")
+
+    def order(self, *arguments: str) -> None:
+        """Give an order by the command, and wait until both replicas obey it."""
+        known = self._read_orders()
+        asked = ("--admin", f"http://127.0.0.1:{self.made.loopguard._admin}", *self.credentials)
+        assert main([*arguments, *asked]) == 0
+        eventually(lambda: (now := self._read_orders())[0] == now[1] != known[1], "the same order everywhere")
+
+    def _read_orders(self) -> list[str]:
+        return [replica.get("/overrides")[1] for replica in self.made.replicas]
+
+
+FREE = whole(usage={"prompt_tokens": 0, "completion_tokens": 0})
+
+
+def tokens(output: int) -> Reply:
+    """An answer that costs as much."""
+    return whole(usage={"prompt_tokens": 0, "completion_tokens": output})
+
+
+@pytest.fixture(scope="module")
+def bank() -> Iterator[Bank]:
+    """One for all tests."""
+    model = Model()
+    try:
+        with server() as valkey, tempfile.TemporaryDirectory(prefix="lg") as name:
+            tokens = Path(name) / "tokens"
+            tokens.write_text(TOKEN)
+            flags = ("--store", f"redis://{valkey.address}", "--show-callers", "--admin-token-file", str(tokens))
+            with stack(POLICIES, *flags, replicas=2, upstream=model.address) as made:
+                yield Bank(made, valkey, model, flags, ("--token-file", str(tokens)))
+                for replica in made.replicas:
+                    replica.stop()
+    finally:
+        model.stop()
+
+
+@pytest.fixture
+def session() -> str:
+    """The name of a session that no other test has."""
+    return f"session-{next(_numbers)}"
+
+
+def read_refusal(answer: Answer) -> tuple[str, object, object]:
+    """Limit, used and allowed."""
+    detail = answer.json()["detail"]
+    assert (detail["error"], answer.headers["x-fairvisor-reason"]) == ("session_limit_exceeded",) * 2
+    return detail["limit"], detail["used"], detail["allowed"]
+
+
+def price(model: str, usage: Any) -> Decimal:  # noqa: ANN401  # tokens
+    """What a provider would ask, by its list."""
+    rates: Any = next(rates for name, rates in PRICES.items() if model.startswith(name.rstrip("*")))
+    listed = [Decimal(str(rates.get(name, rates["input"]))) for name in ("input", "output", "cache_read", "cache_write")]
+    return sum((rate * tokens / 10**6 for rate, tokens in zip(listed, usage, strict=True)), Decimal())
+
+
+_CHAT = {"object": "chat.completion", "choices": [{"index": 0, "message": {"role": "assistant", "content": "x"}}]}
+_CONTENT = {"candidates": [{"content": {"role": "model", "parts": [{"text": "x"}]}}]}
+_MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "x"}]}
+_BEDROCK_ANSWER = whole(output={"message": {"role": "assistant", "content": [{"text": "x"}]}}, usage={"inputTokens": 100})
+_ARN = "arn:aws:bedrock:us-east-1:123456789012:inference-profile/us."
+
+
+@pytest.mark.parametrize(
+    ("sdk", "model", "answer", "dollars"),
+    [
+        ("converse", CLAUDE, _BEDROCK_ANSWER, 1),
+        ("converse", _ARN + CLAUDE, _BEDROCK_ANSWER, 1),
+        (
+            "anthropic-bedrock",
+            CLAUDE,
+            whole(**_MESSAGE, model="claude-3-5", usage={"input_tokens": 100, "output_tokens": 0}),
+            1,
+        ),
+        ("azure-deployment", "m", whole(**_CHAT, model="gpt-4o-2024-08-06", usage={"prompt_tokens": 100}), 2),
+        ("gemini", "gemini-2.5-pro", whole(**_CONTENT, usageMetadata={"promptTokenCount": 100}), 3),
+        ("vertex", "gemini-2.5-pro", whole(**_CONTENT, usageMetadata={"promptTokenCount": 100}), 3),
+        (
+            "anthropic-vertex",
+            "claude-3-5-sonnet-v2@20241022",
+            whole(**_MESSAGE, model="claude-3-5", usage={"input_tokens": 100, "output_tokens": 0}),
+            4,
+        ),
+        ("openai", "gpt-4o", whole(**_CHAT, model="gpt-4o-2024-08-06", usage={"prompt_tokens": 100}), 5),
+    ],
+)
+def test_the_price_in_the_policy_is_the_price_charged(  # a table
+    bank: Bank, session: str, sdk: str, model: str, answer: Reply, dollars: int
+) -> None:
+    """For the model as a program names it to its SDK, wherever that puts it, and whatever the model calls itself."""
+    bank.model.reply = answer
+    headers = {"x-team": "red", "x-session-id": session}
+
+    MODEL_SDKS[sdk](f"http://127.0.0.1:{bank.made.envoy.port}/named", model, headers)
+
+    assert bank.find(session, reserved_cost=0.0)["actual_cost"] == dollars
+
+
+def test_the_sum_is_the_providers_own(bank: Bank, session: str) -> None:
+    """To the nano-dollar, over answers and streams of every API: nothing of it is estimated."""
+    for reply, _, _ in TOLD.values():
+        assert bank.send(reply, "/bill/x", session).status == 200
+
+    run = bank.find(session, total_step_count=len(TOLD), reserved_cost=0.0)
+
+    assert run["actual_cost"] == float(sum(price(model, usage) for _, model, usage in TOLD.values()))
+    assert run["estimated_cost"] == 0
+
+
+def test_the_call_that_passes_the_cap_has_run_and_the_next_is_refused(bank: Bank, session: str) -> None:
+    """By whichever replica, once the bill has come; what it says is in dollars."""
+    for number, cost in enumerate((4, 5, 2), start=1):
+        assert bank.send(tokens(cost), "/cap/x", session).status == 200
+        bank.find(session, total_step_count=number, actual_cost=(0.04, 0.09, 0.11)[number - 1])
+
+    refused = [bank.send(FREE, "/cap/x", session) for _ in range(4)]
+
+    assert [answer.status for answer in refused] == [429] * 4
+    assert {read_refusal(answer) for answer in refused} == {("max_cost_per_session", 0.11, 0.1)}
+    assert "retry-after" not in refused[0].headers
+    assert bank.send(tokens(1), "/cap/x", session, "blue").status == 200
+
+
+_WARNINGS = {"top level": "loop_warn", "tools": "loop_steer", "tool_choice": "loop_steer", "messages": "loop_warn"}
+"""A note has to read what is around the newest message, and that."""
+
+
+@pytest.mark.parametrize("place", _WARNINGS)
+@pytest.mark.parametrize("path", ["/told/x", "/fewer/x"])
+def test_a_body_that_cannot_be_changed_costs_what_it_costs(bank: Bank, session: str, path: str, place: str) -> None:
+    """With a byte that is no text in some key, calls of 2.25 dollars are over their 4 dollars after two, as all others are."""
+    keys = {"top level": b"nonce", "tools": b"parameters", "tool_choice": b"why", "messages": b"seen_at"}
+
+    statuses = []
+    for number in range(1, 9):
+        body = write_history("issue_refund", 3 if path == "/told/x" else 1, equal=True, tool_choice={"type": "auto", "why": 1})
+        body = body.replace(b'"role": "tool"', b'"role": "tool", "seen_at": 1')
+        answer = bank.send(tokens(225), path, session, body=body.replace(keys[place], b"\x80"))
+        statuses.append(answer.status)
+        if answer.status == 200:
+            assert answer.headers.get("x-fairvisor-warning", "") == (_WARNINGS[place] if path == "/told/x" else "")
+            bank.find(session, total_step_count=number, actual_cost=2.25 * number, reserved_cost=0.0)
+
+    assert statuses == [200] * 2 + [429] * 6
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        stream(*[DELTA] * 20, "[DONE]"),
+        stream(STARTED, *[WORD] * 20, named=True, cut=True),
+        Reply([b"a" * 1_000], "text/plain"),
+    ],
+    ids=["stream without usage", "stream that breaks off", "text"],
+)
+def test_what_nobody_has_said_is_estimated(bank: Bank, session: str, reply: Reply) -> None:
+    """All of the call's cost is marked so, and it counts."""
+    connection = http.client.HTTPConnection("127.0.0.1", bank.made.envoy.port, timeout=PATIENCE)
+    bank.model.reply = reply
+    connection.request("POST", "/bill/x", b"x" * 4_000, {"x-team": "red", "x-session-id": session})
+    try:
+        connection.getresponse().read()
+    except http.client.IncompleteRead:
+        assert reply.cut
+    connection.close()
+
+    run = bank.find(session, total_step_count=1, reserved_cost=0.0)
+
+    assert 0 < run["estimated_cost"] == run["actual_cost"] < 0.04
+
+
+def test_errors_cost_nothing(bank: Bank, session: str) -> None:
+    """They are no estimates either."""
+    assert bank.send(whole(error={"message": "no"})._replace(status=500), "/bill/x", session).status == 500
+
+    run = bank.find(session, total_step_count=1, reserved_cost=0.0)
+
+    assert (run["actual_cost"], run["estimated_cost"], run["steps"][0]["status"]) == (0, 0, 500)
+
+
+def test_failures_in_a_row_kill_and_a_release_frees(bank: Bank, session: str) -> None:
+    """5xx and broken connections; one success begins the row anew; a released session begins at nothing, on both replicas."""
+
+    def hang_up() -> bytes:
+        raise ConnectionAbortedError
+
+    broken = Reply([hang_up], cut=True)._replace(headers={"content-length": "5"})
+    failed = whole()._replace(status=500)
+    replies = [failed, broken, FREE, broken, failed, failed._replace(status=503)]
+    for number, (reply, errors) in enumerate(zip(replies, (1, 2, 0, 1, 2, 3), strict=True), start=1):
+        bank.send(reply, "/errors/x", session)
+        run = bank.find(session, total_step_count=number, consecutive_error_count=errors)
+
+    assert run["killed"] == "consecutive_errors"
+    assert {read_refusal(bank.send(FREE, "/errors/x", session)) for _ in range(4)} == {("killed", 3, 3)}
+    bank.order("release", "--session", f"header:x-session-id={session}", "--caller", "x-team=red")
+    assert bank.play("/errors/x", session, 4) == [200] * 4
+
+
+def test_refusals_in_a_row_kill(bank: Bank, session: str) -> None:
+    """From the breaker's number on the session is killed, on either replica, until it is released."""
+    answers = [bank.send(FREE, "/steps/x", session) for _ in range(9)]
+
+    assert [answer.status for answer in answers] == [200] * 3 + [429] * 6
+    assert [read_refusal(answer)[0] for answer in answers[3:]] == ["max_steps"] * 4 + ["killed"] * 2
+    bank.order("release", "--session", f"header:x-session-id={session}")
+    assert bank.play("/steps/x", session, 5) == [200] * 3 + [429] * 2
+
+
+def test_a_person_kills_a_session(bank: Bank, session: str) -> None:
+    """Another one of the same team, and the same name of another team, go on."""
+    assert bank.play("/steps/x", session, 1) == [200]
+
+    bank.order("kill", "--session", f"header:x-session-id={session}", "--caller", "x-team=red", "--reason", "incident 7")
+
+    refused = [bank.send(FREE, "/steps/x", session) for _ in range(4)]
+    assert {(answer.status, read_refusal(answer)[0]) for answer in refused} == {(429, "killed")}
+    assert bank.play("/steps/x", session, 2, "blue") == [200] * 2
+    assert bank.play("/steps/x", f"{session}-2", 2) == [200] * 2
+    bank.order("release", "--session", f"header:x-session-id={session}", "--caller", "x-team=red")
+    assert bank.play("/steps/x", session, 4) == [200] * 3 + [429]
+
+
+def test_a_person_has_a_session_go_on(bank: Bank, session: str) -> None:
+    """What is granted comes on top, each time; the count goes on where it was."""
+    assert bank.play("/steps/x", session, 4) == [200] * 3 + [429]
+
+    bank.order("grant", "--session", f"header:x-session-id={session}", "--steps", "2")
+
+    answers = [bank.send(FREE, "/steps/x", session) for _ in range(3)]
+    assert [answer.status for answer in answers] == [200, 200, 429]
+    assert read_refusal(answers[2]) == ("max_steps", 5, 5)
+    bank.order("grant", "--session", f"header:x-session-id={session}", "--steps", "1")
+    assert bank.play("/steps/x", session, 2) == [200, 429]
+
+
+def test_dollars_are_granted(bank: Bank, session: str) -> None:
+    """A session that has used up its money goes on with more of it."""
+    bank.send(tokens(10), "/cap/x", session)
+    bank.find(session, actual_cost=0.1)
+    assert bank.play("/cap/x", session, 1) == [429]
+
+    bank.order("grant", "--session", f"header:x-session-id={session}", "--cost", "0.05")
+
+    assert bank.send(tokens(5), "/cap/x", session).status == 200
+    bank.find(session, actual_cost=0.15)
+    assert read_refusal(bank.send(FREE, "/cap/x", session)) == ("max_cost_per_session", 0.15, 0.15)
+
+
+def write_history(tool: str, calls: int, *, equal: bool = False, **more: object) -> bytes:
+    """A conversation in which a tool was called so often, and in which it is offered beside another one."""
+    done = [Did(((tool, {"n": 0 if equal else n}),), (f"result {0 if equal else n}",), number=n) for n in range(1, calls + 1)]
+    tools = [TOOL, {"type": "function", "function": {"name": tool, "parameters": {}}}]
+    return json.dumps({**as_chat(done), "tools": tools, "nonce": next(_numbers), **more}).encode()
+
+
+def list_tools(body: bytes) -> list[str]:
+    """What a model is offered."""
+    return [tool["function"]["name"] for tool in json.loads(body)["tools"]]
+
+
+def test_the_fields_own_format_ends_steps_and_kills(bank: Bank, session: str) -> None:
+    """Twenty steps, then five refusals, then the session is dead."""
+    answers = [bank.send(FREE, "/v1/chat/completions", session) for _ in range(26)]
+
+    assert [answer.status for answer in answers] == [200] * 20 + [429] * 6
+    assert read_refusal(answers[20]) == ("max_steps", 20, 20)
+    assert read_refusal(answers[25]) == ("killed", 5, 5)
+
+
+def test_the_fields_own_format_ends_calls_of_tools(bank: Bank, session: str) -> None:
+    """A refund is offered until there was one; fifty calls are all; the third equal one is not offered, and refused if made."""
+    path = "/v1/chat/completions"
+    for calls, offered in ((0, ["run", "issue_refund"]), (1, ["run"])):
+        assert bank.send(FREE, path, session, body=write_history("issue_refund", calls)).status == 200
+        assert list_tools(bank.model.body) == offered
+    assert read_refusal(bank.send(FREE, path, session, body=write_history("issue_refund", 2))) == ("max_calls_per_tool", 2, 1)
+
+    assert bank.send(FREE, path, f"{session}-2", body=write_history("look", 50)).status == 200
+    assert json.loads(bank.model.body)["tool_choice"] == "none"
+    assert read_refusal(bank.send(FREE, path, f"{session}-2", body=write_history("look", 51))) == ("max_tool_calls", 51, 50)
+
+    assert bank.send(FREE, path, f"{session}-3", body=write_history("look", 2, equal=True)).status == 200
+    assert list_tools(bank.model.body) == ["run"]
+    refused = bank.send(FREE, path, f"{session}-3", body=write_history("look", 3, equal=True))
+    assert read_refusal(refused) == ("loop_detection", 3, 3)
+
+
+def test_the_fields_own_format_ends_costs_and_failures(bank: Bank, session: str) -> None:
+    """Ten dollars by the price list of the field, and three failures."""
+    dear = whole(model="gpt-4o", usage={"prompt_tokens": 0, "completion_tokens": 2_000_000})
+    assert bank.send(dear, "/v1/chat/completions", session).status == 200
+    bank.find(session, total_step_count=1, reserved_cost=0.0)
+
+    limit, used, allowed = read_refusal(bank.send(FREE, "/v1/chat/completions", session))
+    assert (limit, allowed) == ("max_cost_per_session", 10)
+    assert isinstance(used, float | int)
+    assert used >= 10
+
+    client = openai.OpenAI(
+        api_key="none",
+        base_url=f"http://127.0.0.1:{bank.made.envoy.port}/v1",
+        default_headers={"x-team": "red", "x-session-id": f"{session}-2"},
+        max_retries=2,
+    )
+    bank.model.reply = whole(error={"message": "no"})._replace(status=500)
+    with pytest.raises(openai.InternalServerError):
+        client.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": "hello"}])
+    run = bank.find(f"{session}-2", consecutive_error_count=3)
+    assert (run["total_step_count"], run["killed"]) == (1, "consecutive_errors")
+    with pytest.raises(openai.RateLimitError, match="too many of its requests in a row were refused or failed"):
+        client.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": "hello"}])
+
+
+def test_another_team_is_not_touched(bank: Bank, session: str) -> None:
+    """Whoever takes the name of a session of others has one of his own."""
+    assert bank.play("/steps/x", session, 8, "mallory") == [200] * 3 + [429] * 5
+
+    assert bank.play("/steps/x", session, 4) == [200] * 3 + [429]
+
+
+def test_ever_new_names_share_one_session(bank: Bank) -> None:
+    """Past the bound a name is worth nothing, and that is counted and shown."""
+    before = sum(replica.metric("session_overflow_total", policy="flood") for replica in bank.made.replicas)
+
+    statuses = [bank.play("/flood/x", f"forged-{number}", 1, "mallory") for number in range(12)]
+
+    assert statuses == [[200]] * 5 + [[429]] * 7
+    assert sum(replica.metric("session_overflow_total", policy="flood") for replica in bank.made.replicas) - before == 9
+    assert bank.play("/flood/x", "honest", 2) == [200] * 2
+
+
+def test_scripts_for_names_are_text(bank: Bank) -> None:
+    """Sessions, teams, models and tools are called as clients please; the page runs none of it."""
+    script = "<script>alert(1)</script>"
+    done = [Did(((f"<img src=x onerror=alert({n})>", {}),), ("ok",), number=n) for n in range(3)]
+    body = json.dumps({**as_chat(done), "model": script}).encode()
+
+    assert bank.send(FREE, "/steps/x", script, script, body).status == 200
+
+    assert bank.find(script)["steps"][0]["model"] == script
+    for replica in bank.made.replicas:
+        seen = Outline(replica.get("/")[1])
+        assert (seen.elements.count("script"), "img" in seen.elements, seen.handlers) == (1, False, [])
+
+
+def write_agent(turns: int, *, anew: int = 0, more: int = 0) -> bytes:
+    """A request of an agent's after so many turns, each with two calls of its own; its ids are made anew for it.
+
+    Args:
+        turns: of the agent.
+        anew: tells its ids from those of other requests.
+        more: bytes of each call's arguments.
+    """
+    done = [
+        Did(tuple(("read", {"path": f"{turn}-{place}", "text": "x" * more}) for place in range(2)), ("ok",) * 2, number=turn)
+        for turn in range(1, turns + 1)
+    ]
+    return json.dumps({**as_chat([turn._replace(number=turn.number + anew) for turn in done]), "nonce": anew}).encode()
+
+
+def test_three_retries_of_a_step_are_free(bank: Bank, session: str) -> None:
+    """On whichever replica they arrive; the next one is a step as well, with as many, and then none is left."""
+    found = [bank.send(FREE, "/retries/chat/completions", session, body=b'{"messages": []}').status for _ in range(10)]
+
+    assert found == [200] * 8 + [429] * 2
+
+
+def test_calls_whose_ids_are_made_anew_count_once(bank: Bank, session: str) -> None:
+    """For each request, as some gateways make them: three turns of two calls are six calls, and the fourth is too much."""
+    bodies = [write_agent(turns, anew=turns * 100) for turns in (1, 2, 3, 3, 4)]
+
+    found = [bank.send(FREE, "/calls/chat/completions", session, body=body) for body in bodies]
+
+    assert [answer.status for answer in found] == [200] * 4 + [429]
+    assert (found[-1].headers["x-loopguard-used"], found[-1].headers["x-loopguard-allowed"]) == ("8", "6")
+
+
+def test_calls_in_a_body_of_megabytes_count(bank: Bank, session: str) -> None:
+    """As far as `max_inspect_bytes` says: eight calls with 300 kB of arguments each."""
+    found = bank.send(FREE, "/calls/chat/completions", session, body=write_agent(4, more=300_000))
+
+    assert (found.status, found.headers["x-loopguard-limit"]) == (429, "max_tool_calls")
+
+
+def test_a_restart_loses_nothing(bank: Bank, session: str) -> None:
+    """Both replicas are replaced in the middle of a session."""
+    assert bank.play("/steps/x", session, 2) == [200] * 2
+
+    for number, old in enumerate(bank.made.replicas):
+        old.stop()
+        bank.made.replicas[number] = Loopguard(bank.made.folder, *bank.flags, listen=old.address)
+    bank.made.loopguard = bank.made.replicas[0]
+    eventually(lambda: bank.play("/flood/x", f"probe-{next(_numbers)}", 1, f"probe-{next(_numbers)}") == [200])
+    eventually(lambda: bank.made.envoy.stat("cluster.loopguard.membership_healthy") == 2)
+
+    assert bank.play("/steps/x", session, 3) == [200, 429, 429]
+
+
+def test_without_valkey_each_replica_counts_for_itself(bank: Bank, session: str) -> None:
+    """Requests go on, and sessions have an end all the same."""
+    bank.valkey.kill()
+    eventually(
+        lambda: (
+            bank.play("/flood/x", f"probe-{next(_numbers)}", 2, f"probe-{next(_numbers)}")
+            and all("unavailable" in replica.get("/readyz")[1] for replica in bank.made.replicas)
+            and bank.made.envoy.stat("cluster.loopguard.membership_healthy") == len(bank.made.replicas)
+        )
+    )
+
+    statuses = bank.play("/steps/x", session, 14)
+
+    assert (statuses[:3], statuses.count(200), statuses[-1]) == ([200] * 3, 6, 429)

@@ -1,0 +1,148 @@
+"""Agents of every API and framework that are stuck: told by a note on the way, those that listen finish their task."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import openai
+import pytest
+from fake_model import NAME, USER, Call, Script, fake_model
+from tool_agents import Job, Step, Turn
+
+from extproc.request.notes import OPENING
+from tests.support.agents import ACTION, AGENTS, CHECK, DONE, SDK_ERRORS, Gate, again, bedrock_agent, same, told
+from tests.support.documents import bundle, policy
+from tests.support.frameworks import FRAMEWORKS, Errand
+from tests.support.harness import stack
+
+ELSEWHERE = Call("ask_somebody")
+STEERING = policy(
+    "steer",
+    {"pathPrefix": "/"},
+    similarity="turns",
+    limit_keys=[f"header:{USER}"],
+    action="steer",
+    escalate={"reject": 5},
+    reject_status="auto",  # after 429 Vercel's SDK asks twice more
+)
+STEERING["spec"]["session"] = {"keys": [f"header:{USER}"]}  # Anthropic's tool runner leaves its history with the server
+
+
+@pytest.fixture(scope="module")
+def gate() -> Iterator[Gate]:
+    """Envoy and Loopguard before a model."""
+    with fake_model() as model, stack(bundle(STEERING), upstream=f"127.0.0.1:{model.port}") as made:
+        yield Gate(made, model)
+
+
+def streaming_agent(job: Job) -> Iterator[Turn]:
+    """OpenAI's SDK, chat completions, with answers in pieces."""
+    client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
+    messages: list[Any] = [{"role": "user", "content": job.tasks[0]}]
+    while True:
+        with client.chat.completions.stream(model=NAME, messages=messages) as events:
+            message = events.get_final_completion().choices[0].message
+        messages.append(message)
+        calls: Sequence[Any] = message.tool_calls or ()
+        steps = []
+        for call in calls:
+            steps.append(Step(call.function.name, {}, job.tools[call.function.name]()))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": steps[-1].result})
+        yield Turn(steps, message.content or "")
+        if not steps:
+            return
+
+
+SDKS: dict[str, tuple[Callable[[Job], Iterator[Turn]], Any]] = AGENTS | {"chat, streamed": (streaming_agent, [CHECK])}
+
+
+def play(gate: Gate, name: str, user: str, script: Script, detour: Script | None) -> tuple[list[Turn], Exception | None]:
+    """Run an agent to its end; a model that listens takes the detour where it finds a note."""
+    gate.model.scripts[user] = script
+    if detour is not None:
+        gate.model.detours[user] = detour
+    turns: list[Turn] = []
+    job = Job(f"http://127.0.0.1:{gate.stack.envoy.port}", user, ["Tell me when it is done."], _tools())
+    try:
+        for turn in islice(SDKS[name][0](job), 20):
+            turns.append(turn)  # noqa: PERF402  # what came before a refusal is kept
+    except SDK_ERRORS as refusal:
+        return turns, refusal
+    return turns, None
+
+
+def _tools() -> dict[str, Callable[..., str]]:
+    return {"check": same, "ask_somebody": lambda **_: "It is done."}
+
+
+@pytest.mark.parametrize("name", SDKS)
+def test_an_agent_that_is_told_finishes_its_task(gate: Gate, name: str, user: dict[str, str]) -> None:
+    """After three equal turns the model finds the note, takes another way, and the agent ends its run in peace."""
+    detour = told(ACTION if name == "react" else [ELSEWHERE], DONE) if name != "react" else told(DONE)
+
+    turns, refusal = play(gate, name, user[USER], again(SDKS[name][1]), detour)
+
+    assert refusal is None
+    assert turns[-1].text == DONE
+    assert len(turns) == (4 if name == "react" else 5)
+    assert gate.model.asked[user[USER]] == len(turns)
+
+
+@pytest.mark.parametrize("name", SDKS)
+def test_an_agent_that_does_not_listen_is_refused(gate: Gate, name: str, user: dict[str, str]) -> None:
+    """It is told twice, and refused at the threshold of that, with one request."""
+    before = gate.stack.envoy.stat("http.ingress.downstream_rq_total")
+
+    turns, refusal = play(gate, name, user[USER], again(SDKS[name][1]), None)
+
+    assert refusal is not None
+    assert len(turns) == gate.model.asked[user[USER]] == 5
+    assert OPENING in json.dumps(json.loads(gate.model.bodies[user[USER]]))
+    assert gate.stack.envoy.stat("http.ingress.downstream_rq_total") - before == 6
+
+
+def test_an_agent_that_signs_its_requests_is_not_told(gate: Gate, user: dict[str, str]) -> None:
+    """AWS's SDK signs the body by SigV4: its model gets what was signed, and the loop is refused where it always is."""
+    gate.model.scripts[user[USER]] = again([CHECK])
+    job = Job(f"http://127.0.0.1:{gate.stack.envoy.port}", user[USER], ["Tell me when it is done."], _tools())
+    before = gate.stack.loopguard.metric("unsteered_total", policy="steer", reason="signed_body")
+
+    with pytest.raises(SDK_ERRORS, match="recursive_loop_detected"):
+        list(islice(bedrock_agent(job, "v4"), 20))
+
+    assert gate.model.asked[user[USER]] == 5
+    assert OPENING not in json.dumps(json.loads(gate.model.bodies[user[USER]]))
+    assert gate.stack.loopguard.metric("unsteered_total", policy="steer", reason="signed_body") - before == 2
+
+
+def errand(gate: Gate, user: str) -> Errand:
+    """One errand for a framework's agent."""
+    return Errand(f"http://127.0.0.1:{gate.stack.envoy.port}", user, same, lambda: "It is done.")
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_framework_whose_agent_is_told_finishes_its_task(gate: Gate, name: str, user: dict[str, str]) -> None:
+    """In a framework as well, which sends what it keeps of the history itself."""
+    gate.model.scripts[user[USER]] = again([Call("check")])
+    gate.model.detours[user[USER]] = told([ELSEWHERE], DONE)
+
+    said = FRAMEWORKS[name](errand(gate, user[USER]))
+
+    assert said == DONE
+    assert gate.model.asked[user[USER]] == 5
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_framework_whose_agent_does_not_listen_is_refused(gate: Gate, name: str, user: dict[str, str]) -> None:
+    """Its run ends with an exception, and nothing is asked again."""
+    gate.model.scripts[user[USER]] = again([Call("check")])
+    before = gate.stack.envoy.stat("http.ingress.downstream_rq_total")
+
+    with pytest.raises(Exception, match="Loop detected"):
+        FRAMEWORKS[name](errand(gate, user[USER]))
+
+    assert gate.model.asked[user[USER]] == 5
+    assert gate.stack.envoy.stat("http.ingress.downstream_rq_total") - before == 6

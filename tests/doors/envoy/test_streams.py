@@ -1,0 +1,398 @@
+"""What happens to streams: WebSockets, gRPC, trailers, partial bodies, unmatched requests, hostile ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+import websockets.sync.client
+import websockets.sync.server
+
+from extproc.pb.external_processor_pb2 import HttpBody, ProcessingRequest
+from tests.support.documents import bundle, policy
+from tests.support.harness import PATIENCE, Stack, envoy_version, eventually, stack
+from tests.support.streams import over_http2
+
+_ECHO = "/loopguard.test.Echo"
+
+
+@contextmanager
+def _grpc_upstream() -> Iterator[str]:
+    """A gRPC server whose every method, unary or streaming, answers each message with itself."""
+
+    class Echo(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc is untyped
+        def service(self, call: Any) -> Any:  # noqa: ANN401  # grpc is untyped
+            if call.method.endswith("/Stream"):
+                return grpc.stream_stream_rpc_method_handler(lambda messages, _: messages)
+            return grpc.unary_unary_rpc_method_handler(lambda message, _: message)
+
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    server.add_generic_rpc_handlers((Echo(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None)
+
+
+def _conversation(times: int, padding: int = 0) -> bytes:
+    """A chat in which a tool was called so often with the same argument and result."""
+    turn = [
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "read_file", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "no such file"},
+    ]
+    return json.dumps({"padding": "x" * padding, "messages": [{"role": "user", "content": "go"}, *turn * times]}).encode()
+
+
+def _chunks(data: bytes, size: int = 10_000) -> Iterator[bytes]:
+    return (data[place : place + size] for place in range(0, len(data), size))
+
+
+LOOKING = bundle(
+    policy("tail", {"pathExact": "/tail"}, similarity="tail"),
+    policy("calls", {"pathExact": "/calls"}, similarity="tool_calls"),
+    policy("small", {"pathExact": "/small"}, similarity="tail", max_inspect_bytes=50_000),
+)
+
+
+@pytest.mark.parametrize("observed", [False, True], ids=["waited for", "observed"])
+@pytest.mark.parametrize("transport", ["fast", "grpcio"])
+def test_streamed_bodies_are_looked_into(transport: str, observed: bool) -> None:
+    """Where Envoy streams bodies to us, even if it does not wait for answers, what came in chunks is looked into as one."""
+    if transport == "grpcio" and observed and envoy_version() == (1, 38):
+        pytest.skip("Envoy 1.38 resets observed streams as soon as all is sent, and grpc drops what nobody has read by then")
+
+    def streamed(config: str) -> str:
+        config = config.replace("request_body_mode: BUFFERED", "request_body_mode: STREAMED")
+        return (
+            config.replace("failure_mode_allow:", "observability_mode: true\n              failure_mode_allow:")
+            if observed
+            else config
+        )
+
+    with stack(LOOKING, "--transport", transport, edit=streamed) as made:
+        for path in ("/tail", "/calls", "/small"):
+            for _ in range(4):
+                made.send(path, method="POST", body=_chunks(_conversation(3, padding=200_000)))
+
+        metric = made.loopguard.metric
+        eventually(lambda: metric("requests_total") + metric("uncounted_total") == 12)
+        assert metric("detections_total", policy="calls", detector="default", action="reject") == 4
+        assert metric("detections_total", policy="tail", detector="default", action="reject") == 2
+        assert metric("uncounted_total", policy="small", reason="inspect_limit") == metric("uncounted_total") == 4
+
+
+def test_a_loop_of_calls_is_refused_at_its_first_request() -> None:
+    """A conversation that shows its loop needs no request before it; one that is a call shorter always goes on."""
+    with stack(LOOKING) as made:
+        going = [made.send("/calls", method="POST", body=_conversation(2)) for _ in range(4)]
+        refused = made.send("/calls", method="POST", body=_conversation(3))
+
+        assert [answer.status for answer in going] == [200] * 4
+        assert refused.status == 429
+        assert refused.headers["x-should-retry"] == "false"
+        assert "retry-after" not in refused.headers  # waiting changes nothing
+        assert "3 of the last 3 tool calls were read_file" in refused.json()["error"]["message"]
+
+
+GRPC = bundle(
+    policy("unary", {"pathExact": f"{_ECHO}/Unary"}, threshold_identical_requests=2),
+    policy("stream", {"pathExact": f"{_ECHO}/Stream"}, threshold_identical_requests=2),
+    policy("ignoring", {"pathExact": f"{_ECHO}/Ignored"}, threshold_identical_requests=3, body="ignore"),
+)
+
+
+_needs_tolerant = pytest.mark.skipif(envoy_version() < (1, 38), reason="tolerant mode needs Envoy 1.38")
+_TOLERANT = pytest.param("tolerant", marks=_needs_tolerant)
+
+
+@pytest.fixture(scope="module", params=["strict", _TOLERANT])
+def over_grpc(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """A stack with a gRPC upstream."""
+    options = {"upstream_protocol": "http2", "body_mode": request.param}
+    with _grpc_upstream() as address, stack(GRPC, upstream=address, **options) as made:
+        yield made
+
+
+def _channel(made: Stack) -> grpc.Channel:
+    return grpc.insecure_channel(f"127.0.0.1:{made.envoy.port}")
+
+
+def test_bidirectional_grpc_keeps_streaming(over_grpc: Stack) -> None:
+    """Each message of an open stream is answered before the next is sent, on a guarded route."""
+    outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    with _channel(over_grpc) as channel:
+        answers = channel.stream_stream(f"{_ECHO}/Stream")(iter(outgoing.get, None), timeout=PATIENCE)
+        echoed = []
+        for number in range(5):
+            outgoing.put(b"%d" % number)
+            echoed.append(next(answers))
+        outgoing.put(None)
+
+    assert echoed == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_unary_grpc_calls_are_never_refused_for_their_unknown_bodies(over_grpc: Stack) -> None:
+    """GRPC calls whose messages Loopguard does not see are not taken for each other, and are counted as uncounted."""
+    with _channel(over_grpc) as channel:
+        call = channel.unary_unary(f"{_ECHO}/Unary")
+        echoed = [call(b"%d" % number, timeout=PATIENCE) for number in range(5)]
+
+    assert echoed == [b"0", b"1", b"2", b"3", b"4"]
+    assert over_grpc.loopguard.metric("uncounted_total", policy="unary", reason="grpc") >= 5
+
+
+def test_a_grpc_loop_is_refused_as_grpc(over_grpc: Stack) -> None:
+    """A policy that ignores bodies refuses with RESOURCE_EXHAUSTED, and our headers arrive as trailing metadata."""
+    with _channel(over_grpc) as channel:
+        call = channel.unary_unary(f"{_ECHO}/Ignored")
+        for _ in range(2):
+            call(b"x", timeout=PATIENCE)
+        with pytest.raises(grpc.RpcError) as refusal:
+            call(b"x", timeout=PATIENCE)
+
+    assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    metadata = dict(refusal.value.trailing_metadata())
+    assert metadata["x-loopguard-policy"] == "ignoring"
+
+
+@pytest.mark.parametrize("body_mode", ["strict", _TOLERANT])
+def test_websockets_keep_streaming(body_mode: str) -> None:
+    """WebSockets through a guarded route open as often as they like and echo message by message."""
+
+    def echo(connection: websockets.sync.server.ServerConnection) -> None:
+        for message in connection:
+            connection.send(message)
+
+    with websockets.sync.server.serve(echo, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        upstream = f"127.0.0.1:{server.socket.getsockname()[1]}"
+        document = bundle(policy("p", {"pathPrefix": "/"}, threshold_identical_requests=2))
+        with stack(document, upstream=upstream, body_mode=body_mode) as made:
+            for _ in range(4):
+                with websockets.sync.client.connect(f"ws://127.0.0.1:{made.envoy.port}/chat") as client:
+                    for word in ("one", "two"):
+                        client.send(word)
+                        assert client.recv(PATIENCE) == word
+
+            assert made.loopguard.metric("uncounted_total", reason="upgrade") == 4
+        server.shutdown()
+
+
+def test_http2_clients_reach_an_upstream_of_http1(shared: Stack, user: dict[str, str]) -> None:
+    """What the client speaks is no reason to speak it to the upstream; requests over HTTP/2 are counted like others."""
+    answers = [over_http2(shared, "/reject/h2", user) for _ in range(3)]
+
+    assert [status for status, _ in answers] == ["200", "200", "429"]
+    assert json.loads(answers[0][1])["number"]
+
+
+@pytest.mark.parametrize("path", ["/reject", "/beside"])
+def test_a_request_with_trailers_and_no_body_is_counted(shared: Stack, user: dict[str, str], path: str) -> None:
+    """Over HTTP/2 it does not end with its headers, and nobody sends its body."""
+    answers = [over_http2(shared, path, user, trailers=True) for _ in range(3)]
+
+    assert [status for status, _ in answers] == ["200", "200", "429"]
+
+
+def test_the_stream_is_over_once_decided(shared: Stack, user: dict[str, str]) -> None:
+    """While the upstream still works on a request, Loopguard's stream for it has long ended."""
+    made = shared
+    connection = made.connect()
+    before = len(made.upstream.seen)
+    body = b'{"stream": true}'
+    head = f"POST /reject/hang HTTP/1.1\r\nhost: h\r\nx-user-id: {user['x-user-id']}\r\ncontent-length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    eventually(lambda: len(made.upstream.seen) > before, "the request at the upstream")
+
+    eventually(lambda: made.loopguard.metric("streams_in_flight") == 0, "the end of the stream")
+    connection.close()
+
+
+def _send_raw(made: Stack, request: bytes) -> bytes:
+    """The first line of the answer to raw bytes."""
+    with made.connect() as connection:
+        connection.sendall(request)
+        return connection.makefile("rb").readline()
+
+
+def test_trailers_do_not_hide_a_body(shared: Stack, user: dict[str, str]) -> None:
+    """A chunked request with trailers is counted by its whole body."""
+    request = (
+        f"POST /reject/trailers HTTP/1.1\r\nhost: h\r\nx-user-id: {user['x-user-id']}\r\n"
+        "transfer-encoding: chunked\r\ntrailer: x-sum\r\n\r\n3\r\nabc\r\n0\r\nx-sum: 1\r\n\r\n"
+    ).encode()
+
+    lines = [_send_raw(shared, request) for _ in range(3)]
+
+    assert [line.split()[1] for line in lines] == [b"200", b"200", b"429"]
+
+
+@_needs_tolerant
+def test_a_body_cut_off_at_the_buffer_limit_is_not_counted() -> None:
+    """In tolerant mode a body over the limit streams through whole, uncounted; one below it is counted."""
+    document = bundle(policy("p", {"pathPrefix": "/"}))
+    with stack(document, body_mode="tolerant", buffer_limit=100_000) as made:
+        large = [made.send("/", method="POST", body=b"x" * 1_000_000).status for _ in range(5)]
+        small = [made.send("/", method="POST", body=b"x" * 1_000).status for _ in range(3)]
+
+        assert large == [200] * 5
+        assert small == [200, 200, 429]
+        assert {len(seen.body) for seen in made.upstream.seen[:5]} == {1_000_000}
+        assert {seen.header("content-length") for seen in made.upstream.seen[:5]} == {"1000000"}
+        assert made.loopguard.metric("uncounted_total", policy="p", reason="body_truncated") == 5
+
+
+@_needs_tolerant
+@pytest.mark.parametrize("path", ["/unmatched/close", "/bodiless/close", "/counted/close"])
+def test_where_envoy_retries_bodies_arrive_as_they_were_sent(path: str) -> None:
+    """What Envoy has collected of a body in parts, and keeps for retries as well, it must not hand on twice."""
+
+    def retried(config: str) -> str:
+        host = 'domains: ["*"]'
+        assert host in config
+        return config.replace(host, f"{host}\n              retry_policy: {{retry_on: connect-failure}}")
+
+    document = bundle(
+        policy("counted", {"pathPrefix": "/counted"}), policy("bodiless", {"pathPrefix": "/bodiless"}, body="ignore")
+    )
+    with stack(document, body_mode="tolerant", buffer_limit=10_485_760, edit=retried) as made:
+        for number in range(20):  # of new connections, on which the upstream takes its time
+            body = random.Random(number).randbytes(11_000_000)
+            assert made.send(f"{path}?{number}", method="POST", body=body).status == 200
+            assert hash(made.upstream.seen[-1].body) == hash(body)  # which are too long to be shown
+
+
+def test_without_a_body_phase_nothing_is_taken_for_equal() -> None:
+    """Where Envoy is configured to send no bodies, requests with bodies pass uncounted instead of colliding."""
+
+    def no_bodies(config: str) -> str:
+        assert "request_body_mode: BUFFERED" in config
+        return config.replace("request_body_mode: BUFFERED", "request_body_mode: NONE")
+
+    document = bundle(policy("p", {"pathPrefix": "/"}), policy("i", {"pathExact": "/i"}, body="ignore"))
+    with stack(document, edit=no_bodies) as made:
+        statuses = [made.send("/", method="POST", body=b"%d" % number).status for number in range(5)]
+        ignoring = [made.send("/i", method="POST", body=b"%d" % number).status for number in range(3)]
+
+        assert statuses == [200] * 5
+        assert ignoring == [200, 200, 429]
+        assert made.loopguard.metric("uncounted_total", policy="p", reason="no_body_phase") == 8
+
+
+def test_streamed_bodies_are_counted_to_their_end() -> None:
+    """With STREAMED bodies every chunk is answered and the decision falls at the last one."""
+
+    def streamed(config: str) -> str:
+        return config.replace("request_body_mode: BUFFERED", "request_body_mode: STREAMED")
+
+    with stack(bundle(policy("p", {"pathPrefix": "/"}, mode="shadow")), edit=streamed) as made:
+        statuses = [made.send("/", method="POST", body=b"x" * 500_000).status for _ in range(4)]
+
+        assert statuses == [200] * 4
+        assert {len(seen.body) for seen in made.upstream.seen} == {500_000}
+        eventually(lambda: made.loopguard.metric("loops_detected_total", policy="p") == 2, "two detections")
+
+
+_HOSTILE = {
+    "invalid UTF-8 in a header": b"GET /reject/h1 HTTP/1.1\r\nhost: h\r\nx-user-id: \xff\xfe\r\n\r\n",
+    "%00 in the query": b"GET /reject/h2?a=%00&%00 HTTP/1.1\r\nhost: h\r\nx-user-id: h\r\n\r\n",
+    "broken percent encoding": b"GET /reject/h3?%zz=%1&%=%% HTTP/1.1\r\nhost: h\r\nx-user-id: h\r\n\r\n",
+    "10,000 query pairs": b"GET /reject/h4?%b HTTP/1.1\r\nhost: h\r\nx-user-id: h\r\n\r\n" % (b"a=1&" * 10_000),
+    "a JWT that is none": b"GET /reject/h5 HTTP/1.1\r\nhost: h\r\nauthorization: Bearer a.b.c\r\nx-user-id: h\r\n\r\n",
+    "a header twice": b"GET /reject/h6 HTTP/1.1\r\nhost: h\r\nx-user-id: a\r\nx-user-id: b\r\n\r\n",
+    "absolute form": b"GET http://h/reject/h7 HTTP/1.1\r\nhost: h\r\nx-user-id: h\r\n\r\n",
+    "the composite's own marks": b"GET /reject/h8?a%7C=%3D%26|&= HTTP/1.1\r\nhost: h\r\nx-user-id: a|b=c&d%25\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("request_", _HOSTILE.values(), ids=_HOSTILE.keys())
+def test_hostile_requests_are_answered_and_counted(shared: Stack, request_: bytes) -> None:
+    """An odd request is served or refused by count like any other, and nothing goes wrong inside."""
+    lines = [_send_raw(shared, request_) for _ in range(3)]
+
+    assert [line.split()[1] for line in lines] == [b"200", b"200", b"429"]
+    assert shared.loopguard.metric("fail_open_total") == 0
+
+
+def _send_headers_of(made: Stack, size: int) -> bytes:
+    filler = b"".join(b"x-fill-%d: %s\r\n" % (number, b"y" * 50_000) for number in range(size // 50_000))
+    return _send_raw(made, b"GET /big HTTP/1.1\r\nhost: h\r\n" + filler + b"\r\n")
+
+
+def test_megabytes_of_headers_reach_the_service_whole() -> None:
+    """Where Envoy allows 8 MB of headers, its largest message is read, counted and answered."""
+
+    def generous(config: str) -> str:
+        return config.replace("stat_prefix: ", "max_request_headers_kb: 8192\n          stat_prefix: ", 1)
+
+    with stack(bundle(policy("p", {"pathPrefix": "/"}, mode="shadow")), edit=generous, failure_mode="deny") as made:
+        lines = [_send_headers_of(made, 4_500_000) for _ in range(3)]
+
+        assert made.loopguard.metric("requests_total", policy="p") == 3
+        assert made.loopguard.metric("loops_detected_total", policy="p") == 1
+        assert made.envoy.stat("http.ingress.ext_proc.streams_failed") == 0
+        assert all(line.startswith(b"HTTP/1.1 ") for line in lines)
+
+
+def test_bytes_that_are_no_message_end_that_stream_alone(shared: Stack) -> None:
+    """A peer that sends garbage hears INVALID_ARGUMENT; 5 MB messages and large metadata are fine; the server lives on."""
+    method = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+    with grpc.insecure_channel(shared.loopguard.address, [("grpc.max_metadata_size", 1 << 20)]) as channel:
+        process = channel.stream_stream(method)
+        with pytest.raises(grpc.RpcError) as refusal:
+            next(process(iter([b"\xff\xff\xff"]), timeout=PATIENCE))
+        large = ProcessingRequest(request_body=HttpBody(body=b"x" * (8 << 20))).SerializeToString()
+        answer = next(process(iter([large]), timeout=PATIENCE, metadata=[("x-large", "y" * 60_000)]))
+
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert answer == b"\x1a\x00"  # an empty request_body answer
+    assert shared.send("/reject/alive", headers={"x-user-id": "alive"}).status == 200
+
+
+def test_many_requests_at_once_count_exactly_once_each(shared: Stack, user: dict[str, str]) -> None:
+    """Two hundred identical requests over twenty connections: exactly two are let through."""
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> list[bytes]:
+        lines = []
+        for _ in range(10):
+            writer.write(f"GET /reject/race HTTP/1.1\r\nhost: h\r\nx-user-id: {user['x-user-id']}\r\n\r\n".encode())
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+            await reader.readexactly(int(length.partition(b":")[2]))
+            lines.append(head.split(b" ")[1])
+        writer.close()
+        return lines
+
+    async def all_clients() -> list[bytes]:
+        pairs = [await asyncio.open_connection("127.0.0.1", shared.envoy.port) for _ in range(20)]
+        return [status for lines in await asyncio.gather(*(client(*pair) for pair in pairs)) for status in lines]
+
+    statuses = asyncio.run(all_clients())
+
+    assert sorted(statuses) == [b"200"] * 2 + [b"429"] * 198
+
+
+def test_connections_that_say_nothing_cost_nothing(shared: Stack) -> None:
+    """Half-open connections to Loopguard's port, or ones that speak no HTTP/2, do not disturb it."""
+    path = shared.loopguard.address.removeprefix("unix:")
+    silent = [socket.socket(socket.AF_UNIX) for _ in range(20)]
+    for number, connection in enumerate(silent):
+        connection.connect(path)
+        if number % 2:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+
+    assert shared.send("/reject/quiet", headers={"x-user-id": "quiet"}).status == 200
+    for connection in silent:
+        connection.close()

@@ -1,0 +1,1 @@
+"""What a client may send, and what Envoy tells of it."""

@@ -1,0 +1,114 @@
+"""What clients do so that a request cannot be counted, through the real Envoy: it is counted all the same, or refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.documents import bundle, policy
+from tests.support.harness import Stack, stack
+
+DATA = json.dumps({"messages": [{"role": "user", "content": "Grüße"}]}, ensure_ascii=False)
+PLAIN = DATA.encode()
+LIMIT = 4096
+
+_STRICT = policy(
+    "strict", {"pathPrefix": "/"}, limit_keys=["header:x-user-id"], similarity="canonical", max_inspect_bytes=LIMIT
+)
+_STRICT["spec"]["uncountable"] = "reject"
+
+
+@pytest.fixture(scope="module", params=["fast", "grpcio"])
+def strict(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """A stack whose policy lets nothing pass that it cannot count."""
+    with stack(bundle(_STRICT), "--transport", request.param) as made:
+        yield made
+
+
+HOP_BY_HOP = ["x-user-id", "close, X-User-Id", "keep-alive,x-user-id , te"]
+
+
+@pytest.mark.parametrize("connection", HOP_BY_HOP)
+def test_a_client_that_has_envoy_remove_its_limit_key_is_refused(strict: Stack, user: dict[str, str], connection: str) -> None:
+    """A header that `Connection` names is gone before any filter of Envoy's runs: the request counts for no caller."""
+    headers = {"content-type": "application/json", "connection": connection, **user}
+
+    answers = [strict.send("/", method="POST", body=PLAIN, headers=headers) for _ in range(2)]
+
+    assert [(answer.status, answer.json()["error"]["code"]) for answer in answers] == [(400, "missing_descriptor")] * 2
+
+
+def test_what_envoy_sets_cannot_be_removed_by_a_client() -> None:
+    """A limit key that Envoy provides stays, whatever `Connection` names: its headers are set after those are removed."""
+
+    def named(config: str) -> str:
+        caller = '{key: x-caller, value: "%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT%"}'
+        value = f"{{header: {caller}, append_action: OVERWRITE_IF_EXISTS_OR_ADD}}"
+        first = "- remove: x-fairvisor-warning\n"
+        assert first in config
+        return config.replace(first, f"- append: {value}\n              {first}", 1)
+
+    guarded = bundle(policy("p", {"pathPrefix": "/"}, limit_keys=["header:x-caller", "header:x-user-id"]))
+    with stack(guarded, edit=named) as made:
+        headers = {"connection": "x-caller, x-user-id", "x-caller": "mine", "x-user-id": "ann"}
+        statuses = [made.send("/", headers=headers).status for _ in range(3)]
+        seen = made.upstream.seen[-1]
+
+    assert statuses == [200, 200, 429]
+    assert seen.header("x-user-id") is None
+    assert seen.header("x-caller") not in (None, "mine")
+
+
+@pytest.mark.parametrize(
+    ("data", "more"),
+    [
+        (gzip.compress(PLAIN, mtime=0), {"content-encoding": "gzip"}),
+        (DATA.encode("utf-8-sig"), {}),
+        (DATA.encode("utf-16"), {}),
+    ],
+    ids=["gzip", "BOM", "UTF-16"],
+)
+def test_a_disguise_is_seen_through(strict: Stack, user: dict[str, str], data: bytes, more: dict[str, str]) -> None:
+    """Another spelling of the same body is the same body."""
+    plain = {"content-type": "application/json", **user}
+
+    statuses = [
+        strict.send("/", method="POST", body=body, headers=headers).status
+        for body, headers in ((PLAIN, plain), (data, plain | more), (PLAIN, plain), (data, plain | more))
+    ]
+
+    assert statuses == [200, 200, 429, 429]
+
+
+def test_json_that_claims_to_be_grpc_is_counted(strict: Stack, user: dict[str, str]) -> None:
+    """A content type alone makes no gRPC request: the third is refused, in gRPC's way, as the client has asked for it."""
+    headers = {"content-type": "application/grpc", **user}
+
+    answers = [strict.send("/", method="POST", body=PLAIN, headers=headers) for _ in range(3)]
+
+    assert [answer.headers.get("grpc-status") for answer in answers] == [None, None, "8"]
+
+
+@pytest.mark.parametrize(
+    ("target", "data", "more", "status", "why"),
+    [
+        ("/", b"not gzip", {"content-encoding": "gzip"}, 415, "content_encoding"),
+        ("/", gzip.compress(b" " * 2_000_000, mtime=0), {"content-encoding": "gzip"}, 413, "inspect_limit"),
+        ("/", PLAIN + b" " * LIMIT, {}, 413, "inspect_limit"),
+        (f"/?{'&' * 10_001}", PLAIN, {}, 400, "target_too_long"),
+        ("/", PLAIN, {"x-user-id": ""}, 400, "missing_descriptor"),
+    ],
+    ids=["not gzip", "bomb", "padding", "query", "nobody"],
+)
+def test_what_cannot_be_counted_is_refused(
+    strict: Stack, user: dict[str, str], target: str, data: bytes, more: dict[str, str], status: int, why: str
+) -> None:
+    """The first such request does not reach the upstream, and its refusal says what is wrong with it."""
+    answer = strict.send(target, method="POST", body=data, headers={"content-type": "application/json", **user, **more})
+
+    assert answer.status == status
+    assert answer.headers["x-fairvisor-reason"] == "uncountable"
+    assert json.loads(answer.body)["error"]["code"] == why

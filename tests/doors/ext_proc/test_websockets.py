@@ -1,0 +1,205 @@
+"""WebSockets: those for model calls are refused so that clients fall back to HTTP, where calls are seen; all others pass."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import socket
+from typing import Any
+
+import h2.config
+import h2.connection
+import h2.events
+import pytest
+import websockets.exceptions
+import websockets.sync.client
+
+from extproc.engine.orders import ALLOW, BLOCK
+from extproc.ext_proc.service import Service
+from extproc.pb.external_processor_pb2 import ProcessingRequest
+from tests.support.documents import bundle, policy
+from tests.support.engine import ANY
+from tests.support.harness import Stack, stack
+from tests.support.messages import headers
+from tests.support.orders import USER, obey, order
+from tests.support.servers import listening
+from tests.support.service import decoded, exchange, headers_of, make_service, sample
+
+POSTS = {"pathPrefix": "/v1/", "methods": ["POST"]}
+WHY = "responses_websocket"
+
+
+def _greet(client: socket.socket) -> None:
+    """An upstream that says hello over a WebSocket (RFC 6455), and answers all other requests with 200."""
+    head = b""
+    while b"\r\n\r\n" not in head:
+        head += client.recv(65_536)
+    key = re.search(rb"(?i)sec-websocket-key: (\S+)", head)
+    if key is None:
+        client.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        return
+    accepted = base64.b64encode(hashlib.sha1(key[1] + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())  # noqa: S324
+    switching = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    client.sendall(switching + b"sec-websocket-accept: %b\r\n\r\n\x81\x05hello" % accepted)
+    while client.recv(65_536):
+        pass
+
+
+def _open(made: Stack, path: str, **more: str) -> int:
+    """The status of a handshake; one that succeeds is tried out."""
+    try:
+        with websockets.sync.client.connect(f"ws://127.0.0.1:{made.envoy.port}{path}", additional_headers=more) as client:
+            assert client.recv(60) == "hello"
+    except websockets.exceptions.InvalidStatus as refusal:
+        return refusal.response.status_code
+    return 101
+
+
+@pytest.mark.parametrize("body_mode", ["strict", "tolerant"])
+@pytest.mark.parametrize("transport", ["fast", "grpcio"])
+def test_a_websocket_for_model_calls_is_refused_and_posts_work(transport: str, body_mode: str) -> None:
+    """Whatever methods the policy names, Codex hears 426 and goes on with POST; others pass, and so do all in shadow."""
+    document = bundle(
+        policy("preset", POSTS, **USER, missing_descriptor="require_one"),
+        policy("azure", {"pathPrefix": "/openai/", "methods": ["POST"]}, body="ignore"),
+        policy("watching", {"pathPrefix": "/shadow/", "methods": ["POST"]}, mode="shadow"),
+        policy("elsewhere", {"pathPrefix": "/elsewhere/", "hosts": ["other.example"]}),
+        policy("guarded", {"pathPrefix": "/elsewhere/"}, mode="shadow"),
+    )
+    flags = ["--transport", transport]
+    with listening(_greet) as upstream, stack(document, *flags, upstream=upstream, body_mode=body_mode) as made:
+        refused = [_open(made, "/v1/responses"), _open(made, "/openai/v1/responses?api-version=preview", x_user_id="ann")]
+        passed = [_open(made, path) for path in ("/v1/realtime", "/shadow/v1/responses", "/elsewhere/v1/responses")]
+        posted = [made.send("/v1/responses", method="POST", body=b"{}", headers={"x-user-id": "ann"}).status for _ in range(3)]
+
+        assert refused == [426, 426]
+        assert passed == [101, 101, 101]
+        assert posted == [200, 200, 429]
+        metric = made.loopguard.metric
+        for name in ("preset", "azure"):
+            assert metric("uncountable_rejected_total", policy=name) == 1
+            assert metric("uncounted_total", policy=name, reason=WHY) == 1
+        assert metric("uncounted_total", policy="watching", reason=WHY) == 1
+        assert metric("uncountable_rejected_total") == 2
+
+
+def test_over_http2_it_is_refused_as_well() -> None:
+    """An extended CONNECT (RFC 8441) is an upgrade to Envoy; its refusal has no header that HTTP/2 forbids."""
+
+    def connecting(config: str) -> str:
+        options = "http2_protocol_options:\n            initial_stream"
+        assert options in config
+        return config.replace(options, options.replace("initial", "allow_connect: true\n            initial"), 1)
+
+    with stack(bundle(policy("p", POSTS)), edit=connecting) as made, made.connect() as connection:
+        settings = h2.config.H2Configuration(validate_outbound_headers=False)
+        http = h2.connection.H2Connection(settings)
+        http.initiate_connection()
+        lines = {":method": "CONNECT", ":protocol": "websocket", ":scheme": "http", ":path": "/v1/responses", ":authority": "h"}
+        connection.sendall(http.data_to_send())
+        http.receive_data(connection.recv(65_536))  # that it takes an extended CONNECT
+        http.send_headers(1, [*lines.items(), ("sec-websocket-version", "13")])
+        connection.sendall(http.data_to_send())
+        events: list[h2.events.Event] = []
+        while not any(isinstance(event, h2.events.ResponseReceived) for event in events):
+            events += http.receive_data(connection.recv(65_536))
+
+        answer = next(event for event in events if isinstance(event, h2.events.ResponseReceived))
+        assert dict(answer.headers)[b":status"] == b"426"
+
+
+def handshake(path: str = "/v1/responses", **more: str) -> ProcessingRequest:
+    """What Envoy shows of one."""
+    given: dict[str, Any] = {"connection": "Upgrade", "upgrade": "websocket", **more}
+    return headers(path, method="GET", **given)
+
+
+def status(service: Service, message: ProcessingRequest) -> int:
+    """What becomes of it; 0 where it goes on."""
+    return int(decoded(exchange(service, message)[-1]).immediate_response.status.code)
+
+
+def test_its_refusal_says_what_to_do() -> None:
+    """In the shape of the API's errors, with the protocol that works (RFC 9110 section 15.5.22)."""
+    answer = decoded(exchange(make_service(policy("p", POSTS)), handshake())[-1])
+
+    told = headers_of(answer)
+    assert (told["Upgrade"], told["Connection"], told["x-should-retry"]) == ("HTTP/1.1", "Upgrade", "false")
+    error = json.loads(answer.immediate_response.body)["error"]
+    assert error["code"] == WHY
+    assert "by HTTP POST" in error["message"]
+
+
+_ENDED = headers("/v1/responses", method="GET", upgrade="websocket", end=True)
+_PROTOCOL: dict[str, Any] = {":protocol": "websocket"}
+_REALTIME = handshake("/v1/realtime")
+
+
+@pytest.mark.parametrize(
+    ("made", "message", "expected"),
+    [
+        ({}, handshake(), 426),
+        ({}, _ENDED, 426),
+        ({}, handshake(upgrade="WebSocket"), 426),
+        ({}, handshake(upgrade="h2c, websocket/13"), 426),
+        ({}, headers("/v1/responses", method="CONNECT", **_PROTOCOL), 426),
+        ({}, handshake("/v1/responses/"), 0),
+        ({}, handshake(upgrade="h2c"), 0),
+        ({}, _REALTIME, 0),
+        ({}, handshake("/v2/responses"), 0),
+        ({"body": "ignore"}, handshake(), 426),
+        ({"limit_keys": ["header:x-user-id"], "missing_descriptor": "skip"}, handshake(), 426),
+        ({"limit_keys": ["header:x-user-id"]}, handshake(x_user_id="u" * 9_000), 426),
+        ({"limit_keys": ["body:/model"]}, handshake(), 426),
+        ({"mode": "shadow"}, handshake(), 0),
+        ({"mode": "shadow", "body": "ignore"}, handshake(), 0),
+        ({"selector": POSTS | {"hosts": ["host"]}}, handshake(), 426),
+        ({"selector": POSTS | {"hosts": ["other"]}}, handshake(), 0),
+        ({"selector": POSTS | {"routes": ["r"]}}, handshake(), 0),
+    ],
+)
+def test_what_is_refused(made: dict[str, Any], message: ProcessingRequest, expected: int) -> None:
+    """By every enforcing policy whose selector takes the path, the host and the route; nothing but methods is passed over."""
+    service = make_service(policy("p", **({"selector": POSTS} | made)))
+
+    assert [status(service, message) for _ in range(4)] == [expected] * 4  # nor is it ever counted
+
+
+def test_a_policy_that_forbids_what_it_cannot_count_refuses_the_others() -> None:
+    """As before, for upgrades that its methods let it see."""
+    strict = policy("p", {"pathPrefix": "/v1/"})
+    strict["spec"]["uncountable"] = "reject"
+    service = make_service(strict)
+
+    assert [status(service, message) for message in (_REALTIME, handshake())] == [415, 426]
+    assert sample(service, "uncountable_rejected_total", policy="p", reason="upgrade") == 1
+
+
+def test_what_a_policy_bypasses_it_does_not_refuse() -> None:
+    """Its author has said so."""
+    lenient = policy("p", POSTS)
+    lenient["spec"]["bypass"] = [{"header": "x-trusted"}]
+
+    assert [status(make_service(lenient), message) for message in (handshake(x_trusted="1"), handshake())] == [0, 426]
+
+
+def test_operators_come_first() -> None:
+    """Who is allowed may open one, who is blocked hears that, and a policy with a ramp refuses its share."""
+    allowed = obey(make_service(policy("p", ANY, **USER)), order(ALLOW))
+    blocked = obey(make_service(policy("p", ANY, **USER)), order(BLOCK))
+    ramped = make_service(policy("p", POSTS, **USER, enforce_percent=50))
+
+    assert [status(allowed, handshake(x_user_id=user)) for user in ("ann", "bob")] == [0, 426]
+    assert status(blocked, handshake(x_user_id="ann")) == 429
+    assert {status(ramped, handshake(x_user_id=str(number))) for number in range(40)} == {0, 426}
+
+
+def test_serve_in_shadow_refuses_none() -> None:
+    """Nothing is refused by a Loopguard that runs with --shadow; the metric tells of them."""
+    service = make_service(policy("p", POSTS, mode="shadow"))
+
+    assert status(service, handshake()) == 0
+    assert sample(service, "uncounted_total", policy="p", reason=WHY) == 1
+    assert sample(service, "uncountable_rejected_total", policy="p", reason=WHY) == 0

@@ -1,0 +1,1 @@
+"""What operators see and order, on running servers."""

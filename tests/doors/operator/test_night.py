@@ -1,0 +1,323 @@
+"""Three in the morning, on the real Envoy with two replicas and a real Valkey: who loops, free them, stop them."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.cli.main import main
+from extproc.operator.overrides import parse_order, write_override
+from extproc.operator.table import MAX_ROWS
+from extproc.store.rules.documents import MAX_ORDERS
+from tests.support.documents import bundle, policy
+from tests.support.harness import Loopguard, Stack, eventually, stack
+from tests.support.pages import Outline
+from tests.support.receivers import CA, Receiver, receiving
+from tests.support.servers import Driver, Server, impostor, server
+
+TOKEN = "correct-horse-battery-staple"
+USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
+POLICIES = bundle(
+    policy("webhooks", {"pathPrefix": "/hook"}, action="warn", escalate={"reject": 20}, **USER),
+    policy("agents", {"pathExact": "/v1/chat/completions"}, similarity="tool_calls", **USER),
+    policy("polls", {"pathPrefix": "/poll"}, threshold_identical_requests=2, cooldown_seconds=600, **USER),
+)
+
+CALL = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "search_the_web", "arguments": "{}"}}]}
+FOUND = {"role": "tool", "tool_call_id": "1", "content": "nothing"}
+STUCK = json.dumps({"model": "gpt-4o", "messages": [CALL, FOUND] * 4}).encode()
+
+_steps = count()
+
+TENANTS = 1_200
+"""More than a table holds."""
+
+
+@dataclass
+class Night:
+    """Envoy, two replicas, Valkey and a webhook; how the replicas are started, and how the first one's admin port is asked."""
+
+    made: Stack
+    valkey: Server
+    told: Receiver
+    flags: tuple[str, ...]
+    asked: list[str]
+
+    def send(self, path: str, user: str, times: int = 1, body: bytes = b"{}") -> list[int]:
+        """What becomes of equal requests, one after the other."""
+        headers = {"x-user-id": user}
+        return [self.made.send(path, method="POST", body=body, headers=headers).status for _ in range(times)]
+
+    def order(self, *arguments: str) -> str:
+        """Give an order by the command, and wait until every replica obeys it; its name."""
+        known = self.read_orders()
+        assert main([*arguments, *self.asked]) == 0
+        eventually(lambda: (now := self.read_orders())[0] == now[1] != known[1], "the same order everywhere")
+        newest: str = json.loads(self.read_orders()[0])["overrides"][0]["override"]
+        return newest
+
+    def read_orders(self) -> list[str]:
+        """What each replica obeys."""
+        return [replica.get("/overrides")[1] for replica in self.made.replicas]
+
+    def read_loops(self) -> list[dict[str, dict[str, Any]]]:
+        """What each replica says about whom."""
+        return [{loop["descriptors"]["x-user-id"]: loop for loop in loops} for loops in self._list_loops()]
+
+    def count_loops(self) -> list[int]:
+        """How many loops each replica knows of."""
+        return [len(loops) for loops in self._list_loops()]
+
+    def _list_loops(self) -> list[list[dict[str, Any]]]:
+        return [json.loads(replica.get("/loops")[1])["loops"] for replica in self.made.replicas]
+
+    def count_orders(self) -> list[float]:
+        """How many orders each replica obeys."""
+        return [replica.metric("overrides") for replica in self.made.replicas]
+
+    def restart(self, number: int) -> Loopguard:
+        """Replace a replica, as a rollout does."""
+        old = self.made.replicas[number]
+        old.stop()
+        self.made.replicas[number] = Loopguard(self.made.folder, *self.flags, listen=old.address)
+        return self.made.replicas[number]
+
+    def find_event(self, kind: str, subject: str) -> dict[str, Any]:
+        """Wait for what the webhook is told."""
+
+        def probe() -> dict[str, Any] | None:
+            events = [event for _, batch in list(self.told.batches) for event in json.loads(batch)]
+            found = [event for event in events if (event["type"], event["subject"]) == (f"io.loopguard.{kind}.v1", subject)]
+            return found[0] if found else None
+
+        return eventually(probe, f"an event {kind} about {subject}")
+
+
+@pytest.fixture(scope="module")
+def night() -> Iterator[Night]:
+    """The night's set-up."""
+    with tempfile.TemporaryDirectory(prefix="lg") as name, server() as valkey, receiving(204) as told:
+        tokens, authority = Path(name) / "tokens", Path(name) / "ca.pem"
+        tokens.write_text(TOKEN)
+        CA.cert_pem.write_to_path(str(authority))
+        events = ("--events", told.url, "--events-ca", str(authority))
+        flags = ("--store", f"redis://{valkey.address}", "--admin-token-file", str(tokens), "--show-callers", *events)
+        with stack(POLICIES, *flags, replicas=2) as made:
+            asked = ["--admin", f"http://127.0.0.1:{made.replicas[0]._admin}", "--token-file", str(tokens)]
+            yield Night(made, valkey, told, flags, asked)
+            for replica in made.replicas:
+                replica.stop()
+
+
+@pytest.fixture(autouse=True)
+def _healthy(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever happens in a test of the night, nobody else notices: agents that get on with their work are let through."""
+    if "night" not in request.fixturenames:
+        yield
+        return
+    with working(request.getfixturevalue("night").send) as statuses:
+        yield
+    assert set(statuses) == {200}
+
+
+@contextmanager
+def working(send: Callable[..., list[int]]) -> Iterator[list[int]]:
+    """Some agents at work meanwhile, none of whose requests is like another; what became of these."""
+    statuses: list[int] = []
+    over = threading.Event()
+
+    def work() -> None:
+        for step in _steps:
+            body = json.dumps({"messages": [{"role": "user", "content": f"step {step}"}]}).encode()
+            for path in ("/v1/chat/completions", "/hook/billing", "/poll"):
+                statuses.extend(send(path, f"healthy-{step % 5}", body=body))
+            if over.wait(0.05):
+                return
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield statuses
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_everybody_is_named_for_what_he_does(night: Night) -> None:
+    """Whichever replica is asked, it knows the storm, the stuck agent and the poller from each other, and nobody else."""
+    assert night.send("/hook/billing", "storm", 30) == [200] * 19 + [429] * 11
+    assert night.send("/v1/chat/completions", "agent-7", 5, STUCK) == [429] * 5
+    assert night.send("/poll", "poller", 6) == [200] + [429] * 5
+    expected = {
+        "storm": ("webhooks", "/hook/billing", [], 17, 11),
+        "agent-7": ("agents", "/v1/chat/completions", ["search_the_web"], 0, 5),
+        "poller": ("polls", "/poll", [], 0, 5),
+    }
+
+    def describe(loops: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, ...]]:
+        return {
+            user: (loop["policy"], loop["path"], loop["tools"], loop["warned"], loop["refused"]) for user, loop in loops.items()
+        }
+
+    eventually(lambda: [describe(loops) for loops in night.read_loops()] == [expected, expected], "all loops on both replicas")
+    for replica in night.made.replicas:
+        page = re.sub(r"\s+", " ", replica.get("/")[1])
+        for shown in ("3 active loops", "2 replicas", *(f"x-user-id: <b>{user}</b>" for user in expected), "search_the_web"):
+            assert shown in page, shown
+        assert "healthy" not in page
+
+
+def test_a_poller_is_freed_and_a_runaway_is_stopped_everywhere(night: Night) -> None:
+    """One command each: the poller stays free on both replicas, the stuck agent is refused on both, whatever it sends."""
+    made = night.made
+    assert night.send("/poll", "honest", 3) == [200, 429, 429]
+    assert night.send("/v1/chat/completions", "runaway", 1, STUCK) == [429]
+    seen = eventually(lambda: night.read_loops()[0].get("honest"), "the poller on the page")
+
+    night.order("allow", "--caller", seen["caller"], "--for", "30m", "--reason", "polls")
+    night.order("block", "--caller", "x-user-id=runaway", "--for", "30m")
+
+    assert night.send("/poll", "honest", 12) == [200] * 12
+    answers = [made.send(f"/hook/{n}", method="POST", body=b"{}", headers={"x-user-id": "runaway"}) for n in range(12)]
+    assert {(answer.status, answer.headers["x-fairvisor-reason"]) for answer in answers} == {(429, "blocked")}
+    assert int(answers[0].headers["retry-after"]) > 1_700
+    assert made.envoy.logged("/hook/0", status=429)["loop_reason"] == "blocked"
+    for replica in made.replicas:
+        assert replica.metric("overridden_total", kind="allow") > 0
+        assert replica.metric("overridden_total", kind="block") > 0
+
+
+def test_a_release_holds_on_both_replicas(night: Night) -> None:
+    """A cooldown of ten minutes is over for the released caller everywhere, and a new loop begins a new count."""
+    assert night.send("/poll", "carl", 5) == [200, 429, 429, 429, 429]
+
+    night.order("release", "--caller", "x-user-id=carl")
+
+    assert night.send("/poll", "carl", 3) == [200, 429, 429]
+
+
+def test_what_operators_do_is_told(night: Night) -> None:
+    """Each order is an event of its own at the webhook, with who gave it and what for; so is a loop that began."""
+    night.send("/poll", "eve", 2)
+    blocked = night.order("block", "--caller", "x-user-id=eve", "--reason", "incident 7")
+    released = night.order("release", "--caller", "x-user-id=eve")
+    night.order("overrides", "--revoke", blocked)
+
+    given = night.find_event("override.given", blocked)["data"]
+    assert (given["kind"], given["reason"], given["who"].endswith("(token)")) == ("block", "incident 7", True)
+    assert night.find_event("loop.released", released)["data"]["kind"] == "release"
+    assert night.find_event("override.revoked", blocked)["data"]["override"] == blocked
+    began = eventually(lambda: [event for event in list_began(night.told) if event["caller"] == {"x-user-id": "eve"}])
+    assert {(event["policy"], event["path"]) for event in began} == {("polls", "/poll")}
+
+
+def list_began(told: Receiver) -> list[dict[str, Any]]:
+    """The loops that the webhook knows of."""
+    events = [event for _, batch in list(told.batches) for event in json.loads(batch)]
+    return [event["data"] for event in events if event["type"] == "io.loopguard.loop.began.v1"]
+
+
+def test_a_restart_of_both_replicas_loses_nothing(night: Night) -> None:
+    """Orders, loops with all of their requests, and counts are there from a replica's first moment on."""
+    night.order("block", "--caller", "x-user-id=late")
+    orders = night.read_orders()
+    assert night.send("/poll", "stubborn", 9) == [200] + [429] * 8
+
+    for number in (0, 1):
+        fresh = night.restart(number)
+        assert fresh.get("/overrides")[1] == orders[number]
+    night.asked[1] = f"http://127.0.0.1:{night.made.replicas[0]._admin}"
+
+    eventually(
+        lambda: [loops.get("stubborn", {}).get("refused") for loops in night.read_loops()] == [8, 8], "all that was refused"
+    )
+    eventually(lambda: night.send("/poll", "stubborn") == [429], "a replica that Envoy has found again")
+    eventually(lambda: night.send("/poll/other", "late") == [429], "the block")
+
+
+def test_a_thousand_tenants_at_once_hide_nobody(night: Night) -> None:
+    """What is shown stays bounded, whoever goes on looping stays in sight, and scripts for names are text."""
+
+    def loop(number: int) -> list[int]:
+        hidden = night.send("/v1/chat/completions", "in-the-crowd", 1, STUCK) if number % 100 == 0 else []
+        assert hidden in ([], [429])
+        return night.send("/poll/<script>alert(1)</script>", f"<img/src=x/onerror=alert({number})>", 2)
+
+    with ThreadPoolExecutor(4) as pool:
+        statuses = list(pool.map(loop, range(TENANTS)))
+
+    assert statuses == [[200, 429]] * TENANTS
+    eventually(lambda: all("in-the-crowd" in loops for loops in night.read_loops()), "the agent on both replicas")
+    eventually(lambda: night.count_loops() == [MAX_ROWS] * 2, "as many as there is room for on both replicas")
+    for replica in night.made.replicas:
+        seen = Outline(replica.get("/?sort=first")[1])
+        assert (seen.elements.count("script"), "img" in seen.elements, seen.handlers) == (1, False, [])
+
+
+def test_more_orders_than_there_is_room_for(night: Night, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten thousand stand and are obeyed by both replicas; one more is refused with what to do, and those go on to hold."""
+    allowed = parse_order({"kind": "allow", "tool": "search_the_web"}, "a script", time.time(), [])
+    with Driver(f"redis://{night.valkey.address}") as driver:
+
+        async def fill() -> None:
+            standing = await driver.store.read_orders("overrides", "")
+            assert standing is not None
+            for number in range(MAX_ORDERS - len(standing.documents)):
+                await driver.store.put_order("overrides", f"order-{number}", write_override(allowed), 600)
+
+        driver.run(fill())
+    eventually(lambda: night.count_orders() == [MAX_ORDERS] * 2, "all of them")
+
+    assert main(["block", "--caller", "x-user-id=one-more", *night.asked]) == 1
+    assert f"there are {MAX_ORDERS} overrides already; revoke some, or wait until they end" in capsys.readouterr().err
+    assert night.send("/v1/chat/completions", "let-go", 4, STUCK) == [200] * 4
+    night.valkey.client().flushall()
+    eventually(lambda: night.count_orders() == [0, 0], "the end of all orders on both replicas")
+    assert night.send("/v1/chat/completions", "let-go", 1, STUCK) == [429]
+
+
+def test_without_the_store_what_is_known_holds(night: Night, capsys: pytest.CaptureFixture[str]) -> None:
+    """While the store is away, to the end of the night, blocks hold; a new order is refused with the reason; requests go on."""
+    night.order("block", "--caller", "x-user-id=dora")
+
+    night.valkey.stop()
+    eventually(lambda: night.send("/poll", f"user-{time.monotonic_ns()}", 2) and _know_that_it_is_away(night.made))
+
+    answers = [night.made.send(f"/poll/{number}", headers={"x-user-id": "dora"}) for number in range(6)]
+    assert {answer.headers.get("x-fairvisor-reason") for answer in answers} == {"blocked"}
+    capsys.readouterr()
+    assert main(["block", "--caller", "x-user-id=emil", *night.asked]) == 1
+    assert "503" in capsys.readouterr().err
+
+
+def _know_that_it_is_away(made: Stack) -> bool:
+    return all("unavailable" in replica.get("/readyz")[1] for replica in made.replicas)
+
+
+def test_a_dead_webhook_costs_nothing_but_its_events() -> None:
+    """While a receiver says nothing requests are judged and drops are counted, and the process ends as ever."""
+    short = "import extproc.operator.events\nextproc.operator.events.MAX_QUEUED = 5"
+    with impostor(b"") as silent, stack(POLICIES, "--events", f"https://{silent}/", preamble=short) as made:
+        for number in range(20):
+            statuses = [made.send("/poll", headers={"x-user-id": f"user-{number}"}).status for _ in range(2)]
+            assert statuses == [200, 429]
+        eventually(lambda: made.loopguard.metric("events_total", result="dropped") > 0, "a queue that is full")
+
+        assert made.send("/poll", headers={"x-user-id": "user-0"}).status == 429
+        assert made.loopguard.metric("events_total", result="sent") == 0
+        made.loopguard.signal(signal.SIGTERM)
+        assert made.loopguard.wait() == 0
+        assert "events are dropped" in made.loopguard.output()

@@ -1,0 +1,166 @@
+"""What operators see of a night with loops: two replicas on one Valkey behind the real Envoy."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.documents import bundle, policy
+from tests.support.harness import Loopguard, Stack, eventually, stack
+from tests.support.servers import Server, server
+
+_USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
+CALL = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "search", "arguments": '{"q": "a"}'}}]}
+FOUND = {"role": "tool", "tool_call_id": "1", "content": "nothing"}
+STUCK = json.dumps({"model": "gpt-4o", "messages": [CALL, FOUND] * 4}).encode()
+
+NIGHT = bundle(
+    policy("storm", {"pathPrefix": "/hook"}, **_USER),
+    policy("agents", {"pathExact": "/v1/chat/completions"}, similarity="tool_calls", **_USER),
+    policy("canary", {"pathExact": "/v1/chat/completions"}, mode="shadow", action="throttle", **_USER),
+)
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[Server]:
+    """A Valkey server."""
+    with server() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def night(valkey: Server) -> Iterator[Stack]:
+    """Two replicas on one store, which show callers, after a storm, a stuck agent and a healthy client."""
+    with stack(NIGHT, "--store", f"redis://{valkey.address}", "--show-callers", "--price", "2.5", replicas=2) as made:
+        for number in range(40):
+            made.send("/hook", method="POST", body=b"{}", headers={"x-user-id": "storm"})
+            made.send(f"/hook/{number}", headers={"x-user-id": "healthy"})
+        for _ in range(6):
+            made.send("/v1/chat/completions", method="POST", body=STUCK, headers={"x-user-id": "stuck"})
+        yield made
+
+
+def read_loops(replica: Loopguard, query: str = "") -> dict[str, Any]:
+    """What a replica says about loops."""
+    status, body = replica.get(f"/loops{query}")
+    assert status == 200, body
+    report: dict[str, Any] = json.loads(body)
+    return report
+
+
+def wait_for_loops(replica: Loopguard, requests: int) -> dict[str, dict[str, Any]]:
+    """The loops by policy, once a replica knows of so many requests."""
+
+    def probe() -> dict[str, dict[str, Any]] | None:
+        report = read_loops(replica)
+        known = report["total"]["requests"] == requests
+        return {loop["policy"]: loop for loop in report["loops"]} if known else None
+
+    return eventually(probe, f"{requests} requests in /loops")
+
+
+def test_every_replica_names_each_loop(night: Stack) -> None:
+    """Whichever replica is asked knows the storm, the stuck agent and the shadow's verdicts, and no healthy client."""
+    for replica in night.replicas:
+        loops = wait_for_loops(replica, requests=38 + 6 + 4)
+
+        assert sorted(loops) == ["agents", "canary", "storm"]
+        storm, agents, canary = loops["storm"], loops["agents"], loops["canary"]
+        assert storm["descriptors"] == {"x-user-id": "storm"}
+        assert (storm["count"], storm["refused"], storm["requests_not_sent_on"], storm["looping"]) == (40, 38, 38, True)
+        assert (agents["descriptors"], agents["tools"]) == ({"x-user-id": "stuck"}, ["search"])
+        assert (agents["model"], agents["refused"]) == ("gpt-4o", 6)
+        assert agents["input_tokens_not_sent_on"] == len(STUCK) * 6 // 4
+        assert agents["cost_usd"] == round(2.5 * agents["input_tokens"] / 1_000_000, 4)
+        assert (canary["mode"], canary["shadow"], canary["refused"]) == ("shadow", {"throttle": 4}, 0)
+
+
+def test_a_route_is_told_by_its_name(night: Stack) -> None:
+    """Envoy's own name for the route stands beside the path."""
+    loops = wait_for_loops(night.replicas[0], requests=48)
+
+    assert loops["storm"]["path"] == "/hook"
+    assert loops["storm"]["route"]
+
+
+def test_the_curve_is_there(night: Stack) -> None:
+    """What was acted on, minute by minute, over both replicas."""
+    wait_for_loops(night.replicas[1], requests=48)
+    drawn = {(curve["policy"], curve["action"]): curve["minutes"] for curve in read_loops(night.replicas[1])["curves"]}
+
+    assert {key: sum(minutes) for key, minutes in drawn.items()} == {
+        ("storm", "reject"): 38,
+        ("agents", "reject"): 6,
+        ("canary", "throttle"): 4,
+    }
+
+
+def test_callers_are_hidden_and_shown_again_while_the_server_runs(night: Stack) -> None:
+    """SIGUSR1 turns the values of callers off and on, and that is logged; the other replica goes on as it was."""
+    replica = night.replicas[0]
+    replica.signal(signal.SIGUSR1)
+    replica.wait_for("SIGUSR1: callers are shown by a hash")
+
+    assert {loop["descriptors"] is None for loop in read_loops(replica)["loops"]} == {True}
+
+    replica.signal(signal.SIGUSR1)
+    replica.wait_for("SIGUSR1: callers are shown by their values")
+    assert {loop["descriptors"] is None for loop in read_loops(replica)["loops"]} == {False}
+
+
+def test_the_log_names_the_stuck_agent_beside_the_storm(night: Stack) -> None:
+    """Neither of the two has more lines than powers of two in its requests."""
+    lines = [line for replica in night.replicas for line in replica.output().splitlines() if "loop detected" in line]
+
+    assert any("tool=search" in line and "path=/v1/chat/completions" in line for line in lines)
+    assert len([line for line in lines if "policy=storm" in line]) <= 2 * len(night.replicas) * 6
+    assert all(re.search(r"requests=(1|2|4|8|16|32)\b", line) for line in lines)
+
+
+def test_other_programs_are_told(tmp_path: Path) -> None:
+    """A loop, an override, a policy that begins to act, and a store that goes and comes back are events, each once."""
+    file = tmp_path / "events.jsonl"
+    looked = policy("p", {"pathPrefix": "/"}, mode="shadow", **_USER)
+    with server() as valkey, stack(bundle(looked), "--store", f"redis://{valkey.address}", "--events", str(file)) as made:
+
+        def wait_for(kind: str) -> dict[str, Any]:
+            return eventually(lambda: _find_event(file, kind), f"an event {kind}")
+
+        for _ in range(4):
+            made.send("/", headers={"x-user-id": "ann"})
+        began = wait_for("loop.began")
+        made.write_policies(bundle({**looked, "spec": {**looked["spec"], "mode": "enforce"}}))
+        promoted = wait_for("policy.promoted")
+        valkey.kill()
+        made.send("/", headers={"x-user-id": "bob"})
+        wait_for("store.lost")
+        valkey.start()
+        wait_for("store.back")
+
+    kinds = [json.loads(line)["type"] for line in file.read_text().splitlines()]
+    assert (began["data"]["mode"], began["data"]["requests"]) == ("shadow", {"reject": 2})
+    assert (promoted["subject"], promoted["data"]["mode"]) == ("p", "enforce")
+    assert len(kinds) == len(set(kinds))
+
+
+def _find_event(file: Path, kind: str) -> dict[str, Any] | None:
+    """The first event of a type in a file."""
+    events = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return next((event for event in events if event["type"] == f"io.loopguard.{kind}.v1"), None)
+
+
+def test_a_replica_that_ends_loses_nothing(night: Stack) -> None:
+    """What a replica knew is known to the other one after it has gone."""
+    first, second = night.replicas
+    wait_for_loops(second, requests=48)
+
+    first.signal(signal.SIGTERM)
+    first.wait()
+
+    assert wait_for_loops(second, requests=48).keys() == {"storm", "agents", "canary"}

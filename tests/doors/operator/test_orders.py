@@ -1,0 +1,325 @@
+"""Orders over the admin port and its socket, by the commands and by whoever else tries, on running servers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.cli.main import main
+from tests.support.documents import bundle, policy
+from tests.support.harness import PATIENCE, Loopguard, eventually, write_policies
+
+TOKEN = "correct-horse-battery-staple"
+USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
+BLOCK = {"kind": "block", "caller": {"x-user-id": "ann"}, "seconds": 60}
+JSON = {"content-type": "application/json"}
+GOOD = {**JSON, "authorization": f"Bearer {TOKEN}"}
+
+
+class Running:
+    """A server that takes orders from whoever has the token, and over its socket."""
+
+    def __init__(self, folder: Path, *arguments: str, preamble: str = "") -> None:
+        self.tokens = folder / "tokens"
+        self.tokens.write_text(f"{TOKEN}\n")
+        self.socket = folder / "admin.sock"
+        write_policies(folder, bundle(policy("p", {"pathPrefix": "/"}, **USER)))
+        self.loopguard = Loopguard(folder, "--admin-socket", str(self.socket), *arguments, preamble=preamble)
+        self.url = f"http://127.0.0.1:{self.loopguard._admin}"
+
+    def ask(self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """Status and document of an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.loopguard._admin, timeout=PATIENCE)
+        try:
+            data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+            connection.request(method, path, data, headers or {})
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+    def list_standing(self) -> list[dict[str, Any]]:
+        """What stands."""
+        standing: list[dict[str, Any]] = self.ask("GET", "/overrides")[1]["overrides"]
+        return standing
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    """One server with a token file."""
+    with tempfile.TemporaryDirectory(prefix="lg") as name:
+        folder = Path(name)
+        made = Running(folder, "--admin-token-file", str(folder / "tokens"))
+        yield made
+        made.loopguard.stop()
+
+
+@pytest.fixture(scope="module")
+def reading() -> Iterator[Running]:
+    """One without, which tells its events to a file."""
+    with tempfile.TemporaryDirectory(prefix="lg") as name:
+        made = Running(Path(name), "--events", f"{name}/events.jsonl")
+        yield made
+        made.loopguard.stop()
+
+
+def test_an_order_is_given_listed_and_revoked(running: Running) -> None:
+    """Whoever has the token gives an order; everybody may read it; it can be revoked once."""
+    status, given = running.ask("POST", "/overrides", BLOCK | {"reason": "runaway"}, GOOD | {"x-loopguard-operator": "eve@x"})
+
+    assert status == 201
+    assert (given["kind"], given["reason"], given["who"], given["notes"]) == ("block", "runaway", "eve@x (token)", [])
+    assert [override["override"] for override in running.list_standing()] == [given["override"]]
+    name = given["override"]
+    assert running.ask("DELETE", f"/overrides/{name}", headers=GOOD) == (200, {"revoked": name})
+    assert running.ask("DELETE", f"/overrides/{name}", headers=GOOD)[0] == 404
+    assert running.list_standing() == []
+    assert re.search(r"override given override=\w+ kind=block .*who=\"eve@x \(token\)\"", running.loopguard.output())
+    assert "override revoked" in running.loopguard.output()
+
+
+REFUSED: dict[str, tuple[dict[str, str], int]] = {
+    "no token": (JSON, 401),
+    "a wrong token": (JSON | {"authorization": f"Bearer {TOKEN}x"}, 401),
+    "half of the token": (JSON | {"authorization": f"Bearer {TOKEN[:-1]}"}, 401),
+    "an empty token": (JSON | {"authorization": "Bearer "}, 401),
+    "bytes that are no text": (JSON | {"authorization": "Bearer \xff\xfe"}, 401),
+    "another scheme": (JSON | {"authorization": f"Basic {TOKEN}"}, 401),
+    "a cookie": (JSON | {"cookie": f"token={TOKEN}"}, 401),
+    "a page": (GOOD | {"origin": "http://127.0.0.1:9900"}, 403),
+    "a page of nowhere": (GOOD | {"origin": "null"}, 403),
+    "a browser": (GOOD | {"sec-fetch-site": "same-origin"}, 403),
+    "a form": (GOOD | {"content-type": "application/x-www-form-urlencoded"}, 415),
+    "a form that is text": (GOOD | {"content-type": "text/plain"}, 415),
+    "no content type": ({"authorization": f"Bearer {TOKEN}"}, 415),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_whoever_has_no_credential_changes_nothing(running: Running, case: str) -> None:
+    """Neither gives nor revokes, and hears why; a browser cannot be tricked into it."""
+    headers, status = REFUSED[case]
+
+    refused, said = running.ask("POST", "/overrides", BLOCK, headers)
+
+    assert refused == status
+    assert said["error"]
+    assert running.ask("DELETE", "/overrides/x", headers=headers)[0] in (status, 404)
+    assert running.list_standing() == []
+
+
+def test_a_browser_is_not_asked_to_send_anything(running: Running) -> None:
+    """Before a page may send a header of its own a browser asks, and nothing allows it."""
+    connection = http.client.HTTPConnection("127.0.0.1", running.loopguard._admin, timeout=PATIENCE)
+    connection.request("OPTIONS", "/overrides", headers={"origin": "http://evil", "access-control-request-method": "POST"})
+
+    answer = connection.getresponse()
+
+    assert answer.status == 405
+    assert not [name for name, _ in answer.getheaders() if name.lower().startswith("access-control")]
+
+
+def test_without_a_token_file_the_port_only_reads(reading: Running) -> None:
+    """No header opens it, and the answer says what would."""
+    status, said = reading.ask("POST", "/overrides", BLOCK, GOOD)
+
+    assert status == 403
+    assert said["error"] == "this port is read-only: start the server with --admin-token-file, or use --admin-socket"
+    assert reading.ask("DELETE", "/overrides/x", headers=GOOD)[0] == 403
+    assert reading.ask("GET", "/overrides") == (200, {"overrides": []})
+
+
+def test_the_socket_needs_no_token(reading: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever may open the socket gives orders by it, and only the server's user may."""
+    admin = f"unix:{reading.socket}"
+
+    assert main(["block", "--caller", "x-user-id=ann", "--for", "2m", "--reason", "runaway", "--admin", admin]) == 0
+    said = capsys.readouterr().out
+    (standing,) = reading.list_standing()
+    assert said == f"block {standing['override']} until {standing['ends']}\n"
+    assert standing["who"].endswith("(socket)")
+    assert standing["reason"] == "runaway"
+    assert reading.socket.stat().st_mode & 0o777 == 0o600
+    assert main(["overrides", "--admin", admin]) == 0
+    assert standing["override"] in capsys.readouterr().out
+    assert main(["overrides", "--revoke", standing["override"], "--admin", admin]) == 0
+    assert reading.list_standing() == []
+
+
+def test_orders_are_told_in_a_file(reading: Running) -> None:
+    """Whoever follows the file reads who has ordered what, and that it was revoked."""
+    admin = ["--admin", f"unix:{reading.socket}"]
+
+    def read_events() -> list[dict[str, Any]]:
+        lines = (reading.socket.parent / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["data"].get("reason") == "told"]
+
+    assert main(["release", "--caller", "x-user-id=ann", "--reason", "told", *admin]) == 0
+    (standing,) = reading.list_standing()
+    assert main(["overrides", "--revoke", standing["override"], *admin]) == 0
+    released, revoked = eventually(lambda: found if len(found := read_events()) == 2 else None, "both events")
+
+    assert (released["type"], revoked["type"]) == ("io.loopguard.loop.released.v1", "io.loopguard.override.revoked.v1")
+    assert released["subject"] == revoked["subject"] == standing["override"]
+    assert released["data"] == standing
+
+
+def test_tokens_are_read_again(running: Running) -> None:
+    """A token that is replaced holds no longer, without a restart; where the file is gone nobody gets in."""
+    try:
+        running.tokens.write_text("another-token-of-good-length\n\nand-a-second-one-beside-it\n")
+        assert running.ask("DELETE", "/overrides/x", headers=GOOD)[0] == 401
+        second = {"authorization": "bearer and-a-second-one-beside-it"}
+        assert running.ask("DELETE", "/overrides/x", headers=second)[0] == 404
+        for broken in ("", "short\n"):
+            running.tokens.write_text(broken)
+            assert running.ask("DELETE", "/overrides/x", headers={"authorization": "Bearer short"})[0] == 503
+        running.tokens.unlink()
+        assert running.ask("DELETE", "/overrides/x", headers=second)[0] == 503
+    finally:
+        running.tokens.write_text(TOKEN)
+    assert running.ask("DELETE", "/overrides/x", headers=GOOD)[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "part"),
+    [
+        (b"{", 400, "not JSON"),
+        (b"[" * 5_000, 400, "not JSON"),
+        (b"7", 400, "an override is an object, not 7"),
+        (b'{"kind": "pardon", "tool": "t"}', 400, "kind must be one of release, allow, block, kill, grant, not"),
+        (b'{"kind": "block", "tool": "' + b"t" * 65_536, 413, "65536 bytes"),
+        (b'{"kind": "block", "tool": "\\ud800"}', 400, r"tool must be text that UTF-8 can hold, not '\ud800'"),
+    ],
+)
+def test_a_bad_order_is_refused_with_what_is_wrong(running: Running, body: bytes, status: int, part: str) -> None:
+    """Whoever gives it hears everything; nothing is ordered."""
+    refused, said = running.ask("POST", "/overrides", body, GOOD)
+
+    assert (refused, part in said["error"]) == (status, True)
+    assert running.list_standing() == []
+
+
+def test_a_flood_of_orders_is_bounded(tmp_path: Path) -> None:
+    """Of a thousand orders as many stand as fit, each other one is refused, and the server answers as before."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text(TOKEN)
+    made = Running(
+        tmp_path,
+        "--admin-token-file",
+        str(tokens),
+        preamble="from extproc.operator import overrides\noverrides.MAX_ORDERS = 20",
+    )
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", made.loopguard._admin, timeout=PATIENCE)
+        statuses = []
+        for number in range(1_000):
+            connection.request("POST", "/overrides", json.dumps({"kind": "allow", "tool": f"tool-{number}"}), GOOD)
+            answer = connection.getresponse()
+            said = answer.read()
+            statuses.append(answer.status)
+
+        assert statuses == [201] * 20 + [409] * 980
+        assert b"revoke some, or wait until they end" in said
+        assert len(made.list_standing()) == 20
+        assert made.loopguard.get("/healthz")[0] == 200
+    finally:
+        made.loopguard.stop()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["block"], "give a target: --caller, --session, --fingerprint or --tool"),
+        (
+            ["allow", "--tool", "t", "--for", "soon"],
+            "--for must be a number with a unit, such as 90s, 30m, 2h or 1d, not",
+        ),
+        (["allow", "--tool", "t", "--for", "60d"], "--for is at most 30d, not 60d"),
+        (["kill", "--session", "a=b", "--for", "721h"], "--for is at most 30d, not 721h"),
+        (["allow", "--caller", "a=b", "--caller", "hash"], "--caller must be NAME=VALUE or 16 hex digits, not 'hash'"),
+        (["release", "--session", "=x"], "--session must be NAME=VALUE or 16 hex digits, not '=x'"),
+        (["kill", "--reason", "r"], "give a target: --caller or --session"),
+        (["kill", "--tool", "t"], "unrecognized arguments: --tool t"),
+        (["grant", "--session", "a=b"], "give at least one of --steps, --tool-calls and --cost"),
+        (["grant", "--session", "a=b", "--steps", "few"], "argument --steps: invalid int value: 'few'"),
+        (["block", "--tool", "t", "--token-file", "/nowhere"], "--token-file /nowhere: cannot be read"),
+    ],
+)
+def test_a_command_that_cannot_be_meant_asks_nobody(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Usage errors exit 2 with one clear line."""
+    assert main([*arguments, "--admin", "http://127.0.0.1:1"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_command_says_what_the_server_refused(running: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A wrong token, or none, exits 1 and says so; a note about an order goes to stderr."""
+    assert main(["block", "--tool", "t", "--admin", running.url]) == 1
+    assert "401: no token given: set --token-file, or use --admin-socket" in capsys.readouterr().err
+    wrong = tmp_path / "token"
+    wrong.write_text("not-the-token-at-all")
+    assert main(["block", "--tool", "t", "--admin", running.url, "--token-file", str(wrong)]) == 1
+    assert "401: this needs a token" in capsys.readouterr().err
+    good = ["--admin", running.url, "--token-file", str(running.tokens)]
+    assert main(["block", "--caller", "user=ann", *good]) == 0
+    said = capsys.readouterr()
+    assert "note: no policy identifies callers by user; known descriptors: x-user-id" in said.err
+    assert main(["overrides", "--revoke", said.out.split()[1], *good]) == 0
+    capsys.readouterr()
+    for order, note in (
+        (["kill", "--caller", "x-user-id=ann"], "this kill does nothing: no policy has session limits"),
+        (
+            ["block", "--fingerprint", "0badcafe"],
+            "this does nothing: the fingerprint 0badcafe was not reported in the last hour.",
+        ),
+        (["allow", "--caller", "0badcafe0badcafe"], "this does nothing: the caller 0badcafe0badcafe was not reported"),
+    ):
+        assert main([*order, *good]) == 0
+        said = capsys.readouterr()
+        assert said.err.startswith("note: ")
+        assert note in said.err
+        assert main(["overrides", "--revoke", said.out.split()[1], *good]) == 0
+        capsys.readouterr()
+
+
+def test_sessions_are_killed_and_granted_more(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server that is asked twice takes a grant once; another command adds; the list says what was granted."""
+    good = ["--admin", running.url, "--admin", running.url, "--token-file", str(running.tokens)]
+    session = ["--session", "header:x-session-id=abc"]
+    assert main(["kill", *session, "--caller", "x-user-id=ann", *good]) == 0
+    for amount in (["--steps", "10", "--cost", "0.07"], ["--tool-calls", "1000"]):
+        assert main(["grant", *session, *amount, *good]) == 0
+    assert main(["grant", *session, "--steps", "0", "--cost", "5", *good]) == 1
+    said = capsys.readouterr()
+    assert "steps must be a number from 1 to 1000000000, not 0" in said.err
+    names = {line.split()[1] for line in said.out.splitlines()}
+
+    assert main(["overrides", "--admin", running.url]) == 0
+    listed = capsys.readouterr().out
+
+    assert {line.split()[0] for line in listed.splitlines()} == names
+    assert [line.split()[1] for line in listed.splitlines()] == ["grant", "grant", "kill"]
+    assert ", +10 steps, +0.07 dollars  in all policies" in listed
+    assert ", +1000 tool calls  in all policies" in listed
+    for name in names:
+        assert main(["overrides", "--revoke", name, *good[2:]]) == 0
+
+
+@pytest.mark.parametrize("content", [None, "", "short"])
+def test_a_token_file_that_cannot_be_used_is_told_at_the_start(content: str | None, tmp_path: Path) -> None:
+    """`serve` does not start with a file in which there is no good token."""
+    write_policies(tmp_path, bundle(policy("p", {"pathPrefix": "/"}, **USER)))
+    if content is not None:
+        (tmp_path / "tokens").write_text(content)
+
+    with pytest.raises(AssertionError, match="--admin-token-file"):
+        Loopguard(tmp_path, "--admin-token-file", str(tmp_path / "tokens"))

@@ -1,0 +1,104 @@
+"""A policy that acts on a share of its callers, on live traffic: who is in, who is out, and how the share grows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from extproc.engine.ramp import Ramp
+from extproc.request.http import HttpRequest, compile_descriptors
+from tests.support.documents import bundle, policy
+from tests.support.harness import Stack, eventually, stack
+from tests.support.servers import server
+
+USER = "x-user-id"
+THRESHOLD = 3
+
+
+def ramped(percent: int, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of the policy
+    """A bundle of one policy for a share of the callers, beside one that only ever warns."""
+    return bundle(
+        policy("p", {"pathPrefix": "/"}, enforce_percent=percent, limit_keys=[f"header:{USER}"], **more),
+        policy("w", {"pathExact": "/warned"}, action="warn", limit_keys=[f"header:{USER}"], threshold_identical_requests=2),
+    )
+
+
+def find_users(lowest: int, highest: int, count: int) -> list[str]:
+    """Callers of policy p whose places are within these bounds."""
+    ramp = Ramp(1, compile_descriptors([f"header:{USER}"]), "p")
+    named = (f"user-{number}" for number in range(10_000))
+    found = [name for name in named if lowest <= ramp.find_place(HttpRequest("GET", "/", "", {USER: name.encode()})) <= highest]
+    return found[:count]
+
+
+def send(made: Stack, user: str, path: str, times: int = THRESHOLD) -> list[int]:
+    """The statuses of equal requests."""
+    return [made.send(path, headers={USER: user}).status for _ in range(times)]
+
+
+def grow(made: Stack, percent: int, **more: object) -> None:
+    """Change the share, and wait until every replica has it."""
+    made.write_policies(ramped(percent, **more))
+    eventually(
+        lambda: all(replica.metric("policy_enforce_percent", policy="p") == percent for replica in made.replicas),
+        "the larger share",
+    )
+
+
+def test_callers_join_one_after_the_other() -> None:
+    """Who is in is refused, who is out is untouched and reported; a larger share takes in more callers, who start at zero."""
+    insiders, later, outsiders = find_users(1, 50, 3), find_users(51, 75, 3), find_users(76, 100, 3)
+    with stack(ramped(50)) as made:
+        for user in insiders:
+            assert send(made, user, "/a") == [200, 200, 429]
+        for user in later + outsiders:
+            assert send(made, user, "/a") == [200, 200, 200]
+        assert made.send("/a").status == 200
+        assert made.envoy.logged("/a", status=200, loop_shadow_policy="p")["loop_shadow_action"] == "reject"
+        assert made.loopguard.metric("loops_detected_total", policy="p", mode="enforce", action="reject") == 3
+        assert made.loopguard.metric("loops_detected_total", policy="p", mode="shadow", action="reject") == 6
+
+        grow(made, 75)
+
+        for user in insiders:
+            assert send(made, user, "/a", 1) == [429]
+        for user in later:
+            assert send(made, user, "/a") == [200, 200, 429]
+        for user in outsiders:
+            assert send(made, user, "/a") == [200, 200, 200]
+
+
+def test_who_is_out_gets_what_it_would_get_without_the_policy() -> None:
+    """Another policy acts on them as ever, and what reaches the upstream says nothing of the one that watches."""
+    (outsider,) = find_users(51, 100, 1)
+    with stack(ramped(50)) as made:
+        watched = [made.send("/warned", headers={USER: outsider}) for _ in range(4)]
+        seen = [request for request in made.upstream.seen if request.target == "/warned"]
+        made.write_policies(bundle(ramped(50)["policies"][1]))
+        eventually(lambda: "p" not in json.loads(made.loopguard.get("/policies")[1])["modes"], "the policy's end")
+        alone = made.send("/warned", headers={USER: outsider})
+        seen_alone = made.upstream.seen[-1]
+
+    assert [answer.status for answer in watched] == [200] * 4
+    assert seen[-1].header("x-fairvisor-warning") == "loop_warn"
+    assert {name for name, _ in seen[-1].headers} == {name for name, _ in seen_alone.headers}
+    assert watched[-1].headers.keys() == alone.headers.keys()
+
+
+def test_replicas_choose_the_same_callers_and_carry_their_counts_along() -> None:
+    """Two replicas on one Valkey act on the same callers; with keep_counts one that enters is refused at its next request."""
+    insiders, later, outsiders = find_users(1, 50, 4), find_users(51, 75, 4), find_users(76, 100, 4)
+    with server() as valkey, stack(ramped(50, keep_counts=True), "--store", f"redis://{valkey.address}/0", replicas=2) as made:
+        for user in insiders:
+            assert send(made, user, "/a", 5) == [200, 200, 429, 429, 429]
+        for user in later + outsiders:
+            assert send(made, user, "/a", 5) == [200] * 5
+        for mode in ("enforce", "shadow"):
+            assert all(replica.metric("requests_total", policy="p", mode=mode) for replica in made.replicas)
+
+        grow(made, 75, keep_counts=True)
+
+        for user in insiders + later:
+            assert send(made, user, "/a", 2) == [429, 429]
+        for user in outsiders:
+            assert send(made, user, "/a", 2) == [200, 200]

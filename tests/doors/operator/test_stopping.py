@@ -1,0 +1,59 @@
+"""Callers that an operator has stopped, through the real Envoy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from tests.support.documents import bundle
+from tests.support.harness import Stack, stack
+from tests.support.kill_switches import GUARDED, switch
+
+
+@pytest.fixture(scope="module", params=["fast", "grpcio"])
+def running(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """A stack whose bundle stops one user, and another one on a path that no policy guards."""
+    switches = [switch(), switch(value="half", route="/alone")]
+    with stack(bundle(GUARDED, kill_switches=switches), "--transport", request.param) as made:
+        yield made
+
+
+def test_a_client_is_stopped_through_envoy(running: Stack) -> None:
+    """The first request is refused without its body having been waited for; nothing of it reaches the upstream."""
+    before = len(running.upstream.seen)
+
+    answer = running.send("/guarded", method="POST", body=b"{}", headers={"x-user-id": "bad"})
+
+    assert (answer.status, answer.headers["retry-after"], answer.headers["x-fairvisor-reason"]) == (429, "3600", "kill_switch")
+    assert answer.json()["error"]["code"] == "kill_switch"
+    assert len(running.upstream.seen) == before
+    assert running.send("/guarded", headers={"x-user-id": "good"}).status == 200
+    entry = running.envoy.logged("/guarded", status=429)
+    assert (entry["loop_action"], entry["loop_reason"]) == ("reject", "kill_switch")
+    assert running.loopguard.metric("kill_switched_total", scope_key="header:x-user-id", mode="enforce") >= 1
+
+
+def test_envoy_shows_the_path_that_a_switch_names(running: Stack) -> None:
+    """A switch's own path is guarded in the printed configuration, whatever the policies guard."""
+    assert running.send("/alone", headers={"x-user-id": "half"}).status == 429
+    assert running.send("/guarded/alone", headers={"x-user-id": "half"}).status == 200
+
+
+def test_a_switch_and_its_override_come_and_go_while_the_server_runs() -> None:
+    """A reload puts a switch into force; the end of the override that spares everybody needs none, and is logged."""
+    with stack(bundle(GUARDED)) as made:
+
+        def ask() -> int:
+            return made.send("/guarded", headers={"x-user-id": "bad"}).status
+
+        assert ask() == 200
+        ends = (datetime.now(UTC) + timedelta(seconds=4)).isoformat()
+        override = {"enabled": True, "reason": "drill", "expires_at": ends}
+        made.write_policies(bundle(GUARDED, kill_switches=[switch()], kill_switch_override=override))
+        made.loopguard.wait_for("policies reloaded")
+
+        assert ask() == 200
+        made.loopguard.wait_for("kill_switch_override expired, its kill switches act again")
+        assert ask() == 429

@@ -1,0 +1,1 @@
+"""The shared store on real Valkey servers."""

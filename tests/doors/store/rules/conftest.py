@@ -1,0 +1,56 @@
+"""Every store, with the servers that it needs: one body of tests for each rule drives them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+
+import pytest
+
+from tests.support.servers import REDIS, Driver, cluster, server
+
+
+def _on_one() -> Iterator[str]:
+    with server() as one:
+        yield f"redis://127.0.0.1:{one.port}"
+
+
+def _on_a_cluster() -> Iterator[str]:
+    with cluster() as nodes:
+        yield "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes[:2])
+
+
+def _on_debians() -> Iterator[str]:
+    if REDIS is None:
+        pytest.skip("Debian's redis-server is not installed: counted on Valkey alone")
+    with server(binary=REDIS) as one:
+        yield f"redis://127.0.0.1:{one.port}"
+
+
+STORES: dict[str, Callable[[], Iterator[str]]] = {
+    "memory": lambda: iter(["memory://"]),
+    "valkey": _on_one,
+    "redis": _on_debians,
+    "cluster": _on_a_cluster,
+}
+"""Every store by name, with the servers that it needs: one body of tests drives them all."""
+
+
+@pytest.fixture(scope="session")
+def drivers() -> Iterator[Callable[[str], Driver]]:
+    """Opens a store by its name, once for all modules."""
+    with ExitStack() as stack:
+        yield cache(lambda name: stack.enter_context(Driver(stack.enter_context(contextmanager(STORES[name])()))))
+
+
+@pytest.fixture(scope="module", params=STORES)
+def opened(request: pytest.FixtureRequest, drivers: Callable[[str], Driver]) -> Driver:
+    """Each store, started once."""
+    return drivers(request.param)
+
+
+@pytest.fixture
+def store(opened: Driver) -> Driver:
+    """Each store, empty."""
+    return opened.fresh()

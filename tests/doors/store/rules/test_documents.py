@@ -1,0 +1,183 @@
+"""Documents in every store are those of `documents`, and the secret that replicas agree on; time is an argument."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from extproc.errors import StoreError
+from extproc.store.memory import MemoryStore
+from extproc.store.rules.documents import KINDS, MAX_DOCUMENT, MAX_ORDER, MAX_REPLICAS, ORDERS
+from tests.support.servers import Driver
+
+
+class Published(NamedTuple):
+    """One step on a board, on a made-up clock in milliseconds."""
+
+    now: int
+    replica: str
+    document: bytes
+    seconds: float
+
+
+BOARDS: dict[str, tuple[list[Published], int, dict[str, bytes]]] = {
+    "nobody": ([], 1_000, {}),
+    "one": ([Published(1_000, "a", b"\x00\xff\r\n", 60)], 1_000, {"a": b"\x00\xff\r\n"}),
+    "two": ([Published(1_000, "a", b"x", 60), Published(1_001, "b", b"", 60)], 1_002, {"a": b"x", "b": b""}),
+    "the last word counts": ([Published(1_000, "a", b"x", 60), Published(1_001, "a", b"y", 60)], 1_002, {"a": b"y"}),
+    "to the last millisecond": ([Published(1_000, "a", b"x", 60)], 60_999, {"a": b"x"}),
+    "forgotten": ([Published(1_000, "a", b"x", 60), Published(2_000, "b", b"y", 60)], 61_000, {"b": b"y"}),
+    "kept by the next word": ([Published(1_000, "a", b"x", 60), Published(2_000, "a", b"y", 60)], 61_000, {"a": b"y"}),
+    "a longer word first": ([Published(1_000, "a", b"x", 90), Published(2_000, "b", b"y", 60)], 62_000, {"a": b"x"}),
+    "the one that expires first makes room": (
+        [Published(1_000, str(number), b"x", 60 + number) for number in range(MAX_REPLICAS, -1, -1)],
+        1_000,
+        {str(number): b"x" for number in range(MAX_REPLICAS + 1) if number != 1},
+    ),
+    "as long as may be": (
+        [Published(1_000, "\u00e9" * 127, b"x" * MAX_DOCUMENT, 60)],
+        1_000,
+        {"\u00e9" * 127: b"x" * MAX_DOCUMENT},
+    ),
+}
+"""What is published, and what is on the board then."""
+
+
+@pytest.mark.parametrize("case", BOARDS)
+def test_a_board_in_every_store(store: Driver, case: str) -> None:
+    """Every store shows each replica's last document until it expires, and no more of them than fit."""
+    steps, now, expected = BOARDS[case]
+    for moment, replica, document, seconds in steps:
+        store.run(store.store.publish(store.name("board"), replica, document, seconds, moment))
+
+    assert store.run(store.store.collect(store.name("board"), now)) == expected
+    assert store.run(store.store.collect(store.name("another"), now)) == {}
+
+
+def test_a_board_has_a_clock_of_its_own(store: Driver) -> None:
+    """Without a time given, what was published just now is on the board."""
+    store.run(store.store.publish(store.name("board"), "a", b"x", 3_600))
+
+    assert store.run(store.store.collect(store.name("board"))) == {"a": b"x"}
+
+
+@pytest.mark.parametrize(("replica", "length"), [("a", MAX_DOCUMENT + 1), ("", 1), ("a" * 256, 1), ("\u00e9" * 128, 1)])
+def test_what_no_board_takes(store: Driver, replica: str, length: int) -> None:
+    """A document or a name that is too long is refused in every store, and the board stays as it was."""
+    with pytest.raises(StoreError) as error:
+        store.run(store.store.publish(store.name("board"), replica, b"x" * length, 60))
+
+    assert error.value.kind == "too_large"
+    assert store.run(store.store.collect(store.name("board"))) == {}
+
+
+class Ordered(NamedTuple):
+    """One step in a book of orders, on a made-up clock in milliseconds; without a document the order is taken back."""
+
+    now: int
+    name: str
+    document: bytes | None = b"x"
+    seconds: float = 60
+
+
+BOOKS: dict[str, tuple[list[Ordered], int, dict[str, bytes]]] = {
+    "nothing": ([], 1_000, {}),
+    "one": ([Ordered(1_000, "a", b"\x00\xff\r\n")], 1_000, {"a": b"\x00\xff\r\n"}),
+    "two": ([Ordered(1_000, "a"), Ordered(1_001, "b", b"")], 1_002, {"a": b"x", "b": b""}),
+    "the last word counts": ([Ordered(1_000, "a"), Ordered(1_001, "a", b"y")], 1_002, {"a": b"y"}),
+    "taken back": ([Ordered(1_000, "a"), Ordered(1_000, "b"), Ordered(1_001, "a", None)], 1_002, {"b": b"x"}),
+    "taken back and given again": ([Ordered(1_000, "a"), Ordered(1_001, "a", None), Ordered(1_002, "a")], 1_003, {"a": b"x"}),
+    "to the last millisecond": ([Ordered(1_000, "a")], 60_999, {"a": b"x"}),
+    "ended": ([Ordered(1_000, "a"), Ordered(2_000, "b")], 61_000, {"b": b"x"}),
+    "shortened": ([Ordered(1_000, "a"), Ordered(2_000, "a", b"y", 1)], 3_000, {}),
+    "as long as may be": ([Ordered(1_000, "a", b"x" * MAX_ORDER)], 1_000, {"a": b"x" * MAX_ORDER}),
+}
+"""What is ordered, and what stands then."""
+
+
+@pytest.mark.parametrize("case", BOOKS)
+def test_orders_in_every_store(store: Driver, case: str) -> None:
+    """Every store knows each order until it ends or is taken back; another book has none of them."""
+    steps, now, expected = BOOKS[case]
+    for moment, name, document, seconds in steps:
+        if document is None:
+            assert store.run(store.store.drop_order(store.name("book"), name, moment))
+        else:
+            store.run(store.store.put_order(store.name("book"), name, document, seconds, moment))
+
+    found = store.run(store.store.read_orders(store.name("book"), "never", now))
+
+    assert found is not None
+    assert found.documents == expected
+    assert store.run(store.store.read_orders(store.name("book"), found.version, now)) is None
+    assert store.run(store.store.read_orders(store.name("another"), "", now)) is None
+
+
+def test_what_does_not_stand_cannot_be_taken_back(store: Driver) -> None:
+    """Whoever takes an order back is told whether there was one, also where it has just ended."""
+    store.run(store.store.put_order(store.name("book"), "a", b"x", 60, 1_000))
+
+    assert not store.run(store.store.drop_order(store.name("book"), "b", 1_000))
+    assert not store.run(store.store.drop_order(store.name("book"), "a", 61_000))
+
+
+def test_orders_have_a_clock_of_their_own(store: Driver) -> None:
+    """Without a time given, what was ordered just now stands."""
+    store.run(store.store.put_order(store.name("book"), "a", b"x", 3_600))
+
+    found = store.run(store.store.read_orders(store.name("book"), ""))
+
+    assert found is not None
+    assert found.documents == {"a": b"x"}
+
+
+def test_a_secret_is_agreed_on_in_every_store(store: Driver) -> None:
+    """The first that is given; in memory, where there is no other replica, each process has its own."""
+    name, first, second = store.name("secret"), b"\x00\xff\r\n" * 8, b"x" * 32
+
+    found = [store.run(store.store.share_secret(name, secret)) for secret in (first, second)]
+
+    assert found == ([first, second] if isinstance(store.store, MemoryStore) else [first, first])
+
+
+def test_an_order_that_is_too_long_is_refused(store: Driver) -> None:
+    """No store takes it, and none is changed by it."""
+    with pytest.raises(StoreError) as error:
+        store.run(store.store.put_order(store.name("book"), "a", b"x" * (MAX_ORDER + 1), 60))
+
+    assert error.value.kind == "too_large"
+    assert store.run(store.store.read_orders(store.name("book"), "")) is None
+
+
+def test_orders_are_bounded(store: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no room, a new order is refused; one that stands may be changed, and one that ended makes room."""
+    monkeypatch.setitem(KINDS, ORDERS, KINDS[ORDERS]._replace(max_documents=3))
+    book = store.name("book")
+    for number in range(3):
+        store.run(store.store.put_order(book, str(number), b"x", 60 + number, 1_000))
+
+    with pytest.raises(StoreError) as error:
+        store.run(store.store.put_order(book, "more", b"x", 60, 60_999))
+    store.run(store.store.put_order(book, "2", b"y", 600, 60_999))
+    store.run(store.store.put_order(book, "more", b"x", 60, 61_000))
+    found = store.run(store.store.read_orders(book, "", 61_000))
+
+    assert error.value.kind == "full"
+    assert found is not None
+    assert sorted(found.documents.items()) == [("1", b"x"), ("2", b"y"), ("more", b"x")]
+
+
+def test_thousands_of_orders_are_read_whole(store: Driver) -> None:
+    """As many as were taken come back, in however many portions."""
+    book = store.name("book")
+
+    async def fill() -> None:
+        for number in range(2_500):
+            await store.store.put_order(book, str(number), b"x", 60)
+
+    store.run(fill())
+    found = store.run(store.store.read_orders(book, ""))
+
+    assert found is not None
+    assert len(found.documents) == 2_500

@@ -1,0 +1,69 @@
+"""Rings in every store are those of `ring`; time is an argument."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from extproc.store.rules.hit import Count
+from extproc.store.rules.ring import Push
+from tests.support.servers import Driver
+from tests.support.windows import (
+    PUSH_STEPS,
+    PUSHES,
+    make_hit,
+    make_push,
+    place_pushes,
+    rings_of,
+)
+
+
+@pytest.mark.parametrize("case", PUSHES)
+def test_a_ring_in_every_store(store: Driver, case: str) -> None:
+    """Every store keeps the newest entries, each request's once, until nothing has been pushed for a while."""
+    for now, pushed, expected in PUSHES[case]:
+        assert b" ".join(store.push([pushed], now)[0]) == expected.encode()
+
+
+@given(steps=PUSH_STEPS)
+def test_a_store_keeps_rings_as_the_definition_does(opened: Driver, steps: list[tuple[Push, int]]) -> None:
+    """For any pushes, on a clock that may be set back, every store answers the same."""
+    store = opened.fresh()
+
+    found = [store.push([pushed], now)[0] for pushed, now in place_pushes(steps)]
+
+    assert found == rings_of(place_pushes(steps))
+
+
+def test_rings_and_counters_are_asked_together(store: Driver) -> None:
+    """Pushes of one call have a ring each, in their order, and what is counted meanwhile is not disturbed."""
+    pushes = [make_push("a")._replace(key=f"ring-{number}") for number in range(20)]
+    store.push(pushes[5:6], 1_000)
+
+    async def both() -> tuple[Sequence[Sequence[bytes]], Sequence[Count]]:
+        entries = store.store.push([pushed._replace(key=store.key(pushed), request=b"another.") for pushed in pushes], 1_001)
+        counts = store.ask([make_hit()], 1_001)
+        return (await entries if inspect.isawaitable(entries) else entries), await counts
+
+    entries, counts = store.run(both())
+
+    assert [len(found) for found in entries] == [2 if number == 5 else 1 for number in range(20)]
+    assert [count.count for count in counts] == [1]
+
+
+def test_pushes_at_the_same_time_all_stand(store: Driver) -> None:
+    """Fifty concurrent pushes to one ring leave the fifty entries, each push having seen one more."""
+
+    async def all_at_once() -> list[Any]:
+        pushes = [make_push(str(number), size=50) for number in range(50)]
+        answers = [store.store.push([pushed._replace(key=store.key(pushed))]) for pushed in pushes]
+        return [(await answer if inspect.isawaitable(answer) else answer)[0] for answer in answers]
+
+    found = store.run(all_at_once())
+
+    assert sorted(len(entries) for entries in found) == list(range(1, 51))
+    assert {*max(found, key=len)} == {str(number).encode() for number in range(50)}

@@ -1,0 +1,103 @@
+"""Sessions in every store are judged as `session` says; time is an argument."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.store.memory import MemoryStore
+from extproc.store.rules.session import Limits, add_up
+from tests.support.ledger import CASES, LIMITS_OF_ALL_KINDS, MOVES, Book, in_session, limit, play, settle_step, tell
+from tests.support.records import replace
+from tests.support.servers import Driver
+from tests.support.session_calls import MOVES as AGENT_MOVES
+from tests.support.session_calls import Client, Move, follow, in_memory
+from tests.support.windows import (
+    make_hit,
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_session_in_every_store(store: Driver, case: str) -> None:
+    """Each limit of a session refuses at its number, in its order, and every store forgets when it should."""
+    told = [tell(standing) for now, asked, _ in CASES[case] for standing in store.account([asked], now)]
+
+    assert told == [expected for _, _, expected in CASES[case]]
+
+
+def test_sessions_and_counters_are_asked_together(store: Driver) -> None:
+    """Answers come in the order of what is asked, to each its own kind, and each session is judged by its own limits."""
+    sessions = [in_session(str(number), 1, limit(steps=number % 2), tenant=f"sessions:p::{number}:7f") for number in range(6)]
+    settled = settle_step(sessions[5], cost=7)
+    store.account(sessions[4:], 1_000)
+
+    found = store.account([*sessions[:3], settled, sessions[3]], 1_001)
+    counted = store.count([make_hit()], 1_002)
+
+    assert [tell(standing) for standing in found] == ["max_steps 0/0", "ok", "max_steps 0/0", "ok", "ok"]
+    assert [standing.cost for standing in found] == [0, 0, 0, 7, 0]
+    assert [count.count for count in counted] == [1]
+
+
+@given(moves=MOVES, limits=LIMITS_OF_ALL_KINDS)
+def test_a_store_keeps_sessions_as_the_rules_say(
+    opened: Driver, moves: list[tuple[int, str, int, int]], limits: Limits
+) -> None:
+    """For any sessions of a tenant, on a clock that may be set back, every store answers as a plain reading of the rules."""
+    store = opened.fresh()
+    if isinstance(store.store, MemoryStore):  # may have let go, before the clock goes back, of what was to be forgotten
+        moves = [(who, move, amount, abs(gap)) for who, move, amount, gap in moves]
+
+    found = play(moves, limits, lambda asked, now: store.account([asked], now)[0])
+
+    assert found == play(moves, limits, Book().ask)
+
+
+@pytest.mark.parametrize("shape", ["chat", "responses", "gemini"])
+@settings(max_examples=40)
+@given(AGENT_MOVES, st.sampled_from(["last", "anew"]), st.integers(1, 6), st.sampled_from([0, 7]))
+def test_a_store_counts_calls_as_memory_does(
+    opened: Driver, shape: str, moves: list[Move], ids: str, most: int, seed: int
+) -> None:
+    """Whatever clients make of ids and histories, every store tells the calls that are new from the others."""
+    store = opened.fresh()
+
+    def make_client() -> Client:
+        return Client(shape, ids=ids, most_turns=most if most < 6 else 10**9, seed=seed)
+
+    found = follow(make_client(), moves, lambda asked, now: store.account([asked], now)[0])
+
+    assert found == follow(make_client(), moves, in_memory())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_store_counts_long_histories_as_memory_does(store: Driver, seed: int) -> None:
+    """Also those of which only the newest calls are looked at one by one, with many tools and limits."""
+    order = Random(seed)
+    limits = limit(
+        tool_calls=order.choice([100, 10**9]),
+        tools=tuple((number.to_bytes(4), order.choice([3, 10**6])) for number in range(1, order.choice([1, 61]))),
+        window=order.choice([5, 500]),
+        threshold=order.choice([-1, 3]),
+    )
+    memory, tools = in_memory(), order.choice([3, 100])
+    history: list[bytes] = []
+    for number in range(40):
+        newest = order.choice([0, 1, 1, 2, 3, 300, 700])
+        first = order.randrange(len(history) + 1) if order.random() < 0.2 else 0
+        last = order.randrange(first, len(history) + 1) if order.random() < 0.2 else len(history)
+        history = history[first:last]
+        if order.random() < 0.2:
+            history = [order.choice([bytes(6), order.randbytes(6)]) + record[6:] for record in history]
+        for _ in range(newest):
+            tool = order.randint(1, tools).to_bytes(4)
+            history.append((order.randbytes(6) if order.random() < 0.9 else bytes(6)) + tool + order.randrange(9).to_bytes(4))
+        calls = b"".join(history)
+        names = tuple((at.to_bytes(4), f"tool {at}") for at in range(1, tools + 1))
+        step = in_session("long", number, limits)
+        asked = replace(step, calls=calls, total=add_up(calls), newest=newest, tools=names)
+
+        assert store.account([asked], number) == [memory(asked, number)]

@@ -1,0 +1,169 @@
+"""Counts in every store answer as the windows do, `hit.py` with `tally` and `sliding_log`; time is an argument."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.engine.evaluation import Evaluation
+from extproc.metrics import Metrics
+from extproc.request.fingerprint import NO_BODY
+from extproc.request.http import HttpRequest
+from extproc.store import open_store
+from extproc.store.rules.hit import Count, Hit
+from tests.support.documents import policy
+from tests.support.engine import make_engine
+from tests.support.records import replace
+from tests.support.servers import Driver
+from tests.support.windows import (
+    COOLDOWN_STEPS,
+    STEPS_BACK,
+    WINDOW_TYPES,
+    cooldown_hits,
+    make_hit,
+    oracle,
+    oracle_of,
+)
+
+_CONFIGURATIONS = st.tuples(
+    st.sampled_from(WINDOW_TYPES),
+    st.sampled_from([(3, 0, True), (2, 7_000, True), (3, 30_000, False), (2, 0, False)]),
+    st.sampled_from([4, 100]),
+)
+
+
+@given(
+    # Two keys at a time, so that each is hit often enough for its windows to end, and long gaps beside short ones.
+    steps=st.lists(_CONFIGURATIONS, min_size=2, max_size=2).flatmap(
+        lambda keys: st.lists(
+            st.tuples(st.sampled_from(keys), st.integers(0, 1_000) | st.integers(2_000, 12_000) | st.integers(-12_000, 0)),
+            min_size=10,
+            max_size=40,
+        )
+    )
+)
+def test_a_store_answers_as_the_windows_do(
+    opened: Driver, steps: list[tuple[tuple[str, tuple[int, int, bool], int], int]]
+) -> None:
+    """Interleaved keys of every window type get the answers that each would get alone, by definition and from memory."""
+    store, memory = opened.fresh(), open_store("memory://", Metrics())
+    now = 1_000_000
+    hits: dict[str, Hit] = {}
+    history: dict[str, list[int]] = {}
+    answers: dict[str, list[Count]] = {}
+    for (window_type, (threshold, cooldown, refused), count_to), gap in steps:
+        now += gap
+        key = f"{window_type}:{threshold}:{cooldown}:{refused}:{count_to}"
+        shape: dict[str, Any] = {"threshold": threshold, "cooldown_ms": cooldown, "count_refused": refused}
+        hit = hits.setdefault(key, make_hit(window_type, key=key, count_to=count_to, **shape))
+        history.setdefault(key, []).append(now)
+        found = store.count([hit], now)
+        answers.setdefault(key, []).extend(found)
+        assert memory.hit([hit], now) == found
+
+    roomy = [key for key, hit in hits.items() if hit.count_to == 100]  # the definition knows no bound
+    assert {key: oracle(hits[key], history[key]) for key in roomy} == {key: answers[key] for key in roomy}
+
+
+@given(steps=COOLDOWN_STEPS)
+def test_a_store_keeps_a_cooldown_and_nothing_else(opened: Driver, steps: list[tuple[bool, int]]) -> None:
+    """Where requests say themselves that they are loops, every store acts on the same ones, and says how long it will."""
+    store = opened.fresh()
+
+    answers = [store.count([hit], now)[0] for hit, now in cooldown_hits(steps)]
+
+    assert answers == oracle_of(cooldown_hits(steps))
+
+
+@pytest.mark.parametrize("window_type", ["sliding_ttl", "fixed"])
+@pytest.mark.parametrize("cooldown", [0, 7_000])
+def test_a_threshold_of_one_trips_every_store_at_once(store: Driver, window_type: str, cooldown: int) -> None:
+    """The first request of a key is acted on where the threshold says so, and every later one."""
+    hit = make_hit(window_type, threshold=1, cooldown_ms=cooldown)
+    times = [1_000, 1_001, 5_000, 9_000, 30_000]
+
+    answers = [store.count([hit], now)[0] for now in times]
+
+    assert answers == oracle(hit, times)
+    assert [answer.looping for answer in answers] == [True] * 5
+
+
+@pytest.mark.parametrize("window_type", WINDOW_TYPES)
+@pytest.mark.parametrize(("_", "hit", "times", "__"), STEPS_BACK, ids=[case[0] for case in STEPS_BACK])
+def test_a_clock_that_is_set_back(store: Driver, window_type: str, _: str, hit: Hit, times: list[int], __: object) -> None:
+    """After a failover to a server whose clock is behind, every store answers as the definition does, in every window."""
+    hit = replace(hit, window_type=window_type)
+
+    assert [store.count([hit], now)[0] for now in times] == oracle(hit, times)
+
+
+def test_hits_of_one_request_are_counted_in_one_go(store: Driver) -> None:
+    """Answers come in the order of the hits, each key counted for itself."""
+    hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
+    store.count(hits[:1], 0)
+
+    answers = store.count(hits, 1)
+
+    assert [answer.count for answer in answers] == [2, 1, 1]
+
+
+def test_requests_at_the_same_time_count_once_each(store: Driver) -> None:
+    """A thousand concurrent requests take the numbers 1 to 1000."""
+
+    async def all_at_once() -> list[Sequence[Count]]:
+        return await asyncio.gather(*(store.ask([make_hit()], 5) for _ in range(1_000)))
+
+    assert sorted(answer.count for (answer,) in store.run(all_at_once())) == list(range(1, 1_001))
+
+
+@pytest.mark.parametrize("window_type", WINDOW_TYPES)
+def test_the_store_has_a_clock_of_its_own(store: Driver, window_type: str) -> None:
+    """Without a time given, requests in quick succession are one loop, whose Nth request is the first acted on."""
+    hit = make_hit(window_type, window_ms=60_000)
+
+    answers = [store.run(store.ask([hit], None))[0] for _ in range(5)]
+
+    assert [(answer.count, answer.looping) for answer in answers] == [(1, False), (2, False), (3, True), (4, True), (5, True)]
+
+
+def _calls(times: int, *, user: str = "ann", result: str = "no such file") -> Evaluation:
+    """A conversation in which the same call was made so often, as a policy with a cooldown of 60 s looks at it."""
+    loop: dict[str, Any] = {"similarity": "tool_calls", "cooldown_seconds": 60, "window_seconds": None}
+    turn = [
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "read_file", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": result},
+    ]
+    data = json.dumps({"messages": [{"role": "user", "content": "go"}, *turn * times], "user": user}).encode()
+    engine = make_engine(policy("p", {"pathPrefix": "/"}, limit_keys=["body:/user"], **loop))
+    check = engine.prepare(HttpRequest("POST", "/v1/chat/completions"))
+    assert check is not None
+    check.read_body(NO_BODY.plus(data), content=data)
+    return check
+
+
+def test_a_loop_of_calls_trips_the_cooldown_for_its_caller(store: Driver) -> None:
+    """The same call in a shorter history is refused while the cooldown lasts and not after it; others are not touched."""
+
+    def action(seconds: float, check: Evaluation) -> str:
+        hits = [hit for hit in check.enforcing.list_hits() if isinstance(hit, Hit)]
+        return check.decide(store.count(hits, int(seconds * 1_000) + 1_000_000)).action.value
+
+    answers = [
+        action(0, _calls(2)),
+        action(1, _calls(3)),
+        action(2, _calls(1)),
+        action(3, _calls(1, user="bob")),
+        action(4, _calls(2, result="found")),
+        action(40, _calls(4)),
+        action(60.999, _calls(1)),
+        action(61, _calls(1)),
+        action(62, _calls(3)),
+    ]
+
+    assert answers == ["allow", "reject", "reject", "allow", "allow", "reject", "reject", "allow", "reject"]

@@ -1,0 +1,286 @@
+"""The hash key: read from a file, or agreed on by all replicas in the store, whatever becomes of that."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from base64 import b64encode
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from extproc.cli.main import main
+from extproc.errors import StoreError, UsageError
+from extproc.request.hash_key import HashKey, read_hash_key
+from extproc.request.notes import Marks, frame_note
+from extproc.store import Store
+from extproc.store.key_sharing import KeySharing
+from tests.support.access_logs import USER, make_record, write_lines
+from tests.support.documents import bundle, policy
+from tests.support.engine import ANY
+from tests.support.harness import Loopguard, eventually, write_policies
+from tests.support.looping import looping
+from tests.support.servers import server
+
+SECRET = bytes(range(32))
+
+
+class SharedStore:
+    """As much of a store as is asked here: it keeps what it is given first, where it is not away."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+        self.error: Exception | None = None
+
+    async def share_secret(self, name: str, secret: bytes) -> bytes:
+        """Keep or fail."""
+        if self.error is not None:
+            raise self.error
+        return self.kept.setdefault(name, secret)
+
+
+# --- files
+
+
+def test_a_key_file_gives_all_the_same_key(tmp_path: Path) -> None:
+    """Raw bytes or text, with or without a line end; another file is another key, and no file a key of one's own."""
+    contents = [SECRET, SECRET.hex().encode(), SECRET.hex().encode() + b"\n", SECRET.hex().encode() + b"\r\n", bytes(32)]
+    keys = []
+    for number, content in enumerate(contents):
+        file = tmp_path / str(number)
+        file.write_bytes(content)
+        keys.append(read_hash_key(str(file)).secret)
+
+    assert [len(key) for key in keys] == [32] * 5
+    assert keys[1] == keys[2] == keys[3]
+    assert len(set(keys)) == 3
+    assert read_hash_key("").secret != read_hash_key("").secret
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "No such file or directory"),
+        (b"", "it holds 0 bytes; it must hold 32 to 4096 random bytes, such as those of: openssl rand -hex 32"),
+        (b"x" * 31, "it holds 31 bytes; it must hold 32 to 4096 random bytes"),
+        (b"x" * 4_097, "it holds more than 4096 bytes; it must hold 32 to 4096 random bytes"),
+    ],
+)
+def test_a_file_without_a_key_is_a_usage_error(tmp_path: Path, content: bytes | None, told: str) -> None:
+    """It names the flag and the file, and what would be right."""
+    file = tmp_path / "key"
+    if content is not None:
+        file.write_bytes(content)
+
+    with pytest.raises(UsageError) as found:
+        read_hash_key(str(file))
+
+    assert str(found.value).startswith(f"--hash-key-file {file}: {told}")
+
+
+def test_the_key_is_not_shown() -> None:
+    """Nothing that prints or logs the object prints what is in it."""
+    shown = f"{HashKey(SECRET)!r} {HashKey(SECRET)}"
+
+    assert SECRET.hex() not in shown
+    assert repr(SECRET)[2:-1] not in shown
+
+
+def test_hashes_for_one_purpose_are_worth_nothing_for_another() -> None:
+    """Whatever else is hashed with the key, no mark can be had from it."""
+    hashes = [HashKey(SECRET).start(purpose, 8).hexdigest() for purpose in (b"note", b"other")]
+
+    assert hashes[0] != hashes[1]
+
+
+# --- the store
+
+
+def share(key: HashKey, store: SharedStore) -> KeySharing:
+    """A replica's part in it."""
+    return KeySharing(key, cast("Store", store))
+
+
+def played(work: Callable[[SharedStore], Awaitable[None]]) -> None:
+    """Run something with a store."""
+
+    async def run() -> None:
+        await work(SharedStore())
+
+    asyncio.run(run())
+
+
+def test_the_first_replica_gives_its_key_and_the_others_take_it() -> None:
+    """Whoever comes later."""
+    first, second = HashKey(), HashKey()
+    given = first.secret
+
+    async def work(store: SharedStore) -> None:
+        for key in (first, second):
+            await share(key, store).refresh()
+
+    played(work)
+
+    assert first.secret == second.secret == given
+
+
+def test_a_store_that_is_away_is_told_of_once_and_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Meanwhile the process uses a key of its own; it says when that ends."""
+    key = HashKey()
+    own = key.secret
+
+    async def work(store: SharedStore) -> None:
+        sharing = share(key, store)
+        store.kept["hash:1"] = SECRET
+        store.error = StoreError("down", kind="connection")
+        for _ in range(3):
+            await sharing.refresh()
+        assert (key.secret, sharing.is_shared) == (own, False)
+        store.error = None
+        await sharing.refresh()
+        assert sharing.is_shared
+
+    with caplog.at_level(logging.INFO, "loopguard"):
+        played(work)
+
+    assert key.secret == SECRET
+    assert [record.message for record in caplog.records] == [
+        "the store has no hash key to give, so this process uses a key of its own: others do not recognise its notes",
+        "the hash key now comes from the store: notes made with another key are no longer recognised",
+    ]
+
+
+@pytest.mark.parametrize("error", [StoreError("down", kind="connection"), ValueError()])
+def test_a_known_key_outlives_the_store(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    """While the store is away nothing changes; where it has forgotten the key, a replica puts the same one back."""
+    key, later = HashKey(), HashKey()
+    given = key.secret
+
+    async def work(store: SharedStore) -> None:
+        sharing = share(key, store)
+        await sharing.refresh()
+        store.error = error
+        await sharing.refresh()
+        store.error = None
+        store.kept.clear()
+        await sharing.refresh()
+        await share(later, store).refresh()
+
+    played(work)
+
+    assert key.secret == later.secret == given
+    assert [record.message for record in caplog.records] == [
+        "the store has no hash key to give, so this process uses the last one known"
+    ]
+
+
+# --- processes
+
+
+def start(folder: Path, name: str, *arguments: str) -> Loopguard:
+    """A server of its own folder."""
+    below = folder / name
+    below.mkdir()
+    write_policies(below, bundle(policy("p", {"pathPrefix": "/"})))
+    return Loopguard(below, *arguments)
+
+
+@pytest.mark.parametrize("scheme", ["redis", "unix"])
+def test_servers_on_one_store_have_one_key(tmp_path: Path, scheme: str) -> None:
+    """Made once, with no end; the key shows nowhere in what they print or tell."""
+    with server() as one:
+        url = f"redis://{one.address}" if scheme == "redis" else f"unix://{one.socket}"
+        guards = [start(tmp_path, name, "--store", url, "--log-level", "debug") for name in ("a", "b")]
+        try:
+            kept = one.client().get("loopguard:secret:hash:1")
+            told = "".join([guard.output() + guard.get("/policies")[1] + guard.get("/metrics")[1] for guard in guards])
+            ttl = one.client().ttl("loopguard:secret:hash:1")
+        finally:
+            for guard in guards:
+                guard.stop()
+
+    assert isinstance(kept, bytes)
+    assert (len(kept), ttl) == (32, -1)
+    assert told.count("hash_key=store") == 2
+    assert kept.hex() not in told
+    assert repr(kept)[2:-1] not in told
+
+
+def test_a_server_starts_without_its_store(tmp_path: Path) -> None:
+    """It serves at once with a key of its own, and takes the shared one over when the store is there."""
+    with server() as one:
+        one.client().set("loopguard:secret:hash:1", SECRET)
+        one.hang()
+        guard = start(tmp_path, "a", "--store", f"redis://{one.address}")
+        try:
+            assert "hash_key=process" in guard.output()
+            assert guard.output().count("the store has no hash key to give") == 1
+            one.resume()
+            guard.wait_for("the hash key now comes from the store")
+            assert one.client().get("loopguard:secret:hash:1") == SECRET
+        finally:
+            guard.stop()
+
+
+def test_what_is_no_key_is_not_taken(tmp_path: Path) -> None:
+    """Where somebody else has written there, each process uses a key of its own, and says so."""
+    with server() as one:
+        one.client().set("loopguard:secret:hash:1", "short")
+        guard = start(tmp_path, "a", "--store", f"redis://{one.address}")
+        try:
+            assert "hash_key=process" in guard.output()
+            assert "what the server has as loopguard:secret:hash:1 is not a secret of 32 bytes" in guard.output()
+            assert eventually(lambda: guard.get("/readyz")[0] == 200)
+        finally:
+            guard.stop()
+
+
+# --- commands
+
+
+def noted_bodies(key: HashKey) -> list[bytes]:
+    """The same request three times, once with a note in it."""
+    note = f"no such file\n\n{frame_note('Loop detected.', Marks(key, ['x-user-id=ann'], 'go'))}"
+    return [looping(1), looping(1, result=note), looping(1)]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_commands_take_the_key_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: bool) -> None:
+    """With the servers' key `explain` and `replay` compare requests as the servers do; without it a note is content."""
+    (tmp_path / "key").write_bytes(SECRET)
+    policies = tmp_path / "p.json"
+    policies.write_text(json.dumps(bundle(policy("p", ANY, similarity="canonical", **USER))))
+    bodies = noted_bodies(read_hash_key(str(tmp_path / "key")))
+    lines = [make_record(number, body=None, body_base64=b64encode(data).decode()) for number, data in enumerate(bodies)]
+    (tmp_path / "access.log").write_bytes(write_lines(lines))
+    flags = ["--policy", str(policies), *(["--hash-key-file", str(tmp_path / "key")] if given else [])]
+
+    names = []
+    for data in bodies:
+        assert main(["explain", *flags, "-H", "x-user-id: ann", "-d", data.decode(), "h/v1/chat"]) == 0
+        names += [line for line in capsys.readouterr().out.splitlines() if line.startswith("fingerprint")]
+    assert main(["replay", *flags, "--json", str(tmp_path / "access.log")]) == 0
+
+    assert len(set(names)) == (1 if given else 2)
+    assert json.loads(capsys.readouterr().out)["policies"][0]["refused"] == (1 if given else 0)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"],
+        ["explain", "h/"],
+        ["replay", "access.log"],
+        ["tune", "access.log"],
+    ],
+)
+def test_a_command_without_its_key_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    """One line says which file is missing."""
+    policies = tmp_path / "p.json"
+    policies.write_text(json.dumps(bundle(policy("p", ANY, **USER))))
+
+    assert main([*command, "--policy", str(policies), "--hash-key-file", f"{tmp_path}/none"]) == 2
+    assert capsys.readouterr().err == f"loopguard: --hash-key-file {tmp_path}/none: No such file or directory\n"

@@ -1,0 +1,369 @@
+"""The shared store breaks in every way under load, behind a fail-closed Envoy and two Loopguards: no client notices.
+
+Each test is one long story. All the while clients send requests, some always new ones and one the same again and again; Envoy
+would answer 500 or 504 for any request that a Loopguard failed to answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.support.documents import bundle, policy
+from tests.support.harness import PATIENCE, Stack, eventually, stack
+from tests.support.servers import Server, cluster, replicated, sentinels, server
+
+POLICIES = bundle(
+    policy("load", {"pathPrefix": "/load"}, window_seconds=600, threshold_identical_requests=5),
+    policy("p", {"pathPrefix": "/p"}, window_seconds=600),
+)
+THRESHOLD = 3
+_numbers = itertools.count()
+
+
+class Load:
+    """Clients on a thread of their own: three that never repeat themselves, one that hammers."""
+
+    def __init__(self, port: int) -> None:
+        self.statuses: Counter[str] = Counter()
+        self._port = port
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish what is under way."""
+        self._stop.set()
+        self._thread.join(PATIENCE)
+
+    async def _run(self) -> None:
+        fresh = (f"/load?n={number}" for number in itertools.count())
+        await asyncio.gather(*(self._client(targets) for targets in (fresh, fresh, fresh, itertools.repeat("/load"))))
+
+    async def _client(self, targets: Iterator[str]) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        while not self._stop.is_set():
+            writer.write(f"GET {next(targets)} HTTP/1.1\r\nhost: h\r\n\r\n".encode())
+            try:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                await reader.readexactly(length)
+            except (asyncio.IncompleteReadError, OSError) as error:
+                self.statuses[type(error).__name__] += 1
+                return
+            self.statuses[head[9:12].decode()] += 1
+            await asyncio.sleep(0.002)
+        writer.close()
+
+
+@contextmanager
+def soak(url: str) -> Iterator[Stack]:
+    """Two Loopguards on one store behind Envoy, under load; in the end nobody may have seen anything but 200 and 429."""
+    with stack(POLICIES, "--store", url, failure_mode="deny", replicas=2) as made:
+        load = Load(made.envoy.port)
+        try:
+            yield made
+            eventually(lambda: load.statuses["429"] > 10, "refusals of the one that hammers")
+        finally:
+            load.stop()
+        assert set(load.statuses) == {"200", "429"}
+
+
+def states(made: Stack) -> list[str]:
+    """What each replica says about the store."""
+    return [json.loads(guard.get("/readyz")[1])["store"] for guard in made.replicas]
+
+
+def noticed(made: Stack) -> None:
+    """Wait until both replicas know that the store is away, or a part of it."""
+    eventually(lambda: all("unavailable: " in state for state in states(made)), "the outage")
+
+
+def recovered(made: Stack) -> None:
+    """Wait until both replicas use the store again."""
+    eventually(lambda: states(made) == ["ok", "ok"], "the recovery")
+
+
+def loop_is_refused_locally(made: Stack) -> None:
+    """Without the store each replica counts for itself: at most that many times the threshold minus one pass."""
+    target = f"/p?{next(_numbers)}"
+    statuses = Counter(made.send(target).status for _ in range(20))
+
+    assert set(statuses) == {200, 429}
+    assert statuses[200] <= len(made.replicas) * (THRESHOLD - 1)
+
+
+def loops_are_refused_across(made: Stack) -> None:
+    """Loops whose requests reach both replicas are refused from the third request on, whichever it reaches."""
+    before = [guard.metric("requests_total", policy="p") for guard in made.replicas]
+    for _ in range(8):
+        target = f"/p?{next(_numbers)}"
+        assert [made.send(target).status for _ in range(4)] == [200, 200, 429, 429]
+
+    after = [guard.metric("requests_total", policy="p") for guard in made.replicas]
+    assert all(now - then > 0 for then, now in zip(before, after, strict=True))
+
+
+def _demote(broken: Server) -> None:
+    broken.client().replicaof("127.0.0.1", 1)
+
+
+FAULTS: dict[str, tuple[Callable[[Server], None], Callable[[Server], None]]] = {
+    "killed": (Server.kill, Server.start),
+    "hung": (Server.hang, Server.resume),
+    "demoted": (_demote, lambda broken: broken.client().replicaof("NO", "ONE")),
+    "full": (
+        lambda broken: broken.client().config_set("maxmemory", 1),
+        lambda broken: broken.client().config_set("maxmemory", 0),
+    ),
+}
+
+
+def test_one_server_in_every_kind_of_trouble() -> None:
+    """Killed, hung, demoted, full: loops are caught by each replica meanwhile, and across both once the server is well."""
+    with server() as broken, soak(f"redis://{broken.address}") as made:
+        loops_are_refused_across(made)
+        for harm, cure in FAULTS.values():
+            harm(broken)
+            noticed(made)
+            loop_is_refused_locally(made)
+            cure(broken)
+            recovered(made)
+            loops_are_refused_across(made)
+
+        errors = [guard.metric("store_errors_total") for guard in made.replicas]
+        broken.client().flushall()
+        loops_are_refused_across(made)
+        broken.client().script_flush()
+        loops_are_refused_across(made)
+        assert [guard.metric("store_errors_total") for guard in made.replicas] == errors
+        for guard in made.replicas:
+            assert guard.output().count("store unavailable") == len(FAULTS)
+            assert guard.output().count("store available again") == len(FAULTS)
+
+
+def test_sentinels_fail_over() -> None:
+    """The primary dies: loops are caught by each replica until Sentinels name another, and from then on across both."""
+    with sentinels() as (watchers, primary, _):
+        hosts = ",".join(watcher.address for watcher in watchers)
+        with soak(f"redis+sentinel://{hosts}/counts") as made:
+            loops_are_refused_across(made)
+            primary.kill()
+            noticed(made)
+            loop_is_refused_locally(made)
+            recovered(made)
+            loops_are_refused_across(made)
+
+
+def test_a_cluster_loses_a_primary() -> None:
+    """One of three primaries dies: loops are caught by each replica until its replica takes over, then across both."""
+    with cluster() as nodes:
+        hosts = ",".join(node.address for node in nodes)
+        with soak(f"redis+cluster://{hosts}") as made:
+            loops_are_refused_across(made)
+            nodes[0].kill()
+            noticed(made)
+            loop_is_refused_locally(made)
+            recovered(made)
+            loops_are_refused_across(made)
+
+
+def _send_all(made: Stack, targets: list[str]) -> dict[str, int]:
+    return {target: made.send(target).status for target in targets}
+
+
+@pytest.mark.parametrize("trouble", ["killed", "hung"])
+def test_with_reject_a_cluster_s_dead_primary_refuses_a_third(trouble: str) -> None:
+    """Only requests whose keys it has get 503; the others are counted across replicas, and all are once it is back."""
+    harm, cure = FAULTS[trouble]
+    targets = [f"/p?shard={number}" for number in range(90)]
+    with cluster(replicas=False, full=False) as nodes:
+        flags = ("--store", f"redis+cluster://{nodes[0].address}", "--on-store-error", "reject")
+        with stack(POLICIES, *flags, failure_mode="deny", replicas=2) as made:
+            before = _send_all(made, targets)
+            harm(nodes[1])
+            for target in targets:
+                made.send(f"{target}&other")
+            noticed(made)
+
+            first, second = _send_all(made, targets), _send_all(made, targets)
+            health = states(made)
+            up = [guard.metric("store_up", shard=node.address) for guard in made.replicas for node in nodes]
+            cure(nodes[1])
+            recovered(made)
+            after = _send_all(made, targets)
+
+            lost = [target for target in targets if first[target] == 503]
+            assert set(before.values()) == {200}
+            assert 15 < len(lost) < 45
+            assert {status for target, status in first.items() if target not in lost} == {200}
+            assert {target for target, status in second.items() if status == 503} == set(lost)
+            assert {status for target, status in second.items() if target not in lost} == {429}
+            assert all(f"1 of 3 shards unavailable: {nodes[1].address}: " in state for state in health)
+            assert up == [1, 0, 1] * 2
+            assert {after[target] for target in lost} == {200}
+            assert {after[target] for target in targets if target not in lost} == {429}
+
+
+def test_without_a_primary_each_replica_counts_its_keys_alone() -> None:
+    """By default no request is refused for it: loops that it would count are caught by each replica, the others by both."""
+    with cluster(replicas=False, full=False) as nodes, soak(f"redis+cluster://{nodes[0].address}") as made:
+        nodes[1].hang()
+        noticed(made)
+
+        passed = []
+        for _ in range(24):
+            target = f"/p?{next(_numbers)}"
+            passed.append([made.send(target).status for _ in range(8)].count(200))
+        nodes[1].resume()
+        recovered(made)
+
+        assert THRESHOLD - 1 == min(passed) < max(passed) <= len(made.replicas) * (THRESHOLD - 1)
+        assert passed.count(THRESHOLD - 1) > 8
+        loops_are_refused_across(made)
+
+
+class Front:
+    """An address that leads to one server and then to another, on a thread of its own, as a proxy or a moved IP does."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._open: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        listening = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, "127.0.0.1", 0), self._loop)
+        self._server = listening.result(PATIENCE)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+
+    def switch(self, port: int) -> None:
+        """End every connection; new ones lead elsewhere."""
+        self._target = port
+        self._loop.call_soon_threadsafe(self._end_all)
+
+    def stop(self) -> None:
+        """Listen no more."""
+        self._loop.call_soon_threadsafe(self._server.close)
+        self._loop.call_soon_threadsafe(self._end_all)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(PATIENCE)
+        self._loop.close()
+
+    def _end_all(self) -> None:
+        for writer in self._open:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        behind_reader, behind_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        self._open |= {writer, behind_writer}
+        try:
+            await asyncio.gather(_pipe(reader, behind_writer), _pipe(behind_reader, writer))
+        except OSError:
+            pass
+        finally:
+            self._open -= {writer, behind_writer}
+            writer.close()
+            behind_writer.close()
+
+
+async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65_536):
+        writer.write(data)
+    writer.close()
+
+
+def _counting(on: Server) -> int:
+    """Connections that count: what a replica asks aside, for boards and orders, calls its scripts whole."""
+    return sum(client["cmd"] == "evalsha" for client in on.client().client_list())
+
+
+def test_a_replica_is_promoted_behind_a_fixed_address() -> None:
+    """When another server takes over an address, the counts that were replicated go on, although it has no scripts yet."""
+    with replicated() as (primary, replica):
+        front = Front(primary.port)
+        try:
+            with soak(f"redis://127.0.0.1:{front.port}") as made:
+                loops_are_refused_across(made)
+                target = f"/p?{next(_numbers)}"
+                assert [made.send(target).status for _ in range(2)] == [200, 200]
+                eventually(lambda: primary.client().wait(1, 1_000) == 1, "replication")
+                replica.client().replicaof("NO", "ONE")
+                front.switch(replica.port)
+                primary.kill()
+                eventually(lambda: _counting(replica) == len(made.replicas), "both on the new server")
+                recovered(made)
+
+                assert made.send(target).status == 429
+                loops_are_refused_across(made)
+        finally:
+            front.stop()
+
+
+@pytest.mark.parametrize(("on_store_error", "status"), [("allow", 200), ("reject", 503)])
+def test_a_dead_store_is_what_on_store_error_says(on_store_error: str, status: int) -> None:
+    """Without a server requests are counted locally, or refused as store_unavailable, as the operator chose."""
+    with server() as gone:
+        pass
+    with stack(POLICIES, "--store", f"redis://{gone.address}", "--on-store-error", on_store_error, failure_mode="deny") as made:
+        answer = made.send("/p")
+
+        assert answer.status == status
+        if status == 503:
+            assert answer.json()["error"]["code"] == "store_unavailable"
+            assert answer.headers["x-fairvisor-reason"] == "store_unavailable"
+        assert made.loopguard.get("/readyz")[0] == 200
+        assert made.loopguard.metric("store_errors_total", kind="connection") >= 1
+        assert made.loopguard.metric("store_errors_total", kind="unavailable") == 1
+
+
+def test_a_password_is_never_shown() -> None:
+    """Neither log lines nor any admin page repeat the store's password, right or wrong."""
+    with server("--requirepass", "correct-horse") as locked:
+        for password in ("correct-horse", "wrong-horse"):
+            url = f"redis://:{password}@{locked.address}/1?prefix=x"
+            with stack(POLICIES, "--store", url, "--log-level", "debug") as made:
+                made.send("/p")
+                pages = [made.loopguard.get(page)[1] for page in ("/readyz", "/metrics", "/policies", "/healthz")]
+
+                assert ("ok" if password == "correct-horse" else "unavailable: WRONGPASS") in pages[0]
+                assert "horse" not in "".join(pages)
+                made.loopguard.stop()
+                assert "horse" not in made.loopguard.output()
+
+
+def _scoped(name: str) -> Callable[[str], str]:
+    """Make Envoy's filter name its attachment."""
+    plain = "envoy_grpc: {cluster_name: loopguard}\n"
+    more = f"                initial_metadata: [{{key: x-loopguard-scope, value: {name}}}]\n"
+
+    def edit(text: str) -> str:
+        before, found, after = text.partition(plain)
+        assert found
+        return before + found + more + after
+
+    return edit
+
+
+def test_attachments_of_different_scope_count_apart() -> None:
+    """A gateway and a sidecar on one store count the same request each for itself, named by flag or by Envoy's metadata."""
+    with server() as shared:
+        url = f"redis://{shared.address}"
+        with (
+            stack(POLICIES, "--store", url, "--scope", "gateway", failure_mode="deny") as gateway,
+            stack(POLICIES, "--store", url, failure_mode="deny", edit=_scoped("sidecar")) as sidecar,
+            stack(POLICIES, "--store", url, failure_mode="deny", edit=_scoped("gateway")) as second,
+        ):
+            statuses = [made.send("/p").status for _ in range(2) for made in (gateway, sidecar)]
+
+            assert statuses == [200] * 4
+            assert second.send("/p").status == 429
+            assert sidecar.send("/p").status == 429
+        keys = {key.decode().split(":")[5] for key in shared.client().keys("loopguard:loop:*")}
+        assert keys == {"gateway", "sidecar"}

@@ -1,0 +1,1 @@
+"""The port itself: HTTP/2, gRPC, TLS, floods."""

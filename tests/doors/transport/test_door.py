@@ -1,0 +1,482 @@
+"""The port under attack, over real sockets and on both event loops: what one connection does, the others do not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from extproc.ext_proc.service import Service
+from extproc.pb.health_pb2 import HealthCheckRequest
+from extproc.settings import parse_address
+from extproc.sockets import BACKLOG
+from extproc.transport import http2
+from extproc.transport.fast import FastServer
+from extproc.transport.grpc import frame_message
+from extproc.transport.grpcio import GrpcServer
+from extproc.transport.headers import ENHANCE_YOUR_CALM, encode
+from extproc.transport.health import EXT_PROC, HEALTH, Health
+from extproc.transport.http2 import Http2Limits, Pool
+from tests.support.documents import policy
+from tests.support.engine import ANY
+from tests.support.harness import PATIENCE
+from tests.support.http2 import HELLO, frame
+from tests.support.messages import headers
+from tests.support.service import make_service
+from tests.support.transport import LOOPS
+
+
+def opening(stream: int, path: str = f"/{EXT_PROC}/Process") -> bytes:
+    """The headers that open a call."""
+    pairs = [(":method", "POST"), (":scheme", "http"), (":path", path), ("content-type", "application/grpc")]
+    block = encode([(name.encode(), value.encode()) for name, value in pairs])
+    return frame(http2.HEADERS, http2.END_HEADERS, stream, block)
+
+
+def message(stream: int, content: bytes) -> bytes:
+    """A message in a DATA frame."""
+    return frame(http2.DATA, 0, stream, frame_message(content))
+
+
+def check(stream: int) -> bytes:
+    """A health check."""
+    return opening(stream, f"/{HEALTH}/Check") + message(stream, HealthCheckRequest().SerializeToString())
+
+
+def asked(path: str = "/") -> bytes:
+    """The first message of an ext_proc stream whose request has no body."""
+    return bytes(headers(path, end=True).SerializeToString())
+
+
+class Client:
+    """A bare connection, which reads only when told to."""
+
+    def __init__(self, where: str) -> None:
+        host, _, port = where.rpartition(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=PATIENCE)
+        self.socket.setblocking(False)
+        self._received = b""
+
+    def fill(self, data: bytes) -> int:
+        """Send what the kernel takes; returns how much that was."""
+        sent = 0
+        while sent < len(data):
+            try:
+                sent += self.socket.send(data[sent : sent + 2**20])
+            except BlockingIOError:
+                break
+        return sent
+
+    async def send(self, data: bytes) -> None:
+        """Send all of it."""
+        await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(self.socket, data), PATIENCE)
+
+    async def read(self) -> tuple[int, int, int, bytes] | None:
+        """The next frame: type, flags, stream, payload; None at the end."""
+        while len(self._received) < 9 or len(self._received) < 9 + int.from_bytes(self._received[:3], "big"):
+            more = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.socket, 65_536), PATIENCE)
+            if not more:
+                return None
+            self._received += more
+        size, received = int.from_bytes(self._received[:3], "big"), self._received
+        self._received = received[9 + size :]
+        return received[3], received[4], int.from_bytes(received[5:9], "big"), received[9 : 9 + size]
+
+    async def read_until(self, kind: int, stream: int, flags: int = 0) -> bytes:
+        """The payload of the next frame of that kind, with these flags."""
+        while (found := await self.read()) is not None:
+            if found[0] == kind and found[2] == stream and found[1] & flags == flags:
+                return found[3]
+        raise AssertionError("the connection was closed")
+
+    async def status(self, stream: int) -> bytes:
+        """The trailers of a call."""
+        return await self.read_until(http2.HEADERS, stream, http2.END_STREAM)
+
+
+class Door:
+    """A server that listens, and clients for it."""
+
+    def __init__(self, server: FastServer, where: str) -> None:
+        self.server = server
+        self.clients: list[Client] = []
+        self._where = where
+
+    def connect(self, data: bytes = HELLO) -> Client:
+        """A client that has said that much."""
+        client = Client(self._where)
+        self.clients.append(client)
+        assert client.fill(data) == len(data)
+        return client
+
+    async def innocent(self) -> None:
+        """A client of no bad intent is served as ever."""
+        client = self.connect(HELLO + check(1))
+        assert b"grpc-status\x010" in await client.status(1)
+
+
+@asynccontextmanager
+async def _door(service: Service | None, **more: Any) -> AsyncIterator[Door]:  # noqa: ANN401  # of FastServer
+    health = Health()
+    health.set(serving=True)
+    server = FastServer(service or make_service(policy("p", ANY)), health, **more)
+    made = Door(server, await server.start(parse_address("127.0.0.1:0")))
+    try:
+        yield made
+    finally:
+        for client in made.clients:
+            client.socket.close()
+        await server.stop(0)
+
+
+Steps = Callable[[Door], Awaitable[None]]
+
+
+@pytest.fixture(params=LOOPS)
+def run(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Run steps beside a server on each event loop."""
+
+    def scenario(steps: Steps, service: Service | None = None, **more: object) -> None:
+        async def main() -> None:
+            async with _door(service, **more) as door:
+                await steps(door)
+
+        with asyncio.Runner(loop_factory=LOOPS[request.param]) as runner:
+            runner.run(main())
+
+    return scenario
+
+
+Run = Callable[..., None]
+
+BUSY = {
+    "PING": frame(http2.PING, 0, 0, bytes(8)),
+    "empty DATA": frame(http2.DATA, 0, 101),
+    "PRIORITY": frame(http2.PRIORITY, 0, 101, bytes(5)),
+    "RST_STREAM": frame(http2.RST_STREAM, 0, 99, bytes(4)),
+}
+
+
+@pytest.mark.parametrize("repeated", BUSY.values(), ids=BUSY.keys())
+def test_a_busy_connection_has_its_turn_and_no_more(run: Run, repeated: bytes) -> None:
+    """With megabytes of frames waiting on one connection, another one's call is answered after a few turns of the first."""
+    patient = Http2Limits(patience=10**9, patience_per_second=0)
+    burst = repeated * (3_000_000 // len(repeated))
+
+    async def steps(door: Door) -> None:
+        busy = door.connect(HELLO + opening(101))
+        frames = busy.fill(burst) // len(repeated)
+        innocent = door.connect(HELLO + check(1))
+
+        await innocent.status(1)
+
+        (core,) = [peer._grpc._http for peer in door.server.peers if peer._grpc._http._last == 101]
+        handled = patient.patience - core.patience
+        assert frames > 50 * patient.work
+        assert handled < 10 * patient.work
+
+    run(steps, limits=patient)
+
+
+def test_whoever_never_reads_is_not_read(run: Run) -> None:
+    """Who asks and takes no answer is kept waiting, with no more in memory than a turn's answers."""
+    service = make_service(policy("p", ANY, threshold_identical_requests=2, count_refused=True))
+
+    async def steps(door: Door) -> None:
+        mute = door.connect(HELLO + frame(http2.WINDOW_UPDATE, 0, 0, (2**31 - 65_536).to_bytes(4, "big")))
+        stalled: list[Any] = []
+        for number in itertools.count(1, 2):
+            await mute.send(opening(number) + message(number, asked()))
+            stalled = [peer for peer in door.server.peers if peer._stalled]
+            if stalled:
+                break
+        mute.fill(b"".join(opening(number) + message(number, asked()) for number in range(number + 2, number + 60_000, 2)))
+        await door.innocent()
+
+        assert [peer._stalled for peer in stalled] == [True]
+        assert 0 < stalled[0]._transport.get_write_buffer_size() < 2**20
+
+    run(steps, service)
+
+
+def test_a_flood_is_told_to_calm_down(run: Run) -> None:
+    """Who goes on sending frames that lead to nothing gets a GOAWAY with the right code, and the connection is closed."""
+
+    async def steps(door: Door) -> None:
+        flood = door.connect(HELLO)
+        flood.fill(frame(http2.PING, 0, 0, bytes(8)) * 20_000)
+
+        payload = await flood.read_until(http2.GOAWAY, 0)
+
+        assert struct.unpack(">I", payload[4:8])[0] == ENHANCE_YOUR_CALM
+        assert await flood.read() is None
+        await door.innocent()
+
+    run(steps)
+
+
+def test_messages_behind_a_held_call_are_bounded(run: Run) -> None:
+    """What is sent behind a throttled request is kept up to a bound, then the call is ended and its hold freed."""
+    service = make_service(policy("p", ANY, action="throttle", threshold_identical_requests=2))
+    pool = Pool(2**20)
+
+    async def steps(door: Door) -> None:
+        client = door.connect(HELLO + b"".join(opening(number) + message(number, asked()) for number in (1, 3)))
+        await client.read_until(http2.DATA, 3)
+        assert service.holds.held == 1
+
+        await client.send(frame(http2.DATA, 0, 3, bytes(16_000)) * 60)
+
+        assert b"grpc-status\x018" in await client.status(3)
+        assert service.holds.held == pool.held == 0
+        await door.innocent()
+
+    run(steps, service, pool=pool)
+
+
+def test_unfinished_messages_are_bounded_for_all_together(run: Run) -> None:
+    """Connections that begin messages and never end them leave room for others, however many they are."""
+    pool = Pool(2**22)
+    start = b"\0" + (60 * 2**20).to_bytes(4, "big")
+
+    async def steps(door: Door) -> None:
+        for _ in range(20):
+            greedy = door.connect()
+            for number in range(1, 200, 2):
+                await greedy.send(opening(number) + frame(http2.DATA, 0, number, start + bytes(16_000)))
+            await greedy.send(check(201))
+            await greedy.status(201)
+        innocent = door.connect(HELLO + opening(1))
+        await innocent.send(frame(http2.DATA, 0, 1, frame_message(asked("/slow"))[:20]))
+        await door.innocent()
+        await innocent.send(frame(http2.DATA, 0, 1, frame_message(asked("/slow"))[20:]))
+
+        assert b"grpc-status\x010" in await innocent.status(1)
+        assert 0 < pool.held < pool.limit
+
+    run(steps, pool=pool)
+
+
+def test_health_watches_of_a_connection_are_bounded(run: Run) -> None:
+    """Who watches a hundred times over is refused the next, and may ask as before."""
+
+    async def steps(door: Door) -> None:
+        client = door.connect()
+        for number in range(1, 202, 2):
+            await client.send(opening(number, f"/{HEALTH}/Watch") + message(number, b""))
+
+        assert b"grpc-status\x018" in await client.status(201)
+        await client.send(check(203))
+        assert b"grpc-status\x010" in await client.status(203)
+
+    run(steps)
+
+
+@pytest.mark.parametrize("said", [b"", b"P", http2.PREFACE, HELLO[:-1]])
+def test_who_does_not_speak_http2_is_let_go(run: Run, said: bytes) -> None:
+    """Connections that say nothing, a byte or half a greeting are closed; one that greeted properly stays."""
+
+    async def steps(door: Door) -> None:
+        half, whole = door.connect(said), door.connect(HELLO)
+
+        while await half.read() is not None:
+            pass
+
+        await whole.send(check(1))
+        assert b"grpc-status\x010" in await whole.status(1)
+
+    run(steps, hello_seconds=0.2)
+
+
+def test_protocol_errors_are_logged_at_a_rate(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """A protocol error on every connection writes a few lines a second, not one each."""
+    caplog.set_level(logging.INFO)
+
+    async def steps(door: Door) -> None:
+        for _ in range(300):
+            client = door.connect(b"GET / HTTP/1.1\r\n\r\n")
+            while await client.read() is not None:
+                pass
+
+    run(steps)
+
+    lines = [record for record in caplog.records if "protocol error" in record.getMessage()]
+    assert 0 < len(lines) < 150
+
+
+def _fields(number: int, count: int) -> bytes:
+    """The headers that open a call, and as many more."""
+    pairs = [(":method", "POST"), (":scheme", "http"), (":path", f"/{EXT_PROC}/Process"), ("content-type", "application/grpc")]
+    more = [(b"x-%d" % each, b"%d" % number) for each in range(count)]
+    block = encode([*((name.encode(), value.encode()) for name, value in pairs), *more])
+    return frame(http2.HEADERS, http2.END_HEADERS, number, block)
+
+
+NUMBERS = range(1, 24_000, 2)
+SHUT = frame(http2.SETTINGS, 0, 0, b"\0\x04\0\0\0\0")
+ATTACKS = {
+    "SETTINGS (CVE-2019-9515)": frame(http2.SETTINGS, 0, 0) * 12_000,
+    "unknown types": frame(0xFA, 0, 0) * 12_000,
+    "CONTINUATION without an end (CVE-2024-27316)": frame(http2.HEADERS, 0, 1)
+    + frame(http2.CONTINUATION, 0, 1, b"x" * 9_000) * 99,
+    "empty CONTINUATION": frame(http2.HEADERS, 0, 1) + frame(http2.CONTINUATION, 0, 1) * 12_000,
+    "a header bomb (CVE-2016-6581)": _fields(1, 300),
+    "rapid reset (CVE-2023-44487)": b"".join(opening(each) + frame(http2.RST_STREAM, 0, each, bytes(4)) for each in NUMBERS),
+    "made to reset (CVE-2025-8671)": b"".join(
+        opening(each) + frame(http2.WINDOW_UPDATE, 0, each, bytes(4)) for each in NUMBERS
+    ),
+    "windows that change (CVE-2019-9511)": b"".join(map(opening, range(1, 1_800, 2)))
+    + (SHUT + frame(http2.SETTINGS, 0, 0)) * 6_000,
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+def test_an_attack_ends_its_own_connection_alone(run: Run, attack: bytes) -> None:
+    """Each class ends with a GOAWAY to whoever does it; a call of another connection that is open goes on."""
+
+    async def steps(door: Door) -> None:
+        innocent = door.connect(HELLO + opening(1))
+        hostile = door.connect()
+        with contextlib.suppress(ConnectionError):  # it is ended before it has said all
+            await hostile.send(attack)
+
+        goodbye = await hostile.read_until(http2.GOAWAY, 0)
+
+        assert struct.unpack(">I", goodbye[4:8])[0] == ENHANCE_YOUR_CALM
+        await innocent.send(message(1, asked()))
+        assert b"grpc-status\x010" in await innocent.status(1)
+
+    run(steps)
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+def test_grpcio_serves_others_beside_an_attack(attack: bytes) -> None:
+    """Whatever grpcio makes of the attacker, a client on another connection is answered."""
+
+    async def steps() -> None:
+        health = Health()
+        health.set(serving=True)
+        server = GrpcServer(make_service(policy("p", ANY)), health)
+        where = await server.start(parse_address("127.0.0.1:0"))
+        hostile = Client(where)
+        try:
+            with contextlib.suppress(ConnectionError):  # as above
+                hostile.fill(HELLO + attack)
+            async with grpc.aio.insecure_channel(where) as channel:
+                ask = channel.unary_unary(f"/{HEALTH}/Check")
+                assert await ask(HealthCheckRequest().SerializeToString(), timeout=PATIENCE)
+        finally:
+            hostile.socket.close()
+            await server.stop(0)
+
+    asyncio.run(steps())
+
+
+@pytest.mark.parametrize("length", ["9" * 5_000, "-1", "1e3", "0x10"])
+def test_a_length_that_is_none_ends_its_stream_alone(run: Run, length: str) -> None:
+    """A content-length that nobody could mean resets the stream, however long it is; the connection goes on."""
+
+    async def steps(door: Door) -> None:
+        client = door.connect()
+        pairs = [(":method", "POST"), (":scheme", "http"), (":path", f"/{HEALTH}/Check"), ("content-length", length)]
+        block = encode([(name.encode(), value.encode()) for name, value in pairs])
+        await client.send(frame(http2.HEADERS, http2.END_HEADERS, 1, block))
+        await client.read_until(http2.RST_STREAM, 1)
+        await client.send(check(3))
+
+        assert b"grpc-status\x010" in await client.status(3)
+
+    run(steps)
+
+
+def test_of_too_many_connections_the_longest_idle_are_closed(run: Run) -> None:
+    """Past the bound whoever has been silent longest gets a GOAWAY without an error; calls that are open are answered."""
+    service = make_service(policy("p", ANY), max_connections=5)
+
+    async def steps(door: Door) -> None:
+        live = door.connect(HELLO + opening(1))
+        await live.read_until(http2.SETTINGS, 0, http2.ACK)
+        idle = [door.connect() for _ in range(4)]
+        for client in idle:
+            await client.read_until(http2.SETTINGS, 0, http2.ACK)
+        before = asyncio.get_running_loop().time()
+        while asyncio.get_running_loop().time() < before + 0.002:  # noqa: ASYNC110  # uvloop counts milliseconds
+            await asyncio.sleep(0)
+        for client in (idle[0], idle[2], idle[3]):
+            await client.send(frame(http2.PING, 0, 0, bytes(8)))
+            await client.read_until(http2.PING, 0)
+
+        await door.innocent()
+
+        goodbye = await idle[1].read_until(http2.GOAWAY, 0)
+        assert struct.unpack(">I", goodbye[4:8])[0] == http2.NO_ERROR
+        while await idle[1].read() is not None:
+            pass
+        for client in (idle[0], idle[2], idle[3]):
+            await client.send(check(1))
+            assert b"grpc-status\x010" in await client.status(1)
+        await live.send(message(1, asked()))
+        assert b"grpc-status\x010" in await live.status(1)
+
+    run(steps, service)
+
+
+def test_calls_that_begin_while_their_connection_is_to_leave_are_answered(run: Run) -> None:
+    """Who is asked to leave and has a call under way keeps its connection."""
+    service = make_service(policy("p", ANY), max_connections=1)
+
+    async def steps(door: Door) -> None:
+        old = door.connect()
+        await old.read_until(http2.SETTINGS, 0, http2.ACK)
+        await door.innocent()
+        await old.read_until(http2.GOAWAY, 0)
+        await old.send(opening(1))
+        (peer,) = [peer for peer in door.server.peers if peer.calls]
+        while peer in door.server.retiring:  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(0.05)
+        await old.send(message(1, asked()))
+
+        assert b"grpc-status\x010" in await old.status(1)
+
+    run(steps, service)
+
+
+def test_where_every_connection_works_the_next_is_refused(run: Run) -> None:
+    """With the bound reached and nobody idle a new connection is closed at once, and the others go on."""
+    service = make_service(policy("p", ANY), max_connections=2)
+
+    async def steps(door: Door) -> None:
+        live = [door.connect(HELLO + opening(1)) for _ in range(3)]  # one more than the bound makes room for
+        for client in live:
+            await client.read_until(http2.SETTINGS, 0, http2.ACK)
+        with pytest.raises((AssertionError, ConnectionResetError)):
+            await door.innocent()
+        for client in live:
+            await client.send(message(1, asked()))
+            assert b"grpc-status\x010" in await client.status(1)
+
+    run(steps, service)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_kernel_keeps_as_many_connections_as_it_was_asked_to(loop: str) -> None:
+    """The listening socket's backlog is ours, whatever the event loop's default is."""
+
+    async def main() -> int:
+        async with _door(None) as door:
+            information = door.server._acceptor.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+            return int(struct.unpack_from("I", information, 28)[0])  # tcpi_sacked, which is the backlog of who listens
+
+    most = int(Path("/proc/sys/net/core/somaxconn").read_text(encoding="ascii"))
+    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        assert runner.run(main()) == min(BACKLOG, most)

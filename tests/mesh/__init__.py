@@ -1,0 +1,1 @@
+"""Istio's and Envoy Gateway's own control planes: `make test-mesh`."""

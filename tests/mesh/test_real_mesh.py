@@ -1,0 +1,477 @@
+"""What the chart renders for Istio, taken in by Istio itself, which `make test-mesh` builds: that takes Go, and minutes.
+
+Its own discovery server gets the chart's objects and pushes what it makes of them to the real Envoy, over ADS.
+tests/support/chart/istio.py is the model of it that `make test` has.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import random
+import re
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from extproc.cli.envoy_check.config import find_managers, find_resources
+from extproc.cli.envoy_check.document import ConfigPlace
+from extproc.cli.envoy_check.inspect import inspect
+from extproc.cli.envoy_check.needs import find_needs
+from tests.support.chart import NAME, Object, Values, merged, objects, of_kind
+from tests.support.chart.istio import LEFT
+from tests.support.check_envoy import found as check
+from tests.support.check_envoy import report
+from tests.support.documents import bundle, policy
+from tests.support.envoy_config import verdict
+from tests.support.harness import Loopguard, Process, Stack, eventually, stack, write_policies
+from tests.support.meshes import BUILT, FILTER, USER, cluster_names, each_istio, envoy_filter, read_port, statuses
+from tests.support.servers import free_port
+from tests.support.streams import over_http2
+
+
+def write_base64(data: bytes) -> str:
+    """As tokens have it."""
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+pytestmark = pytest.mark.skipif(not BUILT, reason="`make test-mesh` was not asked for: the real Istio is NOT tested")
+
+GATEWAYS = "istio-ingress"
+CLUSTER = "outbound|50051||lg-loopguard.guards.svc.cluster.local"
+ISSUER = "https://idp.example.com"
+SECRET = b"a key that only this test knows, and long enough for HS256"
+KEY = {"kty": "oct", "alg": "HS256", "kid": "k", "k": write_base64(SECRET)}
+LABELS = {"istio": "ingressgateway"}
+
+POLICIES = bundle(
+    policy("chat", {"pathPrefix": "/chat"}, limit_keys=["header:x-user-id"]),
+    policy("claims", {"routes": ["claims"]}, limit_keys=["header:x-user-id"]),
+    policy("files", {"pathPrefix": "/files/counted"}, limit_keys=["header:x-user-id"]),
+    policy("pinned", {"pathPrefix": "/nowhere"}, limit_keys=["header:x-user-id"], threshold_identical_requests=2),
+)
+OWN = bundle(policy("own", {"pathPrefix": "/"}, action="warn", limit_keys=["header:x-user-id"], threshold_identical_requests=2))
+VALUES: Values = {
+    "policies": {"bundle": POLICIES},
+    "istio": {
+        "enabled": True,
+        "namespace": GATEWAYS,
+        "workloadSelector": LABELS,
+        "tls": "DISABLE",  # nobody hands out certificates here
+        "routes": [
+            {"name": "chat"},
+            {"name": "claims"},
+            {"name": "pinned", "policies": ["pinned"]},
+            {"name": "own", "bundle": OWN},
+            {"name": "files", "bodyMode": "tolerant"},
+        ],
+    },
+}
+ROUTES = ("chat", "pinned", "own", "files", "rest")
+
+
+def write_mesh(port: int, upstream: int) -> Iterator[Object]:
+    """A gateway on a port of loopback, and an upstream with a route for each name."""
+    yield {
+        "apiVersion": "networking.istio.io/v1",
+        "kind": "Gateway",
+        "metadata": {"name": "gateway", "namespace": GATEWAYS},
+        "spec": {
+            "selector": LABELS,
+            "servers": [{"port": {"number": port, "name": "http", "protocol": "HTTP"}, "bind": "127.0.0.1", "hosts": ["*"]}],
+        },
+    }
+    yield {
+        "apiVersion": "networking.istio.io/v1",
+        "kind": "ServiceEntry",
+        "metadata": {"name": "upstream", "namespace": GATEWAYS},
+        "spec": {
+            "hosts": ["upstream.example"],
+            "resolution": "STATIC",
+            "ports": [{"number": 80, "name": "http", "protocol": "HTTP"}],
+            "endpoints": [{"address": "127.0.0.1", "ports": {"http": upstream}}],
+        },
+    }
+    yield {
+        "apiVersion": "security.istio.io/v1",
+        "kind": "RequestAuthentication",
+        "metadata": {"name": "tokens", "namespace": GATEWAYS},
+        "spec": {"selector": {"matchLabels": LABELS}, "jwtRules": [{"issuer": ISSUER, "jwks": json.dumps({"keys": [KEY]})}]},
+    }
+    to_upstream = [{"destination": {"host": "upstream.example", "port": {"number": 80}}}]
+    yield {
+        "apiVersion": "networking.istio.io/v1",
+        "kind": "VirtualService",
+        "metadata": {"name": "routes", "namespace": GATEWAYS},
+        "spec": {
+            "hosts": ["*"],
+            "gateways": ["gateway"],
+            "http": [
+                {
+                    "name": "claims",
+                    "match": [{"uri": {"prefix": "/rest/claims"}, "headers": {"@request.auth.claims.team": {"exact": "a"}}}],
+                    "route": to_upstream,
+                },
+                *({"name": name, "match": [{"uri": {"prefix": f"/{name}"}}], "route": to_upstream} for name in ROUTES),
+            ],
+        },
+    }
+
+
+def write_endpoints(service: Object, *pods: str) -> Iterator[Object]:
+    """A Service with an address, and where its pods are, each as IP:PORT; Istio tells pods apart by their IPs."""
+    yield {**service, "spec": {**service["spec"], "clusterIP": "10.0.0.1"}}
+    name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
+    for number, (address, _, port) in enumerate(pod.rpartition(":") for pod in pods):
+        labels = {"kubernetes.io/service-name": name}
+        yield {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": {"name": f"{name}-{number}", "namespace": namespace, "labels": labels},
+            "addressType": "IPv4",
+            "endpoints": [{"addresses": [address], "conditions": {"ready": True}}],
+            "ports": [{"name": service["spec"]["ports"][0]["name"], "port": int(port), "protocol": "TCP"}],
+        }
+
+
+def write_bootstrap(printed: Object, istiod: int) -> Object:
+    """An Envoy that has everything from Istio; Loopguard's own cluster is there for `stack`, which waits for its health."""
+    options = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    http2 = {"@type": f"type.googleapis.com/{options}", "explicit_http_config": {"http2_protocol_options": {}}}
+    discovery = {
+        "api_type": "GRPC",
+        "transport_api_version": "V3",
+        "grpc_services": [{"envoy_grpc": {"cluster_name": "istiod"}}],
+    }
+    ads: Object = {"ads": {}, "resource_api_version": "V3", "initial_fetch_timeout": "0s"}
+    address = {"socket_address": {"address": "127.0.0.1", "port_value": istiod}}
+    endpoints = [{"lb_endpoints": [{"endpoint": {"address": address}}]}]
+    return {
+        "admin": printed["admin"],
+        "node": {
+            # Nobody has this address: of an endpoint's, such as 127.0.0.1, Istio would take that endpoint's labels.
+            "id": f"router~192.0.2.1~gateway.{GATEWAYS}~{GATEWAYS}.svc.cluster.local",
+            "cluster": "gateway",
+            "metadata": {"NAMESPACE": GATEWAYS, "LABELS": LABELS, "CLUSTER_ID": "Kubernetes", "ISTIO_VERSION": "1.30.0"},
+        },
+        "dynamic_resources": {"ads_config": discovery, "lds_config": ads, "cds_config": ads},
+        "static_resources": {
+            "clusters": [
+                printed["static_resources"]["clusters"][0],
+                {
+                    "name": "istiod",
+                    "type": "STATIC",
+                    "typed_extension_protocol_options": {options: http2},
+                    "load_assignment": {"cluster_name": "istiod", "endpoints": endpoints},
+                },
+            ]
+        },
+    }
+
+
+@contextmanager
+def istio(values: Values, *others: Loopguard, **more: Any) -> Iterator[Stack]:  # noqa: ANN401  # of `stack`
+    """Loopguard, and others beside it, behind an Envoy whose configuration is Istio's, with the chart's objects in it."""
+    with tempfile.TemporaryDirectory(prefix="istio") as name, ExitStack() as ended:
+        folder = Path(name)
+
+        def edit(text: str) -> str:
+            printed, discovery = yaml.safe_load(text), free_port()
+            upstream = read_port(printed["static_resources"]["clusters"][1])
+            made = objects(values)
+            configs = [*of_kind(made, "EnvoyFilter"), *of_kind(made, "DestinationRule"), *write_mesh(free_port(), upstream)]
+            (service,) = (item for item in of_kind(made, "Service") if item["metadata"]["name"] == NAME)
+            first = read_port(printed["static_resources"]["clusters"][0])
+            kubernetes = write_endpoints(service, f"127.0.0.1:{first}", *(other.address for other in others))
+            for file, listed in (("configs.yaml", configs), ("objects.yaml", kubernetes)):
+                (folder / file).write_text("\n---\n".join(map(json.dumps, listed)))
+            arguments = [f"127.0.0.1:{discovery}", str(folder / "configs.yaml"), str(folder / "objects.yaml")]
+            istiod = Process([f"{BUILT}/istiod", *arguments], folder / "istiod.log")
+            ended.callback(istiod.stop)
+            istiod.wait_for("serving")
+            return json.dumps(write_bootstrap(printed, discovery))
+
+        with stack(values["policies"]["bundle"], "--listen", f"127.0.0.1:{free_port()}", edit=edit, **more) as made:
+            yield made
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[Stack]:
+    """The gateway with all kinds of routes."""
+    with istio(VALUES) as made:
+        eventually(lambda: made.send("/rest").status == 200, "Istio's routes")
+        yield made
+
+
+def test_a_loop_is_refused(gateway: Stack) -> None:
+    """On a named route the third identical request is refused; a route that nobody named never meets Loopguard."""
+    before = gateway.loopguard.metric("unmatched_total")
+
+    assert statuses(gateway, "/chat", 3, body=b"same") == [200, 200, 429]
+    assert statuses(gateway, "/rest", 4, body=b"same") == [200] * 4
+    assert gateway.loopguard.metric("unmatched_total") == before
+
+
+def test_routes_hand_over_their_policies(gateway: Stack) -> None:
+    """By name, and in metadata: a warning that the client hears of."""
+    assert statuses(gateway, "/pinned", 2, body=b"same") == [200, 429]
+
+    answers = [gateway.send("/own", headers=USER) for _ in range(2)]
+
+    assert [answer.headers.get("x-fairvisor-warning") for answer in answers] == [None, "loop_warn"]
+    assert gateway.upstream.seen[-1].header("x-fairvisor-warning") == "loop_warn"
+
+
+def test_a_route_that_claims_choose_is_guarded(gateway: Stack) -> None:
+    """A request takes it only once its token is verified; without a token it takes another, which is not guarded."""
+    payload = {"iss": ISSUER, "sub": "s", "exp": 4_000_000_000, "team": "a"}
+    parts = [write_base64(json.dumps(part).encode()) for part in ({"alg": "HS256", "kid": "k"}, payload)]
+    signature = hmac.new(SECRET, ".".join(parts).encode(), hashlib.sha256).digest()
+    token = {"authorization": f"Bearer {'.'.join([*parts, write_base64(signature)])}", **USER}
+
+    with_token = [gateway.send("/rest/claims", method="POST", body=b"same", headers=token).status for _ in range(4)]
+
+    assert with_token == [200, 200, 429, 429]
+    assert statuses(gateway, "/rest/claims", 4, body=b"same") == [200] * 4
+
+
+@pytest.mark.parametrize("path", ["/chat", "/files/counted"])
+def test_a_request_with_trailers_and_no_body_is_counted(gateway: Stack, path: str) -> None:
+    """On a strict route and on a tolerant one."""
+    answers = [over_http2(gateway, f"{path}/trailers", USER, trailers=True) for _ in range(3)]
+
+    assert [status for status, _ in answers] == ["200", "200", "429"]
+
+
+def test_tokens_of_sessions_are_read() -> None:
+    """Istio takes what `envoy.usage: exact` adds, and Envoy tells Loopguard what an answer of a session took."""
+    limits = {"max_cost_per_session": 10, "unknown_model": {"input": 1, "output": 1}}
+    session = {"session": {"keys": ["header:x-session-id"]}, "session_limits": limits}
+    spec = {"selector": {"pathPrefix": "/chat"}, "limit_keys": ["header:x-user-id"], **session}
+    values = merged(VALUES, {"policies": {"bundle": bundle({"id": "chat", "spec": spec})}, "envoy": {"usage": "exact"}})
+    values["istio"]["routes"] = [{"name": "chat"}]
+    with istio(values) as made:
+        eventually(lambda: made.send("/rest").status == 200, "Istio's routes")
+        for path in ("/rest", "/chat"):
+            headers = {**USER, "x-session-id": "s"}
+            assert made.send(path, method="POST", body=b"{}", headers=headers).status == 200
+        eventually(lambda: made.loopguard.metric("access_log_entries_total", result="taken") == 1, "an entry")
+
+        assert made.envoy.stat("json_to_metadata.resp.success") == 1
+
+
+def test_a_pod_that_hangs_costs_nothing() -> None:
+    """Once Envoy has found out, no request waits for the pod that is stopped, and none passes without being decided."""
+    with tempfile.TemporaryDirectory(prefix="pod") as name, ExitStack() as ended:
+        write_policies(Path(name), POLICIES)
+        other = Loopguard(Path(name), listen=f"127.0.0.2:{free_port()}")
+        ended.callback(other.stop)
+        made = ended.enter_context(istio(VALUES, other))
+        healthy = f"cluster.{CLUSTER};.membership_healthy"  # as Istio names its statistics
+        eventually(lambda: made.send("/rest").status == 200, "Istio's routes")
+        eventually(lambda: made.envoy.stat(healthy) == 2, "two pods")
+        statuses(made, "/chat", 20)
+        asked_both = other.metric("requests_total") > 0
+        other.signal(signal.SIGSTOP)
+        ended.callback(other.signal, signal.SIGCONT)
+        eventually(lambda: made.envoy.stat(healthy) == 1, "the end of trust in the one that hangs")
+        counted, missed = made.loopguard.metric("requests_total"), count_missed(made)
+
+        found = {made.send(f"/chat/{number}", method="POST", body=b"x", headers=USER).status for number in range(100)}
+
+        assert asked_both
+        assert found == {200}
+        assert made.loopguard.metric("requests_total") - counted == 100
+        assert count_missed(made) == missed
+
+
+def count_missed(made: Stack) -> int:
+    """Requests that passed without an answer, or that waited for one in vain."""
+    names = "failure_mode_allowed|message_timeouts"
+    return sum(int(found) for found in re.findall(rf"ext_proc\.(?:{names}): (\d+)", made.envoy.admin("/stats")))
+
+
+def test_large_bodies(gateway: Stack) -> None:
+    """A body above Envoy's own limit is looked at; one above the chart's passes where its route is tolerant, as it was sent."""
+    assert statuses(gateway, "/chat/large", 3, body=b"x" * 3_000_000) == [200, 200, 429]
+    for _ in range(20):  # Istio's routes retry, and what Envoy keeps for that it must not send twice
+        data = random.randbytes(11_000_000)
+        assert statuses(gateway, "/files/close", 1, body=data) == [200]
+
+        received = gateway.upstream.seen[-1]
+        assert received.header("content-length") == "11000000"
+        assert hash(received.body) == hash(data)  # which are too long to be shown
+
+
+def test_a_body_under_way_when_loopguard_dies() -> None:
+    """It arrives as it was sent, although Istio's routes retry, and Envoy has collected a part of it."""
+    body = random.randbytes(3_000_000)
+    with istio(VALUES) as made:
+        eventually(lambda: made.send("/rest").status == 200, "Istio's routes")
+        client = made.connect()
+        client.sendall(
+            b"POST /files/counted/close HTTP/1.1\r\nhost: h\r\nx-user-id: a\r\ncontent-length: 3000000\r\n\r\n"
+            + body[:2_000_000]
+        )
+        eventually(lambda: "ext_proc.stream_msgs_received: 1" in made.envoy.admin("/stats"), "the answer to its headers")
+
+        made.loopguard.signal(signal.SIGKILL)
+        eventually(lambda: "ext_proc.failure_mode_allowed: 1" in made.envoy.admin("/stats"), "the end of its stream")
+        client.sendall(body[2_000_000:])
+
+        assert client.makefile("rb").readline() == b"HTTP/1.1 200 OK\r\n"
+        assert hash(made.upstream.seen[-1].body) == hash(body)  # which are too long to be shown
+        client.close()
+
+
+# ---- What Istio makes of every case
+
+
+PROXIES: dict[str, Object] = {
+    "GATEWAY": {"Type": "router", "IP": "10.1.1.1", "Namespace": GATEWAYS, "Labels": LABELS},
+    "SIDECAR_INBOUND": {"Type": "sidecar", "IP": "10.1.1.2", "Namespace": "guards", "Labels": {"app": "agent-api"}},
+    "SIDECAR_OUTBOUND": {"Type": "sidecar", "IP": "10.1.1.3", "Namespace": "agents", "Labels": {"app": "agent"}},
+}
+"""Where the cases attach Loopguard."""
+
+
+def write_service(proxy: Object, port: int, at: int) -> Iterator[Object]:
+    """A proxy's pod, with a Service whose port is another than the one on which the pod listens."""
+    named = {"name": "proxy", "namespace": proxy["Namespace"]}
+    status = {"phase": "Running", "podIP": proxy["IP"], "podIPs": [{"ip": proxy["IP"]}]}
+    containers = [{"name": "proxy", "image": "proxy", "ports": [{"containerPort": at}]}]
+    pod = {"metadata": {**named, "labels": proxy["Labels"]}, "spec": {"containers": containers}, "status": status}
+    yield {"apiVersion": "v1", "kind": "Pod", **pod}
+    ports = [{"name": "http", "port": port, "targetPort": at, "protocol": "TCP"}]
+    spec = {"selector": proxy["Labels"], "ports": ports}
+    yield from write_endpoints({"apiVersion": "v1", "kind": "Service", "metadata": named, "spec": spec}, f"{proxy['IP']}:{at}")
+
+
+def write_surroundings(values: Values) -> Iterator[Object]:
+    """The mesh around a case: a gateway that listens on 8443 for 443, and an API that agents call, with the case's routes."""
+    yield {
+        "apiVersion": "networking.istio.io/v1",
+        "kind": "Gateway",
+        "metadata": {"name": "gateway", "namespace": GATEWAYS},
+        "spec": {
+            "selector": LABELS,
+            "servers": [{"port": {"number": 443, "name": "http", "protocol": "HTTP"}, "hosts": ["*"]}],
+        },
+    }
+    yield {
+        "apiVersion": "networking.istio.io/v1",
+        "kind": "ServiceEntry",
+        "metadata": {"name": "model", "namespace": "agents"},
+        "spec": {
+            "hosts": ["llm.example.com"],
+            "location": "MESH_EXTERNAL",
+            "resolution": "STATIC",
+            "ports": [{"number": 443, "name": "http", "protocol": "HTTP"}],
+            "endpoints": [{"address": "10.1.1.9"}],
+        },
+    }
+    to_model = [{"destination": {"host": "llm.example.com", "port": {"number": 443}}}]
+    hosts: dict[str, list[str]] = {}
+    for route in values["istio"]["routes"]:
+        hosts.setdefault(route.get("virtualHost", "*").partition(":")[0], []).append(route["name"])
+    for number, (host, names) in enumerate(hosts.items()):
+        yield {
+            "apiVersion": "networking.istio.io/v1",
+            "kind": "VirtualService",
+            "metadata": {"name": f"routes-{number}", "namespace": GATEWAYS},
+            "spec": {
+                "hosts": [host],
+                "gateways": [f"{GATEWAYS}/gateway"],
+                "http": [{"name": name, "match": [{"uri": {"prefix": f"/{name}"}}], "route": to_model} for name in names],
+            },
+        }
+
+
+def print_pushed(values: Values, folder: Path) -> Object:
+    """What Istio pushes to the proxy that a case is for, as resources of xDS."""
+    made = objects(values)
+    services = [item for item in of_kind(made, "Service") if item["spec"]["ports"][0]["port"] == 50_051]
+    pods = [item for number, service in enumerate(services) for item in write_endpoints(service, f"10.1.2.{number}:50051")]
+    pods += [*write_service(PROXIES["GATEWAY"], 443, 8_443), *write_service(PROXIES["SIDECAR_INBOUND"], 80, 8_080)]
+    configs = [*of_kind(made, "EnvoyFilter"), *of_kind(made, "DestinationRule"), *write_surroundings(values)]
+    for file, listed in (("configs.yaml", configs), ("objects.yaml", pods)):
+        (folder / file).write_text("\n---\n".join(map(json.dumps, listed)))
+    proxy = json.dumps(PROXIES[values["istio"].get("context", "GATEWAY")])
+    command = [f"{BUILT}/istiod", proxy, str(folder / "configs.yaml"), str(folder / "objects.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    pushed: Object = json.loads(done.stdout.splitlines()[-1])  # behind its log
+    return pushed
+
+
+@each_istio
+def test_every_case_guards_what_it_names(values: Values, tmp_path: Path) -> None:
+    """Istio refuses none of it, its proxy guards the named routes and no other, and each cluster finds out what hangs."""
+    values = merged(values, {"istio": {"clusterDomain": "cluster.local"}})  # which is the domain of this Istio
+    pushed = print_pushed(values, tmp_path)
+
+    made = inspect(find_resources(ConfigPlace(pushed)), find_needs(None, 65_535))
+    guarded = {item.route.name for item in made.routes if item.modes}
+    wanted = {route["name"] for route in values["istio"]["routes"]}
+    asked = set(cluster_names(envoy_filter(values)))
+    clusters = {item["name"]: item for item in pushed["resources"] if item["@type"].endswith(".Cluster")}
+    assert guarded == wanted
+    assert "late-route" not in {item.code for item in made.findings}
+    for name in asked:
+        protocol = clusters[name]["typed_extension_protocol_options"]["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"]
+        assert "connection_keepalive" in protocol["explicit_http_config"]["http2_protocol_options"]
+        assert clusters[name]["outlier_detection"]["consecutive_gateway_failure"] == 1
+        assert ("health_checks" in clusters[name]) == (values["istio"].get("tls") != "AUTO")
+    assert verdict(json.dumps(make_bootstrap(pushed)), tmp_path).rstrip().endswith("OK")
+
+
+def make_bootstrap(pushed: Object) -> Object:
+    """An Envoy that has it all by itself, for its own judgement; certificates come from elsewhere."""
+    kinds: dict[str, list[Object]] = {}
+    for item in pushed["resources"]:
+        kind = item["@type"].rpartition(".")[2]
+        kinds.setdefault(kind, []).append({key: value for key, value in item.items() if key != "@type"})
+    secrets = {"name": "sds-grpc", "type": "STATIC", "load_assignment": {"cluster_name": "sds-grpc"}}
+    api = {"api_type": "GRPC", "transport_api_version": "V3", "grpc_services": [{"envoy_grpc": {"cluster_name": "sds-grpc"}}]}
+    return {
+        "node": {"id": "proxy", "cluster": "proxy"},
+        "dynamic_resources": {"ads_config": api},
+        "static_resources": {"listeners": kinds["Listener"], "clusters": [secrets, *kinds["Cluster"]]},
+    }
+
+
+# ---- What the gateway has
+
+
+def test_the_model_of_istio_is_true(gateway: Stack) -> None:
+    """What `chart/istio.py` leaves as Istio has it is what Istio pushes, and the chart's patches are in the same places."""
+    (manager,) = find_managers(find_resources(ConfigPlace(json.loads(gateway.envoy.admin("/config_dump")))))
+
+    assert {name: manager.place.get(name).value for name in LEFT} == LEFT
+    assert manager.listener.get("per_connection_buffer_limit_bytes").value == 10_485_760
+    assert manager.place.get("internal_address_config", "cidr_ranges").value
+    assert [item.name for item in manager.filters][-2:] == [FILTER, "envoy.filters.http.router"]
+
+
+def test_check_envoy_reads_what_istio_pushes(gateway: Stack) -> None:
+    """All that hurts is what the docs tell: Istio merges no slashes, and the upstream's health is Kubernetes' affair."""
+    dump = json.loads(gateway.envoy.admin("/config_dump"))
+
+    made = report(dump, POLICIES)
+
+    assert {route.route.name: route.modes for route in made.routes} == {
+        "claims": ["BUFFERED"], "chat": ["BUFFERED"], "pinned": ["BUFFERED"], "own": ["BUFFERED"],
+        "files": ["BUFFERED_PARTIAL"], "rest": [],
+    }  # fmt: skip
+    assert [(code, pointer.rpartition("/")[2]) for code, pointer, hurts in check(dump, POLICIES) if hurts] == [
+        ("path-spelling", "merge_slashes")
+    ]

@@ -1,0 +1,177 @@
+"""What Argo Rollouts and Flagger ask about a canary: true to the code's metrics, and no answer where too little is known."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from tests.support.chart import NAME, NAMESPACE, objects, of_kind, one
+from tests.support.promql import Reading, series
+
+VALUES: dict[str, Any] = {
+    "analysis": {
+        "argoRollouts": {"enabled": True},
+        "flagger": {"enabled": True},
+        "prometheusAddress": "http://prometheus:9090",
+        "policy": "strict",
+        "minRequests": 100,
+    }
+}
+MADE = objects(VALUES)
+TEMPLATE = one(MADE, "ClusterAnalysisTemplate", f"{NAMESPACE}-{NAME}")["spec"]
+ARGUMENTS = {argument["name"]: argument["value"] for argument in TEMPLATE["args"]}
+METRICS = {metric["name"]: metric for metric in TEMPLATE["metrics"]}
+FLAGGER = {item["metadata"]["name"].removeprefix(f"{NAME}-"): item["spec"] for item in of_kind(MADE, "MetricTemplate")}
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus): what queries answer is NOT tested"
+)
+each_metric = pytest.mark.parametrize("name", METRICS)
+
+
+def filled(text: str) -> str:
+    """A text of the template with the arguments in it, as Argo Rollouts puts them there."""
+    for name, value in ARGUMENTS.items():
+        text = text.replace(f"{{{{args.{name}}}}}", value)
+    assert "{{" not in text
+    return text
+
+
+def query_of(name: str) -> str:
+    """What Prometheus is asked by Argo Rollouts."""
+    return filled(METRICS[name]["provider"]["prometheus"]["query"])
+
+
+def judge(name: str, result: list[float]) -> str:
+    """What Argo Rollouts makes of an answer: inconclusive where neither of its two conditions holds."""
+    names = {"result": result, "len": len, "false": False}
+    holds = {}
+    for condition in ("failureCondition", "successCondition"):
+        text = filled(METRICS[name][condition]).replace("&&", "and")
+        holds[condition] = eval(text, {"__builtins__": {}}, names)  # noqa: S307  # the chart's own, in words that Python shares
+    if holds["failureCondition"]:
+        return "failed"
+    return "successful" if holds["successCondition"] else "inconclusive"
+
+
+@each_metric
+def test_queries_are_true_to_the_code(name: str) -> None:
+    """Every name, label and value in a query is one that the code has, and the answer is a single number."""
+    reading = Reading(query_of(name).replace('"strict"', '"$policy"'), series())
+
+    assert reading.problems == []
+    assert reading.labels == frozenset()
+
+
+def test_both_ask_the_same() -> None:
+    """Flagger's questions are those of Argo Rollouts, over the interval of its own."""
+    assert {name: spec["query"].replace("{{ interval }}", "10m") for name, spec in FLAGGER.items()} == {
+        name: query_of(name) for name in METRICS
+    }
+
+
+def test_no_traffic_is_neither_good_nor_bad() -> None:
+    """An answer without a number is inconclusive, for every question, and so are too few requests."""
+    for name in METRICS:
+        assert judge(name, []) == "inconclusive"
+        assert judge(name, [float("nan")]) == "inconclusive"
+    assert judge("requests", [99]) == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [("extra-refusals", 0.001, 0.0011), ("disagreement", 0.05, 0.06), ("fail-open", 0, 0.1), ("decision-p99", 0.05, 0.25)],
+)
+def test_a_limit_is_still_good(name: str, good: float, bad: float) -> None:
+    """Up to the limit it is a success, above it a failure."""
+    assert (judge(name, [good]), judge(name, [bad])) == ("successful", "failed")
+    assert judge("requests", [100]) == "successful"
+
+
+def test_a_canary_is_given_time() -> None:
+    """Inconclusive answers are borne with as long as one may still be conclusive; a single failure is enough."""
+    for metric in METRICS.values():
+        assert (metric["count"], metric["inconclusiveLimit"], metric["failureLimit"]) == (10, 9, 0)
+
+
+class Case(NamedTuple):
+    """What Prometheus sees, one value a minute in promtool's notation, and what each question answers after 20 minutes.
+
+    Attributes:
+        series: name and labels -> values.
+        answers: by question; none of one that is left out.
+    """
+
+    series: dict[str, str]
+    answers: dict[str, float]
+
+
+PAIR = 'policy="strict",canary_of="live"'
+QUIET = {
+    **{
+        f'canary_requests_total{{{PAIR},verdict="{verdict}"}}': "0x30"
+        for verdict in ("both", "only_live", "only_candidate", "neither")
+    },
+    **{f'canary_refusals_total{{{PAIR},refusal="{refusal}"}}': "0x30" for refusal in ("extra", "already", "missed")},
+    f"canary_refused_total{{{PAIR}}}": "0x30",
+    'fail_open_total{reason="internal_error"}': "0x30",
+    "decision_seconds_count": "0x30",
+    'decision_seconds_bucket{le="0.05"}': "0x30",
+    'decision_seconds_bucket{le="+Inf"}': "0x30",
+}
+BUSY = QUIET | {
+    f'canary_requests_total{{{PAIR},verdict="neither"}}': "0+90x30",
+    f'canary_requests_total{{{PAIR},verdict="both"}}': "0+8x30",
+    f'canary_requests_total{{{PAIR},verdict="only_candidate"}}': "0+2x30",
+    f'canary_refusals_total{{{PAIR},refusal="extra"}}': "0+1x30",
+    f"canary_refused_total{{{PAIR}}}": "0+20x30",
+    'fail_open_total{reason="internal_error"}': "0+5x30",
+    "decision_seconds_count": "0+100x30",
+    'decision_seconds_bucket{le="0.05"}': "0+100x30",
+    'decision_seconds_bucket{le="+Inf"}': "0+100x30",
+}
+CASES = {
+    "nothing is there": Case({}, {}),
+    "no traffic": Case(QUIET, {}),
+    "a canary on live traffic": Case(
+        BUSY, {"requests": 1000, "extra-refusals": 0.0125, "disagreement": 0.02, "fail-open": 0.05, "decision-p99": 0.0495}
+    ),
+    "too few requests": Case(QUIET | {f'canary_requests_total{{{PAIR},verdict="neither"}}': "0+9x30"}, {"requests": 90}),
+    "another canary's": Case(
+        {name.replace("strict", "other"): values for name, values in BUSY.items() if "canary" in name}, {}
+    ),
+}
+
+
+@needs_promtool
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_prometheus_answers(case: Case, tmp_path: Path) -> None:
+    """Prometheus' own evaluation of the questions."""
+    given = [{"series": _with_target(name), "values": values} for name, values in case.series.items()]
+    asked = [
+        {
+            "expr": f"round({query_of(name)}, 0.0001)",  # increase() extrapolates
+            "eval_time": "20m",
+            "exp_samples": [{"labels": "{}", "value": case.answers[name]}] if name in case.answers else [],
+        }
+        for name in METRICS
+    ]
+    file = tmp_path / "test.yaml"
+    tests = [{"interval": "1m", "input_series": given, "promql_expr_test": asked}]
+    file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": tests}))
+
+    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _with_target(name: str) -> str:
+    """A series as it is after a scrape."""
+    bare, _, labels = name.rstrip("}").partition("{")
+    given = [f'namespace="{NAMESPACE}"', f'job="{NAME}"', 'instance="a"']
+    return f"loopguard_{bare}{{{','.join([*given, labels] if labels else given)}}}"

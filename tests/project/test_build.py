@@ -1,0 +1,158 @@
+"""The wheel: what of it is compiled, what it is called, and what becomes of it where nothing can be compiled."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hatch_build import select_modules
+from tests.conftest import find_builds
+from tests.support import ROOT
+from tests.support.harness import Process
+from tests.support.image import compile_only
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+HOT = ("ext_proc/stream", "engine/engine", "request/fingerprint", "store/memory", "store/rules/tally", "transport/http2")
+
+
+def build_wheel(folder: Path, project: Path = ROOT, **environment: str) -> tuple[list[str], str]:
+    """Names of the wheels that pip makes of a project, and all that it prints."""
+    flags = ["--verbose", "--no-build-isolation", "--no-deps", "--wheel-dir", str(folder)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *flags, str(project)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [path.name for path in folder.glob("*.whl")], done.stdout + done.stderr
+
+
+def test_modules_say_why_they_are_not_compiled(tmp_path: Path) -> None:
+    """A new module is compiled, unless it or one of its folders says why not."""
+    for path, text in {
+        "room/__init__.py": '"""A room."""\n',
+        "room/hot.py": '"""Hot."""\nX = 1\n',
+        "room/cold.py": '"""Cold."""\n# interpreted: read once\nX = 1\n',
+        "room/unsure.py": '"""Unsure."""\n# interpreted:\nX = 1\n',
+        "office/__init__.py": '"""An office."""\n# interpreted, with all below: waits for people\n',
+        "office/desk/__init__.py": '"""A desk."""\n',
+        "office/desk/drawer.py": '"""A drawer."""\nX = 1\n',
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    assert select_modules(tmp_path) == [f"{tmp_path.name}/room/hot.py", f"{tmp_path.name}/room/unsure.py"]
+
+
+def test_what_every_request_passes_through_is_compiled() -> None:
+    """What costs CPU for every request is among what is compiled, and what starts the process is not."""
+    chosen = set(select_modules())
+
+    assert {f"extproc/{name}.py" for name in HOT} <= chosen
+    assert not {f"extproc/{name}.py" for name in ("server", "policy/loader", "cli/main")} & chosen
+
+
+def test_nothing_that_is_compiled_counts_on_lazy_expressions() -> None:
+    """Compiled code reads a generator expression to its end at once, so none leaves its function, or is read in part."""
+    in_part = {"islice", "takewhile", "dropwhile", "iter", "map", "filter", "chain"}
+    found = []
+    for module in select_modules():
+        for node in ast.walk(ast.parse((ROOT / module).read_text())):
+            if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom):
+                given = [node.value]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in in_part:
+                given = [*node.args]
+            else:
+                continue
+            found += [(module, node.lineno) for value in given if isinstance(value, ast.GeneratorExp)]
+
+    assert found == []
+
+
+def test_what_goes_through_a_door_runs_compiled() -> None:
+    """A test module that starts Loopguard, a transport or a store's server stands among the doors, or says that it is one."""
+    opens = re.compile(
+        r"^from (tests\.support\.servers|extproc\.transport\b.*|tests\.support\.harness) import (.*)$", re.MULTILINE
+    )
+    found = {
+        file
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for module, names in opens.findall(file.read_text())
+        if module != "tests.support.harness" or {"Loopguard", "stack"} & set(names.split(", "))
+    }
+
+    assert [
+        file
+        for file in found
+        if "compiled" not in find_builds(file) and "\npytestmark = pytest.mark.compiled" not in file.read_text()
+    ] == []
+
+
+def test_what_builds_a_wheel_is_there_for_tests() -> None:
+    """The tests below build without an environment of their own, with the very requirements of the build."""
+    assert set(PROJECT["build-system"]["requires"]) <= set(PROJECT["project"]["optional-dependencies"]["test"])
+
+
+def test_pure_on_request(tmp_path: Path) -> None:
+    """With LOOPGUARD_PURE=1 nothing is compiled, nothing is said about it, and the wheel is for every machine."""
+    wheels, said = build_wheel(tmp_path, LOOPGUARD_PURE="1")
+
+    assert wheels == [f"extproc_loopguard-{PROJECT['project']['version']}-py3-none-any.whl"]
+    assert "plain Python" not in said
+
+
+@pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false"])
+def test_pure_without_a_compiler(tmp_path: Path, compiler: str) -> None:
+    """Without a C compiler that works the install succeeds all the same, and says in one line what it is that was installed."""
+    wheels, said = build_wheel(tmp_path, CC=compiler)
+
+    assert wheels == [f"extproc_loopguard-{PROJECT['project']['version']}-py3-none-any.whl"]
+    (line,) = [line.strip() for line in said.splitlines() if "compiler" in line]
+    assert re.fullmatch(r"loopguard stays plain Python, at twice the CPU time, for want of a C compiler: .+", line)
+    assert compiler in line
+
+
+def test_a_module_that_cannot_be_compiled_fails_the_build(tmp_path: Path) -> None:
+    """Where there is a compiler, a fault in our own sources is told, and no wheel is quietly made of plain Python."""
+    project = tmp_path / "project"
+    project.mkdir()
+    for name in ("extproc", "protos"):
+        shutil.copytree(ROOT / name, project / name)
+    for name in ("pyproject.toml", "hatch_build.py", "README.md"):
+        shutil.copy(ROOT / name, project)
+    compile_only(project, "extproc/store/rules/hit.py")
+    with (project / "extproc" / "store" / "rules" / "hit.py").open("a") as module:
+        module.write("\nCount(1, 2, 3)\n")
+
+    wheels, said = build_wheel(tmp_path, project)
+
+    if "for want of a C compiler" in said:
+        pytest.skip("no C compiler works here: NOT tested")
+    assert wheels == []
+    assert re.search(r"extproc/store/rules/hit\.py:\d+: error: ", said)
+    assert "LOOPGUARD_PURE=1" in said
+
+
+@pytest.mark.sources
+@pytest.mark.compiled
+def test_what_is_tested_is_what_is_installed(tmp_path: Path) -> None:
+    """A process of the tests runs the package that is installed, compiled or not, whatever lies in the working directory."""
+    wheel = distribution("extproc-loopguard").read_text("WHEEL")
+    assert wheel is not None
+    expected = "compiled" if "Root-Is-Purelib: false" in wheel else "pure Python"
+
+    asked = Process([sys.executable, "-P", "-m", "extproc.cli.main", "--version"], tmp_path / "log")
+
+    assert asked.wait() == 0
+    assert asked.output() == f"loopguard {PROJECT['project']['version']} ({expected})\n"

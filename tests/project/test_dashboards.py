@@ -1,0 +1,368 @@
+"""The Grafana dashboard and the Prometheus alerts: well formed, true to the code's own metrics, and firing when they should."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from grafana_foundation_sdk.cog import encoder, plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from tests.support import ROOT
+from tests.support.promql import Reading, series
+
+CHART = ROOT / "helm" / "loopguard"
+DASHBOARD: dict[str, Any] = json.loads((CHART / "dashboards" / "loopguard.json").read_text())
+RULES_FILE = CHART / "alerts" / "loopguard.rules.yaml"
+RULES: list[dict[str, Any]] = [rule for group in yaml.safe_load(RULES_FILE.read_text())["groups"] for rule in group["rules"]]
+ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
+
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+ROWS = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
+VARIABLES = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus): when alerts go off is NOT tested"
+)
+
+
+def titles(panel: dict[str, Any]) -> str:
+    """Names a test after its panel."""
+    return str(panel["title"])
+
+
+def plain(text: str) -> str:
+    """A dashboard's query with Grafana's own variables as Grafana would set them."""
+    return re.sub(r"\$__(rate_interval|range|interval)\b", "5m", text)
+
+
+def read(text: str) -> Reading:
+    """A query of the dashboard or of a rule; rules may read what other rules record."""
+    known = series()
+    for rule in RULES:
+        if "record" in rule:
+            known[rule["record"]] = Reading(rule["expr"], known).labels
+    return Reading(plain(text), known)
+
+
+def lost(ours: object, theirs: object, path: str = "") -> Iterator[str]:
+    """JSON pointers of what is in `ours` and not the same in `theirs`."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key, value in ours.items():
+            yield from lost(value, theirs.get(key), f"{path}/{key}")
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from lost(one, other, f"{path}/{number}")
+    elif ours != theirs:
+        yield path
+
+
+@pytest.mark.parametrize(
+    ("expression", "problems"),
+    [
+        ('sum by (policy) (rate(loopguard_requests_total{mode="shadow", job="x"}[5m]))', []),
+        ("rate(loopguard_requests[5m])", ["there is no loopguard_requests"]),
+        ("loopguard_decision_seconds_total", ["there is no loopguard_decision_seconds_total"]),
+        ('loopguard_overload_total{policy="x"}', ["loopguard_overload_total has no policy"]),
+        ('loopguard_requests_total{mode=~"shadow|shade"}', ["mode is never shade"]),
+        ("sum by (reason) (loopguard_requests_total)", ["reason is not there"]),
+        ("sum by (policy) (sum by (mode) (loopguard_requests_total))", ["policy is not there"]),
+        ("loopguard_overload_total / on (kind) loopguard_unmatched_total", ["kind is not there"]),
+    ],
+)
+def test_what_cannot_be_right_is_found(expression: str, problems: list[str]) -> None:
+    """Names, labels and values that the code does not have are problems, wherever they stand."""
+    assert Reading(expression, series()).problems == problems
+
+
+def test_grafana_knows_every_key() -> None:
+    """Grafana's own types keep the whole dashboard: a key that they do not know would be ignored without a word."""
+    plugins.register_default_plugins()
+
+    back = json.loads(encoder.JSONEncoder().encode(Dashboard.from_json(DASHBOARD)))
+
+    assert list(lost(DASHBOARD, back)) == []
+
+
+def test_the_dashboard_can_be_provisioned() -> None:
+    """It names no data source and no installation: all of that is chosen above the panels."""
+    assert DASHBOARD["schemaVersion"] >= 41  # Grafana 12
+    assert "id" not in DASHBOARD
+    assert list(VARIABLES) == ["datasource", "namespace", "job", "policy"]
+    assert VARIABLES["datasource"]["type"] == "datasource"
+    for name in ("namespace", "job", "policy"):
+        assert VARIABLES[name]["datasource"] == SOURCE
+        assert VARIABLES[name]["allValue"] == ".*"  # a Prometheus outside of Kubernetes knows no namespace
+
+
+@pytest.mark.parametrize("name", ["namespace", "job", "policy"])
+def test_variables_offer_labels_that_exist(name: str) -> None:
+    """The values of a variable are those of a label which its series carry, where the variables before it leave any."""
+    found = re.fullmatch(r"label_values\((.+), (\w+)\)", VARIABLES[name]["query"]["query"])
+    assert found is not None
+    before = list(VARIABLES)[1 : list(VARIABLES).index(name)]
+
+    reading = read(found[1])
+
+    assert reading.problems == []
+    assert found[2] == name
+    assert name in reading.labels
+    assert re.findall(r'(\w+)=~"\$\1"', found[1]) == before
+
+
+def test_panels_do_not_overlap() -> None:
+    """Each panel has a number of its own and a place of its own within 24 columns, below the title of its row."""
+    places = [(panel["gridPos"], panel["title"]) for panel in DASHBOARD["panels"]]
+
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    assert all(at["x"] >= 0 and at["x"] + at["w"] <= 24 and at["h"] > 0 for at, _ in places)
+    assert [at["y"] for at, _ in places] == sorted(at["y"] for at, _ in places)
+    for (one, title), (other, beside) in combinations(places, 2):
+        apart = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        assert apart or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"], f"{title} on {beside}"
+
+
+def test_rows_follow_the_questions() -> None:
+    """From what is decided to what goes wrong."""
+    assert ROWS == ["Decisions", "Shadow against enforce", "Latency", "Store", "Failing open", "Policies"]
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=titles)
+def test_panels_explain_themselves(panel: dict[str, Any]) -> None:
+    """A panel has a title, a description in sentences, a unit and the chosen data source."""
+    assert panel["title"]
+    assert re.fullmatch(r".{30,}\.", panel["description"])
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    assert panel["datasource"] == SOURCE
+    assert all(target["datasource"] == SOURCE for target in panel["targets"])
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=titles)
+def test_queries_are_true_to_the_code(panel: dict[str, Any]) -> None:
+    """Queries are PromQL over metrics, labels and values that the code has, and legends name labels of the result."""
+    assert panel["targets"]
+    assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+    for target in panel["targets"]:
+        reading = read(target["expr"])
+
+        assert reading.problems == []
+        assert set(re.findall(r"{{\s*(\w+)\s*}}", target["legendFormat"])) <= reading.labels
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=titles)
+def test_queries_follow_the_chosen_variables(panel: dict[str, Any]) -> None:
+    """Every selector is narrowed to the chosen namespace and job, and to the policy where there is one."""
+    for target in panel["targets"]:
+        for name, matchers in re.findall(r"(loopguard_\w+)(?:{([^}]*)})?", target["expr"]):
+            wanted = ["namespace", "job"] + ["policy"] * ("policy" in series()[name])
+
+            assert [label for label in wanted if f'{label}=~"${label}"' not in matchers] == [], name
+
+
+def test_policy_files_are_told_apart_by_job() -> None:
+    """A canary's files stand beside the stable ones without looking like files that some replicas refused."""
+    (panel,) = (panel for panel in PANELS if panel["title"] == "Policy files in force")
+    (target,) = panel["targets"]
+    (shown,) = panel["transformations"]
+
+    assert "job" in read(target["expr"]).labels
+    assert shown["options"]["indexByName"].keys() == {*read(target["expr"]).labels, "Value"}
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_alerts_say_what_to_do(name: str) -> None:
+    """An alert has a severity, waits before it goes off, and its texts use labels which its result carries."""
+    alert = ALERTS[name]
+    labels = read(alert["expr"]).labels
+    texts = alert["annotations"]
+
+    assert re.fullmatch(r"Loopguard[A-Z]\w+", name)
+    assert alert["labels"]["severity"] in {"warning", "critical"}
+    assert re.fullmatch(r"[1-9]\d*m", alert["for"])
+    assert texts.keys() == {"summary", "description"}
+    assert len(texts["description"]) > 80
+    assert set(re.findall(r"\$labels\.(\w+)", " ".join(texts.values()))) <= labels
+    assert "job" in labels
+
+
+def test_a_surge_is_looked_into_and_nobody_else_is_let_go() -> None:
+    """Whoever is woken by it is led to the page and to freeing one caller, not to switching the guard off for all."""
+    text = ALERTS["LoopguardLoopSurge"]["annotations"]["description"]
+
+    assert "admin port (`/`)" in text
+    assert "`loopguard release`" in text
+    assert "mode to shadow" not in text
+
+
+def test_rules_are_true_to_the_code() -> None:
+    """Every expression is PromQL over metrics, labels and values that the code has."""
+    assert {rule["expr"]: read(rule["expr"]).problems for rule in RULES} == {rule["expr"]: [] for rule in RULES}
+
+
+class Case(NamedTuple):
+    """What Prometheus sees, one value a minute in promtool's notation, and whether an alert is firing then.
+
+    Attributes:
+        alert: its name without `Loopguard`.
+        minute: when to look.
+        fires: for how many label sets.
+        series: name and labels -> values.
+    """
+
+    alert: str
+    minute: int
+    fires: int
+    series: dict[str, str]
+
+
+ENFORCED = 'loops_detected_total{policy="p",mode="enforce",action="reject"}'
+
+CASES = {
+    "every replica has vanished": Case("Gone", 40, 1, {"policy_info": "1x20"}),
+    "one of two replicas has vanished": Case(
+        "Gone", 40, 0, {'policy_info{instance="a"}': "1x20", 'policy_info{instance="b"}': "1x60"}
+    ),
+    "a canary was turned off": Case("Gone", 40, 0, {'policy_info{job="loopguard-canary"}': "1x20"}),
+    "nobody asks any more": Case("Unasked", 90, 1, {"decision_seconds_count": "0+60x60 3600x60"}),
+    "nobody asks for ten minutes": Case("Unasked", 70, 0, {"decision_seconds_count": "0+60x60 3600x60"}),
+    "nobody ever asked": Case("Unasked", 90, 0, {"decision_seconds_count": "0x120"}),
+    "hardly anybody ever asked": Case("Unasked", 90, 0, {"decision_seconds_count": "0x30 1x90"}),
+    "nobody has asked for hours": Case("Unasked", 180, 0, {"decision_seconds_count": "0+60x60 3600x120"}),
+    "a route names a policy that is not there": Case(
+        "HandoverErrors", 13, 1, {'handover_errors_total{reason="unknown_policy"}': "0x10 1x30"}
+    ),
+    "routes have the policies that they name": Case(
+        "HandoverErrors", 13, 0, {'handover_errors_total{reason="invalid"}': "0x40"}
+    ),
+    "one request in ten finds no stream": Case(
+        "NotGuarding", 20, 1, {"overload_total": "0+6x30", "decision_seconds_count": "0+60x30"}
+    ),
+    "one request in 60 finds no stream": Case(
+        "NotGuarding", 20, 0, {"overload_total": "0+1x30", "decision_seconds_count": "0+60x30"}
+    ),
+    "nothing is decided but with an error": Case(
+        "NotGuarding",
+        20,
+        1,
+        {"overload_total": "0x30", 'fail_open_total{reason="internal_error"}': "0+6x30", "decision_seconds_count": "0x30"},
+    ),
+    "the store's errors are decided locally": Case(
+        "NotGuarding",
+        20,
+        0,
+        {"overload_total": "0x30", 'fail_open_total{reason="store_error"}': "0+60x30", "decision_seconds_count": "0+60x30"},
+    ),
+    "the first internal error of all": Case("FailOpen", 13, 1, {'fail_open_total{reason="internal_error"}': "_x10 1x30"}),
+    "an internal error a while ago": Case("FailOpen", 30, 0, {'fail_open_total{reason="internal_error"}': "_x10 1x30"}),
+    "one more internal error": Case("FailOpen", 13, 1, {'fail_open_total{reason="internal_error"}': "7x10 8x30"}),
+    "one overloaded stream": Case("FailOpen", 13, 1, {"overload_total": "0x10 1x30"}),
+    "no overload at all": Case("FailOpen", 13, 0, {"overload_total": "0x40"}),
+    "a store error is no failing open": Case("FailOpen", 13, 0, {'fail_open_total{reason="store_error"}': "_x10 1x30"}),
+    "an idle replica probes its store": Case(
+        "StoreDown", 10, 1, {'store_errors_total{instance="a",kind="connection"}': "0+30x20"}
+    ),
+    "every request fails at the store": Case(
+        "StoreDown", 10, 1, {f'store_errors_total{{instance="{i}",kind="unavailable"}}': "0+600x20" for i in "ab"}
+    ),
+    "a hiccup of the store": Case("StoreDown", 7, 0, {'store_errors_total{instance="a",kind="timeout"}': "0x5 9x20"}),
+    "the store is back": Case("StoreDown", 20, 0, {'store_errors_total{instance="a",kind="connection"}': "0+30x10 300x20"}),
+    "the files are refused from the start": Case("PolicyReloadRefused", 15, 1, {"policy_reload_refused": "1x30"}),
+    "the files are never mended": Case("PolicyReloadRefused", 900, 1, {"policy_reload_refused": "0x10 1x990"}),
+    "the files are mended": Case("PolicyReloadRefused", 30, 0, {"policy_reload_refused": "0x10 1x10 0x30"}),
+    "one of two replicas is not mended": Case(
+        "PolicyReloadRefused",
+        30,
+        1,
+        {'policy_reload_refused{instance="a"}': "0x10 1x30", 'policy_reload_refused{instance="b"}': "0x10 1x10 0x30"},
+    ),
+    "the replica that refused is gone": Case("PolicyReloadRefused", 30, 0, {"policy_reload_refused": "0x10 1x5 stale"}),
+    "two loops a second out of nowhere": Case("LoopSurge", 20, 1, {ENFORCED: "0+120x30"}),
+    "a loop every two seconds": Case("LoopSurge", 20, 0, {ENFORCED: "0+30x30"}),
+    "two loops a second as yesterday": Case("LoopSurge", 1600, 0, {ENFORCED: "0+120x1600"}),
+    "twenty times what yesterday had": Case("LoopSurge", 1540, 1, {ENFORCED: "0+6x1500 9000+120x60"}),
+    "a policy that counts nothing": Case(
+        "MostlyUncounted", 40, 1, {'uncounted_total{policy="p",reason="no_body_phase"}': "0+6x60"}
+    ),
+    "a policy that is told to skip most": Case(
+        "MostlyUncounted", 40, 0, {'uncounted_total{policy="p",reason="missing_descriptor"}': "0+6x60"}
+    ),
+    "a policy that lets most pass by": Case(
+        "MostlyUncounted", 40, 0, {'uncounted_total{policy="p",reason="bypass"}': "0+6x60"}
+    ),
+    "a policy that counts most": Case(
+        "MostlyUncounted",
+        40,
+        0,
+        {
+            'uncounted_total{policy="p",reason="aborted"}': "0+6x60",
+            'requests_total{policy="p",mode="enforce",action="allow"}': "0+9x60",
+        },
+    ),
+    "the first failure of a shadow policy": Case(
+        "ShadowFailing", 13, 1, {'fail_open_total{reason="shadow_error"}': "_x10 1x60"}
+    ),
+    "a shadow policy failed an hour ago": Case("ShadowFailing", 70, 0, {'fail_open_total{reason="shadow_error"}': "_x10 1x90"}),
+    "a bundle has expired": Case("PolicyExpired", 20, 1, {"policy_expired": "0x10 1x20"}),
+    "no bundle has expired": Case("PolicyExpired", 20, 0, {"policy_expired": "0x30"}),
+}
+
+
+def test_each_alert_is_tried_both_ways() -> None:
+    """For every alert there is a case in which it fires and one in which it keeps quiet."""
+    tried = {(f"Loopguard{case.alert}", bool(case.fires)) for case in CASES.values()}
+
+    assert tried == {(alert, fires) for alert in ALERTS for fires in (True, False)}
+
+
+@needs_promtool
+def test_promtool_accepts_the_rules() -> None:
+    """Prometheus itself takes the rules, templates of the texts included."""
+    done = subprocess.run(["promtool", "check", "rules", RULES_FILE], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+
+
+@needs_promtool
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_alerts_fire_when_they_should(case: Case, tmp_path: Path) -> None:
+    """Prometheus' own evaluation of what the code would report."""
+    given = [{"series": _with_target(name), "values": values} for name, values in case.series.items()]
+    firing = f'count(ALERTS{{alertname="Loopguard{case.alert}",alertstate="firing"}})'
+    expected = [{"labels": "{}", "value": case.fires}] if case.fires else []
+    file = tmp_path / "test.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "rule_files": [str(RULES_FILE)],
+                "evaluation_interval": "1m",
+                "tests": [
+                    {
+                        "interval": "1m",
+                        "input_series": given,
+                        "promql_expr_test": [{"expr": firing, "eval_time": f"{case.minute}m", "exp_samples": expected}],
+                    }
+                ],
+            }
+        )
+    )
+
+    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _with_target(name: str) -> str:
+    """A series as it is after a scrape."""
+    bare, _, labels = name.rstrip("}").partition("{")
+    target = {"namespace": "agents", "job": "loopguard", "instance": "a"}
+    given = [f'{key}="{value}"' for key, value in target.items() if f"{key}=" not in labels]
+    return f"loopguard_{bare}{{{','.join([*given, labels] if labels else given)}}}"

@@ -1,0 +1,224 @@
+"""The image: its pins, its lint, and the built thing itself, as far as that goes without an engine (see `image`)."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.support import ROOT
+from tests.support.harness import PATIENCE, eventually
+from tests.support.image import (
+    AS_ROOT,
+    DOCKERFILE,
+    Build,
+    Container,
+    Image,
+    base_python,
+    find_compiler,
+    ignore_rules,
+    instructions,
+    left_out,
+)
+
+PINS = ROOT / "requirements.txt"
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def image() -> Iterator[Image]:
+    """The image that the Dockerfile makes, with policies where they would be mounted, and nothing in it that can be written."""
+    user = next(rest for keyword, rest in instructions() if keyword == "USER")
+    # pytest's own folders are for one user only, and a long path would not fit into a script's first line.
+    with tempfile.TemporaryDirectory(prefix="lg") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        subprocess.run([base_python(user), "-m", "venv", folder / "base"], check=True)
+        made = Build(folder, f"{folder}/base/bin:/usr/bin:/bin").run()
+        policies = Path(made.environment["LOOPGUARD_POLICY"])
+        policies.mkdir(parents=True)
+        shutil.copy(ROOT / "envoy" / "policy.json", policies)
+        everything = [made.root, *made.root.rglob("*")]
+        for path in everything:
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode & ~0o222)
+        yield made
+        for path in everything:  # or only root could remove them
+            if path.is_dir() and not path.is_symlink():
+                path.chmod(0o755)
+
+
+def test_hadolint_finds_nothing() -> None:
+    """The Dockerfile is clean by hadolint's own rules, down to questions of style."""
+    hadolint = Path(sys.executable).parent / "hadolint"
+
+    done = subprocess.run(
+        [hadolint, "--failure-threshold", "style", "--disable-ignore-pragma", DOCKERFILE],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_build_is_sent_what_a_wheel_is_made_of() -> None:
+    """Sources go to the build; secrets, environments, history and generated files stay at home."""
+    wanted = [
+        "extproc/store/rules/tally.lua",
+        "extproc/cli/envoy_config/templates/bootstrap.yaml",
+        "protos/base.proto",
+        "hatch_build.py",
+        "pyproject.toml",
+        "README.md",
+        "requirements.txt",
+    ]
+    unwanted = [".env", ".git/config", ".venv/bin/python", "extproc/pb/old.py", "extproc/store/__pycache__/x.pyc", "tests/x.py"]
+
+    assert [path for path in (*wanted, *unwanted) if not left_out(path, ignore_rules())] == wanted
+
+
+def pins() -> dict[str, str]:
+    """Package -> version."""
+    return dict(re.findall(r"^(\S+)==(\S+)", PINS.read_text(), re.MULTILINE))
+
+
+def test_the_pins_satisfy_the_project() -> None:
+    """Each package that pyproject.toml asks for, to run and to build, is pinned to a version that it allows."""
+    asked = map(Requirement, PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"])
+
+    pinned = pins()
+    wrong = [str(need) for need in asked if not (need.name in pinned and need.specifier.contains(pinned[need.name]))]
+
+    assert wrong == [], "make requirements.txt anew, with the command at its top"
+
+
+def test_every_pin_is_held_by_hashes() -> None:
+    """Each requirement is one version with SHA-256 sums, and none says where to get it."""
+    requirements = re.sub(r"#.*", "", PINS.read_text()).replace("\\\n", " ").split("\n")
+
+    for line in filter(None, map(str.strip, requirements)):
+        pin, *hashes = re.split(r" +--hash=", line)
+        assert re.fullmatch(r"[a-z0-9-]+==[0-9.]+( ; python_full_version < '[0-9.]+')?", pin), line
+        assert hashes
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", value) for value in hashes), line
+
+
+def images() -> dict[str, str]:
+    """What the stages are based on."""
+    return dict(re.findall(r"^ARG (\w+_IMAGE)=(.*)$", DOCKERFILE.read_text(), re.MULTILINE))
+
+
+def test_the_compiler_stays_behind() -> None:
+    """Both stages have the same Python; the one that builds has a C compiler beside it, the image's has not."""
+    bases = re.findall(r"^FROM (.*)$", DOCKERFILE.read_text(), re.MULTILINE)
+
+    assert bases == ["${BUILD_IMAGE} AS build", "${PYTHON_IMAGE}"]
+    assert re.fullmatch(r"python:\d+\.\d+", images()["BUILD_IMAGE"])
+    assert images()["PYTHON_IMAGE"] == f"{images()['BUILD_IMAGE']}-slim"
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_every_pin_has_a_wheel_for_the_image(machine: str, tmp_path: Path) -> None:
+    """For the image's own Python, which may be another than ours, no pin needs a compiler on either kind of machine."""
+    python = images()["BUILD_IMAGE"].removeprefix("python:")
+    platforms = [f"--platform=manylinux{tag}_{machine}" for tag in ("2014", "_2_17", "_2_28")]
+    flags = ["--dry-run", "--ignore-installed", "--require-hashes", "--only-binary=:all:", f"--python-version={python}"]
+
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", *flags, *platforms, "--target", tmp_path, "-r", PINS],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_labels_tell_the_version(image: Image) -> None:
+    """The image is labelled with the project's version, and with the revision that the builder names."""
+    labels = {name.removeprefix("org.opencontainers.image."): value for name, value in image.labels.items()}
+
+    assert labels["version"] == PROJECT["project"]["version"]
+    assert labels["revision"] == "unknown"
+    assert labels["title"]
+    assert labels["description"]
+
+
+def test_the_image_holds_what_runs_and_nothing_that_built_it(image: Image) -> None:
+    """Loopguard and pinned packages are in the image; the tools that built it are not."""
+    found = {
+        path.name.partition("-")[0].replace("_", "-"): path.name.removesuffix(".dist-info").partition("-")[2]
+        for path in image.root.rglob("*.dist-info")
+    }
+
+    assert found.pop("extproc-loopguard") == PROJECT["project"]["version"]
+    assert found.items() <= pins().items()
+    assert {"grpcio", "uvloop", "pydantic"} <= found.keys()
+    assert not {"pip", "setuptools", "hatchling", "grpcio-tools", "mypy", "librt"} & found.keys()
+    assert not [path for path in image.root.rglob("extproc*/**/*") if path.suffix in {".c", ".h", ".o"}]
+
+
+def test_the_image_is_compiled(image: Image) -> None:
+    """What every request passes through is machine code in the image."""
+    if not find_compiler(base_python(image.user)):
+        pytest.skip("no C compiler for the Python that stands for the image's: NOT tested")
+
+    told = Container(image).run(["loopguard", "--version"])
+
+    assert told == (0, f"loopguard {PROJECT['project']['version']} (compiled)")
+
+
+def test_bytecode_is_there_and_is_never_checked(image: Image) -> None:
+    """A read-only tree has all of its bytecode from the start, without a time in it that would differ from build to build."""
+    (server,) = image.root.rglob("extproc/__pycache__/server.*.pyc")
+
+    assert int.from_bytes(server.read_bytes()[4:8], "little") == 0b01  # by hash, unchecked: PEP 552
+
+
+def test_no_shell_is_needed(image: Image) -> None:
+    """Everything that an engine starts is a list of words, and the command is a script of the environment's own Python."""
+    (script,) = (path for path in image.root.rglob("bin/loopguard"))
+
+    assert (image.entrypoint, image.command) == (["loopguard"], ["serve"])
+    assert image.health == ["loopguard", "healthcheck"]
+    assert script.read_text().splitlines()[0] == f"#!{script.parent}/python"
+
+
+def test_the_container_serves_and_stops(image: Image) -> None:
+    """As a numeric user that is not root, on a tree that cannot be written, it serves, is healthy, and ends well on SIGTERM."""
+    assert all(int(number) > 0 for number in image.user.split(":"))
+    container = Container(image)
+
+    before = container.run(image.health)
+    process = container.start([*image.entrypoint, *image.command])
+    try:
+        eventually(lambda: container.get("/readyz") or process.poll() is not None, "readiness")
+        assert process.poll() is None, process.communicate()[0]
+        policies = container.get("/policies")
+        healthy = container.run(image.health)
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+
+    assert process.returncode == 0, output
+    assert "stopped" in output
+    assert '"chat-reject"' in policies
+    assert before[0] == 1
+    assert healthy == (0, "serving")
+    if not AS_ROOT:
+        pytest.skip("not root, so the image ran as the user of the tests and not as its own: that part is NOT tested")
+    for kind, number in zip(("Uid", "Gid"), image.user.split(":"), strict=True):
+        assert re.search(rf"^{kind}:(\t{number}){{4}}$", status, re.MULTILINE), status

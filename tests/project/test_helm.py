@@ -1,0 +1,719 @@
+"""The chart: what it makes of values, object by object."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import jsonschema  # type: ignore[import-untyped]  # published without type information
+import kubernetes_validate  # type: ignore[import-untyped]  # same
+import pytest
+import trustme
+from cloudcoil.models.istio.networking.v1 import DestinationRule
+from cloudcoil.models.istio.networking.v1alpha3 import EnvoyFilter
+from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule, ServiceMonitor
+
+from extproc import settings
+from extproc.cli.main import main
+from extproc.server import Server
+from tests.support.chart import (
+    CASES,
+    CHART,
+    NAME,
+    NAMESPACE,
+    Object,
+    Values,
+    environment,
+    merged,
+    objects,
+    of_kind,
+    one,
+    pods,
+    rendered,
+    with_policies,
+)
+from tests.support.chart.envoy_gateway import ENVOY_GATEWAY
+from tests.support.chart.rollouts import CLUSTER_WIDE, ROLLOUTS
+from tests.support.documents import policy
+
+KUBERNETES = ("1.27", "1.32", "1.37")
+"""The oldest version that the chart takes, a middle one, and the newest whose schemas there are."""
+
+MODELS = (ServiceMonitor, PodMonitor, PrometheusRule, EnvoyFilter, DestinationRule)
+CRDS: dict[str, Any] = {model.__name__: model.model_json_schema() for model in MODELS} | ENVOY_GATEWAY | ROLLOUTS
+
+each_case = pytest.mark.parametrize("values", CASES.values(), ids=CASES)
+
+
+def strict(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
+    """A JSON Schema that forbids keys it does not name."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(item) for key, item in schema.items()}
+    return {"additionalProperties": False, **made} if "properties" in made and made.get("type") == "object" else made
+
+
+def wrong_with(item: Object, kubernetes: str = KUBERNETES[-1]) -> str:
+    """What an API server would say against an object, empty when it would take it."""
+    error: jsonschema.ValidationError | None = None
+    if item["kind"] in CRDS:
+        validator = jsonschema.Draft202012Validator(strict(CRDS[item["kind"]]))
+        error = jsonschema.exceptions.best_match(validator.iter_errors(item))
+    else:
+        try:
+            kubernetes_validate.validate(item, kubernetes, strict=True)
+        except kubernetes_validate.ValidationError as failure:
+            error = failure
+    return f"{item['kind']} {'/'.join(map(str, error.absolute_path))}: {error.message}" if error else ""
+
+
+# ---- Every case
+
+
+def test_there_is_a_case_for_every_store_and_shape() -> None:
+    """The table below is not kept by looking at nothing."""
+    assert {"defaults", "memory", "redis", "sentinel", "cluster", "canary", "everything"} <= CASES.keys()
+    assert {"istio-gateway", "istio-sidecar", "istio-shadow", "envoy-gateway", "mutual-tls"} <= CASES.keys()
+
+
+@each_case
+def test_lint_is_content(values: Values) -> None:
+    """`helm lint --strict` finds nothing."""
+    report = helm_python.lint(CHART, values, strict=True, namespace=NAMESPACE)
+
+    assert report["errors"] == []
+    assert [found for found in report["messages"] if found["severity"] > 1] == []
+
+
+@pytest.mark.parametrize("kubernetes", KUBERNETES)
+@each_case
+def test_every_object_is_what_kubernetes_takes(values: Values, kubernetes: str) -> None:
+    """Every object fits the schema of its kind, with nothing that the schema does not know."""
+    made = objects(values)
+
+    assert [wrong for item in made if (wrong := wrong_with(item, kubernetes))] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "complaint"),
+    [
+        ("Deployment", ("spec", "template", "spec", "containers", 0, "ressources"), "'ressources' was unexpected"),
+        ("NetworkPolicy", ("spec", "ingres"), "'ingres' was unexpected"),
+        ("ServiceMonitor", ("spec", "endpoints", 0, "intervall"), "'intervall' was unexpected"),
+        ("PrometheusRule", ("spec", "groups", 0, "rules", 0, "annotation"), "'annotation' was unexpected"),
+        ("EnvoyFilter", ("spec", "configPatches", 1, "match", "listener", "portNumer"), "is not valid under any"),
+        ("EnvoyFilter", ("spec", "configPatches", 1, "patches"), "'patches' was unexpected"),
+        ("DestinationRule", ("spec", "trafficPolicy", "connectionPool", "http", "maxRequests"), "'maxRequests' was unexpected"),
+        ("EnvoyExtensionPolicy", ("spec", "extProc", 0, "maxMessageTimeout"), "'maxMessageTimeout' was unexpected"),
+        ("ClientTrafficPolicy", ("spec", "connection", "limit"), "'limit' was unexpected"),
+        ("ReferenceGrant", ("spec", "to", 0, "namespace"), "'namespace' was unexpected"),
+        ("ClusterAnalysisTemplate", ("metadata", "namespace"), "'namespace' was unexpected"),
+        ("ClusterAnalysisTemplate", ("spec", "metrics", 0, "failCondition"), "'failCondition' was unexpected"),
+        ("MetricTemplate", ("spec", "provider", "url"), "'url' was unexpected"),
+    ],
+)
+def test_a_key_too_many_is_seen(kind: str, place: tuple[str | int, ...], complaint: str) -> None:
+    """The check of the objects finds a misspelt key at any depth."""
+    item = of_kind(objects(CASES["everything"]), kind)[0]
+    inside: Any = item
+    for step in place[:-1]:
+        inside = inside[step]
+    inside[place[-1]] = {}
+
+    assert complaint in wrong_with(item)
+
+
+@each_case
+def test_names_are_unique_and_in_the_namespace(values: Values) -> None:
+    """No object takes another one's place, and all go where the release goes, but for what a mesh looks for elsewhere."""
+    made = objects(values)
+    elsewhere = {"EnvoyFilter": "istio", "EnvoyExtensionPolicy": "envoyGateway", "ClientTrafficPolicy": "envoyGateway"}
+
+    for item in made:
+        mesh = values.get(elsewhere.get(item["kind"], ""), {})
+        expected = None if item["kind"] in CLUSTER_WIDE else mesh.get("namespace", NAMESPACE)
+        assert item["metadata"].get("namespace") == expected
+    assert max(Counter((item["kind"], item["metadata"]["name"]) for item in made).values()) == 1
+
+
+@each_case
+def test_a_pod_starts_from_what_it_is_given(values: Values, tmp_path: Path) -> None:
+    """With the variables and files of each Deployment's container the server assembles itself: settings, policies, store."""
+    made = objects(values)
+    for deployment in of_kind(made, "Deployment"):
+        root = tmp_path / deployment["metadata"]["name"]
+        fill(root, deployment, made)
+        given = {name: value.replace("/etc/loopguard", str(root)) for name, value in environment(deployment).items()}
+
+        chosen = settings.read_settings({}, given)
+        asyncio.run(assemble(chosen))
+
+        assert settings.find_unknown(given) == []
+        assert (chosen.listen.host, chosen.listen.port, chosen.admin.port) == ("0.0.0.0", 50051, 9900)  # noqa: S104  # a pod's
+
+
+async def assemble(chosen: settings.Settings) -> None:
+    """A server as `serve` makes it, short of listening."""
+    Server(chosen)
+
+
+def fill(root: Path, deployment: Object, made: list[Object]) -> None:
+    """Put below `root` what the kubelet would mount; ConfigMaps and Secrets that the chart does not make are stand-ins."""
+    spec = deployment["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    places = {mount["name"]: root / Path(mount["mountPath"]).name for mount in container["volumeMounts"]}
+    maps = {item["metadata"]["name"]: item["data"] for item in of_kind(made, "ConfigMap")}
+    for volume in spec["volumes"]:
+        place = places.pop(volume["name"])
+        place.mkdir(parents=True)
+        if "configMap" in volume:
+            files = maps.get(volume["configMap"]["name"], {"own.json": json.dumps(policy("own", {"pathPrefix": "/"}))})
+        else:
+            keys = {item["path"]: item["key"] for item in volume["secret"].get("items", ())}
+            stored = secret(volume["secret"]["secretName"])
+            files = {path: stored[key] for path, key in keys.items()} if keys else stored
+        for name, text in files.items():
+            (place / name).write_text(text)
+    assert places == {}, "every mount has its volume"
+
+
+def secret(name: str) -> dict[str, str]:
+    """What a Secret of that name holds in the cases."""
+    if "tls" not in name:
+        return {"password": "hush", "redis-password": "hush", "tokens": f"{'t' * 16}\n", "admin": f"{'t' * 16}\n"}
+    authority = trustme.CA()
+    client = authority.issue_cert("client")
+    chain = b"".join(blob.bytes() for blob in client.cert_chain_pems)
+    parts = {"ca.crt": authority.cert_pem.bytes(), "tls.crt": chain, "tls.key": client.private_key_pem.bytes()}
+    return {key: part.decode() for key, part in parts.items()}
+
+
+@each_case
+def test_rendered_policies_validate(values: Values, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`loopguard validate` finds no error in any ConfigMap of policies, told what the server is told."""
+    maps = [item for item in of_kind(objects(values), "ConfigMap") if item["metadata"]["name"].endswith("-policies")]
+    for item in maps:
+        (tmp_path / item["metadata"]["name"]).mkdir()
+        for name, text in item["data"].items():
+            (tmp_path / item["metadata"]["name"] / name).write_text(text)
+
+    allowed = ["--allow-unenforced"] if values.get("settings", {}).get("allowUnenforced") else []
+    codes = [main(["validate", *allowed, str(path)]) for path in tmp_path.iterdir()]
+
+    assert codes == [0] * len(maps), capsys.readouterr().err
+
+
+@each_case
+def test_pods_are_restricted(values: Values) -> None:
+    """Every container meets the `restricted` Pod Security Standard, and what it does not need it does not have."""
+    made = list(pods(objects(values)))
+
+    for spec in made:
+        security = spec["securityContext"]
+        assert security["runAsNonRoot"] is True
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False
+        assert {"hostNetwork", "hostPID", "hostIPC"}.isdisjoint(spec)
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+            assert "memory" in container["resources"]["limits"]
+
+
+@each_case
+def test_selectors_find_their_pods_and_no_others(values: Values) -> None:
+    """Services, Deployments and the disruption budget select the pods of one Deployment; targets and ports exist."""
+    made = objects(values)
+    labels = {item["metadata"]["name"]: item["spec"]["template"]["metadata"]["labels"] for item in of_kind(made, "Deployment")}
+    labels |= {item["metadata"]["name"]: item["metadata"]["labels"] for item in of_kind(made, "Pod")}
+
+    def selected(selector: dict[str, str]) -> list[str]:
+        return [name for name, own in labels.items() if selector.items() <= own.items()]
+
+    for item in of_kind(made, "Deployment"):
+        assert selected(item["spec"]["selector"]["matchLabels"]) == [item["metadata"]["name"]]
+    for item in of_kind(made, "Service"):
+        assert selected(item["spec"]["selector"]) == [item["metadata"]["name"]]
+        (container,) = one(made, "Deployment", item["metadata"]["name"])["spec"]["template"]["spec"]["containers"]
+        numbers = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert numbers == {port["targetPort"]: port["port"] for port in item["spec"]["ports"]}
+        assert "grpc-extproc" in numbers
+    for item in of_kind(made, "PodDisruptionBudget"):
+        assert selected(item["spec"]["selector"]["matchLabels"]) == [item["metadata"]["name"]]
+    for item in of_kind(made, "HorizontalPodAutoscaler"):
+        assert "replicas" not in one(made, "Deployment", item["spec"]["scaleTargetRef"]["name"])["spec"]
+
+
+@each_case
+def test_monitors_scrape_everything_once(values: Values) -> None:
+    """A monitor selects every Service, or every pod that serves, and calls the job as its Deployment is called."""
+    made = objects(values)
+    for item in [*of_kind(made, "ServiceMonitor"), *of_kind(made, "PodMonitor")]:
+        spec = item["spec"]
+        (endpoint,) = spec["endpoints"] if item["kind"] == "ServiceMonitor" else spec["podMetricsEndpoints"]
+        wanted = spec["selector"]["matchLabels"].items()
+        if item["kind"] == "ServiceMonitor":
+            targets = [(target["metadata"]["labels"], target["spec"]["ports"]) for target in of_kind(made, "Service")]
+        else:
+            templates = [target["spec"]["template"] for target in of_kind(made, "Deployment")]
+            targets = [(template["metadata"]["labels"], template["spec"]["containers"][0]["ports"]) for template in templates]
+
+        jobs = [labels[spec["jobLabel"]] for labels, _ in targets if wanted <= labels.items()]
+
+        assert jobs == [deployment["metadata"]["name"] for deployment in of_kind(made, "Deployment")]
+        assert all(endpoint["port"] in [port["name"] for port in ports] for _, ports in targets)
+
+
+@each_case
+def test_a_stopping_pod_has_time_for_all_of_it(values: Values) -> None:
+    """The pod is not killed before delay and drain are over, and the kubelet asks where somebody answers."""
+    for deployment in of_kind(objects(values), "Deployment"):
+        spec = deployment["spec"]["template"]["spec"]
+        given = settings.read_settings({}, environment(deployment))
+        (container,) = spec["containers"]
+
+        assert spec["terminationGracePeriodSeconds"] > given.drain_delay + given.drain_timeout + 1
+        assert given.drain_delay > 0
+        assert "lifecycle" not in container
+        for probe in ("startupProbe", "readinessProbe"):  # the kubelet's gRPC probes speak no TLS
+            over_http = {"path": "/readyz", "port": "http-admin"} if given.tls_cert else None
+            assert container[probe].get("httpGet") == over_http
+            assert container[probe].get("grpc") == (None if given.tls_cert else {"port": given.listen.port})
+        assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http-admin"}
+
+
+@each_case
+def test_the_helm_test_asks_every_service(values: Values) -> None:
+    """`helm test` runs one healthcheck against each Service, as a pod that no Service selects."""
+    made = objects(values)
+    (pod,) = of_kind(made, "Pod")
+    asked = [
+        argument.removeprefix("--address=")
+        for container in pod["spec"]["containers"]
+        for argument in container["args"]
+        if argument.startswith("--address=")
+    ]
+
+    assert sorted(asked) == sorted(f"{item['metadata']['name']}:50051" for item in of_kind(made, "Service"))
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert pod["spec"]["restartPolicy"] == "Never"
+
+
+@each_case
+def test_notes_name_what_was_made(values: Values) -> None:
+    """The commands that are printed name objects of this release."""
+    made = objects(values)
+    notes = rendered(values)["loopguard/templates/NOTES.txt"]
+
+    assert f"kubectl -n {NAMESPACE} rollout status deployment/{of_kind(made, 'Deployment')[0]['metadata']['name']}" in notes
+    assert f"kubectl -n {NAMESPACE} port-forward service/{of_kind(made, 'Service')[0]['metadata']['name']} 9900" in notes
+    assert f"helm -n {NAMESPACE} test lg" in notes
+    for item in of_kind(made, "Service"):
+        assert f"{item['metadata']['name']}.{NAMESPACE}:50051" in notes
+
+
+# ---- Switches
+
+
+def kinds(values: Values) -> set[tuple[str, str]]:
+    """Kind and name of every object."""
+    return {(item["kind"], item["metadata"]["name"]) for item in objects(values)}
+
+
+def test_the_defaults_make_what_runs_and_nothing_that_needs_more() -> None:
+    """Without values there are no objects of kinds that a cluster may not have."""
+    made = kinds({})
+
+    assert made == {
+        ("Deployment", NAME),
+        ("Service", NAME),
+        ("ConfigMap", f"{NAME}-policies"),
+        ("ServiceAccount", NAME),
+        ("PodDisruptionBudget", NAME),
+        ("NetworkPolicy", NAME),
+        ("Pod", f"{NAME}-test"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "added", "removed"),
+    [
+        ({"autoscaling": {"enabled": True}, "store": {"url": "redis://r"}}, {("HorizontalPodAutoscaler", NAME)}, set()),
+        ({"podDisruptionBudget": {"enabled": False}}, set(), {("PodDisruptionBudget", NAME)}),
+        ({"serviceAccount": {"create": False}}, set(), {("ServiceAccount", NAME)}),
+        ({"policies": {"existingConfigMap": "mine"}}, set(), {("ConfigMap", f"{NAME}-policies")}),
+        ({"networkPolicy": {"enabled": False}}, set(), {("NetworkPolicy", NAME)}),
+        ({"tls": {"existingSecret": "s"}}, set(), {("Pod", f"{NAME}-test")}),
+        ({"tls": {"existingSecret": "s", "testSecret": "t"}}, set(), set()),
+        ({"monitoring": {"serviceMonitor": {"enabled": True}}}, {("ServiceMonitor", NAME)}, set()),
+        ({"monitoring": {"podMonitor": {"enabled": True}}}, {("PodMonitor", NAME)}, set()),
+        ({"monitoring": {"prometheusRule": {"enabled": True}}}, {("PrometheusRule", NAME)}, set()),
+        ({"monitoring": {"grafanaDashboard": {"enabled": True}}}, {("ConfigMap", f"{NAME}-dashboards")}, set()),
+        (
+            {"analysis": {"argoRollouts": {"enabled": True}, "prometheusAddress": "http://p:9090"}},
+            {("ClusterAnalysisTemplate", f"{NAMESPACE}-{NAME}")},
+            set(),
+        ),
+        (
+            {"analysis": {"flagger": {"enabled": True}, "prometheusAddress": "http://p:9090"}},
+            {
+                ("MetricTemplate", f"{NAME}-{name}")
+                for name in ("extra-refusals", "disagreement", "requests", "fail-open", "decision-p99")
+            },
+            set(),
+        ),
+        ({"canary": {"enabled": True}}, {("Deployment", f"{NAME}-canary"), ("Service", f"{NAME}-canary")}, set()),
+        (
+            {"canary": {"enabled": True, "policies": {"bundle": {"bundle_version": 2, "policies": []}}}},
+            {(kind, f"{NAME}-canary") for kind in ("Deployment", "Service")} | {("ConfigMap", f"{NAME}-canary-policies")},
+            set(),
+        ),
+    ],
+    ids=lambda item: json.dumps(item) if isinstance(item, dict) else "",
+)
+def test_a_switch_adds_its_objects(values: Values, added: set[tuple[str, str]], removed: set[tuple[str, str]]) -> None:
+    """Each switch makes the objects it is named after and leaves all others alone."""
+    before, after = kinds({}), kinds(values)
+
+    assert after - before == added
+    assert before - after == removed
+
+
+def test_no_template_asks_what_the_cluster_can_do() -> None:
+    """Values alone decide: the same values make the same objects, in CI as on any cluster."""
+    sources = [item["data"] for item in helm_python.Chart.load(CHART).templates]
+
+    assert [source for source in sources if re.search(r"\.Capabilities|\blookup\b", source)] == []
+
+
+# ---- Policies
+
+
+def test_a_changed_policy_restarts_nothing() -> None:
+    """Only the ConfigMap differs, and the pods mount it as a directory, which is what makes a change visible to them."""
+    before = {(item["kind"], item["metadata"]["name"]): item for item in objects(CASES["memory"])}
+    changed = policy("slow", {"pathPrefix": "/"}, action="throttle", max_delay_ms=30_000)
+    after = {
+        (item["kind"], item["metadata"]["name"]): item for item in objects(merged(CASES["memory"], with_policies(changed)))
+    }
+
+    assert [name for name, item in after.items() if before[name] != item] == [("ConfigMap", f"{NAME}-policies")]
+    for spec in pods(list(after.values())):
+        assert [
+            mount for container in spec["containers"] for mount in container.get("volumeMounts", ()) if "subPath" in mount
+        ] == []
+
+
+CANARY_BUNDLE = {"bundle_version": 2, "policies": [policy("new", {"pathPrefix": "/"})]}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, {"stable": (False, "")}),
+        ({"shadow": {"enabled": True}}, {"stable": (True, "")}),
+        ({"canary": {"enabled": True}}, {"stable": (False, ""), "canary": (True, "canary")}),
+        (
+            {"canary": {"enabled": True}, "settings": {"scope": "gateway"}},
+            {"stable": (False, "gateway"), "canary": (True, "gateway-canary")},
+        ),
+        (
+            {"canary": {"enabled": True, "shadow": {"enabled": False}}, "store": {"url": "redis://r"}},
+            {"stable": (False, ""), "canary": (False, "")},
+        ),
+        (
+            {
+                "canary": {"enabled": True, "shadow": {"enabled": False}},
+                "shadow": {"enabled": True},
+                "store": {"url": "redis://r"},
+            },
+            {"stable": (True, ""), "canary": (True, "")},
+        ),
+    ],
+)
+def test_who_acts_and_who_counts_with_whom(values: Values, expected: dict[str, tuple[bool, str]]) -> None:
+    """A shadow never acts and counts under its own scope; a canary that acts counts with the stable pods."""
+    found = {}
+    for deployment in of_kind(objects(values), "Deployment"):
+        given = settings.read_settings({}, environment(deployment))
+        found[deployment["metadata"]["labels"]["app.kubernetes.io/component"]] = (given.shadow, given.scope)
+
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("canary", "config_map"),
+    [
+        ({}, f"{NAME}-policies"),
+        ({"policies": {"bundle": CANARY_BUNDLE}}, f"{NAME}-canary-policies"),
+        ({"policies": {"existingConfigMap": "theirs"}}, "theirs"),
+    ],
+)
+def test_a_canary_has_its_own_policies_or_those_in_force(canary: Values, config_map: str) -> None:
+    """The canary mounts its bundle, else a ConfigMap that is named, else what the stable pods mount."""
+    deployment = one(objects({"canary": {"enabled": True, **canary}}), "Deployment", f"{NAME}-canary")
+
+    assert deployment["spec"]["template"]["spec"]["volumes"][0]["configMap"] == {"name": config_map}
+
+
+@pytest.mark.parametrize(
+    ("image", "canary", "expected"),
+    [
+        ({}, {}, [f"loopguard:{version('extproc-loopguard')}"] * 2),
+        ({"tag": "1"}, {}, ["loopguard:1", "loopguard:1"]),
+        ({"tag": "1"}, {"tag": "2"}, ["loopguard:1", "loopguard:2"]),
+        ({"digest": f"sha256:{'1' * 64}"}, {"tag": "2"}, [f"loopguard@sha256:{'1' * 64}", "loopguard:2"]),
+        ({"tag": "1"}, {"digest": f"sha256:{'2' * 64}"}, ["loopguard:1", f"loopguard@sha256:{'2' * 64}"]),
+    ],
+)
+def test_which_image_runs(image: Values, canary: Values, expected: list[str]) -> None:
+    """Digest before tag before the chart's appVersion, and a canary's before the stable one's."""
+    made = objects({"image": image, "canary": {"enabled": True, "image": canary}})
+    images = [item["spec"]["template"]["spec"]["containers"][0]["image"] for item in of_kind(made, "Deployment")]
+
+    assert images == expected
+
+
+# ---- Settings, store, network
+
+
+def test_every_setting_arrives() -> None:
+    """Whatever stands in `settings` is what the process reads, large numbers and fractions included."""
+    described = json.loads((CHART / "values.schema.json").read_text())["definitions"]["Settings"]["properties"]
+    samples = {"boolean": True, "integer": 1_000_000, "number": 0.25, "string": "gateway"}
+    wanted = {name: item["enum"][-1] if "enum" in item else samples[item["type"]] for name, item in described.items()}
+    wanted["shadowSamples"] = 100  # which is the most
+
+    given = settings.read_settings({}, environment(one(objects({"settings": wanted}), "Deployment")))
+
+    found = {name: getattr(given, re.sub("[A-Z]", lambda capital: f"_{capital[0].lower()}", name)) for name in wanted}
+    assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("url", "tls", "expected"),
+    [
+        ("rediss://r", {}, "rediss://r?ca=/etc/loopguard/store-tls/ca.crt"),
+        ("rediss+cluster://r?prefix=a:", {}, "rediss+cluster://r?prefix=a:&ca=/etc/loopguard/store-tls/ca.crt"),
+        (
+            "rediss://r",
+            {"caKey": "", "certKey": "c", "keyKey": "k"},
+            "rediss://r?cert=/etc/loopguard/store-tls/c&key=/etc/loopguard/store-tls/k",
+        ),
+    ],
+)
+def test_tls_files_go_into_the_url(url: str, tls: Values, expected: str) -> None:
+    """The keys of the Secret become paths that the URL names, behind whatever options it has already."""
+    deployment = one(objects({"store": {"url": url, "tls": {"existingSecret": "s", **tls}}}), "Deployment")
+
+    assert environment(deployment)["LOOPGUARD_STORE"] == expected
+
+
+def test_a_network_policy_lets_in_who_is_named() -> None:
+    """Gateways and the test pod reach the gRPC port, Prometheus the admin port; the policy covers both tracks, not the test."""
+    made = objects(CASES["everything"])
+    spec = one(made, "NetworkPolicy", "loop-guard")["spec"]
+    values = CASES["everything"]["networkPolicy"]
+    test_labels = one(made, "Pod", "loop-guard-test")["metadata"]["labels"]
+
+    grpc, admin = spec["ingress"]
+    assert [rule["ports"] for rule in (grpc, admin)] == [[{"port": 50051}], [{"port": 9900}]]
+    assert grpc["from"][:-1] == values["gateways"]
+    assert grpc["from"][-1]["podSelector"]["matchLabels"].items() <= test_labels.items()
+    assert admin["from"] == values["monitoring"]
+    assert spec["egress"] == values["egress"]
+    (expression,) = spec["podSelector"]["matchExpressions"]
+    covered = {item["spec"]["template"]["metadata"]["labels"][expression["key"]] for item in of_kind(made, "Deployment")}
+    assert set(expression["values"]) == covered
+    assert test_labels[expression["key"]] not in expression["values"]
+
+
+@pytest.mark.parametrize(("tls", "ports"), [("AUTO", [50051, 15008]), ("ISTIO_MUTUAL", [50051]), ("DISABLE", [50051])])
+def test_a_network_policy_lets_ambient_mode_in(tls: str, ports: list[int]) -> None:
+    """There the gateway's requests come to the port of the mesh, and the kubelet's probes from an address of its own."""
+    istio = {"enabled": True, "namespace": "istio-ingress", "routes": [{"name": "chat"}], "tls": tls}
+    spec = one(objects({"istio": istio, "networkPolicy": {"monitoring": []}}), "NetworkPolicy")["spec"]
+
+    assert [port["port"] for port in spec["ingress"][0]["ports"]] == ports
+    assert [rule["from"] for rule in spec["ingress"][1:]] == [[{"ipBlock": {"cidr": "169.254.7.127/32"}}]] * (tls == "AUTO")
+
+
+def test_a_network_policy_without_egress_rules_limits_no_egress() -> None:
+    """An empty list leaves connections to the store alone rather than forbidding them."""
+    spec = one(objects({}), "NetworkPolicy")["spec"]
+
+    assert spec["policyTypes"] == ["Ingress"]
+    assert "egress" not in spec
+
+
+def test_admin_tokens_come_from_a_secret() -> None:
+    """The key of the mounted Secret is the file that the process reads; without a Secret the admin port only reads."""
+    deployment = one(objects({"adminToken": {"existingSecret": "operators", "key": "night"}}), "Deployment")
+    spec = deployment["spec"]["template"]["spec"]
+
+    mounted = {mount["name"]: mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+    secrets = {volume["name"]: volume["secret"]["secretName"] for volume in spec["volumes"] if "secret" in volume}
+    assert secrets == {"admin-token": "operators"}
+    assert environment(deployment)["LOOPGUARD_ADMIN_TOKEN_FILE"] == f"{mounted['admin-token']}/night"
+    assert "LOOPGUARD_ADMIN_TOKEN_FILE" not in environment(one(objects({}), "Deployment"))
+
+
+# ---- Mutual TLS
+
+
+def test_mutual_tls_comes_from_a_secret() -> None:
+    """The files of the mounted Secret are what the process reads, and only clients with the names that are set may ask."""
+    deployment = one(objects(CASES["mutual-tls"]), "Deployment")
+    spec = deployment["spec"]["template"]["spec"]
+    given = settings.read_settings({}, environment(deployment))
+
+    mounted = {mount["name"]: mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+    secrets = {volume["name"]: volume["secret"]["secretName"] for volume in spec["volumes"] if "secret" in volume}
+    assert secrets["tls"] == "loopguard-tls"
+    assert (given.tls_cert, given.tls_key, given.tls_client_ca) == tuple(
+        f"{mounted['tls']}/{key}" for key in ("tls.crt", "tls.key", "ca.crt")
+    )
+    assert [name.value for name in given.tls_client_san] == CASES["mutual-tls"]["tls"]["clientSans"]
+
+
+def test_a_gateway_is_told_whom_to_trust() -> None:
+    """Envoy Gateway verifies Loopguard by the authority in the Secret and the name that is set, else that of the Service."""
+    made = one(objects(CASES["mutual-tls"]), "BackendTLSPolicy")["spec"]
+    by_service = merged(CASES["mutual-tls"], {"tls": {"serverName": ""}})
+
+    assert made["targetRefs"] == [{"group": "", "kind": "Service", "name": NAME}]
+    assert made["validation"]["caCertificateRefs"] == [{"group": "", "kind": "Secret", "name": "loopguard-tls"}]
+    assert made["validation"]["hostname"] == "loopguard.example"
+    assert one(objects(by_service), "BackendTLSPolicy")["spec"]["validation"]["hostname"] == f"{NAME}.{NAMESPACE}.svc"
+
+
+def test_the_helm_test_shows_a_certificate() -> None:
+    """With mutual TLS its arguments are those of a health check with a certificate, from a Secret of its own."""
+    (pod,) = of_kind(objects(CASES["mutual-tls"]), "Pod")
+    (container,) = pod["spec"]["containers"]
+
+    assert pod["spec"]["volumes"][0]["secret"]["secretName"] == "probe-tls"
+    assert container["volumeMounts"][0]["mountPath"] == "/etc/loopguard/tls"
+    assert container["args"][-4:] == [
+        "--tls-ca=/etc/loopguard/tls/ca.crt",
+        "--tls-cert=/etc/loopguard/tls/tls.crt",
+        "--tls-key=/etc/loopguard/tls/tls.key",
+        "--tls-server-name=loopguard.example",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "allowed"),
+    [
+        ({}, True),
+        ({"networkPolicy": {"enabled": False}}, False),
+        (merged(CASES["istio-gateway"], {"networkPolicy": {"enabled": False}}), True),
+        (merged(CASES["istio-gateway"], {"networkPolicy": {"enabled": False}, "istio": {"tls": "DISABLE"}}), False),
+        (CASES["mutual-tls"], False),
+    ],
+)
+def test_the_process_warns_of_strangers_where_nothing_keeps_them_out(values: Values, allowed: bool) -> None:
+    """A network policy or the mesh silences the warning about plain text, and nothing else does."""
+    given = settings.read_settings({}, environment(of_kind(objects(values), "Deployment")[0]))
+
+    assert given.allow_plaintext is allowed
+
+
+# ---- Monitoring
+
+
+def test_alerts_and_dashboards_are_the_files() -> None:
+    """The rule object holds the rule file's groups, the ConfigMap every dashboard, to the letter."""
+    made = objects(CASES["everything"])
+    rules = helm_python.values_from_yaml((CHART / "alerts" / "loopguard.rules.yaml").read_text())
+    dashboards = {file.name: json.loads(file.read_text()) for file in (CHART / "dashboards").glob("*.json")}
+
+    assert one(made, "PrometheusRule", "loop-guard")["spec"] == rules
+    found = one(made, "ConfigMap", "loop-guard-dashboards")["data"]
+    assert {name: json.loads(text) for name, text in found.items()} == dashboards
+    assert dashboards
+
+
+# ---- The chart as a package
+
+
+def test_the_values_of_the_readme_are_good() -> None:
+    """What its README needs at least, and what it recommends for production, renders to objects that Kubernetes takes."""
+    shown = re.findall(r"```yaml\n(.*?)```", (CHART / "README.md").read_text(), re.DOTALL)
+
+    made = objects(merged(*map(helm_python.values_from_yaml, shown)))
+
+    assert [wrong for item in made if (wrong := wrong_with(item))] == []
+    assert {"NetworkPolicy", "ServiceMonitor", "PrometheusRule"} <= {item["kind"] for item in made}
+
+
+def test_the_app_version_is_the_projects() -> None:
+    """The image's default tag is the version that this tree builds."""
+    with helm_python.Chart.load(CHART) as chart:
+        assert chart.metadata["appVersion"] == version("extproc-loopguard")
+
+
+def test_a_packaged_chart_is_complete(tmp_path: Path) -> None:
+    """`helm package` takes along what the templates read, and not the values of the tests."""
+    archive = Path(helm_python.package(CHART, destination=tmp_path))
+    with helm_python.Chart.load(archive) as packed:
+        made = packed.render(CASES["everything"], name="lg", namespace=NAMESPACE)
+
+    assert made == rendered(CASES["everything"])
+    with tarfile.open(fileobj=io.BytesIO(archive.read_bytes())) as files:
+        assert [name for name in files.getnames() if "/ci/" in name] == []
+
+
+def test_a_parent_chart_may_have_global_values() -> None:
+    """As a subchart it is given `global`, which its schema must not refuse."""
+    assert kinds({"global": {"region": "eu"}}) == kinds({})
+
+
+def label_values(item: Any) -> Iterator[str]:  # noqa: ANN401  # raw JSON
+    """Every value of labels and selectors, at any depth."""
+    if isinstance(item, dict):
+        for key, below in item.items():
+            if key in ("labels", "matchLabels"):
+                yield from below.values()
+            else:
+                yield from label_values(below)
+    elif isinstance(item, list):
+        for below in item:
+            yield from label_values(below)
+
+
+def test_names_fit_however_long_the_release_is_called() -> None:
+    """The longest release name that Helm takes gives names and labels that Kubernetes takes."""
+    values = merged({"canary": {"enabled": True, "policies": {"bundle": CANARY_BUNDLE}}, "nameOverride": "n" * 63})
+    made = objects(values, release="r" * 53)
+    names = {item["metadata"]["name"] for item in made}
+
+    assert [name for name in names if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name)] == []
+    assert [text for text in label_values(made) if len(text) > 63] == []
+    assert len(of_kind(made, "Deployment")) == 2
+
+
+def test_own_labels_do_not_take_the_place_of_the_charts() -> None:
+    """A label by which the chart selects stays what it is."""
+    own = {"app.kubernetes.io/component": "mine", "team": "ai"}
+    made = objects({"podLabels": own, "monitoring": {"podMonitor": {"enabled": True, "labels": own}}})
+
+    labels = one(made, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert (labels["app.kubernetes.io/component"], labels["team"]) == ("stable", "ai")
+    assert one(made, "PodMonitor")["metadata"]["labels"]["team"] == "ai"

@@ -1,0 +1,176 @@
+"""The chart's schema and README are what its commented values make them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import jsonschema  # type: ignore[import-untyped]  # published without type information
+import pytest
+
+from helm.generate import ChartError, choose, convert, generated, main, read_values, values_schema
+from tests.support.chart import CHART
+
+
+def test_nothing_is_out_of_date() -> None:
+    """What stands in the chart is what `python helm/generate.py` would write."""
+    stale = [file.name for file, text in generated().items() if file.read_text() != text]
+
+    assert stale == [], "run python helm/generate.py"
+
+
+def test_the_command_tells_and_mends_what_is_out_of_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--check` names the stale files and exits 1; without it they are written."""
+    copy = tmp_path / "loopguard"
+    shutil.copytree(CHART, copy)
+    values = copy / "values.yaml"
+    values.write_text(values.read_text().replace("# PriorityClass of the pods.", "# How important the pods are."))
+
+    assert main(["--check"], copy) == 1
+    told = capsys.readouterr().err
+    assert "values.schema.json is out of date: run python helm/generate.py" in told
+    assert "README.md is out of date" in told
+    assert main([], copy) == 0
+    assert main(["--check"], copy) == 0
+    assert "How important the pods are." in (copy / "README.md").read_text()
+
+
+def test_the_schema_is_draft_07() -> None:
+    """What older Helms read is what they are given."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    jsonschema.Draft7Validator.check_schema(schema)
+    assert schema["$schema"] == "http://json-schema.org/draft-07/schema#"
+
+
+def test_every_value_has_a_row() -> None:
+    """The README's tables hold every value of values.yaml, by its whole name."""
+    readme = (CHART / "README.md").read_text()
+    with helm_python.Chart.load(CHART) as chart:
+        defaults = chart.values
+
+    def names(values: dict[str, Any], above: str = "") -> list[str]:
+        return [
+            name
+            for key, item in values.items()
+            for name in ([f"{above}{key}"] if f"| `{above}{key}` |" in readme or not item else names(item, f"{above}{key}."))
+        ]
+
+    found = names(defaults)
+    assert [name for name in found if f"| `{name}` |" not in readme] == []
+    assert len(found) > 60
+
+
+COMMENTED = """
+## Heading
+
+# Not of the value: a blank line follows.
+
+# What it is.
+# @schema {"minimum": 1}
+count: 1
+inner:
+  # Words
+  # on two lines.
+  text: ""
+  # Its own affair.
+  # @schema {"$ref": "#/definitions/Bundle"}
+  bundle:
+    bundle_version: 1
+    policies:
+      - id: a
+  # A list.
+  # @schema {"items": {"type": "string"}}
+  list:
+    - a
+# After all that.
+last: true
+"""
+
+
+def test_comments_and_defaults_make_the_schema() -> None:
+    """Types come from defaults, words from comments, the rest from `@schema`; what has a `$ref` is not looked into."""
+    schema = values_schema(read_values(COMMENTED))
+
+    assert schema["properties"]["count"] == {"type": "integer", "minimum": 1, "description": "What it is.", "default": 1}
+    assert schema["properties"]["inner"] == {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "text": {"type": "string", "description": "Words on two lines.", "default": ""},
+            "bundle": {"$ref": "#/definitions/Bundle", "description": "Its own affair."},
+            "list": {"type": "array", "items": {"type": "string"}, "description": "A list.", "default": ["a"]},
+        },
+    }
+    assert list(schema["properties"]) == ["count", "inner", "last", "global"]
+    assert {"Bundle", "Policy", "LoopDetection"} <= schema["definitions"].keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\n", "a has no comment that says what it is"),
+        ("# Words.\n\na: 1\n", "a has no comment that says what it is"),
+        ("a:\n  # Words.\n  b: 1\n  c: 2\n", "a.c has no comment that says what it is"),
+        ("# Words.\na: []\n", "a needs a line '@schema' that says what it holds"),
+        ('# Words.\n# @schema {"$ref": "#/definitions/Nothing"}\na: {}\n', "there is no definition of Nothing"),
+    ],
+)
+def test_a_value_that_is_not_described_is_an_error(text: str, message: str) -> None:
+    """No value reaches the chart without words and a type."""
+    with pytest.raises(ChartError, match=message):
+        values_schema(read_values(text))
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"prefixItems": []}, "not known to mean the same in draft-07: prefixItems"),
+        ({"properties": {"a": {"unevaluatedProperties": False}}}, "draft-07: unevaluatedProperties"),
+        ({"$ref": "#/$defs/A", "minimum": 1}, r"draft-07 ignores what stands beside \$ref: minimum"),
+    ],
+)
+def test_a_newer_schema_is_an_error_rather_than_a_hole(schema: dict[str, Any], message: str) -> None:
+    """A keyword that an older validator would skip is not passed on."""
+    with pytest.raises(ChartError, match=message):
+        convert(schema)
+
+
+A = {"type": "object", "properties": {"n": {"type": "integer"}}, "additionalProperties": False}
+REFERENCE = {"$ref": "#/definitions/A"}
+UNIONS = [
+    {"anyOf": [REFERENCE, {"type": "null"}]},
+    {"anyOf": [{"oneOf": [REFERENCE, {"type": "array", "items": REFERENCE, "minItems": 1}]}, {"type": "null"}]},
+    {"anyOf": [{"type": "string", "pattern": "^a"}, {"type": "null"}]},
+    {"anyOf": [{"enum": ["a", "b"], "type": "string"}, {"type": "null"}]},
+    {"anyOf": [{"const": "a", "type": "string"}, {"type": "integer", "minimum": 2}]},
+    {"oneOf": [{"type": ["string", "null"]}, {"type": ["number", "null"]}]},
+    {"anyOf": [{"type": "integer", "minimum": 3}, {"type": "number", "maximum": 1}]},
+    {"anyOf": [{"type": "string"}, {"minimum": 1}]},
+]
+SAMPLES: list[Any] = [None, "a", "b", "ab", 0, 1, 2, 3.5, {}, {"n": 1}, {"n": "1"}, {"m": 1}, [], [{}], [{"n": "1"}], [[]]]
+
+
+@pytest.mark.parametrize("union", UNIONS, ids=json.dumps)
+def test_a_union_decided_by_type_means_the_same(union: dict[str, Any]) -> None:
+    """Telling the branches apart by type changes what is said about a wrong value, not which values are wrong."""
+    definitions = {"A": A}
+    decided = choose(union, definitions)
+
+    for sample in SAMPLES:
+        both = [jsonschema.Draft7Validator({**made, "definitions": definitions}).is_valid(sample) for made in (union, decided)]
+        if "oneOf" in union and sample is None:
+            both[0] = True  # Kubernetes' own unions mean either, and null is in both of their branches
+        assert both[0] == both[1], sample
+
+
+def test_a_wrong_branch_does_not_complain() -> None:
+    """Where the type tells which branch was meant, only that one's complaint is heard."""
+    decided = {**choose(UNIONS[1], {"A": A}), "definitions": {"A": A}}
+
+    (error,) = jsonschema.Draft7Validator(decided).iter_errors([{"m": 1}])
+
+    assert error.message == "Additional properties are not allowed ('m' was unexpected)"

@@ -1,0 +1,70 @@
+"""The house: which room may import which. Everything follows from the folders, but for the rooms' order."""
+
+from __future__ import annotations
+
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from tests.support.rooms import FILES, GENERATED, ROOMS, find_floor, find_imports
+
+MAX_ROOT_MODULES = 14
+MAX_FLOORS = 13
+
+
+def find_violations(name: str, source: str) -> list[str]:
+    """What a module imports against the rule."""
+    found = []
+    for target in sorted({*find_imports(source)} - {name}):
+        if target == GENERATED:
+            allowed = name.split("/", maxsplit=1)[0] in {"ext_proc", "transport"}
+        else:
+            allowed = target in FILES and find_floor(target) <= find_floor(name)
+        if not allowed:
+            found.append(f"{name} imports {target}")
+    return found
+
+
+def test_every_folder_is_a_room() -> None:
+    """No folder stands beside the rooms, and few modules stand at the door."""
+    assert sorted({name.split("/")[0] for name in FILES if "/" in name}) == sorted(ROOMS)
+    assert len([name for name in FILES if "/" not in name and name not in ROOMS]) + 1 <= MAX_ROOT_MODULES
+    assert len({find_floor(name) for name in FILES}) <= MAX_FLOORS
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_module_imports_from_lower_rooms_or_its_own(name: str) -> None:
+    """No module reaches up, and generated code is read where Envoy is spoken to."""
+    assert find_violations(name, FILES[name].read_text()) == []
+
+
+def test_no_circle() -> None:
+    """Imports point one way, within a room as well."""
+    imports = {name: {*find_imports(file.read_text())} - {name, GENERATED} for name, file in FILES.items()}
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "expected"),
+    [
+        ("engine/plan", "from extproc.ext_proc.service import Service", ["engine/plan imports ext_proc/service"]),
+        ("engine/plan", "from extproc.engine.ramp import Ramp", []),
+        ("store/memory", "import extproc.ext_proc.service", ["store/memory imports ext_proc/service"]),
+        ("store/remote", "from extproc.store import Store", []),
+        ("policy/loader", "from extproc.policy.bundle import Policy\nfrom extproc import errors", []),
+        ("settings", "def f():\n    from extproc.cli import main", ["settings imports cli/main"]),
+        ("settings", "from extproc.logs import LogFormat", []),
+        ("settings", "from extproc import server", ["settings imports server"]),
+        ("settings", "from extproc import nowhere", ["settings imports nowhere"]),
+        ("engine/engine", "from extproc import server", ["engine/engine imports server"]),
+        ("server", "from extproc.pb import base_pb2", ["server imports pb"]),
+        ("transport/health", "from extproc.pb.health_pb2 import X\nfrom extproc.ext_proc.service import Service", []),
+        ("cli/main", "from extproc.server import serve", []),
+    ],
+)
+def test_the_rule_finds_what_breaks_it(name: str, source: str, expected: list[str]) -> None:
+    """Imports of every form, at any depth, are held to the rule."""
+    assert find_violations(name, source) == expected

@@ -1,0 +1,531 @@
+"""What README and docs show is what a reader gets: commands run, examples load, links lead somewhere.
+
+A reader of one page types its console lines from top to bottom, in a folder that has the project in it. Two things differ from
+a real one: addresses are free ones of this machine, and what cannot be typed here is named in NOT_TYPED and checked otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from doctest import ELLIPSIS, OutputChecker
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from redis import CredentialProvider
+
+from docs import generate
+from extproc.cli.commands import COMMANDS
+from extproc.cli.main import main
+from extproc.metrics import Metrics
+from extproc.operator.canary.pairs import Pairs
+from extproc.settings import Settings
+from tests.support import ROOT
+from tests.support.chart import CHART, merged, rendered
+from tests.support.harness import Process, Upstream
+from tests.support.servers import Server, free_port
+
+pytestmark = pytest.mark.compiled  # readers start the command, as a wheel installs it
+
+README = ROOT / "README.md"
+REFERENCE = ROOT / "docs" / "reference.md"
+PAGES = [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")), CHART / "README.md"]
+MOST_WORDS = 1_000
+
+_FENCE = re.compile(r"^```(?P<language>\w*)(?: (?P<name>\S+))?\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def page_id(page: Path) -> str:
+    """A page's path in the project."""
+    return page.relative_to(ROOT).as_posix()
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
+
+
+class Example(NamedTuple):
+    """A fenced block of a page.
+
+    Attributes:
+        language: behind the fence.
+        name: of the file that the reader saves it as, empty where the text names none.
+        text: of the block.
+    """
+
+    language: str
+    name: str
+    text: str
+
+
+def read_examples(page: Path, language: str) -> list[Example]:
+    """A page's blocks of one language."""
+    found = (Example(match["language"], match["name"] or "", match["text"]) for match in _FENCE.finditer(page.read_text()))
+    return [example for example in found if example.language == language]
+
+
+def read_prose(page: Path) -> str:
+    """A page without its blocks."""
+    return _FENCE.sub("", page.read_text())
+
+
+class Line(NamedTuple):
+    """What a reader types, and what the page shows below it."""
+
+    command: str
+    shown: str
+
+
+def read_lines(page: Path) -> Iterator[Line]:
+    """A page's console lines; a line that ends with a backslash goes on in the next."""
+    for block in read_examples(page, "console"):
+        for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+            command = re.match(r"(?:.*\\\n)*.*\n", part)
+            assert command is not None
+            yield Line(command[0].strip(), part[command.end() :])
+
+
+# ---- What cannot be typed here
+
+
+def _has_target(command: str) -> None:
+    """Make knows how to do it."""
+    target = shlex.split(command, comments=True)[1]
+    assert f"\n{target}: " in (ROOT / "Makefile").read_text()
+
+
+def _has_flags(command: str) -> None:
+    """Make knows how to do it, and the benchmark takes these flags with these values."""
+    _has_target(command)
+    given = [word.removeprefix("ARGS=") for word in shlex.split(command, comments=True)[2:]]
+    told = subprocess.run([sys.executable, "-m", "tests.bench", "--help"], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert [argument for words in given for argument in words.split() if argument not in told.stdout] == []
+
+
+def _has_canary_flags(command: str) -> None:
+    """The command takes these flags."""
+    question, *arguments = shlex.split(command, comments=True)[2:]
+    told = subprocess.run(
+        [sys.executable, "-m", "extproc.cli.main", "canary", question, "--help"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert [argument for argument in arguments if argument.startswith("--") and argument not in told.stdout] == []
+
+
+def _has_a_project(command: str) -> None:
+    """There is something to install."""
+    assert shlex.split(command, comments=True)[-1] == "."
+    assert (ROOT / "pyproject.toml").is_file()
+
+
+def _has_an_image(command: str) -> None:
+    """The image opens the ports that are published, and reads policies where they are mounted."""
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    ports = re.findall(r"--publish \d+:(\d+)", command)
+    mounted = re.findall(r"--volume \S+?:([^\s:]+)", command)
+
+    assert set(ports) <= set(re.findall(r"\d+", re.findall(r"^EXPOSE (.*)$", dockerfile, re.MULTILINE)[0]))
+    assert all(f"LOOPGUARD_POLICY={path}\n" in dockerfile for path in mounted)
+
+
+def _renders(command: str) -> None:
+    """Helm's own engine takes the chart with the values that are set, and has the template that is asked for."""
+    words = shlex.split(command.partition("|")[0], comments=True)
+    assert ROOT / words[3] == CHART
+    values: dict[str, Any] = {}
+    for place, value in (pair.split("=") for flag, pair in pairwise(words) if flag == "--set"):
+        below: Any = value
+        for step in reversed(place.split(".")):
+            below = {step: below}
+        values = merged(values, below)
+    made = rendered(values)
+    templates = [name for flag, name in pairwise(words) if flag == "-s"]
+    assert [name for name in templates if f"loopguard/{name}" not in made] == []
+
+
+class Instead(NamedTuple):
+    """Why a command is not typed, and what is looked at instead."""
+
+    why: str
+    check: Callable[[str], None]
+
+
+NOT_TYPED: Mapping[str, Instead] = {
+    "make demo-agent": Instead("tests/doors/cli/test_agent_demo.py does", _has_target),
+    "make bench": Instead("it measures for minutes, and nothing else may run then", _has_flags),
+    "loopguard canary": Instead(
+        "its exit code says what it found; tests/doors/operator/test_canary_stack.py asks", _has_canary_flags
+    ),
+    "pip install": Instead("it would change the environment that the tests run in", _has_a_project),
+    "docker": Instead(
+        "it takes a Docker daemon and a registry; tests/project/test_dockerfile.py reads the Dockerfile", _has_an_image
+    ),
+    "helm": Instead("it takes a cluster", _renders),
+}
+"""By how the command starts."""
+
+
+def _instead(command: str) -> Instead | None:
+    return next((instead for start, instead in NOT_TYPED.items() if command.startswith(start)), None)
+
+
+# ---- The reader
+
+
+@dataclass(frozen=True)
+class Stays:
+    """A command that runs until it is ended.
+
+    Attributes:
+        ready: is in its output once the reader can go on.
+    """
+
+    ready: str
+
+
+STAYING: Mapping[str, Stays] = {
+    "make run": Stays("Ctrl-C stops everything"),
+    "loopguard serve": Stays("serving listen="),
+    "envoy": Stays("all dependencies initialized. starting workers"),
+}
+"""By how the command starts. A reader has a terminal for each."""
+
+_DEMO = "127.0.0.1:10000"
+_UPSTREAM = "127.0.0.1:8080"
+_VALKEY = "10.0.0.5:6379"
+
+
+_PATIENT_ENVOY = f"""#!{sys.executable}
+import json, os, sys
+sys.path.append({str(ROOT)!r})
+import yaml
+from tests.support.harness import ENVOY, be_patient
+arguments = sys.argv[1:]
+if "-c" in arguments:
+    place = arguments.index("-c") + 1
+    with open(arguments[place]) as file:
+        configuration = yaml.safe_load(file)
+    be_patient(configuration)
+    arguments[place] = arguments[place] + ".patient.json"
+    with open(arguments[place], "w") as file:
+        json.dump(configuration, file)
+os.execv(ENVOY, [ENVOY, *arguments])
+"""
+"""What a reader's `envoy` is: the real one, on a machine that may be busy."""
+
+
+class Reader:
+    """Somebody who types what a page says, in a folder with the project in it and the page's examples saved as files."""
+
+    def __init__(self, folder: Path, page: Path, addresses: Mapping[str, str]) -> None:
+        """Set up the folder; `addresses` stand in for those of the page."""
+        self.folder = folder
+        self._addresses = {
+            **addresses,
+            "/run/loopguard": str(folder),
+            "127.0.0.1:9911": "127.0.0.1:0",
+            "127.0.0.1:9912": "127.0.0.1:0",
+        }
+        self._staying: list[tuple[str, Process]] = []
+        programs = folder / "bin"
+        programs.mkdir()
+        (programs / "envoy").write_text(_PATIENT_ENVOY)
+        (programs / "envoy").chmod(0o755)
+        path = [str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]
+        self._environment = {"PATH": os.pathsep.join(path), "LOOPGUARD_ADMIN": "127.0.0.1:0", "LOOPGUARD_DRAIN_DELAY": "0"}
+        for name in ("envoy", "helm"):
+            (folder / name).symlink_to(ROOT / name)
+        self._save_examples(page)
+
+    def _save_examples(self, page: Path) -> None:
+        (self.folder / "policies").mkdir()
+        for number, example in enumerate(read_examples(page, "json")):
+            (self.folder / (example.name or f"policies/{number}.json")).write_text(example.text)
+        if not any((self.folder / "policies").iterdir()):
+            shutil.copy(ROOT / "envoy" / "policy.json", self.folder / "policies")
+        shutil.copy(ROOT / "envoy" / "policy.json", self.folder / "bundle.json")
+
+    def type(self, command: str) -> str:
+        """Run a command of the page, which has to succeed.
+
+        Returns:
+            what it printed; nothing of one that stays.
+        """
+        stays = next((stays for start, stays in STAYING.items() if command.startswith(start)), None)
+        if command.startswith("loopguard serve"):
+            self._environment["LOOPGUARD_LISTEN"] = f"127.0.0.1:{free_port()}"
+        here = self._localise(command)
+        if stays is not None:
+            return self._leave_running(here, stays)
+        environment = {**os.environ, **self._environment}
+        done = subprocess.run(
+            ["bash", "-c", here], check=False, cwd=self.folder, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout.replace("\r\n", "\n")
+
+    def _localise(self, command: str) -> str:
+        """The command with free addresses of this machine."""
+        for theirs, ours in self._addresses.items():
+            command = command.replace(theirs, ours)
+        if command.startswith("loopguard envoy-config"):
+            listen = "" if "--snippet" in command else f"--listen 127.0.0.1:{free_port()} --admin 127.0.0.1:{free_port()}"
+            endpoint = self._environment.get("LOOPGUARD_LISTEN", "127.0.0.1:50051")
+            return command.replace("envoy-config", f"envoy-config {listen} --endpoints {endpoint}")
+        if command.startswith("make run"):
+            given = re.search(r"ARGS='(.*?)'", command)
+            ports = f"--port {self._addresses[_DEMO].rpartition(':')[2]} --envoy-admin-port 0 --loopguard-port 0"
+            flags = f"{ports} --loopguard-admin-port 0 --upstream-port 0 {given[1] if given else ''}"
+            return f"{shlex.quote(sys.executable)} envoy/demo.py {flags}"
+        return command.replace("envoy -c", "envoy --use-dynamic-base-id -c") if command.startswith("envoy") else command
+
+    def _leave_running(self, command: str, stays: Stays) -> str:
+        log = self.folder / f"terminal-{len(self._staying)}.log"
+        process = Process(["bash", "-c", f"cd {self.folder} && exec {command}"], log, self._environment)
+        self._staying.append((command, process))
+        process.wait_for(stays.ready)
+        return ""
+
+    def end(self) -> list[str]:
+        """Close all terminals.
+
+        Returns:
+            the commands in them that had ended by themselves.
+        """
+        ended = [command for command, process in self._staying if not process.runs()]
+        for _, process in reversed(self._staying):
+            process.stop()
+        return ended
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[Server]:
+    """A real server for pages that need one."""
+    made = Server()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def reader(page: Path, valkey: Server) -> Iterator[Reader]:
+    """The reader of a page."""
+    upstream = Upstream()
+    addresses = {_DEMO: f"127.0.0.1:{free_port()}", _UPSTREAM: upstream.address, _VALKEY: valkey.address}
+    with tempfile.TemporaryDirectory(prefix="lgread") as folder:  # its name is short enough for a socket's path
+        made = Reader(Path(folder), page, addresses)
+        yield made
+        made.end()
+    upstream.stop()
+
+
+_MOMENT = "within a second"
+"""Stands in a refusal; on a machine that is busy it may read otherwise."""
+
+
+@pytest.mark.skipif(
+    shutil.which("curl") is None, reason="curl is not installed: the commands of README and docs are NOT tested"
+)
+@every_page
+def test_the_commands_of_a_page_do_what_it_says(page: Path, reader: Reader) -> None:
+    """Typed from top to bottom, every command succeeds, and prints what the page shows where it shows anything."""
+    for command, shown in read_lines(page):
+        if _instead(command) is None:
+            printed = reader.type(command)
+
+            wanted = shown.replace(_MOMENT, "within ...")
+            matches = not shown or OutputChecker().check_output(wanted, f"{printed.strip()}\n", ELLIPSIS)
+            assert matches, f"$ {command}\n{printed}"
+
+    assert reader.end() == []
+
+
+NOT_HERE = {command: instead for page in PAGES for command, _ in read_lines(page) if (instead := _instead(command))}
+
+
+@pytest.mark.parametrize("command", NOT_HERE)
+def test_a_command_that_cannot_be_typed_here_is_one_that_exists(command: str) -> None:
+    """Its targets, flags, ports, paths and values are those of the project."""
+    NOT_HERE[command].check(command)
+
+
+def test_nothing_is_excused_that_no_page_has() -> None:
+    """Each entry of NOT_TYPED is needed, and says why."""
+    assert [start for start in NOT_TYPED if not any(command.startswith(start) for command in NOT_HERE)] == []
+    assert all(instead.why for instead in NOT_TYPED.values())
+
+
+# ---- Examples
+
+
+@every_page
+def test_the_policies_of_a_page_are_good(reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every policy that it shows loads without a warning; what a default means may be noted."""
+    code = main(["validate", str(reader.folder / "policies")])
+
+    told = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+    assert (code, told) == (0, [])
+
+
+@every_page
+def test_the_yaml_of_a_page_is_yaml(page: Path) -> None:
+    """Every YAML example has keys and values."""
+    assert [example for example in read_examples(page, "yaml") if not isinstance(yaml.safe_load(example.text), dict)] == []
+
+
+def test_the_credential_provider_of_the_docs_is_one() -> None:
+    """The example's function makes a provider as redis-py wants it."""
+    (example,) = read_examples(ROOT / "docs" / "operations.md", "python")
+    names: dict[str, Any] = {}
+    exec(example.text, names)  # noqa: S102  # the page's own text
+
+    assert isinstance(names["make"](), CredentialProvider)
+
+
+# ---- Completeness
+
+
+def read_section(heading: str) -> str:
+    """A section of the reference."""
+    return REFERENCE.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+def test_every_key_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each key of a policy has an entry in the reference, below the heading of its object."""
+    main(["schema"])
+    parts = json.loads(capsys.readouterr().out)["$defs"]
+    entries = {keys["description"]: set(keys["properties"]) for name, keys in parts.items() if name not in generate.UNENFORCED}
+
+    sections = re.findall(r"^### Keys of .*\n\n(.*)\n\n((?:\|.*\n)+)", REFERENCE.read_text(), re.MULTILINE)
+    assert {about: set(re.findall(r"^\|`(\w+)`", rows, re.MULTILINE)) for about, rows in sections} == entries
+
+
+def test_every_metric_is_documented() -> None:
+    """Each metric has an entry in the reference."""
+    text = REFERENCE.read_text()
+    metrics = Metrics()
+    Pairs().show(metrics)
+
+    assert [metric.name for metric in metrics.registry.collect() if f"\n|`{metric.name}" not in text] == []
+
+
+def test_every_flag_of_serve_is_documented_with_its_default() -> None:
+    """The reference lists the flags of `serve` and no other, each with its default."""
+    table = re.findall(r"^\|`--([a-z-]+).*?`\|.*?(?:Default: `(.*?)`\.)?\|$", read_section("Flags of `serve`"), re.MULTILINE)
+    known = {item.name.replace("_", "-"): str(getattr(item.default, "text", item.default or "")) for item in fields(Settings)}
+    del known["store-password"]  # environment only
+
+    assert {flag: "" if default == "0" else default for flag, default in table if flag != "policy"} == {
+        flag: default for flag, default in known.items() if flag != "policy"
+    }
+
+
+def test_every_flag_of_envoy_config_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    """The reference lists its flags and no other."""
+    with pytest.raises(SystemExit):
+        main(["envoy-config", "--help"])
+    flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+
+    assert len(flags) > 1
+    assert set(re.findall(r"^\|`(--[a-z-]+)", read_section("Flags of `envoy-config`"), re.MULTILINE)) == flags
+
+
+def test_every_flag_of_check_envoy_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    """The reference lists its flags and no other."""
+    with pytest.raises(SystemExit):
+        main(["check-envoy", "--help"])
+    flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+
+    assert len(flags) > 1
+    assert set(re.findall(r"^\|`(--[a-z-]+)", read_section("Flags of `check-envoy`"), re.MULTILINE)) == flags
+
+
+def test_no_flag_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each flag that a page names is one of the command's, or of a tool of ours."""
+    told = (ROOT / "tests" / "bench" / "__main__.py").read_text()
+    for command in (*COMMANDS, "canary status", "canary review"):
+        with pytest.raises(SystemExit):
+            main([*command.split(), "--help"])
+        told += capsys.readouterr().out
+    named = {flag for page in PAGES for flag in re.findall(r"`(--[a-z-]+)", page.read_text())} - {"--version", "--help"}
+
+    assert [flag for flag in sorted(named) if not re.search(rf"{flag}\b", told)] == []
+
+
+def test_extras_are_installed_from_a_checkout() -> None:
+    """Nothing is published under the distribution's name: pages and errors say `.` and an extra that there is."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    code = [*(ROOT / "extproc").rglob("*.py"), *(ROOT / "envoy").glob("*.py")]
+    told = "".join(file.read_text() for file in (*PAGES, *code))
+
+    found = re.findall(r"'?([\w.-]+)\[(\w[\w-]*)\]'", told)
+
+    assert "extproc-loopguard[" not in told
+    assert {extra for where, extra in found if where == "."} == {"demo", "prices"} <= extras.keys()
+
+
+def test_no_target_is_made_up() -> None:
+    """Each target of make that a page names in its text is one of the Makefile's."""
+    makefile = (ROOT / "Makefile").read_text()
+    named = {target for page in PAGES for target in re.findall(r"`(?:\w+=\S+ )?make ([a-z-]+)", read_prose(page))}
+
+    assert "test-pure" in named
+    assert [target for target in sorted(named) if f"\n{target}: " not in makefile] == []
+
+
+# ---- Pages
+
+
+def test_the_readme_is_short() -> None:
+    """What is not for everybody stands in docs."""
+    assert len(README.read_text().split()) < MOST_WORDS
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    """Each page of docs is linked from it."""
+    text = README.read_text()
+
+    assert [page_id(page) for page in PAGES[1:] if f"({page_id(page)})" not in text] == []
+
+
+def test_the_readme_shows_the_folders_as_they_are() -> None:
+    """Its list has every folder of the project, and no other."""
+    (tree,) = read_examples(README, "")
+    generated = re.compile(r"\.|__pycache__|build$|dist$|.*\.egg-info$")
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not generated.match(path.name)}
+
+    assert [line.split()[0] for line in tree.text.splitlines()] == [f"{folder}/" for folder in sorted(folders)]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", read_prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    """Each relative link is a file of the project, and its anchor a heading of that page."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", read_prose(page)):
+        target, _, anchor = link.partition("#")
+        if "://" in target:
+            continue
+        file = page.parent / target if target else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(link)
+
+    assert broken == []

@@ -1,0 +1,30 @@
+"""docs/reference.md is what the code says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from docs import generate
+
+
+def test_the_reference_is_up_to_date() -> None:
+    """What is committed is what `python docs/generate.py` would write."""
+    assert generate.PAGE.read_text() == generate.make_page(), "run python docs/generate.py"
+
+
+def test_the_command_reports_and_replaces_a_stale_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--check` exits with 1 and writes nothing; without it the page is written."""
+    page = tmp_path / "reference.md"
+    page.write_text("old")
+    monkeypatch.setattr(generate, "PAGE", page)
+
+    stale = generate.main(["--check"]), page.read_text(), capsys.readouterr().err
+    made = generate.main([]), generate.main(["--check"])
+
+    assert stale == (1, "old", "reference.md is out of date: run python docs/generate.py\n")
+    assert made == (0, 0)
+    assert page.read_text() == generate.make_page()

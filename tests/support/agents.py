@@ -1,0 +1,144 @@
+"""Agents on the real SDKs, their gates, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from typing import Any, NamedTuple
+
+import boto3
+import botocore
+import botocore.config
+import botocore.exceptions
+import openai
+from fake_model import NAME, USER, Answer, Call, FakeModel, Script
+from google import genai
+from google.genai import errors, types
+from tool_agents import (
+    REFUSALS,
+    Job,
+    Step,
+    Turn,
+    chat_agent,
+    messages_agent,
+    responses_agent,
+)
+
+from tests.support.harness import Stack
+
+
+class Gate(NamedTuple):
+    """A stack and the model behind it."""
+
+    stack: Stack
+    model: FakeModel
+
+    def sent(self) -> int:
+        """How many requests have come to Envoy."""
+        return self.stack.envoy.stat("http.ingress.downstream_rq_total")
+
+
+def same(**_: object) -> str:
+    """A tool that always brings back the same."""
+    return "pending"
+
+
+def fresh() -> Callable[..., str]:
+    """A tool that never brings back the same."""
+    numbers = count()
+    return lambda **_: f"{next(numbers)} %"
+
+
+def told(*answers: Answer) -> Script:
+    """A model that gives these answers."""
+    return lambda number: answers[number]
+
+
+def again(*answers: Answer) -> Script:
+    """A model that gives these answers over and over."""
+    return lambda number: answers[number % len(answers)]
+
+
+CHECK = Call("check", {"build": 17, "verbose": False})
+
+
+DONE = "It is done."
+
+
+def _run(job: Job, name: str, given: Mapping[str, Any]) -> str:
+    return job.tools[name](**given)
+
+
+def gemini_agent(job: Job) -> Iterator[Turn]:
+    """Google's SDK, generateContent."""
+    options = types.HttpOptions(base_url=job.url, headers={USER: job.user})
+    client = genai.Client(api_key="none", http_options=options)
+    contents: list[Any] = [types.Content(role="user", parts=[types.Part(text=job.tasks[0])])]
+    while True:
+        reply = client.models.generate_content(model=NAME, contents=contents)
+        assert reply.candidates
+        contents.append(reply.candidates[0].content)
+        calls = reply.function_calls or []
+        steps = [Step(call.name or "", call.args or {}, _run(job, call.name or "", call.args or {})) for call in calls]
+        yield Turn(steps, reply.text or "" if not calls else "")
+        if not steps:
+            return
+        said = [types.Part.from_function_response(name=step.tool, response={"result": step.result}) for step in steps]
+        contents.append(types.Content(role="user", parts=said))
+
+
+def bedrock_agent(job: Job, signature: str | object = botocore.UNSIGNED) -> Iterator[Turn]:
+    """AWS's SDK, Converse; signed by SigV4 where that is said."""
+    once = botocore.config.Config(retries={"total_max_attempts": 1}, signature_version=signature)
+    keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
+    client: Any = boto3.client("bedrock-runtime", endpoint_url=job.url, region_name="us-east-1", config=once, **keys)
+    client.meta.events.register("before-call", lambda params, **_: params["headers"].update({USER: job.user}))
+    messages: list[Any] = [{"role": "user", "content": [{"text": job.tasks[0]}]}]
+    while True:
+        message = client.converse(modelId=NAME, messages=messages)["output"]["message"]
+        messages.append(message)
+        calls = [block["toolUse"] for block in message["content"] if "toolUse" in block]
+        steps = [Step(call["name"], call["input"], _run(job, call["name"], call["input"])) for call in calls]
+        yield Turn(steps, message["content"][0]["text"])
+        if not steps:
+            return
+        said = [
+            {"toolResult": {"toolUseId": call["toolUseId"], "content": [{"text": step.result}]}}
+            for call, step in zip(calls, steps, strict=True)
+        ]
+        messages.append({"role": "user", "content": said})
+
+
+def react_agent(job: Job) -> Iterator[Turn]:
+    """OpenAI's SDK without a tool: actions are lines of text, and observations the user's messages."""
+    client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
+    messages: list[Any] = [{"role": "system", "content": "Thought, Action, Observation."}]
+    messages.append({"role": "user", "content": job.tasks[0]})
+    for number in count():
+        text = client.chat.completions.create(model=NAME, messages=messages).choices[0].message.content or ""
+        messages.append({"role": "assistant", "content": f"Thought: for the {number}. time\n{text}"})
+        if not text.startswith("Action: "):
+            yield Turn([], text)
+            return
+        step = Step("check", {}, job.tools["check"]())
+        yield Turn([step], "")
+        messages.append({"role": "user", "content": f"Observation: {step.result}\nStep {number + 1}/20"})
+
+
+ACTION = "Action: check[build 17]"
+
+
+TOOLS = [CHECK]
+
+
+AGENTS: dict[str, tuple[Callable[[Job], Iterator[Turn]], Any]] = {
+    "chat": (chat_agent, TOOLS),
+    "responses": (responses_agent, TOOLS),
+    "anthropic": (messages_agent, TOOLS),
+    "gemini": (gemini_agent, TOOLS),
+    "bedrock": (bedrock_agent, TOOLS),
+    "react": (react_agent, ACTION),
+}
+
+
+SDK_ERRORS = (*REFUSALS, errors.ClientError, botocore.exceptions.ClientError)

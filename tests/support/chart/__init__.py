@@ -1,0 +1,103 @@
+"""The chart as Helm's own engine renders it, and what Kubernetes would make of that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import helm_python
+import pytest
+
+from tests.support import ROOT
+
+CHART = ROOT / "helm" / "loopguard"
+NAMESPACE = "guards"
+RELEASE = "lg"
+NAME = "lg-loopguard"
+
+Values = dict[str, Any]
+Object = dict[str, Any]
+
+LEAST: Values = {"networkPolicy": {"gateways": [{"podSelector": {}}], "monitoring": [{"podSelector": {}}]}}
+"""What no default can know: where the gateways are. Every rendering has it, below its own values."""
+
+CASES: dict[str, Values] = {"defaults": LEAST} | {
+    file.name.removesuffix("-values.yaml"): helm_python.values_from_yaml(file.read_text())
+    for file in sorted((CHART / "ci").glob("*-values.yaml"))
+}
+"""Values that the chart is rendered with, by name."""
+
+
+@cache
+def chart() -> helm_python.Chart:
+    """The chart, loaded once."""
+    return helm_python.Chart.load(CHART)
+
+
+def rendered(values: Values, *, release: str = RELEASE, namespace: str = NAMESPACE) -> dict[str, str]:
+    """What each template becomes, as text."""
+    return chart().render(merged(LEAST, values), name=release, namespace=namespace)
+
+
+def objects(values: Values, *, release: str = RELEASE, namespace: str = NAMESPACE) -> list[Object]:
+    """Every object of a release, its `helm test` pod among them."""
+    texts = [text for name, text in rendered(values, release=release, namespace=namespace).items() if name.endswith(".yaml")]
+    documents = [part for text in texts for part in f"\n{text}".split("\n---\n")]
+    return [made for made in map(helm_python.values_from_yaml, documents) if made]
+
+
+def of_kind(made: list[Object], kind: str) -> list[Object]:
+    """The objects of a kind."""
+    return [item for item in made if item["kind"] == kind]
+
+
+def one(made: list[Object], kind: str, name: str = NAME) -> Object:
+    """The object of a kind and name."""
+    (found,) = (item for item in of_kind(made, kind) if item["metadata"]["name"] == name)
+    return found
+
+
+def pods(made: list[Object]) -> Iterator[Object]:
+    """The spec of every pod."""
+    for item in made:
+        if item["kind"] == "Pod":
+            yield item["spec"]
+        elif item["kind"] == "Deployment":
+            yield item["spec"]["template"]["spec"]
+
+
+def environment(deployment: Object) -> dict[str, str]:
+    """The variables of a Deployment's container."""
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    return {item["name"]: item["value"] for item in container["env"]}
+
+
+def refusal(values: Values) -> str:
+    """Why Helm refuses values, as it says it."""
+    with pytest.raises((helm_python.HelmValuesError, helm_python.HelmRenderError)) as failure:
+        rendered(values)
+    return str(failure.value)
+
+
+def problems(values: Values) -> list[str]:
+    """The sentences with which the chart's own checks refuse values."""
+    return [line.removeprefix("- ") for line in refusal(values).splitlines() if line.startswith("- ")]
+
+
+def with_policies(*policies: Object, **more: object) -> Values:
+    """Values with a bundle of these policies."""
+    return {"policies": {"bundle": {"bundle_version": 1, "policies": list(policies), **more}}}
+
+
+def merged(*several: Values) -> Values:
+    """Values on top of each other, as with several `-f`."""
+    made: Values = {}
+    for values in several:
+        for key, item in values.items():
+            below = made.get(key)
+            made[key] = (
+                merged(below, item) if isinstance(below, dict) and isinstance(item, dict) else json.loads(json.dumps(item))
+            )
+    return made

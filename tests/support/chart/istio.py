@@ -1,0 +1,103 @@
+"""What Istio makes of an EnvoyFilter: an Envoy configuration with its patches applied, as far as the chart uses them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from tests.support.chart import Object
+
+HCM = "envoy.filters.network.http_connection_manager"
+
+PORTS = {"GATEWAY": (8443, 443), "SIDECAR_INBOUND": (15006, 8080), "SIDECAR_OUTBOUND": (443, 443)}
+"""The ports of a listener and of its routes, by context: a gateway's pods listen on the targetPort of their Service, and
+its routes go by the port of the Gateway's server; one inbound listener takes in every port of a workload."""
+
+
+LEFT = {"use_remote_address": True, "normalize_path": True, "merge_slashes": None, "proxy_100_continue": True}
+"""What Istio says of a gateway's HTTP connections, and the chart leaves alone; tests/mesh asks Istio itself."""
+
+
+def without_loopguard(bootstrap: Object) -> Object:
+    """The bootstrap of `loopguard envoy-config` without all that attaches Loopguard: what an EnvoyFilter finds."""
+    (listener,) = bootstrap["static_resources"]["listeners"]
+    del listener["per_connection_buffer_limit_bytes"]
+    manager = http_manager(bootstrap)
+    for key in ("request_timeout", "http2_protocol_options", "early_header_mutation_extensions"):
+        del manager[key]
+    for key, value in LEFT.items():
+        manager.pop(key, None)
+        manager |= {} if value is None else {key: value}
+    manager["access_log"] = [item for item in manager["access_log"] if item["name"] == "envoy.access_loggers.stdout"]
+    manager["internal_address_config"] = {}  # as older Envoys have it where nothing is said
+    manager["http_filters"] = [item for item in manager["http_filters"] if item["name"] == "envoy.filters.http.router"]
+    for host in manager["route_config"]["virtual_hosts"]:
+        del host["response_headers_to_add"]
+        for route in host["routes"]:
+            route.pop("typed_per_filter_config", None)
+    return bootstrap
+
+
+def http_manager(bootstrap: Object) -> Object:
+    """The configuration of its one HTTP connection manager."""
+    (listener,) = bootstrap["static_resources"]["listeners"]
+    (chain,) = listener["filter_chains"]
+    found: Object = chain["filters"][0]["typed_config"]
+    return found
+
+
+def patched(bootstrap: Object, envoy_filter: Object) -> Object:
+    """The bootstrap with every patch applied that finds its place, as Istio passes over others without a word."""
+    for patch in envoy_filter["spec"]["configPatches"]:
+        value, match = patch["patch"]["value"], patch["match"]
+        operation = (patch["applyTo"], patch["patch"]["operation"])
+        if not _on_port(match):
+            continue
+        if operation == ("HTTP_FILTER", "INSERT_BEFORE"):
+            filters = http_manager(bootstrap)["http_filters"]
+            wanted = match["listener"]["filterChain"]["filter"]["subFilter"]["name"]
+            filters.insert([item["name"] for item in filters].index(wanted), value)
+        elif operation == ("LISTENER", "MERGE"):
+            merge(bootstrap["static_resources"]["listeners"][0], value)
+        elif operation == ("NETWORK_FILTER", "MERGE"):
+            assert match["listener"]["filterChain"]["filter"]["name"] == value["name"] == HCM
+            merge(http_manager(bootstrap), value["typed_config"])
+        elif operation == ("CLUSTER", "MERGE"):
+            for cluster in bootstrap["static_resources"]["clusters"]:
+                if cluster["name"] == match["cluster"]["name"]:
+                    cluster.pop("typed_extension_protocol_options")  # what an Any holds is replaced as a whole
+                    merge(cluster, copy.deepcopy(value))
+        else:
+            assert operation == ("HTTP_ROUTE", "MERGE")
+            found = list(_routes(bootstrap, match["routeConfiguration"]["vhost"]))
+            assert found, f"no route for {match}"
+            for route in found:
+                merge(route, value)
+    return bootstrap
+
+
+def _on_port(match: Object) -> bool:
+    """Whether a patch is for the listener, or for its routes, by port."""
+    listener, routes = PORTS[match["context"]]
+    own = listener if "listener" in match else routes
+    place = match.get("listener") or match.get("routeConfiguration") or {}
+    return bool(place.get("portNumber", own) == own)
+
+
+def _routes(bootstrap: Object, wanted: Object) -> Iterator[Object]:
+    for host in http_manager(bootstrap)["route_config"]["virtual_hosts"]:
+        if wanted.get("name", host["name"]) == host["name"]:
+            yield from (route for route in host["routes"] if route["name"] == wanted["route"]["name"])
+
+
+def merge(message: Object, other: Object) -> None:
+    """As protobuf merges: messages and maps key by key, lists one behind the other."""
+    for key, value in other.items():
+        old: Any = message.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            merge(old, value)
+        elif isinstance(old, list) and isinstance(value, list):
+            old += value
+        else:
+            message[key] = value

@@ -1,0 +1,109 @@
+"""Configurations of Envoy: Loopguard's own, those that know nothing of it, and Envoy's verdict."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from extproc.cli.envoy_config.options import EnvoyOptions
+from extproc.cli.envoy_config.render import render_bootstrap
+from extproc.options import read_options
+from extproc.policy.loader import PolicySet, parse
+from tests.support.harness import ENVOY
+
+UPSTREAM = "127.0.0.1:8080"
+
+
+def loaded(document: object) -> PolicySet:
+    """The policies of a document."""
+    return parse({"policies.json": json.dumps(document).encode()}, datetime.now(UTC))
+
+
+def bootstrap(document: object, **flags: object) -> str:
+    """What the command prints for a document."""
+    return render_bootstrap(loaded(document), read_options(EnvoyOptions, {"upstream": UPSTREAM, **flags}))
+
+
+def verdict(text: str, folder: Path) -> str:
+    """What the real Envoy says about a configuration."""
+    file = folder / "bootstrap.yaml"
+    file.write_text(text, encoding="utf-8")
+    checked = subprocess.run(
+        [ENVOY, "--mode", "validate", "-c", str(file), "-l", "error"], capture_output=True, text=True, check=False
+    )
+    return checked.stdout + checked.stderr
+
+
+def theirs(printed: dict[str, Any]) -> dict[str, Any]:
+    """Somebody's Envoy, which has what every Envoy has; ports and upstream are those of the bootstrap that is printed."""
+    (listener,) = printed["static_resources"]["listeners"]
+    upstream = printed["static_resources"]["clusters"][1]
+    to_upstream = {"cluster": "upstream", "timeout": "0s"}
+    manager = {
+        "@type": "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "theirs",
+        "http_filters": [
+            {
+                "name": "envoy.filters.http.router",
+                "typed_config": {"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"},
+            }
+        ],
+        "route_config": {
+            "virtual_hosts": [
+                {
+                    "name": "all",
+                    "domains": ["*"],
+                    "routes": [
+                        {"name": "chat", "match": {"prefix": "/chat"}, "route": to_upstream},
+                        {"name": "files", "match": {"prefix": "/files"}, "route": to_upstream},
+                        {"name": "rest", "match": {"prefix": "/"}, "route": to_upstream},
+                    ],
+                }
+            ]
+        },
+    }
+    chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
+    return {
+        "admin": printed["admin"],
+        "static_resources": {
+            "listeners": [{"name": "theirs", "address": listener["address"], "filter_chains": [chain]}],
+            "clusters": [{key: upstream[key] for key in ("name", "type", "load_assignment")}],
+        },
+    }
+
+
+def find_places(inside: Any, path: str) -> Iterator[Any]:  # noqa: ANN401  # a configuration
+    """What stands at a path, in which `[]` is every entry of a list."""
+    step, _, rest = path.partition(".")
+    found = inside[step.removesuffix("[]")]
+    for place in found if step.endswith("[]") else [found]:
+        yield from find_places(place, rest) if rest else [place]
+
+
+LATE = """
+function envoy_on_request(handle)
+  local path = handle:headers():get(":path")
+  if path:sub(1, 6) == "/late/" then
+    handle:headers():replace(":path", path:sub(6))
+    handle:clearRouteCache()
+  end
+end
+"""
+
+
+def choose_late(text: str) -> str:
+    """A filter in front that sends what comes below /late/ to another route, as claims or the choice of a model do."""
+    made = yaml.safe_load(text)
+    (manager,) = find_places(made, "static_resources.listeners[].filter_chains[].filters[].typed_config")
+    lua = {
+        "@type": "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua",
+        "default_source_code": {"inline_string": LATE},
+    }
+    manager["http_filters"].insert(0, {"name": "late", "typed_config": lua})
+    return json.dumps(made)

@@ -1,0 +1,435 @@
+"""The real parts that tests run: Loopguard and Envoy as processes, upstreams and clients on loopback, all on free ports."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from extproc.cli.envoy_config.options import EnvoyOptions
+from extproc.cli.envoy_config.render import render_bootstrap
+from extproc.options import read_options
+from extproc.policy.loader import load
+
+T = TypeVar("T")
+
+PATIENCE = 60.0
+"""Seconds that anything may take to happen; only a failing test ever waits that long."""
+
+STORE_PATIENCE = 5
+"""The same for the store, where a server may hang."""
+
+ENVOY = os.environ.get("LOOPGUARD_TEST_ENVOY", str(Path(sys.executable).parent / "envoy"))
+
+
+def envoy_version() -> tuple[int, int]:
+    """Major and minor version of the Envoy that tests run."""
+    printed = subprocess.run([ENVOY, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"/(\d+)\.(\d+)\.\d+", printed)
+    assert found is not None, printed
+    return int(found[1]), int(found[2])
+
+
+def eventually(probe: Callable[[], T | None], what: str = "it") -> T:
+    """Poll until `probe` returns something true; fails after PATIENCE seconds."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        value = probe()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} did not happen within {PATIENCE} s")
+        time.sleep(0.02)
+
+
+def be_patient(configuration: Any) -> None:  # noqa: ANN401  # YAML
+    """Give what an Envoy's configuration asks time for a busy machine, in place: a verdict that is late is another verdict.
+
+    Generated configurations have Envoy decide by itself after 0.2 s, and hang up on a Loopguard that was silent for 0.15 s.
+    """
+    if isinstance(configuration, list):
+        for item in configuration:
+            be_patient(item)
+    if not isinstance(configuration, dict):
+        return
+    waits: list[tuple[Any, str]] = [(configuration, "message_timeout"), (configuration, "connect_timeout")]
+    waits += [(configuration.get("connection_keepalive"), "timeout")]
+    waits += [(check, "timeout") for check in configuration.get("health_checks") or ()]
+    for place, name in waits:
+        if place and name in place:
+            place[name] = f"{PATIENCE:g}s"
+    for item in configuration.values():
+        be_patient(item)
+
+
+class Process:
+    """A child process whose output goes to a file, stopped by pid at the end."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+        """Start it."""
+        self.log = log
+        with log.open("wb") as output:
+            self._popen = subprocess.Popen(
+                arguments, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+            )
+        self.pid = self._popen.pid
+
+    def output(self) -> str:
+        """Everything printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Wait until the output matches."""
+
+        def probe() -> re.Match[str] | None:
+            found = re.search(pattern, self.output())
+            if found is None and self._popen.poll() is not None:
+                raise AssertionError(f"process ended with {self._popen.returncode}: {self.output()[-4000:]}")
+            return found
+
+        return eventually(probe, f"{pattern!r} in the output of {self._popen.args!r}")
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        self._popen.send_signal(number)
+
+    def runs(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._popen.poll() is None
+
+    def wait(self) -> int:
+        """Wait for the end; returns the exit code."""
+        return self._popen.wait(PATIENCE)
+
+    def stop(self) -> None:
+        """End it, gently if it lets us."""
+        if self.runs():
+            self._popen.terminate()
+            try:
+                self._popen.wait(5)
+            except subprocess.TimeoutExpired:
+                self._popen.kill()
+                self._popen.wait()
+
+
+class Loopguard(Process):
+    """`loopguard serve` on a Unix socket (or wherever `listen` says) with a free admin port."""
+
+    def __init__(self, folder: Path, *arguments: str, listen: str = "", preamble: str = "") -> None:
+        """Start it and wait until it serves.
+
+        Args:
+            folder: for its socket and its log; `folder/policies` is its policy directory.
+            *arguments: more flags of serve.
+            listen: instead of a socket in the folder.
+            preamble: Python to run in the process first, to break something on purpose.
+        """
+        listen = listen or f"unix:{folder}/loopguard.sock"
+        if "--store-timeout" not in arguments:
+            arguments = (*arguments, "--store-timeout", str(STORE_PATIENCE))
+        flags = ["serve", "--policy", str(folder / "policies"), "--listen", listen, "--admin", "127.0.0.1:0"]
+        code = f"{preamble}\nimport sys\nfrom extproc.cli.main import main\nsys.exit(main())"
+        super().__init__(
+            [sys.executable, "-P", "-c", code, *flags, "--drain-delay", "0", *arguments],
+            folder / f"loopguard-{time.monotonic_ns()}.log",
+        )
+        try:
+            serving = self.wait_for(r"serving listen=(\S+) admin=\S+?:(\d+) ")
+        except BaseException:
+            self.stop()
+            raise
+        self.address = serving[1]
+        self._admin = int(serving[2])
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and body of an admin page."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._admin, timeout=PATIENCE)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A metric's value, summed over all label sets that agree with `labels`; 0 when there is none."""
+        total = 0.0
+        for line in self.get("/metrics")[1].splitlines():
+            found = re.match(rf"loopguard_{name}(?:{{(.*)}})? (\S+)$", line)
+            if found:
+                own = dict(re.findall(r'(\w+)="([^"]*)"', found[1] or ""))
+                if labels.items() <= own.items():
+                    total += float(found[2])
+        return total
+
+
+class Envoy(Process):
+    """The real Envoy with the configuration that `loopguard envoy-config` makes."""
+
+    def __init__(self, folder: Path, options: EnvoyOptions, edit: Callable[[str], str] = str, *, hasty: bool = False) -> None:
+        """Start it and wait until it listens.
+
+        Args:
+            folder: with the policies.
+            options: of the configuration.
+            edit: changes it first.
+            hasty: leave its timeouts as they are, for tests about these.
+        """
+        configuration = yaml.safe_load(edit(render_bootstrap(load([str(folder / "policies")], datetime.now(UTC)), options)))
+        if not hasty:
+            be_patient(configuration)
+        config, admin = folder / "envoy.yaml", folder / "envoy-admin.txt"
+        config.write_text(json.dumps(configuration))
+        arguments = ["-c", str(config), "--concurrency", "1", "--use-dynamic-base-id", "--admin-address-path", str(admin)]
+        super().__init__([ENVOY, *arguments, "-l", "warning", "--file-flush-interval-msec", "50"], folder / "envoy.log")
+        try:
+            eventually(lambda: admin.exists() and admin.read_text(), "Envoy's admin address")
+            self.admin_port = int(admin.read_text().rpartition(":")[2])
+            listeners = eventually(lambda: json.loads(self.admin("/listeners?format=json")).get("listener_statuses"))
+            self.port = int(listeners[0]["local_address"]["socket_address"]["port_value"])
+            eventually(lambda: self.admin("/ready").startswith("LIVE"), "Envoy, once each cluster's health is known")
+        except BaseException:
+            self.stop()
+            raise
+
+    def admin(self, path: str) -> str:
+        """Body of an admin page; empty while Envoy does not answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.admin_port, timeout=PATIENCE)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().read().decode()
+        except OSError:
+            return "{}"
+        finally:
+            connection.close()
+
+    def logged(self, path: str, **fields: object) -> dict[str, Any]:
+        """Wait for the first access log line of a path with these fields."""
+
+        def probe() -> dict[str, Any] | None:
+            for line in self.output().splitlines():
+                entry = json.loads(line) if line.startswith("{") and line.endswith("}") else {}
+                if entry.get("path") == path and fields.items() <= entry.items():
+                    return entry
+            return None
+
+        return eventually(probe, f"an access log line for {path}")
+
+    def stat(self, name: str) -> int:
+        """A counter or gauge."""
+        found = re.search(rf"^{re.escape(name)}: (\d+)$", self.admin("/stats"), re.MULTILINE)
+        return int(found[1]) if found else 0
+
+
+@dataclass
+class Seen:
+    """One request as it reached the upstream."""
+
+    method: str
+    target: str
+    headers: list[tuple[str, str]]
+    body: bytes
+
+    def header(self, name: str) -> str | None:
+        """The header's value, None when absent."""
+        return next((value for key, value in self.headers if key.lower() == name), None)
+
+
+def _read_body(handler: BaseHTTPRequestHandler) -> bytes:
+    """All of a request's body; raises an error where it is cut off."""
+    if handler.headers.get("transfer-encoding", "").lower() != "chunked":
+        length = int(handler.headers.get("content-length") or 0)
+        body = handler.rfile.read(length)
+        if len(body) < length:
+            raise ConnectionError("a request that was cut off is none")
+        return body
+    parts = []
+    while size := int(handler.rfile.readline().partition(b";")[0], 16):
+        parts.append(handler.rfile.read(size))
+        handler.rfile.readline()
+    while handler.rfile.readline().strip():  # trailers
+        pass
+    return b"".join(parts)
+
+
+class Upstream:
+    """A small HTTP/1.1 server that remembers what reaches it, in threads of the test process."""
+
+    def __init__(self) -> None:
+        """Listen on a free port and serve.
+
+        A path with `/hang` is answered only once `release` is set, one with `/close` with the end of the connection, one with
+        `/echo` with the request's own body.
+        """
+        self.seen: list[Seen] = []
+        self.release = threading.Event()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def _serve(self) -> None:
+                seen = Seen(self.command, self.path, self.headers.items(), _read_body(self))
+                outer.seen.append(seen)
+                if "/hang" in self.path:
+                    outer.release.wait(PATIENCE)
+                body = seen.body if "/echo" in self.path else json.dumps({"number": len(outer.seen)}).encode()
+                self.send_response(200)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(body)))
+                self.send_header("connection", "close" if "/close" in self.path else "keep-alive")
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            do_GET = do_POST = do_PUT = do_HEAD = do_OPTIONS = do_DELETE = _serve  # noqa: N815  # the base class's names
+
+            def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 1024
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                """Clients of tests hang up as they please."""
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop listening."""
+        self.release.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@dataclass
+class Answer:
+    """One response as the client saw it."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:  # noqa: ANN401  # whatever the body holds
+        """The decoded body."""
+        return json.loads(self.body)
+
+
+@dataclass
+class Stack:
+    """Upstream, Loopguard and Envoy, wired together; `loopguard` is the first of `replicas`."""
+
+    folder: Path
+    upstream: Upstream
+    loopguard: Loopguard
+    envoy: Envoy
+    replicas: list[Loopguard] = field(default_factory=list)
+
+    def send(
+        self,
+        target: str,
+        *,
+        method: str = "GET",
+        body: bytes | Iterator[bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """One request through Envoy on a connection of its own; an iterator is sent in chunks."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.envoy.port, timeout=PATIENCE)
+        try:
+            connection.request(method, target, body, dict(headers or {}), encode_chunked=not isinstance(body, bytes | None))
+            answer = connection.getresponse()
+            return Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+        finally:
+            connection.close()
+
+    def connect(self) -> socket.socket:
+        """A bare connection to Envoy."""
+        return socket.create_connection(("127.0.0.1", self.envoy.port), timeout=PATIENCE)
+
+    def write_policies(self, document: object, name: str = "policies.json") -> None:
+        """Replace a policy file in one step, as an editor does."""
+        write_policies(self.folder, document, name)
+
+
+def write_policies(folder: Path, document: object, name: str = "policies.json") -> None:
+    """Put a policy file into the folder's policy directory."""
+    directory = folder / "policies"
+    directory.mkdir(exist_ok=True)
+    fresh = folder / f".{name}.tmp"
+    fresh.write_text(document if isinstance(document, str) else json.dumps(document))
+    fresh.replace(directory / name)
+
+
+@contextmanager
+def stack(  # what a stack is made of
+    document: object,
+    *arguments: str,
+    preamble: str = "",
+    upstream: str = "",
+    edit: Callable[[str], str] = str,
+    hasty: bool = False,
+    replicas: int = 1,
+    **options: Any,  # noqa: ANN401  # of EnvoyOptions
+) -> Iterator[Stack]:
+    """Everything running, and stopped at the end.
+
+    Args:
+        document: the policies.
+        *arguments: more flags of serve.
+        preamble: Python that Loopguard's process runs first.
+        upstream: instead of an HTTP upstream of our own.
+        edit: changes Envoy's configuration.
+        hasty: Envoy's timeouts are those of the configuration, for tests about these.
+        replicas: so many Loopguards, between which Envoy spreads the requests.
+        **options: of EnvoyOptions.
+    """
+    with tempfile.TemporaryDirectory(prefix="lg") as name:
+        folder = Path(name)
+        write_policies(folder, document)
+        server = Upstream()
+        parts: list[Process] = []
+        try:
+            loopguard = Loopguard(folder, *arguments, preamble=preamble)
+            parts.append(loopguard)
+            guards = [loopguard]
+            for number in range(1, replicas):
+                guards.append(Loopguard(folder, *arguments, listen=f"unix:{folder}/replica-{number}.sock", preamble=preamble))
+                parts.append(guards[-1])
+            flags = {
+                "upstream": upstream or server.address,
+                "listen": "127.0.0.1:0",
+                "admin": "127.0.0.1:0",
+                "endpoints": [guard.address for guard in guards],
+                **options,
+            }
+            envoy = Envoy(folder, read_options(EnvoyOptions, flags), edit, hasty=hasty)
+            parts.append(envoy)
+            made = Stack(folder, server, loopguard, envoy, guards)
+            eventually(lambda: "healthy" in envoy.admin("/clusters"))
+            eventually(lambda: envoy.stat("cluster.loopguard.membership_healthy") == replicas, "healthy replicas")
+            yield made
+        finally:
+            server.release.set()
+            for part in reversed(parts):
+                part.stop()
+            server.stop()

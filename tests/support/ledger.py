@@ -1,0 +1,509 @@
+"""The rules of a session's limits, read plainly, and moves that try them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from extproc.metrics import Metrics
+from extproc.store.memory import MemoryStore
+from extproc.store.rules.session import (
+    FAILED,
+    KILLED,
+    LIMITS,
+    MAX_RETRIES_PER_STEP,
+    REFUSED,
+    SUCCEEDED,
+    WITHDRAWN,
+    Limits,
+    Settlement,
+    Standing,
+    Step,
+    add_up,
+)
+from tests.support.records import replace
+
+NO_LIMITS = Limits(60_000, 100)
+"""A minute without requests ends the session."""
+
+
+def limit(**limits: Any) -> Limits:  # noqa: ANN401  # the fields of Limits
+    """A session's limits: none but these."""
+    return Limits(**{"idle_ms": NO_LIMITS.idle_ms, "max_sessions": NO_LIMITS.max_sessions, **limits})
+
+
+def digest(name: str) -> bytes:
+    """A tool's, four bytes that can be read."""
+    return name.encode()[:4].ljust(4, b".")
+
+
+def make_record(number: int, tool: str = "read", arguments: str = "a") -> bytes:
+    """A tool call by the number of its id; eight numbers are a turn's."""
+    return (number + 8).to_bytes(6) + digest(tool) + digest(tool[:2] + arguments)
+
+
+def make_step(number: int, limits: Limits, calls: Sequence[bytes] = (), **changes: Any) -> Step:  # noqa: ANN401  # Step's own
+    """The request of that number, in a session of a tenant whose digits are 7f."""
+    shown = sorted({record[6:10] for record in calls})
+    tools = tuple((tool, tool.decode("latin-1").rstrip(".")) for tool in shown)
+    keys = ("session:p::s1:7f", "sessions:p::7f", "session:p::*:7f")
+    identity, name = number.to_bytes(8), (number + 2**32).to_bytes(16)
+    joined = b"".join(calls)
+    turns = [int.from_bytes(record[:6]) // 8 for record in calls]
+    newest = turns.count(turns[-1]) if turns else 0
+    return replace(Step(*keys, limits, identity, name, 0, joined, add_up(joined), newest, tools, (0, 0, 0)), **changes)
+
+
+def settle_step(step: Step, outcome: int = SUCCEEDED, cost: int = 0, **changes: Any) -> Settlement:  # noqa: ANN401  # its own
+    """What became of a step."""
+    return replace(Settlement(step.key, step.limits, step.call, cost, estimated=False, outcome=outcome), **changes)
+
+
+class Account:
+    """One session by the rules, on lists and sets that forget nothing."""
+
+    def __init__(self, now: int) -> None:
+        self.began = self.last = now
+        self.steps: list[dict[str, Any]] = []  # those that were let through, retries included
+        self.open: list[dict[str, Any]] = []
+        self.identities: dict[bytes, int] = {}
+        self.records: list[bytes] = []
+        self.tools: dict[bytes, list[Any]] = {}
+        self.count = self.blocks = self.row = self.errors = self.narrowed = 0
+        self.cost = self.estimated = 0
+        self.killed = 0
+
+    def close_old(self, now: int) -> None:
+        """What was not settled in time costs what was reserved."""
+        while self.open and (len(self.open) > 32 or now - self.open[0]["now"] >= 600_000):
+            reserve = self.open.pop(0)["reserve"]
+            self.cost += reserve
+            self.estimated += reserve
+
+    def learn(self, asked: Step) -> list[bytes]:
+        """Count the tool calls that are new; all that the history shows."""
+        shown = [asked.calls[at : at + 14] for at in range(0, len(asked.calls), 14)]
+        for record in shown:
+            if record[:6] not in [known[:6] for known in self.records]:
+                self.records.append(record)
+                name = dict(asked.tools).get(record[6:10], "")
+                self.tools.setdefault(record[6:10], [name, 0])[1] += 1
+        return shown
+
+    def judge(  # noqa: PLR0911  # a limit each
+        self, asked: Step, shown: list[bytes], retry: bool
+    ) -> tuple[int, int, int, bytes]:
+        """The limits in their order."""
+        limits, (steps, calls, cost) = asked.limits, asked.grants
+        total, spent = len(self.records), self.cost + sum(step["reserve"] for step in self.open)
+        equal = 0
+        if shown:
+            older = [record for record in self.records if record[:6] not in [known[:6] for known in shown]]
+            recent = [*older, *shown][-limits.window :] if len(shown) < limits.window else shown[-limits.window :]
+            equal = len([record for record in recent if record[10:] == shown[-1][10:]])
+        over = [(tool, most) for tool, most in limits.tools if self.tools.get(tool, ["", 0])[1] > most]
+        narrowed_before = not limits.narrows or (self.narrowed and total > self.narrowed)
+        if self.killed:
+            return 1, *((self.row, limits.blocks) if self.killed == 1 else (self.errors, limits.errors)), b""
+        if limits.steps >= 0 and not retry and self.count >= limits.steps + steps:
+            return 2, self.count, limits.steps + steps, b""
+        if limits.tool_calls >= 0 and total > limits.tool_calls + calls and narrowed_before:
+            return 3, total, limits.tool_calls + calls, b""
+        if limits.cost >= 0 and spent >= limits.cost + cost:
+            return 4, spent, limits.cost + cost, b""
+        if over:
+            return 5, self.tools[over[0][0]][1], over[0][1], over[0][0]
+        if limits.threshold >= 0 and equal >= limits.threshold:
+            return 6, equal, limits.threshold, shown[-1][6:10]
+        return 0, 0, 0, b""
+
+    def block(self, limits: Limits) -> None:
+        """A request was refused."""
+        self.blocks += 1
+        self.row += 1
+        if limits.blocks >= 0 and self.row >= limits.blocks and not self.killed:
+            self.killed = 1
+
+    def step(self, asked: Step, now: int, shared: bool) -> Standing:
+        """One request."""
+        self.close_old(now)
+        shown = self.learn(asked)
+        retry = self.identities.get(asked.identity, MAX_RETRIES_PER_STEP) < MAX_RETRIES_PER_STEP
+        verdict = self.judge(asked, shown, retry)
+        if verdict[0]:
+            self.block(asked.limits)
+        else:
+            self.count += not retry
+            times = self.identities[asked.identity] + 1 if retry else 0
+            others = {known: number for known, number in self.identities.items() if retry or known != asked.identity}
+            self.identities = dict(list({**others, asked.identity: times}.items())[-16:])
+            limits = asked.limits
+            met = limits.narrows and len(self.records) >= limits.tool_calls + asked.grants[1]
+            first = met and not self.narrowed
+            self.narrowed = (self.narrowed or len(self.records)) if met else 0
+            kept: dict[str, Any] = {"call": asked.call, "identity": asked.identity, "now": now, "reserve": asked.reserve}
+            kept |= {"retry": retry, "first": first}
+            self.open.append(kept | {"last": self.last, "row": self.row})
+            self.row, self.last = 0, now
+            self.close_old(now)
+        return self.stand(now, verdict, shared, retry)
+
+    def settle(self, asked: Settlement, now: int) -> Standing:
+        """What became of one."""
+        found = [step for step in self.open if step["call"] == asked.call]
+        for step in found:
+            self.open.remove(step)
+            self.finish(step, asked)
+        self.close_old(now)
+        return self.stand(now, (0, 0, 0, b""), False, not found)
+
+    def finish(self, step: dict[str, Any], asked: Settlement) -> None:
+        """One that is open."""
+        if asked.outcome in {REFUSED, WITHDRAWN}:
+            self.count -= not step["retry"]
+            if not step["retry"]:
+                self.identities.pop(step["identity"], None)
+            elif self.identities.get(step["identity"]):
+                self.identities[step["identity"]] -= 1
+            self.row += step["row"]
+            self.narrowed = 0 if step["first"] else self.narrowed
+            if self.last == step["now"]:
+                self.last = min(step["last"], step["now"])
+            if asked.outcome == REFUSED:
+                self.block(asked.limits)
+            return
+        self.cost += asked.cost
+        self.estimated += asked.cost if asked.estimated else 0
+        self.errors = self.errors + 1 if asked.outcome == FAILED else 0
+        if asked.limits.errors >= 0 and self.errors >= asked.limits.errors and not self.killed:
+            self.killed = 2
+
+    def stand(self, now: int, verdict: tuple[int, int, int, bytes], shared: bool, retry: bool) -> Standing:
+        """Where that leaves it."""
+        reserved = sum(step["reserve"] for step in self.open)
+        counts = (self.count, len(self.records), self.blocks, self.row, self.errors, self.cost, self.estimated, reserved)
+        tools = tuple((tool, name, count) for tool, (name, count) in self.tools.items())
+        return Standing(*verdict, *counts, self.killed, max(0, now - self.began), shared, retry, tools)
+
+
+class Book:
+    """All sessions by the rules."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, Account] = {}
+        self._begun: dict[str, list[int]] = {}
+
+    def find(self, key: str, limits: Limits, now: int) -> Account | None:
+        """One that is not to be forgotten."""
+        if key in self._accounts and abs(now - self._accounts[key].last) >= limits.idle_ms:
+            del self._accounts[key]
+        return self._accounts.get(key)
+
+    def ask(self, asked: Step | Settlement, now: int) -> Standing:
+        """What a store is asked."""
+        account = self.find(asked.key, asked.limits, now)
+        if isinstance(asked, Settlement):
+            return account.settle(asked, now) if account is not None else Standing(retry=True)
+        key, shared = asked.key, False
+        if account is None:
+            began = self._begun.get(asked.tenant, [])
+            began = began if began and abs(now - began[0]) < asked.limits.idle_ms else []
+            shared = len(began) >= asked.limits.max_sessions
+            self._begun[asked.tenant] = began if shared else [*began, now]
+            key = asked.shared if shared else key
+            account = self.find(key, asked.limits, now) if shared else None
+            account = self._accounts[key] = account or Account(now)
+        return account.step(asked, now, shared)
+
+
+Asking = Callable[[Step | Settlement, int], Standing]
+
+
+_TOOL_NAMES = ("read", "send", "list", "refund")
+
+
+LIMITS_OF_ALL_KINDS = st.builds(
+    Limits,
+    idle_ms=st.sampled_from([60_000, 3_600_000]),
+    max_sessions=st.integers(1, 3),
+    steps=st.just(-1) | st.integers(1, 6),
+    tool_calls=st.just(-1) | st.integers(1, 6),
+    narrows=st.booleans(),
+    cost=st.just(-1) | st.integers(1, 50),
+    tools=st.dictionaries(st.sampled_from([digest(name) for name in _TOOL_NAMES]), st.integers(1, 3), max_size=2).map(
+        lambda tools: tuple(sorted(tools.items()))
+    ),
+    window=st.integers(2, 6),
+    threshold=st.just(-1) | st.integers(2, 4),
+    blocks=st.just(-1) | st.integers(1, 4),
+    errors=st.just(-1) | st.integers(1, 3),
+)
+
+
+_GAPS = st.integers(0, 5_000) | st.sampled_from([59_999, 60_000, 599_999, 600_000, -1_000, -70_000])
+
+
+_MOVES = ("step", "step", "step", "retry", "compact", "branch", "settle", "fail", "refuse", "withdraw")
+
+
+MOVES = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(_MOVES), st.integers(0, 4), _GAPS), max_size=60)
+"""Which of four sessions, what it does, a number that makes it vary, and after how many milliseconds."""
+
+
+def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking) -> list[Standing]:
+    """What agents are told whose histories grow with each step, are compacted, fork, and are sent again."""
+    histories: list[list[bytes]] = [[], [], [], []]
+    steps: list[list[tuple[Step, str]]] = [[], [], [], []]
+    answers, now = [], 1_000_000
+    for number, (who, move, amount, gap) in enumerate(moves):
+        now += gap
+        history, done = histories[who], steps[who]
+        if move in ("settle", "fail", "refuse", "withdraw"):
+            if done:
+                outcome = {"settle": SUCCEEDED, "fail": FAILED, "refuse": REFUSED, "withdraw": WITHDRAWN}[move]
+                step, key = done[-min(len(done), amount // 2 + 1)]
+                settlement = settle_step(step, outcome, amount * 3, key=key, estimated=amount == 4)
+                answers.append(ask(settlement, now))
+            continue
+        if move == "compact":
+            del history[: min(amount * 2, len(history) - 1)]
+        elif move == "branch":
+            del history[max(1, len(history) - amount) :]
+        elif move == "step":
+            tool = _TOOL_NAMES[amount % 4]
+            history += [make_record(number * 8 + more, tool, f"{who}{amount // 2}") for more in range(amount)]
+        again = done[-1][0].identity if move == "retry" and done else number.to_bytes(8)
+        names = {"key": f"session:p::s{who}:7f", "call": number.to_bytes(16), "identity": again}
+        asked = make_step(number, limits, history, **names, reserve=amount * 2, grants=(amount // 3, amount // 4, amount))
+        answers.append(ask(asked, now))
+        done.append((asked, asked.shared if answers[-1].shared else asked.key))
+    return answers
+
+
+def tell(standing: Standing) -> str:
+    """What a request hears: which limit, used and allowed, and what has killed the session."""
+    refused = f"{LIMITS[standing.limit]} {standing.used}/{standing.allowed}" if standing.limit else "ok"
+    tool = f" {standing.tool.decode()}" if standing.tool else ""
+    return refused + tool + (f", killed by {KILLED[standing.killed]}" if standing.killed else "")
+
+
+def call(*tools: str) -> list[bytes]:
+    """A history in which these tools were called, each time with other arguments."""
+    return [make_record(number, tool, str(number)) for number, tool in enumerate(tools)]
+
+
+def repeat(times: int, *tools: str) -> list[bytes]:
+    """A history in which the same tools were called so often with the same arguments."""
+    return [make_record(number, tools[number % len(tools)]) for number in range(times * len(tools))]
+
+
+_FIRST = make_step(0, NO_LIMITS)
+
+
+_TWO_STEPS, _ONE_CALL, _NARROW = limit(steps=2), limit(tool_calls=1), limit(tool_calls=1, narrows=True)
+
+
+_TOOLS, _MONEY, _LOOP = limit(tools=((digest("send"), 1),)), limit(cost=100), limit(window=5, threshold=3)
+
+
+_BLOCKS, _ERRORS = limit(steps=1, blocks=2), limit(errors=2)
+
+
+_TWO_SESSIONS = limit(steps=1, max_sessions=2)
+
+
+def in_session(name: str, number: int, limits: Limits, **changes: Any) -> Step:  # noqa: ANN401  # Step's own fields
+    """A request of another session of the same tenant."""
+    return make_step(number, limits, key=f"session:p::{name}:7f", **changes)
+
+
+Case = list[tuple[int, Step | Settlement, str]]
+
+
+CASES: dict[str, Case] = {
+    "no limits": [(number, make_step(number, NO_LIMITS, call("read") * number), "ok") for number in range(40)],
+    "steps": [
+        (0, make_step(1, _TWO_STEPS), "ok"),
+        (1, make_step(2, _TWO_STEPS), "ok"),
+        (2, make_step(3, _TWO_STEPS), "max_steps 2/2"),
+        (3, make_step(4, _TWO_STEPS, grants=(1, 0, 0)), "ok"),
+        (4, make_step(5, _TWO_STEPS, grants=(1, 0, 0)), "max_steps 3/3"),
+    ],
+    "a retry is no step": [
+        (0, make_step(1, _TWO_STEPS), "ok"),
+        (1, make_step(1, _TWO_STEPS), "ok"),
+        (2, make_step(2, _TWO_STEPS), "ok"),
+        (3, make_step(1, _TWO_STEPS), "ok"),
+        (4, make_step(3, _TWO_STEPS), "max_steps 2/2"),
+        (5, make_step(3, _TWO_STEPS), "max_steps 2/2"),
+    ],
+    "three retries of a step are free": [
+        *((number, make_step(1, _TWO_STEPS), "ok") for number in range(5)),  # the last one is the second step
+        *((number, make_step(1, _TWO_STEPS), "ok") for number in range(5, 8)),
+        (8, make_step(1, _TWO_STEPS), "max_steps 2/2"),
+        (9, make_step(1, _TWO_STEPS), "max_steps 2/2"),
+    ],
+    "each step has retries of its own": [
+        *((number, make_step(number % 2, _TWO_STEPS), "ok") for number in range(8)),
+        *((number, make_step(number % 2, _TWO_STEPS), "max_steps 2/2") for number in (8, 9)),
+    ],
+    "a retry that goes no further is not used up": [
+        (0, make_step(1, limit(steps=1)), "ok"),
+        *(
+            (number, asked, "ok")
+            for number in range(1, 9)
+            for asked in (make_step(1, limit(steps=1), call=b"retry..1"), settle_step(_FIRST, WITHDRAWN, call=b"retry..1"))
+        ),
+        *(
+            (number, asked, "ok")
+            for number in range(9, 17)
+            for asked in (make_step(1, limit(steps=1), call=b"retry..2"), settle_step(_FIRST, REFUSED, call=b"retry..2"))
+        ),
+        *((number, make_step(1, limit(steps=1)), "ok") for number in range(17, 20)),
+        (20, make_step(1, limit(steps=1)), "max_steps 1/1"),
+    ],
+    "a step whose retries are used up, and that another guard refuses, was none": [
+        *((number, make_step(1, _TWO_STEPS), "ok") for number in range(4)),
+        (4, make_step(1, _TWO_STEPS, call=b"the fift"), "ok"),
+        (5, settle_step(_FIRST, REFUSED, call=b"the fift"), "ok"),
+        *((number, make_step(1, _TWO_STEPS), "ok") for number in range(6, 10)),
+        (10, make_step(1, _TWO_STEPS), "max_steps 2/2"),
+    ],
+    "what lies 17 requests back is no retry": [
+        *((number, make_step(number, limit(steps=17)), "ok") for number in range(17)),
+        (17, make_step(1, limit(steps=17)), "ok"),
+        (18, make_step(0, limit(steps=17)), "max_steps 17/17"),
+    ],
+    "idle time ends a session, and refused requests do not keep it": [
+        (0, make_step(1, limit(steps=1)), "ok"),
+        (30_000, make_step(2, limit(steps=1)), "max_steps 1/1"),
+        (59_999, make_step(3, limit(steps=1)), "max_steps 1/1"),
+        (60_000, make_step(4, limit(steps=1)), "ok"),
+    ],
+    "what another guard refused was no step and does not keep it": [
+        (0, make_step(1, limit(steps=2)), "ok"),
+        (30_000, make_step(2, limit(steps=2)), "ok"),
+        (30_001, settle_step(make_step(2, limit(steps=2)), REFUSED), "ok"),
+        (30_002, make_step(2, limit(steps=2)), "ok"),
+        (30_003, settle_step(make_step(2, limit(steps=2)), REFUSED), "ok"),
+        (60_000, make_step(3, limit(steps=1)), "ok"),
+    ],
+    "tool calls": [
+        (0, make_step(1, _ONE_CALL, call("read")), "ok"),
+        (1, make_step(2, _ONE_CALL, call("read", "list")), "max_tool_calls 2/1"),
+        (2, make_step(3, _ONE_CALL), "max_tool_calls 2/1"),  # also when the history is gone
+        (3, make_step(4, _ONE_CALL, grants=(0, 1, 0)), "ok"),
+    ],
+    "narrow refuses the calls that are made all the same": [
+        (0, make_step(1, _NARROW, call("read")), "ok"),
+        (1, make_step(2, _NARROW, call("read")), "ok"),
+        (2, make_step(3, _NARROW, call("read", "read")), "max_tool_calls 2/1"),
+    ],
+    "narrow forgives calls that one answer made at once": [
+        (0, make_step(1, _NARROW), "ok"),
+        (1, make_step(2, _NARROW, call("read", "read", "read")), "ok"),
+        (2, make_step(3, _NARROW, call("read", "read", "read")), "ok"),
+        (3, make_step(4, _NARROW, call("read", "read", "read", "read")), "max_tool_calls 4/1"),
+        (4, make_step(5, _NARROW, call("read", "read", "read", "read"), grants=(0, 4, 0)), "ok"),
+    ],
+    "calls of a tool": [
+        (0, make_step(1, _TOOLS, call("read", "send")), "ok"),
+        (1, make_step(2, _TOOLS, call("read", "send", "read", "read")), "ok"),
+        (2, make_step(3, _TOOLS, [make_record(9, "send", "z")]), "max_calls_per_tool 2/1 send"),
+    ],
+    "a call is counted once, also when older turns are gone": [
+        (0, make_step(1, _TOOLS, call("send", "read")), "ok"),
+        (1, make_step(2, _TOOLS, call("send", "read")[1:]), "ok"),
+        (2, make_step(3, _TOOLS, call("send", "read", "list")), "ok"),
+    ],
+    "money that is reserved is as good as spent": [
+        (0, make_step(1, _MONEY, reserve=100), "ok"),
+        (1, make_step(2, _MONEY), "max_cost_per_session 100/100"),
+        (2, settle_step(make_step(1, _MONEY), cost=99), "ok"),
+        (3, make_step(3, _MONEY, reserve=1), "ok"),
+        (4, make_step(4, _MONEY), "max_cost_per_session 100/100"),
+        (5, make_step(5, _MONEY, grants=(0, 0, 1)), "ok"),
+    ],
+    "a call is settled once": [
+        (0, make_step(1, _MONEY, reserve=10), "ok"),
+        *((number, settle_step(make_step(1, _MONEY), cost=50), "ok") for number in (1, 2, 3)),
+        (4, settle_step(make_step(2, _MONEY), cost=50), "ok"),  # never asked for
+        (5, make_step(3, _MONEY), "ok"),
+    ],
+    "what is not settled in time is spent": [
+        (0, make_step(1, limit(cost=100, idle_ms=3_600_000), reserve=99), "ok"),
+        (600_000, make_step(2, limit(cost=100, idle_ms=3_600_000)), "ok"),
+        (600_001, settle_step(make_step(1, limit(cost=100, idle_ms=3_600_000)), cost=1), "ok"),
+        (600_002, make_step(3, limit(cost=100, idle_ms=3_600_000), reserve=1), "ok"),
+        (600_003, make_step(4, limit(cost=100, idle_ms=3_600_000)), "max_cost_per_session 100/100"),
+    ],
+    "refusals in a row kill": [
+        (0, make_step(1, _BLOCKS), "ok"),
+        (1, make_step(2, _BLOCKS), "max_steps 1/1"),
+        (2, make_step(1, _BLOCKS), "ok"),  # a retry is let through, and the row ends
+        (3, make_step(2, _BLOCKS), "max_steps 1/1"),
+        (4, make_step(2, _BLOCKS), "max_steps 1/1, killed by consecutive_blocks"),
+        (5, make_step(1, _BLOCKS, grants=(9, 0, 0)), "killed 2/2, killed by consecutive_blocks"),
+        (60_002, make_step(1, _BLOCKS), "ok"),
+    ],
+    "refusals of other guards are in the row": [
+        (0, make_step(1, _BLOCKS), "ok"),
+        (1, settle_step(make_step(1, _BLOCKS), REFUSED), "ok"),
+        (2, make_step(2, _BLOCKS), "ok"),
+        (3, settle_step(make_step(2, _BLOCKS), REFUSED), "ok, killed by consecutive_blocks"),
+    ],
+    "failures in a row kill": [
+        *((number, make_step(number, _ERRORS), "ok") for number in range(4)),
+        (4, settle_step(make_step(0, _ERRORS), FAILED), "ok"),
+        (5, settle_step(make_step(1, _ERRORS), SUCCEEDED), "ok"),
+        (6, settle_step(make_step(2, _ERRORS), FAILED), "ok"),
+        (7, settle_step(make_step(3, _ERRORS), FAILED), "ok, killed by consecutive_errors"),
+        (8, make_step(4, _ERRORS), "killed 2/2, killed by consecutive_errors"),
+    ],
+    "the third equal call among five": [
+        (0, make_step(1, _LOOP, repeat(2, "read", "list")), "ok"),
+        (1, make_step(2, _LOOP, repeat(3, "read", "list")[:5]), "loop_detection 3/3 read"),
+        (2, make_step(3, _LOOP, [*repeat(3, "read", "list")[:5], make_record(9, "send")]), "ok"),
+    ],
+    "equal calls that lie too far back": [
+        (0, make_step(1, limit(window=5, threshold=3), repeat(3, "read", "list", "send")), "ok")
+    ],
+    "digests that stand in others": [  # in ids, and across items
+        (0, make_step(1, _LOOP, [number.to_bytes(6) + b"xxxx" + bytes([0, 0, 0, number % 5]) for number in range(6)]), "ok"),
+        (1, make_step(2, limit(tools=((bytes(4), 1),)), [b"abcdef" + bytes(3) + b"\x01xxxx"]), "ok"),
+    ],
+    "equal calls that are not shown any more": [
+        (0, make_step(1, _LOOP, repeat(2, "read")), "ok"),
+        (1, make_step(2, _LOOP, repeat(3, "read")[2:]), "loop_detection 3/3 read"),
+        (2, make_step(3, _LOOP), "ok"),  # a history without calls
+    ],
+    "sessions that are too many share a ledger": [
+        (0, in_session("a", 1, _TWO_SESSIONS), "ok"),
+        (1, in_session("b", 1, _TWO_SESSIONS), "ok"),
+        (2, in_session("c", 1, _TWO_SESSIONS), "ok"),
+        (3, in_session("d", 2, _TWO_SESSIONS), "max_steps 1/1"),
+        (4, in_session("a", 2, _TWO_SESSIONS), "max_steps 1/1"),
+        (60_000, in_session("d", 2, _TWO_SESSIONS), "ok"),
+    ],
+    "the order of the limits": [
+        (0, make_step(1, limit(steps=0, tool_calls=0, cost=0), call("send")), "max_steps 0/0"),
+        (1, make_step(1, limit(tool_calls=0, cost=0), call("send")), "max_tool_calls 1/0"),
+        (2, make_step(1, limit(cost=0, tools=((digest("send"), 0),)), call("send")), "max_cost_per_session 0/0"),
+        (
+            3,
+            make_step(1, limit(tools=((digest("send"), 0),), threshold=1, window=1), call("send")),
+            "max_calls_per_tool 1/0 send",
+        ),
+        (4, make_step(1, limit(threshold=1, window=1), call("send")), "loop_detection 1/1 send"),
+    ],
+    "a settlement of nobody's": [(0, settle_step(_FIRST, FAILED, 9), "ok")],
+}
+"""When, what is asked, and what a store says to it."""
+
+
+def ask(*questions: Step | Settlement) -> list[Standing]:
+    """What a fresh store says to them, a millisecond apart."""
+    store = MemoryStore(Metrics())
+    return [store.hit([asked], 1_000 + number)[0] for number, asked in enumerate(questions)]

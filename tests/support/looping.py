@@ -1,0 +1,53 @@
+"""A policy of several detectors, and callers that loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from extproc.engine.engine import Engine
+from extproc.engine.evaluation import Evaluation
+from extproc.request.fingerprint import NO_BODY
+from extproc.request.http import HttpRequest
+from tests.support.documents import policy
+from tests.support.engine import ANY
+
+
+def several(identity: str, *loops: Mapping[str, Any], mode: str = "enforce", **spec: object) -> dict[str, Any]:
+    """A policy for any request with a list of detectors, each a good one with its keys replaced; `spec` goes beside them."""
+    made = policy(identity, ANY, mode=mode)
+    made["spec"] |= {"loop_detection": [made["spec"]["loop_detection"] | loop for loop in loops], **spec}
+    return made
+
+
+def encoded(value: object) -> bytes:
+    """JSON; bytes as they are."""
+    return value if isinstance(value, bytes) else json.dumps(value).encode()
+
+
+def looping(
+    times: int, *, result: str = "no such file", argument: str = "a.txt", tool: str = "read_file", **more: object
+) -> bytes:
+    """A chat completion in which the same tool was called so often with the same argument and result."""
+    turn = [
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c", "function": {"name": tool, "arguments": json.dumps({"path": argument})}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": result},
+    ]
+    return encoded({"model": "m", "messages": [{"role": "user", "content": "go"}, *turn * times], **more})
+
+
+def post(**headers: str) -> HttpRequest:
+    """A POST request; `x_a` is the header `x-a`."""
+    return HttpRequest("POST", "/v1/chat/completions", "host", {k.replace("_", "-"): v.encode() for k, v in headers.items()})
+
+
+def looked_into(engine: Engine, data: bytes, request: HttpRequest | None = None) -> Evaluation:
+    """A check that is sealed with a body."""
+    check = engine.prepare(request or post())
+    assert check is not None
+    check.read_body(NO_BODY.plus(data), content=data if len(data) <= check.inspects else None)
+    return check

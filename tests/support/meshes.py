@@ -1,0 +1,150 @@
+"""Meshes: what the chart is for, and what their control planes leave alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.chart import CASES, Object, Values, objects, of_kind
+from tests.support.chart.istio import http_manager, without_loopguard
+from tests.support.harness import Stack
+
+ISTIO = {name: values for name, values in CASES.items() if values.get("istio", {}).get("enabled")}
+
+
+FILTER = "loopguard.guards.lg-loopguard"
+
+
+each_istio = pytest.mark.parametrize("values", ISTIO.values(), ids=ISTIO)
+
+
+def envoy_filter(values: Values) -> Object:
+    """The EnvoyFilter that values make."""
+    (found,) = of_kind(objects(values), "EnvoyFilter")
+    return found
+
+
+def cluster_names(found: Object) -> Iterator[str]:
+    """Whom the filters of an EnvoyFilter ask, and its access logs tell."""
+    for patch in found["spec"]["configPatches"]:
+        config = patch["patch"]["value"].get("typed_config", {})
+        logs = [log["typed_config"]["common_config"] for log in config.get("access_log", ())]
+        for asking in [config, *logs]:
+            if "grpc_service" in asking:
+                yield asking["grpc_service"]["envoy_grpc"]["cluster_name"]
+
+
+GATEWAY_LEFT = {
+    "use_remote_address": True,
+    "normalize_path": True,
+    "merge_slashes": True,
+    "path_with_escaped_slashes_action": "UNESCAPE_AND_REDIRECT",
+    "proxy_100_continue": None,
+}
+"""What Envoy Gateway says of HTTP connections, and the chart leaves alone; tests/mesh asks its translator."""
+
+
+BODY_MODES = {"Streamed": "STREAMED", "Buffered": "BUFFERED", "BufferedPartial": "BUFFERED_PARTIAL"}
+
+
+def seconds(duration: str) -> float:
+    """Gateway API's durations, as far as the chart writes them."""
+    units = {"s": 1, "ms": 0.001}
+    return sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+)(ms|s)", duration))
+
+
+def retry_policy(retry: Object) -> Object:
+    """Envoy's own words for what a backend's settings say of retries."""
+    back_off = {name: f"{seconds(text):.3f}s" for name, text in retry["perRetry"]["backOff"].items()}
+    return {
+        "retry_on": ",".join(retry["retryOn"]["triggers"]),
+        "num_retries": retry["numRetries"],
+        "retry_back_off": {"base_interval": back_off["baseInterval"], "max_interval": back_off["maxInterval"]},
+    }
+
+
+def gateway_configuration(text: str, values: Values) -> str:
+    """An Envoy as Envoy Gateway would configure it: the filter is off, and on where targeted."""
+    made = without_loopguard(yaml.safe_load(text))
+    made_of = objects(values)
+    (extension,) = of_kind(made_of, "EnvoyExtensionPolicy")
+    (client,) = of_kind(made_of, "ClientTrafficPolicy")
+    (proc,) = extension["spec"]["extProc"]
+    manager = http_manager(made)
+    manager |= GATEWAY_LEFT
+    if "timeout" in client["spec"]:
+        manager["request_timeout"] = client["spec"]["timeout"]["http"]["requestReceivedTimeout"]
+    manager["http2_protocol_options"] = {
+        "initial_connection_window_size": 1_048_576,
+        "initial_stream_window_size": int(client["spec"]["http2"]["initialStreamWindowSize"]),
+        "max_concurrent_streams": 100,
+    }
+    removed = [{"remove": name} for name in client["spec"]["headers"]["earlyRequestHeaders"]["remove"]]
+    extension_type = "type.googleapis.com/envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation"
+    manager["early_header_mutation_extensions"] = [
+        {
+            "name": "envoy.http.early_header_mutation.header_mutation",
+            "typed_config": {"@type": extension_type, "mutations": removed},
+        }
+    ]
+    (listener,) = made["static_resources"]["listeners"]
+    listener["per_connection_buffer_limit_bytes"] = int(client["spec"]["connection"]["bufferLimit"])
+    request = proc["processingMode"]["request"]
+    config = {
+        "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
+        "grpc_service": {
+            "envoy_grpc": {"cluster_name": "loopguard", "authority": "lg-loopguard.guards:50051"},
+            "timeout": "10s",
+            "retry_policy": retry_policy(proc["backendSettings"]["retry"]),
+        },
+        **({"failure_mode_allow": True} if proc["failOpen"] else {}),
+        "message_timeout": f"{seconds(proc['messageTimeout']):.3f}s",
+        "processing_mode": {
+            "request_header_mode": "SEND",
+            "request_body_mode": BODY_MODES[request["body"]],
+            "request_trailer_mode": "SKIP",
+            "response_header_mode": "SKIP",
+            "response_trailer_mode": "SKIP",
+        },
+        "request_attributes": request["attributes"],
+        "metadata_options": {
+            "forwarding_namespaces": {"untyped": proc["metadata"]["accessibleNamespaces"]},
+            "receiving_namespaces": {"untyped": proc["metadata"]["writableNamespaces"]},
+        },
+    }
+    name = "envoy.filters.http.ext_proc/envoyextensionpolicy/gateways/lg-loopguard/extproc/0"
+    manager["http_filters"].insert(0, {"name": name, "disabled": True, "typed_config": config})
+    on = {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "config": {}}
+    manager["route_config"]["virtual_hosts"][0]["routes"] = [
+        {
+            "name": "httproute/gateways/chat/rule/0/match/0/*",
+            "match": {"prefix": "/"},
+            "route": {"cluster": "upstream", "timeout": "0s"},
+            "typed_per_filter_config": {name: on},
+        }
+    ]
+    return json.dumps(made)
+
+
+BUILT = os.environ.get("LOOPGUARD_TEST_MESH", "")
+"""The folder with what `make test-mesh` has built."""
+
+
+USER = {"x-user-id": "ann"}
+
+
+def read_port(cluster: Object) -> int:
+    """Of its one endpoint."""
+    (group,) = cluster["load_assignment"]["endpoints"]
+    return int(group["lb_endpoints"][0]["endpoint"]["address"]["socket_address"]["port_value"])
+
+
+def statuses(made: Stack, path: str, times: int, **more: Any) -> list[int]:  # noqa: ANN401  # of `send`
+    """The same request several times."""
+    return [made.send(path, method="POST", headers=USER, **more).status for _ in range(times)]

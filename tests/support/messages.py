@@ -1,0 +1,46 @@
+"""ext_proc messages as Envoy sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from extproc.apis import open_conversation
+from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
+from extproc.pb.processing_mode_pb2 import ProcessingMode
+from extproc.request.document import Document
+from extproc.request.hash_key import PROCESS_KEY
+from extproc.request.notes import Marks
+
+MODES = {name: number for name, number in ProcessingMode.BodySendMode.items()}  # noqa: C416  # a dict of a descriptor's items
+ATTRIBUTES = "envoy.filters.http.ext_proc"
+
+
+def headers(
+    path: str = "/",
+    *,
+    method: str = "POST",
+    end: bool = False,
+    mode: str | None = "BUFFERED",
+    attributes: Mapping[str, str] | None = None,
+    **more: str,
+) -> ProcessingRequest:
+    """A request_headers message; `x_a` is the header `x-a`."""
+    message = ProcessingRequest(request_headers=HttpHeaders(end_of_stream=end))
+    pairs = {":method": method, ":path": path, ":authority": "host", **{key.replace("_", "-"): more[key] for key in more}}
+    for name, value in pairs.items():
+        message.request_headers.headers.headers.add(key=name, raw_value=value.encode("utf-8", "surrogateescape"))
+    if mode is not None:
+        message.protocol_config.request_body_mode = MODES[mode]  # type: ignore[assignment]  # proto3 enums are open
+    if attributes is not None:
+        message.attributes[ATTRIBUTES].update(attributes)
+    return message
+
+
+def body(data: bytes = b"", *, end: bool = True) -> ProcessingRequest:
+    """A request_body message."""
+    return ProcessingRequest(request_body=HttpBody(body=data, end_of_stream=end))
+
+
+def make_marks(data: bytes, caller: str = "") -> Marks:
+    """The marks of notes that this process makes for a caller, in the conversation of a body."""
+    return Marks(PROCESS_KEY, [caller], open_conversation(Document(data)).read_first_words())

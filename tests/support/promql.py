@@ -1,0 +1,130 @@
+"""What a PromQL expression reads and which labels its result carries, checked against the metrics that the code has."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import promql_parser as promql
+from prometheus_client import CollectorRegistry
+
+from extproc.metrics import Metrics
+from extproc.operator.canary.pairs import Pairs
+from tests.support import ROOT
+
+TARGET = frozenset({"namespace", "job", "instance"})
+"""What Prometheus adds about the process that it scraped; the namespace where it runs in Kubernetes."""
+
+_SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+
+Series = dict[str, frozenset[str]]
+
+
+def list_labels(registry: CollectorRegistry) -> dict[str, tuple[str, ...]]:
+    """Name of every metric, without its suffix -> its labels, also of one that has not counted yet."""
+    found: dict[str, tuple[str, ...]] = {}
+    collectors: Any = registry._collector_to_names  # no public way leads to the labels of a metric without samples
+    for collector in collectors:
+        (family,) = collector.describe()
+        found[family.name] = collector._labelnames if hasattr(collector, "_labelnames") else family._labelnames
+    return found
+
+
+def series() -> Series:
+    """Name of every series that Loopguard exposes -> its own labels."""
+    found = {}
+    metrics = Metrics()
+    Pairs().show(metrics)
+    registry = metrics.registry
+    labels = list_labels(registry)
+    for family in registry.collect():
+        for suffix in _SUFFIXES[family.type]:
+            found[family.name + suffix] = frozenset(labels[family.name]) | ({"le"} if suffix == "_bucket" else set())
+    return found
+
+
+@cache
+def words() -> frozenset[str]:
+    """Every string in the code, among them the values of all labels that are not names of policies or files."""
+    files = (ROOT / "extproc").rglob("*.py")
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
+    return frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+class Reading:
+    """One expression, taken apart.
+
+    Attributes:
+        labels: what its result may carry.
+        problems: everything that cannot be right.
+    """
+
+    def __init__(self, text: str, known: Series) -> None:
+        """Parse and check it.
+
+        Args:
+            text: PromQL.
+            known: the series that there are.
+
+        Raises:
+            ValueError: it is not PromQL.
+        """
+        self._known = known
+        self.names: set[str] = set()
+        self.problems: list[str] = []
+        self.labels = self._labels(promql.parse(text))
+
+    def _labels(self, expr: Any) -> frozenset[str]:  # noqa: ANN401  # the parser's node types have nothing in common
+        match expr:
+            case promql.VectorSelector():
+                found = frozenset(self._selected(expr))
+            case promql.MatrixSelector():
+                found = self._labels(expr.vector_selector)
+            case promql.ParenExpr() | promql.SubqueryExpr() | promql.UnaryExpr():
+                found = self._labels(expr.expr)
+            case promql.Call():
+                found = frozenset[str]().union(*map(self._labels, expr.args))
+                found -= {"le"} if expr.func.name == "histogram_quantile" else set()
+            case promql.AggregateExpr():
+                found = self._aggregated(expr)
+            case promql.BinaryExpr():
+                found = self._combined(expr)
+            case promql.NumberLiteral():
+                found = frozenset()
+            case _:
+                raise NotImplementedError(type(expr))
+        return found
+
+    def _selected(self, selector: promql.VectorSelector) -> Iterator[str]:
+        name = str(selector.name)
+        self.names.add(name)
+        if name not in self._known:
+            self.problems.append(f"there is no {name}")
+            return
+        own = self._known[name]
+        yield from own | TARGET
+        for matcher in selector.matchers.matchers:
+            if matcher.name not in own | TARGET:
+                self.problems.append(f"{name} has no {matcher.name}")
+            elif matcher.name in own and "$" not in matcher.value:
+                unheard = set(matcher.value.split("|")) - words()
+                self.problems += [f"{matcher.name} is never {value}" for value in sorted(unheard)]
+
+    def _named(self, labels: list[str], there: frozenset[str]) -> frozenset[str]:
+        self.problems += [f"{label} is not there" for label in labels if label not in there]
+        return frozenset(labels)
+
+    def _aggregated(self, expr: promql.AggregateExpr) -> frozenset[str]:
+        there = self._labels(expr.expr)
+        if expr.modifier is None:
+            return there if str(expr.op) in {"topk", "bottomk"} else frozenset()
+        named = self._named(expr.modifier.labels, there)
+        return named if expr.modifier.type == promql.AggModifierType.By else there - named
+
+    def _combined(self, expr: promql.BinaryExpr) -> frozenset[str]:
+        left, right = self._labels(expr.lhs), self._labels(expr.rhs)
+        if expr.modifier is not None and expr.modifier.matching is not None:
+            self._named(expr.modifier.matching.labels, left & right)
+        return left if str(expr.op) in {"and", "unless"} else left | right

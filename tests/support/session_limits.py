@@ -1,0 +1,44 @@
+"""Sessions with limits, asked for the next step."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from extproc.ext_proc.service import Service
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from tests.support.engine import ANY
+from tests.support.messages import body, headers
+from tests.support.service import decoded, exchange
+from tests.support.turn_writers import Did, as_chat
+
+TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
+
+
+def limited(mode: str = "enforce", session: dict[str, Any] | None = None, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
+    """A policy with these limits of sessions, and nothing beside them."""
+    named = {} if session is None else {"session": session}
+    spec = {"selector": ANY, "mode": mode, "limit_keys": ["header:x-team"], **named, "session_limits": limits}
+    return {"id": "agents", "spec": spec}
+
+
+def turns(count: int, tool: str = "run", **more: Any) -> bytes:  # noqa: ANN401  # of a body
+    """A request whose history shows so many calls, each with arguments of its own."""
+    done = [Did(((tool, {"step": number}),), (f"result {number}",), number=number) for number in range(1, count + 1)]
+    return json.dumps({**as_chat(done), "tools": [TOOL], **more}).encode()
+
+
+def ask(service: Service, data: bytes, session: str = "s", team: str = "t", **more: str) -> ProcessingResponse:
+    """The answer to one request."""
+    named: dict[str, Any] = {"x_team": team, **({"x_session_id": session} if session else {}), **more}
+    return decoded(exchange(service, headers("/v1/chat/completions", **named), body(data))[-1])
+
+
+def status(answer: ProcessingResponse) -> int:
+    """Of the refusal, 200 for none."""
+    return answer.immediate_response.status.code if answer.HasField("immediate_response") else 200
+
+
+def told(answer: ProcessingResponse) -> dict[str, Any]:
+    """What the body of a refusal says about its limit."""
+    return dict(json.loads(answer.immediate_response.body)["detail"])

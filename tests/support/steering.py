@@ -1,0 +1,37 @@
+"""Requests that are steered."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+from extproc.ext_proc.service import Service
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from extproc.request.notes import cut_notes
+from tests.support.messages import body, headers, make_marks
+from tests.support.service import decoded, exchange
+
+TURNS: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 5}}
+
+
+def steered(answer: ProcessingResponse) -> dict[str, Any]:
+    """The body that Envoy is told to send on; empty where it is told of none."""
+    data = answer.request_body.response.body_mutation.body
+    return json.loads(data) if data else {}
+
+
+def ask(service: Service, data: bytes) -> ProcessingResponse:
+    """The last answer to a request with this body."""
+    return decoded(exchange(service, headers("/v1/chat/completions"), body(data))[-1])
+
+
+def without_notes(data: bytes, caller: str = "") -> bytes:
+    """A body without the notes that this process has put into it for a caller."""
+    return cut_notes(data, partial(make_marks, data, caller))
+
+
+def last_text(value: dict[str, Any]) -> str:
+    """The text of the newest message."""
+    text: str = value["messages"][-1]["content"]
+    return text

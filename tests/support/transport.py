@@ -1,0 +1,72 @@
+"""Transports in this process, and what runs them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import uvloop
+
+from extproc.ext_proc.service import Service
+from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from extproc.server import Transport
+from extproc.settings import parse_address
+from extproc.transport.fast import FastServer
+from extproc.transport.grpcio import GrpcServer
+from extproc.transport.health import EXT_PROC, HEALTH, Health
+from tests.support.harness import PATIENCE
+
+TRANSPORTS: dict[str, Callable[[Service, Health], Transport]] = {"fast": FastServer, "grpcio": GrpcServer}
+
+
+class Running:
+    """A transport that listens, and a client for it."""
+
+    def __init__(self, server: Transport, service: Service, health: Health, channel: grpc.aio.Channel, where: str) -> None:
+        self.server = server
+        self.service = service
+        self.health = health
+        self.channel = channel
+        self.where = where
+
+    def process(self, **more: Any) -> Any:  # noqa: ANN401  # grpc is untyped
+        """An ext_proc call."""
+        return self.channel.stream_stream(f"/{EXT_PROC}/Process")(timeout=PATIENCE, **more)
+
+    def check(self, service: str = "") -> Any:  # noqa: ANN401  # grpc is untyped
+        """A health check."""
+        call = self.channel.unary_unary(
+            f"/{HEALTH}/Check", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString
+        )
+        return call(HealthCheckRequest(service=service), timeout=PATIENCE)
+
+
+@asynccontextmanager
+async def open_running(name: str, service: Service) -> AsyncIterator[Running]:
+    """A transport that serves, and a channel to it."""
+    health = Health()
+    server = TRANSPORTS[name](service, health)
+    where = await server.start(parse_address("127.0.0.1:0"))
+    health.set(serving=True)
+    async with grpc.aio.insecure_channel(where, [("grpc.max_metadata_size", 1 << 20)]) as channel:
+        try:
+            yield Running(server, service, health, channel, where)
+        finally:
+            await server.stop(0)
+
+
+Run = Callable[[Service, Callable[[Running], Awaitable[None]]], None]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what tells nobody that it has happened."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110  # what is waited for knows no events
+            await asyncio.sleep(0.01)
+
+
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}

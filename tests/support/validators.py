@@ -1,0 +1,74 @@
+"""The SDKs' own types, which say whether a body is a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter
+
+
+@cache
+def _adapt(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401  # any type
+    """What validates a type; it takes long to make."""
+    return TypeAdapter(kind)
+
+
+def validate_chat(body: Mapping[str, Any]) -> None:
+    """As the SDK's types have it."""
+    from openai.types.chat import ChatCompletionContentPartTextParam, ChatCompletionMessageParam  # noqa: PLC0415  # takes a second
+
+    _adapt(list[ChatCompletionMessageParam]).validate_python(body["messages"])
+    content = body["messages"][2]["content"]  # whose parts are an Iterable, which nothing validates before it is read
+    _adapt(str | list[ChatCompletionContentPartTextParam]).validate_python(content)
+
+
+def validate_responses(body: Mapping[str, Any]) -> None:
+    """The same for Responses."""
+    from openai.types.responses import ResponseInputParam  # noqa: PLC0415  # takes a second
+
+    _adapt(ResponseInputParam).validate_python(body["input"])
+
+
+def validate_anthropic(body: Mapping[str, Any]) -> None:
+    """The same for Anthropic's messages."""
+    from anthropic.types import ImageBlockParam, MessageParam, TextBlockParam, ToolResultBlockParam  # noqa: PLC0415  # takes a second
+
+    _adapt(list[MessageParam]).validate_python(body["messages"])
+    result = body["messages"][2]["content"][0]
+    _adapt(ToolResultBlockParam).validate_python(result)
+    content = result.get("content", "")  # whose blocks are an Iterable, which nothing validates before it is read
+    _adapt(str | list[TextBlockParam | ImageBlockParam]).validate_python(content)
+
+
+def validate_gemini(body: Mapping[str, Any]) -> None:
+    """The same for Gemini's contents."""
+    from google.genai.types import Content  # noqa: PLC0415  # takes a second
+
+    _adapt(list[Content]).validate_python(body["contents"])
+
+
+@cache
+def _load_converse() -> Any:  # noqa: ANN401  # botocore has no types
+    from botocore.session import get_session  # noqa: PLC0415  # takes a second
+
+    return get_session().get_service_model("bedrock-runtime").operation_model("Converse").input_shape
+
+
+def validate_bedrock(body: Mapping[str, Any]) -> None:
+    """By botocore's own model of the API."""
+    from botocore.validate import ParamValidator  # noqa: PLC0415  # takes a second
+
+    shape = _load_converse()
+    report = ParamValidator().validate({"modelId": "m", **body}, shape)
+    assert not report.has_errors(), report.generate_report()
+
+
+VALIDATORS: dict[str, Callable[[Mapping[str, Any]], None]] = {
+    "chat": validate_chat,
+    "responses": validate_responses,
+    "anthropic": validate_anthropic,
+    "gemini": validate_gemini,
+    "bedrock": validate_bedrock,
+}

@@ -1,0 +1,480 @@
+"""Bodies compared by meaning: every spelling of a value is one, and no two values are."""
+
+from __future__ import annotations
+
+import json
+import re
+import tracemalloc
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from extproc.detectors.canonical import Canonical
+from extproc.policy.bundle import LoopDetection
+from extproc.request.document import (
+    MAX_CONTAINERS,
+    MAX_DIGITS,
+    MAX_FRACTIONS,
+    MAX_MEMBERS,
+    Document,
+    NotCounted,
+    NotJson,
+    find,
+    remove_at,
+    split_pointer,
+    write_canonical,
+)
+from tests.support.documents import policy
+from tests.support.engine import ANY
+from tests.support.messages import body, headers
+from tests.support.model_requests import SCALARS, TEXTS, VALUES, Number, spelled
+from tests.support.service import decoded, exchange, make_service, repeat, sample
+
+
+def meaning(value: Any) -> Any:  # noqa: ANN401  # any JSON value
+    """What a value is equal to, with types that Python would mix up kept apart."""
+    if isinstance(value, Number):
+        return ("number", value.mantissa * Fraction(10) ** value.exponent)
+    if isinstance(value, bool | str | None):
+        return (type(value).__name__, value)
+    if isinstance(value, int | Fraction):
+        return ("number", Fraction(value))
+    if isinstance(value, list):
+        return ("array", [meaning(item) for item in value])
+    return ("object", {name: meaning(item) for name, item in value.items()})
+
+
+def compared(text: str | bytes, *ignored: str) -> bytes:
+    """What `canonical` compares of a JSON body."""
+    data = text if isinstance(text, bytes) else text.encode()
+    found, _ = Canonical(LoopDetection(similarity="canonical", ignore_fields=list(ignored))).compare(Document(data))
+    assert found is not None
+    return found
+
+
+def leaves(value: Any, place: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:  # noqa: ANN401  # any JSON value
+    """Where the values stand that hold no others."""
+    items: list[tuple[str | int, Any]] = []
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
+    return [leaf for step, item in items for leaf in leaves(item, (*place, step))] if items else [place]
+
+
+def replaced(value: Any, place: Sequence[str | int], by: Any) -> Any:  # noqa: ANN401  # any JSON value
+    """A copy with one value in another's place."""
+    if not place:
+        return by
+    copy = value.copy()
+    copy[place[0]] = replaced(value[place[0]], place[1:], by)
+    return copy
+
+
+def pointer(place: Sequence[str | int]) -> str:
+    """The JSON Pointer to a place."""
+    return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in place)
+
+
+@given(VALUES, st.data())
+def test_every_spelling_of_a_value_is_the_same(value: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON value
+    """Key order, white space, escapes and the spelling of numbers do not matter."""
+    one, other = spelled(data.draw, value), spelled(data.draw, value)
+
+    assert compared(one) == compared(other)
+
+
+@given(VALUES, st.data())
+def test_what_is_compared_still_means_the_value(value: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON value
+    """Nothing is lost: another parser reads the value out of its one spelling, so different values never look alike."""
+    text = compared(spelled(data.draw, value))
+
+    assert meaning(json.loads(text, parse_float=Fraction)) == meaning(value)
+
+
+@given(VALUES, VALUES, st.data())
+def test_equal_exactly_when_the_meaning_is(one: Any, other: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON value
+    """Two values are compared as equal if and only if they mean the same."""
+    texts = [spelled(data.draw, value) for value in (one, other)]
+
+    assert (compared(texts[0]) == compared(texts[1])) == (meaning(one) == meaning(other))
+
+
+@given(VALUES, SCALARS, st.data())
+def test_one_changed_leaf_is_another_body(value: Any, leaf: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON value
+    """A value that differs in one place only is another one."""
+    place = data.draw(st.sampled_from(leaves(value)))
+    changed = replaced(value, place, leaf)
+
+    same = compared(spelled(data.draw, value)) == compared(spelled(data.draw, changed))
+
+    assert same == (meaning(value) == meaning(changed))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("1", "1.0"),
+        ("1", "10e-1"),
+        ("1", "0.001E+3"),
+        ("0", "-0"),
+        ("0", "-0.0e7"),
+        ("100", "1e2"),
+        ("1" + "0" * 639, "1e639"),
+        ("18446744073709551616", "1844674407370955161.6e1"),
+        ("0.1", "1e-1"),
+        ('"/"', '"\\/"'),
+        ('"é"', '"\\u00E9"'),
+        ('"😀"', '"\\ud83d\\uDE00"'),
+        ('{"a":1,"b":2}', '\r\n{ "b" : 2 ,\t"\\u0061" : 1 }'),
+    ],
+)
+def test_what_does_not_matter(one: str, other: str) -> None:
+    """Each of these pairs is one value."""
+    assert compared(one) == compared(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("1", "true"),
+        ("0", "false"),
+        ("1", '"1"'),
+        ("null", '"null"'),
+        ("null", "0"),
+        ("null", '""'),
+        ("[]", "{}"),
+        ("[]", "[null]"),
+        ('{"a":null}', "{}"),
+        ("[1,2]", "[2,1]"),
+        ("[[1],2]", "[1,[2]]"),
+        ('["a,b"]', '["a","b"]'),
+        ("1", "-1"),
+        ("9007199254740993", "9007199254740992"),  # as doubles these are one
+        ("0.1", "0.1000000000000000055511151231257827"),
+        ("1e400", "1e401"),
+        ("1e-400", "0"),
+        ("9" * 599 + "8", "9" * 600),
+        ('"é"', '"e\u0301"'),
+        ('"a"', '"A"'),
+        ('"a"', '"a "'),
+        ('"\\u0000"', '""'),
+        ('"\\\\u0061"', '"a"'),
+        ('{"a":1}', '{"A":1}'),
+        ('{"a":{"b":1}}', '{"a":{},"b":1}'),
+    ],
+)
+def test_what_matters(one: str, other: str) -> None:
+    """Each of these pairs is two values, however alike they look to some parsers."""
+    assert compared(one) != compared(other)
+
+
+@pytest.mark.parametrize(
+    ("duplicated", "plain"),
+    [
+        ('{"a":1,"a":2}', '{"a":2}'),
+        ('{"a":2,"b":0,"a":1}', '{"b":0,"a":1}'),
+        ('{"a":{"x":1},"a":{"y":2}}', '{"a":{"y":2}}'),
+        ('{"a":1,"\\u0061":null}', '{"a":null}'),
+        ('[{"a":[1],"a":[]}]', '[{"a":[]}]'),
+    ],
+)
+def test_of_a_duplicated_key_the_last_counts(duplicated: str, plain: str) -> None:
+    """The last value of a key is its value, at any depth and however the key is spelled, and nothing is merged."""
+    assert compared(duplicated) == compared(plain)
+
+
+NOT_JSON = [
+    b"",
+    b" ",
+    b"hello",
+    b"{",
+    b'{"a":1}}',
+    b'{"a":1} x',
+    b'{"a":1}{"a":1}',
+    b'{"a":1,}',
+    b"[1,]",
+    b"{'a':1}",
+    b"\xef\xbb\xbf{}",
+    "{}".encode("utf-16"),
+    b'{"a":NaN}',
+    b"Infinity",
+    b"-",
+    b"01",
+    b"1.",
+    b".5",
+    b"+1",
+    b"0x10",
+    b'"\xff"',
+    b'{"\xff":1}',
+    b'"\xed\xa0\x80"',
+    b'"\\x"',
+    b'"\\u12g4"',
+    b'"a\nb"',
+    b'"open',
+    b"{} // comment",
+    b"\x00",
+    b"[" * 100_000,
+    b"[" * 100_000 + b"]" * 100_000,
+    b"9" * (MAX_DIGITS + 1),
+    b"1e" + b"9" * (MAX_DIGITS + 1),
+]
+
+
+_ESCAPES = ["\\ud83d", "\\uDE00", "\\ude00", "\\ud83e", "\\\\", "\\n", "\\u0061", "u", "d83d", "\u00e9"]
+
+
+@given(st.lists(st.sampled_from(_ESCAPES), max_size=8), st.lists(st.sampled_from(_ESCAPES), max_size=8))
+def test_halves_of_surrogate_pairs_are_characters_of_their_own(one: list[str], other: list[str]) -> None:
+    """JSON may hold them (RFC 8259, section 8.2): texts are equal exactly if they are for Python, which takes them."""
+    texts = ['{"a":"' + "".join(pieces) + '"}' for pieces in (one, other)]
+    found = [Canonical(LoopDetection(similarity="canonical")).compare(Document(text.encode()))[0] for text in texts]
+
+    for text, compared in zip(texts, found, strict=True):
+        if compared is None:  # behind an escaped backslash what looks like the first half of a pair is none
+            assert re.search(r"\\\\[uU]?d83[de]\\u[dD][eE]00", text), text
+    if None not in found:
+        assert (found[0] == found[1]) == (json.loads(texts[0]) == json.loads(texts[1]))
+
+
+@pytest.mark.parametrize("data", NOT_JSON, ids=lambda data: repr(data[:24]))
+def test_what_is_not_json_is_compared_byte_for_byte(data: bytes) -> None:
+    """Nothing is made of such a body, whatever it is, and nothing is raised."""
+    looks = Canonical(LoopDetection(similarity="canonical"))
+
+    assert looks.compare(Document(data)) == (None, None)
+    if data:
+        assert looks.show(Document(data)) == ["the body byte for byte: it is not JSON"]
+
+
+def test_not_json_is_counted_and_compared_exactly() -> None:
+    """Through the service the same bytes are a repeat, others are not, and both are counted as compared exactly."""
+    service = make_service(policy("p", ANY, similarity="canonical"))
+
+    repeat(service, headers(), body(b'{"a": NaN}'), times=2)
+    other = repeat(service, headers(), body(b'{"a":NaN}'), times=1)
+    third = repeat(service, headers(), body(b'{"a": NaN}'), times=1)
+
+    assert other.WhichOneof("response") == "request_body"
+    assert third.immediate_response.status.code == 429
+    assert sample(service, "compared_exactly_total", policy="p") == 4
+
+
+def test_a_loop_in_other_words_is_refused() -> None:
+    """Through the service three spellings of one body are three identical requests, a fourth body is not."""
+    service = make_service(policy("p", ANY, similarity="canonical", ignore_fields=["/metadata/request_id", "/messages/*/id"]))
+    bodies = [
+        b'{"model":"m","messages":[{"id":"1","content":"hi"}],"metadata":{"request_id":"a"}}',
+        b'{ "metadata": {}, "messages": [{"content": "\\u0068i", "id": "2"}], "model": "m" }',
+        b'{"model":"m","messages":[{"content":"Hi"}],"metadata":{"request_id":"c"}}',
+        b'{"model":"m","messages":[{"content":"hi"}],"metadata":{"request_id":"c"}}',
+    ]
+
+    answers = [decoded(exchange(service, headers(), body(data))[-1]).WhichOneof("response") for data in bodies]
+
+    assert answers == ["request_body"] * 3 + ["immediate_response"]
+    assert sample(service, "compared_exactly_total", policy="p") == 0
+
+
+@pytest.mark.parametrize(
+    ("ignored", "one", "other", "same"),
+    [
+        ("/t", '{"t":1,"a":1}', '{"a":1,"t":[2]}', True),
+        ("/t", '{"t":1,"a":1}', '{"a":1}', True),
+        ("/t", '{"x":{"t":1}}', '{"x":{"t":2}}', False),
+        ("/t", "[1]", "[2]", False),
+        ("/t", '{"\\u0074":1}', '{"t":2}', True),
+        ("/a/b", '{"a":{"b":1}}', '{"a":{"b":2}}', True),
+        ("/a/b", '{"a":{"b":1}}', '{"a":{}}', True),
+        ("/a/b", '{"a":{"b":1}}', "{}", False),
+        ("/a/b", '{"a":"b"}', '{"a":"c"}', False),
+        ("/m/*/id", '{"m":[{"id":1},{"id":2}]}', '{"m":[{"id":3},{}]}', True),
+        ("/m/*/id", '{"m":[{"id":1},{"id":2}]}', '{"m":[{"id":1}]}', False),
+        ("/m/*/id", '{"m":{"x":{"id":1}}}', '{"m":{"x":{"id":2}}}', True),
+        ("/m/*/id", '{"m":[[{"id":1}]]}', '{"m":[[{"id":2}]]}', False),
+        ("/m/*/id", '{"m":[1,"id",null,{"id":2}]}', '{"m":[1,"id",null,{}]}', True),
+        ("/*/id", '{"a":{"id":1},"b":{"id":1}}', '{"a":{"id":2},"b":{"id":3}}', True),
+        ("/*", '{"a":1}', '{"b":2}', True),
+        ("/*", "[1,2]", "[3,4]", True),
+        ("/*", "[1,2]", "[3]", False),
+        ("/0", "[1,2]", "[3,2]", True),
+        ("/0", "[1,2]", "[1,3]", False),
+        ("/0", "[1,2]", "[2]", False),
+        ("/0", '{"0":1}', "{}", True),
+        ("/00", "[1]", "[2]", False),
+        ("/-1", "[1]", "[2]", False),
+        ("/-", "[1]", "[2]", False),
+        ("/7", "[1]", "[2]", False),
+        ("/a~1b", '{"a/b":1}', '{"a/b":2}', True),
+        ("/a~0b", '{"a~b":1}', '{"a~b":2}', True),
+        ("/~01", '{"~1":1}', '{"~1":2}', True),
+        ("/", '{"":1}', '{"":2}', True),
+        ("/*/*/*", '[[[1]],{"a":{"b":2}}]', '[[[3]],{"a":{"c":4}}]', True),
+        ("/\u00e9", '{"é":1}', '{"\\u00e9":2}', True),
+    ],
+)
+def test_ignored_fields_are_not_compared(ignored: str, one: str, other: str, same: bool) -> None:
+    """A pointer takes out what it names, `*` any one step, and nothing else; array elements keep their places."""
+    assert (compared(one, ignored) == compared(other, ignored)) is same
+
+
+@given(VALUES, SCALARS, st.data())
+def test_a_pointer_takes_out_exactly_its_place(value: Any, leaf: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON
+    """Whatever stands at an ignored place does not matter, and whatever stands at another does."""
+    place, changed = (data.draw(st.sampled_from(leaves(value))) for _ in range(2))
+    ignored = [pointer(place)] if place and "*" not in place else []
+    other = replaced(value, changed, leaf)
+
+    same = compared(spelled(data.draw, value), *ignored) == compared(spelled(data.draw, other), *ignored)
+
+    expected = meaning(value) == meaning(other) or (bool(ignored) and changed == place)
+    assert same == expected
+
+
+def test_what_is_ignored_for_one_detector_is_there_for_the_next() -> None:
+    """Detectors share one decoded body, and none of them changes it."""
+    document = Document(b'{"m":[{"id":1,"x":{"id":2}}],"id":3}')
+    everything = write_canonical(document.value())
+
+    for ignored in ("/m/*/id", "/m/*/x/id", "/m/0", "/*", "/m/*/*", "/id"):
+        write_canonical(document.value(), [split_pointer(ignored)])
+
+    assert write_canonical(document.value()) == everything
+
+
+@pytest.mark.parametrize(
+    ("data", "counted"),
+    [
+        (b"[" + b",".join([b"0.5"] * MAX_FRACTIONS) + b"]", True),
+        (b"[" + b",".join([b"0.5"] * (MAX_FRACTIONS + 1)) + b"]", False),
+        (b"[" + b",".join([b"5"] * (MAX_FRACTIONS + 1)) + b"]", True),
+        (b"[" + b"[],     " * MAX_CONTAINERS + b"0]", False),
+        (b"[" + b"[],     " * (MAX_CONTAINERS - 1) + b"0]", True),
+        (b"{" + b",".join(rb'"%d\\\\" :0' % number for number in range(MAX_MEMBERS + 1)) + b"}", False),
+        (b"{" + b",".join(b'"%d":0' % number for number in range(MAX_MEMBERS)) + b"}", True),
+        (b'"' + b"06:14:33 " * MAX_MEMBERS + b'"', True),
+        (rb'"' + rb"\":0 " * (MAX_MEMBERS + 1) + b'"', True),
+    ],
+    ids=[
+        "fractions",
+        "one fraction more",
+        "whole numbers",
+        "containers",
+        "one container less",
+        "one member more",
+        "members",
+        "colons in a string",
+        "members in a string",
+    ],
+)
+def test_too_much_of_anything_is_not_looked_into(data: bytes, counted: bool) -> None:
+    """Past a bound the body is not counted, under the reason inspect_limit, each time that somebody asks; up to it it is."""
+    document = Document(data)
+
+    for _ in range(2):
+        assert (_reason(document) == "") is counted
+        assert _reason(document) in {"", "inspect_limit"}
+
+
+def _reason(document: Document) -> str:
+    """Why the whole of a body is not looked into, empty where it is."""
+    try:
+        document.value()
+    except NotCounted as why:
+        return why.reason
+    return ""
+
+
+def test_longest_numbers_are_exact() -> None:
+    """An integer of as many digits as are taken keeps each of them, also when an exponent stands for some."""
+    longest = "123456789" * 71 + "7"
+
+    assert len(longest) == MAX_DIGITS
+    assert compared(longest) == compared(f"{longest[:-1]}.7e1") == longest.encode()
+    assert compared(f"{longest}e1") == compared(f"{longest}0.0")
+
+
+def test_long_numbers_are_not_remembered() -> None:
+    """What clients send does not pile up: after many bodies with a number each, little of them is left."""
+    looks = Canonical(LoopDetection(similarity="canonical"))
+    tracemalloc.start()
+
+    try:
+        for number in range(20):
+            looks.compare(Document(b"0.%d%b" % (number, b"1" * 200_000)))
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert kept < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("/model", "m"),
+        ("/n", "15e-1"),
+        ("/whole", "1"),
+        ("/big", "9" * 600),
+        ("/yes", "true"),
+        ("/null", ""),
+        ("/list", ""),
+        ("/list/0", "a"),
+        ("/list/1/x~1y", "b"),
+        ("/list/00", ""),
+        ("/list/-", ""),
+        ("/list/9", ""),
+        ("/list/x", ""),
+        ("/model/0", ""),
+        ("/absent/model", ""),
+    ],
+)
+def test_a_pointer_finds_scalars_as_text(place: str, expected: str) -> None:
+    """A descriptor from the body is a scalar's text, a number in its one spelling, and empty where there is none."""
+    text = f'{{"model":"m","n":1.50,"whole":1.0,"big":{"9" * 600},"yes":true,"null":null,"list":["a",{{"x/y":"b"}}]}}'
+
+    assert find(Document(text.encode()).value(), split_pointer(place)) == expected
+
+
+@given(VALUES, st.lists(TEXTS | st.just("*") | st.sampled_from(["0", "1"]), min_size=1, max_size=3))
+@example([{"a": 1}], ["*", "*"])
+def test_taking_out_what_is_not_there_changes_nothing(value: Any, place: list[str]) -> None:  # noqa: ANN401  # any JSON value
+    """What is taken out once is not there to be taken out again."""
+    once = remove_at(value, place)
+
+    assert remove_at(once, place) == once
+
+
+@pytest.mark.parametrize("data", [b"{}", b"[1.5]", b'"x"', b"nope"])
+def test_a_body_is_the_same_wherever_its_bytes_lie(data: bytes) -> None:
+    """A large body comes as a memoryview into its message, and is read like any other."""
+    view = memoryview(b"before" + data + b"after")[6 : 6 + len(data)]
+    looks = Canonical(LoopDetection(similarity="canonical"))
+
+    assert looks.compare(Document(view)) == looks.compare(Document(data))
+
+
+def test_a_body_that_is_not_json_stays_so() -> None:
+    """Whoever asks first, everybody gets the same answer."""
+    document = Document(b"nope")
+
+    for _ in range(2):
+        with pytest.raises(NotJson) as raised:
+            document.value()
+        assert raised.value.reason == "not_json"
+
+
+def test_wide_objects_are_put_in_order_like_any_other() -> None:
+    """Members in whatever order, deep inside of other values, with every kind of number: one spelling."""
+    members = [(f"k{number:05d}", [0.5, 10**300, None, number]) for number in range(2_000)] + [("", True), ("\U0001f600", "é")]
+    given = [dict(members), dict(reversed(members)), dict(sorted(members, key=lambda member: member[0][::-1]))]
+
+    spelled = {write_canonical(Document(json.dumps([{"a": [value]}, "b"]).encode()).value()) for value in given}
+
+    (one,) = spelled
+    assert json.loads(one) == [{"a": [given[0]]}, "b"]
+    assert list(json.loads(one)[0]["a"][0]) == sorted(given[0])

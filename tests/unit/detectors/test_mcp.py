@@ -1,0 +1,307 @@
+"""Similarity `mcp`: which JSON-RPC requests are one call, which are none, and in what shape a call is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.apis.json_rpc import MAX_ID
+from extproc.ext_proc.service import Service
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from tests.support.documents import policy
+from tests.support.engine import ANY
+from tests.support.messages import body, headers
+from tests.support.service import decoded, exchange, make_service, sample
+
+TOOL_CALL = "tools/call"
+_ids = count()
+
+
+def make_guard(*, uncountable: str = "allow", **loop: Any) -> Service:  # noqa: ANN401  # of a policy
+    """A service that refuses the second equal call."""
+    made = policy("p", ANY, similarity="mcp", **{"threshold_identical_requests": 2, **loop})
+    made["spec"]["uncountable"] = uncountable
+    return make_service(made)
+
+
+def call(params: object, method: object = TOOL_CALL, **more: object) -> bytes:
+    """A request with an id of its own."""
+    return json.dumps({"jsonrpc": "2.0", "id": next(_ids), "method": method, "params": params, **more}).encode()
+
+
+def send(service: Service, data: bytes, accept: str = "application/json") -> ProcessingResponse:
+    """The answer to a request with this body."""
+    *_, last = exchange(service, headers(accept=accept), body(data))
+    return decoded(last)
+
+
+def is_refused(answer: ProcessingResponse) -> bool:
+    """Whether the request went no further."""
+    return answer.HasField("immediate_response")
+
+
+def reasons(service: Service) -> dict[str, float]:
+    """How often the policy did not count, by reason."""
+    samples = [found for metric in service.metrics.uncounted.collect() for found in metric.samples]
+    return {found.labels["reason"]: found.value for found in samples if found.name.endswith("_total") and found.value}
+
+
+def text_of(answer: ProcessingResponse) -> str:
+    """What the model reads."""
+    return str(json.loads(answer.immediate_response.body)["result"]["content"][0]["text"])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"name": "f", "arguments": {"a": 1, "b": [1.0]}}, {"arguments": {"b": [1], "a": 1e0}, "name": "f"}),
+        ({"name": "f"}, {"name": "f", "arguments": {}}),
+        ({"name": "f"}, {"name": "f", "arguments": None}),
+        ({"name": "f", "_meta": {"progressToken": 1}}, {"name": "f", "_meta": {"progressToken": 2}}),
+        ({"name": "f", "task": {"ttl": 1}}, {"name": "f"}),
+        ({"name": "\u00fc"}, {"name": "\u00fc"}),
+        ({"name": "f", "requestState": "s"}, {"name": "f", "requestState": "s"}),
+    ],
+)
+def test_a_call_is_its_tool_and_its_arguments(one: object, other: object) -> None:
+    """Ids, metadata and spelling make no other call."""
+    service = make_guard()
+
+    assert [is_refused(send(service, call(params))) for params in (one, other)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"name": "f"}, {"name": "g"}),
+        ({"name": "f", "arguments": {"page": 1}}, {"name": "f", "arguments": {"page": 2}}),
+        ({"name": "f", "arguments": {"id": 1}}, {"name": "f", "arguments": {"id": 2}}),
+        ({"name": "f", "arguments": {}}, {"name": "f", "arguments": []}),
+        ({"name": "f", "inputResponses": {"q": "yes"}}, {"name": "f", "inputResponses": {"q": "no"}}),
+        ({"name": "f"}, {"name": "f", "requestState": "s"}),
+    ],
+)
+def test_anything_else_makes_another_call(one: object, other: object) -> None:
+    """Other arguments are progress, whatever they are called; so is what the user has answered meanwhile."""
+    service = make_guard()
+
+    assert not any(is_refused(send(service, call(params))) for params in (one, other))
+    assert reasons(service) == {}
+
+
+def message(*parts: object, **more: object) -> dict[str, Any]:
+    """Parameters of a message to another agent."""
+    return {"message": {"messageId": next(_ids), "parts": parts, **more}}
+
+
+@pytest.mark.parametrize(
+    "methods", [("message/send", "message/send"), ("message/stream", "message/send"), ("SendMessage",) * 2]
+)
+def test_a_message_is_its_parts(methods: Sequence[str]) -> None:
+    """Whatever ids it has, and whether its answer is streamed; other data in a part makes another message."""
+    service = make_guard()
+    first, second = methods
+    text, data = {"kind": "text", "text": "Done?"}, {"kind": "data", "data": {"id": 1}}
+
+    answers = [
+        send(service, call(message({**text, "metadata": {"id": 1}}, data, taskId="a"), first)),
+        send(service, call(message(text, {**data, "data": {"id": 2}}), second)),
+        send(service, call(message(text, data, contextId="b", metadata={"x": 1}), second)),
+    ]
+
+    assert [is_refused(answer) for answer in answers] == [False, False, True]
+
+
+NO_METHODS: list[object] = [
+    "initialize",
+    "server/discover",
+    "tools/list",
+    "ping",
+    "notifications/cancelled",
+    "TOOLS/CALL",
+    None,
+    7,
+    [],
+]
+NO_PARAMS: list[object] = [None, [], ["f"], "f", {}, {"name": ""}, {"name": None}, {"name": ["f"]}, {"arguments": {}}]
+NO_MESSAGES: list[object] = [{}, {"message": None}, {"message": []}, {"message": {"parts": {}}}]
+NO_CALLS = [
+    b"",
+    b"{}",
+    b"[]",
+    b"null",
+    b'"tools/call"',
+    b'{"jsonrpc": "2.0", "id": 1, "result": {}}',
+    b'{"method": "tools/call"}',
+    b'[{"method": "ping"}, 7, {"method": "notifications/initialized"}, {"id": 1, "result": {}}]',
+    *[call({"name": "f"}, method) for method in NO_METHODS],
+    *[call(params) for params in NO_PARAMS],
+    *[call(params, "message/send") for params in NO_MESSAGES],
+]
+
+
+@pytest.mark.parametrize("data", NO_CALLS)
+def test_what_is_no_call_is_never_refused(data: bytes) -> None:
+    """Handshakes, lists, notifications, answers and what no server takes for a call; nor where all has to be countable."""
+    service = make_guard(uncountable="reject")
+
+    assert not any(is_refused(send(service, data)) for _ in range(3))
+    assert reasons(service) == {"not_a_call": 3}
+
+
+def test_a_stream_is_no_call() -> None:
+    """Clients open streams and end sessions with requests that have no body."""
+    service = make_guard(uncountable="reject")
+
+    for method in ("GET", "DELETE"):
+        (reply,) = exchange(service, headers(method=method, end=True))
+        assert not is_refused(decoded(reply))
+    assert reasons(service) == {"not_a_call": 2}
+
+
+@pytest.mark.parametrize(
+    ("data", "reason", "status"),
+    [
+        (b" [%s]" % call({"name": "f"}), "batch", 400),
+        (b"[%s, %s]" % (call({}, "ping"), call(message(), "message/send")), "batch", 400),
+        (b"[" + b",".join([b"7"] * 5_001) + b"]", "inspect_limit", 413),
+        (call(message(*[{}] * 5_001), "SendMessage"), "inspect_limit", 413),
+        (call({"name": "f", "arguments": [[]] * 200_000}), "inspect_limit", 413),
+        (call({"name": "f", "arguments": "x" * 2**20}), "inspect_limit", 413),
+        (b"[" * 100_000, "not_json", 400),
+        (
+            b'{"method": "tools/call", "params": {"name": "f", "arguments": %s1%s}}' % (b"[" * 9_999, b"]" * 9_999),
+            "not_json",
+            400,
+        ),
+        (b'{"method": "tools/call", "params": {"name": "f", "arguments": %s}}' % (b"9" * 700), "not_json", 400),
+        (b'{"method": "tools/call", "params": {"name": "\xff"}}', "not_json", 400),
+        (b'{"method": "tools/call", "id": "\xff", "params": {"name": "f"}}', "not_json", 400),
+        (b'{"method": "tools/call"', "not_json", 400),
+        (b"[1", "not_json", 400),
+    ],
+    ids=["batch of one", "batch", "long batch", "many parts", "many arrays", "long", "open arrays", "deep", "long number",
+         "tool not UTF-8", "id not UTF-8", "cut off", "batch cut off"],
+)  # fmt: skip  # one list
+def test_calls_that_cannot_be_told_apart_are_uncounted(data: bytes, reason: str, status: int) -> None:
+    """A batch that holds a call, too much of anything, and what is not JSON: refused where all has to be countable."""
+    service, strict = make_guard(), make_guard(uncountable="reject")
+
+    answers = [send(service, data) for _ in range(3)]
+    refusal = send(strict, data)
+
+    assert not any(map(is_refused, answers))
+    assert reasons(service) == {reason: 3}
+    assert refusal.immediate_response.status.code == status
+    assert sample(service, "fail_open_total", reason="internal_error") == 0
+
+
+@pytest.mark.parametrize(
+    "identity", ["1", "-7", "1.50", "1e3", '"a"', '"\\u00fc\\n"', '""', "null", "9" * MAX_ID, f'"{"x" * (MAX_ID - 2)}"']
+)
+def test_a_refusal_answers_the_very_request(identity: str) -> None:
+    """It has the id of the last request, spelled as it was sent."""
+    service = make_guard()
+
+    for own in ("0", identity):
+        answer = send(service, b'{"id": %s, "method": "tools/call", "params": {"name": "f"}}' % own.encode())
+
+    refusal = answer.immediate_response
+    assert refusal.status.code == 200
+    assert refusal.body.startswith(b'{"jsonrpc": "2.0", "id": %s, "result": {' % identity.encode())
+    assert json.loads(refusal.body)["result"]["isError"] is True
+
+
+@pytest.mark.parametrize("identity", ["true", "{}", "[1]", f'"{"x" * (MAX_ID - 1)}"', "9" * 700, None])
+def test_what_cannot_be_answered_is_refused_as_any_request(identity: str | None) -> None:
+    """A notification, and an id that JSON-RPC does not know or that is too long to repeat: an HTTP error, and no escape."""
+    service = make_guard()
+    field = f'"id": {identity}, ' if identity is not None else ""
+    data = f'{{{field}"method": "tools/call", "params": {{"name": "f"}}}}'.encode()
+
+    send(service, data)
+    refusal = send(service, data).immediate_response
+
+    assert refusal.status.code == 429
+    assert json.loads(refusal.body)["error"]["message"].startswith("Loop detected: f has been called 2 times")
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        ("", "application/json"),
+        ("*/*", "application/json"),
+        ("application/json, text/event-stream", "application/json"),
+        ("text/event-stream, */*;q=0.1", "application/json"),
+        ("text/event-stream", "text/event-stream"),
+        ("Text/Event-Stream", "text/event-stream"),
+        ("Text/Event-Stream, Application/JSON", "application/json"),
+    ],
+)
+def test_the_answer_is_of_a_type_that_the_client_takes(accept: str, content_type: str) -> None:
+    """JSON, unless nothing but a stream of events is taken."""
+    service = make_guard()
+
+    for _ in range(2):
+        answer = send(service, call({"name": "f"}), accept=accept)
+
+    sent = {option.header.key: option.header.raw_value.decode() for option in answer.immediate_response.headers.set_headers}
+    assert sent["content-type"] == content_type
+    assert answer.immediate_response.body.startswith(b"event: message\ndata: {" if "event" in content_type else b"{")
+
+
+def test_the_message_names_the_tool_and_what_would_be_progress() -> None:
+    """With the operator's words, and without the arguments; a long name is cut."""
+    service = make_guard(tools={"f*": {"reason": " Ask a human. "}})
+
+    for _ in range(2):
+        answer = send(service, call({"name": "f" * 10_000, "arguments": {"key": "hidden"}}))
+
+    assert text_of(answer).startswith(
+        f"Loop detected: {'f' * 63}\u2026 has been called 2 times with the same arguments within "
+    )
+    assert text_of(answer).endswith(
+        ", and was refused. Ask a human. Repeating it will be refused again. "
+        "To continue, use other arguments, try another way, or finish with the result you have so far."
+        " (recursive_loop_detected)"
+    )
+    assert "hidden" not in text_of(answer)
+
+
+def test_tools_have_limits_of_their_own() -> None:
+    """By name or pattern: another threshold, or none at all; the window is the detector's."""
+    service = make_guard(tools={"slow": {"threshold": 4}, "wait*": {"allow": True}})
+
+    answers = {name: [is_refused(send(service, call({"name": name}))) for _ in range(5)] for name in ("f", "slow", "wait_a")}
+
+    assert answers["f"] == [False] + [True] * 4
+    assert answers["slow"] == [False] * 3 + [True] * 2
+    assert answers["wait_a"] == [False] * 5
+    assert reasons(service) == {"allowed_tool": 5}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "arguments", "parts", "message", "x"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.fixed_dictionaries({}, optional={name: JSON | st.just(TOOL_CALL) for name in ("id", "method", "params")}))
+def test_any_json_gets_one_answer(request: dict[str, Any]) -> None:
+    """Whatever stands where a request's fields should be, nothing fails, and what is no call is let through."""
+    service = make_guard()
+    data = json.dumps(request).encode()
+
+    answers = [send(service, data) for _ in range(2)]
+
+    assert sample(service, "fail_open_total", reason="internal_error") == 0
+    assert is_refused(answers[1]) == (reasons(service) == {})

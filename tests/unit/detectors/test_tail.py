@@ -1,0 +1,330 @@
+"""Conversations compared by their end: what of the last messages matters, and what does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.detectors.tail import Tail, fold
+from extproc.policy.bundle import LoopDetection
+from extproc.request.document import Document, NotCounted
+from tests.support.documents import policy
+from tests.support.engine import ANY
+from tests.support.messages import body, headers
+from tests.support.model_requests import BODIES
+from tests.support.service import decoded, exchange, make_service
+
+_NOTHING_TO_COMPARE = ("chat_empty", "responses_conversation")
+_SPACES = "".join(chr(code) for code in range(0x3001) if chr(code).isspace())
+_FOLDABLE = st.text(st.sampled_from("aAzZ@[`{\x00\x08\x0e\x1b\x1c\x1f\x7f\u200bİßΣé" + _SPACES)) | st.text()
+
+
+def compared(value: Any, messages: int = 3) -> bytes:  # noqa: ANN401  # any JSON value
+    """What `tail` compares of a body."""
+    data = value if isinstance(value, bytes) else json.dumps(value).encode()
+    found, said = Tail(LoopDetection(similarity="tail", tail_messages=messages)).compare(Document(data))
+    assert said is None
+    return found
+
+
+def chat(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:  # noqa: ANN401  # any JSON value
+    """A chat request."""
+    return {"model": "m", "messages": list(messages), **more}
+
+
+def user(content: Any) -> dict[str, Any]:  # noqa: ANN401  # any JSON value
+    """A message of the user's."""
+    return {"role": "user", "content": content}
+
+
+def call(name: str = "f", arguments: str = "{}", identity: str = "1") -> dict[str, Any]:
+    """A message of the assistant's with one call."""
+    calls = [{"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+@given(_FOLDABLE)
+def test_folding_is_lower_case_and_single_spaces(text: str) -> None:
+    """Any text, ASCII or not, is folded as Python's own methods do it."""
+    assert fold(text) == " ".join(text.lower().split()).encode()
+
+
+def test_folding_treats_every_character_alike() -> None:
+    """Each character of ASCII, alone, doubled and within a word, is folded as Python's own methods do it."""
+    for character in map(chr, range(128)):
+        text = f"{character}A{character}b {character}{character}C{character}"
+
+        assert fold(text) == " ".join(text.lower().split()).encode(), repr(character)
+
+
+@pytest.mark.parametrize("size", [16_383, 16_384, 16_385, 100_000])
+@pytest.mark.parametrize("unit", ["a  B", " \t\n", "x\x1c \x1dY", "é  "])
+def test_long_texts_are_folded_alike(unit: str, size: int) -> None:
+    """However long a text is, and wherever its spaces fall, folding gives the same."""
+    text = (unit * size)[:size]
+
+    assert fold(text) == " ".join(text.lower().split()).encode()
+
+
+@given(_FOLDABLE, _FOLDABLE)
+def test_texts_are_equal_when_folded_alike(one: str, other: str) -> None:
+    """Two messages are one when their texts differ by case and white space alone."""
+    same = compared(chat(user(one))) == compared(chat(user(other)))
+
+    assert same == (" ".join(one.lower().split()) == " ".join(other.lower().split()))
+
+
+_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "case and white space": (chat(user(" Hello \n World")), chat(user("hello world")), True),
+    "text": (chat(user("hello")), chat(user("hello!")), False),
+    "words joined": (chat(user("hello world")), chat(user("helloworld")), False),
+    "model": (chat(user("a")), {**chat(user("a")), "model": "M"}, False),
+    "no model": (chat(user("a")), {"messages": [user("a")]}, False),
+    "role": (chat(user("a")), chat({"role": "assistant", "content": "a"}), False),
+    "sampling": (chat(user("a"), temperature=0), chat(user("a"), temperature=1, stream=True, tools=[{}]), True),
+    "name": (chat(user("a")), chat({**user("a"), "name": "ann"}), True),
+    "older messages": (chat(user("x"), user("a"), user("b"), user("c")), chat(user("a"), user("b"), user("c")), True),
+    "third message": (chat(user("a"), user("b"), user("c")), chat(user("x"), user("b"), user("c")), False),
+    "order": (chat(user("a"), user("b")), chat(user("b"), user("a")), False),
+    "two messages or one": (chat(user("a"), user("b")), chat(user("a b")), False),
+    "an empty message more": (chat(user("a")), chat(user("a"), user("")), False),
+    "text or parts": (chat(user("a")), chat(user([{"type": "text", "text": "A "}])), True),
+    "an empty part more": (chat(user("a")), chat(user([{"type": "text", "text": "a"}, {"type": "text", "text": " "}])), True),
+    "parts joined": (
+        chat(user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])),
+        chat(user([{"type": "text", "text": "a b"}])),
+        False,
+    ),
+    "cache mark": (
+        chat(user([{"type": "text", "text": "a"}])),
+        chat(user([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}])),
+        True,
+    ),
+    "nothing or null": (chat({"role": "assistant"}), chat({"role": "assistant", "content": None}), True),
+    "nothing or empty": (chat({"role": "assistant", "content": []}), chat({"role": "assistant", "content": ""}), True),
+    "call id": (chat(call(identity="1")), chat(call(identity="2")), True),
+    "tool": (chat(call("f")), chat(call("g")), False),
+    "tool's case": (chat(call("f")), chat(call("F")), False),
+    "arguments by meaning": (chat(call("f", '{"a":1,"b":2}')), chat(call("f", '{ "b": 2.0, "a": 1 }')), True),
+    "arguments": (chat(call("f", '{"a":1}')), chat(call("f", '{"a":"1"}')), False),
+    "arguments' case": (chat(call("f", '{"a":"x"}')), chat(call("f", '{"a":"X"}')), False),
+    "broken arguments": (chat(call("f", '{"a":')), chat(call("f", ' {"a": ')), True),
+    "call or text": (chat(call("f", "{}")), chat({"role": "assistant", "content": "call f {}"}), False),
+    "result": (
+        chat(call(), {"role": "tool", "tool_call_id": "1", "content": "a"}),
+        chat(call(), {"role": "tool", "tool_call_id": "1", "content": "b"}),
+        False,
+    ),
+    "result's id and spelling": (
+        chat(call(identity="1"), {"role": "tool", "tool_call_id": "1", "content": "Not  found"}),
+        chat(call(identity="2"), {"role": "tool", "tool_call_id": "2", "content": [{"type": "text", "text": "not found "}]}),
+        True,
+    ),
+    "image": (
+        chat(user([{"type": "image_url", "image_url": {"url": "data:a"}}])),
+        chat(user([{"type": "image_url", "image_url": {"url": "data:b"}}])),
+        False,
+    ),
+    "image's keys in another order": (
+        chat(user([{"type": "image_url", "image_url": {"url": "x", "detail": "low"}}])),
+        chat(user([{"image_url": {"detail": "low", "url": "x"}, "type": "image_url"}])),
+        True,
+    ),
+    "image or none": (
+        chat(user([{"type": "text", "text": "a"}])),
+        chat(user([{"type": "text", "text": "a"}, {"type": "x"}])),
+        False,
+    ),
+    "refusal": (
+        chat({"role": "assistant", "content": None, "refusal": "no"}),
+        chat({"role": "assistant", "content": None, "refusal": "never"}),
+        False,
+    ),
+    "failure": (
+        chat(user([{"type": "tool_result", "tool_use_id": "1", "content": "a", "is_error": True}])),
+        chat(user([{"type": "tool_result", "tool_use_id": "1", "content": "a"}])),
+        False,
+    ),
+    "no failure": (
+        chat(user([{"type": "tool_result", "tool_use_id": "1", "content": "a", "is_error": False}])),
+        chat(user([{"type": "tool_result", "tool_use_id": "2", "content": "a"}])),
+        True,
+    ),
+    "Anthropic's arguments": (
+        chat({"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1, "b": 2}}]}),
+        chat({"role": "assistant", "content": [{"type": "tool_use", "id": "2", "name": "f", "input": {"b": 2.0, "a": 1}}]}),
+        True,
+    ),
+    "thoughts": (
+        chat({"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}, {"type": "text", "text": "a"}]}),
+        chat({"role": "assistant", "content": [{"type": "text", "text": "a"}]}),
+        True,
+    ),
+    "items' thoughts and ids": (
+        {"input": [{"type": "reasoning", "id": "1"}, {"type": "function_call", "id": "1", "call_id": "1", "name": "f"}]},
+        {"input": [{"type": "function_call", "id": "2", "call_id": "2", "name": "f", "status": "completed"}]},
+        True,
+    ),
+    "items' arguments": (
+        {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}]},
+        {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a":1}'}]},
+        False,
+    ),
+    "items' outputs": (
+        {"input": [{"type": "function_call_output", "call_id": "1", "output": "a"}]},
+        {"input": [{"type": "function_call_output", "call_id": "2", "output": "b"}]},
+        False,
+    ),
+    "unknown items": (
+        {"input": [{"type": "web_search_call", "id": "1", "status": "completed", "action": {"query": "a"}}]},
+        {"input": [{"type": "web_search_call", "id": "2", "status": "failed", "action": {"query": "a"}}]},
+        True,
+    ),
+    "unknown items' contents": (
+        {"input": [{"type": "web_search_call", "id": "1", "action": {"query": "a"}}]},
+        {"input": [{"type": "web_search_call", "id": "1", "action": {"query": "b"}}]},
+        False,
+    ),
+    "input as a text": ({"input": "a"}, {"input": [user([{"type": "input_text", "text": " A"}])]}, True),
+    "prompt": ({"prompt": "Once upon"}, {"prompt": "once  upon "}, True),
+    "another prompt": ({"prompt": "Once"}, {"prompt": "twice"}, False),
+    "prompts": ({"prompt": ["a", "b"]}, {"prompt": ["a", "c"]}, False),
+    "tokens": ({"prompt": [1, 2]}, {"prompt": [1, 3]}, False),
+    "server's history": ({"input": "a", "previous_response_id": "1"}, {"input": "a", "previous_response_id": "2"}, False),
+    "words that look like ours": (chat(user("a"), user("b")), chat(user("a\u00fe\u00ffb")), False),
+}
+
+
+@pytest.mark.parametrize(("one", "other", "same"), _PAIRS.values(), ids=_PAIRS)
+def test_what_matters_and_what_does_not(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
+    """Model, roles, folded texts, tools, arguments, results and other parts matter, in order; ids and all the rest do not."""
+    assert (compared(one) == compared(other)) is same
+
+
+def test_so_many_messages_are_compared_as_the_policy_says() -> None:
+    """With `tail_messages` of n the nth newest message matters and the one before it does not; three is the default."""
+    said = [user(f"message {number}") for number in range(6)]
+
+    def matters(messages: int) -> list[bool]:
+        """For each place of the history."""
+        others = [[*said[:place], user("other"), *said[place + 1 :]] for place in range(6)]
+        return [compared(chat(*said), messages) != compared(chat(*other), messages) for other in others]
+
+    assert matters(LoopDetection().tail_messages) == [False] * 3 + [True] * 3
+    assert [sum(matters(messages)) for messages in (1, 2, 5, 6, 200)] == [1, 2, 5, 6, 6]
+
+
+def _respelled(value: Any) -> str:  # noqa: ANN401  # any JSON value
+    """A value with every character escaped, every object backwards, spaces everywhere and every number with an exponent."""
+    if isinstance(value, str):
+        units = value.encode("utf-16-be").hex()
+        return '"' + "".join(f"\\u{units[place : place + 4]}" for place in range(0, len(units), 4)) + '"'
+    if isinstance(value, list):
+        return "[ " + " , ".join(map(_respelled, value)) + " ]"
+    if isinstance(value, dict):
+        return "{\n" + " ,\t".join(f"{_respelled(name)} : {_respelled(value[name])}" for name in reversed(value)) + "\r}"
+    return json.dumps(value) if value is None or isinstance(value, bool) else f"{value}e0"
+
+
+@pytest.mark.parametrize("name", [name for name in BODIES if name not in _NOTHING_TO_COMPARE])
+def test_spelling_does_not_matter_in_real_requests(name: str) -> None:
+    """Key order, white space, escapes and numbers of a whole body are nothing that a conversation would show."""
+    assert compared(_respelled(json.loads(BODIES[name])).encode()) == compared(BODIES[name])
+
+
+def test_real_requests_are_all_different() -> None:
+    """No two of the requests of our test data are taken for one, but for one conversation in two APIs."""
+    found = {compared(data) for name, data in BODIES.items() if name not in _NOTHING_TO_COMPARE}
+
+    assert len(found) == len(BODIES) - len(_NOTHING_TO_COMPARE) - 1
+
+
+def test_what_is_compared_can_be_shown() -> None:
+    """For people it is one line each: the model, then the messages, the oldest first."""
+    looks = Tail(LoopDetection(similarity="tail"))
+
+    shown = looks.show(Document(BODIES["chat_stuck"]))
+
+    assert shown == [
+        "model | gpt-4.1",
+        'asked | call | search_docs | {"limit":5,"query":"backup retention"}',
+        "tool | result | []",
+        'assistant | call | search_docs | {"limit":5,"query":"backup retention"}',
+        "tool | result | []",
+    ]
+
+
+def test_a_conversation_that_ends_alike_is_refused() -> None:
+    """Through the service a growing history with the same end is a loop, for each caller and model by itself."""
+    service = make_service(policy("p", ANY, similarity="tail", limit_keys=["header:x-user"]))
+    history: list[dict[str, Any]] = []
+    answers = []
+
+    for number in range(4):
+        history += [user("again"), call(identity=str(number)), {"role": "tool", "tool_call_id": str(number), "content": "no"}]
+        requests = [("ann", "m"), ("bob", "m"), ("ann", "n")] if number == 2 else [("ann", "m")]
+        for name, model in requests:
+            data = json.dumps({**chat(*history), "model": model}).encode()
+            answers.append(decoded(exchange(service, headers(x_user=name), body(data))[-1]).WhichOneof("response"))
+
+    assert answers == ["request_body"] * 2 + ["immediate_response", "request_body", "request_body", "immediate_response"]
+
+
+def _written(paths: Sequence[str], shape: str) -> dict[str, Any]:
+    """A turn in which several files are written at once, each with the same answer, in the words of an API."""
+    calls = [(f"id{number}", json.dumps({"path": path})) for number, path in enumerate(paths)]
+    if shape == "chat":
+        asked = [{"id": call, "type": "function", "function": {"name": "write", "arguments": text}} for call, text in calls]
+        answers = [{"role": "tool", "tool_call_id": call, "content": "ok"} for call, _ in calls]
+        return {"messages": [{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": asked}, *answers]}
+    items = [{"type": "function_call", "call_id": call, "name": "write", "arguments": text} for call, text in calls]
+    return {"input": [*items, *({"type": "function_call_output", "call_id": call, "output": "ok"} for call, _ in calls)]}
+
+
+@pytest.mark.parametrize("shape", ["chat", "responses"])
+def test_results_are_compared_with_what_was_asked(shape: str) -> None:
+    """Where the calls lie further back than the tail, answers that read the same are the same only if the calls are."""
+    one, other, again = (compared(_written(paths, shape)) for paths in (["a", "b", "c"], ["d", "e", "f"], ["a", "b", "c"]))
+
+    assert one == again
+    assert one != other
+
+
+@pytest.mark.parametrize("given", ["continue", [{"type": "function_call_output", "call_id": "a", "output": "ok"}]])
+def test_what_follows_another_response_is_another_request(given: object) -> None:
+    """Where the server keeps the history, the same words after something else may well be progress."""
+    one, other, again = (compared({"input": given, "previous_response_id": name}) for name in ("r1", "r2", "r1"))
+
+    assert one == again
+    assert one != other
+
+
+def test_a_conversation_that_the_server_goes_on_with_has_no_end_here() -> None:
+    """Nobody but the server knows what came before, so nothing is compared."""
+    with pytest.raises(NotCounted, match="no_history"):
+        Tail(LoopDetection(similarity="tail")).compare(Document(b'{"conversation":"c","input":"continue"}'))
+
+
+def test_a_message_in_keys_of_its_own_is_compared_whole() -> None:
+    """What some clients call `parts` in place of `content` tells their messages apart."""
+    one, other = ({"messages": [{"role": "user", "parts": [{"text": text}]}]} for text in ("a", "b"))
+
+    assert compared(one) != compared(other)
+
+
+def test_texts_to_be_embedded_are_no_conversation() -> None:
+    """A list of texts has no end that would tell what is asked for."""
+    with pytest.raises(NotCounted, match="no_messages"):
+        Tail(LoopDetection(similarity="tail")).compare(Document(b'{"model":"m","input":["doc 1","",""]}'))
+
+
+def test_a_reference_is_its_id() -> None:
+    """Two items that refer to different ones are not the same, though ids are left out elsewhere."""
+    one, other = ({"input": [{"type": "item_reference", "id": identity}]} for identity in ("a", "b"))
+
+    assert compared(one) != compared(other)

@@ -1,0 +1,168 @@
+"""What `turns` remembers of earlier requests saves time and changes nothing: no outcome depends on it, and it is bounded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.detectors import actions, results, turn
+from extproc.detectors.actions import THOUGHTS, read_text_action
+from extproc.detectors.results import MAX_NORMALIZED, normalize
+from extproc.detectors.turns import Turns
+from extproc.policy.bundle import LoopDetection
+from extproc.request.document import Document, NotCounted, count_left
+from tests.support.loops import WRITERS
+from tests.support.model_requests import BODIES, REQUESTS
+from tests.support.turn_writers import Did, as_chat
+
+_SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"normalize_results": False, "cooldown_seconds": 9},
+    {"ignore_arguments": ["path"], "threshold_identical_requests": 2, "cooldown_seconds": 9},
+    {"ignore_arguments": [], "tools": {"view": {"threshold": 5, "reason": "why"}, "poll*": {"allow": True}}},
+]
+DETECTORS = [Turns(LoopDetection(enabled=True, similarity="turns", **keys)) for keys in _SETTINGS]
+
+_SAID_BESIDE = ["", "", "go on", "<system-reminder>turn @</system-reminder>", "<feedback>no. @</feedback>"]
+_RESULTS = [
+    *("", "ok", "an error", "took @ ms", "2026-11-22T06:14:@Z line @: not found", '{"id": @, "v": 0.5}', "news no. @"),
+    *("step @ of many\n" * 12, "see /tmp/x-@/y\\n" * 20, "le caf\u00e9 a pris @ \u00b5s", "@ exit status 1 " * 9),
+]
+_CALLS = st.tuples(
+    st.sampled_from(["view", "run", "poll"]),
+    st.sampled_from([{}, {"path": "a.py"}, {"path": "b.py", "thought": "x"}, {"n": 1}, {"n": [0.5, 7]}]),
+)
+_TURNS = st.tuples(st.lists(_CALLS, min_size=1, max_size=2), st.sampled_from(_RESULTS), st.sampled_from(_SAID_BESIDE))
+
+
+def _write(writer: str, before: list[Any], again: list[Any], times: int, more: dict[str, Any]) -> bytes:
+    """An agent's request, whose turns differ in what changes by itself."""
+    turns = [
+        Did(tuple(calls), (result.replace("@", str(number)),) * len(calls), user.replace("@", str(number)), f"I think {number}")
+        for number, (calls, result, user) in enumerate([*before, *again * times], 10)
+    ]
+    return json.dumps({**WRITERS[writer](turns), **more}).encode()
+
+
+_WRITTEN = st.builds(
+    _write,
+    st.sampled_from(sorted(WRITERS)),
+    st.lists(_TURNS, max_size=4),
+    st.lists(_TURNS, min_size=1, max_size=3),
+    st.integers(1, 7),
+    st.sampled_from([{}, {}, {}, {"previous_response_id": "r"}]),
+)
+_BODIES = (
+    _WRITTEN | REQUESTS.map(lambda value: json.dumps(value).encode()) | st.sampled_from(sorted(BODIES)).map(BODIES.__getitem__)
+)
+
+
+def forget() -> None:
+    """Have nothing known."""
+    for memo in (actions._KNOWN, results._KNOWN, turn._NORMAL):
+        memo._young.clear()
+        memo._old.clear()
+
+
+def say(look: Callable[[], object]) -> str:
+    """What comes of a look into a body, and what that took of the bounds."""
+    try:
+        found = repr(look())
+    except NotCounted as why:
+        found = why.reason
+    return f"{found} {count_left()}"
+
+
+def compare_in_session(detector: Turns, data: bytes) -> object:
+    """All that a request of a session leaves, and what is recalled where the same was in the ring before."""
+    spelled, found, memory = detector.compare_in_session(Document(data))
+    if memory is None:
+        return spelled, found
+    return spelled, found, memory.entry, memory.identity, memory.waits, memory.recall([memory.entry] * 4)
+
+
+def say_all(detector: Turns, data: bytes) -> list[str]:
+    """Everything that a detector says about a body."""
+    return [
+        say(lambda: detector.compare(Document(data))),
+        say(lambda: compare_in_session(detector, data)),
+        say(lambda: detector.show(Document(data))),
+    ]
+
+
+@settings(deadline=None)
+@given(st.lists(_BODIES, min_size=1, max_size=4), st.permutations(DETECTORS))
+def test_what_was_seen_of_late_changes_nothing(bodies: list[bytes], detectors: list[Turns]) -> None:
+    """Whoever has sent what before, and whatever the other policies say, each body has the outcome that it has alone."""
+    fresh = []
+    for data in bodies:
+        for detector in DETECTORS:
+            forget()
+            fresh.append(say_all(detector, data))
+    forget()
+    for detector in detectors:
+        for data in reversed(bodies):
+            say_all(detector, data)
+
+    assert [say_all(detector, data) for data in bodies for detector in DETECTORS] == fresh
+
+
+def test_the_bound_on_normalised_results_holds_for_those_that_are_known() -> None:
+    """Six results of full length are compared without what changes by itself, however often they were; one more is not."""
+    turns = [Did((("run", {}),), (f"took {number} ms\n{'x' * (MAX_NORMALIZED - 20)}",)) for number in range(7)]
+    bodies = [json.dumps(as_chat(turns[:count])).encode() for count in (6, 7)]
+    detectors = [Turns(LoopDetection(enabled=True, similarity="turns", threshold_identical_requests=count)) for count in (6, 7)]
+    forget()
+
+    for _ in range(2):
+        found = [detector.compare(Document(body))[1] for detector, body in zip(detectors, bodies, strict=True)]
+        assert [repeat is not None for repeat in found] == [True, False]
+
+
+def test_numbers_that_are_bounded_are_not_remembered() -> None:
+    """An action in a text that holds fractions takes its part of their bound each time."""
+    forget()
+    body = json.dumps({"messages": [{"role": "assistant", "content": '{"action": [0.5, 1.5]}'}]}).encode()
+
+    left = [say_all(DETECTORS[0], body) for _ in range(3)]
+
+    assert left[0] == left[1] == left[2]
+    assert "9998)" in left[0][2]
+    assert len(actions._KNOWN) == 0
+
+
+def test_policies_that_take_other_arguments_for_thoughts_share_nothing() -> None:
+    """What is known of a text under one policy is not taken for what another one makes of it."""
+    text = '{"command": "ls", "why": "to see", "plan": "then edit"}'
+
+    for _ in range(2):
+        assert read_text_action(text, frozenset({"why"}))[1].endswith(b'{"command":"ls","plan":"then edit"}')
+        assert read_text_action(text, frozenset({"plan"}))[1].endswith(b'{"command":"ls","why":"to see"}')
+
+
+@pytest.mark.parametrize(("length", "known"), [(768, 1), (769, 0)])
+def test_long_texts_are_not_remembered(length: int, known: int) -> None:
+    """Nobody fills the memory with what an assistant says: the bound is on bytes."""
+    forget()
+    text = "\u00e9" * (length // 2) + "x" * (length % 2)
+
+    found = [read_text_action(text, THOUGHTS) for _ in range(2)]
+
+    assert found[0] == found[1]
+    assert len(actions._KNOWN) == known
+
+
+@pytest.mark.parametrize(
+    ("line", "known"), [("7 ms, " * 15, 1), ("7 ms, " * 16, 0), ("7 ms" + " " * 508, 1), ("7 ms" + " " * 509, 0)]
+)
+def test_long_lines_and_those_of_many_parts_are_not_remembered(line: str, known: int) -> None:
+    """Nobody fills the memory with lines either; they are normalised alike."""
+    forget()
+
+    assert normalize(line) == normalize(line) == line.replace("7 ms", "#")
+    assert len(results._KNOWN) == known

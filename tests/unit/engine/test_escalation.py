@@ -1,0 +1,135 @@
+"""Escalation: several actions for one loop, each from a threshold of its own on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.decision import Action
+from tests.support.looping import encoded, looping
+from tests.support.loops import STATELESS, Guard
+from tests.support.turn_writers import Did, as_chat
+
+STEPS: dict[str, Any] = {"action": "warn", "threshold_identical_requests": 2, "escalate": {"throttle": 4, "reject": 5}}
+STEER: dict[str, Any] = {"action": "steer", "escalate": {"reject": 5}}
+COUNTED = ("exact", "canonical", "tail", "mcp")
+
+
+def call(tool: str = "f") -> bytes:
+    """A JSON-RPC call of a tool."""
+    return encoded({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": tool, "arguments": {}}})
+
+
+@pytest.mark.parametrize("window_type", ["sliding_ttl", "sliding_log", "fixed"])
+@pytest.mark.parametrize("similarity", COUNTED)
+def test_each_action_holds_from_its_own_threshold_on(similarity: str, window_type: str) -> None:
+    """One count decides: nothing below the first threshold, and the strictest action that it has reached."""
+    guard = Guard(similarity=similarity, window_type=window_type, **STEPS)
+    data = call() if similarity == "mcp" else looping(1)
+
+    sent = [guard.send(data, now) for now in range(7)]
+
+    assert sent == ["allow", "warn", "warn", "throttle", "reject", "reject", "reject"]
+
+
+@pytest.mark.parametrize("similarity", STATELESS)
+def test_a_history_meets_the_strictest_action_that_holds(similarity: str) -> None:
+    """The rule is evaluated with each threshold in place of the detector's own."""
+    guard = Guard(similarity=similarity, **STEPS)
+
+    sent = [guard.send(looping(times)) for times in range(7)]
+
+    assert sent == ["allow", "allow", "warn", "warn", "throttle", "reject", "reject"]
+
+
+_TURNS = st.lists(st.sampled_from(["aa", "ab", "ba", "cc", "error", "x error"]), max_size=16)
+
+
+@given(_TURNS, st.integers(1, 4), st.sampled_from(STATELESS))
+def test_escalation_is_several_detectors_in_one(turns: list[str], times: int, similarity: str) -> None:
+    """The action is that of the strictest of two detectors, each with one of the thresholds, that acts at all."""
+    did = [Did(((turn[0], {"n": 1}),), (turn,)) for turn in turns * times]
+    data = encoded(as_chat(did))
+    single = [
+        Guard(similarity=similarity, action=action, threshold_identical_requests=threshold)
+        for action, threshold in (("reject", 5), ("warn", 3))
+    ]
+
+    sent = Guard(similarity=similarity, action="warn", escalate={"reject": 5}).send(data)
+
+    assert sent == next((action for action in (guard.send(data) for guard in single) if action != "allow"), "allow")
+
+
+def test_a_cooldown_starts_with_the_first_refusal() -> None:
+    """What is only warned of or held trips nothing; what is refused stays refused when its window has emptied."""
+    guard = Guard(**STEPS, window_seconds=10, cooldown_seconds=100)
+
+    held = [guard.send(b"x", now) for now in (0, 1, 2, 3)]
+    after = guard.send(b"x", 20)
+    refused = [guard.send(b"x", now) for now in (21, 22, 23, 24)][-1]
+    cooling = [guard.send(b"x", now) for now in (50, 123)]
+
+    assert held[-1] == "throttle"
+    assert after == "allow"
+    assert refused == "reject"
+    assert cooling == ["reject", "reject"]
+    assert guard.send(b"x", 140) == "allow"
+
+
+@pytest.mark.parametrize("similarity", STATELESS)
+def test_a_history_that_was_only_warned_of_trips_no_cooldown(similarity: str) -> None:
+    """The same turn in a shorter history goes on after a warning, and does not after a refusal."""
+    guard = Guard(similarity=similarity, **STEPS, cooldown_seconds=60)
+
+    warned = [guard.send(looping(times)) for times in (4, 1)]
+    refused = [guard.send(looping(times), 1) for times in (5, 1, 2)]
+
+    assert warned == ["throttle", "allow"]
+    assert refused == ["reject"] * 3
+
+
+def test_what_goes_on_is_counted_and_what_is_refused_may_not_be() -> None:
+    """`count_refused: false` leaves out refusals alone: the milder steps lead there."""
+    guard = Guard(**STEPS, count_refused=False)
+
+    outcomes = [guard.judge(b"x") for _ in range(7)]
+
+    assert [outcome.count for outcome in outcomes] == [1, 2, 3, 4, 5, 5, 5]
+    assert [outcome.action for outcome in outcomes[3:]] == [Action.THROTTLE, *[Action.REJECT] * 3]
+
+
+@pytest.mark.parametrize(("own", "expected"), [(2, [2, 4]), (None, [3, 5]), (6, [6, 8])])
+@pytest.mark.parametrize("similarity", [*STATELESS, "mcp"])
+def test_a_tool_with_a_threshold_of_its_own_escalates_as_others_do(
+    similarity: str, own: int | None, expected: list[int]
+) -> None:
+    """It is steered from there on, and refused as many calls later as every other tool."""
+    guard = Guard(similarity=similarity, **STEER, tools={"read_file": {"threshold": own}})
+    data = [call("read_file")] * 9 if similarity == "mcp" else [looping(times) for times in range(1, 10)]
+
+    sent = [guard.send(body) for body in data]
+
+    assert [sent.index("steer") + 1, sent.index("reject") + 1] == expected
+
+
+def test_a_loop_of_each_threshold_is_told_by_its_own() -> None:
+    """The refusal says how often, by the threshold that refuses."""
+    guard = Guard(similarity="turns", **STEER)
+
+    steered, refused = guard.judge(looping(3)), guard.judge(looping(5))
+
+    assert steered.repeat is not None
+    assert refused.repeat is not None
+    assert (steered.repeat.threshold, refused.repeat.threshold) == (3, 5)
+    assert json.dumps("5 of the last 5 turns")[1:-1] in refused.subject.write_message(refused, "POST", "/")
+
+
+def test_an_action_of_another_policy_may_be_stricter() -> None:
+    """Rejecting is stricter than holding, that than steering, and that than a warning."""
+    order = [Action.ALLOW, Action.WARN, Action.STEER, Action.THROTTLE, Action.REJECT]
+
+    assert list(Action) == order

@@ -1,0 +1,212 @@
+"""Shadow policies of any kind, in any state of health, beside enforcing ones: what Envoy is told to do stays the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.ext_proc.budget import BURST_SECONDS
+from extproc.ext_proc.service import Service
+from extproc.store.rules.ring import Push
+from extproc.store.rules.session import Question
+from tests.support.documents import policy
+from tests.support.messages import body, headers
+from tests.support.service import FailingStore, decoded, exchange, make_service
+
+USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"], "threshold_identical_requests": 2}
+ENFORCING = [
+    policy("reject", {"pathExact": "/reject"}, **USER),
+    policy("warn", {"pathExact": "/warn"}, action="warn", **USER),
+    policy("hold", {"pathExact": "/hold"}, action="throttle", **USER),
+    policy("head", {"pathExact": "/head"}, body="ignore", **USER),
+    policy("head-hold", {"pathExact": "/head-hold"}, body="ignore", action="throttle", **USER),
+    policy("steer", {"pathExact": "/steer"}, similarity="tool_calls", action="steer", escalate={"reject": 3}, **USER),
+]
+PATHS = ["/reject", "/warn", "/hold", "/head", "/head-hold", "/steer", "/nobody"]
+
+_TURN = [
+    {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "grep", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "c", "content": "nothing"},
+]
+BODIES = [
+    None,
+    b"",
+    b"not JSON",
+    *(
+        json.dumps({"user": "u", "messages": [{"role": "user", "content": "go"}, *_TURN * turns]}).encode()
+        for turns in (1, 2, 3)
+    ),
+]
+
+
+class Sent(NamedTuple):
+    """One request."""
+
+    path: str
+    user: str
+    body: bytes | None
+
+
+TRAFFIC = st.lists(
+    st.builds(Sent, st.sampled_from(PATHS), st.sampled_from(["ann", "bob", ""]), st.sampled_from(BODIES)),
+    min_size=1,
+    max_size=4,
+).flatmap(lambda kinds: st.lists(st.sampled_from(kinds), min_size=4, max_size=10))
+"""Few kinds of requests, so that most of them repeat."""
+
+SHADOWS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "similarity": st.sampled_from(["exact", "canonical", "tail", "tool_calls", "turns", "mcp"]),
+            "action": st.sampled_from(["reject", "throttle", "steer", "warn"]),
+            "limit_keys": st.sampled_from([["header:x-user-id"], ["body:/user"], ["header:x-user-id", "query:q"]]),
+            "missing_descriptor": st.sampled_from(["require_one", "skip", "share"]),
+            "uncountable": st.sampled_from(["allow", "reject"]),
+            "cooldown_seconds": st.sampled_from([0, 60]),
+            "canary_of": st.sampled_from([None, *(each["id"] for each in ENFORCING)]),
+            "session": st.sampled_from([None, {}]),
+        }
+    ),
+    min_size=1,
+    max_size=3,
+)
+HEALTH = ["healthy", "slow", "raises", "store fails", "store fails later"]
+
+
+class Still(FailingStore):
+    """A store whose clock stands, so that no answer depends on how busy the machine is."""
+
+    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:  # noqa: ARG002  # stands
+        """Count or fail."""
+        return super().hit(hits, 1_000_000)
+
+    def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]] | Awaitable[list[list[bytes]]]:  # noqa: ARG002  # stands
+        """Push or fail."""
+        return super().push(pushes, 1_000_000)
+
+
+def make_shadow(number: int, shape: dict[str, Any]) -> dict[str, Any]:
+    """A shadow policy for every path, of a shape that was drawn."""
+    loop = {name: shape[name] for name in ("similarity", "action", "cooldown_seconds")}
+    made = policy(f"shadow-{number}", {"pathPrefix": "/"}, mode="shadow", threshold_identical_requests=2, **loop)
+    spec = ("limit_keys", "missing_descriptor", "uncountable", "canary_of", "session")
+    made["spec"] |= {name: shape[name] for name in spec if shape[name] is not None}
+    return made
+
+
+def watched(shapes: Sequence[dict[str, Any]], health: str) -> Service:
+    """A service with the enforcing policies and these shadow policies, in that state of health."""
+    failing = "shadow:" if health.startswith("store fails") else "never"
+    store = Still(failing=failing, later=health in ("slow", "store fails later"))
+    shadows = [make_shadow(number, shape) for number, shape in enumerate(shapes)]
+    service = make_service(*shadows, *ENFORCING, store=store, shadow_samples=5, shadow_sample_bodies=True)
+    if health == "raises":
+        for plan in service.engine.plans:
+            if plan.shadow:
+                plan._descriptors = (None,)  # type: ignore[assignment]  # as a bug would
+    return service
+
+
+def list_effects(service: Service, traffic: Sequence[Sent]) -> list[list[tuple[bytes, int, bytes]]]:
+    """What Envoy is told to do about each request beyond to go on; neither client nor upstream sees dynamic metadata."""
+    effects = []
+    for sent in traffic:
+        ended = sent.body is None
+        messages = [headers(sent.path, end=ended, **({"x_user_id": sent.user} if sent.user else {}))]  # type: ignore[arg-type]  # of **more
+        messages += [] if sent.body is None else [body(sent.body)]
+        told = []
+        for reply in exchange(service, *messages):
+            answer = decoded(reply)
+            answer.ClearField("dynamic_metadata")
+            data = answer.SerializeToString()
+            if len(data) > 2 or reply.hold_ms:
+                told.append((data, reply.hold_ms, reply.first))
+        effects.append(told)
+    return effects
+
+
+@pytest.mark.parametrize("health", HEALTH)
+@given(shapes=SHADOWS, traffic=TRAFFIC)
+def test_shadow_policies_change_nothing(health: str, shapes: list[dict[str, Any]], traffic: list[Sent]) -> None:
+    """Refusals, holds, notes, warnings and bodies are the same to the byte with any shadow policies and without them."""
+    alone = make_service(*ENFORCING, store=Still(failing="never"))
+
+    assert list_effects(watched(shapes, health), traffic) == list_effects(alone, traffic)
+
+
+def test_there_is_something_to_change() -> None:
+    """The traffic of these tests is refused, held, steered and warned about, and shadow policies would refuse more of it."""
+    traffic = [Sent(path, "ann", BODIES[4]) for path in PATHS for _ in range(2)]
+    shape = {
+        "similarity": "exact", "action": "reject", "limit_keys": ["header:x-user-id"], "missing_descriptor": "skip",
+        "uncountable": "allow", "cooldown_seconds": 0, "canary_of": "warn", "session": None,
+    }  # fmt: skip
+    service = watched([shape], "healthy")
+
+    effects = list_effects(service, traffic)
+
+    acted = {path for path, told in zip([sent.path for sent in traffic], effects, strict=True) if told}
+    assert acted == set(PATHS) - {"/nobody"}
+    assert any(hold for told in effects for _, hold, _ in told)
+    (pair,) = service.pairs.list_pairs()
+    assert (pair.both, pair.extra > 0) == (1, True)
+
+
+@pytest.mark.parametrize("health", ["raises", "store fails", "store fails later"])
+def test_what_goes_wrong_is_counted(health: str) -> None:
+    """A shadow policy that fails is not silent: metrics tell of it."""
+    shape = {
+        "similarity": "exact", "action": "reject", "limit_keys": ["header:x-user-id"], "missing_descriptor": "skip",
+        "uncountable": "allow", "cooldown_seconds": 0, "canary_of": None, "session": None,
+    }  # fmt: skip
+    service = watched([shape], health)
+    list_effects(service, [Sent("/warn", "ann", b"x")])
+
+    read = service.metrics.registry.get_sample_value
+    failed = read("loopguard_fail_open_total", {"reason": "shadow_error"}) if health == "raises" else None
+    assert failed or read("loopguard_store_errors_total", {"kind": "connection"}) == 1
+
+
+def test_what_shadow_policies_look_into_costs_enforcing_ones_nothing() -> None:
+    """A caller's time for looking into bodies is spent by enforcing policies alone, where shadow policies look as well."""
+    reader = {"similarity": "tail", **USER}
+    alone = make_service(policy("watches", {"pathExact": "/"}, mode="shadow", **reader))
+    beside = make_service(
+        policy("acts", {"pathExact": "/"}, **reader), policy("watches", {"pathExact": "/"}, mode="shadow", **reader)
+    )
+
+    for service in (alone, beside):
+        exchange(service, headers(x_user_id="ann"), body(BODIES[-1] or b""))
+        service.budget.spend("x-user-id=ann", BURST_SECONDS - 1e-9)
+
+    assert alone.budget.allows("x-user-id=ann", 0.0)
+    assert not alone.budget.allows("x-user-id=ann", 0.0, shadow=True)
+    assert not beside.budget.allows("x-user-id=ann", 0.0)
+
+
+def test_shadow_policies_that_have_used_up_their_time_count_nothing() -> None:
+    """They leave requests uncounted, and enforcing ones refuse the loop."""
+    reader = {"similarity": "tail", **USER}
+    service = make_service(
+        policy("acts", {"pathExact": "/"}, **reader), policy("watches", {"pathExact": "/"}, mode="shadow", **reader)
+    )
+    service.budget.allows("x-user-id=ann", perf_counter())
+    service.budget.spend("x-user-id=ann", 1_000, shadow=True)
+
+    answers = [decoded(exchange(service, headers(x_user_id="ann"), body(BODIES[-1] or b""))[-1]) for _ in range(2)]
+
+    assert [answer.immediate_response.status.code for answer in answers] == [0, 429]
+    assert count_uncounted(service, "watches") == 2
+    assert count_uncounted(service, "acts") == 0
+
+
+def count_uncounted(service: Service, name: str) -> float:
+    """How many bodies a policy had no time to look into."""
+    labels = {"policy": name, "reason": "inspect_budget"}
+    return service.metrics.registry.get_sample_value("loopguard_uncounted_total", labels) or 0

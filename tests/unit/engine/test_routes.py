@@ -1,0 +1,193 @@
+"""Selectors compiled to an index: which policies a request meets, and at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.engine.routes import Index
+from extproc.policy.bundle import Selector
+from extproc.request.fingerprint import normalize_path
+
+pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # routes are compiled
+
+Request = tuple[str, str, str, str]  # method, authority, path, route
+
+
+def index(*selectors: Mapping[str, Any]) -> Index[int]:
+    """An index of selectors, each filed under its position."""
+    return Index((Selector(**selector), number) for number, selector in enumerate(selectors))
+
+
+PATHS: list[tuple[dict[str, str], list[str], list[str]]] = [
+    ({"pathExact": "/v1"}, ["/v1"], ["/v1/", "/", "/V1", "/v1/x", ""]),
+    ({"pathExact": "/v1/"}, ["/v1/"], ["/v1", "/v1//"]),
+    ({"pathPrefix": "/v1/"}, ["/v1/", "/v1/x", "/v1//", "/v1/x/y/z"], ["/v1", "/v1x/", "/v2/x", "/x/v1/"]),
+    ({"pathPrefix": "/v1"}, ["/v1", "/v1/", "/v1/x", "/v1//x"], ["/v1x", "/v", "/", "/V1/x", "/x/v1"]),
+    ({"pathPrefix": "/a//b"}, ["/a/b", "/a/b/c"], ["/a//b", "/a/bc", "/a/"]),  # as requests' paths are by then
+    ({"pathPrefix": "/a//"}, ["/a/", "/a/b"], ["/a", "/b"]),
+    ({"pathExact": "/%61/./b"}, ["/a/b"], ["/%61/./b"]),
+    ({"pathPrefix": "/"}, ["/", "//", "/x", "/x/y/"], ["*", ""]),
+    ({"pathExact": "/x", "pathPrefix": "/v1/"}, ["/x", "/v1/y"], ["/x/", "/v1"]),
+    ({"pathExact": "/v1/x", "pathPrefix": "/v1"}, ["/v1/x", "/v1/y"], ["/w"]),
+]
+
+
+@pytest.mark.parametrize(("selector", "taken", "refused"), PATHS)
+def test_paths(selector: dict[str, str], taken: list[str], refused: list[str]) -> None:
+    """An exact path matches itself, a prefix what lies below it; of two anchors either will do, and gives one match."""
+    found = {path: list(index(selector).match("GET", "h", path)) for path in taken + refused}
+
+    assert found == {path: [0] for path in taken} | {path: [] for path in refused}
+
+
+FIELDS: list[tuple[dict[str, list[str]], Request, list[int]]] = [
+    ({"hosts": ["api.example.com"]}, ("GET", "api.example.com", "/", ""), [0]),
+    ({"hosts": ["API.Example.COM.:443"]}, ("GET", "Api.example.com.:8443", "/", ""), [0]),
+    ({"hosts": ["api.example.com"]}, ("GET", "example.com", "/", ""), []),
+    ({"hosts": ["api.example.com"]}, ("GET", "", "/", ""), []),
+    ({"hosts": ["[2001:DB8::1]:443"]}, ("GET", "[2001:db8::1]:8080", "/", ""), [0]),
+    ({"hosts": ["[2001:db8::1]"]}, ("GET", "[2001:db8::2]", "/", ""), []),
+    ({"hosts": ["a", "b"]}, ("GET", "b:1", "/", ""), [0]),
+    ({"methods": ["POST"]}, ("POST", "", "/", ""), [0]),
+    ({"methods": ["post"]}, ("POST", "", "/", ""), [0]),
+    ({"methods": ["POST"]}, ("post", "", "/", ""), []),  # methods are case-sensitive
+    ({"routes": ["llm"]}, ("GET", "", "/", "llm"), [0]),
+    ({"routes": ["llm"]}, ("GET", "", "/", "LLM"), []),
+    ({"routes": ["llm"]}, ("GET", "", "/", ""), []),
+    ({"hosts": ["a"], "methods": ["GET"], "routes": ["r"]}, ("GET", "a", "/", "r"), [0]),
+    ({"hosts": ["a"], "methods": ["GET"], "routes": ["r"]}, ("GET", "a", "/", "s"), []),
+    ({"hosts": ["a"], "methods": ["GET"], "routes": ["r"]}, ("PUT", "a", "/", "r"), []),
+    ({"hosts": ["a"], "methods": ["GET"], "routes": ["r"]}, ("GET", "b", "/", "r"), []),
+]
+
+
+@pytest.mark.parametrize(("fields", "request_", "expected"), FIELDS)
+@pytest.mark.parametrize("anchor", [{"pathPrefix": "/"}, {"pathExact": "/"}, {"pathExact": "/", "pathPrefix": "/"}])
+def test_hosts_methods_and_routes(
+    anchor: dict[str, str], fields: dict[str, list[str]], request_: Request, expected: list[int]
+) -> None:
+    """Every field that a selector names must agree, whatever its anchor; hosts without case, port and trailing dot."""
+    found = index({**anchor, **fields}).match(*request_)
+
+    assert list(found) == expected
+
+
+def test_a_route_selects_without_a_path() -> None:
+    """A selector of routes alone takes every path of that route, even what is no path."""
+    made = index({"routes": ["llm"]}, {"routes": ["llm"], "pathPrefix": "/v1"})
+
+    assert [list(made.match("GET", "", path, "llm")) for path in ("/v1/x", "/v2", "*")] == [[0, 1], [0], [0]]
+    assert list(made.match("GET", "", "/v1/x", "other")) == []
+
+
+def test_answers_come_in_filing_order() -> None:
+    """Whatever anchor or field a selector was found by, the answer keeps the order of the bundle."""
+    made = index(
+        {"routes": ["r"]}, {"pathPrefix": "/"}, {"pathExact": "/a", "hosts": ["h"]}, {"pathPrefix": "/a"}, {"pathExact": "/a"}
+    )
+
+    assert list(made.match("GET", "h", "/a", "r")) == [0, 1, 2, 3, 4]
+
+
+SEGMENTS = st.lists(st.sampled_from(["", "a", "b", "ab"]), max_size=4).map("/".join)
+ANCHOR = SEGMENTS.map("/{}".format)
+SELECTORS = st.fixed_dictionaries(
+    {},
+    optional={
+        "pathExact": ANCHOR,
+        "pathPrefix": ANCHOR,
+        "methods": st.lists(st.sampled_from(["GET", "post"]), min_size=1, max_size=3),
+        "hosts": st.lists(st.sampled_from(["a", "A.", "b:80", "[::1]"]), min_size=1, max_size=3),
+        "routes": st.lists(st.sampled_from(["r", "s"]), min_size=1, max_size=2),
+    },
+).filter(lambda selector: bool(selector.keys() & {"pathExact", "pathPrefix", "routes"}))
+ANCHORS = ("pathExact", "pathPrefix")
+REQUESTS = st.tuples(
+    st.sampled_from(["GET", "POST", "get"]),
+    st.sampled_from(["a", "a.:81", "B", "[::1]:9", "c", ""]),
+    st.one_of(ANCHOR, SEGMENTS, st.just("*")),
+    st.sampled_from(["r", "s", ""]),
+)
+
+
+def takes(selector: Mapping[str, Any], request: Request) -> bool:
+    """What a selector means, said as directly as possible."""
+    method, authority, path, route = request
+    exact, prefix = (None if anchor is None else normalize_path(anchor) for anchor in map(selector.get, ANCHORS))
+    by_path = (
+        (exact is None and prefix is None)
+        or path == exact
+        or (prefix is not None and (path == prefix or path.startswith(prefix if prefix.endswith("/") else f"{prefix}/")))
+    )
+    bare = {"a": "a", "A.": "a", "b:80": "b", "[::1]": "[::1]", "a.:81": "a", "B": "b", "[::1]:9": "[::1]", "c": "c", "": ""}
+    return (
+        by_path
+        and ("methods" not in selector or method in [name.upper() for name in selector["methods"]])
+        and ("hosts" not in selector or bare[authority] in [bare[host] for host in selector["hosts"]])
+        and ("routes" not in selector or route in selector["routes"])
+    )
+
+
+@given(st.lists(SELECTORS, max_size=8), st.lists(REQUESTS, min_size=1, max_size=8))
+def test_the_index_agrees_with_asking_every_selector(selectors: list[dict[str, Any]], requests: list[Request]) -> None:
+    """For any selectors and requests the answer is that of asking each selector in turn: each match once, in order."""
+    made = index(*selectors)
+
+    for request in requests:
+        assert list(made.match(*request)) == [number for number, selector in enumerate(selectors) if takes(selector, request)]
+
+
+class Counting(dict[Any, Any]):
+    """A dictionary that counts how often it is asked."""
+
+    asked = 0
+
+    def get(self, key: Any, default: Any = None) -> Any:  # noqa: ANN401  # as dict's own
+        """Count, then answer."""
+        Counting.asked += 1
+        return super().get(key, default)
+
+
+def lookups(made: Index[int], *request: str) -> int:
+    """How many dictionary look-ups a match takes."""
+    for table in (made._exact, made._prefix, made._anywhere):
+        table.shapes, table.places = Counting(table.shapes), Counting(table.places)
+    Counting.asked = 0
+    assert len(made.match(*request)) == 1
+    return Counting.asked
+
+
+@pytest.mark.parametrize(
+    ("selector", "request_"),
+    [
+        ({"pathPrefix": "/v1", "hosts": ["h{}"]}, ("POST", "h7", "/v1/a/b/c/d", "")),
+        ({"pathExact": "/v1/a", "hosts": ["h{}"]}, ("POST", "h7", "/v1/a", "")),
+        ({"pathExact": "/v{}"}, ("POST", "h", "/v7", "")),
+        ({"pathPrefix": "/t/{}/"}, ("POST", "h", "/t/7/x/y/z", "")),
+        ({"routes": ["r{}"], "methods": ["POST"]}, ("POST", "h", "/v1", "r7")),
+    ],
+)
+def test_the_cost_does_not_grow_with_the_number_of_policies(selector: dict[str, Any], request_: Request) -> None:
+    """Ten thousand policies take as many look-ups as ten, whether they differ by host, path or route."""
+
+    def filled(count: int) -> Index[int]:
+        def fill(value: str | list[str], number: int) -> str | list[str]:
+            return value.format(number) if isinstance(value, str) else [item.format(number) for item in value]
+
+        return index(*({key: fill(value, number) for key, value in selector.items()} for number in range(count)))
+
+    few, many = lookups(filled(10), *request_), lookups(filled(10_000), *request_)
+
+    assert few == many <= 8
+
+
+def test_a_long_path_costs_no_more_than_the_deepest_prefix() -> None:
+    """A client that sends thousands of slashes cannot make the look-up longer."""
+    made = index({"pathPrefix": "/a/b"}, {"pathExact": "/x"})
+
+    assert len(list(made._prefixes("/a/b" + "/c" * 10_000))) == len(list(made._prefixes("/a/b/c/d"))) <= 5

@@ -1,0 +1,1 @@
+"""Units of `extproc/ext_proc/`."""

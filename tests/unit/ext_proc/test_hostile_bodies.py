@@ -1,0 +1,235 @@
+"""Bodies made to break whoever looks into them, through the real service: each gets its one answer, and nothing is raised."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.ext_proc.service import Service
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from tests.support.documents import policy
+from tests.support.engine import ANY
+from tests.support.messages import body, headers
+from tests.support.model_requests import BODIES, HOSTILE, LIMIT, MIB, REQUESTS, chat_body, tool_call, user_message
+from tests.support.service import decoded, exchange, headers_of, make_service, metadata_of, sample
+
+
+def _looking(identity: str, mode: str, **more: object) -> dict[str, Any]:
+    """A policy with a detector of each similarity, and a descriptor from the body."""
+    made = policy(identity, ANY, mode=mode, limit_keys=["body:/model"], missing_descriptor="share")
+    common = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 3, **more}
+    made["spec"]["loop_detection"] = [
+        {**common, "similarity": "exact"},
+        {**common, "similarity": "canonical", "ignore_fields": ["/messages/*/id", "/*/*", "/input/0", "/metadata/request_id"]},
+        {**common, "similarity": "tail"},
+        {**common, "similarity": "tool_calls", "tools": {"wait*": {"allow": True}, "*poll*": {"threshold": 5}}},
+    ]
+    return made
+
+
+def _service(**more: object) -> Service:
+    """An enforcing and a shadow policy, each with all that looks into bodies."""
+    return make_service(_looking("e", "enforce", **more), _looking("s", "shadow", **more))
+
+
+def _uncounted(service: Service, identity: str) -> dict[str, float]:
+    """How often a policy did not count, by reason."""
+    return {
+        found.labels["reason"]: found.value
+        for metric in service.metrics.uncounted.collect()
+        for found in metric.samples
+        if found.name.endswith("_total") and found.labels["policy"] == identity
+    }
+
+
+def _send(service: Service, data: bytes) -> ProcessingResponse:
+    """One request, of which nothing may be wrong but what its body holds."""
+    first, last = exchange(service, headers(), body(data))
+    answer = decoded(last)
+    assert not first.done
+    assert decoded(first).WhichOneof("response") == "request_headers"
+    assert last.done
+    assert answer.WhichOneof("response") in {"request_body", "immediate_response"}
+    assert _uncounted(service, "e") == _uncounted(service, "s")
+    for reason in ("internal_error", "shadow_error", "store_error"):
+        assert sample(service, "fail_open_total", reason=reason) == 0, reason
+    return answer
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_body_gets_its_answer(name: str) -> None:
+    """No body raises, the reason for which it is not counted is the right one, and in shadow it is the same."""
+    make, reasons, looping = HOSTILE[name]
+    service = _service()
+
+    answer = _send(service, make())
+
+    assert set(_uncounted(service, "e")) == reasons
+    assert (answer.WhichOneof("response") == "immediate_response") is looping
+    assert (metadata_of(answer).get("shadow_action") == "reject") is looping
+
+
+@pytest.mark.parametrize("name", [name for name, (_, reasons, _) in HOSTILE.items() if reasons != LIMIT])
+def test_a_hostile_body_is_counted_as_far_as_it_can_be(name: str) -> None:
+    """What comes three times is a loop, however strange; only what no detector counts goes on for ever."""
+    make, reasons, _ = HOSTILE[name]
+    service, data = _service(), make()
+
+    kinds = [_send(service, data).WhichOneof("response") for _ in range(3)]
+
+    assert (kinds[-1] == "immediate_response") is ("descriptor_too_long" not in reasons)
+
+
+@pytest.mark.parametrize("name", ["a huge tool name", "a tool name that is a header"])
+def test_a_refusal_holds_little_that_the_client_wrote(name: str) -> None:
+    """Whatever a tool is called, the answer is short and its headers are clean."""
+    answer = _send(_service(), HOSTILE[name][0]())
+
+    assert len(answer.SerializeToString()) < 4_096
+    assert all(value.isascii() and value.isprintable() for value in headers_of(answer).values())
+    assert json.loads(answer.immediate_response.body)["error"]["type"] == "loop_detected"
+
+
+@pytest.mark.parametrize(
+    ("size", "limit", "counted"),
+    [(MIB, None, True), (MIB + 1, None, False), (1_000, 1_000, True), (1_001, 1_000, False), (2 * MIB, 3 * MIB, True)],
+)
+def test_a_body_is_looked_into_up_to_a_size(size: int, limit: int | None, counted: bool) -> None:
+    """Up to max_inspect_bytes, 1 MiB by default, every detector counts; above it none that would have to look does."""
+    service = _service(**({} if limit is None else {"max_inspect_bytes": limit}))
+    data = chat_body(user_message('"?"'))
+    data = data.replace(b"?", b"x" * (size - len(data) + 1))
+
+    kinds = [_send(service, data).WhichOneof("response") for _ in range(3)]
+
+    assert len(data) == size
+    assert kinds[-1] == ("immediate_response" if counted else "request_body")
+    assert _uncounted(service, "e") == ({} if counted else {"inspect_limit": _uncounted(service, "e")["inspect_limit"]})
+
+
+def test_what_need_not_look_still_counts() -> None:
+    """A body that is too large to be looked into is counted byte for byte by whoever compares bytes."""
+    service = make_service(_looking("e", "enforce"), policy("plain", ANY))
+    data = b"[" * 2 * MIB
+
+    kinds = [decoded(exchange(service, headers(), body(data))[-1]).WhichOneof("response") for _ in range(3)]
+
+    assert kinds == ["request_body", "request_body", "immediate_response"]
+    assert set(_uncounted(service, "e")) == LIMIT
+    assert _uncounted(service, "plain") == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["nested arrays", "one id in every turn", "invalid UTF-8 in a text", "a million tiny messages", "keys in escapes"]
+)
+def test_a_streamed_body_is_looked_into_alike(name: str) -> None:
+    """A body that comes in pieces, cut wherever, gets the answer that it gets as a whole."""
+    data = HOSTILE[name][0]()
+    whole, streamed = _service(), _service()
+    cuts = [0, 1, 17, len(data) // 3, len(data) // 2, len(data) - 1, len(data)]
+    pieces = [body(data[start:stop], end=stop == len(data)) for start, stop in pairwise(cuts)]
+
+    expected = _send(whole, data)
+    replies = exchange(streamed, headers(mode="STREAMED"), *pieces)
+
+    assert decoded(replies[-1]) == expected
+    assert [reply.done for reply in replies] == [False] * len(pieces) + [True]
+    assert _uncounted(streamed, "e") == _uncounted(whole, "e")
+    assert sample(streamed, "fail_open_total", reason="internal_error") == 0
+
+
+_JUNK = ["null", "true", "0", "-1.5e9", '""', '"x"', "[]", "[[]]", "{}", '{"":{}}', "[null]", '[{"type":7}]', f'"{"x" * 300}"']
+_PLACES = {
+    "a chat's": "model messages role content type text tool_calls id function name arguments tool_call_id",
+    "an item's": "model input role content type text call_id name arguments output previous_response_id",
+    "a block's": "messages content type id name input tool_use_id is_error source cache_control",
+}
+_FOR = {"a chat's": "chat_stuck", "an item's": "responses_parallel_calls", "a block's": "anthropic_stuck"}
+
+
+def _with_junk(value: Any, key: str, junk: object) -> Any:  # noqa: ANN401  # any JSON value
+    """A body in which everything under one key is something else."""
+    if isinstance(value, list):
+        return [_with_junk(item, key, junk) for item in value]
+    if isinstance(value, dict):
+        return {name: junk if name == key else _with_junk(item, key, junk) for name, item in value.items()}
+    return value
+
+
+@pytest.mark.parametrize("junk", _JUNK, ids=lambda junk: junk[:12])
+@pytest.mark.parametrize("owner", _PLACES)
+def test_any_type_may_stand_in_any_field(owner: str, junk: str) -> None:
+    """A real request in which one field, wherever it stands, is of another type or empty, is answered like any other."""
+    value = json.loads(BODIES[_FOR[owner]])
+
+    for key in _PLACES[owner].split():
+        service = _service()
+        _send(service, json.dumps(_with_junk(value, key, json.loads(junk))).encode())
+
+        assert set(_uncounted(service, "e")) <= {"no_messages", "no_history"}, key
+
+
+@given(REQUESTS)
+def test_nearly_right_bodies_are_answered(value: dict[str, Any]) -> None:
+    """Bodies near those of the APIs, with anything in any place, are answered and never raise."""
+    _send(_service(), json.dumps(value).encode())
+
+
+@given(st.sampled_from(sorted(BODIES)), st.data())
+def test_damaged_bodies_are_answered(name: str, data: st.DataObject) -> None:
+    """A real request with some of its bytes replaced, doubled or gone is answered and never raises."""
+    damaged = bytearray(BODIES[name])
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(damaged)))
+        stop = start + data.draw(st.integers(0, 40))
+        piece = bytes(damaged[start:stop])
+        damaged[start:stop] = data.draw(
+            st.one_of(st.just(piece * 2), st.just(b""), st.binary(max_size=4), st.sampled_from(_BITS))
+        )
+
+    _send(_service(), bytes(damaged))
+
+
+_BITS = [b"null", b"[]", b"{}", b'"', b"\\", b"\\ud800", b"1e5", b",", b"\x00", b"\xff", b"-", b"[" * 1_000]
+
+
+@pytest.mark.parametrize("nest", ["[%s]", '{"a":%s}'], ids=["arrays", "objects"])
+def test_every_depth_is_too_deep_or_is_not(nest: str) -> None:
+    """Between a body that is taken and one that is nested too deep there is none that raises."""
+    opening, closing = nest.split("%s")
+    shapes: list[Callable[[str], bytes]] = [
+        lambda value: chat_body(user_message(value)),
+        chat_body,
+        lambda value: chat_body(*[tool_call(value)] * 3),
+        lambda value: chat_body(user_message(), model=value),
+        lambda value: f'{{"prompt":{value}}}'.encode(),
+    ]
+
+    for shape in shapes:
+        for depth in range(900, 1_000):
+            _send(_service(), shape(opening * depth + "1" + closing * depth))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_body_leaves_nothing_to_the_garbage_collector(name: str) -> None:
+    """Whatever a body is, it is freed when its request has been answered, not when a collection comes round."""
+    make, _, _ = HOSTILE[name]
+    service, data = _service(), make()
+    _send(service, data)  # what is made once and kept
+    gc.collect()
+    gc.disable()
+
+    try:
+        _send(service, data)
+        left = gc.collect()
+    finally:
+        gc.enable()
+
+    assert left == 0

@@ -1,0 +1,460 @@
+"""Tools that are taken out of requests: which go, what the choice is then, and that every other byte stays."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from codecs import BOM_UTF8
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from extproc.ext_proc.changes.edits import NotEdited
+from extproc.ext_proc.changes.narrow import narrow
+from extproc.request.http import HttpRequest
+from tests.support.model_requests import ANYTHING, HOSTILE, REQUESTS, spelled
+from tests.support.turn_writers import SHAPES, Did
+
+Choice = str | tuple[str, str | list[str]] | None
+"""A mode; a tool; or a mode and the tools that it is about."""
+
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+_NAMES = ("pay", "read", "write")
+
+
+def _as_chat(tools: Sequence[str], choice: Choice) -> dict[str, Any]:
+    wrapped = [{"type": "function", "function": {"name": name, "parameters": _SCHEMA}} for name in tools]
+    named: Any = {"type": "function", "function": {"name": choice[1]}} if isinstance(choice, tuple) else choice
+    if isinstance(choice, tuple) and isinstance(choice[1], list):
+        allowed = [{"type": "function", "function": {"name": name}} for name in choice[1]]
+        named = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": allowed}}
+    return {"tools": wrapped, "tool_choice": named}
+
+
+def _as_functions(tools: Sequence[str], choice: Choice) -> dict[str, Any]:
+    named = {"name": choice[1]} if isinstance(choice, tuple) else choice
+    return {"functions": [{"name": name, "parameters": _SCHEMA} for name in tools], "function_call": named}
+
+
+def _as_responses(tools: Sequence[str], choice: Choice) -> dict[str, Any]:
+    flat = [{"type": "function", "name": name, "parameters": _SCHEMA, "strict": True} for name in tools]
+    named: Any = {"type": "function", "name": choice[1]} if isinstance(choice, tuple) else choice
+    if isinstance(choice, tuple) and isinstance(choice[1], list):
+        allowed = [{"type": "function", "name": name} for name in choice[1]]
+        named = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
+    return {"tools": flat, "tool_choice": named}
+
+
+def _as_anthropic(tools: Sequence[str], choice: Choice) -> dict[str, Any]:
+    named: dict[str, Any] = {"type": "tool", "name": choice[1]} if isinstance(choice, tuple) else {"type": choice}
+    return {"tools": [{"name": name, "input_schema": _SCHEMA} for name in tools], "tool_choice": named if choice else None}
+
+
+def _as_bedrock(tools: Sequence[str], choice: Choice) -> dict[str, Any]:
+    specs = [{"toolSpec": {"name": name, "inputSchema": {"json": _SCHEMA}}} for name in tools]
+    named: dict[Any, Any] = {"tool": {"name": choice[1]}} if isinstance(choice, tuple) else {choice: {}}
+    return {"toolConfig": {"tools": specs} | ({"toolChoice": named} if choice else {})}
+
+
+def _as_gemini(tools: Sequence[str], choice: Choice) -> dict[str, Any]:
+    mode = choice[0] if isinstance(choice, tuple) else choice
+    calling: dict[str, Any] = {"mode": mode} | ({"allowedFunctionNames": choice[1]} if isinstance(choice, tuple) else {})
+    declared = [{"functionDeclarations": [{"name": name, "parameters": _SCHEMA} for name in tools]}]
+    return {"tools": declared, "toolConfig": {"functionCallingConfig": calling} if choice else None}
+
+
+_TOOL = st.sampled_from(_NAMES).map(lambda name: ("tool", name))
+_SOME = st.lists(st.sampled_from(_NAMES), min_size=1, unique=True)
+_ALLOWED = _SOME.map(lambda names: ("allowed", names))
+
+
+def _choose(*modes: str) -> st.SearchStrategy[Any]:
+    return st.sampled_from([None, *modes])
+
+
+# api -> (how history, tools and choice are written, which choices there are, those of the model's and of none)
+_Api = tuple[str, Callable[[Sequence[str], Any], dict[str, Any]], st.SearchStrategy[Any], str, str]
+APIS: dict[str, _Api] = {
+    "chat": ("chat", _as_chat, _choose("auto", "none", "required") | _TOOL | _ALLOWED, "auto", "none"),
+    "functions": ("chat", _as_functions, _choose("auto", "none") | _TOOL, "auto", "none"),
+    "responses": ("responses", _as_responses, _choose("auto", "none", "required") | _TOOL | _ALLOWED, "auto", "none"),
+    "anthropic": ("anthropic", _as_anthropic, _choose("auto", "any", "none") | _TOOL, "auto", "none"),
+    "bedrock": ("bedrock", _as_bedrock, _choose("auto", "any") | _TOOL, "auto", ""),
+    "gemini": ("gemini", _as_gemini, _choose("AUTO", "ANY", "NONE") | _SOME.map(lambda names: ("ANY", names)), "AUTO", "NONE"),
+    "ollama": ("ollama", _as_chat, st.none(), "", ""),
+}
+every_api = pytest.mark.parametrize("api", APIS)
+
+
+def write(api: str, turns: Sequence[Did], tools: Sequence[str] | None, choice: Choice) -> dict[str, Any]:
+    """A request; `tools`: None where none are declared."""
+    shape, declare = APIS[api][:2]
+    declared = declare(tools, choice) if tools is not None else {}
+    request = SHAPES[shape](turns) | {"generationConfig": {}}
+    return request | {key: value for key, value in declared.items() if value is not None}
+
+
+def expect(api: str, used: Sequence[str], tools: list[str], without: Collection[str] | None, choice: Any) -> Any:  # noqa: ANN401  # a Choice
+    """The tools and the choice that there should be, None where it should be refused; `used`: the last to be called first."""
+    _, _, _, auto, none = APIS[api]
+    left = [name for name in tools if without is not None and name not in without]
+    if not left:
+        if not used or api == "ollama":
+            return None, None
+        kept = next((name for name in used if name in tools), tools[0])
+        return ([kept], none) if none else None
+    if isinstance(choice, tuple) and isinstance(choice[1], list):
+        allowed = [name for name in choice[1] if name in left or name not in tools]
+        choice = (choice[0], allowed) if allowed else none
+    elif isinstance(choice, tuple) and choice[1] in tools and choice[1] not in left:
+        choice = auto
+    return left, choice
+
+
+def request_of(api: str, **headers: bytes) -> HttpRequest:
+    """A request to the API, as far as narrowing looks at it."""
+    path = "/api/chat" if api == "ollama" else "/v1/x"
+    return HttpRequest("POST", path, "", {name.replace("_", "-"): value for name, value in headers.items()})
+
+
+def narrowed(body: bytes, *without: str, every: bool = False, path: str = "/v1/x") -> bytes:
+    """A body without some tools, or without all of them."""
+    return narrow(HttpRequest("POST", path), body, None if every else without)
+
+
+def refused(body: bytes, *without: str, every: bool = False) -> str:
+    """Why a body cannot be narrowed."""
+    with pytest.raises(NotEdited) as why:
+        narrowed(body, *without, every=every)
+    return why.value.reason
+
+
+def tidy(value: dict[str, Any]) -> dict[str, Any]:
+    """A request without an empty configuration, which says nothing."""
+    return {key: item for key, item in value.items() if (key, item) != ("toolConfig", {})}
+
+
+def read_raw(body: bytes) -> dict[str, bytes]:
+    """The members of a body, as they stand there."""
+    return {key: bytes(item) for key, item in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items()}
+
+
+_TURNS = st.lists(st.lists(st.sampled_from([*_NAMES, "old"]), min_size=1, max_size=2), max_size=2)
+_WITHOUT = st.none() | st.sets(st.sampled_from([*_NAMES, "old"]))
+
+
+@every_api
+@settings(max_examples=40)
+@given(st.data(), _TURNS, st.lists(st.sampled_from(_NAMES), min_size=1, unique=True), _WITHOUT)
+def test_what_is_named_goes_and_the_choice_fits(
+    api: str, data: st.DataObject, made: list[list[str]], tools: list[str], without: set[str] | None
+) -> None:
+    """However a body is spelled: the tools that are left, the choice among them, and every other member as it stood there."""
+    turns = [Did(tuple((name, {}) for name in names), ("seen",) * len(names)) for names in made]
+    choice = data.draw(APIS[api][2])
+    old = write(api, turns, tools, choice)
+    body = spelled(data.draw, old).encode()
+    expected = expect(api, [name for names in made[::-1] for name in names[::-1]], tools, without, choice)
+
+    if expected is None:
+        with pytest.raises(NotEdited, match="no_choice"):
+            narrow(request_of(api), body, without)
+        return
+    new = narrow(request_of(api), body, without)
+
+    assert tidy(json.loads(new)) == write(api, turns, *expected)
+    before, after = read_raw(body), read_raw(new)
+    changed = {"tools", "tool_choice", "functions", "function_call", "toolConfig"}
+    assert {key: after.get(key) for key in before.keys() - changed} == {key: before[key] for key in before.keys() - changed}
+
+
+def _chat(tools: Sequence[object], **more: object) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "go"}], "tools": tools, **more}).encode()
+
+
+def _responses(tools: Sequence[object], **more: object) -> bytes:
+    return json.dumps({"input": "go", "tools": tools, **more}).encode()
+
+
+def _gemini(tools: Sequence[object], **more: object) -> bytes:
+    return json.dumps({"contents": [{"parts": [{"text": "go"}]}], "tools": tools, **more}).encode()
+
+
+def _flat(name: str) -> dict[str, Any]:
+    return {"type": "function", "name": name}
+
+
+def _declare(*names: str) -> dict[str, Any]:
+    return {"functionDeclarations": [{"name": name} for name in names]}
+
+
+_F = {"name": "f"}
+_CUSTOM = {"type": "custom", "custom": {"name": "sql"}}
+_SERVER = {"type": "mcp", "server_label": "a", "server_url": "http://a"}
+_TOOLSET = {"type": "mcp_toolset", "mcp_server_name": "a"}
+_CACHE = {"cachePoint": {"type": "default"}}
+_SPEC = {"toolSpec": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "without", "tools"),
+    [
+        (_chat([_CUSTOM, *_as_chat(["f"], None)["tools"]]), ["sql"], _as_chat(["f"], None)["tools"]),
+        (_chat([{"type": "web_search_20250305", "name": "web_search"}, {"name": "f"}]), ["web_search"], [{"name": "f"}]),
+        (_responses([{"type": "custom", "name": "sql"}, _flat("f")]), ["sql"], [_flat("f")]),
+        (_responses([{"type": "web_search_preview_2025_03_11"}, _flat("f")]), ["web_search"], [_flat("f")]),
+        (_responses([{"type": "web_search_preview"}, _flat("f")]), ["web_search_preview"], [_flat("f")]),
+        (_responses([{"type": "computer_use_preview"}, _flat("f")]), ["computer"], [_flat("f")]),
+        (_responses([_SERVER, _flat("f")]), ["f", "a"], [_SERVER]),
+        (
+            _responses([{"type": "namespace", "name": "crm", "tools": [_flat("f"), _flat("g")]}]),
+            ["g"],
+            [{"type": "namespace", "name": "crm", "tools": [_flat("f")]}],
+        ),
+        (_responses([{"type": "namespace", "name": "crm", "tools": [_flat("f")]}, _flat("g")]), ["f"], [_flat("g")]),
+        (_gemini([_declare("f", "g"), {"googleSearch": {}}]), ["f"], [_declare("g"), {"googleSearch": {}}]),
+        (
+            _gemini([_declare("f") | {"googleSearch": {}}, {"codeExecution": {}}]),
+            ["f", "code_execution"],
+            [{"googleSearch": {}}],
+        ),
+        (_gemini([_declare("f"), {"mcpServers": [{}]}]), ["f"], [{"mcpServers": [{}]}]),
+        (
+            _gemini([{"function_declarations": [{"name": "f"}, {"name": "g"}]}]),
+            ["f"],
+            [{"function_declarations": [{"name": "g"}]}],
+        ),
+        (_chat([{"name": "f"}, {"name": "g"}, {"name": "f"}]), ["f"], [{"name": "g"}]),
+    ],
+)
+def test_tools_of_every_kind_are_found(body: bytes, without: list[str], tools: object) -> None:
+    """Custom tools, those that an API runs itself, by their own names or as calls of them go by, and groups of tools."""
+    assert json.loads(narrowed(body, *without)) == json.loads(body) | {"tools": tools}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        _chat([*_as_chat(["f"], None)["tools"], _CUSTOM], tool_choice="required", parallel_tool_calls=False),
+        _responses([_flat("f"), {"type": "file_search"}], tool_choice={"type": "file_search"}),
+        _chat([{"name": "f"}, {"type": "bash_20250124", "name": "bash"}], tool_choice={"type": "any"}),
+        _gemini([_declare("f"), {"googleSearch": {}}]),
+        json.dumps({"messages": [{"role": "user", "content": []}], "toolConfig": {"tools": [_SPEC, _CACHE]}}).encode(),
+    ],
+)
+def test_where_nothing_was_called_all_tools_go(body: bytes) -> None:
+    """With them goes what no API takes without tools."""
+    kept = {key: item for key, item in json.loads(body).items() if key in {"messages", "input", "contents"}}
+
+    assert json.loads(narrowed(body, every=True)) == kept
+
+
+@pytest.mark.parametrize(
+    ("body", "none"),
+    [
+        (_responses([_SERVER, _flat("f")]), "none"),
+        (_responses([_SERVER]), "none"),
+        (_chat([_TOOLSET, {"name": "f"}]), {"type": "none"}),
+        (_chat([_TOOLSET]), {"type": "none"}),
+    ],
+)
+def test_servers_of_tools_are_left_alone_and_not_called(body: bytes, none: object) -> None:
+    """Where nothing may be called at all, they stay declared, and the choice is none."""
+    found = json.loads(narrowed(body, every=True))
+
+    assert (found["tools"], found["tool_choice"]) == (json.loads(body)["tools"][:1], none)
+
+
+def test_a_choice_keeps_what_else_it_says() -> None:
+    """A model that may not call tools side by side may not do so when the choice is its own."""
+    choice = {"type": "tool", "name": "f", "disable_parallel_tool_use": True}
+    found = json.loads(narrowed(_chat([{"name": "f"}, {"name": "g"}], tool_choice=choice), "f"))
+
+    assert found["tool_choice"] == {"type": "auto", "disable_parallel_tool_use": True}
+
+
+def test_servers_of_tools_stay_allowed() -> None:
+    """Of what may be called no more goes than is named."""
+    server = {"type": "mcp", "server_label": "a"}
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [_flat("f"), server]}
+    found = json.loads(narrowed(_responses([_SERVER, _flat("f")], tool_choice=choice), "f"))
+
+    assert found["tool_choice"] == choice | {"tools": [server]}
+
+
+@pytest.mark.parametrize("config", [{}, {"retrievalConfig": {}}, {"functionCallingConfig": {"mode": "ANY"}}])
+def test_gemini_is_told_in_the_configuration_that_is_there(config: dict[str, Any]) -> None:
+    """An empty one included."""
+    called = {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {}}}]}
+    body = json.dumps({"contents": [called], "tools": [_declare("f")], "toolConfig": config}).encode()
+
+    assert json.loads(narrowed(body, "f"))["toolConfig"] == config | {"functionCallingConfig": {"mode": "NONE"}}
+
+
+def test_a_history_that_the_server_keeps_may_have_calls() -> None:
+    """So one tool stays declared, and is not called."""
+    found = json.loads(narrowed(_responses([_flat("f"), _flat("g")], previous_response_id="r"), every=True))
+
+    assert (found["tools"], found["tool_choice"]) == ([_flat("f")], "none")
+
+
+def test_what_the_server_runs_never_stays() -> None:
+    """Gemini runs code whatever the choice is: a history that has run some goes on without."""
+    ran = [{"role": "model", "parts": [{"executableCode": {"code": "1"}}]}, {"role": "user", "parts": [{"text": "go"}]}]
+    body = json.dumps({"contents": ran, "tools": [{"codeExecution": {}}]}).encode()
+
+    assert json.loads(narrowed(body, "code_execution")) == {"contents": ran}
+
+
+def test_gemini_in_a_wrapper_is_narrowed() -> None:
+    """As its own command line sends it."""
+    inner = json.loads(_gemini([_declare("f", "g")], toolConfig={"functionCallingConfig": {"mode": "ANY"}}))
+    body = json.dumps({"model": "m", "request": inner}).encode()
+
+    assert json.loads(narrowed(body, "f")) == {"model": "m", "request": inner | {"tools": [_declare("g")]}}
+
+
+@pytest.mark.parametrize(
+    "body", [_chat([]), _responses([_SERVER]), b'{"input":"go","tools":null}', b'{"messages":[{"role":"a"}]}', b'{"a":1}']
+)
+def test_where_nothing_is_named_nothing_changes(body: bytes) -> None:
+    """Not a byte."""
+    assert narrowed(body, "f") == body
+
+
+def test_space_hides_no_tool() -> None:
+    """However much of it stands before a name."""
+    body = (
+        _chat([{"name": "f"}, {"name": "g"}])
+        .replace(b'"f"', b" " * 5_000 + b'"f"')
+        .replace(b'"name"', b'"name"' + b" " * 5_000)
+    )
+
+    assert json.loads(narrowed(body, "f"))["tools"] == [{"name": "g"}]
+
+
+def test_where_nothing_is_declared_nothing_is_to_be_removed() -> None:
+    """Of no tools all are gone already."""
+    assert narrowed(_chat([]), every=True) == _chat([])
+
+
+def test_every_other_byte_stays() -> None:
+    """White space, order, escapes and numbers are as they were, and a byte order mark is."""
+    before, after = (
+        rb'{ "x" : 1.50e1 , "t\u006fols": [ ',
+        rb', "messages":[{"role":"user","content":"\u00e9"}] ,"tool_choice" : ',
+    )
+    tools = rb'[ {"name" : "\u0066", "input_schema":{ }} , {"name":"g" , "n":1e0} ,  {"name":"h"} ]'
+
+    body = BOM_UTF8 + before[:-2] + tools + after + rb'{"type":"tool", "name":"f"} }'
+
+    assert narrowed(body, "f", "h") == BOM_UTF8 + before + rb'{"name":"g" , "n":1e0} ]' + after + rb'{"type":"auto"} }'
+
+
+_CONFIGS = '"toolConfig":{},"tool_config":{}'
+_TWICE = '"messages":[{"role":"user","content":"go"}],"tools":[{"name":"f"},{"name":"g"}]'
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("{" + _TWICE + ',"tools":[{"name":"f"},{"name":"g"}]}', "ambiguous_body"),
+        ("{" + _TWICE + ',"tool\\u0073":[]}', "ambiguous_body"),
+        ("{" + _TWICE.replace('"f"', '"f","name":"g"') + "}", "ambiguous_body"),
+        ("{" + _TWICE + ',"input":"go"}', "ambiguous_body"),
+        ("{" + _TWICE + ',"toolConfig":{}}', "ambiguous_body"),
+        ("{" + _TWICE + ',"tool_choice":{"type":"tool","type":"auto"}}', "ambiguous_body"),
+        ('{"request":{"contents":[]},"tools":[]}', "ambiguous_body"),
+        (
+            '{"contents":[{}],"tools":[{"functionDeclarations":[{"name":"f"},{"name":"g"}]}],' + _CONFIGS + "}",
+            "ambiguous_body",
+        ),
+        ('{"contents":[],"tools":[{"type":"x","functionDeclarations":[{"name":"f"}]}]}', "ambiguous_body"),
+        ('{"messages":[{"role":"user"}],"tools":{"name":"f"}}', "ambiguous_body"),
+        ('{"messages":[{"role":"user"}],"tools":["f"]}', "ambiguous_body"),
+        ('{"messages":[{"role":"user"}],"tools":"' + "f" * 9 + '"}', "ambiguous_body"),
+        ('{"messages":[{"role":"user"}],"tools":[' + ",".join(['{"name":"f"}'] * 10_000) + "]}", "inspect_limit"),
+        ('{"messages":[{"role":"user"}],"tools":[' + ",".join(['{"name":"f"}'] * 10_001) + "]}", "inspect_limit"),
+        ('{"messages":' + "[" * 5_000, "not_json"),
+        ("", "not_json"),
+        ("[]", "ambiguous_body"),
+    ],
+    ids=lambda given: given[:60],
+)
+def test_what_may_be_read_in_two_ways_is_not_narrowed(body: str, reason: str) -> None:
+    """No parser behind may find a tool in a body that was narrowed before."""
+    assert refused(body.encode(), "f") == reason
+
+
+def test_what_is_compressed_is_not_narrowed() -> None:
+    """Its bytes are not the body's."""
+    with pytest.raises(NotEdited, match="content_encoding"):
+        narrow(request_of("chat", content_encoding=b"gzip"), gzip.compress(_chat([])), None)
+
+
+@pytest.mark.parametrize("every", [True, False])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_bodies_are_narrowed_or_not(name: str, every: bool) -> None:
+    """Whatever a body is, nothing but NotEdited is raised, and what comes out is JSON where what went in was."""
+    body = HOSTILE[name][0]()
+    with suppress(NotEdited):
+        new = narrowed(body, "f", every=every)
+        assert new == body or msgspec.json.decode(new, type=msgspec.Raw)
+
+
+_ENTRY = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.sampled_from(["f", "g", ""]) | ANYTHING,
+        "type": st.sampled_from(["function", "custom", "mcp", "namespace", "web_search_preview"]) | ANYTHING,
+        "function": st.just({"name": "f"}) | ANYTHING,
+        "functionDeclarations": st.just([{"name": "f"}, {"name": "g"}]) | ANYTHING,
+        "tools": st.just([{"name": "f"}]) | ANYTHING,
+        "toolSpec": st.just({"name": "f"}) | ANYTHING,
+        "cachePoint": ANYTHING,
+    },
+)
+_LIST = st.lists(_ENTRY, max_size=4) | ANYTHING
+_WILD: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
+    {},
+    optional={
+        "tools": _LIST,
+        "functions": _LIST,
+        "contents": st.just([{"parts": []}]) | ANYTHING,
+        "tool_choice": _ENTRY | st.fixed_dictionaries({"type": st.just("allowed_tools"), "tools": _LIST}) | ANYTHING,
+        "function_call": ANYTHING,
+        "toolConfig": st.fixed_dictionaries({}, optional={"tools": _LIST, "functionCallingConfig": ANYTHING}) | ANYTHING,
+    },
+)
+
+
+@settings(max_examples=150)
+@given(REQUESTS | st.just({}), _WILD, st.booleans())
+@example(
+    request={"messages": []},
+    wild={"functions": [{"function": {"name": "f"}}], "toolConfig": {"tools": [{"name": "f"}]}},
+    every=False,
+)
+def test_nearly_right_bodies_are_narrowed_or_not(request: dict[str, Any], wild: dict[str, Any], every: bool) -> None:
+    """With anything in any place: JSON comes out, of which tools and choices alone have changed, and nothing is left to do."""
+    old = {**request, **wild}
+    body = json.dumps(old).encode()
+    try:
+        new = narrowed(body, "f", every=every)
+    except NotEdited:
+        return
+
+    found = json.loads(new, object_pairs_hook=_take_once)
+    assert {key: found.get(key) for key in request} == {key: old.get(key) for key in request}
+    assert narrowed(new, "f", every=every) == new
+
+
+def _take_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object in which no key stands twice."""
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)

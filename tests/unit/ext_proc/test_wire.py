@@ -1,0 +1,235 @@
+"""Messages read by hand: always what protobuf says."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from google.protobuf.message import DecodeError, Message
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from extproc.ext_proc import wire
+from extproc.ext_proc.wire import BODY_UNTOLD, LARGE, parse_message
+from extproc.pb.external_processor_pb2 import HttpHeaders, ProcessingRequest
+from tests.support.messages import ATTRIBUTES, body, headers
+from tests.support.protobuf import field
+
+
+def lengthy(numbers: st.SearchStrategy[int], contents: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    """Fields with a length."""
+    return st.builds(field, numbers, contents, st.sampled_from([0, 0, 0, 1, 3, 9]))
+
+
+JUNK = st.one_of(
+    st.binary(max_size=3),
+    st.sampled_from([b"\x10\x00", b"\x10\x01", b"\x18\x02", b"\x78\x07", b"\x0b\x0c", b"\x0b", b"\x0c", b"\xa2\x00"]),
+    lengthy(st.integers(1, 15), st.binary(max_size=4)),
+)
+
+
+def fields(*kinds: st.SearchStrategy[bytes], size: int = 3) -> st.SearchStrategy[bytes]:
+    """Some of these, one behind the other."""
+    return st.lists(st.one_of(*kinds), max_size=size).map(b"".join)
+
+
+def usual(*parts: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    """Each of these once, in order."""
+    return st.tuples(*parts).map(b"".join)
+
+
+def plain(number: int, contents: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    """A field with a length, spelled as Envoy does."""
+    return contents.map(lambda inside: field(number, inside))
+
+
+# What Envoy sends.
+NAME = st.sampled_from([b"a", b"b", b":path", "\xe4".encode(), b"n" * 300])
+VALUE = st.sampled_from([b"", b"1", b"2", b"\xff", b"v" * 300])
+HEADER = plain(1, usual(plain(1, NAME), plain(3, VALUE) | st.just(b"")))
+HEADERS_END = st.sampled_from([b"", b"\x18\x01"])
+HEADERS = plain(2, usual(plain(1, fields(HEADER, size=6)), HEADERS_END))
+BODY = plain(1, st.one_of(st.binary(max_size=300), st.just(b"b" * LARGE)))
+BODY_END = st.sampled_from([b"", b"\x10\x01"])
+BODIES = plain(4, usual(BODY, BODY_END))
+FACTS = headers(attributes={"xds.route_name": "r"}, mode=None)
+FACTS.metadata_context.filter_metadata["m"].update({"claim": 7})
+FACTS.ClearField("request_headers")
+BESIDE = st.sampled_from([b"", b"\x42\x00", FACTS.SerializeToString()])
+OBSERVED = st.sampled_from([b"", b"\x50\x01"])
+CONFIG = st.sampled_from([b"", b"\x5a\x02\x08\x02"])
+USUAL = usual(HEADERS | BODIES, BESIDE, OBSERVED, CONFIG)
+
+# And what nobody sends.
+WILD_HEADER = lengthy(st.just(1), fields(lengthy(st.sampled_from([1, 2, 3]), NAME | st.just(b"\xed\xa0\x80")), JUNK))
+WILD_HEADERS = lengthy(st.sampled_from([2, 2, 3]), fields(lengthy(st.just(1), fields(HEADER, WILD_HEADER)), HEADERS_END, JUNK))
+WILD_BODY = lengthy(st.sampled_from([4, 4, 5, 6]), fields(BODY, lengthy(st.just(1), st.binary(max_size=9)), BODY_END, JUNK))
+WILD_BESIDE = st.one_of(
+    st.sampled_from([b"\x50\x00", b"\x50\x80\x01", b"\x5a\x00", b"\x5a\x02\x08\x00", b"\x5a\x04\x08\x02\x10\x01"]),
+    st.sampled_from([b"\x5a\x02\x08\x05", b"\xc2\x01\x01x", b"\x49", b"\x62\x01x"]),
+    lengthy(st.sampled_from([8, 9, 11, 12]), st.binary(max_size=3)),
+)
+WILD = st.one_of(HEADERS, BODIES, WILD_HEADERS, WILD_BODY, BESIDE, WILD_BESIDE, JUNK)
+
+
+class Reading(NamedTuple):
+    """What a message says."""
+
+    kind: str
+    headers: dict[str, bytes]
+    body: bytes
+    ended: bool
+    observed: bool
+    body_mode: int
+    route: str | None
+    beside: list[Message]
+
+
+def read_by_protobuf(data: bytes) -> Reading | None:
+    """What protobuf makes of the bytes, None for a refusal."""
+    try:
+        message = ProcessingRequest.FromString(data)
+    except DecodeError:
+        return None
+    kind = message.WhichOneof("request") or ""
+    said = getattr(message, kind) if kind else None
+    found: dict[str, bytes] = {}
+    for header in message.request_headers.headers.headers:
+        found.setdefault(header.key, header.raw_value)
+    attributes = message.attributes[ATTRIBUTES].fields if ATTRIBUTES in message.attributes else {}
+    return Reading(
+        kind,
+        found,
+        message.request_body.body,
+        kind.endswith("_trailers") or getattr(said, "end_of_stream", False),
+        message.observability_mode,
+        message.protocol_config.request_body_mode if message.HasField("protocol_config") else BODY_UNTOLD,
+        attributes["xds.route_name"].string_value if "xds.route_name" in attributes else None,
+        list_beside(message),
+    )
+
+
+def read_by_hand(data: bytes) -> Reading | None:
+    """What ours makes of them; what stands beside headers and body may be refused when it is asked for."""
+    try:
+        message = parse_message(data)
+        route, beside = message.read_attribute("xds.route_name"), list_beside(message.parse_beside())
+    except DecodeError:
+        return None
+    said = message.kind, message.headers, bytes(message.body), message.ended, message.observed, message.body_mode
+    return Reading(*said, route, beside)
+
+
+def list_beside(message: ProcessingRequest) -> list[Message]:
+    """Metadata and attributes."""
+    facts = ProcessingRequest(attributes=dict(message.attributes))
+    return [message.metadata_context, facts]
+
+
+@given(st.one_of(USUAL, usual(USUAL, WILD), usual(WILD, USUAL), fields(WILD)))
+@example(field(4, field(1, b"xyz") + b"\x10\x01") + field(4, field(1, b"")))
+@example(field(4, field(1, b"xyz") + field(1, b"\0")))
+@example(field(4, field(1, b"xyz")) + field(2, b"") + field(4, b""))
+@example(field(2, field(1, field(1, field(1, b"a") + field(3, b"1")) + field(1, field(1, b"a")))))
+@example(field(4, b""))
+@example(b"")
+def test_the_answer_is_protobufs(data: bytes) -> None:
+    """Fields in any order, repeated, merged, unknown or malformed: nothing is read differently, nothing taken or refused."""
+    assert read_by_hand(data) == read_by_protobuf(data)
+
+
+WHOLE = [
+    field(2, field(1, field(1, field(1, b"a") + field(3, b"1")) + field(1, field(1, b"b"))) + b"\x18\x01")
+    + b"\x42\x00"
+    + field(9, field(1, b"a"))
+    + b"\x50\x01\x5a\x02\x08\x02",
+    field(4, field(1, b"abc") + b"\x10\x01") + b"\x42\x00",
+]
+"""A message of each kind, with what Envoy sends beside it."""
+
+
+@pytest.mark.parametrize("whole", WHOLE, ids=["headers", "body"])
+def test_a_message_cut_anywhere_is_protobufs(whole: bytes) -> None:
+    """Truncated behind any byte, a message is what protobuf says."""
+    cut = [whole[:end] for end in range(len(whole) + 1)]
+
+    assert [read_by_hand(data) for data in cut] == [read_by_protobuf(data) for data in cut]
+
+
+@pytest.mark.parametrize("whole", WHOLE, ids=["headers", "body"])
+def test_a_message_with_any_byte_changed_is_protobufs(whole: bytes) -> None:
+    """Whatever value any single byte takes, a message is what protobuf says."""
+    for place in range(len(whole)):
+        changed = [whole[:place] + bytes([value]) + whole[place + 1 :] for value in range(256)]
+        assert [read_by_hand(data) for data in changed] == [read_by_protobuf(data) for data in changed]
+
+
+@pytest.mark.parametrize("whole", WHOLE, ids=["headers", "body"])
+def test_what_envoy_sends_is_read_by_hand(whole: bytes) -> None:
+    """Protobuf parses nothing of the usual shapes until somebody asks for what stands beside them."""
+    message = parse_message(whole)
+
+    assert message._parsed is None
+    assert message.read_attribute("never.asked.for") is None
+    assert message._parsed is None
+
+
+@pytest.mark.parametrize("around", ["body", "metadata", "attributes"])
+def test_large_bodies_are_not_copied(around: str) -> None:
+    """A buffered body, alone or with what may come with it, is a view of the message's own bytes."""
+    whole = body(b"x" * 1_000_000)
+    if around == "metadata":
+        whole.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update({"claims": {"org": "o" * 1000}})
+    if around == "attributes":
+        whole.attributes[ATTRIBUTES].update({"source.address": "192.0.2.1:1"})
+    data = whole.SerializeToString()
+
+    message = parse_message(data)
+
+    assert isinstance(message.body, memoryview)
+    assert message.body.obj is data
+    assert message.body == whole.request_body.body
+    assert message.ended
+
+
+def parse_headers(**values: bytes) -> dict[str, bytes]:
+    """What is read of a message with these headers."""
+    message = ProcessingRequest(request_headers=HttpHeaders())
+    for name, value in values.items():
+        message.request_headers.headers.headers.add(key=name, raw_value=value)
+    return parse_message(message.SerializeToString()).headers
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"a": b"1", "cookie": b"2", "c": b"3"},
+        {"a": b"1", "cookie": b"other", "c": b"other"},
+        {"a": b"1", "cookie": b"", "c": b""},
+        {"a": b"1", "c": b"3", "cookie": b"2"},
+        {"a": b"1", "cookie": b"2", "d": b"3"},
+        {"a": b"1", "cookie": b"2"},
+        {"a": b"1", "cookie": b"2", "c": b"3", "d": b"4"},
+    ],
+)
+def test_headers_are_those_of_their_own_request(second: dict[str, bytes]) -> None:
+    """Whatever the request before had, as many headers or others, a request has its own."""
+    parse_headers(a=b"1", cookie=b"2", c=b"3")
+
+    assert parse_headers(**second) == second
+    assert parse_headers(a=b"1", cookie=b"2", c=b"3") == {"a": b"1", "cookie": b"2", "c": b"3"}
+
+
+def test_remembered_headers_are_bounded() -> None:
+    """Headers of many requests make room for each other; many, long or secret ones are not kept at all."""
+    wire._KNOWN.clear()
+    for number in range(100):
+        headers = {f"x-{place}": b"v" * (9 * place) for place in range(number)} | {"authorization": b"secret"}
+        assert parse_headers(**headers) == headers
+
+    kept = list(wire._KNOWN.values())
+    assert sorted(wire._KNOWN) == list(range(1, wire._MAX_KNOWN + 1))
+    assert max(len(field) for known in kept for field in known._fields if field is not None) <= wire._MAX_KNOWN_SIZE
+    assert max(len(value) for known in kept for value in known._headers.values()) <= wire._MAX_KNOWN_SIZE
+    assert not any(b"secret" in (field or b"") for known in kept for field in known._fields)
+    assert not any(b"secret" in value for known in kept for value in known._headers.values())

@@ -1,0 +1,840 @@
+"""What a shadow policy would do in place of the enforcing one: compared request by request, merged, and judged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.engine.ramp import Ramp
+from extproc.errors import BundleErrors, LoopguardError, StoreError
+from extproc.ext_proc.service import Service
+from extproc.metrics import Metrics
+from extproc.operator.canary.pairs import _MAX_DISAGREEMENTS, SHOWN, Disagreements, Kind, Pair
+from extproc.operator.canary.report import describe_canaries
+from extproc.operator.canary.sharing import Sharing
+from extproc.operator.canary.states import State, decode_state, encode_state, merge_states, read_state
+from extproc.operator.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Rules, find_bounds, judge
+from extproc.operator.sketch import SIZE, Sketch
+from extproc.options import read_options
+from extproc.policy.loader import parse
+from extproc.policy.pairings import MAX_PAIRINGS, Pairing
+from extproc.request.fingerprint import hash_tenant
+from extproc.request.http import HttpRequest, compile_descriptors
+from extproc.sessions.names import hash_session
+from extproc.store.memory import MemoryStore
+from extproc.store.rules.documents import MAX_DOCUMENT
+from tests.support.documents import bundle, policy
+from tests.support.engine import ANY, NOW, make_engine
+from tests.support.messages import body, headers
+from tests.support.service import FailingStore, decoded, exchange, make_service
+from tests.support.turn_writers import Did, as_chat
+
+pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # pairs are compiled
+
+USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
+LIVE = policy("live", ANY, threshold_identical_requests=4, **USER)
+
+
+def shadow(name: str = "strict", **more: object) -> dict[str, Any]:
+    """A shadow policy for the same requests, which refuses the second of them unless `more` says otherwise."""
+    return policy(name, ANY, mode="shadow", **{"threshold_identical_requests": 2, **USER, **more})
+
+
+def send(service: Service, times: int = 1, *, path: str = "/v1", user: str = "ann", **more: Any) -> list[int]:  # noqa: ANN401  # as `headers`
+    """Equal requests without a body; the status of each answer, 0 where it goes on."""
+    request = headers(path, end=True, x_user_id=user, **more)
+    return [decoded(exchange(service, request)[-1]).immediate_response.status.code for _ in range(times)]
+
+
+def pair_of(service: Service) -> Pair:
+    """The only pair."""
+    (pair,) = service.pairs.list_pairs()
+    return pair
+
+
+def state_of(service: Service) -> State:
+    """What the only pair has counted."""
+    return read_state(pair_of(service), 1_700_000_000.0)
+
+
+def counts_of(service: Service) -> dict[str, int]:
+    """What the only pair has counted, without what is 0."""
+    return {name: count for name, count in state_of(service).counts.items() if count}
+
+
+# --- Who is compared with whom
+
+
+PAIRINGS: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]]]] = {
+    "named": ([LIVE, policy("other", ANY), shadow(canary_of="live")], [("live", "strict")]),
+    "named, with a selector of its own": (
+        [LIVE, policy("s", {"pathExact": "/x"}, mode="shadow", canary_of="live")],
+        [("live", "s")],
+    ),
+    "the same selector": ([LIVE, shadow(), shadow("loose")], [("live", "strict"), ("live", "loose")]),
+    "lists in another order": (
+        [
+            policy("live", {"pathExact": "/", "methods": ["POST", "PUT"]}),
+            policy("s", {"methods": ["PUT", "POST"], "pathExact": "/"}, mode="shadow"),
+        ],
+        [("live", "s")],
+    ),
+    "another selector": ([LIVE, policy("s", {"pathExact": "/x"}, mode="shadow")], []),
+    "two with the same selector": ([LIVE, policy("other", ANY), shadow()], []),
+    "one that acts on a share": (
+        [LIVE, policy("e", ANY, canary_of="live", enforce_percent=99, **USER), policy("f", ANY, enforce_percent=1, **USER)],
+        [("live", "e")],
+    ),
+    "no live": ([shadow()], []),
+    "no shadow": ([LIVE], []),
+    "a live that does nothing": ([policy("live", ANY, enabled=False), shadow(canary_of="live")], []),
+    "more than are compared": (
+        [LIVE, *(shadow(f"s{number}") for number in range(MAX_PAIRINGS + 1))],
+        [("live", f"s{number}") for number in range(MAX_PAIRINGS)],
+    ),
+}
+"""Policies, and which of them are compared."""
+
+
+@pytest.mark.parametrize("case", PAIRINGS)
+def test_who_is_compared(case: str) -> None:
+    """A shadow policy is paired with the one that it names, else with the only enforcing one of its selector."""
+    policies, expected = PAIRINGS[case]
+
+    assert [(pairing.live, pairing.candidate) for pairing in make_engine(*policies).pairings] == expected
+
+
+REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
+    "nobody": ([LIVE, shadow(canary_of="lvie")], "/policies/1/spec/canary_of", "there is no 'lvie'; did you mean 'live'?"),
+    "itself": ([LIVE, shadow(canary_of="strict")], "/policies/1/spec/canary_of", "not this one"),
+    "another shadow": (
+        [LIVE, shadow("a", canary_of="strict"), shadow()],
+        "/policies/1/spec/canary_of",
+        "'strict' is in shadow mode",
+    ),
+    "one that acts": (
+        [LIVE, policy("e", ANY, canary_of="live")],
+        "/policies/1/spec/canary_of",
+        "belongs to a policy with mode shadow",
+    ),
+    "one that acts on everybody": (
+        [LIVE, policy("e", ANY, canary_of="live", enforce_percent=100)],
+        "/policies/1/spec/canary_of",
+        "belongs to a policy with mode shadow, or with an enforce_percent below 100; this one acts on all callers",
+    ),
+    "nobody, for a share": (
+        [LIVE, policy("e", ANY, canary_of="lvie", enforce_percent=99, **USER)],
+        "/policies/1/spec/canary_of",
+        "there is no 'lvie'; did you mean 'live'?",
+    ),
+    "no id": ([LIVE, shadow(canary_of="a b")], "/policies/1/spec/canary_of", "not 'a b'"),
+}
+"""Policies that cannot be compared, the place of the first error, and a part of its message."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_who_cannot_be_compared(case: str) -> None:
+    """`canary_of` names an enforcing policy that is there, and stands in a shadow policy: anything else is an error."""
+    policies, pointer, message = REFUSED[case]
+
+    with pytest.raises(BundleErrors) as raised:
+        parse({"bundle.json": json.dumps(bundle(*policies)).encode()}, NOW)
+
+    assert raised.value.errors[0].pointer == pointer
+    assert message in raised.value.errors[0].message
+
+
+def test_a_canary_may_stand_in_another_file() -> None:
+    """The named policy is looked for in all files of a load."""
+    files = {"a.json": json.dumps(shadow(canary_of="live")).encode(), "b.json": json.dumps(LIVE).encode()}
+
+    assert len(parse(files, NOW).sources) == 2
+
+
+def test_a_policy_that_came_with_a_route_may_name_a_loaded_one() -> None:
+    """What is loaded beside it is not known there, so nothing is said against the name."""
+    document = json.dumps(shadow(canary_of="live")).encode()
+
+    assert parse({"route": document}, NOW, on_route=True).sources[0].policies[0].spec.canary_of == "live"
+
+
+# --- What is compared
+
+
+def test_both_verdicts_about_each_request() -> None:
+    """Requests are told apart by which of the two acts; what live refuses is told apart from what would be new."""
+    service = make_service(LIVE, shadow())
+
+    assert send(service, 5) == [0, 0, 0, 429, 429]
+    assert counts_of(service) == {"neither": 1, "only_candidate": 2, "both": 2, "extra": 2, "already": 2, "refused": 2}
+
+
+def test_a_candidate_that_acts_on_a_share_is_compared_on_the_others() -> None:
+    """On whom it acts already it is no question any more, and nothing is said to be missing there."""
+    ramped = policy("strict", ANY, canary_of="live", enforce_percent=50, threshold_identical_requests=2, **USER)
+    ramp = Ramp(50, compile_descriptors(USER["limit_keys"]), "strict")
+    places = {name: ramp.find_place(HttpRequest("GET", "/", "", {"x-user-id": name.encode()})) for name in "abcdefgh"}
+    insider, outsider = min(places, key=lambda name: places[name]), max(places, key=lambda name: places[name])
+    service = make_service(LIVE, ramped)
+
+    assert send(service, 5, user=insider) == [0, 429, 429, 429, 429]
+    assert counts_of(service) == {}
+    assert send(service, 5, user=outsider) == [0, 0, 0, 429, 429]
+    assert counts_of(service) == {"neither": 1, "only_candidate": 2, "both": 2, "extra": 2, "already": 2, "refused": 2}
+
+
+def test_a_milder_candidate_misses_refusals() -> None:
+    """What live refuses and the candidate would let go on is a missed refusal."""
+    service = make_service(policy("live", ANY, threshold_identical_requests=2), shadow(threshold_identical_requests=4))
+
+    send(service, 5)
+
+    assert counts_of(service) == {"neither": 1, "only_live": 2, "both": 2, "missed": 2, "already": 2, "refused": 4}
+
+
+def test_actions_other_than_refusals_are_no_refusals() -> None:
+    """A candidate that refuses what live warns about agrees that there is a loop, and refuses anew."""
+    service = make_service(policy("live", ANY, action="warn", threshold_identical_requests=2), shadow())
+
+    send(service, 3)
+
+    assert counts_of(service) == {"neither": 1, "both": 2, "extra": 2}
+
+
+def test_a_candidate_that_warns_refuses_nothing() -> None:
+    """Its warnings are disagreements, but no refusals."""
+    service = make_service(LIVE, shadow(action="warn"))
+
+    send(service, 3)
+
+    assert counts_of(service) == {"neither": 1, "only_candidate": 2}
+
+
+def test_what_another_policy_refuses_is_no_extra_refusal() -> None:
+    """A client that is refused anyway would notice nothing."""
+    service = make_service(LIVE, shadow(), policy("other", {"pathPrefix": "/v1"}, threshold_identical_requests=2, **USER))
+
+    send(service, 2)
+
+    assert counts_of(service) == {"neither": 1, "only_candidate": 1, "already": 1, "refused": 1}
+
+
+def test_requests_that_only_one_of_them_counts() -> None:
+    """What live does not count it lets go on; what the candidate does not count is told apart and not compared."""
+    wide = make_service(policy("live", {"pathExact": "/v1"}), shadow(canary_of="live"))
+    narrow = make_service(LIVE, policy("s", {"pathExact": "/v1"}, mode="shadow", canary_of="live", **USER))
+
+    send(wide, 2, path="/elsewhere")
+    send(narrow, 2, path="/elsewhere")
+
+    assert counts_of(wide) == {"neither": 1, "only_candidate": 1, "extra": 1}
+    assert counts_of(narrow) == {"uncompared": 2}
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_what_is_decided_without_the_body_is_compared_with_what_needs_it(*, later: bool) -> None:
+    """Where live is decided by the headers and the candidate by the body, the two verdicts still meet."""
+    live = policy("live", ANY, body="ignore", action="warn", threshold_identical_requests=2, **USER)
+    service = make_service(live, shadow(), store=FailingStore(failing="never", later=later))
+    for _ in range(3):
+        exchange(service, headers(x_user_id="ann"), body(b"{}"))
+
+    assert counts_of(service) == {"neither": 1, "both": 2, "extra": 2}
+
+
+def test_a_body_that_live_refuses_to_wait_for_is_not_compared() -> None:
+    """Once live has refused by the headers, nobody knows what the candidate would have made of the body."""
+    service = make_service(policy("live", ANY, body="ignore", threshold_identical_requests=2, **USER), shadow())
+    for _ in range(3):
+        exchange(service, headers(x_user_id="ann"), body(b"{}"))
+
+    assert counts_of(service) == {"neither": 1, "uncompared": 2}
+
+
+def test_counts_go_on_over_a_reload_that_changes_neither_policy() -> None:
+    """What was compared is kept while both policies say the same, and begins anew where one of them changes."""
+    service = make_service(LIVE, shadow())
+    send(service, 2)
+
+    service.follow(make_engine(policy("new", {"pathExact": "/new"}), LIVE, shadow()))
+    kept = counts_of(service)
+    service.follow(make_engine(LIVE, shadow(threshold_identical_requests=3)))
+
+    assert kept == {"neither": 1, "only_candidate": 1, "extra": 1}
+    assert counts_of(service) == {}
+
+
+def test_the_metrics_say_the_same() -> None:
+    """Each count stands in /metrics from the start, with the ids of the two policies and no label that a client chooses."""
+    service = make_service(LIVE, shadow())
+
+    def read(name: str, **labels: str) -> float | None:
+        own = {"policy": "strict", "canary_of": "live", **labels}
+        return service.metrics.registry.get_sample_value(f"loopguard_canary_{name}_total", own)
+
+    before = read("requests", verdict="both"), read("refusals", refusal="extra"), read("refused")
+    send(service, 5)
+
+    assert before == (0, 0, 0)
+    assert [read("requests", verdict=word) for word in ("both", "only_live", "only_candidate", "neither")] == [2, 0, 2, 1]
+    assert [read("refusals", refusal=word) for word in ("extra", "already", "missed")] == [2, 2, 0]
+    assert read("refused") == 2
+
+
+def test_a_comparison_that_fails_has_no_effect() -> None:
+    """What goes wrong in a comparison is counted and logged, and the answer stands."""
+    service = make_service(LIVE, shadow())
+    pair_of(service).tenants._kept.append(None)  # type: ignore[arg-type]  # as a bug would
+
+    assert send(service, 4) == [0, 0, 0, 429]
+    assert service.metrics.registry.get_sample_value("loopguard_fail_open_total", {"reason": "shadow_error"}) == 4
+
+
+# --- Whom it would concern
+
+
+def test_newly_refused_callers() -> None:
+    """Tenants and sessions that the candidate alone would refuse are counted once each, sessions by the headers of agents."""
+    service = make_service(LIVE, shadow())
+    for user, session in (("ann", "a"), ("ann", "b"), ("bob", "a"), ("eve", "")):
+        send(service, 3, path=f"/{session}", user=user, **({"x_session_id": session} if session else {}))
+    send(service, 1, user="zoe")
+
+    pair = pair_of(service)
+    assert (pair.refused_tenants.count(), pair.refused_sessions.count(), pair.tenants.count()) == (3, 3, 4)
+
+
+def test_top_disagreements_show_an_example_and_no_body() -> None:
+    """A disagreement shows method, path without its query, tenant hash, detector and tool: nothing of headers or bodies."""
+    calls = [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "rm_rf", "arguments": '{"a": "SECRET"}'}}]}]
+    results = [{"role": "tool", "tool_call_id": "c", "content": "SECRET"}]
+    document = json.dumps({"messages": [{"role": "user", "content": "SECRET"}, *(calls + results) * 3]}).encode()
+    service = make_service(LIVE, shadow(similarity="tool_calls", threshold_identical_requests=3))
+
+    exchange(service, headers("/v1?token=SECRET", x_user_id="ann", authorization="SECRET"), body(document))
+
+    state = state_of(service)
+    (entry,) = state.disagreements
+    assert (entry.about, entry.method, entry.path, entry.detector, entry.tool) == ("extra", "POST", "/v1", "default", "rm_rf")
+    assert (entry.tenant, entry.count, entry.over) == (hash_tenant("x-user-id=ann"), 1, 0)
+    assert b"SECRET" not in encode_state(state)
+
+
+def test_a_tool_s_call_over_mcp_names_its_tool() -> None:
+    """Where calls are counted one by one, the tool is the one that is called."""
+    call = b'{"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "search", "arguments": {}}}'
+    service = make_service(LIVE, shadow(similarity="mcp"))
+    for _ in range(2):
+        exchange(service, headers("/mcp", x_user_id="ann"), body(call))
+
+    assert [entry.tool for entry in state_of(service).disagreements] == ["search"]
+
+
+def test_what_clients_choose_is_bounded_and_can_be_written() -> None:
+    """Long methods, paths and bytes that are no text make a document that fits on the board and that others can read."""
+    service = make_service(LIVE, shadow())
+    for number in range(_MAX_DISAGREEMENTS + 10):
+        send(service, 3, path=f"/{number}" + "\udcff\x01" * 3_000, method="M" * 3_000)
+
+    state = state_of(service)
+    assert len(state.disagreements) == SHOWN
+    assert len(encode_state(state)) < MAX_DOCUMENT
+    assert decode_state(encode_state(state)) == state
+
+
+def _make_kind(path: str) -> Kind:
+    return ("extra", "POST", path, "0" * 16, "default", "")
+
+
+@given(st.lists(st.sampled_from([*"abcdefgh", *map(str, range(100))]), max_size=400))
+def test_frequent_disagreements_are_never_missed(paths: list[str]) -> None:
+    """A kind that makes up more than its share of the room is kept, with a count between the true one and `over` more."""
+    found = Disagreements()
+    for path in paths:
+        found.add(_make_kind(path))
+
+    shown = {kind[2]: (count, over) for kind, count, over in found.list_most()}
+    assert len(found.list_most()) <= SHOWN
+    assert all(count - over <= paths.count(path) <= count for path, (count, over) in shown.items())
+    frequent = {path for path in paths if paths.count(path) > max(len(paths) / SHOWN, len(paths) / _MAX_DISAGREEMENTS)}
+    assert frequent <= shown.keys()
+
+
+# --- Samples
+
+
+def _sampling(*, bodies: bool = False, size: int = 5, **candidate: Any) -> Service:  # noqa: ANN401  # as `shadow`
+    """A service that keeps samples of its only pair."""
+    return make_service(LIVE, shadow(**candidate), shadow_samples=size, shadow_sample_bodies=bodies)
+
+
+def limits(**more: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
+    """A shadow policy for the same requests, which has these limits of sessions alone."""
+    return {"id": "strict", "spec": {"selector": ANY, "mode": "shadow", **USER, "session_limits": more}}
+
+
+def samples_of(service: Service) -> list[dict[str, Any]]:
+    """The samples of the only pair."""
+    samples = pair_of(service).samples
+    assert samples is not None
+    return samples.list_kept()
+
+
+def test_no_samples_unless_asked_for() -> None:
+    """By default nothing of any request is kept."""
+    service = make_service(LIVE, shadow())
+    send(service, 3)
+
+    assert pair_of(service).samples is None
+
+
+def test_a_sample_says_what_would_be_refused() -> None:
+    """A sample has policy, detector, method, path, count, span and hashes of who it was; nothing else of headers or query."""
+    service = _sampling()
+    send(service, 2, path="/v1?token=SECRET", x_session_id="SECRET", authorization="SECRET")
+
+    (sample,) = samples_of(service)
+    shown = {
+        name: sample[name] for name in ("policy", "detector", "similarity", "method", "path", "count", "tools", "compared")
+    }
+    assert shown == {
+        "policy": "strict", "detector": "default", "similarity": "exact", "method": "POST", "path": "/v1", "count": 2,
+        "tools": [], "compared": "",
+    }  # fmt: skip
+    assert sample["tenant"] == hash_tenant("x-user-id=ann")
+    assert len(sample["session"]) == 16
+    assert "SECRET" not in json.dumps(sample)
+
+
+LIMITS: dict[str, tuple[dict[str, Any], str, float]] = {
+    "steps": ({"max_steps": 1}, "max_steps", 1),
+    "a tool": ({"max_calls_per_tool": {"run": 2}}, "max_calls_per_tool", 2),
+    "money": ({"max_cost_per_session": 0.5, "unknown_model": {"input": 1e6, "output": 1}}, "max_cost_per_session", 0.5),
+    "loop": ({"loop_detection": {"window": 9, "threshold": 3}}, "loop_detection", 3),
+}
+"""Limits of a session, the one that is met, and what it allows."""
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_a_sample_says_which_limit_is_met(case: str) -> None:
+    """It has the limit's name, and what is used of it in its own unit; nothing that looks like a count of equal requests."""
+    given, limit, allowed = LIMITS[case]
+    service = make_service(LIVE, limits(**given), shadow_samples=5)
+    loop = as_chat([Did((("run", {}),), ("failed",))] * 3)
+    for model in ("m", "n"):
+        exchange(service, headers(x_user_id="ann", x_session_id="s"), body(json.dumps({**loop, "model": model}).encode()))
+
+    newest = samples_of(service)[-1]
+    assert (newest["limit"], newest["allowed"]) == (limit, allowed)
+    assert allowed <= newest["used"] < 1_000
+    assert (newest["detector"], newest["count"], newest["span_seconds"]) == ("session", None, None)
+
+
+def _add_turns(document: dict[str, Any]) -> dict[str, Any]:
+    """A policy with a detector that looks at turns before its own."""
+    loop = document["spec"]["loop_detection"]
+    turns = {**loop, "similarity": "turns", "threshold_identical_requests": 8}
+    return {**document, "spec": {**document["spec"], "loop_detection": [turns, loop]}}
+
+
+_RUN = {"keys": ["header:x-run"]}
+_MANY = {"max_steps": 99}
+NAMING: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "turns": (
+        LIVE,
+        shadow(similarity="turns", session={}, session_limits=_MANY, threshold_identical_requests=3),
+        "header:x-claude-code-agent-id",
+        "agent",
+    ),
+    "limits": (LIVE, limits(max_steps=1), "header:x-session-id", "session"),
+    "exact, with limits": (LIVE, shadow(session=_RUN, session_limits=_MANY), "header:x-run", "run"),
+    "exact, with turns and limits": (
+        LIVE,
+        _add_turns(shadow(session={}, session_limits=_MANY)),
+        "header:x-session-id",
+        "session",
+    ),
+    "exact, with limits, beside turns": (
+        policy("live", ANY, similarity="turns", threshold_identical_requests=8, session={}, **USER),
+        shadow(session=_RUN, session_limits=_MANY),
+        "header:x-run",
+        "run",
+    ),
+    "exact, beside limits": (
+        policy("live", ANY, threshold_identical_requests=9, session=_RUN, session_limits=_MANY, **USER),
+        shadow(),
+        "header:x-run",
+        "run",
+    ),
+    "exact": (LIVE, shadow(), "header:x-claude-code-agent-id", "agent"),
+}
+"""The two policies, and the limit key that names the session of what is refused, with its value."""
+
+
+def _refuse(live: dict[str, Any], candidate: dict[str, Any]) -> Service:
+    """A service that has a sample of a loop whose session has several names."""
+    service = make_service(live, candidate, shadow_samples=5)
+    named: dict[str, Any] = {"x_claude_code_agent_id": "agent", "x_session_id": "session", "x_run": "run"}
+    loop = as_chat([Did((("run", {}),), ("failed",))] * 3)
+    for document in (loop, loop, {**loop, "model": "other"}):  # a retry is no step
+        exchange(service, headers(x_user_id="ann", **named), body(json.dumps(document).encode()))
+    return service
+
+
+@pytest.mark.parametrize("case", NAMING)
+def test_who_names_a_session(case: str) -> None:
+    """The detector that refuses does, else its policy's limits, else the enforcing policy, else what agents send anyway."""
+    live, candidate, key, value = NAMING[case]
+
+    assert {sample["session"] for sample in samples_of(_refuse(live, candidate))} == {hash_session(key, value)}
+
+
+def test_a_session_has_one_name() -> None:
+    """A sample names a session as lists of sessions and of loops do, so that it is found there."""
+    candidate = shadow(similarity="turns", session=_RUN, session_limits=_MANY, threshold_identical_requests=3)
+    service = _refuse(LIVE, candidate)
+
+    names = {sample["session"] for sample in samples_of(service)}
+    assert names == {run.session for run in service.reporter.sessions.copy()} == {hash_session("header:x-run", "run")}
+    assert names == {loop.session for loop in service.reporter.loops.copy()}
+
+
+_CALLS = [
+    {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "grep", "arguments": '{"for": "SECRET"}'}}]},
+    {"role": "tool", "tool_call_id": "c", "content": "nothing"},
+]
+
+
+@pytest.mark.parametrize("bodies", [False, True])
+def test_what_was_compared_is_kept_only_where_that_is_asked_for(*, bodies: bool) -> None:
+    """Arguments and results of tools stand in a sample with bodies, and in no other."""
+    service = _sampling(bodies=bodies, similarity="tool_calls", threshold_identical_requests=3)
+    document = json.dumps({"messages": [{"role": "user", "content": "go"}, *_CALLS * 3]}).encode()
+    exchange(service, headers(x_user_id="ann"), body(document))
+
+    (sample,) = samples_of(service)
+    assert sample["tools"] == ["grep"]
+    assert ("SECRET" in sample["compared"]) == bodies
+    assert ("SECRET" in json.dumps(sample)) == bodies
+
+
+def test_turns_are_shown_as_explain_shows_them() -> None:
+    """A sample of turns has a line for each of the newest, its action and its result: the oldest first, and no hash."""
+    service = _sampling(bodies=True, similarity="turns", threshold_identical_requests=3)
+    again = Did((("run", {"cmd": "pytest"}),), ("3 failed\n2 passed",))
+    turns = [Did((("read", {"path": "x" * 9_000}),), ("y" * 9_000,)) for _ in range(9)]
+    exchange(service, headers(x_user_id="ann"), body(json.dumps(as_chat([*turns, again, again, again])).encode()))
+
+    (sample,) = samples_of(service)
+    lines = sample["compared"].splitlines()
+    assert lines[-3:] == ['run | {"cmd":"pytest"} | 3 failed\\n2 passed'] * 3
+    assert len(lines) > 6
+    assert all(line.startswith('read | {"path":"xxx') and line.endswith("yyy\u2026") for line in lines[:-3])
+    assert len(sample["compared"]) <= 2_000
+
+
+def test_turns_that_cannot_be_read_are_left_out() -> None:
+    """Further back than a loop is looked for there may be more than anybody looks into: the turns up to there are shown."""
+    service = _sampling(bodies=True, similarity="turns", threshold_identical_requests=3)
+    huge = {"role": "assistant", "content": [{"type": "text", "text": "x"}] * 6_000}
+    document = as_chat([Did((("run", {}),), ("failed",))] * 20)
+    data = json.dumps({**document, "messages": [huge, *document["messages"]]}).encode()
+    exchange(service, headers(x_user_id="ann"), body(data))
+
+    (sample,) = samples_of(service)
+    assert set(sample["compared"].splitlines()) == {"run | {} | failed"}
+
+
+@pytest.mark.parametrize("candidate", [shadow(), limits(max_steps=1)], ids=["exact", "session_limits"])
+def test_what_compares_no_body_keeps_none(candidate: dict[str, Any]) -> None:
+    """Where another detector has read the body, nothing of it stands in samples of checksums and of limits of sessions."""
+    live = policy("live", ANY, similarity="canonical", threshold_identical_requests=9, **USER)
+    service = make_service(live, candidate, shadow_samples=5, shadow_sample_bodies=True)
+    for document in (b'"SECRET 1"', b'"SECRET 1"', b'"SECRET 2"'):  # a retry is no step
+        exchange(service, headers(x_user_id="ann", x_session_id="s"), body(document))
+
+    (sample,) = samples_of(service)
+    assert sample["compared"] == ""
+    assert "SECRET" not in json.dumps(sample)
+
+
+@given(st.integers(1, 20), st.integers(0, 60))
+def test_samples_are_bounded_and_taken_from_all_refusals(size: int, refusals: int) -> None:
+    """So many are kept as were asked for, or all while there are fewer, each of another refusal."""
+    service = _sampling(size=size)
+    send(service, 1)
+    pair = pair_of(service)
+    assert pair.samples is not None
+    for number in range(refusals):
+        send(service, 2, user=f"user-{number}")
+
+    tenants = [sample["tenant"] for sample in samples_of(service)]
+    assert len(set(tenants)) == len(tenants) == min(size, refusals)
+
+
+def test_long_bodies_make_short_samples() -> None:
+    """What was compared is cut, and bytes that are no text are shown as such."""
+    service = _sampling(bodies=True, similarity="canonical")
+    for _ in range(2):
+        exchange(service, headers("/" + "p" * 9_000, x_user_id="ann"), body(json.dumps({"a": "x" * 100_000}).encode()))
+        exchange(service, headers(x_user_id="bob"), body(b"\xc3\x28" * 50_000))
+
+    assert [len(sample["compared"]) for sample in samples_of(service)] == [2_000, 2_000]
+    assert len(json.dumps(samples_of(service))) < 20_000
+
+
+# --- Sketches
+
+
+def _hashes(start: int, count: int) -> list[str]:
+    return [hash_tenant(f"user={number}") for number in range(start, start + count)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 100, SIZE - 1])
+def test_a_small_set_is_counted_exactly(count: int) -> None:
+    """Up to its size a sketch is a set, however often each comes."""
+    sketch = Sketch([*_hashes(0, count), *_hashes(0, count)])
+
+    assert (sketch.count(), sketch.exact) == (count, True)
+
+
+@pytest.mark.parametrize("count", [1_000, 20_000])
+def test_a_large_set_is_estimated(count: int) -> None:
+    """Beyond, the estimate is off by a few standard errors at most, and the sketch does not grow."""
+    sketch = Sketch(_hashes(0, count))
+
+    assert abs(sketch.count() - count) < 4 * count / math.sqrt(SIZE)
+    assert (len(sketch.list_kept()), sketch.exact) == (SIZE, False)
+
+
+@given(st.integers(0, 1_500), st.integers(0, 1_500), st.integers(0, 1_500))
+def test_merged_sketches_are_the_sketch_of_all(start: int, one: int, other: int) -> None:
+    """Nothing is lost between replicas: the order and the place where a caller was seen make no difference."""
+    merged = Sketch([*Sketch(_hashes(0, one)).list_kept(), *Sketch(_hashes(start, other)).list_kept()])
+
+    assert merged.list_kept() == sorted({*_hashes(0, one), *_hashes(start, other)})[:SIZE]
+
+
+# --- Replicas
+
+
+def test_what_replicas_have_counted_adds_up() -> None:
+    """Counts are summed, callers united, equal disagreements counted as one, over the longest time that any of them knows."""
+    first, second = make_service(LIVE, shadow()), make_service(LIVE, shadow())
+    send(first, 3)
+    send(second, 2)
+    send(second, 2, user="bob")
+    pair_of(first).since, pair_of(second).since = 1_000.0, 2_000.0
+
+    merged = merge_states([state_of(first), state_of(second)])
+
+    assert merged.compared == 7
+    assert {name: count for name, count in merged.counts.items() if count} == {"neither": 3, "only_candidate": 4, "extra": 4}
+    assert merged.since == 1_000.0
+    assert {name: merged.read_sketch(name).count() for name in merged.sketches} == {
+        "tenants": 2, "refused_tenants": 2, "refused_sessions": 0,
+    }  # fmt: skip
+    assert [entry.count for entry in merged.disagreements] == [3, 1]
+
+
+@pytest.mark.parametrize("document", [b"", b"x", b"[]", b"{}", b'{"live": 1}', b"\xff", b"null"])
+def test_a_document_of_another_kind_is_told(document: bytes) -> None:
+    """What is on the board and is no state of a canary is an error that says so."""
+    with pytest.raises(LoopguardError, match="not the state of a canary"):
+        decode_state(document)
+
+
+def test_a_document_of_a_neighbouring_version_is_read() -> None:
+    """Counts and keys that this version does not know are passed over, those that are not there are 0."""
+    service = make_service(LIVE, shadow())
+    send(service, 2)
+    document = json.loads(encode_state(state_of(service)))
+    document |= {"later": 1, "counts": {"neither": 7, "later": 1}, "sketches": {}}
+
+    state = decode_state(json.dumps(document).encode())
+
+    assert (state.compared, state.counts["extra"], state.read_sketch("tenants").count()) == (7, 0, 0)
+
+
+def _collect(sharing: Sharing) -> dict[str, list[State]]:
+    return asyncio.run(sharing.collect())
+
+
+def test_replicas_share_what_they_count() -> None:
+    """Whoever is asked knows what each has counted: its own up to now, the others' as they published it last."""
+    store = MemoryStore(Metrics())
+    first, second = make_service(LIVE, shadow()), make_service(LIVE, shadow())
+    one, other = Sharing(first.pairs, store, "one"), Sharing(second.pairs, store, "other")
+    send(first, 2)
+    send(second, 3)
+    asyncio.run(one.publish())
+    asyncio.run(other.publish())
+    send(first, 1)
+
+    known = {replica: sum(state.compared for state in states) for replica, states in _collect(one).items()}
+
+    assert known == {"one": 3, "other": 3}
+    assert {replica: states[0].compared for replica, states in _collect(other).items()} == {"one": 2, "other": 3}
+
+
+def test_replicas_with_other_policies_are_not_added_up() -> None:
+    """During a rollout what was counted for another version of a policy is left out."""
+    store = MemoryStore(Metrics())
+    first, second = make_service(LIVE, shadow()), make_service(LIVE, shadow(threshold_identical_requests=3))
+    one, other = Sharing(first.pairs, store, "one"), Sharing(second.pairs, store, "other")
+    send(first, 2)
+    asyncio.run(one.publish())
+    asyncio.run(other.publish())
+
+    assert _collect(other).keys() == {"other"}
+
+
+def test_what_nobody_can_read_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    """A document that is no state is left out and logged."""
+    store, service = MemoryStore(Metrics()), make_service(LIVE, shadow())
+    asyncio.run(store.publish(f"canary:{pair_of(service).pairing.identity}", "odd", b"{}", 60))
+
+    assert _collect(Sharing(service.pairs, store, "one")).keys() == {"one"}
+    assert "the state of a canary cannot be read" in caplog.text
+
+
+def test_a_store_that_is_away_costs_the_others_counts_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """While the store is away a replica tells what it knows itself, and logs that once."""
+    service = make_service(LIVE, shadow())
+    sharing = Sharing(service.pairs, FailingStore(failing="canary", error=StoreError("down", kind="connection")), "one")
+    send(service, 2)
+    asyncio.run(sharing.publish())
+    asyncio.run(sharing.publish())
+
+    assert [state.compared for state in _collect(sharing)["one"]] == [2]
+    assert caplog.text.count("what canaries count cannot be shared") == 1
+
+
+# --- The verdict
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "low", "high"),
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_bounds_are_wilson_s(part: int, whole: int, low: float, high: float) -> None:
+    """The bounds are those that R. G. Newcombe (Statistics in Medicine 17, 1998, table I) has for Wilson's method at 95 %."""
+    bounds = find_bounds(part, whole)
+
+    assert bounds.share == part / whole
+    assert [round(bounds.low, 4), round(bounds.high, 4)] == [low, high]
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9), st.floats(0, 0.999999))
+def test_bounds_are_never_nonsense(one: int, other: int, confidence: float) -> None:
+    """For any counts the bounds are numbers from 0 to 1 around the share, which is None while there is nothing."""
+    part, whole = sorted((one, other))
+
+    bounds = find_bounds(part, whole, confidence)
+
+    assert (bounds.share is None) == (whole == 0)
+    assert 0 <= bounds.low <= (bounds.share if bounds.share is not None else 0.5) + 1e-12
+    assert bounds.low <= bounds.high <= 1
+    assert bounds.share is None or bounds.share - 1e-12 <= bounds.high
+
+
+VERDICTS: dict[str, tuple[tuple[int, int, int, int], dict[str, object], str, str]] = {
+    "nothing yet": ((0, 0, 0, 0), {}, KEEP_WATCHING, "compared 0 of the 1000 requests that a verdict needs"),
+    "too few, however bad": ((999, 999, 9, 9), {}, KEEP_WATCHING, "compared 999 of the 1000"),
+    "enough and none": (
+        (0, 10_000, 0, 0),
+        {},
+        SAFE,
+        "it refuses at most 0.038% of the requests that pass today; the limit is 0.100%",
+    ),
+    "too few to be sure": ((0, 2_000, 0, 0), {}, KEEP_WATCHING, "it refuses between 0.000% and 0.192%"),
+    "on the edge": ((10, 10_000, 3, 0), {}, KEEP_WATCHING, "it refuses between 0.054% and 0.184%"),
+    "too many": ((100, 10_000, 3, 0), {}, TOO_STRICT, "it refuses at least 0.823%"),
+    "more are allowed": ((100, 10_000, 3, 0), {"max_extra_refusals": 0.02}, SAFE, "it refuses at most 1.2"),
+    "none is allowed": ((1, 10_000, 1, 0), {"max_extra_refusals": 0.0}, TOO_STRICT, "at least 0.002%"),
+    "tenants": ((3, 100_000, 3, 0), {"max_new_tenants": 2}, TOO_STRICT, "newly refuses 3 tenants; the limit is 2"),
+    "as many tenants": ((3, 100_000, 3, 0), {"max_new_tenants": 3}, SAFE, ""),
+    "sessions": ((3, 100_000, 1, 3), {"max_new_sessions": 0}, TOO_STRICT, "newly refuses 3 sessions"),
+    "less sure": ((0, 2_000, 0, 0), {"confidence": 0.5}, SAFE, ""),
+    "fewer asked for": ((5, 10, 1, 0), {"min_requests": 10}, TOO_STRICT, ""),
+}
+"""Extra refusals, requests that went on, tenants, sessions; the rules; the verdict and a part of its reason."""
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_the_verdict_follows_the_rules(case: str) -> None:
+    """Too strict breaks a rule for certain, safe keeps all of them for certain, and neither is said before enough is seen."""
+    numbers, rules, word, reason = VERDICTS[case]
+
+    verdict = judge(*numbers, Rules(**rules))  # type: ignore[arg-type]  # of several types
+
+    assert verdict.word == word
+    assert any(reason in each for each in verdict.reasons)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("min_requests", "-1"),
+        ("max_extra_refusals", "1"),
+        ("max_extra_refusals", "nan"),
+        ("confidence", "1"),
+        ("confidence", "x"),
+    ],
+)
+def test_rules_that_make_no_sense_are_usage_errors(flag: str, value: str) -> None:
+    """A rule that no number could keep is refused, with the flag's name."""
+    with pytest.raises(LoopguardError, match=f"--{flag.replace('_', '-')} must be a number"):
+        read_options(Rules, {flag: value})
+
+
+def _describe(*services: Service, **rules: Any) -> Mapping[str, Any]:  # noqa: ANN401  # of several types
+    (canary,) = describe_canaries([state_of(service) for service in services], Rules(**rules))
+    return canary
+
+
+def test_the_report_says_all_of_it() -> None:
+    """The JSON report has the two policies, the verdict and why, since when, counts, rates with bounds, callers, examples."""
+    service = make_service(LIVE, shadow())
+    send(service, 5)
+
+    canary = _describe(service, min_requests=3)
+
+    assert (canary["policy"], canary["canary_of"], canary["verdict"]) == ("strict", "live", TOO_STRICT)
+    assert canary["requests"] == {
+        "compared": 5, "both": 2, "only_live": 0, "only_candidate": 2, "neither": 1,
+        "refused": 2, "went_on": 3, "uncompared": 0,
+    }  # fmt: skip
+    assert canary["refusals"] == {"extra": 2, "already": 2, "missed": 0}
+    assert canary["rates"]["extra_refusals"]["share"] == pytest.approx(2 / 3)
+    assert canary["newly_refused"] == {"tenants": 1, "sessions": 0, "of_tenants": 1, "exact": True}
+    assert canary["until"] == "2023-11-14T22:13:20+00:00"
+    assert json.loads(json.dumps(canary, allow_nan=False)) == canary
+
+
+def test_a_canary_without_traffic_is_watched() -> None:
+    """Nothing has been compared: the shares are null, the bounds say nothing, the verdict is to keep watching."""
+    canary = _describe(make_service(LIVE, shadow()))
+
+    assert canary["verdict"] == KEEP_WATCHING
+    assert canary["rates"]["extra_refusals"] == {"share": None, "low": 0.0, "high": 1.0}
+
+
+def test_pairs_of_one_name_and_other_contents_stand_apart() -> None:
+    """States of two versions of a policy are two canaries, never one sum."""
+    old, new = make_service(LIVE, shadow()), make_service(LIVE, shadow(threshold_identical_requests=3))
+
+    assert len(describe_canaries([state_of(old), state_of(new)], Rules())) == 2
+    assert isinstance(pair_of(old).pairing, Pairing)

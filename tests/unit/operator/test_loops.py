@@ -1,0 +1,482 @@
+"""The table of loops: what it knows, what bounds it, how replicas tell it each other, and what people are shown of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from select import select
+from typing import Any, BinaryIO
+
+import pytest
+
+from extproc.cli.main import main
+from extproc.errors import LoopguardError
+from extproc.ext_proc.service import Service
+from extproc.metrics import Metrics
+from extproc.operator.admin.client import AdminClient
+from extproc.operator.admin.loop_report import LoopPages, make_report
+from extproc.operator.admin.pages import make_app
+from extproc.operator.admin.reports import Selection
+from extproc.operator.admin.server import AdminServer
+from extproc.operator.board import Board, View, unpack_all
+from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, merge_lines, merge_loops
+from extproc.operator.loop_table import Curve
+from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
+from extproc.sessions.prices import Prices, read_model
+from extproc.settings import parse_address
+from extproc.store.memory import MemoryStore
+from extproc.store.rules.documents import MAX_DOCUMENT
+from tests.support.documents import policy
+from tests.support.harness import PATIENCE
+from tests.support.messages import body, headers
+from tests.support.service import exchange, make_service, repeat
+
+pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # what counts in its table is compiled
+
+ANY = {"pathPrefix": "/"}
+BY_USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
+ON_ROUTE = {"xds.route_name": "llm"}
+STUCK = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "search", "arguments": '{"q": "a"}'}}]}
+FOUND = {"role": "tool", "tool_call_id": "1", "content": "nothing"}
+
+
+def list_loops(service: Service) -> list[Loop]:
+    """The table."""
+    return service.reporter.loops.copy()
+
+
+def make_row(**changes: Any) -> Loop:  # noqa: ANN401  # fields of Loop
+    """A loop as a replica tells it."""
+    now = time.time()
+    fields: dict[str, Any] = {
+        "policy": "p", "detector": "default", "mode": "enforce", "tenant": "0" * 16, "repeats": "abcd", "session": "",
+        "fingerprint": "abcd", "method": "POST", "path": "/v1", "route": "", "model": "", "tools": [], "caller": [],
+        "first": now - 100, "last": now, "count": 5, "requests": {"reject": 3}, "size": 400, "stopped": 3, "stopped_size": 300,
+    }  # fmt: skip
+    return Loop(**{**fields, **changes})
+
+
+def make_view(*rows: Loop, lines: list[Line] | None = None) -> View[LoopDocument]:
+    """What one replica knows."""
+    return View(LoopDocument(list(rows), lines or []), "a", ["a"], "")
+
+
+def report(*rows: Loop, shown: bool = False, price: float | None = None, **selection: Any) -> dict[str, Any]:  # noqa: ANN401
+    """The JSON about these loops."""
+    return make_report(make_view(*rows), Selection(**selection), Prices(price), shows_callers=shown, now=time.time())
+
+
+def test_a_loop_is_one_entry_with_what_became_of_its_requests() -> None:
+    """Who, where, since when, how often, and what of it was not sent on; requests below the threshold are nobody's loop."""
+    service = make_service(policy("p", ANY, **BY_USER, escalate={"reject": 5}, action="warn"))
+    repeat(service, headers("/v1/chat?x=1", x_user_id="ann"), body(b"12345678"), times=7)
+
+    (loop,) = list_loops(service)
+
+    assert (loop.policy, loop.detector, loop.mode, loop.method, loop.path) == ("p", "default", "enforce", "POST", "/v1/chat")
+    assert loop.caller == [("x-user-id", "ann")]
+    assert (loop.requests, loop.total, loop.count) == ({"warn": 2, "reject": 3}, 5, 7)
+    assert (loop.size, loop.stopped, loop.stopped_size) == (40, 3, 24)
+    assert loop.first <= loop.last
+
+
+def test_requests_that_are_not_acted_on_leave_no_trace() -> None:
+    """The table costs and shows nothing where nobody loops."""
+    service = make_service(policy("p", ANY))
+    repeat(service, headers(end=True), times=2)
+
+    assert list_loops(service) == []
+    assert service.reporter.loops.curves == {}
+
+
+def test_a_shadow_policy_has_entries_of_its_own() -> None:
+    """What a shadow policy would do is no refusal: nothing is said not to have been sent on."""
+    service = make_service(policy("live", ANY, action="warn"), policy("canary", ANY, mode="shadow"))
+    repeat(service, headers(end=True), times=4)
+
+    live, canary = list_loops(service)
+
+    assert (live.mode, live.requests) == ("enforce", {"warn": 2})
+    assert (canary.mode, canary.requests, canary.stopped) == ("shadow", {"reject": 2}, 0)
+
+
+def test_an_agents_loop_names_tool_model_and_route() -> None:
+    """What conversations repeat is told by tool, with the model that is asked and Envoy's name of the route."""
+    service = make_service(policy("p", ANY, similarity="tool_calls", **BY_USER))
+    conversation = json.dumps({"model": "gpt-4o", "messages": [STUCK, FOUND] * 4}).encode()
+    exchange(service, headers("/v1/chat/completions", x_user_id="bob", attributes=ON_ROUTE), body(conversation))
+
+    (loop,) = list_loops(service)
+
+    assert (loop.tools, loop.model, loop.route) == (["search"], "gpt-4o", "llm")
+
+
+def test_one_tenants_storm_does_not_push_out_another() -> None:
+    """A thousand loops are kept, a tenth of them one tenant's; the one that has been quiet longest goes first."""
+    service = make_service(policy("p", ANY, threshold_identical_requests=2, **BY_USER))
+    repeat(service, headers("/stuck", x_user_id="stuck", end=True), times=2)
+    for number in range(MAX_TENANT_ROWS + 50):
+        repeat(service, headers(f"/{number}", x_user_id="storm", end=True), times=2)
+    of_storm = [loop.path for loop in list_loops(service) if loop.path != "/stuck"]
+
+    assert of_storm == [f"/{number}" for number in range(50, MAX_TENANT_ROWS + 50)]
+    assert len(list_loops(service)) == MAX_TENANT_ROWS + 1
+
+
+def test_a_thousand_tenants_at_once_fill_the_table_and_no_more() -> None:
+    """Beyond the bound the table does not grow."""
+    service = make_service(policy("p", ANY, threshold_identical_requests=2, **BY_USER))
+    for number in range(MAX_ROWS + 200):
+        repeat(service, headers("/", x_user_id=str(number), end=True), times=2)
+
+    assert len(list_loops(service)) == MAX_ROWS
+    assert list_loops(service)[-1].caller == [("x-user-id", str(MAX_ROWS + 199))]
+
+
+def test_quiet_loops_are_forgotten() -> None:
+    """What was last acted on before a moment goes, and its tenant may have as many loops again."""
+    service = make_service(policy("p", ANY, threshold_identical_requests=2))
+    repeat(service, headers("/a", end=True), times=2)
+    table = service.reporter.loops
+
+    table.drop_quiet(time.time() - 3_600)
+    assert len(table.copy()) == 1
+
+    table.drop_quiet(time.time() + 1)
+    assert table.copy() == []
+
+
+def test_what_is_kept_of_a_client_is_short() -> None:
+    """However long names, values and paths are, what a loop keeps of them is bounded."""
+    service = make_service(policy("p", ANY, threshold_identical_requests=2, **BY_USER))
+    repeat(service, headers("/" + "a" * 60_000, x_user_id="b" * 8_000, end=True), times=2)
+
+    (loop,) = list_loops(service)
+
+    assert (len(loop.path), [len(value) for _, value in loop.caller]) == (256, [128])
+
+
+def test_bytes_that_are_no_text_are_spelled() -> None:
+    """Paths, callers and models that nothing can write as they are do not keep a table from being published."""
+    service = make_service(policy("p", ANY, similarity="tool_calls", **BY_USER), show_callers=True)
+    conversation = json.dumps({"messages": [STUCK, FOUND] * 4}).encode()
+    exchange(service, headers("/models/\udcff/v1/chat/completions", x_user_id="bob\udcfe"), body(conversation))
+
+    (found,) = unpack_all({"r": service.reporter.loops.make_document(shows_callers=True).pack()}, LoopDocument).values()
+
+    (row,) = found.rows
+    assert (row.path, row.model) == ("/models/\\udcff/v1/chat/completions", "\\udcff")
+    assert row.caller == [("x-user-id", "bob\\udcfe")]
+
+
+def test_lines_in_the_log_come_at_powers_of_two(caplog: pytest.LogCaptureFixture) -> None:
+    """The first request of a loop is logged, then the second, the fourth and so on, with where and what it was."""
+    service = make_service(policy("p", ANY, **BY_USER))
+    with caplog.at_level(logging.WARNING):
+        repeat(service, headers("/v1", x_user_id="ann", end=True, attributes=ON_ROUTE), times=22)
+
+    lines = [vars(record)["fields"] for record in caplog.records]
+    assert [line["requests"] for line in lines] == [1, 2, 4, 8, 16]
+    assert (lines[0]["path"], lines[0]["route"]) == ("/v1", "llm")
+    assert "ann" not in str(lines)
+
+
+def test_a_storm_in_the_log_does_not_hide_a_stuck_agent(caplog: pytest.LogCaptureFixture) -> None:
+    """One tenant's many loops have a few lines a second; another's loop is told all the same."""
+    service = make_service(policy("p", ANY, threshold_identical_requests=2, **BY_USER))
+    with caplog.at_level(logging.WARNING):
+        for number in range(300):
+            repeat(service, headers(f"/storm/{number}", x_user_id="storm", end=True), times=2)
+        repeat(service, headers("/stuck", x_user_id="stuck", end=True), times=2)
+
+    paths = [vars(record)["fields"]["path"] for record in caplog.records]
+    assert paths[-1] == "/stuck"
+    assert len(paths) < 100
+
+
+def test_the_curve_is_the_last_hour() -> None:
+    """Each minute has its count, minutes without any are zero, and what is older than an hour is gone."""
+    curve = Curve(100)
+    for minute in (100, 100, 103):
+        curve.add(minute)
+
+    assert curve.list_counts(103)[-4:] == [2, 0, 0, 1]
+    assert sum(curve.list_counts(103)) == 3
+    assert curve.list_counts(160)[:4] == [0, 0, 1, 0]
+
+    curve.add(103 + MINUTES)
+    assert sum(curve.list_counts(103 + MINUTES)) == 1
+
+
+def test_a_curve_for_each_policy_mode_and_action() -> None:
+    """What is acted on is drawn, in the minute in which it was."""
+    service = make_service(policy("p", ANY), policy("q", ANY, mode="shadow", action="warn"))
+    repeat(service, headers(end=True), times=4)
+
+    drawn = {key: sum(curve.counts) for key, curve in service.reporter.loops.curves.items()}
+
+    assert drawn == {("p", "enforce", "reject"): 2, ("q", "shadow", "warn"): 2}
+
+
+def test_tables_are_packed_for_a_board_and_unpacked() -> None:
+    """What one replica publishes is what another reads; callers' values are in it only where they may be shown."""
+    service = make_service(policy("p", ANY, **BY_USER))
+    repeat(service, headers("/a", x_user_id="secret", end=True), times=3)
+    hidden, shown = (service.reporter.loops.make_document(shows_callers=shows) for shows in (False, True))
+
+    found = unpack_all({"b": shown.pack(), "c": hidden.pack(), "broken": b"x"}, LoopDocument)
+
+    assert found == {"b": shown, "c": hidden}
+    assert "secret" not in str(hidden)
+    assert "secret" in str(shown)
+
+
+def test_a_table_that_does_not_fit_keeps_what_is_largest() -> None:
+    """Where a board has no room for all, the smallest loops stay behind, and that is said."""
+    noise = random.Random(0)
+    rows = [make_row(path=noise.randbytes(128).hex(), repeats=f"{size}", size=size) for size in range(999, -1, -1)]
+
+    packed = LoopDocument(rows, []).pack()
+    (found,) = unpack_all({"b": packed}, LoopDocument).values()
+
+    assert len(packed) <= MAX_DOCUMENT
+    assert 0 < len(found.rows) < 1_000
+    assert found.rows == rows[: len(found.rows)]
+    assert found.left_out == 1_000 - len(found.rows)
+
+
+def test_replicas_tables_are_merged() -> None:
+    """One loop that several replicas saw is one, with the sum of its requests and the count of whoever saw it last."""
+    now = time.time()
+    here = make_row(first=now - 50, last=now - 10, count=5, requests={"reject": 2}, size=20, stopped=2, stopped_size=20)
+    there = make_row(first=now - 90, last=now, count=9, requests={"reject": 3, "warn": 1}, size=40, stopped=3, stopped_size=30)
+    stale = make_row(repeats="old", last=now - 4_000)
+
+    (merged,) = merge_loops([here, there, stale], now - 3_600)
+
+    assert (merged.first, merged.last, merged.count) == (now - 90, now, 9)
+    assert (merged.requests, merged.size, merged.stopped, merged.stopped_size) == ({"reject": 5, "warn": 1}, 60, 5, 50)
+    assert here.requests == {"reject": 2}
+
+
+def test_curves_of_replicas_are_added_minute_by_minute() -> None:
+    """Tables that were published at different minutes are brought to the same one."""
+    old = Line("p", "enforce", "reject", 100, [0] * 58 + [1, 2])
+    new = Line("p", "enforce", "reject", 101, [0] * 58 + [4, 8])
+
+    (merged,) = merge_lines([old, new], 101)
+
+    assert merged.counts[-3:] == [1, 6, 8]
+
+
+def test_the_report_is_sorted_by_what_costs_most() -> None:
+    """Money where a rate is known, else tokens; the other orders are there as well."""
+    rows = [
+        make_row(repeats="small", path="/small", size=400, requests={"warn": 9}),
+        make_row(repeats="big", path="/big", size=4_000),
+    ]
+
+    assert [loop["path"] for loop in report(*rows)["loops"]] == ["/big", "/small"]
+    assert [loop["path"] for loop in report(*rows, sort="requests")["loops"]] == ["/small", "/big"]
+    assert [loop["path"] for loop in report(*rows, limit=1)["loops"]] == ["/big"]
+
+
+def test_money_comes_with_a_rate() -> None:
+    """A rate that is given counts for every model, the package's for those that it knows; without any there is no money."""
+    rows = [make_row(model="gpt-4o", size=4_000_000, stopped_size=2_000_000), make_row(repeats="x", model="nobody's")]
+
+    given, known = report(*rows, price=2.0), report(*rows)
+
+    assert [loop["cost_usd"] for loop in given["loops"]] == [2.0, 0.0002]
+    assert known["loops"][0]["cost_usd"] > 0
+    assert known["loops"][0]["cost_not_sent_on_usd"] == known["loops"][0]["cost_usd"] / 2
+    assert known["loops"][1]["cost_usd"] is None
+
+
+def test_callers_values_are_shown_only_where_they_may_be() -> None:
+    """By default a caller is a hash, and cannot be looked for by a guess at its value."""
+    row = make_row(caller=[("x-user-id", "ann")], tenant="f" * 16)
+
+    assert report(row)["loops"][0]["descriptors"] is None
+    assert report(row, shown=True)["loops"][0]["descriptors"] == {"x-user-id": "ann"}
+    assert report(row, caller="ann")["loops"] == []
+    for caller in ("ann", "x-user-id=ann"):
+        assert len(report(row, shown=True, caller=caller)["loops"]) == 1
+    assert report(row, shown=True, caller="x-user-id=eve")["loops"] == []
+    assert len(report(row, caller="fff")["loops"]) == 1
+
+
+def test_the_report_can_be_narrowed_down() -> None:
+    """By policy and by tool; the totals are those of what is shown."""
+    rows = [make_row(policy="a", tools=["search"]), make_row(policy="b", tools=["read", "write"])]
+
+    assert [loop["policy"] for loop in report(*rows, policy="a")["loops"]] == ["a"]
+    assert [loop["policy"] for loop in report(*rows, tool="write")["loops"]] == ["b"]
+    assert report(*rows, policy="a")["total"]["refused"] == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "expected"),
+    [
+        ("/v1/chat/completions", b'{"messages": [{"model": "inner"}], "model": "gpt-4o"}', "gpt-4o"),
+        ("/v1beta/models/gemini-2.5-pro:generateContent", None, "gemini-2.5-pro"),
+        ("/model/anthropic.claude-sonnet/converse", b"{}", "anthropic.claude-sonnet"),
+        ("/v1", b'{"model": 5}', ""),
+        ("/v1", b"[" * 100_000, ""),
+        ("/v1", b"not json", ""),
+        ("/v1", None, ""),
+    ],
+)
+def test_the_model_is_read_from_the_body_or_the_path(path: str, content: bytes | None, expected: str) -> None:
+    """Where neither says it, or what is there is no JSON, there is none."""
+    assert read_model(path, content) == expected
+
+
+@contextmanager
+def admin_of(service: Service, price: float | None = None) -> Iterator[AdminClient]:
+    """A client of an admin port that shows the loops of one service."""
+    shared = Board("loops", LoopDocument, service.reporter.loops, MemoryStore(Metrics()), lambda: service.reporter.show_callers)
+    pages = LoopPages(shared, Prices(price), lambda: service.reporter.show_callers)
+    server = AdminServer(make_app(Metrics(), pages.list_routes()))
+    client = AdminClient(server.start(parse_address("127.0.0.1:0")))
+    try:
+        yield client
+    finally:
+        client.close()
+        server.stop()
+
+
+def looping(user: str = "ann", **settings: Any) -> Service:  # noqa: ANN401  # of the process
+    """A service that one user has driven into a refusal."""
+    service = make_service(policy("p", ANY, **BY_USER), **settings)
+    repeat(service, headers("/v1", x_user_id=user), body(b"12345678"), times=3)
+    return service
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ({"sort": "age"}, "sort must be one of cost, requests, count, last, first"),
+        ({"limit": "0"}, "limit must be 1 to 1000"),
+        ({"limit": "many"}, "limit must be 1 to 1000"),
+        ({"price": "-1"}, "price must be US dollars per million input tokens, such as 2.50"),
+    ],
+)
+def test_a_query_that_makes_no_sense_is_refused(query: Mapping[str, str], message: str) -> None:
+    """The answer is 400 and says what would be right."""
+    with admin_of(looping()) as client, pytest.raises(LoopguardError) as failure:
+        client.ask("/loops", params=query)
+
+    assert str(failure.value).endswith(f"answered 400: {message}")
+
+
+def test_callers_are_not_shown_to_a_page_of_another_site() -> None:
+    """A browser that was led here under another name reads hashes alone; so would anybody from another machine."""
+    with admin_of(looping(show_callers=True)) as client:
+        near, far = (client.ask("/loops", headers=more) for more in ({}, {"host": "evil.example"}))
+
+    assert near["loops"][0]["descriptors"] == {"x-user-id": "ann"}
+    assert far["loops"][0]["descriptors"] is None
+
+
+def run_top(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What `loopguard top` prints."""
+    assert main(["top", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_top_prints_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loop is a row; what clients choose is text, neither markup nor a command to the terminal."""
+    monkeypatch.setenv("COLUMNS", "200")
+    with admin_of(looping("[red]\x1b[2J", show_callers=True), price=1_000.0) as client:
+        printed = run_top(capsys, "--admin", client.url)
+
+    assert "1 of 1 loops active, 1 caller, 1 request, 1 not forwarded; 1 replica" in printed
+    assert "x-user-id=[red]\\x1b[2J" in printed
+    assert "1 refused" in printed
+    assert "\x1b" not in printed
+
+
+def test_top_prints_json_of_several_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Servers that do not know of each other are added up; one that is named twice counts once."""
+    with admin_of(looping("ann")) as one, admin_of(looping("bob")) as other:
+        printed = run_top(capsys, "--json", *(part for url in (one.url, other.url, one.url) for part in ("--admin", url)))
+
+    report = json.loads(printed)
+    assert [loop["requests"] for loop in report["loops"]] == [1, 1]
+    assert (report["total"]["loops"], len(report["replicas"])) == (2, 2)
+
+
+def test_top_is_live_on_a_terminal() -> None:
+    """What happens meanwhile shows up, on a screen of its own that Ctrl-C gives back."""
+    service = looping("ann", show_callers=True)
+    ours, theirs = os.openpty()
+    with admin_of(service) as client, os.fdopen(ours, "rb", buffering=0) as screen:
+        command = [sys.executable, "-P", "-c", INTERRUPTIBLE, "top", "--admin", client.url, "--interval", "0.1"]
+        environment = {**os.environ, "COLUMNS": "200", "LINES": "50", "TERM": "xterm"}
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as top:
+            os.close(theirs)
+            try:
+                first = read_until(screen, b"x-user-id=ann")
+                repeat(service, headers(x_user_id="latecomer", end=True), times=3)
+                read_until(screen, b"x-user-id=latecomer")
+                top.send_signal(signal.SIGINT)
+                read_until(screen, LEAVE_SCREEN)
+                ended = top.wait(PATIENCE)
+            finally:
+                top.kill()
+
+    assert ENTER_SCREEN in first
+    assert ended == 130
+
+
+INTERRUPTIBLE = """import signal, sys
+from extproc.cli.main import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main())
+"""
+"""The command as a terminal starts it, also where these tests run in the background of a shell, which has Ctrl-C ignored."""
+
+ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
+"""What a terminal is told to show another screen, and its own again (xterm's control sequences)."""
+
+
+def read_until(screen: BinaryIO, part: bytes) -> bytes:
+    """All that is written to a terminal, up to that part."""
+    seen, deadline = b"", time.monotonic() + PATIENCE
+    while part not in seen:
+        ready, _, _ = select([screen], [], [], PATIENCE)
+        assert ready, f"nothing is shown behind {seen[-2_000:]!r}"
+        assert time.monotonic() < deadline, f"{part!r} was never shown, but {seen[-2_000:]!r}"
+        seen += screen.read(65_536)
+    return seen
+
+
+def test_top_passes_the_selection_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """Filters and the price are the server's to apply."""
+    with admin_of(looping()) as client:
+        none = json.loads(run_top(capsys, "--json", "--admin", client.url, "--policy", "other"))
+        priced = json.loads(run_top(capsys, "--json", "--admin", client.url, "--price", "500000", "--limit", "1"))
+
+    assert none["loops"] == []
+    assert priced["loops"][0]["cost_usd"] == 1.0
+
+
+def test_top_says_that_no_loop_matches(capsys: pytest.CaptureFixture[str]) -> None:
+    """And of how many, so that nobody takes it for silence."""
+    with admin_of(looping()) as client:
+        assert run_top(capsys, "--once", "--admin", client.url, "--policy", "other").startswith("none of 1 loop matches")
+
+
+def test_top_says_that_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, and exit code 1."""
+    assert main(["top", "--admin", "unix:/nonexistent.sock"]) == 1
+    assert capsys.readouterr().err.startswith("loopguard: cannot ask unix:/nonexistent.sock: ")

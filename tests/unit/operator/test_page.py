@@ -1,0 +1,262 @@
+"""The page on the admin port, in a real browser where there is one."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.ext_proc.service import Service
+from extproc.metrics import Metrics
+from extproc.operator.admin.loop_page import draw_charts, route_page
+from extproc.operator.admin.loop_report import LoopPages
+from extproc.operator.admin.pages import make_app
+from extproc.operator.admin.server import AdminServer
+from extproc.operator.admin.session_report import SessionPages
+from extproc.operator.board import Board
+from extproc.operator.loop_rows import MINUTES, LoopDocument
+from extproc.operator.loop_table import Curve
+from extproc.operator.session_rows import SessionDocument
+from extproc.sessions.prices import Prices
+from extproc.settings import parse_address
+from extproc.store.memory import MemoryStore
+from extproc.store.rules.session import LIMITS, Standing
+from tests.support.documents import policy
+from tests.support.harness import PATIENCE
+from tests.support.messages import body, headers
+from tests.support.pages import Outline
+from tests.support.service import exchange, make_service, repeat
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: the page in a browser is NOT tested")
+
+SCRIPT = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
+CALL = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "search_the_web", "arguments": "{}"}}]}
+FOUND = {"role": "tool", "tool_call_id": "1", "content": "nothing"}
+CONVERSATION = json.dumps({"model": "gpt-4o", "messages": [CALL, FOUND] * 4}).encode()
+
+
+def note_session(service: Service, name: str = "ann", **changes: Any) -> None:  # noqa: ANN401  # fields of a session
+    """A session that has met a limit."""
+    tools, limit = ((b"t", name, 3),), LIMITS.index("max_calls_per_tool")
+    standing = Standing(limit, 3, 3, b"t", steps=1_234, blocks=1, cost=2 * 10**9, estimated=1, tools=tools)
+    fields: dict[str, Any] = {"policy": "agents", "mode": "enforce", "tenant": "a" * 16, "session": "5" * 16}
+    caller, now = [("x-user-id", name)], time.time()
+    service.reporter.sessions.note(
+        **{**fields, **changes}, caller=caller, standing=standing, model=name, tool=name, call=b"", now=now
+    )
+
+
+def make_night(name: str = "storm") -> Service:
+    """A service after a storm, a stuck agent, a shadow policy's verdicts and an hour of both."""
+    chat = {"pathExact": "/v1/chat/completions"}
+    service = make_service(
+        policy("webhooks", {"pathPrefix": "/hook"}, action="warn", escalate={"reject": 20}, **USER),
+        policy("agents", chat, similarity="tool_calls", **USER),
+        policy("agents-canary", chat, mode="shadow", action="throttle", **USER),
+        show_callers=True,
+    )
+    repeat(
+        service, headers("/hook/billing", x_user_id=name, attributes={"xds.route_name": "hooks"}), body(b"{}" * 2_000), times=60
+    )
+    for _ in range(7):
+        exchange(service, headers("/v1/chat/completions", x_user_id="agent-7"), body(CONVERSATION))
+    _draw_hour(service.reporter.loops.curves)
+    return service
+
+
+def _draw_hour(curves: dict[tuple[str, str, str], Curve]) -> None:
+    """An hour as it might have been, before what happened now."""
+    for place, curve in enumerate(curves.values()):
+        for ago in range(1, MINUTES - 15 * place):
+            curve.counts[(curve.minute - ago) % MINUTES] = max(0, 40 - ago + (ago * 7) % 11)
+
+
+@contextmanager
+def serving(service: Service, looked: threading.Event | None = None) -> Iterator[str]:
+    """The URL of a page about this service; `looked` is set when somebody looks at it."""
+
+    def shows() -> bool:
+        if looked is not None:
+            looked.set()
+        return service.reporter.show_callers
+
+    store = MemoryStore(Metrics())
+    pages = LoopPages(Board("loops", LoopDocument, service.reporter.loops, store, shows), Prices(None), shows)
+    sessions = SessionPages(Board("sessions", SessionDocument, service.reporter.sessions, store, shows), shows)
+    server = AdminServer(make_app(Metrics(), [route_page(pages, sessions), *pages.list_routes(), *sessions.list_routes()]))
+    try:
+        yield f"http://{server.start(parse_address('127.0.0.1:0'))}/"
+    finally:
+        server.stop()
+
+
+def fetch(url: str) -> tuple[dict[str, str], str]:
+    """Headers and text of the page."""
+    address, _, path = url.removeprefix("http://").partition("/")
+    connection = http.client.HTTPConnection(address, timeout=PATIENCE)
+    connection.request("GET", f"/{path}")
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    assert answer.status == 200, text
+    return dict(answer.getheaders()), text
+
+
+def test_the_page_shows_who_loops() -> None:
+    """Callers, tools, routes, what became of requests, money where the model's rate is known, and the curves."""
+    with serving(make_night()) as url:
+        text = re.sub(r"\s+", " ", fetch(url)[1])
+
+    named = ("x-user-id: <b>storm</b>", "search_the_web", "route hooks", "gpt-4o")
+    for shown in ("3 active loops", *named, "41 refused", "17 warned", "would throttle"):
+        assert shown in text, shown
+    assert text.count("<svg") == 3
+
+
+def test_the_page_shows_sessions() -> None:
+    """What each has used up and what stops it, with a link to its run; narrowed down as the loops are."""
+    service = make_night()
+    note_session(service, "runner")
+    note_session(service, "walker", policy="other", mode="shadow")
+    with serving(service) as url:
+        text, narrowed = (re.sub(r"\s+", " ", fetch(url + query)[1]) for query in ("", "?policy=other&sort=count"))
+
+    for shown in ("<h2>Sessions</h2>", "x-user-id: <b>runner</b>", "1,234", "~$2.00", "max_calls_per_tool: runner"):
+        assert shown in text, shown
+    assert f'<a href="/sessions/{"5" * 16}">' in text
+    assert "walker" in narrowed
+    assert "runner" not in narrowed
+
+
+def test_the_page_of_a_quiet_night() -> None:
+    """Where nobody loops, that is what it says."""
+    with serving(make_service(policy("p", {"pathPrefix": "/"}))) as url:
+        text = fetch(url)[1]
+
+    assert "No active loops" in text
+    assert "No loops in the last hour" in text
+    assert "<h2>Sessions</h2>" not in text
+
+
+def test_the_page_can_be_narrowed_down() -> None:
+    """The form's fields select, and stay filled in."""
+    with serving(make_night()) as url:
+        text = fetch(f"{url}?tool=search_the_web&sort=last")[1]
+
+    assert "agent-7" in text
+    assert "storm" not in text
+    assert 'value="search_the_web"' in text
+    assert '<option value="last" selected>' in text
+
+
+def test_scripts_in_names_are_text() -> None:
+    """Whatever callers, paths, tools, models, routes and sessions are called, and whatever is asked for, it is text."""
+    service = make_night(SCRIPT)
+    for loop in service.reporter.loops.copy():
+        loop.path = loop.method = loop.route = loop.model = loop.session = loop.fingerprint = SCRIPT
+        loop.policy = loop.detector = SCRIPT
+        loop.tools = [SCRIPT]
+    for key, curve in list(service.reporter.loops.curves.items()):
+        service.reporter.loops.curves[SCRIPT, key[1], key[2]] = curve
+    note_session(service, SCRIPT)
+    note_session(service, SCRIPT, policy=SCRIPT, tenant=SCRIPT, session=SCRIPT, mode=SCRIPT)
+    with serving(service) as url:
+        outline = Outline(fetch(f"{url}?policy=%3Cscript%3E%22")[1])
+        full = Outline(fetch(url)[1])
+
+    for seen in (outline, full):
+        assert seen.elements.count("script") == 1
+        assert "img" not in seen.elements
+        assert seen.handlers == []
+
+
+def test_nothing_is_loaded_from_elsewhere() -> None:
+    """The page is all there is, and its policy forbids the browser everything but that."""
+    with serving(make_night()) as url:
+        (first, text), (second, _) = fetch(url), fetch(url)
+
+    policies = [answer["content-security-policy"] for answer in (first, second)]
+    assert Outline(text).loads == ["/loops", "/sessions"]
+    assert policies[0].startswith("default-src 'none'; style-src 'nonce-")
+    assert policies[0] != policies[1]
+    assert "unsafe" not in policies[0]
+
+
+def test_a_chart_stacks_its_actions() -> None:
+    """Each minute is as high as its requests, the most severe action at the bottom; the busiest policy comes first."""
+    quiet: dict[str, Any] = {"policy": "a", "mode": "enforce", "action": "warn", "minutes": [0] * 59 + [1]}
+    warned: dict[str, Any] = {"policy": "b", "mode": "enforce", "action": "warn", "minutes": [0] * 59 + [3]}
+    refused: dict[str, Any] = {"policy": "b", "mode": "enforce", "action": "reject", "minutes": [0] * 58 + [2, 1]}
+
+    busy, other = draw_charts([quiet, warned, refused])
+
+    assert (busy.policy, busy.most, busy.actions) == ("b", 4, [("reject", 3), ("warn", 3)])
+    assert [(bar.action, bar.x, bar.height) for bar in busy.bars] == [
+        ("reject", 58 * 6, 30.0),
+        ("reject", 59 * 6, 15.0),
+        ("warn", 59 * 6, 45.0),
+    ]
+    assert busy.bars[2].y + busy.bars[2].height == busy.bars[1].y
+    assert other.policy == "a"
+
+
+def browse(folder: Path, url: str, *arguments: str) -> str:
+    """What Chromium prints when it is sent to a page."""
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
+    command = [CHROMIUM or "", *flags, f"--user-data-dir={folder}", *arguments, url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout
+
+
+@BROWSER
+def test_a_browser_shows_it_and_runs_nothing_else(tmp_path: Path) -> None:
+    """In Chromium the table and the curves are there, and no script that a client has put into a name has run."""
+    with serving(make_night(SCRIPT)) as url:
+        page = browse(tmp_path, url, "--dump-dom")
+
+    assert "<title>3 looping" in page
+    assert page.count("<svg") == 3
+    assert "&lt;script&gt;" in page
+
+
+@BROWSER
+def test_the_page_is_live(tmp_path: Path) -> None:
+    """What happens while the page is open is on it a moment later, without a reload."""
+    service, looked = make_night(), threading.Event()
+    with serving(service, looked) as url, ThreadPoolExecutor() as pool:
+        # Virtual time: the page's own clock runs ahead once it is loaded.
+        printed = pool.submit(browse, tmp_path, url, "--virtual-time-budget=20000", "--dump-dom")
+        assert looked.wait(PATIENCE)
+        repeat(service, headers("/hook/late", x_user_id="latecomer", end=True), times=4)
+
+        assert "latecomer" in printed.result()
+
+
+WIDTHS = {"desktop": (1280, 1500), "phone": (390, 2400)}
+
+
+def take_screenshots(folder: Path, names: Sequence[str] = tuple(WIDTHS)) -> None:
+    """For people to look at: `python -m tests.unit.operator.test_page FOLDER`."""
+    with serving(make_night(SCRIPT)) as url:
+        for name in names:
+            width, height = WIDTHS[name]
+            shot = folder / f"{name}.png"
+            browse(folder / "profile", url, f"--window-size={width},{height}", f"--screenshot={shot}")
+
+
+if __name__ == "__main__":
+    take_screenshots(Path(sys.argv[1]))

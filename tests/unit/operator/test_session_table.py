@@ -1,0 +1,499 @@
+"""The table of sessions: what it knows of a run, what bounds it, how replicas tell it each other, and what people are shown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from extproc.cli.main import main
+from extproc.errors import LoopguardError
+from extproc.metrics import Metrics
+from extproc.operator.admin.client import AdminClient
+from extproc.operator.admin.pages import make_app
+from extproc.operator.admin.reports import Selection
+from extproc.operator.admin.server import AdminServer
+from extproc.operator.admin.session_report import SessionPages, report_sessions
+from extproc.operator.board import Board, View, unpack_all
+from extproc.operator.session_rows import MAX_CALLS, SessionDocument, SessionRow, merge_sessions
+from extproc.operator.session_table import OVERFLOW, Run, SessionTable
+from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
+from extproc.sessions.rates import Usage
+from extproc.settings import parse_address
+from extproc.store.memory import MemoryStore
+from extproc.store.rules.documents import MAX_DOCUMENT
+from extproc.store.rules.session import LIMITS, Standing
+
+pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # the table is compiled
+
+TENANT, OTHER = "a" * 16, "b" * 16
+SESSION = "5" * 16
+DOLLAR = 10**9
+SEARCH = b"srch"
+USAGE = Usage(100, 20, 30, 40)
+
+
+def name_call(number: int) -> bytes:
+    """The name of a call."""
+    return number.to_bytes(8, "little")
+
+
+def note(table: SessionTable, standing: Standing, call: int = 0, *, now: float = 1_000.0, **changes: Any) -> None:  # noqa: ANN401
+    """One request of a session."""
+    fields: dict[str, Any] = {
+        "policy": "p", "mode": "enforce", "tenant": TENANT, "session": SESSION, "caller": [("x-team", "red")],
+        "model": "gpt-4o", "tool": "search",
+    }  # fmt: skip
+    table.note(**{**fields, **changes}, standing=standing, call=name_call(call), now=now)
+
+
+def settle(table: SessionTable, standing: Standing, call: int = 0, *, now: float = 1_000.0, **changes: Any) -> None:  # noqa: ANN401
+    """What became of one."""
+    fields: dict[str, Any] = {
+        "policy": "p", "mode": "enforce", "tenant": TENANT, "session": SESSION, "model": "gpt-4o",
+        "status": 200, "usage": USAGE,
+    }  # fmt: skip
+    table.settle(**{**fields, **changes}, standing=standing, call=name_call(call), now=now)
+
+
+def list_rows(*tables: SessionTable, since: float = 0) -> list[SessionRow]:
+    """What replicas with these tables know together, through their boards."""
+    packed = {str(place): table.make_document(shows_callers=True).pack() for place, table in enumerate(tables)}
+    documents = unpack_all(packed, SessionDocument)
+    return merge_sessions((row for document in documents.values() for row in document.rows), since)
+
+
+def report(*rows: SessionRow, shown: bool = True, **selection: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of a selection
+    """The JSON about these sessions."""
+    view = View(SessionDocument(list(rows)), "a", ["a"], "")
+    return report_sessions(view, Selection(**selection), shows_callers=shown, now=2_000.0)
+
+
+def get_run(table: SessionTable) -> Run:
+    """The only session."""
+    (run,) = table.copy()
+    return run
+
+
+# What is known of a run
+
+
+def test_a_session_is_one_entry_with_what_it_has_used_up() -> None:
+    """Its counts are the ledger's newest; its calls are those that were let through, with what became of them."""
+    table = SessionTable()
+    note(table, Standing(steps=1, reserved=7, age_ms=0), 1, now=1_000)
+    note(table, Standing(steps=2, tool_calls=1, age_ms=5_000, tools=((SEARCH, "search", 1),)), 2, now=1_005)
+    settle(table, Standing(steps=2, tool_calls=1, cost=3 * DOLLAR, estimated=DOLLAR, age_ms=6_000), 1, now=1_006, status=503)
+
+    (session,) = report(*list_rows(table))["sessions"]
+
+    assert (session["total_step_count"], session["total_tool_calls"]) == (2, 1)
+    assert (session["actual_cost"], session["estimated_cost"], session["reserved_cost"]) == (3, 1, 0)
+    assert (session["started"], session["last_seen"]) == ("1970-01-01T00:16:40Z", "1970-01-01T00:16:45Z")
+    assert (session["killed"], session["refused"], session["descriptors"]) == (None, None, {"x-team": "red"})
+    assert [(call.status, call.usage, call.settled) for call in get_run(table).calls] == [
+        (503, USAGE, True),
+        (0, None, False),
+    ]
+
+
+def test_a_refusal_is_no_call_and_says_which_limit() -> None:
+    """Requests that are refused leave the calls alone, however many they are; the newest says what was used and allowed."""
+    table = SessionTable()
+    note(table, Standing(steps=1), 1)
+    for blocks in range(1, 100):
+        limit = LIMITS.index("max_calls_per_tool")
+        refused = Standing(limit, 5, 4, SEARCH, steps=1, blocks=blocks, tools=((SEARCH, "search", 5),))
+        note(table, refused, 1 + blocks, now=1_000.0 + blocks)
+
+    (session,) = report(*list_rows(table))["sessions"]
+
+    assert [call.name for call in get_run(table).calls] == [name_call(1)]
+    assert session["total_block_count"] == 99
+    assert session["tool_call_counts"] == {"search": 5}
+    assert session["refused"] == {
+        "at": "1970-01-01T00:18:19Z", "limit": "max_calls_per_tool", "used": 5, "allowed": 4, "tool": "search",
+    }  # fmt: skip
+
+
+def test_money_is_told_in_dollars() -> None:
+    """A limit of dollars is told in dollars, to the nano-dollar."""
+    table = SessionTable()
+    note(table, Standing(LIMITS.index("max_cost_per_session"), 10 * DOLLAR + 1, 10 * DOLLAR, blocks=1, cost=10 * DOLLAR + 1))
+
+    (session,) = report(*list_rows(table))["sessions"]
+
+    assert (session["actual_cost"], session["refused"]["used"], session["refused"]["allowed"]) == (
+        10.000000001,
+        10.000000001,
+        10,
+    )
+
+
+def test_what_kills_a_session_is_told() -> None:
+    """Its breaker, or an operator, whose kill says nothing about what was used up; a release ends it."""
+    table = SessionTable()
+    told = []
+    for standing in (
+        Standing(1, blocks=5, steps=3, killed=1),
+        Standing(1, blocks=6, steps=3, killed=2),
+        Standing(steps=1),
+        Standing(1),
+        Standing(steps=2),
+    ):
+        note(table, standing)
+        told.append([(row["killed"], row["total_step_count"]) for row in report(*list_rows(table))["sessions"]])
+
+    assert told == [
+        [("consecutive_blocks", 3)],
+        [("consecutive_errors", 3)],
+        [(None, 1)],
+        [("operator", 1)],
+        [(None, 2)],
+    ]
+
+
+def test_an_answer_that_nobody_has_counted_says_nothing() -> None:
+    """A settlement for a ledger that is gone leaves what was known, except what became of the call."""
+    table = SessionTable()
+    note(table, Standing(1, steps=4, blocks=2, killed=1), 1)
+    note(table, Standing(1), 2)
+    settle(table, Standing(), 1, usage=None)
+
+    (session,) = report(*list_rows(table))["sessions"]
+
+    assert (session["killed"], session["total_step_count"], session["total_block_count"]) == ("operator", 4, 2)
+
+
+def test_a_session_that_begins_anew_shows_no_calls_of_before() -> None:
+    """After a release, or a long silence, the report is that of the new run."""
+    table = SessionTable()
+    note(table, Standing(LIMITS.index("max_steps"), 9, 9, steps=9, blocks=1, age_ms=60_000), 1, now=1_000)
+    note(table, Standing(steps=9, age_ms=61_000), 2, now=1_001)
+    note(table, Standing(steps=1, age_ms=0), 3, now=1_100)
+
+    (row,) = list_rows(table)
+
+    assert [call.name for call in row.calls] == [name_call(3)[:4]]
+    assert row.refusal is None
+
+
+def test_sessions_that_are_too_many_are_one() -> None:
+    """Those that share a ledger are shown once for each tenant and policy, whatever they are called."""
+    table = SessionTable()
+    for number in range(50):
+        note(table, Standing(steps=number + 1, shared=True), number, session=f"{number:016x}")
+
+    assert [(run.session, run.standing.steps) for run in table.copy()] == [(OVERFLOW, 50)]
+
+
+def test_policies_modes_and_tenants_have_sessions_of_their_own() -> None:
+    """A session's name is its tenant's alone, and a shadow policy's counts are not mixed with those that act."""
+    table = SessionTable()
+    different: list[dict[str, Any]] = [{}, {"policy": "q"}, {"mode": "shadow"}, {"tenant": OTHER}, {"session": "6" * 16}]
+    for changes in different:
+        note(table, Standing(steps=1), **changes)
+
+    assert len(table.copy()) == 5
+
+
+# Bounds
+
+
+def test_one_tenants_sessions_do_not_push_out_anothers() -> None:
+    """A tenant that changes its session each time has a tenth of the table; the one that has been quiet longest goes first."""
+    table = SessionTable()
+    note(table, Standing(steps=1), tenant=OTHER)
+    for number in range(MAX_TENANT_ROWS + 50):
+        note(table, Standing(steps=1), session=f"{number:016x}")
+
+    assert [run.session for run in table.copy() if run.tenant == TENANT] == [
+        f"{number:016x}" for number in range(50, MAX_TENANT_ROWS + 50)
+    ]
+    assert len(table.copy()) == MAX_TENANT_ROWS + 1
+
+
+def test_the_table_is_bounded() -> None:
+    """However many tenants there are, and however many calls a session makes."""
+    table = SessionTable()
+    for number in range(MAX_ROWS + 10):
+        note(table, Standing(steps=1), tenant=f"{number:016x}")
+    for number in range(MAX_CALLS + 10):
+        note(table, Standing(steps=number), number, tenant="last")
+        settle(table, Standing(steps=number), 1_000 + number, tenant="settled")
+
+    assert len(table.copy()) == MAX_ROWS
+    assert [len(run.calls) for run in table.copy()[-2:]] == [MAX_CALLS, MAX_CALLS]
+
+
+def test_what_is_kept_of_a_client_is_short() -> None:
+    """Names, values, models and tools are cut, and bytes that are no text are spelled."""
+    table = SessionTable()
+    long = "\udcff" + "x" * 10_000
+    note(table, Standing(steps=1), caller=[(long, long)] * 20, model=long, tool=long)
+
+    (row,) = list_rows(table)
+
+    assert [len(value) for value in row.caller[0]] == [133, 133]
+    assert (len(row.caller), len(row.calls[0].model), [len(tool) for tool in row.calls[0].tools]) == (8, 133, [133])
+    assert row.calls[0].model.startswith("\\udcffx")
+
+
+def test_quiet_sessions_are_forgotten() -> None:
+    """What had its last request before a moment goes."""
+    table = SessionTable()
+    note(table, Standing(steps=1), now=1_000)
+    note(table, Standing(steps=1), now=2_000, tenant=OTHER)
+
+    table.drop_quiet(1_500)
+
+    assert [run.tenant for run in table.copy()] == [OTHER]
+    assert [row.tenant for row in list_rows(table, since=2_001)] == []
+
+
+# Replicas
+
+
+def test_replicas_tables_are_merged() -> None:
+    """Counts are of whoever was told last, calls come together, and so do a request here and its answer there."""
+    here, there = SessionTable(), SessionTable()
+    note(here, Standing(steps=1, age_ms=0), 1, now=1_000)
+    note(there, Standing(steps=2, age_ms=1_000), 2, now=1_001, caller=[], model="", tool="")
+    settle(there, Standing(steps=2, cost=5, age_ms=2_000), 1, now=1_002, model="gpt-4o-mini", status=200)
+    settle(here, Standing(steps=2, cost=9, age_ms=3_000), 2, now=1_003, model="o3", usage=None, status=0)
+
+    for tables in ((here, there), (there, here)):
+        (row,) = list_rows(*tables)
+        assert (row.steps, row.cost, row.began, row.last, row.caller) == (2, 9, 1_000, 1_001, [("x-team", "red")])
+        assert [(call.at, call.model, call.tools, call.status, call.tokens, call.settled) for call in row.calls] == [
+            (1_000, "gpt-4o", ["search"], 200, [100, 20, 30, 40], True),
+            (1_001, "o3", [], 0, None, True),
+        ]
+
+
+def test_what_stops_a_session_is_known_everywhere() -> None:
+    """The newest refusal counts, and whether an operator has killed it is told by whoever had its newest request."""
+    here, there = SessionTable(), SessionTable()
+    note(here, Standing(steps=1), 1, now=1_000)
+    note(there, Standing(LIMITS.index("max_steps"), 1, 1, steps=1, blocks=1), now=1_001)
+    note(here, Standing(1), now=1_002)
+
+    for tables in ((here, there), (there, here)):
+        (session,) = report(*list_rows(*tables))["sessions"]
+        assert (session["killed"], session["refused"]["limit"], session["total_block_count"]) == ("operator", "killed", 1)
+
+
+def test_a_replica_tells_what_another_has_published() -> None:
+    """A session that only another replica has seen is shown, with whose tables these are."""
+    table, store = SessionTable(), MemoryStore(Metrics())
+    here = Board("sessions", SessionDocument, SessionTable(), store, lambda: False, "here")
+    there = Board("sessions", SessionDocument, table, store, lambda: False, "there")
+    note(table, Standing(steps=3), now=time.time())
+
+    async def look() -> View[SessionDocument]:
+        sharing = asyncio.create_task(here.share())
+        await there.publish()
+        view = await asyncio.to_thread(here.view)
+        sharing.cancel()
+        return view
+
+    view = asyncio.run(look())
+
+    assert [(row.steps, row.caller) for row in view.document.rows] == [(3, [])]
+    assert (view.replica, view.replicas, view.problem, view.document.left_out) == ("here", ["here", "there"], "", 0)
+
+
+def test_callers_leave_the_process_only_where_they_may_be_shown() -> None:
+    """What is published has hashes alone, unless callers are shown."""
+    table = SessionTable()
+    note(table, Standing(steps=1), caller=[("x-team", "secret")])
+
+    hidden, shown = (table.make_document(shows_callers=shows) for shows in (False, True))
+
+    assert "secret" not in str(hidden)
+    assert "secret" in str(shown)
+
+
+def test_a_table_that_does_not_fit_keeps_what_is_newest() -> None:
+    """Where a board has no room for all, the oldest sessions lose their calls, then their places, and that is said."""
+    noise = random.Random(0)
+    table = SessionTable()
+    tools = tuple((bytes([place]), noise.randbytes(32).hex(), place) for place in range(20))
+    for number in range(MAX_ROWS):
+        for _ in range(40 if number >= MAX_ROWS - 150 else 1):
+            standing = Standing(steps=number, tools=tools if number % 2 else tools[:1])
+            note(table, standing, noise.randrange(2**63), now=1_000.0 + number, tenant=f"{number:016x}")
+    roomy = SessionTable()
+    for number in range(150):
+        for _ in range(64):
+            note(roomy, Standing(steps=1), noise.randrange(2**63), now=1_000 + noise.random(), tenant=f"{number:016x}")
+
+    packed = {name: each.make_document(shows_callers=True).pack() for name, each in (("full", table), ("roomy", roomy))}
+    found, whole = unpack_all(packed, SessionDocument).values()
+
+    assert max(len(document) for document in packed.values()) <= MAX_DOCUMENT
+    assert (len(whole.rows), whole.left_out) == (150, 0)
+    assert 20 < sum(bool(row.calls) for row in whole.rows) < 150
+    assert len(found.rows) + found.left_out == MAX_ROWS
+    assert found.left_out == 0 or not any(row.calls for row in found.rows)
+    assert [row.last for row in found.rows] == sorted((row.last for row in found.rows), reverse=True)
+
+
+# What people are shown
+
+
+def test_the_report_adds_up_and_can_be_narrowed_down() -> None:
+    """By policy and by caller; the totals are those of what is shown; what is most comes first."""
+    table = SessionTable()
+    note(table, Standing(steps=1, cost=3 * DOLLAR, tool_calls=7), now=1_003)
+    note(table, Standing(1, steps=5, cost=DOLLAR, estimated=DOLLAR, blocks=2, killed=1), policy="q", now=1_002)
+    note(table, Standing(steps=3, tool_calls=9), tenant=OTHER, caller=[("x-team", "blue")], now=1_001)
+    rows = list_rows(table)
+
+    def first(**selection: Any) -> tuple[str, str]:  # noqa: ANN401  # fields of a selection
+        session = report(*rows, **selection)["sessions"][0]
+        return session["policy"], session["caller"]
+
+    assert report(*rows)["total"] == {
+        "sessions": 3, "callers": 2, "killed": 1, "total_step_count": 9, "total_tool_calls": 16, "total_block_count": 2,
+        "actual_cost": 4, "estimated_cost": 1,
+    }  # fmt: skip
+    assert first() == first(sort="cost") == ("p", TENANT)
+    assert first(sort="steps") == first(sort="blocks") == first(policy="q") == ("q", TENANT)
+    assert first(sort="tool_calls") == first(caller="x-team=blue") == first(caller=OTHER[:4]) == ("p", OTHER)
+    assert first(caller="blue") == ("p", OTHER)
+    assert report(*rows, shown=False, caller="blue")["sessions"] == []
+    assert report(*rows, caller="team=blue").items() >= {"sessions": [], "known": 3}.items()
+    assert (len(report(*rows, limit=1)["sessions"]), report(*rows, limit=1)["total"]["sessions"]) == (1, 3)
+
+
+@contextmanager
+def admin_of(table: SessionTable, *, shows: bool = False) -> Iterator[AdminClient]:
+    """A client of an admin port that shows these sessions."""
+    shared = Board("sessions", SessionDocument, table, MemoryStore(Metrics()), lambda: shows)
+    server = AdminServer(make_app(Metrics(), SessionPages(shared, lambda: shows).list_routes()))
+    client = AdminClient(server.start(parse_address("127.0.0.1:0")))
+    try:
+        yield client
+    finally:
+        client.close()
+        server.stop()
+
+
+def make_table(session: str = SESSION) -> SessionTable:
+    """A session of three steps, the last one under way, that was refused after them."""
+    table, now = SessionTable(), time.time()
+    for call in range(1, 4):
+        note(table, Standing(steps=call, tools=((SEARCH, "se\x1b[2Jarch", call),)), call, now=now, session=session)
+    settle(
+        table,
+        Standing(steps=3, tool_calls=3, cost=2 * DOLLAR, tools=((SEARCH, "se\x1b[2Jarch", 3),)),
+        1,
+        now=now,
+        session=session,
+    )
+    settle(table, Standing(), 2, now=now, session=session, usage=None, status=0)
+    refused = Standing(2, 3, 3, steps=3, tool_calls=3, blocks=1, cost=2 * DOLLAR, tools=((SEARCH, "se\x1b[2Jarch", 3),))
+    note(table, refused, now=now, session=session)
+    return table
+
+
+def test_a_run_is_told_step_by_step() -> None:
+    """`/sessions/<id>` has each call with time, model, tools, tokens and status; one that nobody knows is 404."""
+    with admin_of(make_table()) as client:
+        (listed,) = client.ask("/sessions")["sessions"]
+        (run,) = client.ask(f"/sessions/{SESSION}")["sessions"]
+        with pytest.raises(LoopguardError, match="answered 404: no session 6666 is known here"):
+            client.ask("/sessions/6666")
+
+    steps = [(step["model"], step["tools"], step["status"], step["input_tokens"], step["settled"]) for step in run["steps"]]
+    assert steps == [
+        ("gpt-4o", ["search"], 200, 100, True),
+        ("gpt-4o", ["search"], None, None, True),
+        ("gpt-4o", ["search"], None, None, False),
+    ]
+    assert run["steps"][0].items() >= {"output_tokens": 20, "cache_read_tokens": 30, "cache_write_tokens": 40}.items()
+    assert {**listed, "steps": run["steps"]} == run
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ({"sort": "age"}, "sort must be one of last, cost, steps, tool_calls, blocks"),
+        ({"limit": "1001"}, "limit must be 1 to 1000"),
+    ],
+)
+def test_a_query_that_makes_no_sense_is_refused(query: Mapping[str, str], message: str) -> None:
+    """The answer is 400 and says what would be right."""
+    with admin_of(SessionTable()) as client, pytest.raises(LoopguardError) as failure:
+        client.ask("/sessions", params=query)
+
+    assert str(failure.value).endswith(f"answered 400: {message}")
+
+
+def test_callers_are_not_shown_to_a_page_of_another_site() -> None:
+    """A browser that was led here under another name reads hashes alone, in the list and in a run."""
+    with admin_of(make_table(), shows=True) as client:
+        for path in ("/sessions", f"/sessions/{SESSION}"):
+            near, far = (client.ask(path, headers=more)["sessions"][0] for more in ({}, {"host": "evil.example"}))
+            assert (near["descriptors"], far["descriptors"]) == ({"x-team": "red"}, None)
+
+
+def run_sessions(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What `loopguard sessions` prints."""
+    assert main(["sessions", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_command_prints_sessions_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each session, and for each step of one that is named; what clients choose is no command to a terminal."""
+    with admin_of(make_table(), shows=True) as client:
+        listed = run_sessions(capsys, "--admin", client.url)
+        run = run_sessions(capsys, SESSION, "--admin", client.url)
+        none = run_sessions(capsys, "--policy", "q", "--admin", client.url)
+
+    assert listed.startswith(f"{SESSION}  x-team=red  p  3 steps, 3 tool calls, $2.00, 1 refused  since ")
+    assert listed.endswith("refused: max_steps, 3 of 3\n")
+    lines = run.splitlines()
+    assert lines[0] == listed.strip()
+    assert lines[1] == "  called 3 times: se\\x1b[2Jarch"
+    assert lines[2].endswith("gpt-4o  200  100 in, 20 out, 30 from cache, 40 into cache  search")
+    assert lines[3].endswith("gpt-4o  failed  tokens unknown  search")
+    assert lines[4].endswith("gpt-4o  under way  tokens unknown  search")
+    assert none == "none of 1 session matches\n"
+
+
+def test_the_command_says_that_there_is_no_session(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was left out by a filter."""
+    with admin_of(SessionTable()) as client:
+        assert run_sessions(capsys, "--policy", "q", "--admin", client.url) == "no session in the last hour\n"
+
+
+def test_the_command_finds_a_caller_as_it_prints_him(capsys: pytest.CaptureFixture[str]) -> None:
+    """By a name and its value as well as by the value alone; where he is not among those that there are, it says so."""
+    with admin_of(make_table(), shows=True) as client, admin_of(make_table("6" * 16)) as other:
+        asked = ["--admin", client.url]
+        listed = run_sessions(capsys, *asked)
+        assert (
+            run_sessions(capsys, *asked, "--caller", "x-team=red") == run_sessions(capsys, *asked, "--caller", "red") == listed
+        )
+        assert run_sessions(capsys, *asked, "--caller", "x-team=blue") == "none of 1 session matches\n"
+        both = run_sessions(capsys, *asked, "--admin", other.url, "--caller", "x-team=blue")
+
+    assert both == "none of 2 sessions matches\n"
+
+
+def test_the_command_adds_up_several_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Servers that do not know of each other are added up; one that is named twice counts once."""
+    with admin_of(make_table()) as one, admin_of(make_table("6" * 16)) as other:
+        printed = run_sessions(capsys, "--json", *(part for url in (one.url, other.url, one.url) for part in ("--admin", url)))
+
+    joined = json.loads(printed)
+    assert {session["session"] for session in joined["sessions"]} == {SESSION, "6" * 16}
+    assert (joined["total"]["actual_cost"], len(joined["replicas"])) == (4, 2)

@@ -1,0 +1,788 @@
+"""Bytes to policies, or every error at once with its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.errors import BundleErrors
+from extproc.policy.bundle import make_schema
+from extproc.policy.files import MAX_FILE
+from extproc.policy.loader import load
+from tests.support.bundles import (
+    BYPASSES_ALL,
+    CALLS,
+    CANONICAL,
+    DOCUMENTS,
+    ENTRIES,
+    FULL,
+    FUTURE,
+    NOW,
+    PAST,
+    SELECTOR_KEYS,
+    SHAPES,
+    SPEC_FIELDS,
+    TAIL,
+    TIME,
+    TWICE,
+    Errors,
+    an_object,
+    check,
+    entries,
+    good,
+    loop,
+    never,
+    plain,
+    refused,
+    spec,
+)
+from tests.support.documents import bundle
+
+FOUND = re.compile(
+    r""", not (?:'[^']*'|"[^"]*"|an (?:empty )?(?:array|object)|true|false|null|Infinity|-?\d+(?:\.\d+)?)(?=$|[:,] | \()"""
+)
+
+
+def right(problems: object) -> Errors:
+    """Pointers, and what would be right; what was found has a table of its own."""
+    return [(pointer, FOUND.sub("", message)) for pointer, message in plain(problems)]
+
+
+WATCHES_ALL = "enforce_percent needs mode enforce; this policy is in shadow mode"
+NOBODY_KNOWN = "enforce_percent chooses among callers, but no limit_keys identify them before the body is read; set ramp_by"
+
+
+@pytest.mark.parametrize(("changes", "expected"), ENTRIES)
+def test_each_field_of_loop_detection_is_checked(changes: dict[str, object], expected: Errors) -> None:
+    """A wrong value is one error that names the field and what would be right."""
+    errors = refused(loop(**changes))
+
+    assert right(errors) == [(f"/spec/loop_detection{place}", message) for place, message in expected]
+
+
+@pytest.mark.parametrize(("changes", "expected"), ENTRIES)
+def test_each_field_of_an_entry_is_checked(changes: dict[str, object], expected: Errors) -> None:
+    """In a list of entries the errors are the same, at the entry's place, and those beside it are not touched."""
+    errors = refused(entries({"name": "first"}, changes, {"name": "last"}))
+
+    assert right(errors) == [(f"/spec/loop_detection/1{place}", message) for place, message in expected]
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (loop(action="explode"), "action must be one of reject, throttle, steer, warn, not 'explode'"),
+        (loop(action=["reject"]), "action must be one of reject, throttle, steer, warn, not an array"),
+        (loop(window_seconds=-1.5), "window_seconds must be a positive integer, not -1.5"),
+        (loop(window_seconds=10**70), f"window_seconds must be <= 31536000, not 1{'0' * 59}..."),
+        (loop(enabled=None), "enabled must be a boolean, not null"),
+        (loop(count_refused="a\n'b'"), """count_refused must be a boolean, not "a\\n'b'\""""),
+        (loop(name="n" * 129), f"name must be 1 to 128 of the characters A-Z a-z 0-9 _ . -, not '{'n' * 60}...'"),
+        (spec(selector=[]), an_object("selector", *SELECTOR_KEYS) + ", not an empty array"),
+        (spec(limit_keys={"a": 1}), "limit_keys must be an array, not an object"),
+        (spec(loop_detection=True), "loop_detection must be an object or an array of objects, not true"),
+        (
+            spec(selector={"pathExact": "/a?b"}),
+            "pathExact must be a path alone, without '?' or '#', not '/a?b': the query is part of every fingerprint",
+        ),
+        (
+            spec(selector={"pathExact": "/", "hosts": ["*"]}),
+            "it must be a host name such as 'api.example.com', not '*' (wildcards are not supported: list each host)",
+        ),
+        (
+            spec(bypass=[{"header": "Host"}]),
+            "header must be another header, not 'Host', which every request has; use hosts in the selector",
+        ),
+        (
+            loop(similarity="turns", threshold_identical_requests=9),
+            "threshold_identical_requests must be <= 8 with similarity turns, not 9",
+        ),
+        (
+            loop(similarity="turns", tools={"f": {"threshold": 15}}),
+            ("threshold must be <= 14 with similarity turns, not 15: 32 turns are compared; to permit a tool more, set allow"),
+        ),
+        (
+            loop(window_type="sliding_log", threshold_identical_requests=10_001),
+            "threshold_identical_requests must be <= 10000 with window_type sliding_log, not 10001: each request is stored",
+        ),
+        (spec(bypass=[{"header": None, "description": "x"}]), BYPASSES_ALL),
+        (bundle(expires_at="soon"), f"expires_at {TIME}, not 'soon'"),
+        (b'{"bundle_version": 1e999, "policies": []}', "bundle_version must be a finite number, not Infinity"),
+        ({"policy": []}, f"{SHAPES}, not an object"),
+        (spec(mode="shadow", enforce_percent=25), WATCHES_ALL),
+        (spec(mode="shadow", enforce_percent=100), WATCHES_ALL),
+        *((spec(enforce_percent=99, limit_keys=keys), NOBODY_KNOWN) for keys in ([], ["body:/a"])),
+        (
+            spec(enforce_percent=1, limit_keys=[], rules=[{"name": "r"}], fallback_limit={"limit_keys": ["body:/a"]}),
+            NOBODY_KNOWN,
+        ),
+        ({}, f"{SHAPES}, not an empty object"),
+    ],
+)
+def test_what_was_found_is_told_as_well(document: object, message: str) -> None:
+    """An error says what stands there, cut to a length that fits on a line."""
+    assert [error.message for error in refused(document)] == [message]
+
+
+def test_every_error_of_every_entry_is_reported_at_once() -> None:
+    """What is wrong with the fields of any entry comes first, then what is wrong between them, then between entries."""
+    errors = refused(
+        entries(
+            {"window_seconds": 0, "action": "explode"},
+            TAIL | {"tail_messages": 0, "tools": {}, "window_seconds": ...},
+            CALLS | {"threshold_identical_requests": 20, "tools": {"f": {"threshold": 50, "alow": True}}},
+            TAIL | {"name": "exact"},
+        )
+    )
+
+    assert [(error.pointer.removeprefix("/spec/loop_detection/"), error.message) for error in errors] == [
+        ("0/window_seconds", "window_seconds must be a positive integer, not 0"),
+        ("0/action", "action must be one of reject, throttle, steer, warn, not 'explode'"),
+        ("1/tail_messages", "tail_messages must be >= 1, not 0"),
+        ("2/tools/f/alow", "unknown key; did you mean allow?"),
+        ("1/tools", "tools belongs to similarity tool_calls or turns or mcp, not tail"),
+        ("1", "when enabled is true, window_seconds is required"),
+        never("2/threshold_identical_requests", 20, 10),
+        never("2/tools/f", 50, 10),
+        ("3", "duplicate name 'exact', also at loop_detection/0; give each its own name (default: its similarity)"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("document", "names"),
+    [
+        (loop(), ["default"]),
+        (loop(**TAIL), ["default"]),
+        (loop(name="mine"), ["mine"]),
+        (entries({}), ["exact"]),
+        (entries({}, CANONICAL, TAIL, CALLS), ["exact", "canonical", "tail", "tool_calls"]),
+        (entries(TAIL, TAIL | {"name": "long"}, TAIL | {"name": "default"}), ["tail", "long", "default"]),
+        (entries({"name": None}, {"name": "A.b-c_9"}), ["exact", "A.b-c_9"]),
+        (entries({"enabled": False}, TAIL), ["tail"]),
+        (entries({"enabled": False}), []),
+    ],
+)
+def test_detectors_have_names(document: dict[str, Any], names: list[str]) -> None:
+    """An entry's name is its own, else its similarity, or `default` where it stands alone; those that are off do not act."""
+    loaded = check(document)
+
+    assert [name for name, _ in loaded.sources[0].policies[0].spec.detectors()] == names
+    assert plain(loaded.warnings) == ([] if names else [("/spec", IDLE)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "second"),
+    [
+        ([{}, {}], "exact", 1),
+        ([{"name": "tail"}, TAIL], "tail", 1),
+        ([{}, TAIL, {"name": "x"}, CALLS | {"name": "x", "enabled": False}], "x", 3),
+    ],
+)
+def test_names_are_unique_in_a_policy(changes: list[dict[str, object]], name: str, second: int) -> None:
+    """Two entries that would count under one name are refused, where one is off as well, or only one is given."""
+    first = second - 1
+    message = f"duplicate name {name!r}, also at loop_detection/{first}; give each its own name (default: its similarity)"
+
+    assert right(refused(entries(*changes))) == [(f"/spec/loop_detection/{second}", message)]
+
+
+def test_the_same_name_may_stand_in_two_policies() -> None:
+    """A name is unique in its policy, as an id is everywhere."""
+    loaded = check([{**entries({"name": "a"}, TAIL), "id": "p"}, {**entries({"name": "a"}, TAIL), "id": "q"}])
+
+    assert [len(item.spec.detectors()) for item in loaded.sources[0].policies] == [2, 2]
+
+
+FULL["spec"] |= {
+    "enforce_percent": 100,
+    "ramp_by": ["jwt:a", "Header:X-B", "ip:address"],
+    "ramp_seed": "s",
+    "keep_counts": True,
+}
+
+
+def test_every_new_key_is_read() -> None:
+    """A policy that uses everything loads without a warning; methods and header names are normalised, pointers are not."""
+    loaded = check(FULL)
+
+    made = loaded.sources[0].policies[0].spec
+    bypass, turns, calls = made.bypass, made.detectors()[3][1], made.detectors()[4][1]
+    assert plain(loaded.warnings) == []
+    assert [(entry.header, entry.methods, entry.pathPrefix, entry.pathExact) for entry in bypass] == [
+        ("x-health", ["GET"], None, None),
+        (None, None, "/a/", "/b"),
+    ]
+    assert made.limit_keys == ["body:/a~1b/0/C", "body:/", "header:x-a"]
+    assert (calls.tools["f*"].threshold, calls.tools["description"].allow, calls.window_seconds) == (2, True, None)
+    assert (turns.normalize_results, turns.ignore_arguments, turns.threshold_identical_requests) == (False, ["note"], None)
+
+
+def test_the_defaults_of_new_keys() -> None:
+    """Without them a detector looks into 1 MiB, at 3 messages or 10 calls with their results, since the user's last message."""
+    made = check(loop()).sources[0].policies[0].spec.detectors()[0][1]
+
+    assert (made.max_inspect_bytes, made.ignore_fields, made.tail_messages) == (2**20, [], 3)
+    assert (made.window_calls, made.reset_on_user_message, made.compare_results) == (10, True, True)
+    assert (made.max_cycle, made.tools, made.name) == (10, {}, None)
+
+
+def test_an_empty_tool_name_is_named_in_its_error() -> None:
+    """A key without a character gets a sentence all the same."""
+    errors = refused(loop(**CALLS, tools={"": {}}))
+
+    assert right(errors) == [("/spec/loop_detection/tools/", "it must not be empty")]
+
+
+@pytest.mark.parametrize("tool", [{"threshold": None, "window_calls": 2}, {"threshold": 11, "window_calls": None}])
+def test_null_is_what_leaving_out_is_for_a_tool(tool: dict[str, object]) -> None:
+    """A tool's threshold beyond its window is an error, however the half that is the detector's is left out."""
+    threshold, window = tool["threshold"] or 3, tool["window_calls"] or 10
+    assert isinstance(threshold, int)
+    assert isinstance(window, int)
+
+    assert right(refused(loop(**CALLS, tools={"f": tool}))) == [never("/spec/loop_detection/tools/f", threshold, window)]
+
+
+@pytest.mark.parametrize("key", ["(object)", "(list)", "[key]"])
+def test_no_key_vanishes_from_a_pointer(key: str) -> None:
+    """Whatever a key is called, the error stands at its place."""
+    errors = refused(loop(**{key: 1})) + refused(loop(**CALLS, tools={key: 5}))
+
+    assert [error.pointer for error in errors] == [f"/spec/loop_detection/{key}", f"/spec/loop_detection/tools/{key}"]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), SPEC_FIELDS)
+def test_each_field_of_a_spec_is_checked(name: str, value: object, expected: Errors) -> None:
+    """A wrong value is reported at its own place, every element of an array for itself."""
+    errors = refused(spec(**{name: value}))
+
+    assert right(errors) == expected
+
+
+def test_calls_without_a_cooldown_share_no_counts() -> None:
+    """A policy that keeps nothing needs no limit_keys; with a cooldown, or beside a detector that counts, it does."""
+    warned = [
+        [warning.message for warning in check(spec(limit_keys=[], loop_detection=loops)).warnings]
+        for loops in (
+            {"enabled": True, "threshold_identical_requests": 3, **CALLS},
+            {"enabled": True, "threshold_identical_requests": 3, "cooldown_seconds": 9, **CALLS},
+        )
+    ]
+
+    assert warned[0] == []
+    assert len(warned[1]) == 1
+
+
+def test_the_schema_says_what_each_key_means() -> None:
+    """Editors show a description at every key, as whole sentences."""
+    made = make_schema()["$defs"]
+
+    said = {(kind, key): each.get("description", "") for kind in made for key, each in made[kind]["properties"].items()}
+    assert [key for key, text in said.items() if not re.fullmatch(r"[^\n]{7,}\.", text)] == []
+    assert all("Attributes" not in kind["description"] for kind in made.values())
+
+
+def test_a_selector_of_too_many_combinations_is_refused() -> None:
+    """Each combination of host, method and route is filed for itself, so their number is bounded."""
+    selector = {"pathPrefix": "/", "hosts": [f"h{n}" for n in range(101)], "methods": [f"M{n}" for n in range(100)]}
+
+    (error,) = refused(spec(selector=selector))
+
+    assert error.pointer == "/spec/selector"
+    assert error.message.startswith("hosts, methods and routes make 10100 combinations, and at most 10000 are allowed; split")
+
+
+@pytest.mark.parametrize(("document", "expected"), DOCUMENTS)
+def test_each_rule_of_a_document_is_checked(document: object, expected: Errors) -> None:
+    """A document that breaks a rule is refused with exactly these places and messages."""
+    errors = refused(document)
+
+    assert right(errors) == expected
+
+
+def test_every_error_of_every_file_is_reported_at_once() -> None:
+    """Three broken files are reported together, in their order, each error as `file: pointer: message`."""
+    first = bundle(loop(action="x", window_seconds=0), {**spec(mode="y"), "id": 1}, bundle_version=0)
+
+    errors = refused(first, b"{", good("ok"), spec(selector={}))
+
+    assert [str(error) for error in errors] == [
+        "0: /bundle_version: bundle_version must be greater than 0, not 0",
+        "0: /policies/0/spec/loop_detection/window_seconds: window_seconds must be a positive integer, not 0",
+        "0: /policies/0/spec/loop_detection/action: action must be one of reject, throttle, steer, warn, not 'x'",
+        "0: /policies/1/id: id must be a string, not 1",
+        "0: /policies/1/spec/mode: mode must be one of enforce, shadow, not 'y'",
+        "1: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
+        "3: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes, but has nothing",
+        "3: /id: duplicate id 'p', also at 0 /policies/0/id; ids are unique across all files",
+    ]
+
+
+def test_ids_are_unique_across_files() -> None:
+    """An id that another file has already is refused, and the error says where the first one stands."""
+    errors = refused(bundle(good("a"), good("b")), [good("c"), good("b")], good("a"))
+
+    assert [(error.file, error.pointer, error.message) for error in errors] == [
+        ("1", "/1/id", "duplicate id 'b', also at 0 /policies/1/id; ids are unique across all files"),
+        ("2", "/id", "duplicate id 'a', also at 0 /policies/0/id; ids are unique across all files"),
+    ]
+
+
+def test_a_repeated_key_is_found_however_deep_it_stands() -> None:
+    """The search for the place of a repeated key does not run out of stack where the parser did not."""
+    errors = refused(b"[" * 900 + b'{"a": 1, "a": 2}' + b"]" * 900)
+
+    assert ("/0" * 900 + "/a", TWICE) in plain(errors)
+
+
+@pytest.mark.parametrize("document", [bundle(good()), good(), [good()], b"\xef\xbb\xbf" + json.dumps(good()).encode()])
+def test_a_file_is_a_bundle_a_policy_or_a_list(document: object) -> None:
+    """All three shapes load the same policy without a warning; a byte order mark is no obstacle."""
+    loaded = check(document)
+
+    (source,) = loaded.sources
+    assert [item.id for item in source.policies] == ["p"]
+    assert source.bundle_version == (1 if isinstance(document, dict) and "policies" in document else None)
+    assert (loaded.warnings, loaded.unenforced) == ((), ())
+
+
+def test_description_and_x_keys_may_stand_anywhere() -> None:
+    """`description` and `x-...` are allowed in every object, whatever they hold."""
+    note = {"description": ["any", None], "x-owner": {"team": 1}, "x-": 0}
+    selector = {"pathExact": "/a", **note}
+    detection = {"enabled": True, "window_seconds": 1, "threshold_identical_requests": 2, **note}
+    rules = [{"name": "r", **note}]
+    item = {
+        "id": "p",
+        "spec": {"selector": selector, "limit_keys": ["jwt:a"], "loop_detection": detection, "rules": rules, **note},
+    }
+
+    loaded = check(bundle(item | note, global_shadow={"enabled": False, **note}, **note))
+
+    assert loaded.sources[0].policies[0].spec.selector.pathExact == "/a"
+    assert loaded.warnings == ()
+
+
+def test_a_drop_in_fairvisor_bundle_loads_and_names_what_is_not_enforced() -> None:
+    """Every part of a Fairvisor bundle is read; each that Loopguard does not enforce is named at its place."""
+    rule = {
+        "name": "per-org",
+        "limit_keys": ["jwt:org_id", "ua:bot"],
+        "algorithm": "token_bucket",
+        "algorithm_config": {"tokens_per_second": 10, "burst": 20},
+        "match": {"jwt:plan": "free"},
+    }
+    item = spec(
+        limit_keys=["ip:country", "header:X-Key"],
+        rules=[rule, {"name": "cost", "limit_keys": ["jwt:org_id"], "algorithm": "cost_based"}],
+        fallback_limit=rule,
+        circuit_breaker={"enabled": True, "spend_rate_threshold_per_minute": 5},
+        session={"keys": ["jwt:sid", "ip:asn"]},
+        enforce_percent=5,
+        ramp_by=["ip:tor"],
+        loop_detection={"enabled": True, "similarity": "turns"},
+    )
+    override = {"enabled": True, "reason": "planned", "expires_at": FUTURE}
+    kill = {"scope_key": "jwt:org_id", "scope_value": "bad", "reason": "abuse"}
+
+    loaded = check(
+        bundle(
+            item,
+            bundle_version=42,
+            issued_at="2026-01-01T00:00:00Z",
+            expires_at=FUTURE,
+            kill_switches=[kill],
+            global_shadow=override,
+            kill_switch_override=override,
+            defaults={"algorithm": "token_bucket"},
+        )
+    )
+
+    here = "/policies/0/spec"
+    left_out = "cannot be derived by Loopguard and is left out of fingerprints"
+    assert plain(loaded.unenforced) == [
+        (f"{here}/rules", "rate-limit rules are not enforced by Loopguard: per-org, cost"),
+        (f"{here}/fallback_limit", "fallback_limit is not enforced by Loopguard"),
+        (f"{here}/circuit_breaker", "circuit_breaker is not enforced by Loopguard"),
+        (f"{here}/limit_keys/0", f"the descriptor ip:country {left_out}"),
+        (f"{here}/rules/0/limit_keys/1", f"the descriptor ua:bot {left_out}"),
+        (f"{here}/fallback_limit/limit_keys/1", f"the descriptor ua:bot {left_out}"),
+        (f"{here}/ramp_by/0", f"the descriptor ip:tor {left_out}"),
+        (f"{here}/session/keys/1", f"the descriptor ip:asn {left_out}"),
+    ]
+    assert loaded.warnings == ()
+    assert loaded.sources[0].policies[0].spec.all_limit_keys() == ["ip:country", "header:x-key", "jwt:org_id", "ua:bot"]
+
+
+def test_what_a_drop_in_bundle_switches_off_is_not_reported() -> None:
+    """A circuit breaker that is off, and empty parts, are no limits that anybody could miss."""
+    loaded = check(bundle(spec(rules=[], fallback_limit={}, circuit_breaker={"enabled": False}), kill_switches=[]))
+
+    assert loaded.unenforced == ()
+
+
+SHARED = "no limit_keys: all callers of policy p share its counts"
+OFF = 'not enabled, so it does nothing: set "enabled" to true, or to false if that is intended'
+IDLE = "loop_detection is not enabled: policy p does nothing"
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (spec(limit_keys=[]), [("/spec", SHARED)]),
+        (spec(limit_keys=["ip:country"]), [("/spec", SHARED)]),
+        (spec(limit_keys=[], rules=[{"name": "r", "limit_keys": ["jwt:a"]}]), []),
+        (spec(loop_detection=None), [("/spec", IDLE)]),
+        (loop(enabled=False, window_seconds=...), [("/spec", IDLE)]),
+        (loop(enabled=...), [("/spec", IDLE), ("/spec/loop_detection", OFF)]),
+        (spec(loop_detection={}), [("/spec", IDLE)]),
+        (
+            spec(loop_detection=[{"similarity": "turns"}, {"similarity": "tail", "enabled": False}, {}]),
+            [("/spec", IDLE), ("/spec/loop_detection/0", OFF)],
+        ),
+        (entries({}, {"similarity": "tail", "enabled": ...}), [("/spec/loop_detection/1", OFF)]),
+        (bundle(spec(limit_keys=[])), [("/policies/0/spec", SHARED)]),
+        (
+            spec(selector={"pathExact": "/v1/*/chat", "pathPrefix": "/a b/\u00e9"}),
+            [
+                (
+                    "/spec/selector/pathExact",
+                    """'*' is matched literally; to match everything below, use "pathPrefix": "/v1/\"""",
+                ),
+            ],
+        ),
+        (spec(selector={"pathExact": "/v1/%7Bid%7D/a:b@c;d=e"}), []),
+        (
+            spec(session={}),
+            [
+                (
+                    "/spec/session",
+                    "nothing in this policy uses sessions; similarity turns and session_limits do",
+                )
+            ],
+        ),
+        (
+            spec(ramp_by=["jwt:org"], ramp_seed="s", keep_counts=True),
+            [
+                ("/spec/ramp_by", "ramp_by does nothing without enforce_percent: it acts on all callers"),
+                ("/spec/ramp_seed", "ramp_seed does nothing without enforce_percent: it acts on all callers"),
+            ],
+        ),
+        (spec(mode="shadow", ramp_by=["jwt:org"], ramp_seed="s", keep_counts=True), []),
+        (spec(enforce_percent=1, ramp_by=["jwt:org"], ramp_seed="s", keep_counts=True), []),
+        (spec(enforce_percent=25, limit_keys=["body:/a"], rules=[{"name": "r", "limit_keys": ["jwt:a"]}]), []),
+        (spec(enforce_percent=100, limit_keys=["body:/a"]), []),
+        (bundle(), [("/policies", "has no policies: nothing is guarded")]),
+        ([], [("", "has no policies: nothing is guarded")]),
+    ],
+)
+def test_what_works_but_is_perhaps_not_meant_is_a_warning(document: object, expected: Errors) -> None:
+    """A policy that shares counts, or does nothing, loads with a warning at its place."""
+    loaded = check(document)
+
+    assert plain(loaded.warnings) == expected
+
+
+def test_times_of_a_bundle_are_kept() -> None:
+    """A bundle that expires in the future loads, and its expiry is known, whatever the zone it is written in."""
+    loaded = check(bundle(good(), expires_at="2026-06-01T02:00:01+02:00", issued_at=PAST))
+
+    assert loaded.sources[0].expires_at == datetime(2026, 6, 1, 0, 0, 1, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("override", "shadowed"),
+    [
+        (None, (False, False)),
+        ({"enabled": False, "expires_at": PAST}, (False, False)),
+        ({"enabled": True}, (True, True)),
+        ({"enabled": True, "expires_at": FUTURE, "reason": "x" * 256}, (True, False)),
+    ],
+)
+def test_global_shadow_holds_until_it_expires(override: object, shadowed: tuple[bool, bool]) -> None:
+    """An enabled `global_shadow` covers its file up to, and not including, its end; one that is off may be past it."""
+    (source,) = check(bundle(good(), global_shadow=override)).sources
+
+    assert (source.forces_shadow(NOW), source.forces_shadow(datetime.fromisoformat(FUTURE))) == shadowed
+
+
+def test_selectors_and_keys_are_normalised() -> None:
+    """Paths have one spelling, methods are upper-case, hosts lower-case without port and dot, header names lower-case."""
+    selector = {
+        "pathPrefix": "//v1/./%7euser/a b/{x}%2f",
+        "methods": ["post", "GET"],
+        "hosts": ["API.Example.com.:8443", "[2001:DB8::1]:80"],
+    }
+
+    loaded = check(spec(selector=selector, limit_keys=["Header:X-User-ID", "jwt:Org", "query:Q", "ip:address"]))
+
+    made = loaded.sources[0].policies[0].spec
+    assert made.selector.pathPrefix == "/v1/~user/a%20b/%7Bx%7D%2F"
+    assert made.selector.methods == ["POST", "GET"]
+    assert made.selector.hosts == ["api.example.com", "[2001:db8::1]"]
+    assert made.limit_keys == ["header:x-user-id", "jwt:Org", "query:Q", "ip:address"]
+
+
+def write(root: Path, files: Mapping[str, object]) -> None:
+    """Files with JSON, or bytes, or links to what a Path names."""
+    for name, content in files.items():
+        place = root / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            place.symlink_to(content)
+        else:
+            place.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+
+def ids(*paths: Path | str) -> list[str]:
+    """The ids loaded from paths, in order."""
+    return [item.id for source in load(map(str, paths), NOW).sources for item in source.policies]
+
+
+def test_directories_are_read_all_the_way_down(tmp_path: Path) -> None:
+    """All `*.json` below a directory are policy files, in a stable order; dot-entries and other files are skipped."""
+    skipped: dict[str, object] = dict.fromkeys(
+        (".git/x.json", ".hidden.json", "a.json.bak", "README.md", "x/.y/z.json"), b"broken"
+    )
+    names = [f"p{number}" for number in range(30, 10, -1)]
+    write(tmp_path, {f"{name}.json": good(name) for name in names})
+    write(tmp_path, {"x/y/c.json": good("c"), "d.json/e.json": good("e"), **skipped})
+
+    found = ids(tmp_path)
+
+    assert found == ["e", *sorted(names), "c"]
+
+
+def test_a_config_map_is_read_once(tmp_path: Path) -> None:
+    """In Kubernetes' layout of links through `..data` every file counts once."""
+    write(tmp_path, {"..2026_06_01/p.json": good(), "..data": Path("..2026_06_01"), "p.json": Path("..data/p.json")})
+
+    assert ids(tmp_path) == ["p"]
+    assert ids(tmp_path / "p.json") == ["p"]
+
+
+def test_a_link_that_leads_back_up_ends(tmp_path: Path) -> None:
+    """A directory that contains itself through a link is read once."""
+    write(tmp_path, {"sub/p.json": good(), "sub/again": tmp_path})
+
+    assert ids(tmp_path) == ["p"]
+
+
+def test_a_file_given_twice_counts_once(tmp_path: Path) -> None:
+    """A file and the directory around it may both be given."""
+    write(tmp_path, {"p.json": good(), "q.json": good("q")})
+
+    assert ids(tmp_path, tmp_path / "p.json") == ["p", "q"]
+
+
+def test_every_path_that_cannot_be_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing, unreadable and empty places are all named at once, and then what is wrong with the files that can be read."""
+    write(
+        tmp_path, {"locked.json": good("x"), "bad.json": b"{", "links/dangling.json": Path("nowhere"), "empty/.p.json": good()}
+    )
+    (tmp_path / "barred").mkdir()
+    os.mkfifo(tmp_path / "fifo.json")
+    with (tmp_path / "large.json").open("wb") as large:
+        large.truncate(MAX_FILE + 1)
+    opens, scan = os.open, os.scandir
+
+    def open_(path: str, flags: int, *more: int) -> int:
+        if path.endswith("locked.json"):
+            raise PermissionError(13, "Permission denied")
+        return opens(path, flags, *more)
+
+    def scandir(path: str) -> Any:  # noqa: ANN401  # os names its type for stubs alone
+        if path.endswith("barred"):
+            raise PermissionError(13, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "scandir", scandir)
+    names = ["missing.json", "locked.json", "bad.json", "links", "empty", "barred", "fifo.json", "large.json"]
+    with pytest.raises(BundleErrors) as failure:
+        load([*(str(tmp_path / name) for name in names), "/dev/zero"], NOW)
+
+    assert [str(error).removeprefix(f"{tmp_path}/") for error in failure.value.errors] == [
+        "missing.json: /: cannot be read: No such file or directory",
+        "locked.json: /: cannot be read: Permission denied",
+        "links/dangling.json: /: cannot be read: No such file or directory",
+        "empty: /: the directory has no *.json file; add at least one policy",
+        "barred: /: cannot be listed: Permission denied",
+        "fifo.json: /: is not a regular file",
+        "large.json: /: is larger than 64 MiB",
+        "/dev/zero: /: is not a regular file",
+        "bad.json: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
+    ]
+
+
+def test_the_schema_describes_the_models() -> None:
+    """`schema` is draft 2020-12 with every reference resolved, closed objects, and the rules that editors can show."""
+    made = make_schema()
+
+    text = json.dumps(made)
+    kinds = made["$defs"]
+    detection = kinds["LoopDetection"]
+    assert made["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert made["anyOf"] == [
+        {"$ref": "#/$defs/Bundle"},
+        {"$ref": "#/$defs/Policy"},
+        {"items": {"$ref": "#/$defs/Policy"}, "type": "array"},
+    ]
+    assert all(f'"#/$defs/{name}"' in text for name in kinds)
+    assert text.count('"$ref"') == sum(text.count(f'"#/$defs/{name}"') for name in kinds)
+    assert [name for name, kind in kinds.items() if kind["additionalProperties"] is not False] == ["FallbackLimit"]
+    assert all("^x-" in kind["patternProperties"] for kind in kinds.values())
+    assert kinds["Bundle"]["required"] == ["bundle_version", "policies"]
+    assert kinds["Policy"]["properties"]["id"]["pattern"] == "^[A-Za-z0-9_.-]{1,128}$"
+    assert detection["properties"]["action"]["enum"] == ["reject", "throttle", "steer", "warn"]
+    assert {"exclusiveMinimum": 0, "maximum": 31_536_000, "type": "integer"} in detection["properties"]["window_seconds"][
+        "anyOf"
+    ]
+
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+    "null": type(None),
+}
+
+
+def fits(value: Any, rule: Mapping[str, Any], kinds: Mapping[str, Any]) -> bool:  # noqa: ANN401  # JSON
+    """Whether a value is what a JSON Schema says, as far as ours says anything; an unknown keyword raises."""
+
+    def of_type(name: str | list[str]) -> bool:
+        if isinstance(name, list):
+            return any(map(of_type, name))
+        return isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
+
+    def properties(known: Mapping[str, Any]) -> bool:
+        patterns = rule.get("patternProperties", {})
+        for key, item in value.items():
+            rules = [known[key]] if key in known else []
+            rules += [other for pattern, other in patterns.items() if re.search(pattern, key)]
+            if not rules and rule.get("additionalProperties", True) is False:
+                return False
+            if not rules and isinstance(rule.get("additionalProperties"), dict):
+                rules = [rule["additionalProperties"]]
+            if not all(fits(item, other, kinds) for other in rules):
+                return False
+        return True
+
+    keywords: dict[str, tuple[str, Any]] = {  # of which type, and what holds
+        "$ref": ("", lambda name: fits(value, kinds[name.rpartition("/")[2]], kinds)),
+        "anyOf": ("", lambda rules: any(fits(value, other, kinds) for other in rules)),
+        "oneOf": ("", lambda rules: sum(fits(value, other, kinds) for other in rules) == 1),
+        "type": ("", of_type),
+        "enum": ("", lambda choices: value in choices),
+        "minimum": ("number", lambda least: value >= least),
+        "maximum": ("number", lambda most: value <= most),
+        "exclusiveMinimum": ("number", lambda least: value > least),
+        "minLength": ("string", lambda least: len(value) >= least),
+        "maxLength": ("string", lambda most: len(value) <= most),
+        "pattern": ("string", lambda pattern: re.search(pattern.replace("$", r"\Z"), value)),
+        "minItems": ("array", lambda least: len(value) >= least),
+        "items": ("array", lambda other: all(fits(item, other, kinds) for item in value)),
+        "required": ("object", lambda names: value.keys() >= set(names)),
+        "properties": ("object", properties),
+        "propertyNames": ("object", lambda other: all(fits(name, other, kinds) for name in value)),
+        "additionalProperties": ("object", lambda _: "properties" in rule or properties({})),
+        **dict.fromkeys(("patternProperties", "title", "description", "default", "format", "$schema", "$defs"), ("", bool)),
+    }
+    for name, argument in rule.items():
+        kind, holds = keywords[name]
+        silent = name in ("patternProperties", "title", "description", "default", "format", "$schema", "$defs")
+        if not silent and (not kind or isinstance(value, _TYPES[kind])) and not holds(argument):
+            return False
+    return True
+
+
+def in_schema(document: object) -> bool:
+    """Whether our JSON Schema takes a document."""
+    made = make_schema()
+    return fits(document, made, made["$defs"])
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        FULL,
+        bundle(FULL),
+        [FULL],
+        loop(**TAIL),
+        loop(**CALLS, window_seconds=None, name=None),
+        entries({}),
+        spec(loop_detection=None),
+        spec(bypass=[{"header": "X-A", "description": "why"}]),
+        loop(**CALLS, tools={"x-tool": {"threshold": None, "reason": ""}}),
+    ],
+)
+def test_the_schema_takes_what_loads(document: object) -> None:
+    """Everything that may be written, in every shape, is right to an editor as well."""
+    check(document)
+
+    assert in_schema(document)
+
+
+_BETWEEN_FIELDS = re.compile(
+    r"belongs to similarity|is required$|never reached|must not be \w+ with|with similarity turns|with window_type"
+    r"|but body is ignore|is already the action|is milder than|must have a higher threshold"
+)
+REFUSED_FIELDS = [
+    changes
+    for changes, expected in ENTRIES
+    if not all(_BETWEEN_FIELDS.search(message) for _, message in expected)
+    and 1.0 not in changes.values()  # an integer to JSON Schema
+]
+
+
+@pytest.mark.parametrize("changes", REFUSED_FIELDS)
+def test_the_schema_refuses_what_does_not_load(changes: dict[str, object]) -> None:
+    """A field that is wrong by itself is wrong to an editor as well, in an object and in a list."""
+    assert not in_schema(loop(**changes))
+    assert not in_schema(entries({"name": "other"}, changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loop_detection": []},
+        {"loop_detection": "on"},
+        {"loop_detection": [5]},
+        {"bypass": {}},
+        {"bypass": None},
+        {"bypass": [{"headers": "x"}]},
+        {"bypass": [{"header": 5}]},
+        {"bypass": [{"header": "a b"}]},
+        {"bypass": [{"methods": ["A B"]}]},
+        {"limit_keys": ["body:model"]},
+        {"limit_keys": ["body:/a~2"]},
+        {"rules": [{"name": "r", "limit_keys": ["body:"]}]},
+        {"bypass": [{"pathPrefix": "x"}]},
+        {"bypass": [{"methods": []}]},
+        {"bypas": []},
+        {"enforce_percent": 0},
+        {"enforce_percent": 101},
+        {"ramp_by": []},
+        {"ramp_by": ["body:/a"]},
+        {"ramp_by": ["x-user"]},
+        {"ramp_seed": ""},
+        {"keep_counts": "yes"},
+    ],
+)
+def test_the_schema_refuses_shapes_of_a_spec_that_do_not_load(changes: dict[str, object]) -> None:
+    """A list without entries, an entry that is none and a bypass of a wrong shape are wrong to both."""
+    refused(spec(**changes))
+
+    assert in_schema(spec())
+    assert not in_schema(spec(**changes))

@@ -1,0 +1,274 @@
+"""The calls that histories show: each is known again by its digest, whatever becomes of the rest of its history."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.request.document import Document, NotCounted
+from extproc.sessions import history
+from extproc.sessions.history import RECORD, digest_tool, read_tool_calls
+from tests.support.model_requests import BODIES, HOSTILE, REQUESTS, spelled
+from tests.support.turn_writers import SHAPES, Did
+
+Turn = Sequence[tuple[str, dict[str, Any]]]
+"""Calls that are made at once: tools and their arguments."""
+
+_WITH_IDS = ("anthropic", "bedrock", "chat", "responses")
+_CALLS = st.tuples(st.sampled_from(["read", "write", "pay"]), st.sampled_from([{}, {"a": 1}, {"a": 2, "b": [3, "x"]}]))
+_TURNS = st.lists(st.lists(_CALLS, min_size=1, max_size=3), max_size=6)
+
+every_shape = pytest.mark.parametrize("shape", sorted(SHAPES))
+every_shape_with_ids = pytest.mark.parametrize("shape", _WITH_IDS)
+
+
+def number(turns: Sequence[Turn], *, repeat: bool = False) -> list[Did]:
+    """Turns whose calls have ids of their own, or the same ones in every turn."""
+    return [Did(tuple(calls), ("seen",) * len(calls), number=1 if repeat else at) for at, calls in enumerate(turns, 1)]
+
+
+def split(records: bytes) -> list[bytes]:
+    """Records, one by one."""
+    return [records[start : start + RECORD] for start in range(0, len(records), RECORD)]
+
+
+def read(shape: str, turns: Sequence[Did]) -> list[bytes]:
+    """The records of a history as an API has it."""
+    return split(read_tool_calls(Document(json.dumps(SHAPES[shape](turns)).encode())).records)
+
+
+def forget() -> None:
+    """Have no message known."""
+    history._KNOWN._young.clear()
+    history._KNOWN._old.clear()
+
+
+@every_shape
+@given(_TURNS, st.booleans())
+def test_every_call_has_a_record(shape: str, turns: list[Any], repeat: bool) -> None:
+    """Calls of one turn and of several are told apart by their ids, also by ids that repeat; those without ids are not."""
+    records = read(shape, number(turns, repeat=repeat))
+
+    assert len(records) == sum(map(len, turns))
+    assert len(set(records)) == len(records) if shape in _WITH_IDS else {record[:6] for record in records} <= {bytes(6)}
+
+
+@every_shape
+@given(_TURNS, st.booleans())
+def test_a_history_is_summed_up(shape: str, turns: list[Any], repeat: bool) -> None:
+    """By the sum of what is called in it, in any order, and by the number of calls in its last turn."""
+    found = read_tool_calls(Document(json.dumps(SHAPES[shape](number(turns, repeat=repeat))).encode()))
+
+    assert found.total == sum(int.from_bytes(record[10:]) for record in split(found.records))
+    assert found.newest == (len(turns[-1]) if turns else 0)
+
+
+def test_a_turn_without_calls_may_be_the_last() -> None:
+    """Then all calls are those of earlier turns; what a user says behind it changes nothing."""
+    value = SHAPES["chat"](number([[("read", {})], [("read", {}), ("pay", {})]]))
+    said = [{"role": "assistant", "content": "done"}, {"role": "user", "content": "go on"}]
+    bodies = [json.dumps({**value, "messages": [*value["messages"], *said[:most]]}).encode() for most in range(3)]
+
+    assert [read_tool_calls(Document(body)).newest for body in bodies] == [2, 0, 0]
+
+
+@every_shape
+@given(_TURNS, _TURNS, st.booleans())
+def test_a_history_that_goes_on_begins_as_it_was(shape: str, turns: list[Any], more: list[Any], repeat: bool) -> None:
+    """What was known stays known, and all that is new stands behind it."""
+    whole = number([*turns, *more], repeat=repeat)
+
+    assert read(shape, whole)[: sum(map(len, turns))] == read(shape, whole[: len(turns)])
+
+
+@every_shape
+@given(_TURNS, st.booleans(), st.data())
+def test_what_is_left_of_a_history_was_known(shape: str, turns: list[Any], repeat: bool, data: st.DataObject) -> None:
+    """Whichever turns are gone, no call that is left is taken for a new one."""
+    whole = number(turns, repeat=repeat)
+    left = [turn for turn in whole if data.draw(st.booleans())]
+
+    assert set(read(shape, left)) <= set(read(shape, whole))
+
+
+@every_shape_with_ids
+@given(_TURNS, _TURNS)
+def test_with_ids_each_call_is_found_again(shape: str, gone: list[Any], left: list[Any]) -> None:
+    """Equal calls are not taken for one another, also where older ones are gone: what is new is counted exactly."""
+    whole = number([*gone, *left])
+
+    assert read(shape, whole[len(gone) :]) == read(shape, whole)[sum(map(len, gone)) :]
+
+
+@pytest.mark.parametrize("shape", ["gemini", "ollama"])
+def test_without_ids_equal_calls_have_equal_records(shape: str) -> None:
+    """They are told apart by their place, which is the ledger's to see."""
+    poll: Turn = [("poll", {})]
+    pay: Turn = [("pay", {})]
+
+    assert len(set(read(shape, number([poll, pay, poll])))) == 2
+
+
+@settings(max_examples=20)
+@given(st.lists(st.lists(_CALLS, min_size=1, max_size=2), max_size=2), st.data())
+def test_another_spelling_changes_nothing(turns: list[Any], data: st.DataObject) -> None:
+    """A retry whose JSON is written in another way shows the same calls."""
+    value = SHAPES["anthropic"](number(turns))
+
+    assert split(read_tool_calls(Document(spelled(data.draw, value).encode())).records) == read("anthropic", number(turns))
+
+
+@given(_TURNS)
+def test_every_api_shows_the_same_calls(turns: list[Any]) -> None:
+    """The digests of tools, and of tools with their arguments, do not depend on how an API writes them."""
+    found = {shape: [record[6:] for record in read(shape, number(turns))] for shape in SHAPES}
+
+    assert list(found.values()) == [found["chat"]] * len(SHAPES)
+
+
+def test_tools_are_listed_as_they_were_first_called() -> None:
+    """Each with the digest that its records have; a long name is cut to be shown, and not to be told apart."""
+    long = "a" * 65
+    turns = number([[(long, {})], [(long[:-1], {})], [("b", {}), (long, {})]])
+    found = read_tool_calls(Document(json.dumps(SHAPES["chat"](turns)).encode()))
+
+    assert found.tools == ((digest_tool(long), long[:64]), (digest_tool(long[:64]), long[:64]), (digest_tool("b"), "b"))
+    assert [record[6:10] for record in split(found.records)] == [digest_tool(name) for name in (long, long[:-1], "b", long)]
+    assert found.model == "m"
+
+
+def test_two_calls_are_alike_by_tool_and_arguments() -> None:
+    """The last digest is equal for the same arguments in any order, and for them alone."""
+    turns = number([[("f", {"a": 1, "b": 2})], [("f", {"b": 2, "a": 1.0})], [("f", {"a": 1})], [("g", {"a": 1, "b": 2})]])
+
+    one, same, other, another = [record[10:] for record in read("chat", turns)]
+
+    assert one == same
+    assert len({one, other, another}) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "tools"),
+    [
+        ("chat_legacy_functions", ["get_weather"]),
+        ("chat_custom_tool", ["run_sql"]),
+        ("responses_custom_tool", ["run_sql"]),
+        ("chat_parallel_calls", ["get_weather", "get_time"]),
+        ("chat_refusal", []),
+        ("completions_prompt", []),
+    ],
+)
+def test_calls_of_every_kind_are_found(name: str, tools: list[str]) -> None:
+    """Functions from before there were tools, custom tools, and none."""
+    assert [tool for _, tool in read_tool_calls(Document(BODIES[name])).tools] == tools
+
+
+def _read_items(*items: dict[str, Any], **more: object) -> list[bytes]:
+    return split(read_tool_calls(Document(json.dumps({"model": "m", "input": items, **more}).encode())).records)
+
+
+def test_what_the_server_itself_has_run_is_a_call() -> None:
+    """It is known by its item's own id, as no result refers to it."""
+    searches = [{"type": "web_search_call", "id": f"ws_{at}", "action": {"query": "a"}} for at in range(2)]
+    tool = {"type": "mcp_call", "id": "mcp_1", "name": "ask", "arguments": "{}", "output": "yes"}
+
+    whole = _read_items(*searches, tool)
+
+    assert len(whole) == 3
+    assert _read_items(searches[1], tool) == whole[1:]
+    assert [record[6:10] for record in whole] == [digest_tool(name) for name in ("web_search", "web_search", "ask")]
+
+
+def test_where_the_server_keeps_the_history_results_stand_for_calls() -> None:
+    """Each counts once, is the call of no tool that is known, and equals no other; elsewhere a result is none."""
+    results = [{"type": "function_call_output", "call_id": f"c{at}", "output": "same"} for at in range(3)]
+    call = {"type": "function_call", "call_id": "c9", "name": "f", "arguments": "{}"}
+    shown = [call, {"type": "function_call_output", "call_id": "c9", "output": "same"}]
+
+    found = _read_items(*results, *shown, previous_response_id="r")
+
+    assert len(found) == 4
+    assert len({record[10:] for record in found}) == 4
+    assert found[1:] == _read_items(*results[1:], *shown, previous_response_id="r")
+    assert _read_items(*results, *shown) == found[3:]
+    assert read_tool_calls(Document(json.dumps({"input": results, "previous_response_id": "r"}).encode())).tools == ()
+
+
+@every_shape
+def test_what_was_seen_of_late_changes_nothing(shape: str) -> None:
+    """A history shows the same calls when it comes again, when others have come between, and where nothing is remembered."""
+    histories = [number([[("read", {"a": at + more}), ("pay", {})] for more in range(4)]) for at in range(3)]
+
+    first = [read(shape, turns) for turns in histories]
+    again = [read(shape, turns) for turns in histories]
+    forget()
+    fresh = [read(shape, turns) for turns in histories]
+
+    assert first == again == fresh
+
+
+@pytest.mark.parametrize(
+    ("count", "arguments"), [(3_000, [{}, {}]), (20, [{"a": [1.5] * 600}])], ids=["too many calls", "too many numbers"]
+)
+def test_what_is_too_much_stays_too_much(count: int, arguments: list[Any]) -> None:
+    """A bound holds for a history however often it has come before, and whatever of it was seen."""
+    calls = [{"id": f"{at}", "function": {"name": "f", "arguments": given}} for at, given in enumerate(arguments)]
+    message = {"role": "assistant", "tool_calls": calls}
+    whole, half = (json.dumps({"messages": [message] * most}).encode() for most in (count, count // 2))
+
+    for _ in range(3):
+        assert len(read_tool_calls(Document(half)).records) == count // 2 * len(calls) * RECORD
+        with pytest.raises(NotCounted, match="inspect_limit"):
+            read_tool_calls(Document(whole))
+
+
+@pytest.mark.parametrize(("tool", "count", "known"), [("f", 8, 1), ("f", 9, 0), ("f" * 257, 1, 0)])
+def test_what_takes_much_room_is_not_remembered(tool: str, count: int, known: int) -> None:
+    """Nobody fills the memory with long names, or with many calls; long arguments leave a digest behind."""
+    forget()
+    calls = [{"id": f"{at}", "function": {"name": tool, "arguments": {"a": "x" * 9_000}}} for at in range(count)]
+    body = json.dumps({"messages": [{"role": "assistant", "tool_calls": calls}]}).encode()
+
+    found = [len(read_tool_calls(Document(body)).records) for _ in range(2)]
+
+    assert found == [count * RECORD] * 2
+    assert len(history._KNOWN) == known
+
+
+@pytest.mark.parametrize("arguments", [{"a": "x" * 600_000}, "x" * 600_000], ids=["object", "text"])
+def test_a_history_of_many_arguments_is_read(arguments: object) -> None:
+    """Its length is bounded by `max_inspect_bytes` alone."""
+    calls = [{"id": f"{at}", "function": {"name": "f", "arguments": arguments}} for at in range(4)]
+    body = json.dumps({"messages": [{"role": "assistant", "tool_calls": calls}]}).encode()
+
+    assert len(read_tool_calls(Document(body)).records) == 4 * RECORD
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_bodies_show_calls_or_none(name: str) -> None:
+    """Whatever a body is, nothing but NotCounted is raised, and records are whole."""
+    try:
+        found = read_tool_calls(Document(HOSTILE[name][0]()))
+    except NotCounted:
+        return
+
+    assert len(found.records) % RECORD == 0
+
+
+@given(REQUESTS)
+def test_nearly_right_bodies_are_read_or_not_counted(value: dict[str, Any]) -> None:
+    """With anything in any place, every record with an id is one of its own, and shows a tool that is listed or has no name."""
+    try:
+        found = read_tool_calls(Document(json.dumps(value).encode()))
+    except NotCounted:
+        return
+
+    records = split(found.records)
+    named = [record for record in records if record[:6] != bytes(6)]
+    assert len(set(named)) == len(named)
+    assert {record[6:10] for record in records} <= {digest for digest, _ in found.tools} | {digest_tool("")}

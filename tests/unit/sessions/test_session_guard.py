@@ -1,0 +1,632 @@
+"""Limits of sessions, from a request's headers to the answer: each one at the exact request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from time import time
+from typing import Any, Literal
+
+import pytest
+
+from extproc.cli.main import main
+from extproc.engine.orders import BLOCK, ActiveOverride, Overrides, Target
+from extproc.engine.settlements import Entry
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
+from extproc.operator.session_rows import merge_sessions
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from extproc.request.fingerprint import hash_tenant
+from extproc.sessions.names import hash_session
+from extproc.sessions.rates import Usage
+from extproc.sessions.session_limits import BUDGET_KEYS
+from tests.support.documents import policy
+from tests.support.engine import ANY
+from tests.support.messages import body, headers
+from tests.support.service import decoded, exchange, headers_of, make_service, metadata_of, receive, sample
+from tests.support.session_limits import TOOL, ask, limited, status, told, turns
+from tests.support.turn_writers import Did, as_chat
+
+PRICES = {"*": {"input": 1_000_000, "output": 1_000_000}}
+"""A dollar for each token, so that sums can be read."""
+
+
+def send(service: Service, bodies: Sequence[bytes], **more: str) -> list[int]:
+    """What becomes of requests, one after the other."""
+    return [status(ask(service, data, **more)) for data in bodies]
+
+
+def entry(answer: ProcessingResponse, status: int = 200, tokens: int = 0, *, failed: bool = False) -> Entry:
+    """What the access log says when the request is over that was answered so."""
+    named = tuple(json.loads(metadata_of(answer)["sessions"]))
+    return Entry(named, status, failed, 0, 0, "", Usage(tokens, 0), estimated=False, refused=False)
+
+
+@pytest.mark.parametrize(
+    ("own", "detector", "counted"),
+    [
+        ({}, {}, 0),
+        ({"max_inspect_bytes": 4 * 2**20}, {}, 40),
+        ({}, {"max_inspect_bytes": 4 * 2**20}, 40),
+        ({"max_inspect_bytes": 2**20}, {"max_inspect_bytes": 4 * 2**20}, 0),
+    ],
+    ids=["neither", "the limits' own", "a detector's", "the limits' own comes first"],
+)
+def test_long_histories_are_looked_into_as_far_as_the_policy_says(
+    own: dict[str, Any], detector: dict[str, Any], counted: int
+) -> None:
+    """A history of 2 MiB, half of it in arguments: `max_inspect_bytes` is the one bound of all that read it."""
+    document = limited(max_tool_calls=100, **own)
+    if detector:
+        loop = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 99, **detector}
+        document["spec"]["loop_detection"] = loop
+    done = [Did((("run", {"step": at, "text": "x" * 30_000}),), ("y" * 30_000,), number=at) for at in range(1, 41)]
+    service = make_service(document)
+
+    ask(service, json.dumps({**as_chat(done), "tools": [TOOL]}).encode())
+
+    assert [run.standing.tool_calls for run in service.reporter.sessions.copy()] == [counted]
+
+
+def test_three_retries_of_a_step_are_free() -> None:
+    """Five steps are twenty equal requests at most."""
+    assert send(make_service(limited(max_steps=5)), [turns(1)] * 22) == [200] * 20 + [429] * 2
+
+
+def test_steps_are_requests_that_were_let_through() -> None:
+    """The request behind the last step is refused, whatever is in it; a retry of one that went through is not."""
+    service = make_service(limited(max_steps=3))
+
+    assert send(service, [turns(n) for n in range(5)]) == [200, 200, 200, 429, 429]
+    assert send(service, [turns(2), turns(3)]) == [200, 429]
+    assert send(service, [turns(9)], session="other") == [200]
+    assert send(service, [turns(9)], team="other") == [200]
+    assert sample(service, "session_limits_total", policy="agents", mode="enforce", limit="max_steps", action="reject") == 3
+    assert sample(service, "requests_total", policy="agents", mode="enforce", action="reject") == 3
+    assert sample(service, "loops_detected_total", policy="agents", mode="enforce", action="reject") == 0
+
+
+def test_the_report_of_a_run_has_each_of_its_requests() -> None:
+    """Replicas tell each other calls by a part of their names, and that part tells the calls of one process apart."""
+    service = make_service(limited(max_steps=9))
+
+    send(service, [turns(n) for n in range(3)])
+
+    (row,) = merge_sessions(service.reporter.sessions.make_document(shows_callers=False).rows, 0)
+    assert [call.tools for call in row.calls] == [[], ["run"], ["run"]]
+
+
+def test_a_shadow_session_is_reported_beside_a_policy_that_needs_no_body() -> None:
+    """What waits for the body alone, because the enforcing policy has answered the headers, limits sessions all the same."""
+    service = make_service(policy("p", ANY, body="ignore"), limited("shadow", max_steps=9))
+
+    answer = ask(service, turns(1))
+
+    assert [run.standing.steps for run in service.reporter.sessions.copy()] == [1]
+    assert [told["mode"] for told in json.loads(metadata_of(answer)["sessions"])] == ["shadow"]
+
+
+def test_a_model_in_a_path_may_be_no_text() -> None:
+    """Bytes that are no UTF-8 are spelled, and the access log repeats them: no client gets past a limit with them."""
+    service = make_service(limited(max_steps=1))
+    named = headers("/v1beta/models/MM:generateContent", x_team="t", x_session_id="s").SerializeToString()
+    stream = Stream(service)
+    stream.receive(named.replace(b"MM", b"\xe9\xe8"))
+
+    answer = decoded(receive(stream, body(json.dumps({"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}).encode())))
+    stream.close()
+
+    assert json.loads(metadata_of(answer)["sessions"])[0]["model"] == r"\udce9\udce8"
+    assert sample(service, "fail_open_total", reason="internal_error") == 0
+
+
+def test_a_refusal_says_which_limit_and_how_much_of_it() -> None:
+    """It is final for clients: nothing says when to come back."""
+    service = make_service(limited(max_steps=1))
+    ask(service, turns(1))
+
+    refused = ask(service, turns(2))
+
+    assert status(refused) == 429
+    assert {key: told(refused)[key] for key in ("error", "limit", "used", "allowed")} == {
+        "error": "session_limit_exceeded",
+        "limit": "max_steps",
+        "used": 1,
+        "allowed": 1,
+    }
+    assert headers_of(refused) == {
+        "content-type": "application/json",
+        "x-should-retry": "false",
+        "X-Fairvisor-Reason": "session_limit_exceeded",
+        "x-loopguard-policy": "agents",
+        "x-loopguard-limit": "max_steps",
+        "x-loopguard-used": "1",
+        "x-loopguard-allowed": "1",
+    }
+    assert metadata_of(refused) | {"fingerprint": "", "tenant": ""} == {
+        "action": "reject",
+        "reason": "session_limit_exceeded",
+        "policy": "agents",
+        "detector": "session",
+        "limit": "max_steps",
+        "count": 1,
+        "used": 1,
+        "allowed": 1,
+        "fingerprint": "",
+        "tenant": "",
+    }
+    assert refused.immediate_response.details == "session_limit_exceeded"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_who_leaves_while_he_is_held_has_used_nothing(waits: bool) -> None:
+    """Nothing went on: there is no step, nothing is reserved, and it is no refusal. Who waits for his answer has it."""
+    limits = limited(max_steps=5, max_cost_per_session=1.0, unknown_model={"input": 2, "output": 8})
+    held = policy("held", ANY, action="throttle", threshold_identical_requests=2, limit_keys=["header:x-team"])
+    service = make_service(limits, held)
+    ask(service, turns(1))
+    once = service.reporter.sessions.copy()[0].standing.reserved
+    stream = Stream(service)
+    receive(stream, headers("/v1/chat/completions", x_team="t", x_session_id="s"))
+    assert receive(stream, body(turns(1))).hold_ms > 0
+    if waits:
+        stream.end_hold()
+    stream.close()
+
+    (run,) = service.reporter.sessions.copy()
+    standing = run.standing
+    assert standing.reserved == (2 * once if waits else once) > 0
+    assert (standing.steps, standing.blocks, standing.consecutive_blocks) == (1, 0, 0)  # the same again is a retry
+    assert service.holds.held == 0
+
+
+@pytest.mark.parametrize("cut", [rb"\ud83d", rb"\uDCFF", rb"\ude00\ud83d"], ids=repr)
+def test_half_a_character_hides_no_calls(cut: bytes) -> None:
+    """Who cuts a text in the middle of an emoji sends half of a surrogate pair, and has the same limits."""
+    service = make_service(limited(max_tool_calls=2))
+    bodies = [turns(number).replace(b"result 1", b"result " + cut) for number in (1, 2, 3)]
+
+    assert send(service, bodies) == [200, 200, 429]
+
+
+def test_what_looks_like_json_and_is_none_may_hide_calls() -> None:
+    """Some upstreams read what ours does not, such as NaN: it is counted, and refused where the policy says so."""
+    hidden = turns(3).replace(b'"tools"', b'"temperature": NaN, "tools"')
+    strict = limited(max_tool_calls=2)
+    strict["spec"]["uncountable"] = "reject"
+    lenient = make_service(limited(max_tool_calls=2))
+
+    assert send(lenient, [hidden, b"name=ann"]) == [200, 200]
+    assert sample(lenient, "uncounted_total", policy="agents", reason="not_json") == 1
+    assert send(make_service(strict), [hidden, b"name=ann"]) == [400, 200]
+
+
+def test_refusals_are_logged_more_and_more_seldom(caplog: pytest.LogCaptureFixture) -> None:
+    """The first refusal of a session has a line, and so have the second, the fourth and so on; descriptors are not shown."""
+    service = make_service(limited(max_steps=1))
+    for number in range(1, 10):
+        ask(service, turns(number))
+
+    lines = [vars(record)["fields"] for record in caplog.records if record.message == "session limit reached"]
+    session = service.reporter.sessions.copy()[0]
+    assert len(lines) == 4
+    assert lines[0] == {
+        "policy": "agents",
+        "mode": "enforce",
+        "action": "reject",
+        "limit": "max_steps",
+        "used": 1,
+        "allowed": 1,
+        "session": session.session,
+        "tenant": session.tenant,
+    }
+
+
+@pytest.mark.parametrize(
+    ("limits", "record"),
+    [({"max_steps": 1}, False), ({"max_steps": 9, "escalate": {"warn": {"max_steps": 2}}}, False), ({"max_steps": 9}, True)],
+    ids=["refused", "warned", "recorded"],
+)
+def test_a_request_of_a_session_is_named_as_by_a_detector(limits: dict[str, Any], record: bool) -> None:
+    """Whoever looks for a request by its fingerprint finds it, whatever the limits have made of it."""
+    service, detector = make_service(limited(**limits), record=record), policy("p", ANY, limit_keys=["header:x-team"])
+    send(service, [turns(0)])
+
+    found, expected = [metadata_of(ask(one, turns(2))) for one in (service, make_service(detector, record=True))]
+
+    assert found["fingerprint"] == expected["fingerprint"]
+
+
+def test_an_order_about_a_fingerprint_holds_for_a_session() -> None:
+    """Where a policy has limits of sessions alone, one request can be told from others to be blocked."""
+    service, now = make_service(limited(max_steps=9), record=True), time()
+    fingerprint = metadata_of(ask(service, turns(2)))["fingerprint"]
+    service.overrides = Overrides([ActiveOverride("o", BLOCK, Target(fingerprint=fingerprint), "", now, now + 60, "", "")])
+
+    assert send(service, [turns(2), turns(3)]) == [429, 200]
+
+
+def test_payment_required_says_what_clients_take_for_final() -> None:
+    """With reject_status 402 the error has the code of a quota that is used up."""
+    service = make_service(limited(max_steps=1, reject_status=402))
+
+    assert send(service, [turns(1), turns(2)]) == [200, 402]
+    error = json.loads(ask(service, turns(3)).immediate_response.body)["error"]
+    assert (error["type"], error["code"]) == ("insufficient_quota", "insufficient_quota")
+
+
+def test_calls_of_tools_are_counted_each_once() -> None:
+    """They count when a history shows them, also when that has lost its older turns."""
+    service = make_service(limited(max_tool_calls=3))
+    short = json.dumps(as_chat([Did((("run", {"step": 4}),), ("ok",), number=4)])).encode()
+
+    assert send(service, [turns(1), turns(2), turns(3), turns(3)]) == [200, 200, 200, 200]
+    refused = ask(service, short)
+    assert (status(refused), told(refused)["limit"], told(refused)["used"], told(refused)["allowed"]) == (
+        429,
+        "max_tool_calls",
+        4,
+        3,
+    )
+
+
+def test_a_tool_of_its_own_limit_refuses_once_it_was_called_too_often() -> None:
+    """Other tools have their own count."""
+    service = make_service(limited(max_calls_per_tool={"issue_refund": 1}))
+
+    assert send(service, [turns(5, "run"), turns(1, "issue_refund")]) == [200, 200]
+    refused = ask(service, turns(2, "issue_refund"))
+    assert (status(refused), told(refused)["limit"]) == (429, "max_calls_per_tool")
+    assert "issue_refund" in told(refused)["message"]
+
+
+def test_equal_calls_in_a_row_are_a_loop_whatever_they_bring() -> None:
+    """Three of the last five calls with the same arguments refuse the request that shows them."""
+    service = make_service(limited(loop_detection={"window": 5, "threshold": 3}))
+
+    def stuck(count: int) -> bytes:
+        done = [Did((("run", {"tests": "all"}),), (f"result {number}",), number=number) for number in range(1, count + 1)]
+        return json.dumps(as_chat(done)).encode()
+
+    assert send(service, [stuck(1), stuck(2), stuck(3)]) == [200, 200, 429]
+
+
+def test_money_is_what_the_access_log_says() -> None:
+    """The call that passes the limit has run, the next one is refused; what was reserved is settled."""
+    service = make_service(limited(max_cost_per_session=1_000, prices=PRICES))
+    first = ask(service, b"{}")
+    service.settle_entry(entry(first, tokens=999))
+    second = ask(service, b'{"a": 1}')
+    service.settle_entry(entry(second, tokens=1))
+
+    refused = ask(service, b'{"a": 2}')
+
+    assert [status(first), status(second), status(refused)] == [200, 200, 429]
+    assert (told(refused)["limit"], told(refused)["used"], told(refused)["allowed"]) == ("max_cost_per_session", 1_000, 1_000)
+
+
+def test_what_is_not_settled_yet_is_estimated() -> None:
+    """Four bytes of a prompt are a token, until the access log says otherwise."""
+    service = make_service(limited(max_cost_per_session=100, prices=PRICES))
+    large = json.dumps({"prompt": "x" * 500}).encode()
+
+    first = ask(service, large)
+    assert [status(first), *send(service, [b"{}"])] == [200, 429]
+    service.settle_entry(entry(first, tokens=3))
+    assert send(service, [b"{}"]) == [200]
+
+
+def test_calls_cannot_be_settled_by_guessing_their_names() -> None:
+    """What one client is told of its own call says nothing of another's: such entries change nothing, and are counted."""
+    service = make_service(limited(max_cost_per_session=100, prices=PRICES))
+    large = json.dumps({"prompt": "x" * 500}).encode()
+    victim = entry(ask(service, large, team="victim"))
+    own = bytes.fromhex(entry(ask(service, b"{}", team="attacker")).sessions[0]["call"])
+
+    orders: tuple[Literal["little"], Literal["big"]] = ("little", "big")
+    for order in orders:
+        for step in range(-64, 65):
+            near = (int.from_bytes(own, order) + step) % 2 ** (8 * len(own))
+            named = {**victim.sessions[0], "call": near.to_bytes(len(own), order).hex()}
+            service.settle_entry(Entry((named,), 200, False, 0, 0, "", Usage(0, 0), estimated=False, refused=False))
+
+    assert status(ask(service, b"{}", team="victim")) == 429
+    assert sample(service, "access_log_entries_total", result="unknown") == 2 * 129
+    rows = service.reporter.sessions.make_document(shows_callers=False).rows
+    assert [call.settled for row in rows for call in row.calls] == [False, False]
+
+
+def test_names_of_calls_are_random() -> None:
+    """128 bits, each of them as often set as not; settled under its name a call is settled once."""
+    service = make_service(limited(max_cost_per_session=100_000, prices=PRICES))
+    answers = [ask(service, b"{}", session=str(number)) for number in range(1_000)]
+    names = [bytes.fromhex(json.loads(metadata_of(answer)["sessions"])[0]["call"]) for answer in answers]
+    ones = [sum(int.from_bytes(name) >> bit & 1 for name in names) for bit in range(128)]
+
+    service.settle_entry(entry(answers[0], tokens=1))
+    service.settle_entry(entry(answers[0], tokens=1))
+
+    assert {len(name) for name in names} == {16}
+    assert len(set(names)) == 1_000
+    assert all(400 < set_bits < 600 for set_bits in ones)
+    assert sample(service, "access_log_entries_total", result="unknown") == 1
+
+
+@pytest.mark.parametrize("call", ["", "00" * 8, "00" * 17, "g0" * 16, 7, None])
+def test_what_is_no_name_of_a_call_is_dropped(call: object) -> None:
+    """Whatever an entry of the access log has in place of a name."""
+    service = make_service(limited(max_cost_per_session=100, prices=PRICES))
+    (named,) = entry(ask(service, b"{}")).sessions
+
+    service.settle_entry(Entry(({**named, "call": call},), 200, False, 0, 0, "", Usage(9, 9), estimated=False, refused=False))
+
+    assert sample(service, "access_log_entries_total", result="unknown") == 1
+
+
+def test_failures_in_a_row_kill_a_session() -> None:
+    """One that succeeds begins the count anew; a killed session stays killed."""
+    service = make_service(limited(circuit_breaker={"consecutive_errors": 2}))
+
+    for number, failed in enumerate((True, False, True, True)):
+        service.settle_entry(entry(ask(service, turns(number)), 503 if failed else 200, failed=failed))
+
+    refused = ask(service, turns(9))
+    assert (status(refused), told(refused)["limit"]) == (429, "killed")
+    assert send(service, [turns(1)], session="other") == [200]
+
+
+def test_refusals_in_a_row_kill_a_session() -> None:
+    """From then on it is killed, whatever it was refused for at first."""
+    service = make_service(limited(max_steps=1, circuit_breaker={"consecutive_blocks": 2}))
+
+    answers = [ask(service, turns(number)) for number in range(4)]
+
+    assert [status(answer) for answer in answers] == [200, 429, 429, 429]
+    assert [told(answer)["limit"] for answer in answers[1:]] == ["max_steps", "max_steps", "killed"]
+
+
+def test_a_request_that_a_detector_refuses_is_no_step() -> None:
+    """It counts as a refusal of the session."""
+    document = limited(max_steps=3, circuit_breaker={"consecutive_blocks": 2})
+    document["spec"]["loop_detection"] = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2}
+    service = make_service(document)
+
+    assert send(service, [turns(1), turns(1), turns(2), turns(3), turns(4)]) == [200, 429, 200, 200, 429]
+    assert send(service, [turns(1)], session="b") == [429]
+
+
+def test_a_session_without_a_name_is_not_limited() -> None:
+    """That is counted; a policy that lets nothing pass uncounted refuses it."""
+    service = make_service(limited(max_steps=1))
+    strict = limited(max_steps=1)
+    strict["spec"]["uncountable"] = "reject"
+
+    assert send(service, [turns(n) for n in range(3)], session="") == [200] * 3
+    assert sample(service, "uncounted_total", policy="agents", reason="no_session") == 3
+    assert send(make_service(strict), [turns(1)], session="") == [400]
+
+
+@pytest.mark.parametrize("key", BUDGET_KEYS)
+def test_what_clients_send_anyway_names_a_session(key: str) -> None:
+    """Each header and each field by itself is enough, and each value is a session of its own."""
+    service = make_service(limited(max_steps=1))
+    source, _, name = key.partition(":")
+
+    def once(value: str, number: int) -> int:
+        if source == "header":
+            return status(ask(service, turns(number), session="", **{name.replace("-", "_"): value}))
+        fields: Any = value
+        for step in reversed(name.split("/")[1:]):
+            fields = {step: fields}
+        return status(ask(service, turns(number, **fields), session=""))
+
+    assert [once("a", 1), once("a", 2), once("b", 3), once("b", 4)] == [200, 429, 200, 429]
+
+
+@pytest.mark.parametrize("similarity", ["exact", "turns"])
+def test_each_policy_looks_for_the_name_of_a_session_in_its_own_places(similarity: str) -> None:
+    """What one policy has read of a request is no other's, also where a detector of it asks for the name as well."""
+    keys = {"first": "header:x-run", "second": "header:x-session-id", "third": "body:/run"}
+    policies = [policy(name, ANY, similarity=similarity, limit_keys=["header:x-team"]) for name in keys]
+    for made, key in zip(policies, keys.values(), strict=True):
+        made["spec"] |= {"session": {"keys": [key]}, "session_limits": {"max_steps": 9}}
+    service = make_service(*policies)
+
+    ask(service, turns(1, run="c"), session="b", x_run="a")
+
+    named = {run.policy: run.session for run in service.reporter.sessions.copy()}
+    assert named == {name: hash_session(key, value) for (name, key), value in zip(keys.items(), "abc", strict=True)}
+
+
+def test_whose_a_session_is_says_its_own_policy() -> None:
+    """A policy before it may tell callers apart by something else."""
+    service = make_service(policy("first", ANY, limit_keys=["header:x-user"]), limited(max_steps=9))
+
+    ask(service, turns(1), team="t", x_user="u")
+
+    assert [run.tenant for run in service.reporter.sessions.copy()] == [hash_tenant("x-team=t")]
+
+
+def test_agents_of_a_session_count_together() -> None:
+    """Whoever another agent starts uses up what that one has."""
+    service = make_service(limited(max_steps=2))
+    named = {"x_claude_code_session_id": "run"}
+
+    assert send(service, [turns(1)], session="", x_claude_code_agent_id="a", **named) == [200]
+    assert send(service, [turns(2)], session="", x_claude_code_agent_id="b", **named) == [200]
+    assert send(service, [turns(3)], session="", x_claude_code_agent_id="c", **named) == [429]
+
+
+def test_a_caller_who_begins_ever_new_sessions_is_one_in_the_end() -> None:
+    """Past the bound, new names share the limits of one session, and that is counted."""
+    service = make_service(limited(max_steps=2, session={"max_sessions_per_tenant": 3}))
+
+    assert [send(service, [turns(1)], session=f"s{number}") for number in range(7)] == [[200]] * 5 + [[429]] * 2
+    assert sample(service, "session_overflow_total", policy="agents") == 4
+    assert send(service, [turns(2)], session="s0") == [200]
+    assert send(service, [turns(1)], team="other", session="s9") == [200]
+
+
+def test_shadow_limits_watch_and_count_apart() -> None:
+    """Nobody is refused, and what would have been is counted."""
+    service = make_service(limited("shadow", max_steps=1, max_tool_calls=1, max_tool_calls_mode="narrow"))
+
+    answers = [ask(service, turns(number)) for number in range(1, 4)]
+
+    assert [status(answer) for answer in answers] == [200] * 3
+    assert not any(answer.request_body.response.HasField("body_mutation") for answer in answers)
+    assert metadata_of(answers[2])["shadow_action"] == "reject"
+    assert sample(service, "session_limits_total", policy="agents", mode="shadow", limit="max_steps", action="reject") == 2
+
+
+def test_a_model_is_told_what_is_left_before_it_is_refused() -> None:
+    """`escalate` lets requests go on with a note from the given step on."""
+    service = make_service(limited(max_steps=4, escalate={"warn": {"max_steps": 2}, "steer": {"max_steps": 3}}))
+
+    answers = [ask(service, turns(number)) for number in range(1, 6)]
+
+    assert [status(answer) for answer in answers] == [200, 200, 200, 200, 429]
+    warned, steered = answers[1].request_body.response, answers[2].request_body.response
+    assert [(item.header.key, item.header.raw_value) for item in warned.header_mutation.set_headers] == [
+        ("X-Fairvisor-Warning", b"session_warn")
+    ]
+    assert "1 of this session's 4 steps are left" in steered.body_mutation.body.decode()
+    assert metadata_of(answers[2])["warning"] == "session_steer"
+
+
+def test_a_body_that_nobody_can_look_into_is_a_step_all_the_same() -> None:
+    """Whatever a client does to its body, the steps of its session count, and what could not be looked at is counted too."""
+    service = make_service(limited(max_steps=2))
+
+    assert send(service, [b"\x00", b"\x01", b"\x02"], content_encoding="br") == [200, 200, 429]
+    cut = [decoded(exchange(service, headers("/", x_team="t", x_session_id="c", mode="NONE"))[0]) for _ in range(3)]
+    assert [status(answer) for answer in cut] == [200, 200, 429]
+
+
+def tools_of(answer: ProcessingResponse) -> list[str] | None:
+    """The tools that the model is offered, None where the body is as it was sent."""
+    response = answer.request_body.response
+    if not response.HasField("body_mutation"):
+        return None
+    return [tool["function"]["name"] for tool in json.loads(response.body_mutation.body).get("tools", [])]
+
+
+def test_narrow_takes_the_tools_away_before_they_are_called_again() -> None:
+    """A session that has used up its tool calls goes on without tools; a model that calls one all the same is refused."""
+    service = make_service(limited(max_tool_calls=2, max_tool_calls_mode="narrow"))
+
+    answers = [ask(service, turns(number)) for number in (1, 2, 2)]
+    last = json.loads(answers[1].request_body.response.body_mutation.body)
+
+    assert [status(answer) for answer in answers] == [200, 200, 200]
+    assert [tools_of(answer) for answer in answers] == [None, ["run"], ["run"]]  # a history with calls needs one declared
+    assert last["tool_choice"] == "none"
+    assert {key: last[key] for key in ("model", "messages")} == {
+        key: json.loads(turns(2))[key] for key in ("model", "messages")
+    }
+    assert [item.header.key for item in answers[1].request_body.response.header_mutation.set_headers] == [
+        "x-loopguard-narrowed",
+        "content-length",
+    ]
+    assert told(ask(service, turns(3)))["limit"] == "max_tool_calls"
+    narrowed = {"policy": "agents", "mode": "enforce", "limit": "max_tool_calls", "action": "narrow"}
+    assert sample(service, "session_limits_total", **narrowed) == 2
+
+
+def test_a_tool_that_is_used_up_is_offered_no_more_in_either_mode() -> None:
+    """The others stay; called all the same, it refuses the next request."""
+    service = make_service(limited(max_calls_per_tool={"issue_refund": 1}))
+    offered = [TOOL, {"type": "function", "function": {"name": "issue_refund", "parameters": {}}}]
+
+    answers = [ask(service, turns(number, "issue_refund", tools=offered)) for number in (0, 1, 2)]
+
+    assert [tools_of(answer) for answer in answers[:2]] == [None, ["run"]]
+    assert told(answers[2])["limit"] == "max_calls_per_tool"
+
+
+def test_a_request_that_cannot_be_narrowed_is_refused() -> None:
+    """Where its tools cannot be taken away: nothing may be called that has no budget."""
+    service = make_service(limited(max_tool_calls=1, max_tool_calls_mode="narrow"))
+    bedrock = {
+        "messages": [
+            {"role": "user", "content": [{"text": "Fix it."}]},
+            {"role": "assistant", "content": [{"toolUse": {"toolUseId": "1", "name": "run", "input": {}}}]},
+            {"role": "user", "content": [{"toolResult": {"toolUseId": "1", "content": [{"text": "ok"}]}}]},
+        ],
+        "toolConfig": {"tools": [{"toolSpec": {"name": "run", "inputSchema": {"json": {}}}}]},
+    }
+    named = headers("/model/m/converse", x_team="t", x_session_id="s")
+
+    refused = decoded(exchange(service, named, body(json.dumps(bedrock).encode()))[-1])
+
+    assert (status(refused), told(refused)["limit"]) == (429, "max_tool_calls")
+    assert len(metadata_of(refused)["fingerprint"]) == 8
+    assert sample(service, "unnarrowed_total", policy="agents", reason="no_choice") == 1
+    assert sample(service, "requests_total", policy="agents", mode="enforce", action="reject") == 1
+    assert sample(service, "requests_total", policy="agents", mode="enforce", action="allow") == 0
+    narrowed = {"policy": "agents", "mode": "enforce", "limit": "max_tool_calls", "action": "narrow"}
+    assert sample(service, "session_limits_total", **narrowed) == 0
+
+
+def test_the_tool_of_a_loop_is_taken_away_before_it_is_called_once_more() -> None:
+    """With narrow, a model is not offered the tool whose next equal call would be refused."""
+    limits: dict[str, Any] = {
+        "max_tool_calls": 50,
+        "max_tool_calls_mode": "narrow",
+        "loop_detection": {"window": 5, "threshold": 3},
+    }
+    service = make_service(limited(**limits))
+    done = [Did((("run", {"tests": "all"}),), (f"result {number}",), number=number) for number in (1, 2)]
+    other = {"type": "function", "function": {"name": "ask", "parameters": {}}}
+
+    answer = ask(service, json.dumps({**as_chat(done), "tools": [TOOL, other]}).encode())
+
+    assert (status(answer), tools_of(answer)) == (200, ["ask"])
+
+
+def test_a_note_goes_into_what_was_narrowed() -> None:
+    """A request can lose its tools and be told what is left of its steps."""
+    limits: dict[str, Any] = {
+        "max_steps": 3,
+        "max_tool_calls": 1,
+        "max_tool_calls_mode": "narrow",
+        "escalate": {"steer": {"max_steps": 1}},
+    }
+    service = make_service(limited(**limits))
+
+    changed = json.loads(ask(service, turns(1)).request_body.response.body_mutation.body)
+
+    assert changed["tool_choice"] == "none"
+    assert "2 of this session's 3 steps are left" in json.dumps(changed["messages"])
+
+
+def test_a_body_that_can_be_read_in_two_ways_is_no_way_around() -> None:
+    """No client of an API writes one, so it is refused where its tools would have to go."""
+    service = make_service(limited(max_calls_per_tool={"run": 1}))
+    twice = turns(1)[:-1] + b', "tools": []}'
+
+    assert send(service, [twice]) == [429]
+
+
+def test_explain_says_where_a_name_was_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A request without a session is told which headers and fields would have named one."""
+    file = tmp_path / "policy.json"
+    file.write_text(json.dumps(limited(max_steps=1, session={"keys": ["header:x-run", "body:/run"]})))
+
+    assert main(["explain", "--policy", str(file), "-H", "x-team: t", "-d", "{}", "http://h/v1/chat/completions"]) == 0
+
+    printed = capsys.readouterr().out
+    assert "header:x-run, or" in printed
+    assert "body:/run" in printed
+    assert "no_session" in printed
+
+
+def test_a_step_that_a_detector_takes_back_has_narrowed_nothing() -> None:
+    """No model has seen it, so the next request that brings a call is the first to lose its tools."""
+    document = limited(max_tool_calls=1, max_tool_calls_mode="narrow")
+    document["spec"]["loop_detection"] = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2}
+    service = make_service(document)
+
+    assert send(service, [turns(1)], session="other") == [200]
+    assert send(service, [turns(1), turns(2), turns(3)]) == [429, 200, 429]

@@ -1,0 +1,131 @@
+"""`session_limits` as they are written: which keys there are, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from extproc.sessions.session_limits import BUDGET_KEYS, Session
+from tests.support.bundles import check, plain, refused, spec
+
+LIMITS: dict[str, Any] = {
+    "max_steps": 20,
+    "max_tool_calls": 50,
+    "max_tool_calls_mode": "narrow",
+    "max_calls_per_tool": {"issue_refund": 1, "send_email": 5},
+    "max_cost_per_session": 10.0,
+    "loop_detection": {"window": 5, "threshold": 3},
+    "circuit_breaker": {"consecutive_blocks": 5, "consecutive_errors": 3},
+}
+"""As in-process SDKs write them."""
+
+
+def test_the_format_of_in_process_sdks_loads_as_it_is() -> None:
+    """Every key has the meaning that it has there, and a policy needs nothing beside it."""
+    document = spec(loop_detection=None, session={"keys": ["header:x-session-id"]}, session_limits=LIMITS)
+    loaded = check(document)
+
+    limits = loaded.sources[0].policies[0].spec.session_limits
+    assert loaded.warnings == ()
+    assert limits is not None
+    assert limits.model_dump(include=set(LIMITS)) == LIMITS
+    assert limits.needs_answers()
+
+
+def test_money_has_prices() -> None:
+    """A price is given in dollars per million tokens; the other limits need none."""
+    prices = {"gpt-*": {"input": 2.5, "output": 10}, "*": {"input": 1, "output": 4, "cache_read": 0.1, "cache_write": 1.25}}
+    document = spec(session_limits={"max_cost_per_session": 1, "prices": prices})
+    limits = check(document).sources[0].policies[0].spec.session_limits
+    plainly = check(spec(session_limits={"max_steps": 1})).sources[0].policies[0].spec.session_limits
+
+    assert limits is not None
+    assert plainly is not None
+    assert limits.prices["gpt-*"].output == 10
+    assert limits.prices["*"].cache_write == 1.25
+    assert not plainly.needs_answers()
+
+
+def test_agents_count_together_with_the_one_that_started_them() -> None:
+    """Where a policy names no keys, a session is looked for by what all of its agents send, and in the body last."""
+    assert Session().list_budget_keys() == BUDGET_KEYS
+    assert BUDGET_KEYS[0] == "header:x-claude-code-session-id"
+    assert "header:x-claude-code-agent-id" not in BUDGET_KEYS
+    assert BUDGET_KEYS[-1] == "body:/metadata/user_id"
+    assert Session(keys=["header:x-run"]).list_budget_keys() == ["header:x-run"]
+
+
+NEEDED = (
+    'needs a price for every model: set unknown_model, or "*" in prices, '
+    "or install the package genai-prices: pip install '.[prices]' in a checkout"
+)
+
+
+def recent(**more: object) -> dict[str, Any]:
+    """A loop_detection with more keys than there are."""
+    return {"loop_detection": {"window": 5, "threshold": 3, **more}}
+
+
+PRICE, NOTICE = '{"input", "output", "cache_read", "cache_write"}', '{"max_steps", "max_tool_calls", "max_cost_per_session"}'
+PRICED = {"input": 1, "output": 2}
+
+REFUSED: list[tuple[object, str, str]] = [
+    ({}, "", "session_limits needs at least one of max_steps, max_tool_calls, max_cost_per_session, max_calls_per_tool"),
+    ({"max_steps": 0}, "/max_steps", "max_steps must be >= 1, not 0"),
+    ({"max_tool_calls": 10_001}, "/max_tool_calls", "max_tool_calls must be <= 10000, not 10001"),
+    ({"max_steps": 1, "max_tool_calls_mode": "narrow"}, "/max_tool_calls_mode", "needs max_tool_calls"),
+    ({"max_calls_per_tool": {"a": -1}}, "/max_calls_per_tool/a", "a must be >= 0, not -1"),
+    ({"max_steps": 1, "max_turns": 2}, "/max_turns", "unknown key"),
+    ({"max_steps": 1, "max_step": 2}, "/max_step", "unknown key; did you mean max_steps?"),
+    ({"max_steps": 1, "idle_seconds": 2}, "/idle_seconds", "unknown key; idle_seconds belongs in spec/session"),
+    ({"max_steps": 1, "threshold": 2}, "/threshold", "threshold belongs in spec/session_limits/loop_detection"),
+    (recent(window_seconds=3), "/loop_detection/window_seconds", "did you mean window?"),
+    (recent(window_calls=3), "/loop_detection/window_calls", "did you mean window?"),
+    (recent(enabled=True), "/loop_detection/enabled", "unknown key; known keys are window, threshold"),
+    (
+        {"max_steps": 1, "circuit_breaker": {"consecutive_block": 2}},
+        "/circuit_breaker/consecutive_block",
+        "consecutive_blocks?",
+    ),
+    ({"max_steps": 1, "escalate": {"reject": {}}}, "/escalate/reject", "unknown key; known keys are warn, steer"),
+    ({"max_steps": 1, "escalate": {"warn": {"max_cost": 1}}}, "/escalate/warn/max_cost", "did you mean max_cost_per_session?"),
+    ({"max_steps": 1, "escalate": {"warn": {"max_tool_call": 1}}}, "/escalate/warn/max_tool_call", "mean max_tool_calls?"),
+    ({"max_steps": 1, "escalate": {"warn": 5}}, "/escalate/warn", f"warn must be an object {NOTICE}, not 5"),
+    ({"max_steps": 1, "prices": {"m*": 2.5}}, "/prices/m*", f"m* must be an object {PRICE}, not 2.5"),
+    (
+        {"max_steps": 1, "prices": {"m": PRICED | {"in": 1}}},
+        "/prices/m/in",
+        "known keys are input, output, cache_read, cache_write",
+    ),
+    ({"loop_detection": {"window": 3, "threshold": 4}}, "/loop_detection/threshold", "threshold must be <= window"),
+    ({"circuit_breaker": {"consecutive_errors": 0}}, "/circuit_breaker/consecutive_errors", "must be >= 1, not 0"),
+    ({"max_steps": 9, "reject_status": 200}, "/reject_status", "reject_status must be >= 400, not 200"),
+    ({"max_steps": 9, "escalate": {"steer": {"max_steps": 10}}}, "/escalate/steer/max_steps", "must be <= max_steps"),
+    ({"max_steps": 9, "escalate": {"warn": {"max_tool_calls": 1}}}, "/escalate/warn/max_tool_calls", "has no limit"),
+    ({"max_steps": 9, "prices": {"*": {"input": 1}}}, "/prices/*/output", "output is required"),
+]
+
+
+@pytest.mark.parametrize(("limits", "place", "message"), REFUSED, ids=[place or "empty" for _, place, _ in REFUSED])
+def test_each_key_is_checked(limits: object, place: str, message: str) -> None:
+    """An error names the place and what would be right."""
+    (pointer, found), *more = plain(refused(spec(session_limits=limits)))
+
+    assert (pointer, more) == (f"/spec/session_limits{place}", [])
+    assert message in found
+
+
+def test_a_limit_of_money_needs_the_price_of_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the extra that knows prices, unknown_model or a price for `*` is required."""
+    monkeypatch.setattr("extproc.sessions.session_limits.find_spec", lambda _: None)
+    price = {"input": 1, "output": 2}
+
+    assert plain(refused(spec(session_limits={"max_cost_per_session": 1, "prices": {"gpt-*": price}}))) == [
+        (
+            "/spec/session_limits/max_cost_per_session",
+            NEEDED,
+        )
+    ]
+    assert check(spec(session_limits={"max_cost_per_session": 1, "unknown_model": price})).warnings == ()
+    assert check(spec(session_limits={"max_cost_per_session": 1, "prices": {"*": price}})).warnings == ()

@@ -1,0 +1,29 @@
+"""Each rule stands in two languages; `tests/doors/store/rules` drives both with the same cases."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from extproc.store.rules import read_script
+from tests.support import ROOT
+
+RULES = ROOT / "extproc" / "store" / "rules"
+SCRIPTS = sorted(path.stem for path in RULES.glob("*.lua"))
+PACKED = {"tally": ["FORMAT"], "ring": ["HEAD"], "session": ["HEAD", "BEGUN"]}
+"""The formats of what is kept as one packed value."""
+
+
+def test_every_rule_stands_in_both_languages() -> None:
+    """`hit` has what both windows share, and no state of its own."""
+    assert sorted({path.stem for path in RULES.glob("*.py")} - {"__init__", "hit"}) == SCRIPTS
+
+
+@pytest.mark.parametrize("rule", PACKED)
+def test_packed_values_begin_with_a_byte_for_the_version(rule: str) -> None:
+    """As its format says, and what packs it gives the version first."""
+    text = read_script(rule)
+    for name in PACKED[rule]:
+        assert re.search(rf"local {name}(, \w+)* = '>B", text)
+        assert re.findall(rf"struct\.pack\({name}, (\w+)", text)[0].endswith("VERSION")

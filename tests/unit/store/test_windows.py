@@ -1,0 +1,249 @@
+"""The window arithmetic against a brute-force reading of its definition; time is an argument."""
+
+from __future__ import annotations
+
+import gc
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.ring import Push, Ring, push
+from extproc.store.rules.sliding_log import log
+from extproc.store.rules.tally import tally
+from tests.support.windows import (
+    COOLDOWN_STEPS,
+    PUSH_STEPS,
+    PUSHES,
+    STEPS_BACK,
+    WINDOW_TYPES,
+    cooldown_hits,
+    make_hit,
+    oracle,
+    oracle_of,
+    place_pushes,
+    rings_of,
+)
+
+
+def run(hit: Hit, times: list[int]) -> list[Count]:
+    """Count one request at each time."""
+    state: Any = None
+    answers = []
+    for now in times:
+        state, answer = (log if hit.window_type == "sliding_log" else tally)(state, hit, now)
+        answers.append(answer)
+    return answers
+
+
+@settings(max_examples=1_000)
+@given(
+    st.sampled_from(WINDOW_TYPES),
+    st.integers(1, 20),
+    st.integers(1, 4),
+    st.sampled_from([0, 0, 5, 30]),
+    st.booleans(),
+    st.lists(st.integers(0, 12) | st.integers(-40, 12), max_size=30),
+)
+def test_every_window_does_what_its_definition_says(  # what a window is made of
+    window_type: str, window: int, threshold: int, cooldown: int, count_refused: bool, gaps: list[int]
+) -> None:
+    """For any sequence of requests, on a clock that may be set back, answers are those of the brute-force reading."""
+    hit = Hit("key", window_type, window, threshold, cooldown, count_refused, 100)
+    times = [1_000 + sum(gaps[: position + 1]) for position in range(len(gaps))]
+
+    assert run(hit, times) == oracle(hit, times)
+
+
+@given(
+    st.sampled_from(["sliding_ttl", "fixed"]),
+    st.integers(1, 20),
+    st.sampled_from([0, 5, 30]),
+    st.lists(st.integers(0, 12), max_size=30),
+)
+def test_a_threshold_of_one_trips_at_once(window_type: str, window: int, cooldown: int, gaps: list[int]) -> None:
+    """Whoever knows already that it is a loop has the first request acted on, and the cooldown begins with it."""
+    hit = Hit("key", window_type, window, 1, cooldown, True, 100)
+    times = [sum(gaps[: position + 1]) for position in range(len(gaps))]
+
+    answers = run(hit, times)
+
+    assert answers == oracle(hit, times)
+    assert all(answer.looping for answer in answers)
+    assert [answer.cooldown_ms for answer in answers[:1]] == [cooldown] * len(answers[:1])
+
+
+def test_a_log_with_a_threshold_of_one_trips_at_once() -> None:
+    """A sliding_log does what the other windows do."""
+    assert run(make_hit("sliding_log", threshold=1), [0, 1]) == oracle(make_hit("sliding_log", threshold=1), [0, 1])
+
+
+@given(COOLDOWN_STEPS)
+def test_a_loop_that_is_known_starts_a_cooldown_for_the_others(steps: list[tuple[bool, int]]) -> None:
+    """A request is acted on when it is a loop itself, or comes within the cooldown of one that was not within another's."""
+    found = []
+    state = None
+    for hit, now in cooldown_hits(steps):
+        state, answer = tally(state, hit, now)
+        found.append(answer)
+
+    assert found == oracle_of(cooldown_hits(steps))
+    cooling_until = 0
+    for (looping, _), (_, now), answer in zip(steps, cooldown_hits(steps), found, strict=True):
+        if looping and now >= cooling_until:
+            cooling_until = now + 50
+        assert (answer.looping, answer.cooldown_ms) == (now < cooling_until, max(0, cooling_until - now))
+
+
+@pytest.mark.parametrize("window_type", WINDOW_TYPES)
+def test_the_nth_request_is_the_first_acted_on(window_type: str) -> None:
+    """With threshold N the first N-1 requests pass, the Nth and every later one is acted on."""
+    answers = run(make_hit(window_type), [0, 1, 2, 3])
+
+    assert [answer.looping for answer in answers] == [False, False, True, True]
+    assert [answer.count for answer in answers] == [1, 2, 3, 4]
+
+
+def test_windows_differ_in_what_a_slow_repeat_is() -> None:
+    """Requests 6 s apart in a 10 s window: the TTL never lapses, the log holds two, the fixed window starts anew."""
+    times = [0, 6_000, 12_000, 18_000]
+
+    counts = {kind: [answer.count for answer in run(make_hit(kind), times)] for kind in WINDOW_TYPES}
+
+    assert counts == {"sliding_ttl": [1, 2, 3, 4], "sliding_log": [1, 2, 2, 2], "fixed": [1, 2, 1, 2]}
+
+
+@pytest.mark.parametrize("window_type", WINDOW_TYPES)
+def test_a_cooldown_outlasts_the_window(window_type: str) -> None:
+    """After a trip the key stays acted on for the cooldown, even when its window has emptied; then it is free."""
+    answers = run(make_hit(window_type, cooldown_ms=60_000), [0, 1, 2, 30_000, 60_001, 60_002, 80_000])
+
+    assert [answer.looping for answer in answers] == [False, False, True, True, True, False, False]
+    assert [answer.cooldown_ms for answer in answers] == [0, 0, 60_000, 30_002, 1, 0, 0]
+
+
+def test_a_loop_that_never_pauses_trips_once() -> None:
+    """Past its cooldown a client that hammered on is still refused by its window, but no new cooldown begins."""
+    answers = run(make_hit(cooldown_ms=5_000), [0, 1, 2, 5_003, 5_004])
+
+    assert [answer.looping for answer in answers[2:]] == [True, True, True]
+    assert [answer.cooldown_ms for answer in answers[2:]] == [5_000, 0, 0]
+
+
+def test_refusals_do_not_prolong_the_cooldown() -> None:
+    """A client that hammers on is told an ever shorter wait."""
+    answers = run(make_hit(cooldown_ms=60_000), [0, 1, 2, 1_002, 2_002])
+
+    assert [answer.cooldown_ms for answer in answers[2:]] == [60_000, 59_000, 58_000]
+
+
+@pytest.mark.parametrize("window_type", WINDOW_TYPES)
+def test_refused_requests_can_be_left_out(window_type: str) -> None:
+    """With count_refused off, refusals leave the window as it was, so it empties although the client hammers on."""
+    hit = make_hit(window_type, count_refused=False)
+
+    answers = run(hit, [0, 1, 5_000, 9_000, 10_001])
+
+    assert [answer.count for answer in answers] == [1, 2, 3, 3, 1]
+    assert [answer.looping for answer in answers] == [False, False, True, True, False]
+
+
+def test_a_log_remembers_a_bounded_number() -> None:
+    """A sliding_log keeps at most count_to times, and says so many at most, without losing the verdict."""
+    hit = make_hit("sliding_log", count_to=4)
+    state: bytearray | None = None
+
+    for now in range(50):
+        state, answer = log(state, hit, now)
+
+    assert state is not None
+    assert array("q", bytes(state)).tolist()[:-1] == [46, 47, 48, 49]  # the last one is the cooldown's
+    assert answer == Count(4, looping=True, cooldown_ms=0, span_ms=4)
+
+
+@pytest.mark.parametrize(("_", "hit", "times", "expected"), STEPS_BACK, ids=[case[0] for case in STEPS_BACK])
+def test_a_clock_that_is_set_back(_: str, hit: Hit, times: list[int], expected: list[tuple[int, bool, int, int]]) -> None:
+    """A loop is still seen where the clock was set back a little; further back, no window and no cooldown outlives itself."""
+    assert run(hit, times) == [Count(*answer) for answer in expected]
+
+
+@given(
+    st.sampled_from(WINDOW_TYPES),
+    st.booleans(),
+    st.sampled_from([0, 5, 30]),
+    st.lists(st.integers(20, 60), min_size=1, max_size=20),
+    st.integers(0, 20),
+    st.integers(1, 2_000),
+)
+def test_a_clock_that_is_set_back_refuses_no_innocent(
+    window_type: str, count_refused: bool, cooldown: int, gaps: list[int], place: int, back: int
+) -> None:
+    """Who never sends two requests within one window is never refused, whenever and however far the clock is set back."""
+    hit = Hit("key", window_type, 20, 3, cooldown, count_refused, 100)
+    real = [10_000 + sum(gaps[: position + 1]) for position in range(len(gaps))]
+
+    answers = run(hit, [now if position < place else now - back for position, now in enumerate(real)])
+
+    assert not any(answer.looping for answer in answers)
+
+
+@given(
+    st.sampled_from(WINDOW_TYPES),
+    st.booleans(),
+    st.sampled_from([0, 5, 50]),
+    st.lists(st.integers(0, 30), min_size=1, max_size=20),
+    st.integers(0, 2_000),
+)
+def test_a_sentence_ends_on_a_clock_that_was_set_back(
+    window_type: str, count_refused: bool, cooldown: int, gaps: list[int], back: int
+) -> None:
+    """Whatever was counted before, a window and a cooldown after the first request on the new clock nobody is refused."""
+    hit = Hit("key", window_type, 20, 3, cooldown, count_refused, 100)
+    times = [10_000 + sum(gaps[: position + 1]) for position in range(len(gaps))]
+    returned = times[-1] - back
+
+    answers = run(hit, [*times, returned, returned + 20 + cooldown])
+
+    assert not answers[-1].looping
+
+
+def test_a_tally_is_three_times_and_a_count() -> None:
+    """The state after two requests is what stores keep."""
+    state, _ = tally(None, make_hit(), 7)
+
+    state, _ = tally(state, make_hit(), 9)
+
+    assert state == (2, 7, 9, 0)
+
+
+def test_the_garbage_collector_does_not_walk_logs() -> None:
+    """A million logs would stop the event loop for 100 ms at every full collection."""
+    state, _ = log(None, make_hit("sliding_log"), 7)
+
+    state, _ = log(state, make_hit("sliding_log"), 9)
+
+    assert not gc.is_tracked(state)
+
+
+@pytest.mark.parametrize("case", PUSHES)
+def test_a_ring(case: str) -> None:
+    """A ring holds the newest entries, each request's once, until nothing has been pushed for a while."""
+    ring: Ring | None = None
+    for now, pushed, expected in PUSHES[case]:
+        ring, entries = push(ring, pushed, now)
+        assert b" ".join(entries) == expected.encode()
+
+
+@given(PUSH_STEPS)
+def test_a_ring_does_what_its_definition_says(steps: list[tuple[Push, int]]) -> None:
+    """For any pushes, on a clock that may be set back, the entries are those of the plain reading."""
+    ring: Ring | None = None
+    found = []
+    for pushed, now in place_pushes(steps):
+        ring, entries = push(ring, pushed, now)
+        found.append(entries)
+
+    assert found == rings_of(place_pushes(steps))

@@ -1,0 +1,218 @@
+"""Settings: flag, else environment, else default."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from extproc.errors import UsageError
+from extproc.options import ENVIRONMENT_ONLY
+from extproc.settings import Address, Settings, SubjectName, add_flags, find_unknown, parse_address, read_settings
+
+
+def given(*flags: str, **environment: str) -> Settings:
+    """Settings from a command line and `LOOPGUARD_` variables named without their prefix."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return read_settings(vars(parser.parse_args(flags)), {f"LOOPGUARD_{name}": value for name, value in environment.items()})
+
+
+def help_text() -> str:
+    """What `--help` says of every flag."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return parser.format_help()
+
+
+def _dns(name: str) -> SubjectName:
+    return SubjectName("DNS", name)
+
+
+# field, a value other than the default as flag and as variable, what becomes of them
+EVERY: list[tuple[str, list[str], str, object, object]] = [
+    ("policy", ["a:b", "c"], "d:e:", ("a:b", "c"), ("d", "e")),
+    ("listen", ["unix:/x"], "h:1", Address("unix:/x"), Address("h:1", "h", 1)),
+    ("tls_cert", ["/a"], "/b", "/a", "/b"),
+    ("tls_key", ["/a"], "/b", "/a", "/b"),
+    ("tls_client_ca", ["/a"], "/b", "/a", "/b"),
+    ("tls_client_san", ["a", "b"], "10.0.0.1", (_dns("a"), _dns("b")), (SubjectName("IP Address", "10.0.0.1"),)),
+    ("allow_plaintext", [], "yes", True, True),
+    ("transport", ["grpcio"], "grpcio", "grpcio", "grpcio"),
+    ("admin", ["h:2"], "h:1", Address("h:2", "h", 2), Address("h:1", "h", 1)),
+    ("admin_token_file", ["/a"], "/b", "/a", "/b"),
+    ("admin_socket", ["/a"], "/b", "/a", "/b"),
+    ("store", ["x://"], "y://", "x://", "y://"),
+    ("store_timeout", ["1"], "0.5", 1.0, 0.5),
+    ("store_password_file", ["/a"], "/b", "/a", "/b"),
+    ("hash_key_file", ["/a"], "/b", "/a", "/b"),
+    ("scope", ["edge"], "sidecar", "edge", "sidecar"),
+    ("on_store_error", ["reject"], "reject", "reject", "reject"),
+    ("shadow", [], "yes", True, True),
+    ("record", [], "1", True, True),
+    ("shadow_samples", ["1"], "100", 1, 100),
+    ("shadow_sample_bodies", [], "1", True, True),
+    ("allow_unverified_jwt", [], "TRUE", True, True),
+    ("allow_unenforced", [], "on", True, True),
+    ("max_streams", ["1"], "2", 1, 2),
+    ("max_connections", ["1"], "2", 1, 2),
+    ("max_throttled", ["1"], "2", 1, 2),
+    ("drain_delay", ["0"], "1.5", 0.0, 1.5),
+    ("drain_timeout", ["86400"], "1e2", 86_400.0, 100.0),
+    ("log_format", ["json"], "json", "json", "json"),
+    ("log_level", ["debug"], "error", "debug", "error"),
+    ("show_callers", [], "true", True, True),
+    ("events", ["-"], "/a", "-", "/a"),
+    ("events_secret_file", ["/a"], "/b", "/a", "/b"),
+    ("events_ca", ["/a"], "/b", "/a", "/b"),
+    ("price", ["2.50"], "3", 2.5, 3.0),
+]
+
+
+def test_the_table_below_has_every_setting() -> None:
+    """A setting that is added has to be tested as well."""
+    flags = [item.name for item in fields(Settings) if item.metadata["metavar"] != ENVIRONMENT_ONLY]
+
+    assert [row[0] for row in EVERY] == flags
+
+
+def test_a_password_comes_from_the_environment_alone() -> None:
+    """A secret has a variable and no flag: everybody on the machine can read a command line."""
+    settings = given(STORE_PASSWORD="secret")  # noqa: S106  # made up
+
+    assert settings.store_password == "secret"
+    assert "STORE_PASSWORD]" not in help_text()
+
+
+@pytest.mark.parametrize(("name", "flags", "variable", "by_flag", "by_variable"), EVERY)
+def test_flag_over_environment_over_default(
+    name: str, flags: list[str], variable: str, by_flag: object, by_variable: object
+) -> None:
+    """Every setting has a flag and a variable of the same name; the flag wins, and without either the default holds."""
+    flag = "--" + name.replace("_", "-")
+    line = [part for value in flags for part in (flag, value)] or [flag]
+    environment = {name.upper(): variable}
+
+    values = [getattr(given(*line, **environment), name), getattr(given(**environment), name), getattr(given(), name)]
+
+    assert values == [by_flag, by_variable, getattr(Settings(), name)]
+    assert values[2] not in values[:2]
+
+
+def test_the_defaults() -> None:
+    """Without any setting Loopguard listens on loopback, counts in memory, acts, and lets through what it cannot decide."""
+    settings = given()
+
+    assert (settings.listen.text, settings.admin.text) == ("127.0.0.1:50051", "127.0.0.1:9900")
+    assert (settings.store, settings.on_store_error, settings.shadow) == ("memory://", "allow", False)
+    assert (settings.max_streams, settings.max_throttled) == (20_000, 10_000)
+
+
+def test_settings_are_frozen() -> None:
+    """Nothing changes a setting once it is read."""
+    with pytest.raises(FrozenInstanceError):
+        given().store = "x"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("127.0.0.1:50051", Address("127.0.0.1:50051", "127.0.0.1", 50051)),
+        ("localhost:0", Address("localhost:0", "localhost", 0)),
+        (":9900", Address("[::]:9900", "::", 9900)),
+        ("[::1]:65535", Address("[::1]:65535", "::1", 65535)),
+        ("[fe80::1%eth0]:1", Address("[fe80::1%eth0]:1", "fe80::1%eth0", 1)),
+        ("unix:/run/loopguard.sock", Address("unix:/run/loopguard.sock")),
+    ],
+)
+def test_addresses(text: str, expected: Address) -> None:
+    """TCP addresses have a port, IPv6 ones brackets, no host means all interfaces, `unix:/` is a socket."""
+    found = parse_address(text)
+
+    assert found == expected
+    assert found.is_unix == text.startswith("unix:")
+
+
+NO_ADDRESS = [
+    "",
+    "50051",
+    "host",
+    "host:",
+    "host:65536",
+    "host:-1",
+    "host:x",
+    "host:\u0663",
+    "::1:80",
+    "[::1",
+    "[::1:80",
+    "[::1]",
+]
+NO_ADDRESS += ["unix:", "unix:relative", "unix:80", "http://h:80", "a b:80", "h:80 ", "h/x:80"]
+
+BAD = [
+    *(("listen", text, "must be HOST:PORT or unix:/PATH") for text in NO_ADDRESS),
+    ("price", "cheap", "must be US dollars per million input tokens, such as 2.50"),
+    ("admin", "9900", "must be HOST:PORT or unix:/PATH"),
+    ("on_store_error", "ignore", "must be one of allow, reject"),
+    *(("max_streams", text, "must be a positive integer") for text in ("0", "-1", "1.5", "many", "")),
+    *((name, "0", "must be a positive integer") for name in ("max_connections", "max_throttled")),
+    *(("shadow_samples", text, "must be a number from 0 to 100") for text in ("-1", "101", "many", "")),
+    *(("drain_delay", text, "must be a number of seconds from 0 to 86400") for text in ("-1", "nan", "inf", "86401", "5s", "")),
+    ("drain_timeout", "soon", "must be a number of seconds from 0 to 86400"),
+    ("log_format", "xml", "must be one of text, json"),
+    ("log_level", "INFO", "must be one of debug, info, warning, error"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "right"), BAD)
+def test_a_bad_value_names_its_origin_and_what_is_right(name: str, value: str, right: str) -> None:
+    """The message starts with the flag, or the variable, that carries the value, and says what would be right."""
+    flag = "--" + name.replace("_", "-")
+
+    with pytest.raises(UsageError) as by_flag:
+        given(f"{flag}={value}")
+    with pytest.raises(UsageError) as by_variable:
+        given(**{name.upper(): value})
+
+    assert str(by_flag.value) == f"{flag} {right}, not {value!r}"
+    assert str(by_variable.value) == f"LOOPGUARD_{name.upper()} {right}, not {value!r}"
+
+
+@pytest.mark.parametrize(
+    ("text", "on"), [("0", False), ("false", False), ("No", False), ("off", False), ("", False), ("On", True)]
+)
+def test_switches_in_the_environment(text: str, on: object) -> None:
+    """A switch is on or off by any of the usual words."""
+    assert given(SHADOW=text).shadow is on
+
+
+def test_a_switch_that_is_neither_on_nor_off() -> None:
+    """Any other word is refused rather than taken for one of the two."""
+    with pytest.raises(UsageError) as failure:
+        given(SHADOW="maybe")
+
+    assert str(failure.value) == "LOOPGUARD_SHADOW must be true or false, not 'maybe'"
+
+
+def test_a_flag_hides_a_bad_variable() -> None:
+    """A variable that a flag overrides is not even read."""
+    assert given("--max-streams", "5", MAX_STREAMS="many").max_streams == 5
+
+
+def test_variables_of_other_things_are_left_alone() -> None:
+    """Kubernetes sets `LOOPGUARD_PORT` and the like for a Service of that name; that is no error."""
+    assert given(PORT="tcp://10.0.0.1:50051", SERVICE_HOST="10.0.0.1") == Settings()
+
+
+def test_unknown_variables_are_named() -> None:
+    """What looks like a setting and is none is told, with what may be meant; what Kubernetes sets is left alone."""
+    environ = dict.fromkeys(
+        ["LOOPGUARD_MAX_STREAM", "LOOPGUARD_QQQQ", "LOOPGUARD_SHADOW", "LOOPGUARD_PORT", "LOOPGUARD_PORT_50051_TCP_ADDR"], "1"
+    )
+    environ |= dict.fromkeys(["LOOPGUARD_SERVICE_HOST", "LOOPGUARD_SERVICE_PORT_GRPC", "LOOPGUARD_TEST_ENVOY", "PATH"], "1")
+
+    assert find_unknown(environ) == [
+        "LOOPGUARD_MAX_STREAM is not a setting; did you mean LOOPGUARD_MAX_STREAMS?",
+        "LOOPGUARD_QQQQ is not a setting",
+    ]

@@ -1,0 +1,231 @@
+"""gRPC without a socket: frames in, events out, frames to send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.transport import grpc, http2
+from extproc.transport.grpc import Call, GrpcConnection, HalfClosed, MessageReceived, frame_message
+from extproc.transport.headers import encode
+from extproc.transport.http2 import Pool
+from tests.support.grpc import SINGLE, STREAMING, Peer, body, call
+from tests.support.http2 import frame
+
+
+@pytest.mark.parametrize("step", [1, 3, 1_000])
+def test_messages_cut_anywhere_come_out_whole(step: int) -> None:
+    """However the body is cut, the messages are the same, and a rest waits for more."""
+    messages = [b"", b"one", b"x" * 300, b"two"]
+    received = b"".join(map(frame_message, messages)) + frame_message(b"rest")[:-1]
+    peer = Peer()
+
+    seen = peer.receive(call(), *(body(1, received[start : start + step]) for start in range(0, len(received), step)))
+
+    assert seen == [("MessageReceived", 1, message) for message in messages]
+    assert peer.receive(body(1, b"t")) == [("MessageReceived", 1, b"rest")]
+
+
+@pytest.mark.parametrize("step", [1, 5, 10_000])
+def test_a_call_is_a_message_its_answer_and_its_status(step: int) -> None:
+    """The first message opens a call with its method and metadata; the answer ends it with OK."""
+    peer = Peer()
+
+    seen = peer.receive(call(), body(1, frame_message(b"question")), answer=b"answer", step=step)
+
+    assert seen == [("MessageReceived", 1, b"question")]
+    assert peer.calls[1].method == STREAMING
+    assert peer.calls[1].metadata == [("x-loopguard-a", "b")]
+    assert peer.content(1) == frame_message(b"answer")
+    assert peer.status(1) == grpc.OK
+    assert not peer.connection.calls
+
+
+def test_of_two_messages_for_one_answer_the_second_is_dropped() -> None:
+    """Two questions in one frame are answered once, and nothing is sent behind the end of the stream."""
+    peer = Peer()
+
+    seen = peer.receive(call(1, SINGLE), body(1, frame_message(b"a") + frame_message(b"b")), answer=b"x")
+
+    assert seen == [("MessageReceived", 1, b"a")]
+    assert peer.content(1) == frame_message(b"x")
+    ends = [flags & http2.END_STREAM for _, flags, number, _ in peer.frames if number == 1]
+    assert ends == [0, 0, http2.END_STREAM]
+
+
+def test_a_single_message_is_all_that_a_call_of_one_may_say() -> None:
+    """What follows the message while its answer is under way is dropped, and no memory is held for it."""
+    pool = Pool()
+    peer = Peer(pool=pool)
+
+    seen = peer.receive(call(1, SINGLE), body(1, frame_message(b"a")), body(1, frame_message(b"b") * 1_000))
+
+    assert seen == [("MessageReceived", 1, b"a")]
+    assert pool.held == peer.calls[1].size
+
+
+def test_messages_wait_while_their_call_is_busy() -> None:
+    """What comes for a call whose answer takes time is delivered once it is resumed, in order, and the end last."""
+    pool = Pool()
+    peer = Peer(pool=pool)
+    peer.receive(call(), body(1, frame_message(b"a")))
+    peer.connection.pause(peer.calls[1])
+
+    seen = peer.receive(body(1, frame_message(b"b") + frame_message(b"c")), body(1, frame_message(b"d"), http2.END_STREAM))
+
+    assert seen == []
+    assert pool.held == 18 + peer.calls[1].size
+    peer.connection.resume(peer.calls[1])
+    assert peer.receive() == [*(("MessageReceived", 1, message) for message in (b"b", b"c", b"d")), ("HalfClosed", 1, b"")]
+    assert pool.held == peer.calls[1].size
+
+
+def test_a_call_that_ends_without_a_word_is_over() -> None:
+    """Half-closing with or without a message needs no owner to be answered; one that has spoken is told to its owner."""
+    peer = Peer()
+
+    assert peer.receive(call(1, flags=http2.END_STREAM), call(3), body(3, b"", http2.END_STREAM)) == []
+    assert peer.status(1) == peer.status(3) == grpc.OK
+    seen = peer.receive(call(5), body(5, frame_message(b"a"), http2.END_STREAM))
+    assert seen == [("MessageReceived", 5, b"a"), ("HalfClosed", 5, b"")]
+    assert list(peer.connection.calls) == [5]
+
+
+REFUSED = {
+    "compressed": (b"\x01\0\0\0\x01x", grpc.UNIMPLEMENTED),
+    "a giant": (b"\0" + (grpc.MAX_MESSAGE + 1).to_bytes(4, "big"), grpc.RESOURCE_EXHAUSTED),
+}
+
+
+@pytest.mark.parametrize("spoken", [False, True])
+@pytest.mark.parametrize(("content", "status"), REFUSED.values(), ids=REFUSED.keys())
+def test_messages_that_are_not_taken_end_their_call(content: bytes, status: int, spoken: bool) -> None:
+    """Compressed messages and giants get the right status, and the owner, if there is one, is told."""
+    peer = Peer()
+    peer.receive(call(), *[body(1, frame_message(b"a"))] * spoken)
+
+    assert peer.receive(body(1, content)) == [("CallEnded", 1, b"")] * spoken
+    assert peer.status(1) == status
+    assert not peer.connection.calls
+
+
+def test_header_values_that_have_no_case_are_compared_without() -> None:
+    """A media type and `te` mean the same however they are written (RFC 9110 sections 8.3.1 and 10.1.4)."""
+    peer = Peer()
+
+    seen = peer.receive(call(content_type=b"Application/gRPC", te=b"Trailers"), body(1, frame_message(b"m")))
+
+    assert seen == [("MessageReceived", 1, b"m")]
+
+
+def test_what_is_no_call_is_refused() -> None:
+    """Another method than POST, another content type and an unknown path are told what is wrong, and open nothing."""
+    peer = Peer()
+
+    seen = peer.receive(call(1, method=b"GET"), call(3, content_type=b"text/html"), call(5, b"/nobody"))
+
+    assert seen == []
+    assert [peer.headers(number)[0][b":status"] for number in (1, 3, 5)] == [b"415", b"415", b"200"]
+    assert b"/test.Service/Ask" in peer.content(3)
+    assert peer.status(5) == grpc.UNIMPLEMENTED
+    assert not peer.connection.calls
+
+
+def test_nothing_is_sent_on_a_call_that_is_over() -> None:
+    """Whether it was answered, or reset by the peer: what its owner sends later goes nowhere."""
+    peer = Peer()
+    peer.receive(call(1), body(1, frame_message(b"a")), call(3), body(3, frame_message(b"b")))
+    peer.connection.finish(peer.calls[1], grpc.OK)
+
+    assert peer.receive(frame(http2.RST_STREAM, 0, 3, bytes(4))) == [("CallEnded", 3, b"")]
+    peer.receive()
+    sent = len(peer.frames)
+    for over in peer.calls.values():
+        peer.connection.send(over, b"x")
+        peer.connection.answer(over, b"x")
+        peer.connection.finish(over, grpc.NOT_FOUND)
+    peer.receive()
+
+    assert len(peer.frames) == sent
+
+
+PEERS: dict[str, Callable[[int], bytes]] = {
+    "call": call,
+    "single": lambda number: call(number, SINGLE),
+    "message": lambda number: body(number, frame_message(b"x") * 2),
+    "part": lambda number: body(number, frame_message(b"x")[:-1]),
+    "end": lambda number: body(number, b"", http2.END_STREAM),
+    "reset": lambda number: frame(http2.RST_STREAM, 0, number, bytes(4)),
+    "bad": lambda number: body(number, b"\xff" * 9),
+    "window": lambda number: frame(http2.WINDOW_UPDATE, 0, number, b"\0\0\0\x09"),
+}
+OWNERS: dict[str, Callable[[GrpcConnection, Call], None]] = {
+    "send": lambda connection, owned: connection.send(owned, b"part of an answer"),
+    "answer": lambda connection, owned: connection.answer(owned, b"answer"),
+    "finish": lambda connection, owned: connection.finish(owned, grpc.NOT_FOUND),
+    "pause": lambda connection, owned: connection.pause(owned),
+    "resume": lambda connection, owned: connection.resume(owned),
+}
+
+
+def check_ends(frames: list[tuple[int, int, int, bytes]]) -> None:
+    """Nothing follows the end of a stream."""
+    over: set[int] = set()
+    for kind, flags, number, _ in frames:
+        if kind in (http2.DATA, http2.HEADERS):
+            assert number not in over
+        if kind == http2.RST_STREAM or (kind in (http2.DATA, http2.HEADERS) and flags & http2.END_STREAM):
+            over.add(number)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([*PEERS, *OWNERS]), st.integers(0, 3)), max_size=60), st.integers(1, 40), st.booleans()
+)
+def test_whatever_happens_between_them_streams_end_once(actions: list[tuple[str, int]], step: int, shut: bool) -> None:
+    """Frames, messages, answers and resets in any order: nothing follows the end of a stream, what is over holds nothing."""
+    pool = Pool()
+    peer = Peer(pool=pool)
+    peer.receive(frame(http2.SETTINGS, 0, 0, b"\0\x04\0\0\0\0" * shut))
+    opened = 1
+    for action, which in actions:
+        number = max(1, opened - 2 * which)
+        if action in ("call", "single"):
+            number = opened = opened + 2
+        if action in PEERS:
+            peer.receive(PEERS[action](number), step=step)
+        elif number in peer.calls:
+            OWNERS[action](peer.connection, peer.calls[number])
+    peer.receive()
+
+    check_ends(peer.frames)
+    peer.connection.close()
+    assert pool.held == 0
+
+
+def test_half_closed_is_an_event() -> None:
+    """The end of what a peer has to say is told once."""
+    peer = Peer()
+
+    peer.connection.receive(call() + body(1, frame_message(b"a"), http2.END_STREAM))
+    events = [peer.connection.next_event() for _ in range(4)]
+
+    assert [type(event) for event in events] == [MessageReceived, HalfClosed, type(None), type(None)]
+
+
+def test_metadata_is_bounded_and_counts_until_its_call_is_over() -> None:
+    """Of a request's headers only what is meant for us is kept, sixteen fields at most, and from the pool."""
+    pool = Pool(10_000)
+    peer = Peer(pool=pool)
+    large = [(b"x-loopguard-%d" % number, b"x" * 100) for number in range(20)]
+    pairs = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", STREAMING), (b"content-type", b"application/grpc")]
+
+    peer.receive(*(frame(http2.HEADERS, http2.END_HEADERS, number, encode([*pairs, *large])) for number in range(1, 20, 2)))
+
+    assert [peer.status(number) for number in (1, 3, 5)] == [None, None, grpc.RESOURCE_EXHAUSTED]
+    assert [len(each.metadata) for each in peer.connection.calls.values()] == [grpc.MAX_METADATA] * 2
+    assert pool.held == sum(each.size for each in peer.connection.calls.values())
+    peer.receive(frame(http2.RST_STREAM, 0, 1, bytes(4)), frame(http2.RST_STREAM, 0, 3, bytes(4)))
+    assert pool.held == 0

@@ -1,0 +1,346 @@
+"""Header blocks: python-hyper's hpack is the other side, and the oracle."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hpack import Decoder as Reference
+from hpack import Encoder, HPACKError
+from hpack.huffman import HuffmanEncoder
+from hpack.huffman_constants import REQUEST_CODES, REQUEST_CODES_LENGTH
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from extproc.errors import ProtocolError
+from extproc.transport import headers as hpack
+from extproc.transport.headers import Cache, Decoder, decode_huffman, encode
+
+Pairs = list[tuple[bytes, bytes]]
+
+REQUEST: Pairs = [
+    (b":method", b"POST"),
+    (b":scheme", b"http"),
+    (b":path", b"/envoy.service.ext_proc.v3.ExternalProcessor/Process"),
+    (b":authority", b"loopguard"),
+    (b"te", b"trailers"),
+    (b"content-type", b"application/grpc"),
+    (b"x-loopguard-scope", b"gateway"),
+]
+NAMES = st.sampled_from([name for name, _ in REQUEST]) | st.binary(max_size=12)
+PAIRS = st.lists(st.tuples(NAMES, st.binary(max_size=40)), max_size=8)
+
+
+def pairs(decoder: Decoder, block: bytes) -> Pairs:
+    """The fields of a block as pairs."""
+    return [(field.name, field.value) for field in decoder.decode(block).fields]
+
+
+def without_table(cache: Cache | None = None) -> Decoder:
+    """The decoder of a connection whose peer has shrunk its table to nothing."""
+    decoder = Decoder(cache or Cache())
+    decoder.forbid_table()
+    decoder.decode(b"\x20")
+    return decoder
+
+
+def huffman(text: bytes) -> bytes:
+    """The text in Huffman code."""
+    return bytes(HuffmanEncoder(REQUEST_CODES, REQUEST_CODES_LENGTH).encode(text))
+
+
+@given(st.lists(PAIRS, max_size=5), st.booleans(), st.sampled_from([0, 100, 4_096]))
+def test_what_another_encoder_sends_is_understood(blocks: list[Pairs], coded: bool, table: int) -> None:
+    """Blocks of a connection decode to what was encoded, with a dynamic table of any size and without one."""
+    encoder, decoder = Encoder(), Decoder(Cache())
+    encoder.header_table_size = table
+
+    for block in blocks:
+        assert pairs(decoder, encoder.encode(block, huffman=coded)) == block
+
+
+@given(st.lists(st.binary(max_size=30) | st.sampled_from([b"\x20", b"\x82", b"\xbe", b"\x40\x01a\x01b"]), max_size=6))
+@example([b"\x20" * 3])
+def test_any_bytes_are_read_as_another_decoder_reads_them(blocks: list[bytes]) -> None:
+    """Whatever a block holds, it means the same to python-hyper's decoder, or both refuse it.
+
+    Ours alone refuses more than two table size updates in one block, which RFC 7541 section 4.2 does not let anybody send.
+    """
+    ours, theirs = Decoder(Cache()), Reference()
+    for block in blocks:
+        try:
+            expected = [(bytes(pair[0]), bytes(pair[1])) for pair in theirs.decode(block, raw=True)]
+        except (HPACKError, IndexError):
+            expected = None
+        if expected is None or THREE_UPDATES.match(block):
+            with pytest.raises(ProtocolError):
+                ours.decode(block)
+            return
+        assert pairs(ours, block) == expected
+
+
+THREE_UPDATES = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){3}", re.DOTALL)
+
+
+@given(st.binary(max_size=200))
+def test_huffman_code_comes_back(text: bytes) -> None:
+    """Every text is what it was after coding, whatever symbols it is made of."""
+    assert decode_huffman(huffman(text)) == text
+
+
+@pytest.mark.parametrize(
+    "coded",
+    [b"\xff", huffman(b"a") + b"\xff", b"\x18", b"\xff\xff\xff\xff", huffman(b"\x16")[:-1]],
+    ids=["padding alone", "a byte of padding", "padding of zeros", "end of string", "half a symbol"],
+)
+def test_huffman_code_that_is_none_is_refused(coded: bytes) -> None:
+    """Padding of more than 7 bits or of other than ones, the end-of-string symbol and cut symbols are errors."""
+    with pytest.raises(ProtocolError) as refusal:
+        decode_huffman(coded)
+
+    assert refusal.value.code == hpack.COMPRESSION_ERROR
+
+
+def test_the_code_is_the_rfcs() -> None:
+    """Every symbol alone, filled up with ones, is what RFC 7541's table says."""
+    for symbol, (code, length) in enumerate(zip(REQUEST_CODES, REQUEST_CODES_LENGTH, strict=True)):
+        fill = -length % 8
+        coded = (code << fill | (1 << fill) - 1).to_bytes((length + fill) // 8, "big")
+        if symbol < 256:
+            assert decode_huffman(coded) == bytes((symbol,))
+
+
+BROKEN = {
+    "index 0": b"\x80",
+    "an index too far": b"\xbe",
+    "a name too far": b"\x7f\x00\x00",
+    "no name": b"\x00",
+    "half a name": b"\x00\x02a",
+    "no value": b"\x00\x01a",
+    "half a value": b"\x00\x01a\x02b",
+    "a giant": b"\xff\xff\xff\xff\xff\xff\x01",
+    "an update behind a field": b"\x82\x20",
+}
+
+
+@pytest.mark.parametrize("block", BROKEN.values(), ids=BROKEN.keys())
+def test_a_block_that_is_none_is_refused(block: bytes) -> None:
+    """What refers to nothing, or ends too early, is a compression error."""
+    with pytest.raises(ProtocolError) as refusal:
+        without_table().decode(block)
+
+    assert refusal.value.code == hpack.COMPRESSION_ERROR
+
+
+def test_a_table_may_not_come_back() -> None:
+    """A peer that knows that our table has size 0 cannot enlarge it, not even in a block that it announced before."""
+    cache = Cache()
+    block = b"\x3f\xe1\x1f\x20\x82"  # 4096, then 0
+    before = Decoder(cache)
+    for _ in range(3):
+        before.decode(block)
+
+    with pytest.raises(ProtocolError):
+        without_table(cache).decode(block)
+
+
+def test_table_updates_are_two_at_most() -> None:
+    """The smallest and the last size are all that a block can have to say."""
+    assert pairs(Decoder(Cache()), b"\x20\x20\x82") == [(b":method", b"GET")]
+    with pytest.raises(ProtocolError):
+        Decoder(Cache()).decode(b"\x20" * 3)
+
+
+TOO_MUCH = {
+    "many fields": b"\x82" * (hpack.MAX_FIELDS + 1),
+    "a large field": encode([(b"x", b"y" * hpack.MAX_BLOCK)]),
+    "a bomb": b"\x40\x01a\x7f\xa1\x1e" + b"b" * 4_000 + b"\xbe" * 20,
+}
+
+
+@pytest.mark.parametrize("block", TOO_MUCH.values(), ids=TOO_MUCH.keys())
+def test_fields_are_bounded(block: bytes) -> None:
+    """A block with more fields, or more bytes of fields, than an Envoy would take is refused."""
+    with pytest.raises(ProtocolError) as refusal:
+        Decoder(Cache()).decode(block)
+
+    assert refusal.value.code == hpack.ENHANCE_YOUR_CALM
+
+
+def test_blocks_are_known_only_where_they_mean_the_same() -> None:
+    """A peer that uses the dynamic table is decoded in order, beside peers that use none, on one cache."""
+    cache, indexing = Cache(), Encoder()
+    first, second = indexing.encode(REQUEST, huffman=False), indexing.encode(REQUEST, huffman=False)
+    decoder = Decoder(cache)
+
+    assert first != second
+    assert [pairs(decoder, block) for block in (first, second, second)] == [REQUEST] * 3
+    assert not cache.blocks
+    with pytest.raises(ProtocolError):
+        without_table(cache).decode(second)
+
+
+def test_a_block_that_comes_again_is_not_read_again() -> None:
+    """The second time its fields are known, from then on the block is, on every connection."""
+    cache, block = Cache(), encode(REQUEST)
+    first, second = without_table(cache), without_table(cache)
+
+    fields = [first.decode(block).fields for _ in range(2)]
+
+    assert all(one is other for one, other in zip(*fields, strict=True))
+    assert first.decode(block) is second.decode(block)
+
+
+def test_of_a_block_with_one_new_field_that_field_is_read_alone() -> None:
+    """A trace identifier in every block leaves the others' fields known, and puts no block into the cache."""
+    cache = Cache()
+    decoder = without_table(cache)
+    decoder.decode(encode(REQUEST))
+
+    for number in range(100):
+        decoder.decode(encode([*REQUEST, (b"traceparent", b"%d" % number)]))
+
+    assert len(cache.fields) == len(REQUEST) + 100
+    assert len(cache.names) == len(REQUEST) + 1
+    assert not cache.blocks
+
+
+def read_or_refuse(decoder: Decoder, block: bytes) -> tuple[object, ...] | int:
+    """All that a block says; the code of its error where it is none."""
+    try:
+        found = decoder.decode(block)
+    except ProtocolError as error:
+        return error.code
+    said = found.method, found.path, found.content_type, found.content_length, found.malformed
+    return [(field.name, field.value) for field in found.fields], found.size, *said
+
+
+JUNK = st.binary(max_size=6) | st.sampled_from([b"\x00\x01a\x01b", b"\x82", b"\x20", b"\x0f\x0d\x03abc", b"\x00\x01a\x81\x1f"])
+
+
+@given(PAIRS, st.booleans(), st.lists(st.tuples(st.integers(0, 200), st.integers(0, 9), JUNK), min_size=1, max_size=4))
+def test_what_came_before_changes_no_block(more: Pairs, coded: bool, changes: list[tuple[int, int, bytes]]) -> None:
+    """Blocks that are nearly alike, one after the other: whole, cut in the middle of a field, with fewer fields or others."""
+    encoder, cache = Encoder(), Cache()
+    encoder.header_table_size = 0
+    whole = encoder.encode(REQUEST + more, huffman=coded).removeprefix(b"\x20")
+    decoder = without_table(cache)
+    blocks = [whole, *(whole[:at] + junk + whole[at + gone :] for at, gone, junk in changes)]
+
+    for block in [*blocks, *blocks]:
+        assert read_or_refuse(decoder, block) == read_or_refuse(without_table(), block)
+
+
+@pytest.mark.parametrize("place", [0, 4, len(REQUEST)])
+def test_of_a_block_with_another_new_field_each_time_the_others_are_not_read_again(place: int) -> None:
+    """A trace that is new with each request is all that is looked at, wherever it stands."""
+    decoder = without_table()
+    for number in range(4):
+        fields = [*REQUEST[:place], (b"x-trace", b"trace-%d" % number), *REQUEST[place:]]
+        found = decoder.decode(encode(fields))
+
+        assert [(field.name, field.value) for field in found.fields] == fields
+        if number == 1:
+            model = decoder._cache.model
+        assert number < 1 or decoder._cache.model is model is not None
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        b"",
+        b"\x20\x01a\x01b",
+        b"\x80\x01a\x01b",
+        b"\x0f\xff\xff\xff\xff\xff\x01",
+        b"\x00\x01a\x81\x18",
+        b"\x7e\x01b",
+        encode([(b"x-trace", b"x" * hpack.MAX_BLOCK)]),
+        encode([(b"x-trace", b"1"), (b"x-trace", b"2")]),
+        encode([(b"content-type", b"text/plain")]),
+        encode([(b"content-length", b"7")]),
+        encode([(b"X-Trace", b"1")]),
+        encode([(b":path", b"/again")]),
+    ],
+    ids=[
+        "nothing",
+        "an update",
+        "an index",
+        "an integer",
+        "Huffman",
+        "a reference",
+        "too large",
+        "two fields",
+        "a type",
+        "a length",
+        "no name",
+        "another path",
+    ],
+)
+def test_what_is_no_other_field_in_its_place_is_read_as_it_would_be_alone(middle: bytes) -> None:
+    """A block that begins and ends as the one before is refused for what stands between, or means what it means."""
+    decoder = without_table()
+    for number in range(2):
+        decoder.decode(encode([*REQUEST[:4], (b"x-trace", b"%d" % number), *REQUEST[4:]]))
+    block = encode(REQUEST[:4]) + middle + encode(REQUEST[4:])
+
+    assert read_or_refuse(decoder, block) == read_or_refuse(without_table(), block)
+
+
+@pytest.mark.parametrize("name", [b"content-type", b"content-length", b":path", b"X-Trace"])
+def test_a_new_field_that_says_something_is_heard_each_time(name: bytes) -> None:
+    """Where the one field that changes is about the request, each block is a request of its own."""
+    decoder, rest = without_table(), [field for field in REQUEST if field[0] != name]
+    for number in (b"1", b"2", b"3", b"4"):
+        block = encode([*rest[:2], (name, number), *rest[2:]])
+
+        assert read_or_refuse(decoder, block) == read_or_refuse(without_table(), block)
+
+
+def test_what_refers_to_a_table_is_no_model_for_others() -> None:
+    """A block with a reference into one connection's table does not become known to a connection without one."""
+    cache = Cache()
+    indexing = Decoder(cache)
+    indexing.decode(b"\x40\x01a\x01b")
+
+    assert pairs(indexing, b"\xbe" + encode([(b"c", b"1")])) == [(b"a", b"b"), (b"c", b"1")]
+    with pytest.raises(ProtocolError):
+        without_table(cache).decode(b"\xbe" + encode([(b"c", b"2")]))
+
+
+def test_the_cache_is_bounded_in_bytes() -> None:
+    """Whatever is sent, each part of the cache holds no more bytes than it may, and goes on to be of use."""
+    cache = Cache(limit=100_000)
+    decoder = without_table(cache)
+
+    for number in range(300):
+        block = encode([(b"%d" % number, b"x" * 2_000)] * 10)
+        for _ in range(3):
+            decoder.decode(block)
+        for part in (cache.names, cache.fields, cache.blocks):
+            assert sum(map(len, [*part._young, *part._old])) <= part.size <= 100_000
+
+    assert cache.fields
+    assert cache.blocks
+
+
+@pytest.mark.parametrize(
+    ("fields", "malformed"),
+    [
+        (REQUEST, False),
+        ([*REQUEST, (b"content-length", b"1"), (b"content-length", b"1")], False),
+        ([*REQUEST, (b"content-length", b"1"), (b"content-length", b"2")], True),
+        ([*REQUEST, (b"content-length", b"9" * 5_000)], True),
+        ([*REQUEST, (b"content-length", b"")], True),
+        ([*REQUEST, (b"content-length", "²".encode())], True),
+        ([*REQUEST, (b"x", b"a\nb")], True),
+        ([*REQUEST, (b"x", b"a\0b")], True),
+        ([*REQUEST, (b"", b"x")], True),
+        ([(b":method", b"CONNECT"), (b":authority", b"h")], False),
+        ([(b":method", b"CONNECT")], True),
+        ([(b":method", b""), *REQUEST[1:]], True),
+        ([], True),
+    ],
+)
+def test_a_request_is_well_formed_or_not(fields: Pairs, malformed: bool) -> None:
+    """What RFC 9113 demands of a request's fields is found out from its block, without an exception."""
+    assert Decoder(Cache()).decode(encode(fields)).malformed is malformed
