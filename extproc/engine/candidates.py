@@ -1,7 +1,7 @@
 """What a policy's guards make of one request, each for itself: from its headers to a verdict.
 
-A candidate is a guard that may stop the request. It is sealed once the body is known, the store counts what it asks for, and
-then it judges. Pure, as all that stands above it in `evaluation`.
+A candidate is a guard that may stop the request. Once the body is known the candidate reads it, the store counts what the
+candidate asks for, and then it judges. Pure, as `evaluation`, which calls it.
 """
 
 from __future__ import annotations
@@ -63,38 +63,40 @@ class _Calls:
 _CALLS: Final = _Calls()
 
 
-class Sealing:
-    """What all candidates of a request are sealed with.
+class RequestBody:
+    """A request's body, and what is known beside it, for all candidates that read it.
+
+    Policies of one request are mostly alike, such as a canary and its policy: what was worked out for a candidate is kept for
+    the next one.
 
     Attributes:
         path: of the request.
         head: from `fingerprint.write_head`.
-        body: of the request.
+        sums: length and checksums of the body.
         document: the same to look into, None where it cannot be.
         unreadable: why not.
         scope: attachment name.
     """
 
     __slots__ = (
-        "_body",
         "_caller",
         "_looked",
         "_names",
         "_session",
+        "_sums",
         "_values",
-        "body",
         "document",
         "head",
         "path",
         "scope",
+        "sums",
         "unreadable",
     )
 
     def __init__(  # noqa: PLR0913  # all that is known of a request
-        self, path: str, head: str, body: Body, document: Document | None, unreadable: str, scope: str
+        self, path: str, head: str, sums: Body, document: Document | None, unreadable: str, scope: str
     ) -> None:
-        """Keep them as given."""
-        self._body: Body | None = None
+        self._sums: Body | None = None
         self._caller = ""
         self._names = ("", "", "", "")
         self._values: Sequence[str] | None = None
@@ -102,33 +104,33 @@ class Sealing:
         self._session = ""
         self.path = path
         self.head = head
-        self.body = body
+        self.sums = sums
         self.document = document
         self.unreadable = unreadable
         self.scope = scope
 
-    def name(self, body: Body, caller: str) -> tuple[str, str, str, str]:
-        """Composite, fingerprint, check and tenant of a candidate; a canary's are mostly those of the candidate before it."""
-        if body is not self._body or caller != self._caller:
-            composite = compose(self.head, body, caller)
-            fingerprint, check = digest(composite, body)
-            self._body, self._caller = body, caller
+    def name(self, sums: Body, caller: str) -> tuple[str, str, str, str]:
+        """Composite, fingerprint, check and tenant of a candidate that compares a body with these sums."""
+        if sums is not self._sums or caller != self._caller:
+            composite = compose(self.head, sums, caller)
+            fingerprint, check = digest(composite, sums)
+            self._sums, self._caller = sums, caller
             self._names = composite, fingerprint, check, hash_tenant(caller)
         return self._names
 
     def find_tenant(self, caller: str) -> str:
-        """Hash of the descriptors, which mostly are those of the candidate before."""
+        """Hash of the caller's descriptors."""
         tenant = self._names[3]
         return tenant if tenant and caller == self._caller else hash_tenant(caller)
 
     def find_session(self, names: SessionNames, values: Sequence[str], document: Document | None) -> str:
-        """See `SessionNames.find`; all candidates of a policy that look in the same places share what was read."""
+        """See `SessionNames.find`."""
         if values is not self._values or document is not self._looked:
             self._session = names.find(values, document)
             self._values, self._looked = values, document
         return self._session
 
-    def inspect(self, most: int) -> Document:
+    def open(self, most: int) -> Document:
         """The document, where it is small enough for a guard that looks into so many bytes.
 
         Raises:
@@ -142,7 +144,7 @@ class Sealing:
 
 
 class Candidate:
-    """One guard's part in a request; everything below `values` is set by `seal`.
+    """One guard's part in a request; everything below `values` is set by `read_body`.
 
     Attributes:
         plan: the policy.
@@ -201,7 +203,7 @@ class Candidate:
         session: Sequence[str],
         subject: Subject,
     ) -> None:
-        """Not sealed yet; `session` is what the request's head says about it."""
+        """Know the request's head; `session` is what that says about the session."""
         self.plan = plan
         self.guard = guard
         self.values = values
@@ -223,8 +225,8 @@ class Candidate:
         self._standing: Overrides | None = None
         self._now = 0.0
 
-    def obey(self, standing: Overrides, now: float) -> None:
-        """Look up what operators have ordered about the caller; what else they have is looked up when all is known."""
+    def apply_overrides(self, standing: Overrides, now: float) -> None:
+        """Look up what operators have ordered about the caller, and the rest once the body has been read."""
         self._standing = standing
         self._now = now
         self._look_up_caller("" if self.plan.reads_body else hash_tenant(self.caller))
@@ -247,11 +249,11 @@ class Candidate:
         """Whether it has something to say about the request although its body is not known."""
         return False
 
-    def seal(self, sealing: Sealing, missing: list[tuple[str, str]]) -> None:
-        """Work out the names.
+    def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
+        """Work out the names, and what the store is asked to count.
 
         Args:
-            sealing: the request.
+            body: of the request.
             missing: takes (policy, limit key) of what the body does not have.
 
         Raises:
@@ -260,7 +262,7 @@ class Candidate:
         raise NotImplementedError
 
     def name_request(self) -> None:
-        """Work out what people know the request by, where `seal` has not."""
+        """Work out what people know the request by, where `read_body` has not."""
 
     def recall(self, entries: Sequence[bytes]) -> None:
         """Take what the session's ring has to say, which may be another verdict."""
@@ -274,17 +276,14 @@ class Candidate:
             self._of_caller = self._standing.find_by_head(self.plan.id, self._now, self.values, tenant)
             self.overrides = self._of_caller
 
-    def _look_up(self) -> None:
-        if self._standing is not None:
-            tools = self.repeat.tools if self.repeat is not None else self.subject.tools
-            found = self._standing.find_by_body(
-                self.plan.id, self._now, self.values, self.tenant, self.session, self.fingerprint, tools
-            )
-            self.overrides = [*self._of_caller, *found] if found else self._of_caller
+    def _look_up(self, standing: Overrides) -> None:
+        tools = self.repeat.tools if self.repeat is not None else self.subject.tools
+        found = standing.find_by_body(self.plan.id, self._now, self.values, self.tenant, self.session, self.fingerprint, tools)
+        self.overrides = [*self._of_caller, *found] if found else self._of_caller
 
     def _renew(self, name: str) -> str:
         """A part of a key, another one since a release: what was counted before it is not found again."""
-        release = find_kind(self.overrides, RELEASE) if self.overrides else None
+        release = find_kind(self.overrides, RELEASE)
         return name if release is None else f"{release.epoch}.{name}"
 
     def _read_body_descriptors(self, document: Document, missing: list[tuple[str, str]]) -> None:
@@ -312,37 +311,28 @@ class LoopCandidate(Candidate):
         self._name = ("", "")
         self.needs_body = detector.needs_body or plan.reads_body
 
-    def seal(self, sealing: Sealing, missing: list[tuple[str, str]]) -> None:
+    def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
         """See `Candidate`."""
-        body = sealing.body
-        detector = self.detector
+        detector, sums = self.detector, body.sums
         if self.plan.reads_body:
-            self._read_body_descriptors(sealing.inspect(detector.max_inspect_bytes), missing)
+            self._read_body_descriptors(body.open(detector.max_inspect_bytes), missing)
         if not detector.needs_body:
-            body = NO_BODY
+            sums = NO_BODY
         elif detector.looks:
-            document = sealing.inspect(detector.max_inspect_bytes)
-            self._compare(sealing, document)
-            self.subject = detector.similarity.find_subject(document)
-            if self.compared is not None:
-                body = NO_BODY.plus(self.compared)
-            elif body.length:
-                self.compared_exactly = True
-        self.body_crc32 = body.crc32
-        self.composite, self.fingerprint, check, self.tenant = sealing.name(body, self.caller)
-        self._name = sealing.scope, self.fingerprint + check
-        self._look_up()
-        self.hit = self._make_hit()
+            sums = self._compare(body, body.open(detector.max_inspect_bytes))
+        self.body_crc32 = sums.crc32
+        self.composite, self.fingerprint, check, self.tenant = body.name(sums, self.caller)
+        self._name = body.scope, self.fingerprint + check
+        self._ask()
         if self.memory is not None and self.plan.rings is not None:
-            session = self._renew(self.session)
-            self.push = self.plan.rings.make_push(detector.name, sealing.scope, self.tenant, session, self.memory)
+            session = self._renew(self.session) if self.overrides else self.session
+            self.push = self.plan.rings.make_push(detector.name, body.scope, self.tenant, session, self.memory)
 
     def recall(self, entries: Sequence[bytes]) -> None:
         """See `Candidate`."""
         if self.memory is not None and self.memory.waits:
             self.repeat = self.memory.recall(entries)
-            self._look_up()
-            self.hit = self._make_hit()
+            self._ask()
 
     def judge(self, count: Answer) -> Outcome:
         """See `Candidate`."""
@@ -350,18 +340,28 @@ class LoopCandidate(Candidate):
             raise TypeError("a hit is answered with a count")
         return self.detector.judge(self.fingerprint, self.tenant, count, self.subject, self.repeat)
 
-    def _compare(self, sealing: Sealing, document: Document) -> None:
+    def _compare(self, body: RequestBody, document: Document) -> Body:
+        """Look into the body; the sums of what is compared in its place."""
         similarity, rings = self.detector.similarity, self.plan.rings
         if similarity.remembers and rings is not None and not self.is_anonymous:
-            self.session = sealing.find_session(rings, self._in_head, document)
+            self.session = body.find_session(rings, self._in_head, document)
         if self.session:
             self.compared, self.repeat, self.memory = similarity.compare_in_session(document)
         else:
             self.compared, self.repeat = similarity.compare(document)
+        self.subject = similarity.find_subject(document)
+        if self.compared is not None:
+            return NO_BODY.plus(self.compared)
+        self.compared_exactly = body.sums.length > 0
+        return body.sums
 
-    def _make_hit(self) -> Hit | None:
-        scope, digest = self._name
-        return self.detector.make_hit(scope, self.tenant, self._renew(digest), self.subject, self.repeat)
+    def _ask(self) -> None:
+        """Make what the store is asked to count, now that all is known that the key depends on."""
+        if self._standing is not None:
+            self._look_up(self._standing)
+        scope, name = self._name
+        name = self._renew(name) if self.overrides else name
+        self.hit = self.detector.make_hit(scope, self.tenant, name, self.subject, self.repeat)
 
 
 class SessionCandidate(Candidate):
@@ -379,8 +379,8 @@ class SessionCandidate(Candidate):
     """
 
     __slots__ = (
+        "_body",
         "_grants",
-        "_sealing",
         "_unknown",
         "call",
         "calls",
@@ -406,7 +406,7 @@ class SessionCandidate(Candidate):
         self.narrowing: Narrowing | None = None
         self.unreadable = ""
         self._grants = NO_GRANTS
-        self._sealing: Sealing | None = None
+        self._body: RequestBody | None = None
         self._unknown = False
 
     def find_stop(self) -> ActiveOverride | None:
@@ -419,31 +419,32 @@ class SessionCandidate(Candidate):
         self._unknown = not self.plan.reads_body
         return self._unknown
 
-    def seal(self, sealing: Sealing, missing: list[tuple[str, str]]) -> None:
+    def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
         """See `Candidate`."""
         if self.plan.reads_body:
-            self._read_body_descriptors(sealing.inspect(self.limiter.max_inspect_bytes), missing)
-        body = sealing.body
-        self.body_crc32 = body.crc32
-        self.tenant = sealing.find_tenant(self.caller)
-        self._sealing = sealing
+            self._read_body_descriptors(body.open(self.limiter.max_inspect_bytes), missing)
+        self.body_crc32 = body.sums.crc32
+        self.tenant = body.find_tenant(self.caller)
+        self._body = body
         if self._standing is not None:
             self.name_request()
-        document = self._open(sealing)
-        self.session = "" if self.is_anonymous else sealing.find_session(self.limiter.names, self._in_head, document)
-        self._look_up()
+        document = self._open(body)
+        self.session = "" if self.is_anonymous else body.find_session(self.limiter.names, self._in_head, document)
+        if self._standing is not None:
+            self._look_up(self._standing)
         if not self.session:
             raise NotCounted("no_session")
-        keys = self.limiter.find_keys(sealing.scope, self.tenant, self._renew(self.session))
+        session = self._renew(self.session) if self.overrides else self.session
+        keys = self.limiter.find_keys(body.scope, self.tenant, session)
         if document is not None:
             self._read_calls(document, keys.ledger)
         self.call = _CALLS.name()
-        self.model = cut_text(find_model(sealing.path, self.calls.model), LONGEST_MODEL)
-        self.reserve = self.limiter.rates.estimate(self.model, body.length, 0)
+        self.model = cut_text(find_model(body.path, self.calls.model), LONGEST_MODEL)
+        self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, 0)
         self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
         self.hit = self.limiter.make_step(
             keys,
-            self.call[:_IDENTITY] if self._unknown else identify(sealing.head, body, keys.checksum),
+            self.call[:_IDENTITY] if self._unknown else identify(body.head, body.sums, keys.checksum),
             self.call,
             self.reserve,
             self.calls,
@@ -453,9 +454,9 @@ class SessionCandidate(Candidate):
 
     def name_request(self) -> None:
         """See `Candidate`; nobody asks about most, and it takes as long as all the rest."""
-        sealing = self._sealing
-        if sealing is not None:
-            self.composite, self.fingerprint, _, _ = sealing.name(sealing.body, self.caller)
+        body = self._body
+        if body is not None:
+            self.composite, self.fingerprint, _, _ = body.name(body.sums, self.caller)
 
     def judge(self, count: Answer) -> Outcome:
         """See `Candidate`."""
@@ -511,10 +512,10 @@ class SessionCandidate(Candidate):
             return ""
         return step.shared if self.standing is not None and self.standing.shared else step.key
 
-    def _open(self, sealing: Sealing) -> Document | None:
+    def _open(self, body: RequestBody) -> Document | None:
         """The document, None where nobody can look into it."""
         try:
-            return sealing.inspect(self.limiter.max_inspect_bytes)
+            return body.open(self.limiter.max_inspect_bytes)
         except NotCounted as why:
             self.unreadable = why.reason
             return None

@@ -43,6 +43,7 @@ class Engine:
         self._idle = frozenset(policy.id for _, policy in every if not policy.spec.is_enabled())
         self._index = Index(entries)
         self._switches = KillSwitches(policies.sources)
+        self._has_switches = len(self._switches) > 0
         self.pairings = find_pairings([policy for _, policy in guarding])
         for pairing in self.pairings:
             for name in (pairing.live, pairing.candidate):
@@ -58,9 +59,8 @@ class Engine:
         What opens a WebSocket for model calls is taken whatever the method: it is always GET, and the calls would be POSTs.
         """
         route = request.facts.route() if self._index.uses_routes else ""
-        if request.opens_responses:
-            return self._index.match_whatever_method(request.authority, request.path, route)
-        return self._index.match(request.method, request.authority, request.path, route)
+        method = None if request.opens_responses else request.method
+        return self._index.match(method, request.authority, request.path, route)
 
     def find_plan(self, policy: str) -> Plan | None:
         """The enabled policy of that id, None for none."""
@@ -83,7 +83,7 @@ class Engine:
             now: in seconds since 1970.
             handed_over: as `prepare` takes it; its kill switches come behind the others.
         """
-        found = self._switches.find(request, now) if self._switches else None
+        found = self._switches.find(request, now) if self._has_switches else None
         if found is None and handed_over is not None:
             return handed_over.find_switch(request, now)
         return found

@@ -1,9 +1,9 @@
 """One request on its way through the policies that match it.
 
-Pure: no clock, no asyncio, no store. The steps between are the service's: learn the body, `seal` the evaluation with it, let
-the store count each lane's hits, `decide`. Enforcing and shadow candidates are kept in two lanes all the way, so that nothing
-that happens to a shadow policy can reach the answer. A lane's methods are where a candidate's failure stops, and nowhere else:
-it takes the candidate out, and the others' verdict stands.
+Pure: no clock, no asyncio, no store. The steps between are the caller's: `admit` the policies, `read_body`, let the store count
+the hits of each group, `decide`. Enforcing and shadow candidates are kept in two groups all the way, so that nothing that
+happens to a shadow policy can reach the answer. A candidate's failure stops in the methods of its group and nowhere else: the
+candidate is taken out, and the verdict of the others stands.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Final
 
 from extproc.apis import open_conversation
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
-from extproc.engine.candidates import Answer, Candidate, LoopCandidate, Sealing, SessionCandidate
+from extproc.engine.candidates import Answer, Candidate, LoopCandidate, RequestBody, SessionCandidate
 from extproc.engine.orders import ActiveOverride, Overrides
 from extproc.engine.plan import BYPASS, Plan
+from extproc.engine.ramp import Ramp
 from extproc.request.document import Document, NotCounted
 from extproc.request.encodings import UnreadableError, read_text
 from extproc.request.fingerprint import NO_BODY, Body, join_descriptors, write_head, write_query
@@ -35,12 +36,13 @@ _MANY_OBJECTS: Final = 32_768
 """A body of so many bytes may hold enough objects for the garbage collector to become a nuisance."""
 
 
-class Lane:
+class CandidateGroup:
     """The candidates that act, or those that only watch.
 
     Attributes:
         shadow: they only watch.
         candidates: the guards that have something to say about the request.
+        needs_body: some candidate cannot count the request without its body.
         left_out: (policy, detector, reason) of what matched and does not count this request; no detector where all are meant.
         forbidden: (policy, reason) of the first of these that may not pass uncounted; None for none.
         missing: (policy, limit key) of descriptors that the request does not have.
@@ -50,11 +52,22 @@ class Lane:
         spared: what would have been done about the request, had no operator ordered to allow it.
     """
 
-    __slots__ = ("candidates", "failures", "forbidden", "left_out", "missing", "remembers", "sessions", "shadow", "spared")
+    __slots__ = (
+        "candidates",
+        "failures",
+        "forbidden",
+        "left_out",
+        "missing",
+        "needs_body",
+        "remembers",
+        "sessions",
+        "shadow",
+        "spared",
+    )
 
     def __init__(self, *, shadow: bool) -> None:
-        """Start empty."""
         self.shadow = shadow
+        self.needs_body = False
         self.candidates: list[Candidate] = []
         self.left_out: list[tuple[str, str, str]] = []
         self.failures: list[tuple[str, Exception]] = []
@@ -65,27 +78,20 @@ class Lane:
         self.spared: list[Outcome] = []
 
     @property
-    def needs_body(self) -> bool:
-        """Some candidate cannot count the request without its body."""
-        return any(candidate.needs_body for candidate in self.candidates)
-
-    @property
     def inspects(self) -> bool:
         """Some candidate's policy looks into bodies."""
         return any(candidate.plan.inspects > 0 for candidate in self.candidates)
 
-    def takes(self, plan: Plan, request: HttpRequest) -> bool:
-        """Whether the plan acts on the request's caller; in doubt it does not."""
-        if plan.ramp is None:
-            return True
+    def acts_on(self, plan: Plan, ramp: Ramp, request: HttpRequest) -> bool:
+        """Whether a plan that is ramped up acts on the request's caller; in doubt it does not."""
         try:
-            place = plan.ramp.find_place(request)
+            place = ramp.find_place(request)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this policy's alone
             self.failures.append((plan.id, error))
             return False
         if not place:
-            self.missing += [(plan.id, key) for key in plan.ramp.keys if not plan.is_told_apart_by(key)]
-        return plan.ramp.takes(place)
+            self.missing += [(plan.id, key) for key in ramp.keys if not plan.is_told_apart_by(key)]
+        return ramp.covers(place)
 
     def admit(self, plan: Plan, request: HttpRequest, last: Candidate | None = None) -> bool:
         """Make the plan's detectors candidates, or note why they are none; returns whether they are.
@@ -93,7 +99,7 @@ class Lane:
         Args:
             plan: that matches.
             request: the request.
-            last: the candidate before, of whichever lane; what was read for that one need not be read again.
+            last: the candidate before, of either group; what was read for that one need not be read again.
         """
         try:
             if last is not None and plan.reads_like(last.plan, last.values):
@@ -101,8 +107,11 @@ class Lane:
             else:
                 values = plan.read_descriptors(request, self.missing)
                 joined = join_descriptors(values)
-            session = plan.read_session(request)
-            self.candidates += [LoopCandidate(plan, detector, values, joined, session) for detector in plan.detectors]
+            session = plan.rings.read(request) if plan.rings is not None else ()
+            for detector in plan.detectors:
+                candidate = LoopCandidate(plan, detector, values, joined, session)
+                self.candidates.append(candidate)
+                self.needs_body = self.needs_body or candidate.needs_body
             if plan.limiter is not None:
                 named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request)
                 self._limit(plan, plan.limiter, values, joined, named)
@@ -121,13 +130,14 @@ class Lane:
         """Make the plan's session guard a candidate."""
         candidate = SessionCandidate(plan, limiter, values, joined, session)
         self.candidates.append(candidate)
+        self.needs_body = True
         self.sessions = [*self.sessions, candidate]
 
-    def obey(self, standing: Overrides, now: float) -> None:
+    def apply_overrides(self, standing: Overrides, now: float) -> None:
         """Look up what operators have ordered about the request, as far as its head tells."""
         for candidate in self.candidates:
             try:
-                candidate.obey(standing, now)
+                candidate.apply_overrides(standing, now)
             except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
                 self.failures.append((candidate.plan.id, error))
 
@@ -138,22 +148,22 @@ class Lane:
                 return candidate, stop
         return None
 
-    def seal(self, sealing: Sealing) -> None:
-        """Seal every candidate; one that cannot be is none any more."""
-        sealed = []
+    def read_body(self, body: RequestBody) -> None:
+        """Have every candidate read the body; one that cannot is none any more."""
+        able = []
         for candidate in self.candidates:
             try:
-                candidate.seal(sealing, self.missing)
+                candidate.read_body(body, self.missing)
             except NotCounted as why:
                 self._drop(candidate, why.reason)
             except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
                 self.failures.append((candidate.plan.id, error))
             else:
-                sealed.append(candidate)
+                able.append(candidate)
                 self.remembers = self.remembers or candidate.push is not None
                 if self.sessions and isinstance(candidate, SessionCandidate) and candidate.unreadable:
                     self._drop(candidate, candidate.unreadable)  # of what it could not look into it counts no calls
-        self.candidates = sealed
+        self.candidates = able
 
     def list_pushes(self) -> list[Push]:
         """What the store is asked to keep, before anything is counted."""
@@ -203,7 +213,7 @@ class Lane:
             except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
                 self.failures.append((candidate.plan.id, error))
             else:
-                trace.append(self._spare(outcome) if candidate.is_allowed else outcome)
+                trace.append(self._spare(outcome) if candidate.overrides and candidate.is_allowed else outcome)
         return trace
 
     def _spare(self, outcome: Outcome) -> Outcome:
@@ -214,7 +224,7 @@ class Lane:
         return outcome.change_action(Action.ALLOW)
 
     def fail(self, error: Exception) -> None:
-        """Nobody in this lane can be counted."""
+        """None of these candidates can be counted."""
         self.failures.append((self.candidates[0].plan.id, error))
         self.candidates = []
 
@@ -222,10 +232,11 @@ class Lane:
         """Take those out that need the body."""
         taken = [candidate for candidate in self.candidates if candidate.needs_body]
         self.candidates = [candidate for candidate in self.candidates if not candidate.needs_body]
+        self.needs_body = False
         return taken
 
     def drop_body_readers(self, reason: str) -> None:
-        """Those that need the body do not count the request; where it stands for many requests, nobody does."""
+        """Those that need the body do not count the request; where it stands for many requests, none does."""
         kept = []
         for candidate in self.candidates:
             if reason != RESPONSES_WEBSOCKET and (not candidate.needs_body or candidate.goes_on_without_body()):
@@ -235,7 +246,7 @@ class Lane:
         self.candidates = kept
 
     def give_up(self, reason: str) -> None:
-        """Nobody counts this request."""
+        """Leave the request uncounted."""
         for candidate in self.candidates:
             self._drop(candidate, reason)
 
@@ -254,33 +265,33 @@ class Evaluation:
 
     Attributes:
         request: the request.
-        content: its body, where somebody may look into it.
-        document: the same, once somebody may have looked; None where it is not byte for byte what was sent.
-        plain: the body without notes, as it is compared, once somebody may have looked.
-        enforcing: the lane whose answer counts.
-        shadow: the lane whose answer never does.
-        lanes: both.
+        content: its body, where a policy may look into it.
+        document: the same, once a policy may have looked; None where it is not byte for byte what was sent.
+        plain: the body without notes, as it is compared, once a policy may have looked.
+        enforcing: the candidates whose verdict is the answer.
+        shadow: the candidates whose verdict never is.
+        groups: both.
         size: bytes of its body, 0 where that is not known.
         inspects: a body of so many bytes at most has to be kept to be looked into, 0 for none.
         steers: a body of so many bytes at most has to be kept to be changed, 0 for none.
         plans: the policies that matched.
         paired: what some policy makes of it is compared with what another one does.
         trace: what each policy made of it, once that has been compared.
-        obeys: operators may have ordered something about it.
+        is_overridden: operators may have ordered something about it.
     """
 
     __slots__ = (
+        "_body",
         "_earlier",
         "_key",
         "_last",
         "_scope",
-        "_sealing",
         "content",
         "document",
         "enforcing",
+        "groups",
         "inspects",
-        "lanes",
-        "obeys",
+        "is_overridden",
         "paired",
         "plain",
         "plans",
@@ -304,9 +315,9 @@ class Evaluation:
         self.document: Document | None = None
         self.plain: Document | None = None
         self.size = 0
-        self.enforcing = Lane(shadow=False)
-        self.shadow = Lane(shadow=True)
-        self.lanes = [self.enforcing, self.shadow]
+        self.enforcing = CandidateGroup(shadow=False)
+        self.shadow = CandidateGroup(shadow=True)
+        self.groups = [self.enforcing, self.shadow]
         self.inspects = 0
         self.steers = 0
         self.paired = False
@@ -315,9 +326,9 @@ class Evaluation:
         self._key = key
         self._earlier: Evaluation | None = None
         self._last: Candidate | None = None
-        self.obeys = False
+        self.is_overridden = False
         self._scope = scope
-        self._sealing: Sealing | None = None
+        self._body: RequestBody | None = None
 
     @property
     def earlier(self) -> list[Outcome]:
@@ -326,7 +337,7 @@ class Evaluation:
 
     @property
     def sessions(self) -> list[SessionCandidate]:
-        """The candidates that limit sessions, of both lanes."""
+        """The candidates that limit sessions, of both groups."""
         if not self.shadow.sessions:
             return self.enforcing.sessions
         return [*self.enforcing.sessions, *self.shadow.sessions]
@@ -341,28 +352,23 @@ class Evaluation:
         """Some fingerprint includes the body, or some descriptor stands in it."""
         return self.enforcing.needs_body or self.shadow.needs_body
 
-    @property
-    def only_shadow_needs_body(self) -> bool:
-        """Every enforcing policy could decide without the body that shadow policies need."""
-        return bool(self.enforcing.candidates) and not self.enforcing.needs_body
-
     def admit(self, plan: Plan) -> None:
         """Make every detector of the plan a candidate, or note why it does not count this request."""
         self.paired = self.paired or plan.paired
-        if plan.watching is not None and not self.enforcing.takes(plan, self.request):
+        if plan.ramp is not None and plan.watching is not None and not self.enforcing.acts_on(plan, plan.ramp, self.request):
             plan = plan.watching
-        lane = self.shadow if plan.shadow else self.enforcing
-        if lane.admit(plan, self.request, self._last):
-            self._last = lane.candidates[-1] if lane.candidates else None
+        group = self.shadow if plan.shadow else self.enforcing
+        if group.admit(plan, self.request, self._last):
+            self._last = group.candidates[-1] if group.candidates else None
             if plan.needs_body:
                 self.inspects = max(self.inspects, plan.inspects)
                 self.steers = max(self.steers, plan.steers)
 
-    def obey(self, standing: Overrides, now: float) -> None:
-        """Do what operators have ordered about the request, from before it is sealed; `now` in seconds since 1970."""
-        self.obeys = True
-        self.enforcing.obey(standing, now)
-        self.shadow.obey(standing, now)
+    def apply_overrides(self, standing: Overrides, now: float) -> None:
+        """Apply what operators have ordered, before the body is read; `now` in seconds since 1970."""
+        self.is_overridden = True
+        for group in self.groups:
+            group.apply_overrides(standing, now)
 
     def split(self) -> Evaluation:
         """Take the shadow policies that need the body out, into an evaluation of their own."""
@@ -374,56 +380,64 @@ class Evaluation:
         watching._earlier = self
         return watching
 
-    def seal(
+    def read_body(
         self,
-        body: Body | None,
+        sums: Body | None,
         reason: str = "",
         content: bytes | memoryview | None = None,
         withheld: str = "inspect_limit",
     ) -> None:
-        """Work out the fingerprints, now that the body is known or known to stay unknown; see `learn`."""
-        self.learn(body, reason, content, withheld)
-        self.seal_lane(self.enforcing)
-        self.seal_lane(self.shadow)
+        """Work out the fingerprints, now that the body is known or known to stay unknown; see `open_body`."""
+        self.open_body(sums, reason, content, withheld)
+        self.read_with(self.enforcing)
+        self.read_with(self.shadow)
 
-    def learn(
+    def open_body(
         self,
-        body: Body | None,
+        sums: Body | None,
         reason: str = "",
         content: bytes | memoryview | None = None,
         withheld: str = "inspect_limit",
     ) -> None:
-        """Take what is known of the body, before the lanes are sealed.
+        """Make what the candidates read, which `read_with` has them do.
 
         Args:
-            body: None when it is not known: detectors that need it do not count the request.
+            sums: of the body; None when it is not known: candidates that need it do not count the request.
             reason: why the body is not known, for `uncounted`.
-            content: the body's bytes, None where nobody may look into them.
+            content: the body's bytes, None where no policy may look into them.
             withheld: why not.
         """
-        if body is None:
-            for lane in self.lanes:
-                lane.drop_body_readers(reason)
-        text, unreadable = self._read_text(content, withheld)
-        self.content = text
-        known = body if body is not None else NO_BODY
-        self.size = known.length
-        document = None
-        if text is not None:
-            data = text if isinstance(text, bytes) else text.tobytes()
-            document = Document(data)
-            plain = cut_notes(data, partial(self._find_marks, document))
-            if plain is not data:
-                document = Document(plain)
-            elif text is content:
-                self.document = document
-            self.plain = document
+        if sums is None:
+            for group in self.groups:
+                group.drop_body_readers(reason)
+            sums = NO_BODY
+        self.size = sums.length
+        document, unreadable = None, withheld
+        if self.inspects and content is not None:
+            document, unreadable = self._open_document(content)
         if not (self.enforcing.candidates or self.shadow.candidates):
-            return  # nobody counts it, perhaps because its query would take too long to read
+            return  # none counts it, perhaps because its query would take too long to read
         request = self.request
         query = write_query(request.read_query()) if request.query else ""
         head = write_head(request.method, request.path, query)
-        self._sealing = Sealing(request.path, head, known, document, unreadable, self._scope)
+        self._body = RequestBody(request.path, head, sums, document, unreadable, self._scope)
+
+    def _open_document(self, content: bytes | memoryview) -> tuple[Document | None, str]:
+        """The body without notes, to look into, or None and why it cannot be read."""
+        try:
+            text = read_text(content, self.request.headers.get("content-encoding", b""), self.inspects)
+        except UnreadableError as error:
+            return None, error.reason
+        self.content = text
+        data = text if isinstance(text, bytes) else text.tobytes()
+        document = Document(data)
+        plain = cut_notes(data, partial(self._find_marks, document))
+        if plain is not data:
+            document = Document(plain)
+        elif text is content:
+            self.document = document
+        self.plain = document
+        return document, ""
 
     def make_marks(self, candidate: Candidate, data: bytes) -> Marks:
         """The marks of notes for a candidate's caller, in the request's conversation.
@@ -449,54 +463,45 @@ class Evaluation:
 
     def _find_marks(self, document: Document) -> Marks | None:
         """The same where something in the body looks like a note; None where no note can be recognised."""
-        lane = self.enforcing if self.enforcing.candidates else self.shadow
-        if not lane.candidates:
+        group = self.enforcing if self.enforcing.candidates else self.shadow
+        if not group.candidates:
             return None
         try:
             return self._open_marks(document)
         except NotCounted:
             return None
         except Exception as error:  # noqa: BLE001  # whatever it is, what looks like a note is content
-            lane.failures.append((lane.candidates[0].plan.id, error))
+            group.failures.append((group.candidates[0].plan.id, error))
             return None
 
     def withhold(self, reason: str) -> None:
-        """Nobody looks into the body from now on."""
-        if self._sealing is not None:
-            self._sealing.document, self._sealing.unreadable = None, reason
+        """Let no candidate look into the body from now on."""
+        if self._body is not None:
+            self._body.document, self._body.unreadable = None, reason
 
-    def seal_lane(self, lane: Lane) -> None:
-        """Work out the fingerprints of a lane."""
-        sealing = self._sealing
-        if sealing is None or not lane.candidates:
+    def read_with(self, group: CandidateGroup) -> None:
+        """Work out the fingerprints of a group, once the body is open."""
+        body = self._body
+        if body is None or not group.candidates:
             return
-        if sealing.document is None or len(sealing.document) < _MANY_OBJECTS or not gc.isenabled():
-            lane.seal(sealing)
+        if body.document is None or len(body.document) < _MANY_OBJECTS or not gc.isenabled():
+            group.read_body(body)
             return
         gc.disable()  # it would walk what is being decoded again and again, for longer than decoding takes
         try:
-            lane.seal(sealing)
+            group.read_body(body)
         finally:
             gc.enable()
 
-    def _read_text(self, content: bytes | memoryview | None, withheld: str) -> tuple[bytes | memoryview | None, str]:
-        """The body's text, or None and why there is none to look into."""
-        if not self.inspects or content is None:
-            return None, withheld
-        try:
-            return read_text(content, self.request.headers.get("content-encoding", b""), self.inspects), ""
-        except UnreadableError as error:
-            return None, error.reason
-
     def find_tenant(self) -> str:
         """The caller as the first policy sees it, by its headers alone; empty where none of them tells callers apart."""
-        for lane in self.lanes:
-            for candidate in lane.candidates:
+        for group in self.groups:
+            for candidate in group.candidates:
                 return candidate.caller
         return ""
 
     def decide(self, counts: Sequence[Answer] | None, shadow_counts: Sequence[Answer] | None = ()) -> Decision:
-        """The answer to a request that has been counted; the counts are those for `Lane.judge`."""
+        """The answer to a request that has been counted; the counts are those for `CandidateGroup.judge`."""
         trace = self.enforcing.judge(counts)
         return decide(trace, self.shadow.judge(shadow_counts) if self.shadow.candidates else ())
 
@@ -509,9 +514,9 @@ class Evaluation:
         )
 
     def give_up(self, reason: str) -> None:
-        """Nobody counts this request."""
-        for lane in self.lanes:
-            lane.give_up(reason)
+        """Leave the request uncounted."""
+        for group in self.groups:
+            group.give_up(reason)
 
     def list_left_out(self) -> list[tuple[str, str, str]]:
         """(policy, detector, reason) of what matched and does not count this request."""
@@ -520,15 +525,13 @@ class Evaluation:
     def list_uncounted(self) -> list[tuple[str, str]]:
         """(policy, reason), each once, of policies of which a detector does not count this request."""
         left_out = self.list_left_out()
-        return list(dict.fromkeys((policy, reason) for policy, _, reason in left_out)) if left_out else []
+        return list(dict.fromkeys((policy, reason) for policy, _, reason in left_out))
 
     def list_compared_exactly(self) -> list[str]:
         """The policies that compared the body byte for byte, because it is not what their similarity is for."""
-        if not self.inspects:
-            return []
         found: list[str] = []
-        for lane in self.lanes:
-            for candidate in lane.candidates:
+        for group in self.groups:
+            for candidate in group.candidates:
                 if candidate.compared_exactly and candidate.plan.id not in found:
                     found.append(candidate.plan.id)
         return found

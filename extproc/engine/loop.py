@@ -34,6 +34,7 @@ class Detector:
         "_cooldown_ms",
         "_count_refused",
         "_key",
+        "_last",
         "_later",
         "_window_ms",
         "actions",
@@ -78,6 +79,7 @@ class Detector:
         self.refuses_later = self.steers and self.actions[-1] is Action.REJECT
         self.steer_note = loop.steer_note or ""
         self._later = tuple([(step.threshold_identical_requests or self.threshold) - self.threshold for step in steps])
+        self._last = self._later[-1]
         self.window_seconds = loop.window_seconds or 0
         # A stateless one keeps its cooldown alone, which has a beginning and an end.
         self.window_type = "fixed" if self.stateless else loop.window_type
@@ -99,10 +101,6 @@ class Detector:
         first = subject.threshold or self.threshold
         return [first + later for later in self._later]
 
-    def _find_last_threshold(self, subject: Subject) -> int:
-        """From which count on the strictest of the actions holds, which the store decides: that one refuses, and trips."""
-        return (subject.threshold or self.threshold) + self._later[-1]
-
     def make_hit(self, scope: str, tenant: str, digest: str, subject: Subject, repeat: Repeat | None = None) -> Hit | None:
         """What the store is asked to count, None for nothing.
 
@@ -115,7 +113,8 @@ class Detector:
         """
         key = f"{self._key}{scope}:{tenant}:{digest}"
         if not self.stateless:
-            threshold = self._find_last_threshold(subject)
+            # From here on the strictest of the actions holds, which the store decides: that one refuses, and trips.
+            threshold = (subject.threshold or self.threshold) + self._last
             count_refused, count_to = self._count_refused, max(threshold, DISPLAY_COUNT)
             return Hit(key, self.window_type, self._window_ms, threshold, self._cooldown_ms, count_refused, count_to)
         if not self._cooldown_ms or repeat is None:
@@ -165,7 +164,7 @@ class Detector:
             count.span_ms,
             self.window_seconds,
             min(number * DELAY_PER_REQUEST_MS, self.max_delay_ms) if action is Action.THROTTLE else 0,
-            self._find_retry_after(count, self._find_last_threshold(subject), repeat),
+            self._find_retry_after(count, (subject.threshold or self.threshold) + self._last, repeat),
             self.refusal,
             self.name,
             subject,

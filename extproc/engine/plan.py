@@ -225,10 +225,6 @@ class Plan:
         ramp = [key.partition(":")[::2] for key in (self.ramp.keys if self.ramp is not None else ())]
         return [*[(key.source, key.argument) for key in keys], *ramp, *bypassing]
 
-    def read_session(self, request: HttpRequest) -> Sequence[str]:
-        """What a request's head says about its session, for `Rings.find`."""
-        return self.rings.read(request) if self.rings is not None else ()
-
     def read_body_descriptors(
         self, document: Document, values: list[tuple[str, str]], missing: list[tuple[str, str]]
     ) -> list[tuple[str, str]]:

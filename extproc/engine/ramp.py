@@ -31,14 +31,13 @@ class Ramp:
     __slots__ = ("_descriptors", "_key", "keys", "percent", "seed")
 
     def __init__(self, percent: int, descriptors: Sequence[Descriptor], seed: str) -> None:
-        """Prepare."""
         self.percent = percent
         self.seed = seed
         self.keys = [descriptor.key for descriptor in descriptors]
         self._descriptors = tuple(descriptors)
         self._key = blake2b(seed.encode(), digest_size=16).digest()
 
-    def takes(self, place: int) -> bool:
+    def covers(self, place: int) -> bool:
         """Whether the policy acts on a caller in that place; one without a place is only watched."""
         return 0 < place <= self.percent
 

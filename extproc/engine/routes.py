@@ -112,38 +112,27 @@ class Index(Generic[Item]):
             part for table in (self._exact, self._prefix, self._anywhere) for entry in table.places.items() for part in entry
         ]
 
-    def match(self, method: str, authority: str, path: str, route: str = "") -> Sequence[Item]:
+    def match(self, method: str | None, authority: str, path: str, route: str = "") -> Sequence[Item]:
         """Every item whose selector takes this request, each once, in filing order.
 
         Args:
-            method: as sent; methods are case-sensitive (RFC 9110 section 9.1).
+            method: as sent; methods are case-sensitive (RFC 9110 section 9.1). None takes each item that has some method.
             authority: host, with or without port.
             path: without the query.
             route: Envoy's name of the route, empty when unknown.
         """
-        return self._list([method], authority, path, route)
-
-    def match_whatever_method(self, authority: str, path: str, route: str = "") -> Sequence[Item]:
-        """Every item whose selector takes such a request with some method; see `match`."""
-        return self._list(self._methods, authority, path, route)
-
-    def _list(self, methods: Sequence[str], authority: str, path: str, route: str) -> Sequence[Item]:
         host = normalize_host(authority) if self.uses_hosts else ""
         found: list[int] = []
-        for method in methods:
-            self._find(method, host, path, route, found)
+        for name in self._methods if method is None else (method,):
+            self._exact.find(path, host, name, route, found)
+            if self._depth:
+                for prefix in self._prefixes(path):
+                    self._prefix.find(prefix, host, name, route, found)
+            if self._anywhere.shapes:
+                self._anywhere.find("", host, name, route, found)
         if len(found) > 1:  # one with both anchors may stand twice
             found = sorted(set(found))
         return [self._items[place] for place in found]
-
-    def _find(self, method: str, host: str, path: str, route: str, found: list[int]) -> None:
-        """Add the places of the items that take this request to `found`."""
-        self._exact.find(path, host, method, route, found)
-        if self._depth:
-            for prefix in self._prefixes(path):
-                self._prefix.find(prefix, host, method, route, found)
-        if self._anywhere.shapes:
-            self._anywhere.find("", host, method, route, found)
 
     def _prefixes(self, path: str) -> Iterator[str]:
         """The prefixes that would match `path`: itself, and its start up to each slash, with and without the slash.

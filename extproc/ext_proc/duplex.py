@@ -47,8 +47,3 @@ class Duplex:
             expected = self._response
             self._response = expected and not message.ended
         return expected and kind.endswith("_body")
-
-
-def is_duplex(first: EnvoyMessage) -> bool:
-    """Whether some body of a stream has to be handed back, as its first message has it."""
-    return BODY_DUPLEX in (first.body_mode, first.response_mode)

@@ -22,8 +22,8 @@ class Holds:
         self.released = asyncio.Event()
         self.held = 0
 
-    def take(self, tenant: str) -> bool:
-        """Claim a place, or False when there is none."""
+    def claim(self, tenant: str) -> bool:
+        """Claim a place; False when there is none."""
         if self.held >= self._limit or self._tenants[tenant] >= self._tenant_limit:
             return False
         self.held += 1

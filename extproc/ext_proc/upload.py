@@ -32,8 +32,8 @@ class UploadMemory:
         self._limit = limit
         self.bytes = 0
 
-    def take(self, size: int) -> bool:
-        """Claim room for so many bytes, or False when there is none."""
+    def claim(self, size: int) -> bool:
+        """Claim room for this number of bytes; False when there is none."""
         if self.bytes + size > self._limit:
             return False
         self.bytes += size
@@ -86,7 +86,7 @@ class Upload:
             return CUT_OFF
         if len(self._start) < _PREFIX:
             self._start += bytes(chunk[: _PREFIX - len(self._start)])
-        if body.length <= self._inspects and self._kept.take(len(chunk)):
+        if body.length <= self._inspects and self._kept.claim(len(chunk)):
             self._before += chunk
         else:
             self.drop()

@@ -129,8 +129,8 @@ def _begin_loop(evaluation: Evaluation, outcome: Outcome, repeats: str, now: flo
 
 
 def _find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate | None:
-    lane = evaluation.shadow if outcome.mode == "shadow" else evaluation.enforcing
-    for candidate in lane.candidates:
+    group = evaluation.shadow if outcome.mode == "shadow" else evaluation.enforcing
+    for candidate in group.candidates:
         if candidate.plan.id == outcome.policy and candidate.guard.name == outcome.detector:
             return candidate
     return None

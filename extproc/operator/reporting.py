@@ -9,7 +9,7 @@ from time import perf_counter, time
 from extproc.bounded import LRU
 from extproc.decision import Action, Decision, Outcome, Reason
 from extproc.engine.candidates import Answer, SessionCandidate
-from extproc.engine.evaluation import Evaluation, Lane, group_by_policy
+from extproc.engine.evaluation import CandidateGroup, Evaluation, group_by_policy
 from extproc.engine.handover import POLICY_METADATA, RefusedPolicy
 from extproc.engine.kill_switch import Switch
 from extproc.engine.orders import ALLOW, ActiveOverride
@@ -84,12 +84,12 @@ class Reporter:
         """Policies that did not count a request, and those that failed."""
         for policy, reason in evaluation.list_uncounted():
             self._metrics.uncounted.labels(policy, reason).inc()
-        for lane in evaluation.lanes:
-            if lane.missing:
-                self._report_missing(lane)
-            if lane.failures:
-                self._report_failures(lane)
-            for spared in lane.spared:
+        for group in evaluation.groups:
+            if group.missing:
+                self._report_missing(group)
+            if group.failures:
+                self._report_failures(group)
+            for spared in group.spared:
                 self._metrics.overridden.labels(spared.policy, spared.mode, ALLOW).inc()
 
     def report_unsteered(self, decision: Decision, reason: str) -> None:
@@ -235,8 +235,8 @@ class Reporter:
             )
             _LOG.error("a route names policies that are not loaded or not enabled", extra=extra)
 
-    def _report_missing(self, lane: Lane) -> None:
-        for policy, key in lane.missing:
+    def _report_missing(self, group: CandidateGroup) -> None:
+        for policy, key in group.missing:
             self._metrics.missing_descriptor.labels(policy, key).inc()
             reminder = self._reminders.get((policy, key))
             if reminder is None:
@@ -246,9 +246,9 @@ class Reporter:
                 extra = make_extra(policy=policy, key=key, requests=requests, suppressed=suppressed or None)
                 _LOG.warning(f"requests have no {key}{_ADVICE.get(key.partition(':')[0], '')}", extra=extra)
 
-    def _report_failures(self, lane: Lane) -> None:
-        for policy, error in lane.failures:
-            if lane.shadow:
+    def _report_failures(self, group: CandidateGroup) -> None:
+        for policy, error in group.failures:
+            if group.shadow:
                 self.report_shadow_failure(error, policy=policy)
             else:
                 self._metrics.fail_open.labels("internal_error").inc()

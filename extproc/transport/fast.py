@@ -21,7 +21,9 @@ from typing import Final, cast
 from google.protobuf.message import DecodeError
 
 from extproc.errors import ProtocolError
-from extproc.ext_proc.service import Later, Reply, Service, Stream
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
+from extproc.ext_proc.transaction import Later, Reply
 from extproc.logs import RateLimit, make_extra
 from extproc.pb.als_pb2 import StreamAccessLogsResponse
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -260,7 +262,7 @@ class _Peer(asyncio.Protocol):
         """envoy.service.ext_proc.v3.ExternalProcessor/Process."""
         serving = self._serving.get(call.number)
         if serving is None:
-            opened = self._server.service.open(call.metadata)
+            opened = Stream(self._server.service, call.metadata)
             opened.on_given_up = partial(self._give_up, call)
             serving = self._serving[call.number] = _Serving(self, call, opened)
         stream = serving.stream
@@ -273,14 +275,14 @@ class _Peer(asyncio.Protocol):
         self._grpc.pause(call)
         if isinstance(reply, Later):
             serving.task = reply
-            reply.tell(serving)
+            reply.notify(serving)
         else:
             # Not by the loop's create_task, which makes up a name for it.
             serving.task = asyncio.Task(self._process_later(call, serving, reply), loop=self._loop, name="answer")
 
     def settle(self, serving: _Serving, later: Later) -> None:
         """The store has answered."""
-        call, reply = serving.call, later.settle()
+        call, reply = serving.call, later.finish()
         if reply.hold_ms:
             serving.task = asyncio.Task(self._process_later(call, serving, reply), loop=self._loop, name="answer")
             return

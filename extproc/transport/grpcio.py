@@ -13,7 +13,9 @@ import grpc
 import grpc.aio
 
 from extproc.errors import LoopguardError, ProtocolError
-from extproc.ext_proc.service import Reply, Service
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
+from extproc.ext_proc.transaction import Reply
 from extproc.pb.als_pb2 import StreamAccessLogsResponse
 from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from extproc.settings import Address, SubjectName
@@ -108,7 +110,7 @@ class GrpcServer:
 
     async def _process(self, _: Any, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
         await self._check_peer(context)
-        stream = self._service.open(context.invocation_metadata() or ())
+        stream = Stream(self._service, context.invocation_metadata() or ())
         call = cast("asyncio.Task[None]", asyncio.current_task())
         # grpc cannot end a call cleanly while it reads: only a stop is worth that. Otherwise the next message ends the call.
         stream.on_given_up = lambda: self._service.released and call.cancel()

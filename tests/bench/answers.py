@@ -17,7 +17,9 @@ from typing import NamedTuple
 from google.protobuf.json_format import MessageToDict, ParseDict
 
 from extproc.cli.envoy_config.options import EnvoyOptions
-from extproc.ext_proc.service import Reply, Service
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
+from extproc.ext_proc.transaction import Reply
 from extproc.options import read_options
 from extproc.pb.accesslog_pb2 import HTTPAccessLogEntry
 from extproc.pb.als_pb2 import StreamAccessLogsMessage
@@ -69,7 +71,7 @@ def _make_messages(serving: Service, count: int) -> list[bytes]:
 
 def _make_entry(serving: Service, number: int) -> bytes:
     """One of a request that is sent here first."""
-    stream = serving.open()
+    stream = Stream(serving)
     stream.receive(samples.headers_message(user=f"user-{number}"))
     reply = stream.receive(samples.body_message(samples.chat_body(number)))
     stream.close()

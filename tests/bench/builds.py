@@ -13,7 +13,7 @@ SOURCES = _RUNNING.parents[1] / "bin" if _RUNNING.parent.name == "compiled" else
 """The programs of the virtual environment in which the sources run as they are."""
 
 _COMPILED = SOURCES.parent / "compiled" / "bin"
-_HOT = "extproc.ext_proc.service"
+_HOT = "extproc.ext_proc.stream"
 
 
 @cache

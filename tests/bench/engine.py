@@ -12,6 +12,7 @@ from extproc.engine.engine import Engine
 from extproc.engine.orders import BLOCK, ActiveOverride, Overrides, Target, hash_descriptor
 from extproc.ext_proc.changes.changes import UNCHANGED
 from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
 from extproc.ext_proc.wire import parse_message, read_request
 from extproc.pb.external_processor_pb2 import ProcessingRequest
 from extproc.request.fingerprint import NO_BODY
@@ -77,7 +78,7 @@ class _Fixture:
 
         def work() -> None:
             for headers, body in pairs:
-                stream = serving.open()
+                stream = Stream(serving)
                 stream.receive(headers)
                 stream.receive(body)
                 stream.close()
@@ -111,7 +112,7 @@ class _Fixture:
 
     def _clock(self, serving: Service, headers: bytes, body: bytes) -> list[int]:
         """One request as a stream treats it; the clock before the first step and after each."""
-        now, parse, stream = perf_counter_ns, parse_message, serving.open()
+        now, parse, stream = perf_counter_ns, parse_message, Stream(serving)
         clock = [now()]
         message = parse(headers)
         clock.append(now())
@@ -125,7 +126,7 @@ class _Fixture:
         clock.append(now())
         if check is None:
             raise RuntimeError("the request meets no policy")
-        check.seal(sums)
+        check.read_body(sums)
         clock.append(now())
         counts = serving.counting.count(check.enforcing)
         clock.append(now())
@@ -135,7 +136,7 @@ class _Fixture:
         clock.append(now())
         serving.reporter.report(check, decision)
         clock.append(now())
-        stream._encode("request_body", check, decision, UNCHANGED)
+        stream._transaction._encode("request_body", check, decision, UNCHANGED)
         clock.append(now())
         stream.close()
         return clock
@@ -162,7 +163,7 @@ class _Agents:
 
         def work() -> None:
             for headers, body in zip(self._heads, self._bodies, strict=True):
-                stream = serving.open()
+                stream = Stream(serving)
                 stream.receive(headers)
                 stream.receive(body)
                 stream.close()

@@ -9,7 +9,8 @@ from statistics import median
 from time import thread_time
 from typing import Any
 
-from extproc.ext_proc.service import Service, Stream
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
 from extproc.request.notes import CLOSING, END, OPENING
 from extproc.settings import Settings
 from tests.bench import edits, samples
@@ -146,7 +147,7 @@ def run(*, quick: bool) -> list[Row]:
 
 
 def _send(serving: Service, messages: Sequence[bytes]) -> float:
-    stream = serving.open()
+    stream = Stream(serving)
     try:
         return max(_milliseconds(stream, message) for message in messages)
     finally:

@@ -16,7 +16,9 @@ from statistics import median
 from typing import NamedTuple, cast
 
 from extproc.engine.loop import Detector
-from extproc.ext_proc.service import Reply, Service
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
+from extproc.ext_proc.transaction import Reply
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import Store, open_store
@@ -83,7 +85,7 @@ class _Streams:
 
         async def client() -> None:
             for headers, body in waiting:
-                stream = self._service.open()
+                stream = Stream(self._service)
                 stream.receive(headers)
                 reply = stream.receive(body)
                 if not isinstance(reply, Reply):

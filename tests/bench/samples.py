@@ -8,7 +8,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from extproc.engine.engine import Engine
-from extproc.ext_proc.service import MaybeLater, Reply, Service
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
+from extproc.ext_proc.transaction import MaybeLater, Reply
 from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
@@ -143,7 +145,7 @@ def process(serving: Service, messages: Sequence[bytes]) -> None:
     Raises:
         RuntimeError: the answer is not a plain go-on, so something else than intended would be measured.
     """
-    stream = serving.open()
+    stream = Stream(serving)
     reply: MaybeLater | None = None
     for message in messages:
         reply = stream.receive(message)

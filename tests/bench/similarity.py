@@ -13,7 +13,8 @@ import msgspec
 from extproc.detectors import make_similarity, results
 from extproc.detectors.results import MAX_NORMALIZED, normalize
 from extproc.ext_proc.budget import InspectionBudget
-from extproc.ext_proc.service import Reply
+from extproc.ext_proc.stream import Stream
+from extproc.ext_proc.transaction import Reply
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
@@ -180,7 +181,7 @@ class _Streams:
 
     def answer(self) -> bytes:
         """To the body of one of them."""
-        stream = self._serving.open()
+        stream = Stream(self._serving)
         try:
             replies = [stream.receive(message) for message in self._messages]
         finally:
@@ -196,7 +197,7 @@ class _Streams:
 
     def _send(self) -> None:
         for _ in range(self._times):
-            stream = self._serving.open()
+            stream = Stream(self._serving)
             for message in self._messages:
                 stream.receive(message)
             stream.close()

@@ -22,7 +22,7 @@ from tests.support.harness import Process
 from tests.support.image import compile_only
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-HOT = ("ext_proc/service", "engine/engine", "request/fingerprint", "store/memory", "store/rules/tally", "transport/http2")
+HOT = ("ext_proc/stream", "engine/engine", "request/fingerprint", "store/memory", "store/rules/tally", "transport/http2")
 
 
 def build_wheel(folder: Path, project: Path = ROOT, **environment: str) -> tuple[list[str], str]:

@@ -49,5 +49,5 @@ def looked_into(engine: Engine, data: bytes, request: HttpRequest | None = None)
     """A check that is sealed with a body."""
     check = engine.prepare(request or post())
     assert check is not None
-    check.seal(NO_BODY.plus(data), content=data if len(data) <= check.inspects else None)
+    check.read_body(NO_BODY.plus(data), content=data if len(data) <= check.inspects else None)
     return check

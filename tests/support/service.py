@@ -11,7 +11,9 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from extproc.errors import StoreError
-from extproc.ext_proc.service import Reply, Service, Stream
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
+from extproc.ext_proc.transaction import Reply
 from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.settings import Settings
@@ -129,7 +131,7 @@ def decoded(reply: Reply) -> ProcessingResponse:
 
 def exchange(service: Service, *messages: ProcessingRequest) -> list[Reply]:
     """One whole stream; stops where the server ends it."""
-    stream = service.open()
+    stream = Stream(service)
     replies = []
     try:
         for message in messages:

@@ -7,7 +7,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from extproc.ext_proc.service import Reply, Service
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
+from extproc.ext_proc.transaction import Reply
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from tests.support.documents import policy
 from tests.support.engine import ANY
@@ -35,7 +37,7 @@ def ask(service: Service, data: bytes, **named: Any) -> tuple[ProcessingResponse
     """The answer to a request, and whether it was there without waiting for the store; all within one event loop."""
 
     async def exchange() -> tuple[Reply, bool]:
-        stream = service.open()
+        stream = Stream(service)
         try:
             stream.receive(headers(**{**USER, **named}).SerializeToString())
             reply = stream.receive(body(data).SerializeToString())

@@ -82,8 +82,8 @@ def run(options: argparse.Namespace) -> int:
         print(escape_controls(f"no policy matches {request.method} {request.path}: the request passes uncounted"))
         return 0
     reason = explain_unknowable_body(request) if evaluation.needs_body or request.opens_responses else ""
-    evaluation.seal(None if reason else NO_BODY.plus(body), reason, body)
-    missing = [entry for lane in evaluation.lanes for entry in lane.missing]
+    evaluation.read_body(None if reason else NO_BODY.plus(body), reason, body)
+    missing = [entry for group in evaluation.groups for entry in group.missing]
     for policy, detector, why in evaluation.list_left_out():
         named = [("detector", detector)] if detector not in ("", DEFAULT_DETECTOR) else []
         more = ramps.get(policy, []) + _list_missing(missing, policy, request)
@@ -91,8 +91,8 @@ def run(options: argparse.Namespace) -> int:
         if (policy, why) == evaluation.enforcing.forbidden:
             more.append(("decision", f"reject with {CHOSEN_BY_CLIENTS[why][0]}"))
         _print_rows([("policy", policy), *named, *more, ("uncounted", why)])
-    for lane in evaluation.lanes:
-        for candidate in lane.candidates:
+    for group in evaluation.groups:
+        for candidate in group.candidates:
             policy = candidate.plan.id
             _print_candidate(candidate, evaluation, body, ramps.get(policy, []) + _list_missing(missing, policy, request))
     return 0
@@ -111,7 +111,7 @@ def _show_place(ramp: Ramp, request: HttpRequest) -> _Rows:
     if not place:
         return [("ramp", f"out, so in shadow mode: the request has no {keys}")]
     found = f"place {place} of {EVERYBODY} by {keys} (seed {ramp.seed}); the policy acts on places 1 to {ramp.percent}"
-    return [("ramp", f"in: {found}" if ramp.takes(place) else f"out, so in shadow mode: {found}")]
+    return [("ramp", f"in: {found}" if ramp.covers(place) else f"out, so in shadow mode: {found}")]
 
 
 def _list_missing(missing: Sequence[tuple[str, str]], policy: str, request: HttpRequest) -> _Rows:

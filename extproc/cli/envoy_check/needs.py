@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from extproc.ext_proc.service import HOLD_MARGIN_MS
+from extproc.ext_proc.transaction import HOLD_MARGIN_MS
 from extproc.policy.bundle import MAX_DELAY_MS, LoopDetection, Policy, Selector
 from extproc.policy.loader import PolicySet
 

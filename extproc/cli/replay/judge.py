@@ -6,7 +6,7 @@ from extproc.cli.replay.records import Recorded
 from extproc.decision import Decision
 from extproc.engine.counting import HERE, Counting, Counts
 from extproc.engine.engine import Engine
-from extproc.engine.evaluation import Evaluation, Lane
+from extproc.engine.evaluation import CandidateGroup, Evaluation
 from extproc.metrics import Metrics
 from extproc.request.document import NotCounted
 from extproc.request.fingerprint import NO_BODY
@@ -29,11 +29,11 @@ def prepare(engine: Engine, recorded: Recorded, request: HttpRequest, key: HashK
         return None
     content = recorded.content
     if content is None:
-        evaluation.seal(recorded.sums, recorded.unknown, None, "no_body")
+        evaluation.read_body(recorded.sums, recorded.unknown, None, "no_body")
         return evaluation
     # Of a partial record the headers are not known that this looks at; whoever recorded it knew them.
     reason = explain_unknowable_body(evaluation.request) if evaluation.needs_body and not recorded.partial else ""
-    evaluation.seal(None if reason else NO_BODY.plus(content), reason, content)
+    evaluation.read_body(None if reason else NO_BODY.plus(content), reason, content)
     return evaluation
 
 
@@ -87,8 +87,8 @@ class Judge:
         except NotCounted:  # it reads what was not recorded; a request that was killed is never recorded
             return False
 
-    def _count(self, lane: Lane) -> Counts:
-        counts = self._counting.count(lane)
+    def _count(self, group: CandidateGroup) -> Counts:
+        counts = self._counting.count(group)
         if not isinstance(counts, HERE):
             raise TypeError("counts in memory are there at once")
         return counts

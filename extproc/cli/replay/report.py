@@ -110,8 +110,8 @@ class ReplayReport:
             uncounted[reason if reason in uncounted or len(uncounted) < _MAX_REASONS else _OTHER] += 1
         if evaluation.enforcing.forbidden is not None and decision.action is not Action.REJECT:
             self._get_policy(evaluation.enforcing.forbidden[0]).uncountable += 1
-        for lane in evaluation.lanes:
-            for policy, error in lane.failures:
+        for group in evaluation.groups:
+            for policy, error in group.failures:
                 self._add_failure(policy, f"{entry.place}: {policy}: {type(error).__name__}: {error}")
 
     def _get_policy(self, policy: str, mode: str = "") -> _Policy:

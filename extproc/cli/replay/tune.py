@@ -114,7 +114,7 @@ class Sweep:
         evaluation = prepare(self._engine, recorded, recorded.make_request(), self._key)
         if evaluation is None:
             return
-        candidates = [each for lane in evaluation.lanes for each in lane.candidates if isinstance(each, LoopCandidate)]
+        candidates = [each for group in evaluation.groups for each in group.candidates if isinstance(each, LoopCandidate)]
         found = [each for each in candidates if (each.plan.id, each.detector.name) == self._target]
         self._now = recorded.time
         for candidate in found:

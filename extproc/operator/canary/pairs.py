@@ -288,7 +288,7 @@ def _find_session(pair: Pair, evaluation: Evaluation, outcome: Outcome) -> str:
     It is called what it is called elsewhere: by the detector that refuses, by others of the policy, limits of sessions before
     all, by the enforcing policy, or else by the headers that agents send anyway.
     """
-    looking = [each for lane in evaluation.lanes for each in lane.candidates if each.session and each.plan.id in pair.labels]
+    looking = [each for group in evaluation.groups for each in group.candidates if each.session and each.plan.id in pair.labels]
     if not looking:
         return _SENT_ANYWAY.find(_SENT_ANYWAY.read(evaluation.request), None)
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from extproc.engine.handover import MAX_POLICY_JSON, POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicy
 from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.policy import loader
 from extproc.store.rules.session import Question
@@ -69,7 +70,7 @@ def ask(
     attributes = dict(request.pop("attributes", {}))
     if carry is not None:
         attributes[POLICY_ATTRIBUTE] = carry if isinstance(carry, str) else json.dumps(carry)
-    stream = service.open([(POLICY_METADATA, pin)] if isinstance(pin, str) else pin)
+    stream = Stream(service, [(POLICY_METADATA, pin)] if isinstance(pin, str) else pin)
     try:
         first = headers(request.pop("path", "/"), end=end and not more, attributes=attributes, **request)
         for message in (first, *more):
@@ -276,7 +277,7 @@ def test_log_lines_about_unknown_ids_are_limited(monkeypatch: pytest.MonkeyPatch
 def test_a_reload_decides_what_a_name_means() -> None:
     """A policy that is loaded later applies from then on; one under way keeps the policies that it began with."""
     service = make_service(policy("a", NOWHERE))
-    stream = service.open([(POLICY_METADATA, "a,b")])
+    stream = Stream(service, [(POLICY_METADATA, "a,b")])
     receive(stream, headers())
 
     service.engine = make_engine(policy("b", NOWHERE))
@@ -628,7 +629,7 @@ def test_an_attribute_that_is_no_string_is_a_bad_policy(value: Any) -> None:  # 
     service = make_service(policy("loaded", ANY))
     message = headers(end=True)
     message.attributes["envoy.filters.http.ext_proc"].update({POLICY_ATTRIBUTE: value})
-    stream = service.open()
+    stream = Stream(service)
 
     reply = receive(stream, message)
     stream.close()
@@ -738,7 +739,7 @@ def test_what_only_the_carried_policy_reads_is_read(
     for value in "abcaa":
         messages = request_(value)
         messages[0].attributes["envoy.filters.http.ext_proc"].update({POLICY_ATTRIBUTE: json.dumps(carried)})
-        stream = service.open()
+        stream = Stream(service)
         for message in messages:
             receive(stream, message)
         stream.close()
@@ -756,7 +757,7 @@ def test_loaded_policies_read_what_they_read_beside_a_carried_one() -> None:
         message = _with_claim(headers(end=True), org=org, user="u")
         carried = json.dumps(policy("p", {}, limit_keys=["jwt:user"]))
         message.attributes["envoy.filters.http.ext_proc"].update({POLICY_ATTRIBUTE: carried})
-        stream = service.open()
+        stream = Stream(service)
         receive(stream, message)
         stream.close()
 
@@ -779,7 +780,7 @@ def test_a_reload_leaves_carried_policies_alone() -> None:
 def test_a_policy_that_changes_with_the_route_keeps_one_request_whole() -> None:
     """A stream decides by the policy that came with its headers, whatever is reloaded before its body has arrived."""
     service = make_service(policy("old", ANY))
-    stream = service.open()
+    stream = Stream(service)
     receive(stream, headers(attributes={POLICY_ATTRIBUTE: json.dumps(CARRIED)}))
 
     service.engine = make_engine(policy("new", ANY))

@@ -18,7 +18,8 @@ from extproc.decision import Repeat
 from extproc.detectors import Similarity
 from extproc.engine.engine import Engine
 from extproc.errors import ProtocolError
-from extproc.ext_proc.service import Service, Stream
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
 from extproc.ext_proc.upload import UploadMemory
 from extproc.ext_proc.wire import LARGE
 from extproc.metrics import Metrics
@@ -107,7 +108,7 @@ def test_a_single_detector_counts_where_it_always_did(more: dict[str, Any], key:
     check = engine.prepare(HttpRequest("POST", "/v1?b=2&a=1", "host", {"x-a": b"ann"}), "edge")
     assert check is not None
 
-    check.seal(NO_BODY.plus(b'{"model": "m"}'))
+    check.read_body(NO_BODY.plus(b'{"model": "m"}'))
 
     assert keys(check.enforcing.candidates + check.shadow.candidates) == [key]
 
@@ -991,7 +992,7 @@ def test_trailers_end_a_streamed_body() -> None:
 def test_a_streamed_body_past_the_limit_is_not_kept() -> None:
     """What nobody will look into is let go of at once, and is not counted by whoever would have looked."""
     service = make_service(several("p", TAIL | {"max_inspect_bytes": 100}, {}))
-    stream = service.open()
+    stream = Stream(service)
     receive(stream, headers(mode="STREAMED"))
 
     receive(stream, body(b"x" * 60, end=False))
@@ -1012,7 +1013,7 @@ def test_a_streamed_body_past_the_limit_is_not_kept() -> None:
 def test_where_nobody_looks_nothing_is_kept(made: dict[str, Any]) -> None:
     """A body that only its checksum is taken of is never held in memory."""
     service = make_service(made)
-    stream = service.open()
+    stream = Stream(service)
 
     for message in (headers(mode="STREAMED"), body(b"x" * 1_000, end=False)):
         receive(stream, message)
@@ -1027,7 +1028,7 @@ def test_all_bodies_under_way_share_one_bound() -> None:
     service = make_service(several("p", TAIL, {}))
     service.kept = UploadMemory(150)
     data = chat("hi")
-    first, second = service.open(), service.open()
+    first, second = Stream(service), Stream(service)
     for stream in (first, second):
         receive(stream, headers(mode="STREAMED"))
         receive(stream, body(data[:40], end=False))
@@ -1065,7 +1066,7 @@ ENDS: dict[str, Callable[[Stream], object]] = {
     "the body ends": lambda stream: receive(stream, body(b"}")),
     "trailers end it": lambda stream: receive(stream, TRAILERS),
     "the upstream answers early": lambda stream: receive(stream, ProcessingRequest(response_headers=HttpHeaders())),
-    "another stream needs its place": lambda stream: stream._service.open().close(),
+    "another stream needs its place": lambda stream: Stream(stream._service).close(),
     "the server stops": lambda stream: stream._service.release(),
     "the server stops and more comes": _stopped,
     "the peer breaks the protocol": _garbage,
@@ -1078,7 +1079,7 @@ ENDS: dict[str, Callable[[Stream], object]] = {
 def test_what_is_kept_is_let_go_of_however_a_stream_ends(end: str) -> None:
     """When the stream is closed, nothing of its body is counted as kept any more."""
     service = make_service(several("p", TAIL, CANONICAL), max_streams=1)
-    stream = service.open()
+    stream = Stream(service)
     receive(stream, headers(mode="STREAMED"))
     receive(stream, body(b'{"a": 1', end=False))
     receive(stream, body(b" ", end=False))
@@ -1234,7 +1235,7 @@ def test_a_body_that_was_cut_off_is_counted_in_shadow_by_nobody_either() -> None
     check = make_engine(policy("s", ANY, mode="shadow"), policy("e", ANY)).prepare(HttpRequest("POST", "/", "host"))
     assert check is not None
 
-    check.seal(None, "body_truncated")
+    check.read_body(None, "body_truncated")
 
     assert (check.enforcing.candidates, check.shadow.candidates) == ([], [])
     assert sorted(check.list_uncounted()) == [("e", "body_truncated"), ("s", "body_truncated")]

@@ -30,7 +30,7 @@ def sealed(engine: Engine, request: HttpRequest, body: Body | None = NO_BODY) ->
     """What would be counted, enforcing and shadow."""
     check = engine.prepare(request)
     assert check is not None
-    check.seal(body, "reason")
+    check.read_body(body, "reason")
     return check.enforcing.candidates, check.shadow.candidates
 
 
@@ -38,7 +38,7 @@ def verdict(engine: Engine, *counts: Count) -> Any:  # noqa: ANN401  # a Decisio
     """The decision about a GET / whose policies counted so."""
     check = engine.prepare(get())
     assert check is not None
-    check.seal(NO_BODY)
+    check.read_body(NO_BODY)
     acting = len(check.enforcing.candidates)
     return check.decide(counts[:acting], counts[acting:])
 
@@ -122,7 +122,7 @@ def test_a_missing_descriptor_is_what_the_policy_says(headers: dict[str, str], c
     evaluation = engine.prepare(get(**headers))
     assert evaluation is not None
 
-    evaluation.seal(NO_BODY)
+    evaluation.read_body(NO_BODY)
 
     composite = "|".join(["GET|/||00000000", *(f"{name.replace('_', '-')}={value}" for name, value in headers.items())])
     assert {item.plan.id: item.composite for item in evaluation.enforcing.candidates} == dict.fromkeys(counting, composite)
@@ -141,7 +141,7 @@ def test_an_unknown_body_is_not_counted_unless_ignored() -> None:
     check = make_engine(policy("needs", ANY), policy("ignores", ANY, body="ignore")).prepare(get())
     assert check is not None
 
-    check.seal(None, "grpc")
+    check.read_body(None, "grpc")
 
     assert [item.plan.id for item in check.enforcing.candidates] == ["ignores"]
     assert check.list_uncounted() == [("needs", "grpc")]
@@ -231,7 +231,7 @@ def test_no_retry_after_is_too_early(  # what a window is made of
     def send(at: int) -> Outcome | None:
         evaluation = engine.prepare(get())
         assert evaluation is not None
-        evaluation.seal(NO_BODY)
+        evaluation.read_body(NO_BODY)
         return evaluation.decide(store.hit(evaluation.enforcing.list_hits(), at)).lead
 
     for pause in pauses:
@@ -259,7 +259,7 @@ def test_shadow_policies_never_lead() -> None:
 
 
 def test_a_policy_can_be_forced_into_shadow() -> None:
-    """`--shadow` and `global_shadow` move every policy to the shadow lane, the latter until it expires."""
+    """`--shadow` and `global_shadow` move every policy to the shadow group, the latter until it expires."""
     until = NOW + timedelta(hours=1)
     override = {"enabled": True, "reason": "canary", "expires_at": until.isoformat()}
 
@@ -288,7 +288,7 @@ def test_an_error_in_a_shadow_policy_stays_there(monkeypatch: pytest.MonkeyPatch
     check = engine.prepare(get())
 
     assert check is not None
-    check.seal(NO_BODY)
+    check.read_body(NO_BODY)
     assert [item.plan.id for item in check.enforcing.candidates] == ["e"]
     assert [identity for identity, _ in check.shadow.failures] == ["s"]
 
@@ -302,12 +302,12 @@ def test_a_detector_that_raises_leaves_the_others_verdict_standing(mode: str, mo
         evaluation = engine.prepare(get(x_a="1"))
         assert evaluation is not None
 
-        evaluation.seal(NO_BODY)
+        evaluation.read_body(NO_BODY)
         decision = evaluation.decide([LOOP] * len(evaluation.enforcing.list_hits()), [])
 
         assert decision.lead is not None
         assert decision.lead.policy == "good"
-        assert [identity for lane in evaluation.lanes for identity, _ in lane.failures] == ["bad"]
+        assert [identity for group in evaluation.groups for identity, _ in group.failures] == ["bad"]
 
 
 @pytest.mark.deep
@@ -320,7 +320,7 @@ def test_a_million_distinct_requests_share_no_count() -> None:
         check = engine.prepare(request)
         assert check is not None
         for number in range(1_000):
-            check.seal(NO_BODY.plus(b'{"prompt": %d}' % number))
+            check.read_body(NO_BODY.plus(b'{"prompt": %d}' % number))
             (count,) = store.hit(check.enforcing.list_hits(), number)
             assert count.count == 1
 
@@ -377,7 +377,7 @@ def test_the_message_says_what_was_compared(similarity: str, repeat: Repeat | No
 
 
 def test_the_strictest_outcome_of_each_policy_counts() -> None:
-    """A policy is told by one outcome, the first among equals; the same policy's place in the other lane is its own."""
+    """A policy is told by one outcome, the first among equals; the same policy's place in the other group is its own."""
     base = Outcome("a", "enforce", Action.ALLOW, "f", "t", 1, 0, 60, 0, 60, RefusalForm(429), "one", EXACT)
     trace = [
         base,

@@ -47,7 +47,7 @@ def hit(engine: Engine, request: HttpRequest) -> Hit:
     """What a request is counted by."""
     evaluation = engine.prepare(request)
     assert evaluation is not None
-    evaluation.seal(NO_BODY)
+    evaluation.read_body(NO_BODY)
     (candidate,) = [*evaluation.enforcing.candidates, *evaluation.shadow.candidates]
     assert isinstance(candidate.hit, Hit)
     return candidate.hit
@@ -111,7 +111,7 @@ def test_those_who_are_out_are_watched() -> None:
     for user, acting in (("carl", True), ("ann", False)):
         evaluation = engine.prepare(get(x_user=user))
         assert evaluation is not None
-        evaluation.seal(NO_BODY)
+        evaluation.read_body(NO_BODY)
         decision = evaluation.decide(*(([LOOP], ()) if acting else ((), [LOOP])))
 
         (outcome,) = decision.trace
@@ -152,7 +152,7 @@ def test_keys_that_a_caller_lacks_are_reported_once() -> None:
     evaluation = ramped(99, ramp_by=["jwt:org", USER], missing_descriptor="share").prepare(get())
     assert evaluation is not None
 
-    assert [(lane.shadow, lane.missing) for lane in evaluation.lanes] == [
+    assert [(group.shadow, group.missing) for group in evaluation.groups] == [
         (False, [("p", "jwt:org")]),
         (True, [("p", USER)]),
     ]
@@ -214,7 +214,7 @@ def test_sessions_are_kept_along_with_the_counts() -> None:
         request = HttpRequest("POST", "/v1/responses", "host", {"x-user": b"carl", "x-session-id": b"s"})
         evaluation = engine.prepare(request)
         assert evaluation is not None
-        evaluation.seal(NO_BODY.plus(data), "", data)
+        evaluation.read_body(NO_BODY.plus(data), "", data)
         rings += [push.key.partition("ring:")[0] for push in evaluation.enforcing.list_pushes()]
 
     assert rings == ["", "shadow:"]

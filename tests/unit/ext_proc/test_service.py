@@ -15,8 +15,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from extproc.errors import ProtocolError, StoreError
-from extproc.ext_proc.service import BUFFER_LIMIT_METADATA, Reply, Service, Stream
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import BUFFER_LIMIT_METADATA, Stream
 from extproc.ext_proc.throttle import Holds
+from extproc.ext_proc.transaction import Reply
 from extproc.ext_proc.upload import SMALLEST_LIMIT
 from extproc.ext_proc.wire import LARGE, MAX_HEADERS, parse_message, read_request
 from extproc.pb.base_pb2 import HeaderMap, HeaderValue
@@ -180,13 +182,13 @@ def test_holds_are_bounded_in_all_and_per_tenant() -> None:
     tenants = [str(number) for number in range(11)]
     for tenant in tenants:
         repeat(service, headers(end=True, x_a=tenant), times=2)
-    streams = {tenant: service.open() for tenant in tenants}
-    second = service.open()
+    streams = {tenant: Stream(service) for tenant in tenants}
+    second = Stream(service)
 
     holds = {tenant: receive(stream, headers(end=True, x_a=tenant)).hold_ms for tenant, stream in streams.items()}
     same_tenant = decoded(receive(second, headers(end=True, x_a="0")))
     streams.pop("0").close()
-    third = service.open()
+    third = Stream(service)
     freed = receive(third, headers(end=True, x_a="0"))
 
     assert holds == {**dict.fromkeys(tenants, 300), "10": 0}
@@ -338,11 +340,11 @@ def test_full_duplex_takes_no_place_and_survives_an_overload() -> None:
     service = make_service(policy("p", {"pathExact": "/p"}), max_streams=1)
     open_ones: list[Stream] = []
     for _ in range(3):
-        open_ones.append(service.open())
+        open_ones.append(Stream(service))
         receive(open_ones[-1], headers(**_DUPLEX))
     refused = repeat(service, headers("/p"), body(b"x"), times=3)
     before = sample(service, "overload_total")
-    busy = service.open()  # decides something still
+    busy = Stream(service)  # decides something still
 
     overloaded = exchange(service, headers(**_DUPLEX), body(b"x", end=False), TRAILERS)
 
@@ -387,7 +389,7 @@ def test_a_stream_that_carries_a_body_says_so() -> None:
     service = make_service(policy("p", ANY))
     first = headers(**_DUPLEX)
     first.protocol_config.response_body_mode = MODES["FULL_DUPLEX_STREAMED"]  # type: ignore[assignment]  # open
-    stream, plain = service.open(), service.open()
+    stream, plain = Stream(service), Stream(service)
     receive(plain, headers())
 
     carries = [plain.carries, stream.carries]
@@ -484,7 +486,7 @@ def test_envoy_tells_its_buffer_limit(told: str, whole: list[int]) -> None:
     counted = []
     for size in (100, 40_000, 100_000, 100_001):
         before = sample(service, "requests_total", policy="p", mode="enforce", action="allow")
-        stream = service.open([(BUFFER_LIMIT_METADATA, told)])
+        stream = Stream(service, [(BUFFER_LIMIT_METADATA, told)])
         receive(stream, headers(**_PARTIAL))
         assert receive(stream, body(b"a" * size, end=False)).done  # whichever it is, nothing more is waited for
         stream.close()
@@ -649,7 +651,7 @@ def test_an_internal_error_lets_the_request_through(later: bool, caplog: pytest.
 def test_a_request_sees_one_set_of_policies() -> None:
     """Policies that change between a request's headers and its body act on the next request, not on half of this one."""
     service = make_service(policy("old", ANY))
-    stream = service.open()
+    stream = Stream(service)
     receive(stream, headers())
 
     service.engine = make_engine(policy("new", ANY))
@@ -664,7 +666,7 @@ def test_a_request_sees_one_set_of_policies() -> None:
 def test_overload_lets_requests_through_at_once() -> None:
     """Past --max-streams a request is not even looked at, and that is counted."""
     service = make_service(policy("p", ANY), max_streams=1)
-    first = service.open()
+    first = Stream(service)
 
     (reply,) = exchange(service, headers())
     first.close()
@@ -678,7 +680,7 @@ def test_stalled_uploads_do_not_keep_others_out() -> None:
     """At --max-streams the upload that has waited longest goes on uncounted, and whoever comes is looked at."""
     service = make_service(policy("p", ANY), max_streams=3)
     ended: list[int] = []
-    stalled = [service.open() for _ in range(3)]
+    stalled = [Stream(service) for _ in range(3)]
     for number, stream in enumerate(stalled):
         stream.on_given_up = lambda number=number: ended.append(number)
         receive(stream, headers())
@@ -700,11 +702,11 @@ def test_stalled_uploads_do_not_keep_others_out() -> None:
 def test_a_stream_given_up_may_be_closed_at_once() -> None:
     """Whoever owns the socket may close the stream while it is being told."""
     service = make_service(policy("p", ANY), max_streams=1)
-    first = service.open()
+    first = Stream(service)
     first.on_given_up = first.close
     receive(first, headers())
 
-    second = service.open()
+    second = Stream(service)
     receive(second, headers())
     streams = service.streams, service.given_up, list(service.waiting)
     second.close()
@@ -716,7 +718,7 @@ def test_release_ends_every_wait_for_a_body() -> None:
     """When the server is about to stop, uploads go on uncounted, those that begin afterwards as well; the rest is decided."""
     service = make_service(policy("p", ANY))
     ended: list[Stream] = []
-    first, decided = service.open(), service.open()
+    first, decided = Stream(service), Stream(service)
     for stream in (first, decided):
         stream.on_given_up = lambda stream=stream: ended.append(stream)
         receive(stream, headers())
@@ -770,7 +772,7 @@ def test_detections_are_logged_without_descriptor_values(caplog: pytest.LogCaptu
 
 def test_garbage_bytes_are_a_protocol_error() -> None:
     """What is not a ProcessingRequest is refused with INVALID_ARGUMENT."""
-    stream = make_service(policy("p", ANY)).open()
+    stream = Stream(make_service(policy("p", ANY)))
 
     with pytest.raises(ProtocolError) as error:
         stream.receive(b"\xff\xff\xff")
@@ -845,7 +847,7 @@ def test_any_sequence_of_messages_is_answered(messages: list[ProcessingRequest],
     """Nothing raises, and every message up to the end of the stream gets one answer of its own phase, or a refusal."""
     store = FailingStore("never", later=later)
     service = make_service(*FUZZED, store=store, allow_unverified_jwt=True, record=True)
-    stream = service.open()
+    stream = Stream(service)
     for message in messages:
         reply = receive(stream, message)
         kind = message.WhichOneof("request")

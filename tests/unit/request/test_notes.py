@@ -444,7 +444,7 @@ def test_another_key_knows_no_note() -> None:
     def look(data: bytes, key: HashKey | None = None) -> str:
         evaluation = engine.prepare(post(), key=key) if key is not None else engine.prepare(post())
         assert evaluation is not None
-        evaluation.seal(NO_BODY.plus(data), content=data)
+        evaluation.read_body(NO_BODY.plus(data), content=data)
         return evaluation.enforcing.candidates[0].fingerprint
 
     assert look(noted) == look(looping(3))

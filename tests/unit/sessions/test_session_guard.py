@@ -14,6 +14,7 @@ from extproc.cli.main import main
 from extproc.engine.orders import BLOCK, ActiveOverride, Overrides, Target
 from extproc.engine.settlements import Entry
 from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
 from extproc.operator.session_rows import merge_sessions
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.fingerprint import hash_tenant
@@ -110,7 +111,7 @@ def test_a_model_in_a_path_may_be_no_text() -> None:
     """Bytes that are no UTF-8 are spelled, and the access log repeats them: no client gets past a limit with them."""
     service = make_service(limited(max_steps=1))
     named = headers("/v1beta/models/MM:generateContent", x_team="t", x_session_id="s").SerializeToString()
-    stream = service.open()
+    stream = Stream(service)
     stream.receive(named.replace(b"MM", b"\xe9\xe8"))
 
     answer = decoded(receive(stream, body(json.dumps({"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}).encode())))
@@ -166,7 +167,7 @@ def test_who_leaves_while_he_is_held_has_used_nothing(waits: bool) -> None:
     service = make_service(limits, held)
     ask(service, turns(1))
     once = service.reporter.sessions.copy()[0].standing.reserved
-    stream = service.open()
+    stream = Stream(service)
     receive(stream, headers("/v1/chat/completions", x_team="t", x_session_id="s"))
     assert receive(stream, body(turns(1))).hold_ms > 0
     if waits:

@@ -137,7 +137,7 @@ def look(spec: Mapping[str, Any], scope: str = "", **named: Any) -> Evaluation: 
     message = parse_message(headers(**{**USER, **named}).SerializeToString())
     evaluation = make_engine(spec).prepare(read_request(message, allow_unverified_jwt=False), scope)
     assert evaluation is not None
-    evaluation.seal(NO_BODY.plus(turn(1)), content=turn(1))
+    evaluation.read_body(NO_BODY.plus(turn(1)), content=turn(1))
     return evaluation
 
 

@@ -8,7 +8,7 @@ from extproc.cli.envoy_check.config import Guard, GuardedRoute, Resources
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 from extproc.cli.envoy_check.needs import Needs
-from extproc.ext_proc.service import BUFFER_LIMIT_METADATA
+from extproc.ext_proc.stream import BUFFER_LIMIT_METADATA
 from extproc.ext_proc.upload import SMALLEST_LIMIT
 
 _DEFAULT_LIMIT = 2**20

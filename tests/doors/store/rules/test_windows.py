@@ -143,7 +143,7 @@ def _calls(times: int, *, user: str = "ann", result: str = "no such file") -> Ev
     engine = make_engine(policy("p", {"pathPrefix": "/"}, limit_keys=["body:/user"], **loop))
     check = engine.prepare(HttpRequest("POST", "/v1/chat/completions"))
     assert check is not None
-    check.seal(NO_BODY.plus(data), content=data)
+    check.read_body(NO_BODY.plus(data), content=data)
     return check
 
 

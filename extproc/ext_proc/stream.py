@@ -1,0 +1,333 @@
+"""One ext_proc stream: ProcessingRequest in, ProcessingResponse out. The only file that knows ext_proc's phases.
+
+Sans-IO: a `Stream` takes a message's bytes and returns a `Reply` with the answer's bytes, or an awaitable of one when the
+store has to be asked over a network. The owner of the socket sends, holds and closes as the reply says. Every message gets
+exactly one well-formed answer of its own phase (Envoy treats extras as an attack), and the stream is over as soon as nothing
+more can be decided: with a buffered body it would otherwise stay open until the upstream's answer and eat Envoy's
+`max_requests`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from time import perf_counter, time
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from extproc.engine.evaluation import Evaluation
+from extproc.engine.handover import POLICY_ATTRIBUTE, POLICY_METADATA, parse_names
+from extproc.errors import ProtocolError
+from extproc.ext_proc.answers.go_on import LAST_HEADERS, end_headers, hand_back
+from extproc.ext_proc.duplex import Duplex
+from extproc.ext_proc.service import Service, Waiting
+from extproc.ext_proc.transaction import DONE, GO_ON, HEADERS, Later, MaybeLater, Reply, Transaction
+from extproc.ext_proc.upload import CUT_OFF, MORE, SMALLEST_LIMIT, Upload
+from extproc.ext_proc.wire import (
+    BODY_BUFFERED,
+    BODY_BUFFERED_PARTIAL,
+    BODY_DUPLEX,
+    BODY_GRPC,
+    BODY_NONE,
+    BODY_STREAMED,
+    BODY_UNTOLD,
+    EnvoyMessage,
+    cut_body,
+    parse_message,
+    read_request,
+)
+from extproc.request.fingerprint import NO_BODY
+from extproc.request.http import RESPONSES_WEBSOCKET, explain_unknowable_body, is_grpc
+from extproc.settings import is_scope
+
+SCOPE_METADATA = "x-loopguard-scope"
+"""Names the attachment for one stream, in place of `--scope`."""
+
+BUFFER_LIMIT_METADATA: Final = "x-loopguard-buffer-limit"
+"""How many bytes Envoy collects of a body at least, which tells one that was cut off from one that ends in trailers."""
+
+_LIMIT_DIGITS: Final = 18
+_INVALID_ARGUMENT = 3
+
+_REFUSED_BODIES: Final = {b"408": "aborted", b"413": "too_large"}
+"""What Envoy answers to a body that does not come in time, and to one above its buffer limit."""
+
+_NOT_WHOLE: Final = {BODY_NONE: "no_body_phase", BODY_DUPLEX: "body_mode", BODY_GRPC: "body_mode"}
+"""Body modes in which Envoy hands no body over as a whole, and why a request is not counted then."""
+
+_DECIDED_BEFORE: Final = "decided_before"
+"""Why shadow policies do not know the body of a request that ended, or was held, on its headers."""
+
+_NO_ANSWER: Final = Reply(None, done=True)
+
+
+class Stream(Waiting):
+    """One ext_proc stream, that is, one HTTP request. Its owner must `close` it, whatever happens.
+
+    Attributes:
+        given_up: it waits for its body no longer.
+        on_given_up: for the owner of the socket to set; called, from within a call of another stream, when this one need not
+            go on: end it with status OK. A stream that goes on all the same has its next message answered, and is over then.
+    """
+
+    __slots__ = (
+        "_body_mode",
+        "_decides",
+        "_duplex",
+        "_engine",
+        "_evaluation",
+        "_limit",
+        "_overloaded",
+        "_pinned",
+        "_scope",
+        "_service",
+        "_transaction",
+        "_upload",
+        "given_up",
+        "on_given_up",
+    )
+
+    def __init__(self, service: Service, metadata: Iterable[tuple[str, str | bytes]] = ()) -> None:
+        """Take a place among the service's streams, until `close`; where there is none the request goes on at once.
+
+        Args:
+            service: what all streams share.
+            metadata: the stream's gRPC initial metadata, which Envoy's `grpc_service.initial_metadata` sets.
+        """
+        self._service = service
+        self._engine = service.engine  # one request sees one set of policies, whatever is reloaded meanwhile
+        self._scope = service.settings.scope
+        self._pinned: list[str] = []
+        self._limit = SMALLEST_LIMIT
+        for name, value in metadata:
+            self._read_metadata(name, value)
+        overloaded = service.streams - service.given_up >= service.settings.max_streams
+        self._overloaded = overloaded and not service.make_room()
+        self._transaction = Transaction(service)
+        self._evaluation: Evaluation | None = None  # what waits for the body
+        self._upload: Upload | None = None
+        self._body_mode = BODY_UNTOLD
+        self._duplex: Duplex | None = None  # what has to be handed back
+        self._decides = True  # something may still be decided here
+        self.given_up = False
+        self.on_given_up: Callable[[], object] | None = None
+        service.streams += 1
+
+    def _read_metadata(self, name: str, value: str | bytes) -> None:
+        if not isinstance(value, str):
+            return
+        if name == SCOPE_METADATA and is_scope(value):
+            self._scope = value
+        elif name == POLICY_METADATA:
+            self._pinned = list(dict.fromkeys([*self._pinned, *parse_names(value)]))
+        elif name == BUFFER_LIMIT_METADATA and value.isascii() and value.isdigit():
+            self._limit = int(value[:_LIMIT_DIGITS])
+
+    def receive(self, data: bytes) -> MaybeLater:
+        """Answer one serialized ProcessingRequest.
+
+        Raises:
+            ProtocolError: the bytes are not a ProcessingRequest.
+        """
+        self._transaction.started = perf_counter()
+        try:
+            message = parse_message(data)
+        except DecodeError as error:
+            raise ProtocolError("not a ProcessingRequest", code=_INVALID_ARGUMENT) from error
+        kind = message.kind
+        if not kind:
+            return _NO_ANSWER  # a phase that does not exist yet; Envoy goes on when the stream ends with OK
+        if kind == "request_headers" and message.body_mode == BODY_BUFFERED_PARTIAL and not message.ended:
+            kind = LAST_HEADERS
+        if self._duplex is None and BODY_DUPLEX in (message.body_mode, message.response_mode):
+            self._duplex = Duplex(message)
+        if self._duplex is not None and self._duplex.follow(message):
+            return Reply(hand_back(kind, cut_body(data, kind)), done=self._duplex.over)
+        try:
+            reply = self._handle(message, kind)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
+            self._stop_waiting()
+            reply = self._transaction.fail(kind, error)
+        return reply if self._duplex is None else self._stay_open(reply)
+
+    def _handle(self, message: EnvoyMessage, kind: str) -> MaybeLater:
+        # Not by a table: a method out of a dict is called as interpreted code calls it.
+        if self._overloaded:
+            self._overloaded = False
+            self._service.metrics.overload.inc()
+            return DONE[kind]
+        if kind in HEADERS:
+            return self._on_request_headers(message, kind)
+        if kind == "request_body" or kind == "request_trailers":  # noqa: PLR1714  # `in` makes a set of them at each call
+            return self._on_request_body(message, kind)
+        return self._on_response(message)
+
+    def _stay_open(self, reply: MaybeLater) -> MaybeLater:
+        """Have `_stay` look at the reply, now or once it is there."""
+        if isinstance(reply, Reply):
+            return self._stay(reply)
+        if isinstance(reply, Later):
+            reply.stay = self._stay
+            return reply
+        return self._stay_later(reply)
+
+    async def _stay_later(self, reply: Awaitable[Reply]) -> Reply:
+        return self._stay(await reply)
+
+    def _stay(self, reply: Reply) -> Reply:
+        """The same, but for the end of a stream that has bodies to hand back."""
+        duplex = self._duplex
+        if duplex is None or not reply.done or self._transaction.ended or reply.answer is None:
+            return reply
+        self._stop_deciding()
+        return reply if duplex.over else Reply(reply.answer, done=False, hold_ms=reply.hold_ms, first=reply.first)
+
+    def _stop_deciding(self) -> None:
+        """Leave the place among the streams that decide."""
+        if self._decides:
+            self._decides = False
+            self._service.given_up += 1
+
+    def close(self) -> None:
+        """The stream has ended, in whatever way: free what it held."""
+        self._service.streams -= 1
+        if not self._decides:
+            self._service.given_up -= 1
+        if self._evaluation is not None or self._upload is not None:
+            # Where Envoy did not say whether it sends bodies, it may be either of the two.
+            self._leave_uncounted("no_body_phase" if self._body_mode < 0 else "aborted")
+        self._transaction.close()
+
+    @property
+    def carries(self) -> bool:
+        """A body is under way that Envoy does not keep: it would be cut off if the stream ended with OK."""
+        return self._duplex is not None and self._duplex.carries
+
+    def end_hold(self) -> None:
+        """The answer that was held leaves now; see `Transaction.end_hold`."""
+        self._transaction.end_hold()
+
+    def give_up(self, reason: str) -> None:
+        """See `Waiting`."""
+        self._leave_uncounted(reason)
+        self.given_up = True
+        self._stop_deciding()
+        if self.on_given_up is not None:
+            self.on_given_up()
+
+    def _on_request_headers(self, message: EnvoyMessage, last: str) -> MaybeLater:
+        """Meet the policies; `last` is the phase, should there be no body to wait for."""
+        if self._evaluation is not None or self.given_up:
+            return DONE[last]
+        service, transaction = self._service, self._transaction
+        transaction.observed = message.observed
+        request = read_request(message, allow_unverified_jwt=service.settings.allow_unverified_jwt)
+        policy_json = message.read_attribute(POLICY_ATTRIBUTE)
+        handed_over = service.compile_handed_over(policy_json) if policy_json is not None else None
+        switch = self._engine.find_switch(request, time(), handed_over)
+        if switch is not None and (killed := transaction.kill(request, switch)) is not None:
+            return killed
+        evaluation = transaction.meet(self._engine, request, self._scope, self._pinned, handed_over)
+        return self._on_policies(evaluation, message, last) if evaluation is not None else DONE[last]
+
+    def _on_policies(self, evaluation: Evaluation, message: EnvoyMessage, last: str) -> MaybeLater:
+        """Go on with the policies that the request meets: now, or once its body is here."""
+        transaction, standing = self._transaction, self._service.overrides
+        if standing is not None:
+            evaluation.apply_overrides(standing, time())
+            if standing.blocks_heads and (blocked := transaction.block(evaluation)) is not None:
+                return blocked
+        websocket = evaluation.request.opens_responses
+        if message.ended and not websocket:
+            return transaction.judge(last, evaluation, NO_BODY, content=b"")
+        if websocket or not evaluation.needs_body:
+            return transaction.judge(last, evaluation, None, RESPONSES_WEBSOCKET if websocket else "")
+        self._body_mode = message.body_mode
+        reason = explain_unknowable_body(evaluation.request) or _NOT_WHOLE.get(self._body_mode, "")
+        if not reason and self._service.released:
+            reason = "shutdown"
+        if reason:
+            return transaction.judge(last, evaluation, None, reason)
+        transaction.buffered = self._body_mode == BODY_BUFFERED
+        if evaluation.enforcing.candidates and not evaluation.enforcing.needs_body:
+            return self._answer_before_body(evaluation)
+        return self._wait_for_body(evaluation, GO_ON["request_headers"])
+
+    def _answer_before_body(self, evaluation: Evaluation) -> MaybeLater:
+        """Answer for the enforcing policies at once: what shadow policies wait for must not keep them."""
+        watching = evaluation.split()
+        reply = self._transaction.judge("request_headers", evaluation, None, _DECIDED_BEFORE)
+        if isinstance(reply, Reply):
+            return self._wait_for_body(watching, reply)
+        return self._watch_later(reply, watching)
+
+    async def _watch_later(self, reply: Awaitable[Reply], watching: Evaluation) -> Reply:
+        return self._wait_for_body(watching, await reply)
+
+    def _wait_for_body(self, evaluation: Evaluation, reply: Reply) -> Reply:
+        """Answer the headers and wait for the body, unless the request does not go on to have one."""
+        if self._transaction.ended or reply.hold_ms:
+            evaluation.give_up(_DECIDED_BEFORE)
+            self._service.reporter.report_uncounted(evaluation)
+            if reply.answer is not None and not self._transaction.ended and self._body_mode == BODY_BUFFERED_PARTIAL:
+                return Reply(end_headers(reply.answer), done=True, hold_ms=reply.hold_ms, first=reply.first)
+            return reply
+        self._evaluation = evaluation
+        self._service.waiting[self] = None
+        return Reply(reply.answer, done=False, hold_ms=reply.hold_ms, first=reply.first) if reply.done else reply
+
+    def _on_request_body(self, message: EnvoyMessage, kind: str) -> MaybeLater:
+        """Judge the request once its body is all here, as mostly in one message, or is known to be cut off."""
+        evaluation = self._evaluation
+        if evaluation is None:
+            return DONE[kind]
+        chunk = message.body
+        ended = message.ended or kind == "request_trailers"  # with which a streamed body ends
+        if self._upload is not None or not (ended or self._transaction.buffered) or is_grpc(evaluation.request):
+            return self._on_chunk(kind, evaluation, chunk, ended=ended)
+        self._stop_waiting()
+        keeps = max(evaluation.inspects, evaluation.steers) if self._transaction.buffered else evaluation.inspects
+        content = chunk if len(chunk) <= keeps else None
+        return self._transaction.judge(kind, evaluation, NO_BODY.plus(chunk), content=content)
+
+    def _on_chunk(self, kind: str, evaluation: Evaluation, chunk: bytes | memoryview, *, ended: bool) -> MaybeLater:
+        upload = self._upload
+        if upload is None:
+            upload = self._upload = self._start_upload(evaluation)
+        state = upload.add(chunk, ended=ended)
+        if state == MORE:
+            return GO_ON[kind]
+        self._stop_waiting()
+        if state == CUT_OFF:
+            return self._transaction.judge(kind, evaluation, None, "body_truncated")
+        if is_grpc(evaluation.request) and upload.is_framed:
+            return self._transaction.judge(kind, evaluation, None, "grpc")
+        return self._transaction.judge(kind, evaluation, upload.body, content=upload.take_content())
+
+    def _start_upload(self, evaluation: Evaluation) -> Upload:
+        if self._transaction.observed and self._body_mode < 0:
+            self._body_mode = BODY_STREAMED  # the only way to observe bodies; Envoy sends observers no protocol_config
+        length = evaluation.request.headers.get("content-length", b"")
+        keeps = max(evaluation.inspects, evaluation.steers) if self._transaction.buffered else evaluation.inspects
+        return Upload(self._service.kept, self._body_mode, length, keeps, self._limit)
+
+    def _on_response(self, message: EnvoyMessage) -> MaybeLater:
+        """The request was answered before its body was here: Envoy refused it, or sends no bodies."""
+        self._leave_uncounted(_REFUSED_BODIES.get(message.read_status(), "no_body_phase"))
+        return DONE[message.kind]
+
+    def _stop_waiting(self) -> Evaluation | None:
+        """What waited for the body until now, if anything did."""
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation is not None:
+            del self._service.waiting[self]
+        return evaluation
+
+    def _leave_uncounted(self, reason: str) -> None:
+        """A body that was waited for never came: nothing is counted."""
+        if self._upload is not None:
+            self._upload.drop()
+        evaluation = self._stop_waiting()
+        if evaluation is not None:
+            evaluation.give_up(reason)
+            self._service.reporter.report_uncounted(evaluation)

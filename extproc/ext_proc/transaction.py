@@ -1,0 +1,398 @@
+"""One HTTP request, from the policies that it meets to the answer that Envoy gets.
+
+What goes wrong in here never reaches the client: the request goes on, and that is counted and logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import suppress
+from functools import partial
+from math import ceil, inf
+from time import perf_counter, thread_time, time
+from typing import Any, Final, TypeAlias
+
+from extproc.decision import Action, Decision, Outcome
+from extproc.engine.candidates import SessionCandidate
+from extproc.engine.counting import HERE, Asked, Counts, MaybeCounts, wait_for
+from extproc.engine.engine import Engine
+from extproc.engine.evaluation import Evaluation
+from extproc.engine.kill_switch import Switch
+from extproc.engine.orders import KILL
+from extproc.engine.recording import record_body, record_head
+from extproc.errors import StoreError
+from extproc.ext_proc.answers.go_on import LAST_HEADERS, find_warning, let_go_on, make_metadata, make_wait, replace_body
+from extproc.ext_proc.answers.metadata import SESSIONS, write_sessions
+from extproc.ext_proc.answers.refuse import refuse, refuse_blocked, refuse_killed, refuse_uncountable, refuse_without_store
+from extproc.ext_proc.changes.changes import NOTHING, OBSERVED, UNCHANGED, Changed, Original
+from extproc.ext_proc.service import Service
+from extproc.request.fingerprint import Body, write_crc32
+from extproc.request.http import HttpRequest
+from extproc.store.pending import Listener
+from extproc.store.rules.session import REFUSED, WITHDRAWN
+
+HOLD_MARGIN_MS = 2_000
+"""What the overridden message timeout exceeds the hold by, so that a busy moment does not turn a hold into a 504."""
+
+_SMALL: Final = 8_192
+_SMALL_SECONDS: Final = 0.001
+"""A body of so many bytes takes no longer to look into; the clock of a thread, which is a system call, would."""
+
+_REFUSED_STATUS: Final = 429
+"""Of requests that another guard has refused, whatever it says exactly."""
+
+
+class Reply:
+    """What to do with one message; never changed.
+
+    Attributes:
+        answer: the ProcessingResponse to send; None when the message has no well-formed answer.
+        done: end the stream with status OK once the answer is out.
+        hold_ms: wait that long before the answer, in milliseconds.
+        first: a ProcessingResponse to send before the wait, which makes Envoy wait as well.
+    """
+
+    __slots__ = ("answer", "done", "first", "hold_ms")
+
+    def __init__(self, answer: bytes | None, *, done: bool, hold_ms: int = 0, first: bytes = b"") -> None:
+        self.answer = answer
+        self.done = done
+        self.hold_ms = hold_ms
+        self.first = first
+
+
+MaybeLater: TypeAlias = Reply | Awaitable[Reply]
+
+HEADERS: Final = ("request_headers", LAST_HEADERS)
+_PHASES = (*HEADERS, "request_body", "request_trailers", "response_headers", "response_body", "response_trailers")
+
+_GO_ON_BYTES: Final = {kind: let_go_on(kind) for kind in _PHASES}
+GO_ON: Final = {kind: Reply(answer, done=False) for kind, answer in _GO_ON_BYTES.items()}
+DONE: Final = {kind: Reply(answer, done=True) for kind, answer in _GO_ON_BYTES.items()}
+"""By phase: the request goes on, and the stream with it or not."""
+
+
+class Later:
+    """A reply that waits for the store and nothing else, which the owner of the socket can do without a task.
+
+    Attributes:
+        stay: what becomes of the reply where the stream has more to do than to answer, None for nothing.
+    """
+
+    __slots__ = ("_asked", "_evaluation", "_kind", "_shadow_counts", "_transaction", "stay")
+
+    def __init__(
+        self, transaction: Transaction, kind: str, evaluation: Evaluation, asked: Asked, shadow_counts: Counts
+    ) -> None:
+        self.stay: Callable[[Reply], Reply] | None = None
+        self._transaction = transaction
+        self._kind = kind
+        self._evaluation = evaluation
+        self._asked = asked
+        self._shadow_counts = shadow_counts
+
+    def notify(self, listener: Listener) -> None:
+        """Call this listener as soon as the store has answered, for it to `finish`."""
+        self._asked.pending.tell(listener)
+
+    def cancel(self) -> None:
+        """Want no reply any more."""
+        self._asked.pending.cancel()
+
+    def finish(self) -> Reply:
+        """The reply, once the store has answered."""
+        reply = self._transaction.finish(self._kind, self._evaluation, self._asked, self._shadow_counts)
+        return reply if self.stay is None else self.stay(reply)
+
+    async def _wait(self) -> Reply:
+        with suppress(StoreError):  # `finish` sorts it out
+            await self._asked.pending
+        return self.finish()
+
+    def __await__(self) -> Generator[Any, None, Reply]:
+        """The same for others: wait, and finish."""
+        return self._wait().__await__()
+
+
+class Transaction:
+    """One HTTP request.
+
+    Attributes:
+        observed: Envoy waits for no answer.
+        buffered: Envoy sends the body as a whole, and would take another in its place.
+        ended: the request was refused.
+        started: when its newest message came, by `perf_counter`.
+    """
+
+    __slots__ = (
+        "_content",
+        "_held",
+        "_holding",
+        "_record",
+        "_service",
+        "_unknown",
+        "buffered",
+        "ended",
+        "observed",
+        "started",
+    )
+
+    def __init__(self, service: Service) -> None:
+        self.observed = False
+        self.buffered = False
+        self.ended = False
+        self.started = 0.0
+        self._service = service
+        self._content: bytes | memoryview | None = None  # of a request that a note may be put into
+        self._unknown = ""  # why there is none
+        self._record: dict[str, Any] | None = None  # of a request that is to be recorded, as far as it is known
+        self._holding: str | None = None  # the tenant whose place it takes
+        self._held: Sequence[SessionCandidate] = ()  # sessions of a request that is held, until its answer leaves
+
+    def meet(
+        self, engine: Engine, request: HttpRequest, scope: str, pinned: Sequence[str], handed_over: Engine | None
+    ) -> Evaluation | None:
+        """What the policies of the request, and of its route, want to count; None where there are none."""
+        service = self._service
+        if pinned and (unknown := engine.list_unknown(pinned)):
+            service.reporter.report_unknown_policies(unknown)
+        facts = request.facts
+        evaluation = engine.prepare(request, scope, pinned, handed_over, service.key)
+        if evaluation is None:
+            service.metrics.unmatched.inc()
+        elif service.settings.record:
+            self._record = record_head(request, facts, evaluation.plans, plain=service.reporter.show_callers)
+        return evaluation
+
+    def kill(self, request: HttpRequest, switch: Switch) -> Reply | None:
+        """The refusal of a request that a kill switch holds for; None where that may not act."""
+        shadow = self._service.settings.shadow
+        self._service.reporter.report_killed(switch, "shadow" if shadow else "enforce")
+        return None if shadow else self._end(refuse_killed(request))
+
+    def block(self, evaluation: Evaluation) -> Reply | None:
+        """The refusal of a request that an operator has blocked, as far as it is known."""
+        found = evaluation.enforcing.find_block()
+        if found is None:
+            return None
+        service, (candidate, block) = self._service, found
+        service.reporter.report_blocked(candidate.plan.id, block)
+        if block.kind == KILL and isinstance(candidate, SessionCandidate):
+            outcome = candidate.kill()
+            service.reporter.report_sessions([candidate])
+            metadata = make_metadata(Decision(outcome, None, [outcome], warning=False))
+            return self._end(refuse(outcome, metadata, evaluation.request, evaluation.content))
+        seconds = max(1, ceil(block.ends - time()))
+        return self._end(refuse_blocked(candidate.plan.id, seconds, evaluation.request, evaluation.content, candidate.subject))
+
+    def _end(self, refusal: bytes) -> Reply:
+        """Refuse the request before any policy has counted it."""
+        self.ended = True
+        self._service.metrics.decision_seconds.observe(perf_counter() - self.started)
+        return Reply(refusal, done=True)
+
+    def judge(
+        self,
+        kind: str,
+        evaluation: Evaluation,
+        sums: Body | None,
+        reason: str = "",
+        content: bytes | memoryview | None = None,
+    ) -> MaybeLater:
+        """Count the request and answer, now or when the store has answered.
+
+        Args:
+            kind: the phase of the message to answer.
+            evaluation: the request.
+            sums: of its body, None where that is not known.
+            reason: why not.
+            content: the body, None where no policy may look into it.
+        """
+        if evaluation.steers:
+            self._content, self._unknown = content, reason
+        if self._record is not None:
+            self._record = record_body(self._record, sums, reason, time())
+        if content and evaluation.inspects:
+            self._inspect(evaluation, sums, reason, content)
+        else:
+            evaluation.read_body(sums, reason, content)
+        if evaluation.is_overridden and (blocked := self.block(evaluation)) is not None:
+            return blocked
+        counting = self._service.counting
+        counts = counting.count(evaluation.enforcing)
+        shadow_counts = counting.count(evaluation.shadow) if evaluation.shadow.candidates else ()
+        if isinstance(shadow_counts, HERE):  # as nearly always
+            if isinstance(counts, Asked):
+                return Later(self, kind, evaluation, counts, shadow_counts)
+            if isinstance(counts, HERE):
+                return self._answer(kind, evaluation, counts, shadow_counts)
+        return self._judge_later(kind, evaluation, counts, shadow_counts)
+
+    def _inspect(self, evaluation: Evaluation, sums: Body | None, reason: str, content: bytes | memoryview) -> None:
+        """Look into the body while its tenant's time for that lasts."""
+        budget, tenant, watches = self._service.budget, evaluation.find_tenant(), not evaluation.enforcing.inspects
+        if not budget.allows(tenant, self.started, shadow=watches):
+            evaluation.read_body(sums, reason, None, "inspect_budget")
+            return
+        small = len(content) <= _SMALL
+        clock = perf_counter if small else thread_time  # what other processes take of the processor is no tenant's fault
+        most = _SMALL_SECONDS if small else inf
+        began = clock()
+        evaluation.open_body(sums, reason, content)
+        evaluation.read_with(evaluation.enforcing)
+        looked = clock()
+        budget.spend(tenant, min(looked - began, most), shadow=watches)
+        if not evaluation.shadow.candidates:
+            return
+        if not budget.allows(tenant, self.started, shadow=True):
+            evaluation.withhold("inspect_budget")
+        evaluation.read_with(evaluation.shadow)
+        budget.spend(tenant, min(clock() - looked, most), shadow=True)
+
+    async def _judge_later(self, kind: str, evaluation: Evaluation, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:
+        try:
+            # Of a list: else its type says that it gives a tuple, and compiled code insists on that.
+            collected = await asyncio.gather(*[wait_for(counts), wait_for(shadow_counts)])
+            return self._answer(kind, evaluation, *collected)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
+            return self.fail(kind, error)
+
+    def finish(self, kind: str, evaluation: Evaluation, asked: Asked, shadow_counts: Counts) -> Reply:
+        """Answer a request that the store has counted."""
+        try:
+            return self._answer(kind, evaluation, asked.collect(), shadow_counts)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
+            return self.fail(kind, error)
+
+    def _answer(self, kind: str, evaluation: Evaluation, counts: Counts, shadow_counts: Counts) -> Reply:
+        """Answer a request that has been counted: whatever goes wrong from here on, sessions learn whose call it is."""
+        try:
+            return self._decide(kind, evaluation, counts, shadow_counts)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
+            return self.fail(kind, error, self._describe_calls(evaluation.sessions))
+
+    def _decide(self, kind: str, evaluation: Evaluation, counts: Counts, shadow_counts: Counts) -> Reply:
+        service, sessions = self._service, evaluation.sessions
+        decision = evaluation.decide(counts, shadow_counts)
+        if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self.observed:
+            decision = self._hold(decision, decision.lead)
+        changed = UNCHANGED
+        if decision.steer is not None or (sessions and evaluation.is_narrowed):
+            decision, changed = self._change(kind, evaluation, decision)
+        service.reporter.report(evaluation, decision)
+        reply = self._refuse_uncounted(evaluation, decision, counts) or self._encode(kind, evaluation, decision, changed)
+        if self.ended and sessions:
+            self._take_back(sessions, REFUSED, _REFUSED_STATUS)
+        elif self._holding is not None:
+            self._held = sessions
+        if evaluation.paired:
+            self._compare(evaluation, decision)
+        service.metrics.decision_seconds.observe(perf_counter() - self.started)
+        return reply
+
+    def _hold(self, decision: Decision, lead: Outcome) -> Decision:
+        """Claim a place among the held requests; past the bound a throttled request is rejected."""
+        if self._service.holds.claim(lead.tenant):
+            self._holding = lead.tenant
+            return decision
+        return decision.refuse_instead(lead.change_action(Action.REJECT))
+
+    def _change(self, kind: str, evaluation: Evaluation, decision: Decision) -> tuple[Decision, Changed]:
+        """Change the body of a request that goes on, where there is one that Envoy would take in place of its own."""
+        if decision.action is Action.REJECT:
+            return decision, UNCHANGED
+        original = Original(self._content, self._unknown or "inspect_limit")
+        if self.observed:
+            original = Original(None, OBSERVED)
+        elif kind in HEADERS:
+            original = Original(None, NOTHING)
+        elif not self.buffered:
+            original = Original(None, "body_mode")
+        return self._service.changes.apply(evaluation, decision, original)
+
+    def _refuse_uncounted(self, evaluation: Evaluation, decision: Decision, counts: Counts) -> Reply | None:
+        """The refusal of a request that could not be counted, where that is wanted; None for all others."""
+        forbidden = evaluation.enforcing.forbidden
+        if counts is None:
+            metadata = self._describe(evaluation, decision)
+            refusal = refuse_without_store(metadata, evaluation.request, evaluation.content)
+        elif forbidden is not None and decision.action is not Action.REJECT:
+            self._service.reporter.report_forbidden(*forbidden)
+            recorded = {} if self._record is None else {"record": self._record}
+            refusal = refuse_uncountable(*forbidden, recorded, evaluation.request, evaluation.content)
+        else:
+            return None
+        self.ended = True
+        return Reply(refusal, done=True)
+
+    def _encode(self, kind: str, evaluation: Evaluation, decision: Decision, changed: Changed) -> Reply:
+        lead, sessions = decision.lead, evaluation.sessions
+        calls = self._describe_calls(sessions) if sessions else ""
+        if lead is None and decision.shadow is None and self._record is None and changed.body is None:
+            return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else DONE[kind]
+        metadata = self._describe(evaluation, decision)
+        if lead is not None and lead.action is Action.REJECT:
+            self.ended = True
+            return Reply(refuse(lead, metadata, evaluation.request, evaluation.content), done=True)
+        if calls:
+            metadata[SESSIONS] = calls
+        if changed.body is not None:
+            answer = replace_body(changed.body, metadata, warning=find_warning(decision), marks=changed.marks)
+        else:
+            answer = let_go_on(kind, metadata or None, warning=find_warning(decision))
+        if lead is None or self._holding is None:
+            return Reply(answer, done=True)
+        return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))
+
+    def _describe_calls(self, sessions: Sequence[SessionCandidate]) -> str:
+        """What an entry of the access log has to say whose call it is about; empty for nothing."""
+        calls = "" if self.observed else ",".join([each.describe_call() for each in sessions if each.is_let_through])
+        return f"[{calls}]" if calls else ""
+
+    def _describe(self, evaluation: Evaluation, decision: Decision) -> dict[str, Any]:
+        """The dynamic metadata of the answer."""
+        metadata = make_metadata(decision)
+        if self._record is None:
+            return metadata
+        counted = evaluation.enforcing.candidates or evaluation.shadow.candidates
+        if counted:
+            first = counted[0]
+            first.name_request()
+            names = {"fingerprint": first.fingerprint, "tenant": first.tenant, "body_crc32": write_crc32(first.body_crc32)}
+            metadata = {**names, **metadata}
+        return {**metadata, "record": self._record}
+
+    def _take_back(self, sessions: Sequence[SessionCandidate], outcome: int, status: int) -> None:
+        """Tell ledgers that a request which they have let through goes no further."""
+        service = self._service
+        let_through = [session for session in sessions if session.is_let_through]
+        settlements = [session.take_back(outcome) for session in let_through]
+        service.counting.settle(settlements, partial(service.reporter.report_taken_back, status, let_through))
+
+    def _compare(self, evaluation: Evaluation, decision: Decision) -> None:
+        """Count for canaries what this request says about them."""
+        try:
+            self._service.pairs.compare(evaluation, decision, refused=self.ended)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the answer stands
+            self._service.reporter.report_shadow_failure(error)
+
+    def fail(self, kind: str, error: Exception, calls: str = "") -> Reply:
+        """An internal error: the request goes on, loudly; `calls` says whose call it is, where it has been counted."""
+        self.ended = False
+        self._service.metrics.fail_open.labels("internal_error").inc()
+        self._service.reporter.report_failure("internal error, request let through", error, phase=kind)
+        return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else DONE[kind]
+
+    def end_hold(self) -> None:
+        """The answer that was held leaves now, so that the request goes on, whoever still waits for it."""
+        self._held = ()
+
+    def close(self) -> None:
+        """Free what the request held; sessions learn of one that was held and went no further."""
+        if self._holding is not None:
+            self._service.holds.free(self._holding)
+            self._holding = None
+        if self._held:
+            self._take_back(self._held, WITHDRAWN, 0)
+            self._held = ()

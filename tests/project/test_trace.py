@@ -1,0 +1,42 @@
+"""How far a reader follows one request: the modules and functions that it passes through have a budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.trace import REQUESTS, trace
+
+BUDGET = {"exact": (21, 111), "turns": (35, 225)}
+"""Modules and functions at most, by request."""
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_way_of_a_request_is_short(name: str) -> None:
+    """Who adds to it takes something away elsewhere: `python -m tests.support.trace` shows what there is."""
+    way = trace(*REQUESTS[name])
+    modules, functions = BUDGET[name]
+    assert len(way.modules) <= modules, way.write()
+    assert len(way.functions) <= functions, way.write()
+
+
+def test_the_way_is_written_in_the_order_of_the_request() -> None:
+    """It begins where Envoy's bytes come in, and every function is numbered and described."""
+    lines = trace(*REQUESTS["exact"]).write().splitlines()
+    assert lines[1] == "## ext_proc"
+    numbers = [int(line.partition(".")[0]) for line in lines if line[:1].isdigit()]
+    assert sorted(numbers) == list(range(1, len(numbers) + 1))
+    assert any("`Stream.receive`: " in line for line in lines)
+
+
+def test_requests_that_are_not_let_through_are_not_traced() -> None:
+    """The way of a refusal is another one, so that a request which is refused would be measured in its place by mistake."""
+    policy, write_body = REQUESTS["exact"]
+    strict = {
+        **policy,
+        "spec": {
+            **policy["spec"],
+            "loop_detection": {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2},
+        },
+    }
+    with pytest.raises(RuntimeError, match="not let through"):
+        trace(strict, lambda _: write_body(0))
