@@ -490,7 +490,7 @@ def test_thousands_of_orders_are_read_whole(store: Driver) -> None:
 
     async def fill() -> None:
         for number in range(2_500):
-            await store.store.put_order(book, str(number), b"x", 60)
+            await store.store.put_order(book, str(number), b"x", 3_600)  # the first is there when the last is put
 
     store.run(fill())
     found = store.run(store.store.read_orders(book, ""))
