@@ -206,22 +206,22 @@ def test_a_route_that_is_chosen_late_is_guarded(follows: Callable[[str], str], s
 
 
 def test_what_is_not_guarded_may_take_its_time() -> None:
-    """With each bound of the snippet a second, a slow upload elsewhere goes on, and one that stalls on a guarded route ends."""
+    """With bounds of three seconds in the snippet, a slow upload elsewhere goes on, and a stalled one that is guarded ends."""
     follows = attach(*NAMED)
     bound = re.compile(r'"(request_timeout|idle_timeout)": "\d+s"')
 
     def slowly() -> Iterator[bytes]:
-        for _ in range(5):
+        for _ in range(10):
             yield b"x"
             time.sleep(0.4)
 
-    with stack(POLICIES, edit=lambda text: bound.sub(r'"\1": "1s"', follows(text))) as made:
+    with stack(POLICIES, edit=lambda text: bound.sub(r'"\1": "3s"', follows(text))) as made:
         slow = made.send("/rest", method="POST", body=slowly())
         with made.connect() as stalls:
             stalls.sendall(b"POST /chat HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\nx")
             ended = stalls.makefile("rb").readline()
 
-    assert (slow.status, made.upstream.seen[-1].body) == (200, b"xxxxx")
+    assert (slow.status, made.upstream.seen[-1].body) == (200, b"x" * 10)
     assert ended == b"HTTP/1.1 408 Request Timeout\r\n"
 
 

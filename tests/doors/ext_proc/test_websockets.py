@@ -32,7 +32,7 @@ WHY = "responses_websocket"
 
 
 def _greet(client: socket.socket) -> None:
-    """An upstream that says hello over a WebSocket (RFC 6455), and answers all other requests with 200."""
+    """An upstream that says hello over a WebSocket (RFC 6455) until its client closes it, and answers all else with 200."""
     head = b""
     while b"\r\n\r\n" not in head:
         head += client.recv(65_536)
@@ -43,8 +43,8 @@ def _greet(client: socket.socket) -> None:
     accepted = base64.b64encode(hashlib.sha1(key[1] + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())  # noqa: S324
     switching = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
     client.sendall(switching + b"sec-websocket-accept: %b\r\n\r\n\x81\x05hello" % accepted)
-    while client.recv(65_536):
-        pass
+    client.recv(65_536)
+    client.sendall(b"\x88\x00")  # closed, too: the client would wait ten seconds for that
 
 
 def _open(made: Stack, path: str, **more: str) -> int:
