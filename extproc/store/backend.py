@@ -107,7 +107,7 @@ class _PendingBatch(Pending):
 
 
 class RedisBackend:
-    """The wire to a shard's server, for one round batch at a time; what goes wrong is a StoreError and nothing else."""
+    """The wire to a shard's server, for one round trip at a time; what goes wrong is a StoreError and nothing else."""
 
     def __init__(self, topology: ShardServers, prefix: str) -> None:
         """Keep state on a server of `topology`; every key starts with `prefix`."""
