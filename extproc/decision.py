@@ -126,7 +126,7 @@ class Subject(Protocol):
         """What is called in it, as far as that is looked at."""
         ...
 
-    def tell(self, outcome: Outcome, method: str, path: str) -> str:
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:
         """What repeated, how often, and what to do instead, in words that a model can act on."""
         ...
 
@@ -217,7 +217,6 @@ class Outcome:
         repeat: Repeat | None = None,
         reason: Reason | None = None,
     ) -> None:
-        """Keep them as given."""
         self.reason = reason or Reason.LOOP_DETECTED
         self.policy = policy
         self.mode = mode
@@ -288,7 +287,6 @@ class Decision:
         warning: bool,
         steer: Outcome | None = None,
     ) -> None:
-        """Keep them as given."""
         self.lead = lead
         self.shadow = shadow
         self.trace = trace

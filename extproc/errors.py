@@ -46,7 +46,6 @@ class BundleErrors(LoopguardError):
     """
 
     def __init__(self, errors: Sequence[BundleError]) -> None:
-        """Keep all the errors; there is at least one."""
         self.errors = tuple(errors)
         super().__init__("\n".join(map(str, self.errors)))
 
@@ -65,7 +64,6 @@ class StoreError(LoopguardError):
     """
 
     def __init__(self, message: str, *, kind: str) -> None:
-        """Carry the message for the log and the kind for the metric."""
         self.kind = kind
         super().__init__(message)
 
@@ -78,7 +76,6 @@ class PartlyAwayError(StoreError):
     """
 
     def __init__(self, message: str, *, kind: str, answers: list[Any]) -> None:
-        """Carry what is known beside message and kind."""
         self.answers = answers
         super().__init__(message, kind=kind)
 
@@ -91,6 +88,5 @@ class ProtocolError(LoopguardError):
     """
 
     def __init__(self, message: str, *, code: int) -> None:
-        """Carry the message for the log and the code for the peer."""
         self.code = code
         super().__init__(message)

@@ -16,7 +16,6 @@ class RateLimit:
     """Lets through a bounded number of events a second and counts the rest."""
 
     def __init__(self, per_second: int) -> None:
-        """Let `per_second` events through in every second of the clock."""
         self._per_second = per_second
         self._second = -1
         self._passed = 0
@@ -43,7 +42,6 @@ class Reminder:
     """Lets one event through every so often, and tells how many there were since."""
 
     def __init__(self, seconds: float) -> None:
-        """Nothing has happened."""
         self._seconds = seconds
         self._next = float("-inf")
         self._events = 0

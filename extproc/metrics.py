@@ -27,7 +27,6 @@ class Metrics:
     """The metrics of one server, in a registry of their own."""
 
     def __init__(self) -> None:  # noqa: PLR0915  # a statement for each
-        """Register them all."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # when a counter began is not worth a second time series
         self.registry = registry = CollectorRegistry()
 

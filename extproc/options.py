@@ -20,6 +20,9 @@ Value = TypeVar("Value")
 REQUIRED: Any = MISSING
 """In place of a default."""
 
+_YES = ("1", "true", "yes", "on")
+_NO = ("0", "false", "no", "off", "")
+
 ENVIRONMENT_ONLY = "environment only"
 """In place of a flag's metavar: a secret on a command line is a secret no more."""
 
@@ -51,20 +54,10 @@ def parse_switch(text: str) -> bool:
     Raises:
         ValueError: it says neither yes nor no.
     """
-    known = {
-        "1": True,
-        "true": True,
-        "yes": True,
-        "on": True,
-        "0": False,
-        "false": False,
-        "no": False,
-        "off": False,
-        "": False,
-    }
-    if text.lower() not in known:
+    word = text.lower()
+    if word not in (*_YES, *_NO):
         raise ValueError("must be true or false")
-    return known[text.lower()]
+    return word in _YES
 
 
 def parse_one_of(*choices: str) -> Callable[[str], str]:

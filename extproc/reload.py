@@ -62,7 +62,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Refusal(NamedTuple):
+class RefusedReload(NamedTuple):
     """A reload that was refused.
 
     Attributes:
@@ -108,15 +108,15 @@ class Reloader:
         self._files = _FileSystem()
         self._unreadable = ""
         self._refused = False
-        self._refusal: Refusal | None = None
+        self._refusal: RefusedReload | None = None
         metrics.policy_reload_refused.set_function(lambda: bool(self._refused or self._unreadable))
         loaded = _compile(files, settings, _now(), unreadable=unreadable)
-        self._take(loaded)
+        self._apply(loaded)
         for warning in [*loaded.warnings, *loaded.unenforced]:
             _LOG.warning(str(warning))
 
     @property
-    def refusal(self) -> Refusal | None:
+    def refusal(self) -> RefusedReload | None:
         """Why the files are not what is in force, None where they are."""
         return self._refusal if self._refused or self._unreadable else None
 
@@ -195,11 +195,11 @@ class Reloader:
     async def _swap(self, loaded: _Loaded, swap: Callable[[Engine], None]) -> None:
         """Put new policies into force, and free the old ones."""
         old = [self.engine]
-        self._take(loaded)
+        self._apply(loaded)
         swap(self.engine)
         await asyncio.to_thread(_dismantle, old)
 
-    def _take(self, loaded: _Loaded) -> None:
+    def _apply(self, loaded: _Loaded) -> None:
         self.sources, self.engine, self._archive = loaded.sources, loaded.engine, loaded.archive
         self._digests, self.unenforced = loaded.digests, loaded.unenforced
         info = self._metrics.policy_info
@@ -218,7 +218,7 @@ class Reloader:
     async def _refuse(self, error: Exception) -> None:
         self._metrics.policy_reloads.labels("error").inc()
         problems: Sequence[object] = error.errors if isinstance(error, BundleErrors) else [error]
-        self._refusal = Refusal(_now(), excerpt(problems), len(problems))
+        self._refusal = RefusedReload(_now(), excerpt(problems), len(problems))
         await _log_all(logging.ERROR, problems)
         _LOG.error("policies not reloaded, the last good ones stay in force", extra=make_extra(errors=len(problems)))
 

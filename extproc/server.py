@@ -23,22 +23,22 @@ from extproc.errors import StoreError
 from extproc.ext_proc.service import Service
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
-from extproc.operator.admin.board import Board
 from extproc.operator.admin.credentials import Credentials
 from extproc.operator.admin.loop_page import route_page as route_loop_page
 from extproc.operator.admin.loop_report import LoopPages
-from extproc.operator.admin.loops import SharedLoops, View
 from extproc.operator.admin.overrides import route_overrides
 from extproc.operator.admin.pages import Page, make_app, route_page
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages
-from extproc.operator.admin.sessions import SessionView, SharedSessions
+from extproc.operator.board import Board, View
 from extproc.operator.canary.report import describe_canaries
 from extproc.operator.canary.sharing import Sharing
 from extproc.operator.canary.states import State
 from extproc.operator.canary.verdict import Rules
 from extproc.operator.events import LoopEvents, SessionEvents, open_events
-from extproc.operator.overrides import Desk, Seen, describe_override
+from extproc.operator.loop_rows import Loop, LoopDocument
+from extproc.operator.overrides import OverrideService, Seen, describe_override
+from extproc.operator.session_rows import SessionDocument, SessionRow
 from extproc.policy.loader import Unenforced
 from extproc.reload import Reloader
 from extproc.request.hash_key import read_hash_key
@@ -115,7 +115,7 @@ class Server:
         local = store if isinstance(store, MemoryStore) else MemoryStore(metrics)
         self.service = Service(self._reloader.engine, store, local, metrics, settings, key)
         metrics.list_unenforced = lambda: [(part.policy, part.part) for part in self._list_unenforced()]
-        self._desk = Desk(store, self.service, metrics)
+        self._overrides = OverrideService(store, self.service, metrics)
         self._health = Health()
         self._grpc = _import_transport(settings.transport)(self.service, self._health)
         self._sharing = Sharing(self.service.pairs, store)
@@ -130,10 +130,10 @@ class Server:
         replica = make_replica_name()
         self._events = open_events(settings, f"loopguard/{replica}", metrics)
         reporter = self.service.reporter
-        loops = SharedLoops(reporter.loops, store, self._shows_callers, replica)
-        sessions = SharedSessions(reporter.sessions, store, self._shows_callers, replica)
-        self._boards: list[Board[Any]] = [loops.board, sessions.board]
-        self._desk.list_seen = lambda: _find_seen(loops.view(), sessions.view())
+        loops = Board("loops", LoopDocument, reporter.loops, store, self._shows_callers, replica)
+        sessions = Board("sessions", SessionDocument, reporter.sessions, store, self._shows_callers, replica)
+        self._boards: list[Board[Any]] = [loops, sessions]
+        self._overrides.list_seen = lambda: _find_seen(loops.view(), sessions.view())
         loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers)
         session_pages = SessionPages(sessions, self._shows_callers)
         routes = [
@@ -141,7 +141,7 @@ class Server:
             route_loop_page(loop_pages, session_pages),
             *loop_pages.list_routes(),
             *session_pages.list_routes(),
-            *route_overrides(self._desk, Credentials(settings.admin_token_file), lambda: self._loop),
+            *route_overrides(self._overrides, Credentials(settings.admin_token_file), lambda: self._loop),
         ]
         self._admin = AdminServer(make_app(metrics, routes))
         self._stop = asyncio.Event()
@@ -158,8 +158,8 @@ class Server:
         sys.setswitchinterval(SWITCH_SECONDS)
         self._loop = loop = asyncio.get_running_loop()
         await self._store.start()
-        with suppress(StoreError):  # nobody knows then what was ordered; the desk keeps asking
-            await self._desk.refresh()
+        with suppress(StoreError):  # nobody knows then what was ordered; they are asked for again
+            await self._overrides.refresh()
         if self._key_sharing is not None:
             await self._key_sharing.refresh()
         admin = self._admin.start(self._settings.admin, self._settings.admin_socket)
@@ -174,7 +174,7 @@ class Server:
             self._heartbeat(),
             self._sharing.run(),
             *(board.share() for board in self._boards),
-            self._desk.follow(),
+            self._overrides.follow(),
             self._watch_for_events(),
             *([self._key_sharing.run()] if self._key_sharing is not None else []),
         )
@@ -253,16 +253,16 @@ class Server:
             watched = {plan.id for plan in self.service.engine.plans if plan.shadow}
             for plan in engine.plans:
                 if plan.id in watched and not plan.shadow:
-                    self._events.tell("policy_promoted", plan.id, {"policy": plan.id, "mode": plan.mode})
+                    self._events.emit("policy_promoted", plan.id, {"policy": plan.id, "mode": plan.mode})
         self.service.follow(engine)
 
     async def _watch_for_events(self) -> None:
         """Tell of what happens to loops and to the store, a second later at most; what operators do, at once."""
         if self._events is None:
             return
-        tell = self._events.tell
-        self._desk.tell = lambda kind, override: tell(kind, override.name, describe_override(override))
-        loops, sessions = LoopEvents(tell, self._shows_callers), SessionEvents(tell, self._shows_callers)
+        emit = self._events.emit
+        self._overrides.emit = lambda kind, override: emit(kind, override.name, describe_override(override))
+        loops, sessions = LoopEvents(emit, self._shows_callers), SessionEvents(emit, self._shows_callers)
         health = "ok"
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -270,7 +270,7 @@ class Server:
             sessions.look(self.service.reporter.sessions.copy())
             now = self._store.health()
             if (now == "ok") != (health == "ok"):
-                tell("store_back" if now == "ok" else "store_lost", redact_url(self._settings.store), {"health": now})
+                emit("store_back" if now == "ok" else "store_lost", redact_url(self._settings.store), {"health": now})
             health = now
 
     async def _drain(self) -> None:
@@ -347,11 +347,11 @@ def _import_transport(name: str) -> Callable[[Service, Health], Transport]:
     return made
 
 
-def _find_seen(loops: View, sessions: SessionView) -> Seen:
+def _find_seen(loops: View[LoopDocument], sessions: View[SessionDocument]) -> Seen:
     """The hashes in what all replicas have reported."""
-    named = [(row.tenant, row.session) for row in loops.rows] + [(row.tenant, row.session) for row in sessions.rows]
-    callers, names = zip(*named, strict=True) if named else ((), ())
-    return Seen(frozenset(callers), frozenset(names), frozenset(row.fingerprint for row in loops.rows))
+    rows: list[Loop | SessionRow] = [*loops.document.rows, *sessions.document.rows]
+    fingerprints = frozenset(loop.fingerprint for loop in loops.document.rows)
+    return Seen(frozenset(row.tenant for row in rows), frozenset(row.session for row in rows), fingerprints)
 
 
 def _drop_zero(number: float | None) -> float | None:

@@ -22,7 +22,6 @@ class Buckets:
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Nothing has been observed."""
         self.bounds = tuple(map(float, bounds))
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
@@ -44,7 +43,6 @@ class Decisions:
     __slots__ = ("counts",)
 
     def __init__(self) -> None:
-        """Nothing has been decided."""
         self.counts: dict[tuple[str, str, str], int] = {}
 
     def add(self, policy: str, mode: str, action: str) -> None:

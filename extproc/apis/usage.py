@@ -1,4 +1,4 @@
-"""Where answers say how many tokens a call took: what Envoy looks for, and what it hands over.
+"""What a call is billed by: the model that a request asks for, and the tokens that its answer took.
 
 - Each API has places of its own for the same count. `envoy-config` makes Envoy's rules of them.
 - Out of an answer in one document Envoy hands over counts, each by its name.
@@ -9,78 +9,109 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+from urllib.parse import unquote
 
 from msgspec import MsgspecError, json
 
 USAGE_NAMESPACE: Final = "loopguard.usage"
 """Where Envoy's filters put what they find."""
 
-COUNT_PLACES: Final = {
-    "input": [
-        *("usage.prompt_tokens", "usage.input_tokens", "message.usage.input_tokens", "response.usage.input_tokens"),
-        *("usageMetadata.promptTokenCount", "usage.inputTokens", "prompt_eval_count"),
-    ],
-    # Not message.usage.output_tokens, which is where a message begins and nothing has been written yet.
-    "output": [
-        *("usage.completion_tokens", "usage.output_tokens", "response.usage.output_tokens"),
-        *("usageMetadata.candidatesTokenCount", "usage.outputTokens", "eval_count"),
-    ],
-    "cached": [
-        *("usage.prompt_tokens_details.cached_tokens", "usage.input_tokens_details.cached_tokens"),
-        *("response.usage.input_tokens_details.cached_tokens", "usageMetadata.cachedContentTokenCount"),
-    ],
-    "cache_read": [
-        *("usage.cache_read_input_tokens", "message.usage.cache_read_input_tokens", "usage.cacheReadInputTokens"),
-    ],
-    "cache_write": [
-        *("usage.cache_creation_input_tokens", "message.usage.cache_creation_input_tokens", "usage.cacheWriteInputTokens"),
-    ],
-    "thoughts": ["usageMetadata.thoughtsTokenCount"],
-    "tool_input": ["usageMetadata.toolUsePromptTokenCount"],
-}
-"""OpenAI's chat completions and responses, Anthropic's messages, Gemini's contents, Bedrock's Converse, Ollama's own. Where an
-answer says a thing several times, the last one counts: what streams say about output grows."""
-
 MODEL: Final = "model"
+"""The name under which they put the model."""
 
-MODEL_PLACES: Final = ("model", "message.model", "response.model", "modelVersion")
+COUNTS: Final = ("input", "output", "cached", "cache_read", "cache_write", "thoughts", "tool_input")
+"""What answers count. `input` is all of a prompt, of which `cached` came from a cache. Where an API counts what a cache took
+part in beside its `input`, that is `cache_read` and `cache_write`. `thoughts` and `tool_input` are in no other count."""
 
-EVENT_OBJECTS: Final = ("message.usage", "response.usage", "usage", "usageMetadata")
-"""Of events, in the order in which a stream tells them. Ollama's own counts are in no object, and its streams are no events."""
+LONGEST_MODEL: Final = 256
+"""Of a name, in characters."""
+
+_LONGEST_ENCODED: Final = 9 * LONGEST_MODEL
+"""Before it is decoded: a character takes nine, where it is three bytes of UTF-8."""
+
+_ANYWHERE: Final = ("/models/", "/model/")
 
 _MAX_OBJECT: Final = 8_192
 """Characters; APIs write a tenth of that."""
 
 _decode: Final = json.Decoder(dict[str, Any]).decode
 
+Finder = Callable[[str], str]
+"""Takes a path; the model that it names, empty where it names none."""
 
-def _find_within(place: str) -> list[tuple[str, list[str]]]:
+
+FINDERS: Final[list[tuple[str, Finder]]] = []
+"""Of APIs whose paths name the model: a word that has to be in the path, and what finds the name. Every API adds its own."""
+
+
+def find_model(path: str, named: str = "") -> str:
+    """The model that a request asks for, empty where it does not say.
+
+    Where an API names the model in the path, that is the model which answers, whatever else stands in the body. All others name
+    it in the body. Names come as SDKs write them, so that `%3A` is a colon.
+
+    Args:
+        path: of the request.
+        named: in its body, empty where it names none there, or where nobody could look.
+    """
+    for word, find in FINDERS:
+        if word in path:
+            model = find(path)
+            if model:
+                return model
+    return named[:LONGEST_MODEL] or find_behind(path, *_ANYWHERE)
+
+
+def find_behind(path: str, *collections: str) -> str:
+    """The name in a path that follows one of these words, such as `/models/`."""
+    for collection in collections:
+        if collection in path:
+            return decode_name(path.partition(collection)[2].partition("/")[0].partition(":")[0])
+    return ""
+
+
+def decode_name(name: str) -> str:
+    """A name that stands in a path, without its percent signs, and no longer than names are."""
+    return unquote(name[:_LONGEST_ENCODED])[:LONGEST_MODEL]
+
+
+class Counts:
+    """Reads the counts that Envoy hands over."""
+
+    def __init__(self, places: Mapping[str, Sequence[str]], objects: Sequence[str]) -> None:
+        """Get ready.
+
+        Args:
+            places: of each of COUNTS, keys joined by dots.
+            objects: of events that hold some of these places, in the order in which a stream tells them.
+        """
+        self._counts = [(name.encode(), name) for name in places]
+        self._objects = [(place.encode(), _find_within(place, places)) for place in objects]
+
+    def read(self, told: Mapping[bytes, object]) -> dict[str, float]:
+        """What Envoy has handed over, by the names in COUNTS: any numbers at all."""
+        counts: dict[str, float] = {}
+        for key, name in self._counts:
+            count = told.get(key)
+            if isinstance(count, float):
+                counts[name] = count
+        for key, within in self._objects:
+            text = told.get(key)
+            if isinstance(text, str) and len(text) <= _MAX_OBJECT:
+                _read_object(text, within, counts)
+        return counts
+
+
+def _find_within(place: str, places: Mapping[str, Sequence[str]]) -> list[tuple[str, list[str]]]:
     """The counts of an object, and the keys that lead to each."""
     return [
         (name, inside.removeprefix(f"{place}.").split("."))
-        for name, places in COUNT_PLACES.items()
-        for inside in places
+        for name, insides in places.items()
+        for inside in insides
         if inside.startswith(f"{place}.")
     ]
-
-
-_OBJECTS: Final = [(place.encode(), _find_within(place)) for place in EVENT_OBJECTS]
-_COUNTS: Final = [(name.encode(), name) for name in COUNT_PLACES]
-
-
-def read_counts(told: dict[bytes, object]) -> dict[str, float]:
-    """What Envoy has handed over, by the names of `COUNT_PLACES`: any numbers at all."""
-    counts: dict[str, float] = {}
-    for key, name in _COUNTS:
-        count = told.get(key)
-        if isinstance(count, float):
-            counts[name] = count
-    for key, within in _OBJECTS:
-        text = told.get(key)
-        if isinstance(text, str) and len(text) <= _MAX_OBJECT:
-            _read_object(text, within, counts)
-    return counts
 
 
 def _read_object(text: str, within: list[tuple[str, list[str]]], counts: dict[str, float]) -> None:

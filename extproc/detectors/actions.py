@@ -12,9 +12,9 @@ import re
 from itertools import islice
 from typing import Final, NamedTuple
 
-from extproc.apis.shapes.contents import read_arguments, unpack
-from extproc.apis.shapes.messages import CALL, TEXT, Part
-from extproc.memo import Memo
+from extproc.apis.contents import read_arguments, unpack
+from extproc.apis.messages import CALL, TEXT, Part
+from extproc.bounded import Memo
 from extproc.request.document import Json, NotJson, count_left, decode_json, write_canonical
 
 THOUGHTS = frozenset(
@@ -107,7 +107,7 @@ _JSON, _CODE, _TAGS, _LINE, _TEXT = b"json", b"code", b"tags", b"line", b"text"
 _scan_json = json.JSONDecoder().raw_decode
 
 
-class Action(NamedTuple):
+class AssistantAction(NamedTuple):
     """What an assistant does in one turn.
 
     Attributes:
@@ -127,7 +127,7 @@ _KNOWN: Final[Memo[tuple[frozenset[str], bytes], tuple[str, bytes]]] = Memo(_MOS
 """The actions in texts, by the arguments that are thoughts and the text: a history comes again with each request."""
 
 
-def read_action(parts: list[Part], ignored: frozenset[str]) -> Action:
+def read_action(parts: list[Part], ignored: frozenset[str]) -> AssistantAction:
     """What a message of the assistant's does.
 
     Args:
@@ -143,23 +143,23 @@ def read_action(parts: list[Part], ignored: frozenset[str]) -> Action:
     texts = [unpack(part.value) for part in parts if part.kind == TEXT]
     others = [write_canonical(unpack(part.value)) for part in parts if part.kind not in {TEXT, CALL}]
     name, spelled = read_text_action("\n".join([text for text in texts if isinstance(text, str)]), ignored)
-    return Action((name,) if name else (), _SEPARATOR.join([spelled, *others]), {})
+    return AssistantAction((name,) if name else (), _SEPARATOR.join([spelled, *others]), {})
 
 
-def _read_calls(calls: list[Part], ignored: frozenset[str]) -> Action:
+def _read_calls(calls: list[Part], ignored: frozenset[str]) -> AssistantAction:
     """Calls made at once: a set, whose order and duplicates do not matter."""
     if len(calls) == 1:
         call = calls[0]
         one = spell_call(call, ignored)
-        return Action((call.name[:MAX_NAME],), one, {call.id or number_id(0): 0}, one)
+        return AssistantAction((call.name[:MAX_NAME],), one, {call.id or number_id(0): 0}, one)
     spelled = [spell_call(call, ignored) for call in calls]
     unique = {call: place for place, call in enumerate(sorted(set(spelled)))}
     names = dict.fromkeys([name for _, name in sorted(zip(spelled, [call.name[:MAX_NAME] for call in calls], strict=True))])
     places = {call.id or number_id(number): unique[spelled[number]] for number, call in enumerate(calls)}
-    return Action(tuple(names), _SEPARATOR.join(unique), places, spelled[0])
+    return AssistantAction(tuple(names), _SEPARATOR.join(unique), places, spelled[0])
 
 
-def find_mark(action: Action) -> bytes:
+def find_mark(action: AssistantAction) -> bytes:
     """Bytes that no request spells otherwise, unless it escapes what need not be escaped; empty where there are none."""
     return _mark_in(action.first) if action.places else _mark_in_text(action.spelled)
 
@@ -178,7 +178,7 @@ def _mark_in_text(spelled: bytes) -> bytes:
 
 
 def number_id(number: int) -> str:
-    """Stands for the id of a call, or of a result, that has none: Ollama and Gemini connect them by their order."""
+    """Stands for the id of a call, or of a result, that has none: some APIs connect them by their order."""
     return f"\0{number}"
 
 

@@ -122,7 +122,7 @@ class Similarity:
         """What the request itself says about a loop, in a few words for people."""
         return ""
 
-    def tell(self, outcome: Outcome, method: str, path: str) -> str:
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:
         """What repeated, how often, over what span and what to do instead, in words that a model can act on."""
         return (
             f"Loop detected: {self.advise(outcome, method, path).what} and was refused. "

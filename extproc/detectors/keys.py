@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field
 
 from extproc.detectors.actions import THOUGHTS
-from extproc.detectors.tools import Limit, Limits
+from extproc.detectors.tools import Limit, ToolLimits
 from extproc.objects import MAX_SECONDS, MAX_THRESHOLD, NO_ITEMS, JsonObject, Pointer
 
 MAX_CALLS = 200
@@ -163,14 +163,14 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys):
         first = self.threshold_identical_requests or default or 0
         return [self, *[self._raise_by(threshold - first, threshold) for _, threshold in self.escalate.list_steps()]]
 
-    def make_limits(self, default: int | None) -> Limits:
+    def make_limits(self, default: int | None) -> ToolLimits:
         """What holds for which tool; `default` as above."""
         threshold, window = self.threshold_identical_requests or default or 0, self.window_calls
         tools = {
             name: Limit(tool.threshold or threshold, tool.reason, tool.allow, tool.window_calls or window)
             for name, tool in self.tools.items()
         }
-        return Limits(threshold, tools, window)
+        return ToolLimits(threshold, tools, window)
 
     def _raise_by(self, more: int, threshold: int) -> Self:
         tools = {name: tool.raise_by(more) for name, tool in self.tools.items()}

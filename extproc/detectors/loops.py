@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from extproc.apis.shapes import open_conversation
+from extproc.apis import open_conversation
 from extproc.decision import Repeat
 from extproc.detectors.actions import THOUGHTS
-from extproc.detectors.tools import Limit, Limits, count_rounds
+from extproc.detectors.tools import Limit, ToolLimits, count_rounds
 from extproc.detectors.turn import AnyTurn, Turn, decode_turn, digest, encode_turn, read_turns, same_action, same_result
 from extproc.request.document import Document
 
@@ -68,7 +68,7 @@ class History:
         return self._taken[:count]
 
 
-class Kept:
+class KeptTurn:
     """What is kept of a request for its session: the turn that it brings, and where in the ring that belongs.
 
     Attributes:
@@ -119,7 +119,7 @@ class TurnRule:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: ToolLimits,
         *,
         max_cycle: int = DEFAULT_MAX_CYCLE,
         normalize_results: bool = True,
@@ -258,7 +258,7 @@ class TurnRule:
         return Repeat(newest.names, below, len(turns), limit.threshold, True, limit.reason, REPEAT)
 
 
-def keep_newest(history: History) -> Kept | None:
+def keep_newest(history: History) -> KeptTurn | None:
     """What is kept of a request for its session; None where it brings no turn."""
     place = 0
     if _only_speaks(history.at(0)):
@@ -266,7 +266,7 @@ def keep_newest(history: History) -> Kept | None:
             return None
         place = 1
     turn = history.at(place)
-    return Kept(history, place, turn) if isinstance(turn, Turn) and not _only_speaks(turn) else None
+    return KeptTurn(history, place, turn) if isinstance(turn, Turn) and not _only_speaks(turn) else None
 
 
 def _only_speaks(turn: AnyTurn | None) -> bool:

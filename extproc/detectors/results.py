@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Final, Literal, TypeAlias
 
-from extproc.memo import Memo
+from extproc.bounded import Memo
 
 MAX_NORMALIZED = 16_384
 """So much of a result is normalised, in characters; what is behind that is compared as it is."""

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import ClassVar
 
-from extproc.apis.shapes import open_conversation
-from extproc.apis.shapes.contents import name_other, read_arguments, read_result, unpack
-from extproc.apis.shapes.messages import CALL, OTHER, RESULT, TEXT, Message, Part
+from extproc.apis import open_conversation
+from extproc.apis.contents import name_other, read_arguments, read_result, unpack
+from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Message, Part
 from extproc.detectors.base import Similarity
 from extproc.detectors.keys import SimilarityKeys, TailKeys
 from extproc.objects import JsonObject

@@ -12,10 +12,10 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from extproc.apis.shapes import open_conversation
-from extproc.apis.shapes.contents import is_injected, read_arguments, read_result, unpack
-from extproc.apis.shapes.conversation import ASSISTANT, NOBODY, TOOL
-from extproc.apis.shapes.messages import CALL, RESULT, TEXT, Message, Part
+from extproc.apis import open_conversation
+from extproc.apis.contents import is_injected, read_arguments, read_result, unpack
+from extproc.apis.conversation import ASSISTANT, NOBODY, TOOL
+from extproc.apis.messages import CALL, RESULT, TEXT, Message, Part
 from extproc.decision import Advice, Outcome, Repeat
 from extproc.detectors.actions import MAX_NAME
 from extproc.detectors.base import Similarity
@@ -35,7 +35,7 @@ _NOT_SAID = frozenset({TOOL, "function", NOBODY})
 _INSTEAD = "change the approach or the arguments, or finish with the result you have so far."
 
 
-class Call:
+class ShownCall:
     """One call in a conversation.
 
     Attributes:
@@ -69,7 +69,7 @@ class Call:
                 self._outcome = failed + _SEPARATOR + read_result(self._answer.value).encode()
         return self._outcome
 
-    def same(self, other: Call, *, results: bool) -> bool:
+    def same(self, other: ShownCall, *, results: bool) -> bool:
         """Whether both are one call made twice; calls whose results are unknown never are, where `results` count."""
         if self is other:
             return True
@@ -131,11 +131,11 @@ class ToolCalls(Similarity):
             return "no call of the last turn, or fewer calls than any threshold"
         return f"{quote_all(repeat.tools)}: {repeat.count} of {repeat.calls} calls"
 
-    def tell(self, outcome: Outcome, method: str, path: str) -> str:
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:
         """See `Similarity`; what the tools were called with and what they said stays out of it."""
         repeat = outcome.repeat
         if repeat is None:
-            return super().tell(outcome, method, path)
+            return super().write_message(outcome, method, path)
         reason = f" {repeat.reason.strip()}" if repeat.reason.strip() else ""
         return (
             f"Loop detected: {_name_calls(repeat)}, so this request was refused.{reason} Neither calling again nor waiting "
@@ -164,7 +164,7 @@ class ToolCalls(Similarity):
                 never = f"a threshold of {least} is never reached among the last {most} calls"
                 yield where, f"{never}; raise window_calls or lower it"
 
-    def _list_counted(self, document: Document) -> Iterator[Call]:
+    def _list_counted(self, document: Document) -> Iterator[ShownCall]:
         """The calls of a conversation that may be part of a loop, the newest first."""
         conversation = open_conversation(document)
         if conversation.elsewhere:
@@ -173,7 +173,7 @@ class ToolCalls(Similarity):
             if not self._find_limit(call).allow:
                 yield call  # a generator expression would be read to its end at once, where this is compiled
 
-    def _find_limit(self, call: Call) -> Limit:
+    def _find_limit(self, call: ShownCall) -> Limit:
         return self._limits.of((call.name[:MAX_NAME],))
 
     def _find_most_repeated(self, history: _History) -> Repeat | None:
@@ -197,7 +197,7 @@ class ToolCalls(Similarity):
             candidates.append(found)
         return max(candidates, key=lambda candidate: (candidate.looping, candidate.count), default=None)
 
-    def _is_work(self, history: _History, equal: Sequence[Call]) -> bool:
+    def _is_work(self, history: _History, equal: Sequence[ShownCall]) -> bool:
         """Whether too much that is new was done between equal calls, the newest first: edit, run, edit, run."""
         kept = {call.turn for call in equal}
         between = [turn for turn in range(equal[0].turn + 1, equal[-1].turn) if turn not in kept]
@@ -227,7 +227,7 @@ class ToolCalls(Similarity):
         one, other = history.at(newer), history.at(older)
         return one is not None and other is not None and one.same(other, results=self._results)
 
-    def _all_different(self, members: list[Call]) -> bool:
+    def _all_different(self, members: list[ShownCall]) -> bool:
         return not any(one.same(other, results=self._results) for place, one in enumerate(members) for other in members[:place])
 
 
@@ -245,13 +245,13 @@ def _name_calls(repeat: Repeat) -> str:
 class _History:
     """Calls, the newest first, taken from the conversation as far as somebody asks; one made several times at once is one."""
 
-    def __init__(self, source: Iterator[Call], *, results: bool) -> None:
+    def __init__(self, source: Iterator[ShownCall], *, results: bool) -> None:
         self._source = source
         self._results = results
-        self._taken: list[Call] = []
+        self._taken: list[ShownCall] = []
         self._at_once: set[bytes] = set()  # of the last turn that was taken, where it has several
 
-    def at(self, place: int) -> Call | None:
+    def at(self, place: int) -> ShownCall | None:
         """The call at a place, 0 being the newest."""
         while len(self._taken) <= place:
             call = next(self._source, None)
@@ -261,7 +261,7 @@ class _History:
                 self._taken.append(call)
         return self._taken[place]
 
-    def _is_first(self, call: Call) -> bool:
+    def _is_first(self, call: ShownCall) -> bool:
         """Whether it has not been taken in the same turn."""
         if not self._taken or self._taken[-1].turn != call.turn:
             self._at_once = set()
@@ -269,12 +269,12 @@ class _History:
         self._at_once.add(self._taken[-1].spell(results=self._results))
         return call.spell(results=self._results) not in self._at_once
 
-    def newest(self, count: int) -> list[Call]:
+    def newest(self, count: int) -> list[ShownCall]:
         """So many calls, or as many as there are."""
         self.at(count - 1)
         return self._taken[:count]
 
-    def newest_of(self, name: str, count: int) -> list[Call]:
+    def newest_of(self, name: str, count: int) -> list[ShownCall]:
         """So many calls of one tool, or as many as there are among those that are looked at."""
         return [call for call in self.newest(_MOST_CALLS) if call.name == name][:count]
 
@@ -294,7 +294,7 @@ class _History:
         return [frozenset(made) for made in rounds]
 
 
-def read_calls(messages: Iterator[Message], *, reset: bool) -> Iterator[Call]:
+def read_calls(messages: Iterator[Message], *, reset: bool) -> Iterator[ShownCall]:
     """The calls of a conversation, the newest first.
 
     Args:
@@ -312,7 +312,7 @@ def read_calls(messages: Iterator[Message], *, reset: bool) -> Iterator[Call]:
                 answers[part.id].append(part)
             elif part.kind == CALL:
                 calling, silent = True, False
-                yield Call(part, answers[part.id].popleft() if answers[part.id] else None, turn)
+                yield ShownCall(part, answers[part.id].popleft() if answers[part.id] else None, turn)
         if silent and message.speaker == ASSISTANT and not answers:
             turn, silent = 1, False  # it has said something since, and calls nothing
 

@@ -25,7 +25,7 @@ class Limit(NamedTuple):
     window_calls: int = 0
 
 
-class Limits:
+class ToolLimits:
     """A detector's threshold, and what its `tools` say in its place.
 
     Attributes:

@@ -11,12 +11,12 @@ from typing import Final, NamedTuple
 
 from msgspec import json
 
-from extproc.apis.shapes.contents import find_wrappers, is_injected, read_result, unpack
-from extproc.apis.shapes.conversation import ASSISTANT, Conversation
-from extproc.apis.shapes.messages import CALL, OTHER, RESULT, TEXT, Message, Part
-from extproc.detectors.actions import Action, find_mark, number_id, read_action
+from extproc.apis.contents import find_wrappers, is_injected, read_result, unpack
+from extproc.apis.conversation import ASSISTANT, Conversation
+from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Message, Part
+from extproc.bounded import Memo
+from extproc.detectors.actions import AssistantAction, find_mark, number_id, read_action
 from extproc.detectors.results import MAX_NORMALIZED, is_error, may_be_equal, normalize, normalize_head
-from extproc.memo import Memo
 from extproc.request.document import ABSENT, Document, write_canonical
 
 _NEXT = "\x1e"  # a record separator (ASCII), which texts hardly hold
@@ -102,7 +102,7 @@ class Turn:
         self._reading = reading
         self._message = message
         self._behind = behind
-        self._action: Action | None = None
+        self._action: AssistantAction | None = None
         self._mark: bytes | None = None
         self._result: str | None = None
         self._head: str | None = None
@@ -125,7 +125,7 @@ class Turn:
         return "\n".join([text for text in texts if isinstance(text, str)]).strip()
 
     @property
-    def action(self) -> Action:
+    def action(self) -> AssistantAction:
         """What the assistant did; nothing where that is not known."""
         if self._action is None:
             self._action = read_action(self.parts, self._reading.ignored) if self.known else _UNKNOWN
@@ -300,7 +300,7 @@ class Reduced(NamedTuple):
 
 AnyTurn = Turn | Reduced
 
-_UNKNOWN = Action((), b"", {})
+_UNKNOWN = AssistantAction((), b"", {})
 
 _encode = json.Encoder().encode
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from extproc.decision import Advice, Outcome, Repeat
 from extproc.detectors.base import Memory, Similarity
 from extproc.detectors.keys import SimilarityKeys, TurnsKeys
-from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, Kept, TurnRule, keep_newest
+from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, keep_newest
 from extproc.detectors.tools import find_window_errors
 from extproc.logs import escape_controls
 from extproc.objects import JsonObject, Place
@@ -124,11 +124,11 @@ class Turns(Similarity):
             return "the newest turn is not part of a loop"
         return f"{_name(repeat)}: {repeat.count} of {repeat.calls} turns ({repeat.rule})"
 
-    def tell(self, outcome: Outcome, method: str, path: str) -> str:
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:
         """See `Similarity`; what the tools were called with and what they said stays out of it."""
         repeat = outcome.repeat
         if repeat is None:
-            return super().tell(outcome, method, path)
+            return super().write_message(outcome, method, path)
         reason = f" {repeat.reason.strip()}" if repeat.reason.strip() else ""
         what, progress = _explain(repeat)
         return (
@@ -166,7 +166,7 @@ class Turns(Similarity):
 class TurnMemory:
     """See `Memory`."""
 
-    def __init__(self, turns: Turns, kept: Kept, found: Repeat | None) -> None:
+    def __init__(self, turns: Turns, kept: KeptTurn, found: Repeat | None) -> None:
         """Take what is kept.
 
         Args:

@@ -10,11 +10,11 @@ import os
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
-from extproc.apis.model_names import LONGEST_MODEL, find_model
+from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.decision import Outcome, Repeat, Subject
 from extproc.detectors.base import Memory
 from extproc.engine.loop import Detector
-from extproc.engine.orders import ALLOW, BLOCK, RELEASE, Override, Overrides, find_kill, find_kind, sum_grants
+from extproc.engine.orders import ALLOW, BLOCK, RELEASE, ActiveOverride, Overrides, find_kill, find_kind, sum_grants
 from extproc.engine.plan import Plan
 from extproc.request.document import Document, NotCounted, NotJson
 from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
@@ -217,9 +217,9 @@ class Candidate:
         self.push: Push | None = None
         self.session = ""
         self.needs_body = True
-        self.overrides: Sequence[Override] = ()
+        self.overrides: Sequence[ActiveOverride] = ()
         self._in_head = session
-        self._of_caller: Sequence[Override] = ()
+        self._of_caller: Sequence[ActiveOverride] = ()
         self._standing: Overrides | None = None
         self._now = 0.0
 
@@ -234,7 +234,7 @@ class Candidate:
         """An operator has ordered that nothing is done about the request."""
         return bool(self.overrides) and find_kind(self.overrides, ALLOW) is not None
 
-    def find_stop(self) -> Override | None:
+    def find_stop(self) -> ActiveOverride | None:
         """What an operator has ordered that refuses the request; None for nothing."""
         return find_kind(self.overrides, BLOCK) if self.overrides else None
 
@@ -409,7 +409,7 @@ class SessionCandidate(Candidate):
         self._sealing: Sealing | None = None
         self._unknown = False
 
-    def find_stop(self) -> Override | None:
+    def find_stop(self) -> ActiveOverride | None:
         """See `Candidate`; a session can be killed as well."""
         stop = super().find_stop()
         return find_kill(self.overrides) if stop is None and self.session and self.overrides else stop

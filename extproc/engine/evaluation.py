@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from extproc.apis.shapes import open_conversation
+from extproc.apis import open_conversation
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
 from extproc.engine.candidates import Answer, Candidate, LoopCandidate, Sealing, SessionCandidate
-from extproc.engine.orders import Override, Overrides
+from extproc.engine.orders import ActiveOverride, Overrides
 from extproc.engine.plan import BYPASS, Plan
 from extproc.request.document import Document, NotCounted
 from extproc.request.encodings import UnreadableError, read_text
@@ -131,7 +131,7 @@ class Lane:
             except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
                 self.failures.append((candidate.plan.id, error))
 
-    def find_block(self) -> tuple[Candidate, Override] | None:
+    def find_block(self) -> tuple[Candidate, ActiveOverride] | None:
         """The first candidate that an operator has ordered to be refused, None for none."""
         for candidate in self.candidates:
             if candidate.overrides and (stop := candidate.find_stop()) is not None:

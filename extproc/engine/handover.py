@@ -12,11 +12,11 @@ What is wrong with either never reaches the client: the request goes on without 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
+from extproc.bounded import LRU
 from extproc.engine.engine import Engine
 from extproc.engine.plan import Plan
 from extproc.errors import BundleErrors, excerpt
@@ -75,15 +75,15 @@ class HandedOver:
         """Compile as `serve` was told to."""
         self._shadow = shadow
         self._allow_unenforced = allow_unenforced
-        self._kept: OrderedDict[str, _HandedOver | RefusedPolicy] = OrderedDict()
+        self._known: LRU[str, _HandedOver | RefusedPolicy] = LRU(_MAX_KEPT)
 
     def list_plans(self) -> list[Plan]:
         """The policies of all contents that are remembered."""
-        return [plan for made in self._kept.values() if isinstance(made, _HandedOver) for plan in made.engine.plans]
+        return [plan for made in self._known.kept.values() if isinstance(made, _HandedOver) for plan in made.engine.plans]
 
     def list_unenforced(self) -> list[Unenforced]:
         """The parts of all these contents that are not enforced; called from any thread."""
-        return [part for made in list(self._kept.values()) if isinstance(made, _HandedOver) for part in made.unenforced]
+        return [part for made in list(self._known.kept.values()) if isinstance(made, _HandedOver) for part in made.unenforced]
 
     def recall(self, text: str, now: datetime) -> Engine | RefusedPolicy | None:
         """What came of this content before, None when it is new.
@@ -93,12 +93,10 @@ class HandedOver:
             now: ends a `global_shadow`.
         """
         name = _cut(text)
-        found = self._kept.get(name)
-        if found is None:
-            return None
-        self._kept.move_to_end(name)
+        found = self._known.use(name)
         if isinstance(found, _HandedOver) and found.shadowed != _is_shadowed(found.sources, now):
-            found = self._kept[name] = self._make_engine(text, now, found.checked)
+            found = self._make_engine(text, now, found.checked)
+            self._known.put(name, found)
         return found.engine if isinstance(found, _HandedOver) else found
 
     def compile(self, text: str, now: datetime) -> Engine | RefusedPolicy:
@@ -108,9 +106,8 @@ class HandedOver:
             text: JSON, as a policy file holds it.
             now: compared with each `expires_at`.
         """
-        made = self._kept[_cut(text)] = self._make_engine(text, now, now)
-        if len(self._kept) > _MAX_KEPT:
-            self._kept.popitem(last=False)
+        made = self._make_engine(text, now, now)
+        self._known.put(_cut(text), made)
         return made.engine if isinstance(made, _HandedOver) else made
 
     def _make_engine(self, text: str, now: datetime, checked: datetime) -> _HandedOver | RefusedPolicy:

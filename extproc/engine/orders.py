@@ -62,7 +62,7 @@ MAX_GRANT: Final = Grant(MAX_COUNT, MAX_TOOL_CALLS, int(MAX_COST) * NANO_DOLLARS
 """Of one, and of all together that hold for a session: with its limits they stay exact wherever they are counted."""
 
 
-class Override(NamedTuple):
+class ActiveOverride(NamedTuple):
     """One order; times in seconds since 1970.
 
     Attributes:
@@ -105,7 +105,7 @@ class _Shape:
 
     def __init__(self, target: Target) -> None:
         """Nothing is filed yet; every target has the fields of this one."""
-        self._filed: dict[str, list[Override]] = {}
+        self._filed: dict[str, list[ActiveOverride]] = {}
         self._caller = bool(target.caller)
         self._session = bool(target.session)
         self._fingerprint = bool(target.fingerprint)
@@ -113,7 +113,7 @@ class _Shape:
         self.names = tuple([name for name, _ in target.descriptors])
         self.of_head = not (self._session or self._fingerprint or self._tool)
 
-    def file(self, override: Override) -> None:
+    def file(self, override: ActiveOverride) -> None:
         """File one more; all fields but the last have a length of their own, so that joined they stay apart."""
         target = override.target
         hashes = "".join([value for _, value in target.descriptors])
@@ -122,7 +122,7 @@ class _Shape:
 
     def find(
         self, values: Sequence[tuple[str, str]], caller: str, session: str, fingerprint: str, tools: Sequence[str]
-    ) -> list[Override]:
+    ) -> list[ActiveOverride]:
         """Those filed under what is known of a request; what is not known yet is empty."""
         key = caller if self._caller else ""
         if self.names:
@@ -143,7 +143,7 @@ class _Shape:
         return [override for tool in dict.fromkeys(tools) for override in self._filed.get(key + tool, _NOTHING)]
 
 
-_NOTHING: Final[list[Override]] = []
+_NOTHING: Final[list[ActiveOverride]] = []
 
 
 class Overrides:
@@ -155,7 +155,7 @@ class Overrides:
 
     __slots__ = ("_of_body", "_of_head", "blocks_heads")
 
-    def __init__(self, overrides: Iterable[Override] = ()) -> None:
+    def __init__(self, overrides: Iterable[ActiveOverride] = ()) -> None:
         """File them."""
         shapes: dict[tuple[bool, tuple[str, ...], bool, bool, bool], _Shape] = {}
         self.blocks_heads = False
@@ -175,7 +175,7 @@ class Overrides:
         """How many look-ups a request costs."""
         return len(self._of_head) + len(self._of_body)
 
-    def find_by_head(self, policy: str, now: float, values: Sequence[tuple[str, str]], caller: str) -> Sequence[Override]:
+    def find_by_head(self, policy: str, now: float, values: Sequence[tuple[str, str]], caller: str) -> Sequence[ActiveOverride]:
         """Those about callers and nothing else that hold for a request under a policy.
 
         Args:
@@ -184,7 +184,7 @@ class Overrides:
             values: the request's descriptors, (name, value).
             caller: hash of all of them; empty while not all are known.
         """
-        found: Sequence[Override] = _NOTHING
+        found: Sequence[ActiveOverride] = _NOTHING
         for shape in self._of_head:
             filed = shape.find(values, caller, "", "", ())
             if filed:
@@ -200,7 +200,7 @@ class Overrides:
         session: str,
         fingerprint: str,
         tools: Sequence[str],
-    ) -> Sequence[Override]:
+    ) -> Sequence[ActiveOverride]:
         """All others that hold for a request under a policy.
 
         Args:
@@ -212,7 +212,7 @@ class Overrides:
             fingerprint: of the request.
             tools: that are called.
         """
-        found: Sequence[Override] = _NOTHING
+        found: Sequence[ActiveOverride] = _NOTHING
         for shape in self._of_body:
             filed = shape.find(values, caller, session, fingerprint, tools)
             if filed:
@@ -220,7 +220,7 @@ class Overrides:
         return found
 
 
-def _select(filed: Sequence[Override], policy: str, now: float) -> list[Override]:
+def _select(filed: Sequence[ActiveOverride], policy: str, now: float) -> list[ActiveOverride]:
     """Those that have not ended, and are about this policy."""
     return [override for override in filed if now < override.ends and override.policy in (ALL_POLICIES, policy)]
 
@@ -238,7 +238,7 @@ def hash_descriptor(name: str, value: str) -> str:
     return hash_tenant(join_descriptors([(name, value)]))
 
 
-def find_kind(overrides: Sequence[Override], kind: str) -> Override | None:
+def find_kind(overrides: Sequence[ActiveOverride], kind: str) -> ActiveOverride | None:
     """The newest override of a kind, None for none."""
     found = None
     for override in overrides:
@@ -247,14 +247,14 @@ def find_kind(overrides: Sequence[Override], kind: str) -> Override | None:
     return found
 
 
-def find_kill(overrides: Sequence[Override]) -> Override | None:
+def find_kill(overrides: Sequence[ActiveOverride]) -> ActiveOverride | None:
     """The newest kill, None where there is none, or where a release was ordered after it."""
     kill = find_kind(overrides, KILL)
     release = find_kind(overrides, RELEASE)
     return None if kill is None or (release is not None and release.since > kill.since) else kill
 
 
-def sum_grants(overrides: Sequence[Override]) -> tuple[int, int, int]:
+def sum_grants(overrides: Sequence[ActiveOverride]) -> tuple[int, int, int]:
     """What all grants add together, at most `MAX_GRANT`: steps, tool calls and nano-dollars."""
     steps = tool_calls = cost = 0
     for override in overrides:

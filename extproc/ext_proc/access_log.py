@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from msgspec import MsgspecError, json
 
-from extproc.apis.usage import MODEL, USAGE_NAMESPACE, read_counts
+from extproc.apis import read_counts
+from extproc.apis.usage import MODEL, USAGE_NAMESPACE
 from extproc.decision import Action
 from extproc.engine.settlements import Entry
 from extproc.errors import ProtocolError
@@ -368,11 +369,7 @@ def _read_sessions(text: object) -> tuple[dict[str, Any], ...]:
 
 
 def _find_usage(logged: _Logged) -> tuple[Usage, bool]:
-    """The tokens, as the answer tells them, and whether some of them are estimated.
-
-    `input` is all of a prompt, of which `cached` came from a cache; where an API counts what a cache took part in beside its
-    `input`, that is `cache_read` and `cache_write`. `thoughts` and `tool_input` are not in what else is counted.
-    """
+    """The tokens, as the answer tells them in `usage.COUNTS`, and whether some of them are estimated."""
     told = read_counts(logged.told)
     prompt, output = _take_count(told, "input"), _take_count(told, "output")
     if logged.status >= _ERROR and prompt < 0 and output < 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from extproc.recent import Recent, Used
+from extproc.bounded import LRU
 
 SHARE: Final = 0.5
 """Of the processor's time, for looking into all bodies."""
@@ -24,7 +24,7 @@ MAX_TENANTS: Final = 10_000
 """Buckets that are kept; the one that was used longest ago makes room, and is full when it comes back."""
 
 
-class _Bucket(Used):
+class _Bucket:
     """What is left of somebody's time."""
 
     __slots__ = ("_filled", "_left", "_share", "_spare")
@@ -55,7 +55,7 @@ class InspectionBudget:
     def __init__(self, now: float) -> None:
         """All are full; `now` is in seconds of any monotonic clock, here and below."""
         self._all = _Bucket(SHARE, now)
-        self._tenants: Recent[str, _Bucket] = Recent()
+        self._tenants: LRU[str, _Bucket] = LRU(MAX_TENANTS)
 
     def allows(self, tenant: str, now: float, *, shadow: bool = False) -> bool:
         """Whether there is time left to look into a body of this tenant's, perhaps for shadow policies alone."""
@@ -63,8 +63,6 @@ class InspectionBudget:
         if bucket is None:
             bucket = _Bucket(TENANT_SHARE, now)
             self._tenants.put(tenant, bucket)
-            if len(self._tenants.kept) > MAX_TENANTS:
-                del self._tenants.kept[self._tenants.find_quietest()]
         return bucket.fill(now, shadow=shadow) > 0 and self._all.fill(now, shadow=shadow) > 0
 
     def spend(self, tenant: str, seconds: float, *, shadow: bool = False) -> None:

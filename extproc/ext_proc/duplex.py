@@ -8,7 +8,7 @@ failure mode.
 
 from __future__ import annotations
 
-from extproc.ext_proc.wire import BODY_DUPLEX, Message
+from extproc.ext_proc.wire import BODY_DUPLEX, EnvoyMessage
 
 
 class Duplex:
@@ -20,7 +20,7 @@ class Duplex:
 
     __slots__ = ("_begun", "_request", "_response")
 
-    def __init__(self, first: Message) -> None:
+    def __init__(self, first: EnvoyMessage) -> None:
         """Ask the first message of a stream, which says how bodies come."""
         self._request = first.body_mode == BODY_DUPLEX
         self._response = first.response_mode == BODY_DUPLEX
@@ -36,7 +36,7 @@ class Duplex:
         """A body is under way, which would be cut off if the stream ended."""
         return self._request or (self._response and self._begun)
 
-    def follow(self, message: Message) -> bool:
+    def follow(self, message: EnvoyMessage) -> bool:
         """Take the next message; returns whether it is a part of a body that has to be handed back."""
         kind = message.kind
         if kind.startswith("request_"):
@@ -49,6 +49,6 @@ class Duplex:
         return expected and kind.endswith("_body")
 
 
-def is_duplex(first: Message) -> bool:
+def is_duplex(first: EnvoyMessage) -> bool:
     """Whether some body of a stream has to be handed back, as its first message has it."""
     return BODY_DUPLEX in (first.body_mode, first.response_mode)

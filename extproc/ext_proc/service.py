@@ -50,7 +50,7 @@ from extproc.ext_proc.budget import InspectionBudget
 from extproc.ext_proc.changes.changes import NOTHING, OBSERVED, UNCHANGED, Changed, Changes, Original
 from extproc.ext_proc.duplex import Duplex, is_duplex
 from extproc.ext_proc.throttle import Holds
-from extproc.ext_proc.upload import CUT_OFF, MORE, SMALLEST_LIMIT, Kept, Upload
+from extproc.ext_proc.upload import CUT_OFF, MORE, SMALLEST_LIMIT, Upload, UploadMemory
 from extproc.ext_proc.wire import (
     BODY_BUFFERED,
     BODY_BUFFERED_PARTIAL,
@@ -59,7 +59,7 @@ from extproc.ext_proc.wire import (
     BODY_NONE,
     BODY_STREAMED,
     BODY_UNTOLD,
-    Message,
+    EnvoyMessage,
     cut_body,
     parse_message,
     read_request,
@@ -225,7 +225,7 @@ class Service:
         self.settings = settings
         self.holds = Holds(settings.max_throttled)
         self.released = False
-        self.kept = Kept()
+        self.kept = UploadMemory()
         self.budget = InspectionBudget(perf_counter())
         self.changes = Changes(self.reporter, self.budget)
         self.pairs = Pairs(settings.shadow_samples, sample_bodies=settings.shadow_sample_bodies)
@@ -398,7 +398,7 @@ class Stream:
             self._aside = True
             self._service.given_up += 1
 
-    def _handle(self, message: Message, kind: str) -> MaybeLater:
+    def _handle(self, message: EnvoyMessage, kind: str) -> MaybeLater:
         # Not by a table: a method out of a dict is called as interpreted code calls it.
         if kind in _HEADERS:
             return self._on_request_headers(message, kind)
@@ -438,7 +438,7 @@ class Stream:
         if self.on_given_up is not None:
             self.on_given_up()
 
-    def _on_request_headers(self, message: Message, last: str) -> MaybeLater:
+    def _on_request_headers(self, message: EnvoyMessage, last: str) -> MaybeLater:
         """Meet the policies; `last` is the phase, should nobody wait for a body."""
         if self._evaluation is not None or self.given_up:
             return _DONE[last]
@@ -451,7 +451,7 @@ class Stream:
             return self._kill(request)
         return self._meet(self._prepare(request, handed_over), message, last)
 
-    def _meet(self, evaluation: Evaluation | None, message: Message, last: str) -> MaybeLater:
+    def _meet(self, evaluation: Evaluation | None, message: EnvoyMessage, last: str) -> MaybeLater:
         """Go on with the policies that the request meets, if there are any."""
         if evaluation is None:
             self._service.metrics.unmatched.inc()
@@ -545,7 +545,7 @@ class Stream:
             self._record = record_head(request, facts, evaluation.plans, plain=self._service.reporter.show_callers)
         return evaluation
 
-    def _on_request_body(self, message: Message) -> MaybeLater:
+    def _on_request_body(self, message: EnvoyMessage) -> MaybeLater:
         evaluation = self._evaluation
         if evaluation is None:
             return _DONE["request_body"]
@@ -579,7 +579,7 @@ class Stream:
         keeps = max(evaluation.inspects, evaluation.steers) if self._body_mode == BODY_BUFFERED else evaluation.inspects
         return Upload(self._service.kept, self._body_mode, length, keeps, self._limit)
 
-    def _on_response(self, message: Message) -> MaybeLater:
+    def _on_response(self, message: EnvoyMessage) -> MaybeLater:
         """The request was answered before its body was here: Envoy refused it, or sends no bodies."""
         self._leave_uncounted(_REFUSED_BODIES.get(message.read_status(), "no_body_phase"))
         return _DONE[message.kind]

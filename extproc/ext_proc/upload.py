@@ -24,7 +24,7 @@ _PREFIX: Final = 5
 """Bytes before a message of gRPC: a compression flag and a length of 4 bytes."""
 
 
-class Kept:
+class UploadMemory:
     """Bytes of streamed bodies under way, of all requests together."""
 
     def __init__(self, limit: int = MAX_KEPT) -> None:
@@ -54,7 +54,7 @@ class Upload:
     __slots__ = ("_before", "_content_length", "_inspects", "_kept", "_last", "_limit", "_mode", "_start", "body")
 
     def __init__(  # all that is known of a body before it comes
-        self, kept: Kept, mode: int, content_length: bytes, inspects: int, limit: int = SMALLEST_LIMIT
+        self, kept: UploadMemory, mode: int, content_length: bytes, inspects: int, limit: int = SMALLEST_LIMIT
     ) -> None:
         """Nothing has come yet.
 

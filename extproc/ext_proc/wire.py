@@ -12,10 +12,11 @@ from typing import Final
 
 from google.protobuf.struct_pb2 import Value
 
+from extproc.apis import CREDENTIALS, takes_websocket
 from extproc.ext_proc.protobuf import read_varint
 from extproc.pb.external_processor_pb2 import HttpBody, ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
-from extproc.request.http import NO_FACTS, Facts, HttpRequest, decode_claims, find_websocket, write_claim
+from extproc.request.http import NO_FACTS, Facts, HttpRequest, decode_claims, opens_websocket, write_claim
 
 MAX_HEADERS: Final = 10_000
 """So many headers of a request are read (Envoy itself takes 100 by default); those behind them count as missing.
@@ -68,7 +69,7 @@ _SIZE_BYTES: Final = 5
 _MORE: Final = 0x80
 """Set in every byte of a number but the last."""
 
-_SECRETS: Final = frozenset({"authorization", "proxy-authorization", "cookie", "api-key", "x-api-key", "x-goog-api-key"})
+_SECRETS: Final = CREDENTIALS | {"authorization", "proxy-authorization", "cookie"}
 """Headers that are never remembered: nobody's credentials outlive his request here."""
 
 _MAX_KNOWN: Final = 64
@@ -81,7 +82,7 @@ class _UnusualError(Exception):
     """A message has another shape than Envoy's."""
 
 
-class _Known:
+class _KnownHeaders:
     """The headers of an earlier request."""
 
     __slots__ = ("_fields", "_headers", "_names")
@@ -109,11 +110,11 @@ class _Known:
         return headers
 
 
-_KNOWN: Final[dict[int, _Known]] = {}
+_KNOWN: Final[dict[int, _KnownHeaders]] = {}
 """By the number of headers: most of a request's are those of the one before from the same kind of client."""
 
 
-class Message:
+class EnvoyMessage:
     """One ProcessingRequest.
 
     Attributes:
@@ -177,7 +178,7 @@ class Message:
         return self._parsed
 
 
-def parse_message(data: bytes) -> Message:
+def parse_message(data: bytes) -> EnvoyMessage:
     """Parse one serialized ProcessingRequest.
 
     Raises:
@@ -193,10 +194,10 @@ def parse_message(data: bytes) -> Message:
     return _parse_any(data)
 
 
-def _parse_any(data: bytes) -> Message:
+def _parse_any(data: bytes) -> EnvoyMessage:
     """A message of any shape."""
     parsed = ProcessingRequest.FromString(data)
-    message = Message(parsed.WhichOneof("request") or "", data, parsed)
+    message = EnvoyMessage(parsed.WhichOneof("request") or "", data, parsed)
     message.observed = parsed.observability_mode
     if parsed.HasField("protocol_config"):
         message.body_mode = parsed.protocol_config.request_body_mode
@@ -232,7 +233,7 @@ def cut_body(data: bytes, kind: str) -> bytes | memoryview:
     return part.SerializeToString()
 
 
-def _walk_headers(data: bytes) -> Message:
+def _walk_headers(data: bytes) -> EnvoyMessage:
     """A request_headers message.
 
     Raises:
@@ -242,7 +243,7 @@ def _walk_headers(data: bytes) -> Message:
     """
     size, position = _read_size(data, 1)
     end = position + size
-    message = Message("request_headers", data[end:])
+    message = EnvoyMessage("request_headers", data[end:])
     if data[position] != _HEADER_MAP:
         raise _UnusualError
     size, position = _read_size(data, position + 1)
@@ -281,7 +282,7 @@ def _read_headers(fields: list[bytes]) -> dict[str, bytes]:
     if len(headers) < count:  # a name repeats
         raise _UnusualError
     if count <= _MAX_KNOWN:
-        _KNOWN[count] = _Known(fields, headers)
+        _KNOWN[count] = _KnownHeaders(fields, headers)
     return headers
 
 
@@ -302,11 +303,11 @@ def _read_header(field: bytes) -> tuple[str, bytes]:
     return name, field[position:]
 
 
-def _walk_body(data: bytes) -> Message:
+def _walk_body(data: bytes) -> EnvoyMessage:
     """A request_body message; raises as `_walk_headers` does."""
     size, position = _read_size(data, 1)
     end = position + size
-    message = Message("request_body", data[end:])
+    message = EnvoyMessage("request_body", data[end:])
     if position != end:
         if data[position] != _BODY:
             raise _UnusualError
@@ -320,7 +321,7 @@ def _walk_body(data: bytes) -> Message:
     return message
 
 
-def _walk_rest(data: bytes, position: int, end: int, message: Message) -> None:
+def _walk_rest(data: bytes, position: int, end: int, message: EnvoyMessage) -> None:
     """What follows the request's own part, which should be over at `position` and is at `end`."""
     if position != end:
         raise _UnusualError
@@ -377,7 +378,7 @@ def _read_body_mode(data: bytes, position: int) -> tuple[int, int]:
     return value, position + 4
 
 
-def read_request(message: Message, *, allow_unverified_jwt: bool = False) -> HttpRequest:
+def read_request(message: EnvoyMessage, *, allow_unverified_jwt: bool = False) -> HttpRequest:
     """The request that a request_headers message tells of.
 
     Args:
@@ -393,7 +394,7 @@ def read_request(message: Message, *, allow_unverified_jwt: bool = False) -> Htt
         headers,
         _EnvoyFacts(message, token),
     )
-    request.opens_responses = find_websocket(request)
+    request.opens_responses = opens_websocket(request) and takes_websocket(request.path)
     return request
 
 
@@ -412,7 +413,7 @@ class _RouteAlone(Facts):
 class _EnvoyFacts(Facts):
     """What Envoy's message says beside the headers."""
 
-    def __init__(self, message: Message, token: bytes) -> None:
+    def __init__(self, message: EnvoyMessage, token: bytes) -> None:
         """Read nothing yet; `token` is the authorization to believe, empty for none."""
         self._message = message
         self._token = token

@@ -25,10 +25,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 
+from extproc.decision import SEVERITY, Action
 from extproc.errors import LoopguardError, UsageError
 from extproc.logs import Reminder, make_extra
 from extproc.metrics import Metrics
-from extproc.operator.loop_table import Loop
+from extproc.operator.loop_rows import Loop
 from extproc.operator.session_table import Run, convert_amount, convert_dollars, name_killer
 from extproc.settings import Settings
 
@@ -111,7 +112,7 @@ class Events:
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
         self._thread.start()
 
-    def tell(self, kind: str, subject: str, data: Mapping[str, object]) -> None:
+    def emit(self, kind: str, subject: str, data: Mapping[str, object]) -> None:
         """Queue an event; never waits, and may be called from any thread.
 
         Args:
@@ -296,9 +297,8 @@ class _Webhook:
 class LoopEvents:
     """Tells of loops that begin, get another action and end, by looking at the table; requests know nothing of it."""
 
-    def __init__(self, tell: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
-        """Nothing has been told yet."""
-        self._tell = tell
+    def __init__(self, emit: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
+        self._emit = emit
         self._shows_callers = shows_callers
         self._told: dict[tuple[str, ...], tuple[Loop, int]] = {}
 
@@ -309,16 +309,16 @@ class LoopEvents:
             loops: of the table.
             now: in seconds since 1970; a loop that has been quiet for a minute has ended.
         """
-        going_on = {_name_loop(loop): loop for loop in loops if now - loop.last < QUIET_SECONDS}
+        going_on = {loop.name: loop for loop in loops if now - loop.last < QUIET_SECONDS}
         for name, (loop, strictest) in list(self._told.items()):
             if name not in going_on:
                 del self._told[name]
-                self._tell("loop_ended", loop.policy, self._describe(loop))
-            elif going_on[name].strictest > strictest:
-                self._tell("loop_escalated", loop.policy, self._describe(going_on[name]))
+                self._emit("loop_ended", loop.policy, self._describe(loop))
+            elif _rank(going_on[name]) > strictest:
+                self._emit("loop_escalated", loop.policy, self._describe(going_on[name]))
         for name in going_on.keys() - self._told.keys():
-            self._tell("loop_began", going_on[name].policy, self._describe(going_on[name]))
-        self._told = {name: (loop, loop.strictest) for name, loop in going_on.items()}
+            self._emit("loop_began", going_on[name].policy, self._describe(going_on[name]))
+        self._told = {name: (loop, _rank(loop)) for name, loop in going_on.items()}
 
     def _describe(self, loop: Loop) -> dict[str, object]:
         return {
@@ -341,16 +341,16 @@ class LoopEvents:
         }
 
 
-def _name_loop(loop: Loop) -> tuple[str, ...]:
-    return loop.policy, loop.detector, loop.mode, loop.tenant, loop.repeats
+def _rank(loop: Loop) -> int:
+    """The strictest of its actions so far, as `SEVERITY` ranks them."""
+    return max(SEVERITY[Action(action)] for action in loop.requests)
 
 
 class SessionEvents:
     """Tells of sessions that meet a limit or are killed, by looking at the table; requests know nothing of it."""
 
-    def __init__(self, tell: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
-        """Nothing has been told yet."""
-        self._tell = tell
+    def __init__(self, emit: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
+        self._emit = emit
         self._shows_callers = shows_callers
         self._told: dict[tuple[str, ...], tuple[str, str]] = {}
 
@@ -363,9 +363,9 @@ class SessionEvents:
             killer = name_killer(run.standing.killed, ordered=run.ordered)
             limit = run.refusal.limit if run.refusal is not None and run.refusal.at >= run.began else ""
             if killer and killer != known_killer:
-                self._tell("session_killed", run.policy, self._describe(run))
+                self._emit("session_killed", run.policy, self._describe(run))
             elif limit and limit != known_limit and not killer:
-                self._tell("session_limited", run.policy, self._describe(run))
+                self._emit("session_limited", run.policy, self._describe(run))
             told[name] = limit, killer
         self._told = told
 

@@ -1,4 +1,4 @@
-"""What operators order about callers while the server runs: given, kept in the store, obeyed by every replica, revoked.
+"""What operators order about callers while the server runs: given, kept in the store, applied by every replica, revoked.
 
 Each replica asks the store once a second whether anything has changed, and goes on with what it knows while the store is away.
 The store has hashes of what clients are called, never the names themselves.
@@ -31,8 +31,8 @@ from extproc.engine.orders import (
     MAX_GRANT,
     MAX_SECONDS,
     RELEASE,
+    ActiveOverride,
     Grant,
-    Override,
     Overrides,
     Target,
     hash_descriptor,
@@ -86,7 +86,6 @@ class BadOrderError(LoopguardError):
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
-        """Say what is wrong."""
         self.problems = list(problems)
         super().__init__("; ".join(self.problems))
 
@@ -119,34 +118,33 @@ class Serving(Protocol):
     overrides: Overrides | None
 
 
-class Desk:
+class OverrideService:
     """Where operators give orders, and where this replica learns of those that were given elsewhere.
 
     Attributes:
-        tell: is called with the kind of event (`events.TYPES`) for each change that is made here.
+        emit: is called with the kind of event (`events.TYPES`) for each change that is made here.
         list_seen: is called, in a thread, for an order that names a hash; None where that is not known.
     """
 
     def __init__(self, store: Store, service: Serving, metrics: Metrics) -> None:
-        """Nothing stands yet."""
-        self.tell: Callable[[str, Override], None] = lambda _, __: None
+        self.emit: Callable[[str, ActiveOverride], None] = lambda _, __: None
         self.list_seen: Callable[[], Seen | None] = lambda: None
         self._store = store
         self._service = service
         self._version = ""
         self._lock = asyncio.Lock()  # what was read first must not be put into force last
-        self._standing: dict[str, Override] = {}
+        self._standing: dict[str, ActiveOverride] = {}
         for kind in KINDS:
             metrics.overrides.labels(kind).set_function(partial(self._count, kind))
 
-    def list_standing(self) -> list[Override]:
-        """All that this replica obeys now, the newest first."""
+    def list_standing(self) -> list[ActiveOverride]:
+        """All that this replica applies now, the newest first."""
         now = time()
         standing = [override for override in self._standing.values() if now < override.ends]
         return sorted(standing, key=lambda override: -override.since)
 
-    async def give(self, order: object, who: str) -> tuple[Override, list[str]]:
-        """Have an override obeyed by every replica: here at once, elsewhere within a second.
+    async def give(self, order: object, who: str) -> tuple[ActiveOverride, list[str]]:
+        """Have an override applied by every replica: here at once, elsewhere within a second.
 
         Args:
             order: as `parse_order` takes it.
@@ -168,7 +166,7 @@ class Desk:
             override = outlast_kills(override, self.list_standing())
         await self._store.put_order(_BOOK, override.name, write_override(override), override.ends - override.since)
         _announce("override given", override, who)
-        self.tell(_EVENTS.get(override.kind, "override_given"), override)
+        self.emit(_EVENTS.get(override.kind, "override_given"), override)
         await self.refresh()
         session_key = _find_session_key(order)
         plans = [*plans, *self._service.handed_over.list_plans()]
@@ -188,12 +186,12 @@ class Desk:
             return False
         if revoked is not None:
             _announce("override revoked", revoked, who)
-            self.tell("override_revoked", revoked)
+            self.emit("override_revoked", revoked)
         await self.refresh()
         return True
 
     async def follow(self) -> None:
-        """Obey what is ordered anywhere, until cancelled."""
+        """Apply what is ordered anywhere, until cancelled."""
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             try:
@@ -204,10 +202,10 @@ class Desk:
                 _LOG.exception("overrides cannot be read")
 
     async def refresh(self) -> None:
-        """Obey what stands in the store, if that has changed.
+        """Apply what stands in the store, if that has changed.
 
         Raises:
-            StoreError: nobody knows what stands there; what did stays in force.
+            StoreError: it cannot be read; what was read last stays in force.
         """
         async with self._lock:
             found = await self._store.read_orders(_BOOK, self._version)
@@ -228,7 +226,7 @@ class Desk:
         return Counter(override.kind for override in self.list_standing())[kind]
 
 
-def _announce(what: str, override: Override, who: str) -> None:
+def _announce(what: str, override: ActiveOverride, who: str) -> None:
     """Tell of a change."""
     shown = {name: value for name, value in describe_override(override).items() if name not in ("who", "since")}
     _LOG.warning(what, extra=make_extra(**shown, who=who or None))
@@ -237,7 +235,7 @@ def _announce(what: str, override: Override, who: str) -> None:
 # ---- What an operator says
 
 
-def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> Override:
+def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> ActiveOverride:
     """The override that an operator asks for.
 
     Args:
@@ -271,7 +269,7 @@ def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> O
         identity.append(given.get("key") or secrets.token_hex(8))  # another grant adds to the first
     name = blake2b(json.dumps(identity).encode(), digest_size=6).hexdigest()
     grant = Grant(*(int(given.get(amount, 0)) for amount in _AMOUNTS))
-    return Override(name, kind, target, policy, now, now + seconds, str(given.get("reason", "")), who[:_MAX_WHO], grant)
+    return ActiveOverride(name, kind, target, policy, now, now + seconds, str(given.get("reason", "")), who[:_MAX_WHO], grant)
 
 
 def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
@@ -290,13 +288,13 @@ def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
                 yield f"{key} belongs to a grant, not to a {kind}"
 
 
-def outlast_kills(release: Override, standing: Iterable[Override]) -> Override:
+def outlast_kills(release: ActiveOverride, standing: Iterable[ActiveOverride]) -> ActiveOverride:
     """The release, which stands no shorter than the kills that it undoes: they must not be back when it has ended."""
     undone = [kill.ends for kill in standing if kill.kind == KILL and _may_meet(kill, release)]
     return release._replace(ends=max([release.ends, *undone]))
 
 
-def _may_meet(one: Override, other: Override) -> bool:
+def _may_meet(one: ActiveOverride, other: ActiveOverride) -> bool:
     """Whether both may hold for one request, as far as what they name tells."""
     named = [(one.policy, other.policy), (one.target.caller, other.target.caller), (one.target.session, other.target.session)]
     others = dict(other.target.descriptors)
@@ -380,47 +378,15 @@ def _are_texts(value: Mapping[object, object]) -> bool:
     return all(isinstance(part, str) and part for pair in value.items() for part in pair)
 
 
-def _read_fingerprint(value: object) -> str:
-    if not (isinstance(value, str) and _FINGERPRINT.fullmatch(value)):
-        raise ValueError("must be 8 hex digits")
+def _read_pattern(pattern: re.Pattern[str], wanted: str, value: object) -> str:
+    if not (isinstance(value, str) and pattern.fullmatch(value)):
+        raise ValueError(f"must be {wanted}")
     return value
 
 
-def _read_policy(value: object) -> str:
-    if not (isinstance(value, str) and _POLICY.fullmatch(value)):
-        raise ValueError("must be the id of a policy")
-    return value
-
-
-def _read_seconds(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_SECONDS:
-        raise ValueError(f"must be a number of seconds from 1 to {MAX_SECONDS}")
-    return value
-
-
-def _read_tool(value: object) -> str:
-    return _read_text(value, _MAX_TOOL)
-
-
-def _read_reason(value: object) -> str:
-    return _read_text(value, _MAX_REASON)
-
-
-def _read_key(value: object) -> str:
-    return _read_text(value, _MAX_KEY)
-
-
-def _read_steps(value: object) -> int:
-    return _read_count(value, MAX_GRANT.steps)
-
-
-def _read_tool_calls(value: object) -> int:
-    return _read_count(value, MAX_GRANT.tool_calls)
-
-
-def _read_count(value: object, most: int) -> int:
+def _read_number(wanted: str, most: int, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
-        raise ValueError(f"must be a number from 1 to {most}")
+        raise ValueError(f"must be a number{wanted} from 1 to {most}")
     return value
 
 
@@ -432,7 +398,7 @@ def _read_cost(value: object) -> int:
     raise ValueError(f"must be dollars, more than 0 and at most {most}")
 
 
-def _read_text(value: object, longest: int) -> str:
+def _read_text(longest: int, value: object) -> str:
     if not (isinstance(value, str) and 0 < len(value) <= longest):
         raise ValueError(f"must be a text of 1 to {longest} characters")
     return value
@@ -442,15 +408,15 @@ _READERS: dict[str, Callable[[object], object]] = {
     "kind": _read_kind,
     "caller": _read_caller,
     "session": _read_session,
-    "fingerprint": _read_fingerprint,
-    "tool": _read_tool,
-    "policy": _read_policy,
-    "seconds": _read_seconds,
-    "reason": _read_reason,
-    "steps": _read_steps,
-    "tool_calls": _read_tool_calls,
+    "fingerprint": partial(_read_pattern, _FINGERPRINT, "8 hex digits"),
+    "tool": partial(_read_text, _MAX_TOOL),
+    "policy": partial(_read_pattern, _POLICY, "the id of a policy"),
+    "seconds": partial(_read_number, " of seconds", MAX_SECONDS),
+    "reason": partial(_read_text, _MAX_REASON),
+    "steps": partial(_read_number, "", MAX_GRANT.steps),
+    "tool_calls": partial(_read_number, "", MAX_GRANT.tool_calls),
     "cost": _read_cost,
-    "key": _read_key,
+    "key": partial(_read_text, _MAX_KEY),
 }
 """What may stand in an order."""
 
@@ -461,7 +427,7 @@ def _find_session_key(order: object) -> str:
     return next(map(check_limit_key, session), "") if isinstance(session, dict) else ""
 
 
-def remark(override: Override, plans: Sequence[Plan], session_key: str = "") -> list[str]:
+def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "") -> list[str]:
     """What whoever gives an override should know about it, seen from the policies that are in force.
 
     Args:
@@ -543,7 +509,7 @@ def _remark_on_hashes(hashes: Sequence[tuple[str, str]], seen: Seen | None) -> I
 # ---- What stands in the store
 
 
-def write_override(override: Override) -> bytes:
+def write_override(override: ActiveOverride) -> bytes:
     """For the store."""
     target = override.target
     document = {
@@ -560,7 +526,7 @@ def write_override(override: Override) -> bytes:
     return json.dumps(document, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
-def read_override(name: str, document: bytes) -> Override:
+def read_override(name: str, document: bytes) -> ActiveOverride:
     """From the store, where another version may have put it.
 
     Raises:
@@ -573,12 +539,12 @@ def read_override(name: str, document: bytes) -> Override:
         kind, policy, reason, who = [str(found[key]) for key in ("kind", "policy", "reason", "who")]
         target = Target(caller, descriptors, session, fingerprint, tool)
         grant = Grant(*(min(max(0, int(given)), most) for given, most in zip(found.get("grant", ()), MAX_GRANT, strict=False)))
-        return Override(name, kind, target, policy, float(found["since"]), float(found["ends"]), reason, who, grant)
+        return ActiveOverride(name, kind, target, policy, float(found["since"]), float(found["ends"]), reason, who, grant)
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no override: {error}") from None
 
 
-def _read_all(documents: Mapping[str, bytes]) -> dict[str, Override]:
+def _read_all(documents: Mapping[str, bytes]) -> dict[str, ActiveOverride]:
     """Those that this version understands."""
     read = {}
     for name, document in documents.items():
@@ -589,7 +555,7 @@ def _read_all(documents: Mapping[str, bytes]) -> dict[str, Override]:
     return read
 
 
-def describe_override(override: Override) -> dict[str, Any]:
+def describe_override(override: ActiveOverride) -> dict[str, Any]:
     """For people and programs; what is not named is left out."""
     target = override.target
     shown: dict[str, Any] = {

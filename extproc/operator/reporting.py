@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 from time import perf_counter, time
 
+from extproc.bounded import LRU
 from extproc.decision import Action, Decision, Outcome, Reason
 from extproc.engine.candidates import Answer, SessionCandidate
 from extproc.engine.evaluation import Evaluation, Lane, group_by_policy
 from extproc.engine.handover import POLICY_METADATA, RefusedPolicy
 from extproc.engine.kill_switch import Switch
-from extproc.engine.orders import ALLOW, Override
+from extproc.engine.orders import ALLOW, ActiveOverride
 from extproc.engine.settlements import Entry, Settled
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
-from extproc.operator.loop_table import Loop, LoopTable
+from extproc.operator.loop_rows import Loop
+from extproc.operator.loop_table import LoopTable
 from extproc.operator.session_table import OVERFLOW, SessionTable
 from extproc.sessions.limits import NARROW, SessionSubject
 from extproc.store.rules.session import Standing
@@ -53,13 +54,12 @@ class Reporter:
     """
 
     def __init__(self, metrics: Metrics, *, show_callers: bool) -> None:
-        """Nothing has been reported."""
         self.loops = LoopTable()
         self.sessions = SessionTable()
         self.show_callers = show_callers
         self._metrics = metrics
         self._detections = RateLimit(_DETECTIONS_PER_SECOND)
-        self._tenants: OrderedDict[str, RateLimit] = OrderedDict()  # the one that has been quiet longest comes first
+        self._tenants: LRU[str, RateLimit] = LRU(_TENANTS)
         self._failures = RateLimit(_LINES_PER_SECOND)
         self._missing = RateLimit(_LINES_PER_SECOND)
         self._stopped: dict[str, Reminder] = {}  # by place in a policy file, or by override
@@ -194,7 +194,7 @@ class Reporter:
             shown = {"scope_key": switch.scope_key, "reason": switch.reason or None}
             _LOG.warning("kill switch", extra=make_extra(place=switch.place, mode=mode, **shown, requests=requests))
 
-    def report_blocked(self, policy: str, block: Override) -> None:
+    def report_blocked(self, policy: str, block: ActiveOverride) -> None:
         """A request that an operator has blocked; logged as those of kill switches are."""
         self._metrics.overridden.labels(policy, "enforce", block.kind).inc()
         if requests := self._remind(block.name):
@@ -257,7 +257,8 @@ class Reporter:
     def _report_detection(self, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> None:
         try:
             loop = self.loops.note(evaluation, decision, outcome)
-            if not loop.total & (loop.total - 1):  # the first, the second, the fourth, ...
+            total = loop.total
+            if not total & (total - 1):  # the first, the second, the fourth, ...
                 self._log_loop(loop, outcome)
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
             self.report_failure("a loop could not be reported", error, policy=outcome.policy)
@@ -317,13 +318,10 @@ class Reporter:
 
     def _take_line(self, tenant: str) -> int | None:
         """None when the tenant, or all together, have had their lines; else how many were suppressed since the last."""
-        limit = self._tenants.get(tenant)
+        limit = self._tenants.use(tenant)
         if limit is None:
-            limit = self._tenants[tenant] = RateLimit(_DETECTIONS_PER_TENANT)
-            if len(self._tenants) > _TENANTS:
-                self._tenants.popitem(last=False)
-        else:
-            self._tenants.move_to_end(tenant)
+            limit = RateLimit(_DETECTIONS_PER_TENANT)
+            self._tenants.put(tenant, limit)
         now = perf_counter()
         own = limit.take(now)
         every = None if own is None else self._detections.take(now)

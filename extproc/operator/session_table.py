@@ -1,22 +1,17 @@
 """The sessions of late, for people: what each has used up, what refuses it, and its newest calls, which is the report of a run.
 
-Bounded: a thousand sessions, a tenth of them one tenant's, and of each its 64 newest calls; the one that has been quiet longest
-makes room. What a session has used up comes from its ledger, which all replicas share; this table only shows it. The event loop
-alone writes; `copy` is for everybody else.
+What a session has used up comes from its ledger, which all replicas share; this table only shows it, and its newest calls.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from extproc.recent import Row, Table
+from extproc.operator.session_rows import COUNTED, MAX_CALLS, MAX_DETAILED, CallRow, SessionDocument, SessionRefusal, SessionRow
+from extproc.operator.table import NAME_SHOWN, Table, cut_caller
 from extproc.request.http import cut_text
 from extproc.sessions.rates import Usage
 from extproc.store.rules.session import KILLED, LIMITS, NANO_DOLLARS, Standing
-
-MAX_SESSIONS: Final = 1_000
-MAX_PER_TENANT: Final = 100
-MAX_CALLS: Final = 64
 
 OVERFLOW: Final = "shared"
 """In place of a session's name: all those of a tenant that share one ledger, because it has begun too many."""
@@ -28,14 +23,11 @@ _KILLED_LIMIT: Final = LIMITS.index("killed")
 _MONEY: Final = "max_cost_per_session"
 _DIGITS: Final = 9
 
-_NAME_SHOWN: Final = 128
-_NAMES_SHOWN: Final = 8
-
 _UNKNOWN: Final = Standing()
 """Of a session of which nothing is known yet."""
 
 
-class Call:
+class SessionCall:
     """One request of a session that was let through.
 
     Attributes:
@@ -52,7 +44,6 @@ class Call:
     __slots__ = ("at", "model", "name", "refused", "settled", "status", "tool", "usage")
 
     def __init__(self, name: bytes, at: float, model: str, tool: str) -> None:
-        """Nothing is known of its answer."""
         self.name = name
         self.at = at
         self.model = model
@@ -63,32 +54,13 @@ class Call:
         self.refused = False
 
 
-_NO_CALL: Final = Call(b"", 0.0, "", "")
+_NO_CALL: Final = SessionCall(b"", 0.0, "", "")
+
+_CALL_NAME: Final = 4
+"""Bytes of a call's name that tell it from the others of its session."""
 
 
-class Refusal:
-    """What a session was refused for.
-
-    Attributes:
-        at: when, in seconds since 1970.
-        limit: its name.
-        used: of the limit.
-        allowed: by it, with what was granted.
-        tool: that it is about, empty for all.
-    """
-
-    __slots__ = ("allowed", "at", "limit", "tool", "used")
-
-    def __init__(self, standing: Standing, at: float) -> None:
-        """As the ledger tells it."""
-        self.at = at
-        self.limit = LIMITS[standing.limit]
-        self.used = standing.used
-        self.allowed = standing.allowed
-        self.tool = _find_tool(standing)
-
-
-class Run(Row):
+class Run:
     """One session, under one policy.
 
     Attributes:
@@ -102,25 +74,10 @@ class Run(Row):
         told: when that was.
         ordered: an operator has killed it.
         refusal: the newest, None for none.
-        refusals: how many this process has seen.
         calls: its newest, oldest first.
     """
 
-    __slots__ = (
-        "caller",
-        "calls",
-        "mode",
-        "ordered",
-        "policy",
-        "refusal",
-        "refusals",
-        "session",
-        "standing",
-        "told",
-    )
-
     def __init__(self, policy: str, mode: str, tenant: str, session: str, now: float) -> None:
-        """Nothing is known of it until now."""
         self.policy = policy
         self.mode = mode
         self.tenant = tenant
@@ -130,31 +87,30 @@ class Run(Row):
         self.standing = _UNKNOWN
         self.told = now
         self.ordered = False
-        self.refusal: Refusal | None = None
-        self.refusals = 0
-        self.calls: list[Call] = []
+        self.refusal: SessionRefusal | None = None
+        self.calls: list[SessionCall] = []
 
     @property
     def began(self) -> float:
         """When the session began, in seconds since 1970."""
         return self.told - self.standing.age_ms / 1000
 
-    def take(self, standing: Standing, now: float) -> None:
+    def update(self, standing: Standing, now: float) -> None:
         """Know what it has used up, where anything is said about that."""
         if standing.steps or standing.blocks or standing.cost or standing.tool_calls:
             self.standing = standing
             self.told = now
 
-    def add_call(self, name: bytes, model: str, tool: str, now: float) -> Call:
+    def add_call(self, name: bytes, model: str, tool: str, now: float) -> SessionCall:
         """A call that becomes known; the oldest makes room."""
         last = self.calls[-1] if self.calls else _NO_CALL
-        call = Call(name, now, _cut_name(model, last.model), _cut_name(tool, last.tool))
+        call = SessionCall(name, now, _cut_name(model, last.model), _cut_name(tool, last.tool))
         self.calls.append(call)
         if len(self.calls) > MAX_CALLS:
             del self.calls[0]
         return call
 
-    def find_call(self, name: bytes) -> Call | None:
+    def find_call(self, name: bytes) -> SessionCall | None:
         """A call that is known; None for one that is not."""
         for call in reversed(self.calls):
             if call.name == name:
@@ -164,10 +120,6 @@ class Run(Row):
 
 class SessionTable(Table[Run]):
     """The sessions of one process."""
-
-    def __init__(self) -> None:
-        """There are none."""
-        super().__init__(MAX_SESSIONS, MAX_PER_TENANT)
 
     def note(  # noqa: PLR0913  # what is known of a request
         self,
@@ -196,15 +148,15 @@ class SessionTable(Table[Run]):
             call: the step's name.
             now: in seconds since 1970.
         """
-        run = self._find(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
+        run = self._get_or_begin(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
         if not run.caller and caller:
-            run.caller = [(cut_text(name, _NAME_SHOWN), cut_text(value, _NAME_SHOWN)) for name, value in caller[:_NAMES_SHOWN]]
+            run.caller = cut_caller(caller)
         run.last = now
         run.ordered = standing.limit == _KILLED_LIMIT and not standing.killed
-        run.take(standing, now)
+        run.update(standing, now)
         if standing.limit:
-            run.refusal = Refusal(standing, now)
-            run.refusals += 1
+            limit, tool = LIMITS[standing.limit], _find_tool(standing)
+            run.refusal = SessionRefusal(now, limit, standing.used, standing.allowed, tool)
         else:
             run.add_call(call, model, tool, now)
 
@@ -223,27 +175,23 @@ class SessionTable(Table[Run]):
         *,
         refused: bool = False,
     ) -> None:
-        """What became of a request, which another replica may have let through.
+        """What became of a request, which another replica may have let through; the names are those of `note`.
 
-        Args:
-            policy: its id.
-            mode: `enforce` or `shadow`.
-            tenant: hash of the caller.
-            session: hash of its name.
-            standing: what the settlement was answered.
-            model: that was asked.
-            call: the step's name.
-            status: of the answer, 0 where there was none.
-            usage: its tokens, None where nobody said.
-            now: in seconds since 1970.
-            refused: another guard of ours has refused it.
+        `standing` is what the settlement was answered, `status` the answer's, 0 where there was none, `usage` its tokens, None
+        where they are unknown; `refused` says that another guard of ours has refused it.
         """
-        run = self._find(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
-        run.take(standing, now)
+        run = self._get_or_begin(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
+        run.update(standing, now)
         found = run.find_call(call) or run.add_call(call, model, "", now)
         found.status, found.usage, found.settled, found.refused = status, usage, True, refused
 
-    def _find(self, policy: str, mode: str, tenant: str, session: str, now: float) -> Run:
+    def make_document(self, *, shows_callers: bool) -> SessionDocument:
+        """The table as it is now, the newest first; without callers' values unless they may be shown."""
+        runs = sorted(self.copy(), key=lambda run: -run.last)
+        rows = [_make_row(run, shows_callers=shows_callers, detailed=place < MAX_DETAILED) for place, run in enumerate(runs)]
+        return SessionDocument(rows)
+
+    def _get_or_begin(self, policy: str, mode: str, tenant: str, session: str, now: float) -> Run:
         """The session under that name; it is new where there is none."""
         key = (tenant, policy, mode, session)
         run = self.use(key)
@@ -253,9 +201,33 @@ class SessionTable(Table[Run]):
         return run
 
 
+def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
+    standing = run.standing
+    return SessionRow(
+        policy=run.policy,
+        mode=run.mode,
+        tenant=run.tenant,
+        session=run.session,
+        caller=run.caller if shows_callers else [],
+        began=run.began,
+        last=run.last,
+        told=run.told,
+        ordered=run.ordered,
+        tools=[(name, count) for _, name, count in standing.tools],
+        refusal=run.refusal,
+        calls=[_make_call(call) for call in run.calls.copy()] if detailed else [],
+        **{name: getattr(standing, name) for name in COUNTED},
+    )
+
+
+def _make_call(call: SessionCall) -> CallRow:
+    tokens, tools = None if call.usage is None else list(call.usage), [call.tool] if call.tool else []
+    return CallRow(call.name[:_CALL_NAME], call.at, call.model, tools, call.status, tokens, call.settled, call.refused)
+
+
 def _cut_name(name: str, last: str) -> str:
     """A name as it is kept; mostly it is that of the call before."""
-    return last if name == last else cut_text(name, _NAME_SHOWN)
+    return last if name == last else cut_text(name, NAME_SHOWN)
 
 
 def _find_tool(standing: Standing) -> str:

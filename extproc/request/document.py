@@ -69,7 +69,6 @@ class NotCounted(Exception):  # says what becomes of the request
     """
 
     def __init__(self, reason: str) -> None:
-        """Say why."""
         super().__init__(reason)
         self.reason = reason
 
@@ -82,7 +81,6 @@ class NotJson(NotCounted):
     """The body is not JSON, as far as anybody can tell."""
 
     def __init__(self) -> None:
-        """The reason is always the same."""
         super().__init__("not_json")
 
 
@@ -197,7 +195,6 @@ class Document:
     __slots__ = ("_data", "_value", "conversation")
 
     def __init__(self, data: bytes | memoryview) -> None:
-        """Nothing is decoded yet."""
         self._data = data if isinstance(data, bytes) else data.tobytes()
         self._value: Json = _MISSING  # or the exception that it is
         self.conversation: Any = None

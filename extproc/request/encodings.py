@@ -36,7 +36,6 @@ class UnreadableError(Exception):
     """
 
     def __init__(self, reason: str) -> None:
-        """Say which."""
         super().__init__(reason)
         self.reason = reason
 

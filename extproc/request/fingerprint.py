@@ -15,7 +15,7 @@ from typing import Final
 
 from zlib_ng.zlib_ng import adler32, crc32
 
-from extproc.memo import Memo
+from extproc.bounded import Memo
 
 MAX_TARGET = 65_536
 """Longest path with query that is fingerprinted, in bytes (Envoy's own default for all headers together is 60 KiB)."""
@@ -55,7 +55,6 @@ class Body:
     __slots__ = ("adler32", "crc32", "length")
 
     def __init__(self, length: int, crc32: int, adler32: int) -> None:
-        """Keep the length in bytes and both checksums."""
         self.length = length
         self.crc32 = crc32
         self.adler32 = adler32

@@ -22,9 +22,6 @@ MAX_TOKEN = 32_768
 RESPONSES_WEBSOCKET: Final = "responses_websocket"
 """Why a request is not counted that opens a WebSocket for model calls, none of which would be seen."""
 
-_RESPONSES: Final = "/responses"
-"""What the path ends in of OpenAI's API that takes its calls over a WebSocket as well as by POST."""
-
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # absolute-form up to its path (RFC 9112 section 3.2.2)
 
 
@@ -52,7 +49,6 @@ class StatedFacts(Facts):
     """Facts that somebody names one by one."""
 
     def __init__(self, *, route: str = "", address: str = "", claims: Mapping[str, str] | None = None) -> None:
-        """Keep them as given."""
         self._route = route
         self._address = address
         self._claims: Mapping[str, str] = claims if claims is not None else {}
@@ -143,18 +139,18 @@ def cut_text(text: str, length: int) -> str:
     return text[:length].encode("utf-8", "backslashreplace").decode()
 
 
-def find_websocket(request: HttpRequest) -> bool:
-    """Whether the request opens a WebSocket for calls of the Responses API.
+def opens_websocket(request: HttpRequest) -> bool:
+    """Whether the request opens a WebSocket.
 
-    Codex does so before it tries POST. Over HTTP/1.1 that is an upgrade (RFC 6455 section 4.1), over HTTP/2 a CONNECT with a
-    `:protocol` (RFC 8441), which Envoy shows as an upgrade, too.
+    Over HTTP/1.1 that is an upgrade (RFC 6455 section 4.1), over HTTP/2 a CONNECT with a `:protocol` (RFC 8441), which Envoy
+    shows as an upgrade, too.
     """
     headers = request.headers
     if "upgrade" not in headers and ":protocol" not in headers:
         return False
     wanted = headers.get("upgrade", b"") + b"," + headers.get(":protocol", b"")
     names = [item.strip().partition(b"/")[0] for item in wanted.lower().split(b",")]
-    return b"websocket" in names and request.path.endswith(_RESPONSES)
+    return b"websocket" in names
 
 
 def explain_unknowable_body(request: HttpRequest) -> str:

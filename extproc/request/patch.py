@@ -72,7 +72,6 @@ class Value:
     __slots__ = ("at", "end", "key", "start", "within")
 
     def __init__(self, key: str, at: int, start: int, end: int, within: Value | None) -> None:
-        """Keep them as given."""
         self.key = key
         self.at = at
         self.start = start

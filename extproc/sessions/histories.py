@@ -14,12 +14,12 @@ from typing import Any, Final, TypeAlias
 
 from msgspec import Raw, ValidationError, defstruct, json
 
-from extproc.apis.shapes import open_conversation
-from extproc.apis.shapes.conversation import Conversation, Shape
-from extproc.memo import Memo
+from extproc.apis import open_conversation
+from extproc.apis.conversation import Conversation, Shape
+from extproc.bounded import Memo
 from extproc.request.document import ABSENT, MAX_STEPS, Document, NotCounted, count_left, decode_json, walk
 from extproc.request.fingerprint import NO_BODY, Body
-from extproc.sessions.history import NOTHING, RECORD, Shown, Tally, ToolCalls, list_shown, look_at_all, read_tool_calls, tell
+from extproc.sessions.history import NOTHING, RECORD, CallHistory, Shown, Tally, list_shown, look_at_all, read_tool_calls, tell
 
 _LOOSE: Final = 4
 """So many of the newest messages some clients write in another way next time: marks of what is to be cached move along."""
@@ -52,7 +52,7 @@ _body_decoders: Final[dict[str, _Decode]] = {}
 """By what a shape makes of a message, and by its key for them."""
 
 
-class _Known:
+class _KnownBody:
     """A body with a gap for what is new, between two of its messages; never changed.
 
     Attributes:
@@ -92,7 +92,7 @@ class _Known:
         view = memoryview(data)
         return start <= gap_end and _equals(self.start, view[:start]) and _equals(self.end, view[gap_end:])
 
-    def read(self, data: bytes) -> tuple[Tally, _Known] | None:
+    def read(self, data: bytes) -> tuple[Tally, _KnownBody] | None:
         """What a body shows that this is in, and what is known then; None where it has to be read as a whole."""
         before = self.start.length
         text = _OPENING + data[before : len(data) - self.end.length] + b"]"
@@ -112,7 +112,7 @@ class _Known:
         tally = tally.add(shown[:first])
         more = _find_end(text, len(_OPENING), _decode_items(text)[1 : settled + 1]) - len(_OPENING)
         start = self.start.plus(memoryview(data)[before : before + more])
-        grown = _Known(self.shape, self.model, start, self.end, self.count + settled, tally, self.loose)
+        grown = _KnownBody(self.shape, self.model, start, self.end, self.count + settled, tally, self.loose)
         return tally.add(shown[first:]), grown
 
 
@@ -128,11 +128,11 @@ class _Histories:
 
     def __init__(self) -> None:
         """Nothing is known."""
-        self._known: list[_Known] = []
+        self._known: list[_KnownBody] = []
         self.credit = _CREDIT
         self.loose = 0
 
-    def read(self, data: bytes) -> ToolCalls | None:
+    def read(self, data: bytes) -> CallHistory | None:
         """What a body shows that goes on from a history that is known; None for any other."""
         for place in range(len(self._known)):
             known = self._known[place]
@@ -148,13 +148,13 @@ class _Histories:
                 return tell(tally, known.model)
         return None
 
-    def add(self, known: _Known) -> None:
+    def add(self, known: _KnownBody) -> None:
         """Know one more, on credit."""
         self.credit -= 1
         self.loose = _LOOSE
         self._note(known)
 
-    def _note(self, known: _Known) -> None:
+    def _note(self, known: _KnownBody) -> None:
         tally = known.tally
         if len(tally.records) <= _MOST_CALLS * RECORD and len(tally.tools) <= _MOST_TOOLS and len(tally.again) <= _MOST_EQUAL:
             self._known = [*self._known[1 - _SIDE_BY_SIDE :], known]
@@ -163,7 +163,7 @@ class _Histories:
 _SESSIONS: Final[Memo[str, _Histories]] = Memo(_MOST_SESSIONS)
 
 
-def read_known_calls(document: Document, session: str) -> ToolCalls:
+def read_known_calls(document: Document, session: str) -> CallHistory:
     """What `history.read_tool_calls` finds.
 
     Args:
@@ -193,7 +193,7 @@ def read_known_calls(document: Document, session: str) -> ToolCalls:
     return tell(tally, conversation.model)
 
 
-def _leave_gap(conversation: Conversation, data: bytes, shown: Sequence[Shown], loose: int) -> _Known | None:
+def _leave_gap(conversation: Conversation, data: bytes, shown: Sequence[Shown], loose: int) -> _KnownBody | None:
     """What will be known of a body that shows this; None where nobody can tell where its messages stand."""
     shape = conversation.shape
     if conversation.decoded or conversation.before.after or len(conversation) <= loose:
@@ -207,7 +207,7 @@ def _leave_gap(conversation: Conversation, data: bytes, shown: Sequence[Shown], 
     gap_end = at + len(messages) - 1
     tally = NOTHING.add(shown[: len(shown) - len(conversation.list_values(start=settled))])
     before, behind = NO_BODY.plus(data[:start]), NO_BODY.plus(data[gap_end:])
-    return _Known(shape, conversation.model, before, behind, settled, tally, loose)
+    return _KnownBody(shape, conversation.model, before, behind, settled, tally, loose)
 
 
 def _equals(known: Body, data: memoryview) -> bool:

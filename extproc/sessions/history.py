@@ -19,11 +19,11 @@ from zlib import crc32
 
 from msgspec import json
 
-from extproc.apis.shapes import find_conversation, look_back, open_conversation, read_message
-from extproc.apis.shapes.contents import read_arguments
-from extproc.apis.shapes.conversation import ASSISTANT, Conversation, Shape
-from extproc.apis.shapes.messages import CALL, RESULT, Part
-from extproc.memo import Memo
+from extproc.apis import find_conversation, open_conversation
+from extproc.apis.contents import read_arguments
+from extproc.apis.conversation import ASSISTANT, Conversation, Shape, look_back, read_message
+from extproc.apis.messages import CALL, RESULT, Part
+from extproc.bounded import Memo
 from extproc.request.document import Document, NotCounted, count_left, walk, write_canonical
 from extproc.request.patch import Patch
 
@@ -48,7 +48,7 @@ _SEPARATOR: Final = b"\xff"  # never in UTF-8
 _encode: Final = json.Encoder().encode
 
 
-class ToolCalls:
+class CallHistory:
     """What a request's history shows; never changed.
 
     Attributes:
@@ -129,7 +129,7 @@ class Tally:
     """What a history shows as far as it was read; never changed.
 
     Attributes:
-        records: as `ToolCalls` has them.
+        records: as `CallHistory` has them.
         total: the same.
         newest: the same.
         ended: the assistant's turn is over.
@@ -202,7 +202,7 @@ class Tally:
 NOTHING: Final = Tally(b"", 0, 0, (), {}, 0, ended=True)
 
 
-def read_tool_calls(document: Document) -> ToolCalls:
+def read_tool_calls(document: Document) -> CallHistory:
     """The calls that a history shows; where the server keeps the history, a result stands for its call.
 
     Raises:
@@ -212,9 +212,9 @@ def read_tool_calls(document: Document) -> ToolCalls:
     return tell(NOTHING.add(list_shown(conversation)), conversation.model)
 
 
-def tell(tally: Tally, model: str) -> ToolCalls:
+def tell(tally: Tally, model: str) -> CallHistory:
     """What a request's history shows, given the model that its body names."""
-    return ToolCalls(tally.records, tally.total, tally.newest, tally.tools, model[:_LONGEST_MODEL])
+    return CallHistory(tally.records, tally.total, tally.newest, tally.tools, model[:_LONGEST_MODEL])
 
 
 def find_called(patch: Patch, names: Collection[str]) -> str | None:

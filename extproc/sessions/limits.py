@@ -8,15 +8,14 @@ from typing import Final, NamedTuple
 
 from msgspec import json
 
+from extproc.bounded import Memo
 from extproc.decision import Action, Advice, Framed, Outcome, Reason, RefusalForm
-from extproc.memo import Memo
 from extproc.request.fingerprint import sum_up
 from extproc.request.quoting import quote
-from extproc.sessions.history import RECORD, ToolCalls, digest_tool
+from extproc.sessions.history import RECORD, CallHistory, digest_tool
 from extproc.sessions.names import SessionNames
-from extproc.sessions.rates import Price, Rates
-from extproc.sessions.session_limits import Notice, Session, SessionLimits
-from extproc.sessions.session_limits import Price as PolicyPrice
+from extproc.sessions.rates import Rates, TokenPrice
+from extproc.sessions.session_limits import Notice, Price, Session, SessionLimits
 from extproc.store.rules.session import LIMITS, NANO_DOLLARS, Limits, Standing, Step
 
 DETECTOR: Final = "session"
@@ -25,7 +24,7 @@ DETECTOR: Final = "session"
 NARROW: Final = "narrow"
 """What is done to a request that loses tools, beside the actions."""
 
-NO_CALLS: Final = ToolCalls(b"", 0, 0, (), "")
+NO_CALLS: Final = CallHistory(b"", 0, 0, (), "")
 NO_GRANTS: Final = (0, 0, 0)
 
 KILLED, MAX_STEPS, MAX_TOOL_CALLS, MAX_COST, PER_TOOL, LOOP = LIMITS[1:]
@@ -119,7 +118,7 @@ class SessionSubject:
             return round(self.used / NANO_DOLLARS, 6), round(self.allowed / NANO_DOLLARS, 6)
         return self.used, self.allowed
 
-    def tell(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
         """See `Subject`."""
         return (
             f"Session limit reached: {self._explain()}. Further requests of this session are refused. "
@@ -289,7 +288,7 @@ class SessionGuard:
         identity: bytes,
         call: bytes,
         reserve: int,
-        calls: ToolCalls,
+        calls: CallHistory,
         grants: tuple[int, int, int],
         *,
         allowed: bool,
@@ -333,7 +332,7 @@ class SessionGuard:
         return f'{self._opening}{name}","call":"{call.hex()}","model":{_write_model(model)},"reserve":{reserve}}}'
 
     def judge(
-        self, fingerprint: str, tenant: str, standing: Standing, calls: ToolCalls, grants: tuple[int, int, int]
+        self, fingerprint: str, tenant: str, standing: Standing, calls: CallHistory, grants: tuple[int, int, int]
     ) -> Outcome:
         """What the guard makes of a request that the store has counted."""
         if standing.limit:
@@ -348,7 +347,7 @@ class SessionGuard:
         subject = SessionSubject(met, _read_used(standing, met), self._read_allowed(met, grants))
         return self._make_outcome(action, fingerprint, tenant, subject.used, subject)
 
-    def find_narrowing(self, standing: Standing, calls: ToolCalls, grants: tuple[int, int, int]) -> Narrowing | None:
+    def find_narrowing(self, standing: Standing, calls: CallHistory, grants: tuple[int, int, int]) -> Narrowing | None:
         """The tools that have no budget left, of a request that is let through; None for none."""
         limits = self.limits
         every = limits.narrows and standing.tool_calls >= limits.tool_calls + grants[1]
@@ -384,11 +383,11 @@ class SessionGuard:
             return self.limits.steps + steps
         return self.limits.tool_calls + tool_calls if limit == MAX_TOOL_CALLS else self.limits.cost + cost
 
-    def find_last_tool(self, calls: ToolCalls) -> str:
+    def find_last_tool(self, calls: CallHistory) -> str:
         """The tool that a history shows to be called last, empty for none."""
         return self._find_tool_name(calls.records[-RECORD:][_TOOL:_ACTION], calls) if calls.records else ""
 
-    def _find_tool_name(self, digest: bytes, calls: ToolCalls) -> str:
+    def _find_tool_name(self, digest: bytes, calls: CallHistory) -> str:
         if not digest:
             return ""
         return self._tool_names.get(digest) or next((name for known, name in calls.tools if known == digest), "")
@@ -444,11 +443,11 @@ def _or_none(limit: int | None) -> int:
     return _NONE if limit is None else limit
 
 
-def _read_price(price: PolicyPrice) -> Price:
+def _read_price(price: Price) -> TokenPrice:
     """As rates take it: what stands in a file is decimal, and stays what it says."""
     given = (price.input, price.output, price.cache_read, price.cache_write)
     first, second, third, fourth = [None if rate is None else Decimal(str(rate)) for rate in given]
-    return Price(first or Decimal(), second or Decimal(), third, fourth)
+    return TokenPrice(first or Decimal(), second or Decimal(), third, fourth)
 
 
 def _compile_notice(notice: Notice) -> tuple[tuple[str, int], ...]:
@@ -476,7 +475,7 @@ def _read_used(standing: Standing, limit: str) -> int:
     return standing.tool_calls if limit == MAX_TOOL_CALLS else standing.cost + standing.reserved
 
 
-def _find_last_but_one(calls: ToolCalls, window: int, threshold: int) -> str:
+def _find_last_but_one(calls: CallHistory, window: int, threshold: int) -> str:
     """The tool that one more equal call would refuse the session for; empty for none."""
     records = calls.records[-RECORD * (window - 1) :]
     newest: Sequence[bytes] = [records[at : at + RECORD] for at in range(0, len(records), RECORD)]

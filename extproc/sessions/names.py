@@ -13,9 +13,9 @@ from typing import Final, cast
 
 from msgspec import Raw, ValidationError, json
 
+from extproc.bounded import Memo
 from extproc.detectors.base import Memory
 from extproc.detectors.loops import MAX_TURNS
-from extproc.memo import Memo
 from extproc.request.document import Document, NotCounted, decode_json, find, split_pointer
 from extproc.request.fingerprint import join_descriptors
 from extproc.request.http import Descriptor, HttpRequest, compile_descriptors

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import msgspec
 
-from extproc.apis.model_names import find_model
+from extproc.apis.usage import find_model
 from extproc.sessions.rates import look_up
 
 

@@ -1,19 +1,21 @@
 """What calls of models cost, in integers of nano-dollars (1e-9 US dollars), so that sums never drift.
 
 A rate is found by the model's name: the policy's own first, then what the package genai-prices knows, where it is installed,
-then the policy's for models that nobody knows. Bedrock calls one model by several names, and a price for any of them is taken.
+then the policy's for models that nobody knows. Some APIs call one model by several names, and a price for any of them is taken.
 What was found is kept by name: the package takes 100 us to look.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from math import lcm
 from typing import Any, Final, NamedTuple
+
+from extproc.apis import list_models
+from extproc.bounded import Memo
 
 BYTES_PER_TOKEN: Final = 4
 """An estimate, and said to be one wherever it is shown: what a request's body holds is mostly English text in JSON."""
@@ -30,10 +32,6 @@ _VAGUE: Final = 0
 _PACKAGE: Final = 1
 _POLICY: Final = 2
 """Who tells a model's price: nobody for this one alone, the package, or the policy."""
-
-_ARN: Final = "arn:"
-_GEOGRAPHY: Final = re.compile(r"\A(?:us|eu|apac|jp|au|ca|us-gov|global)\.(?=[a-z0-9-]+\.)")
-"""In front of a Bedrock model's id: an inference profile, which spreads its calls over regions."""
 
 _PROVIDERS: Final = (("", None), (".", "aws"), ("/", "openrouter"))
 """Whose names of models the package is asked for, and what is in them: it guesses, but does not guess these two."""
@@ -57,7 +55,7 @@ class Usage(NamedTuple):
     cache_write: int = 0
 
 
-class Price(NamedTuple):
+class TokenPrice(NamedTuple):
     """US dollars for a million tokens of each kind; None costs what input does."""
 
     input: Decimal
@@ -66,7 +64,7 @@ class Price(NamedTuple):
     cache_write: Decimal | None = None
 
 
-DEAREST: Final = Price(Decimal(15), Decimal(75), Decimal("1.5"), Decimal("18.75"))
+DEAREST: Final = TokenPrice(Decimal(15), Decimal(75), Decimal("1.5"), Decimal("18.75"))
 """For a model of which nothing at all is known. Large models in wide use cost no more than that, so no name is a way around."""
 
 
@@ -84,7 +82,7 @@ class _Rate:
 class Rates:
     """The rates of one policy."""
 
-    def __init__(self, prices: Mapping[str, Price], unknown: Price | None) -> None:
+    def __init__(self, prices: Mapping[str, TokenPrice], unknown: TokenPrice | None) -> None:
         """Compile them, and load the package, which takes a while.
 
         Args:
@@ -95,8 +93,7 @@ class Rates:
         by_pattern = sorted(prices.items(), key=lambda item: _rank(item[0]), reverse=True)
         self._prices = [(pattern, (_compile(price),)) for pattern, price in by_pattern]
         self._unknown = (_compile(unknown or DEAREST),)
-        self._found: dict[str, tuple[_Rate, ...]] = {}
-        self._tellers: dict[str, int] = {}
+        self._known: Memo[str, tuple[int, tuple[_Rate, ...]]] = Memo(_MAX_MODELS // 2)
         look_up(_WELL_KNOWN)
 
     def find_cost(self, model: str, usage: Usage) -> int:
@@ -122,31 +119,26 @@ class Rates:
 
     def _find_teller(self, model: str) -> int:
         """Who tells its price."""
-        if model not in self._found:
-            self._keep(model)
-        return self._tellers[model]
+        return self._look_up(model)[0]
 
     def _choose(self, model: str, prompt: int) -> _Rate:
         """The rate for a prompt of so many tokens."""
-        rates = self._found.get(model)
-        if rates is None:
-            rates = self._keep(model)
+        rates = self._look_up(model)[1]
         for rate in rates:
             if prompt > rate.above:
                 return rate
         return rates[-1]
 
-    def _keep(self, model: str) -> tuple[_Rate, ...]:
-        if len(self._found) >= _MAX_MODELS:
-            self._found.clear()
-            self._tellers.clear()
-        self._tellers[model], rates = self._find(model)
-        self._found[model] = rates
-        return rates
+    def _look_up(self, model: str) -> tuple[int, tuple[_Rate, ...]]:
+        known = self._known.get(model)
+        if known is None:
+            known = self._find(model)
+            self._known.put(model, known)
+        return known
 
     def _find(self, model: str) -> tuple[int, tuple[_Rate, ...]]:
         """Who tells what holds for a model, and that: the rate for the longest prompts first; the last one is for all."""
-        names = _list_names(model)
+        names = list_models(model)
         for pattern, rates in self._prices:
             for name in names:
                 if fnmatchcase(name, pattern):
@@ -156,14 +148,6 @@ class Rates:
             if tiers:
                 return _PACKAGE, tuple([_compile(price, above) for above, price in tiers])
         return _VAGUE, self._unknown
-
-
-def _list_names(model: str) -> list[str]:
-    """A model's name, and what it is at Bedrock without its ARN, and without the geography of an inference profile."""
-    names = [model]
-    if model.startswith(_ARN):
-        names.append(model.rpartition("/")[2])
-    return [*names, _GEOGRAPHY.sub("", names[-1])]
 
 
 def _divide(total: int, per: int) -> int:
@@ -176,7 +160,7 @@ def estimate_tokens(size: int) -> int:
     return size // BYTES_PER_TOKEN
 
 
-def look_up(model: str) -> list[tuple[int, Price]]:
+def look_up(model: str) -> list[tuple[int, TokenPrice]]:
     """What the package genai-prices knows about a model; empty where that is nothing, or where it is not installed.
 
     Returns:
@@ -199,13 +183,13 @@ def look_up(model: str) -> list[tuple[int, Price]]:
 
 def _list_tiers(found: Any) -> set[int]:  # noqa: ANN401  # the package's ModelPrice has its fields at run time alone
     """From above how many tokens of a prompt on other prices hold; -1 is the first."""
-    priced = (getattr(found, f"{name}_mtok") for name in Price._fields)
+    priced = (getattr(found, f"{name}_mtok") for name in TokenPrice._fields)
     return {-1, *(tier.start for price in priced for tier in getattr(price, "tiers", ()))}
 
 
-def _read_price(found: Any, above: int) -> Price:  # noqa: ANN401  # as above
+def _read_price(found: Any, above: int) -> TokenPrice:  # noqa: ANN401  # as above
     """The package's price for prompts that are just longer than this."""
-    return Price._make(_read_tier(getattr(found, f"{name}_mtok"), above) for name in Price._fields)
+    return TokenPrice._make(_read_tier(getattr(found, f"{name}_mtok"), above) for name in TokenPrice._fields)
 
 
 def _read_tier(price: Any, above: int) -> Any:  # noqa: ANN401  # a Decimal, or tiers of them, or None
@@ -220,13 +204,13 @@ def _rank(pattern: str) -> tuple[int, bool]:
     return fixed, fixed == len(pattern)
 
 
-def _compile(price: Price, above: int = -1) -> _Rate:
+def _compile(price: TokenPrice, above: int = -1) -> _Rate:
     """A Price in integers, exactly."""
     exact = [Fraction(rate) * _NANO_PER_MILLION for rate in _list_rates(price)]
     per = lcm(*(rate.denominator for rate in exact))
     return _Rate(above, [int(rate * per) for rate in exact], per)
 
 
-def _list_rates(price: Price) -> Iterator[Decimal]:
+def _list_rates(price: TokenPrice) -> Iterator[Decimal]:
     for rate in price:
         yield price.input if rate is None else rate

@@ -55,7 +55,7 @@ BUDGET_KEYS = [
     *(f"{HEADER}:{name}" for name in SESSION_HEADERS if name not in _AGENTS),
     f"{HEADER}:thread-id",
     *(f"{BODY}:{pointer}" for pointer in ("/prompt_cache_key", "/conversation", "/conversation/id", "/metadata/session_id")),
-    f"{BODY}:/metadata/user_id",  # Anthropic's, in which clients name a session
+    f"{BODY}:/metadata/user_id",  # in which some clients name a session
 ]
 """The same for `session_limits`, where agents count together with the one that started them; what bodies say comes last."""
 

@@ -17,6 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from extproc.bounded import LRU
 from extproc.store.rules.hit import Count, Hit
 
 MAX_LOOPS = 10_000
@@ -58,7 +59,8 @@ class KnownRefusals:
     def __init__(self, settle: Callable[[Hit, int], None]) -> None:
         """`settle` takes a hit and how often it was answered here."""
         self._settle = settle
-        self._known: dict[str, _KnownRefusal] = {}
+        self._loops: LRU[str, _KnownRefusal] = LRU(MAX_LOOPS)
+        self._known = self._loops.kept
 
     def __len__(self) -> int:
         """Loops known now."""
@@ -87,9 +89,8 @@ class KnownRefusals:
                 del self._known[hit.key]
             return
         if known is None or known.hit != hit:
-            if known is None and len(self._known) >= MAX_LOOPS:
-                del self._known[next(iter(self._known))]
-            known = self._known[hit.key] = _KnownRefusal(hit, answer)
+            known = _KnownRefusal(hit, answer)
+            self._loops.put(hit.key, known)
         known.answer, known.learned = answer, _read_clock()
         known.told = max(0, known.told - told)
         known.until = known.learned + lasts

@@ -18,9 +18,9 @@ from time import monotonic_ns
 from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
 
+from extproc.bounded import LRU
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
-from extproc.recent import Recent
 from extproc.settings import Settings
 from extproc.store.rules.documents import BOARDS, ORDERS, Documents, MemoryDocuments
 from extproc.store.rules.hit import Count, Hit
@@ -79,8 +79,8 @@ class MemoryStore:
         self._clock = clock
         self._max_entries = max_entries
         self._shards: list[_Shard] = [{} for _ in range(max(1, max_entries // _SHARD_ENTRIES))]
-        self._at_hand: Recent[str, Ledger] = Recent()  # unpacked
         self._most_at_hand = min(_AT_HAND, max_entries // _AT_HAND_SHARE)
+        self._at_hand: LRU[str, Ledger] = LRU(self._most_at_hand)  # unpacked
         self._entries = 0
         self._bytes = 0
         self._puts = 0
@@ -216,8 +216,8 @@ class MemoryStore:
     def _make_room(self, now: int) -> bool:
         """Put the ledger away that was not asked for longest; where even that was lately, none gains by changing places."""
         at_hand = self._at_hand.kept
-        quietest = self._at_hand.find_quietest() if at_hand else ""
-        if not at_hand or now - at_hand[quietest].last < _LATELY_MS:
+        quietest = next(iter(at_hand), None)
+        if quietest is None or now - at_hand[quietest].last < _LATELY_MS:
             return False
         self._put_away(quietest, at_hand.pop(quietest), now)
         return True

@@ -30,7 +30,7 @@ _AGAIN_SECONDS: Final = 1.0
 """After which the system may have file descriptors again."""
 
 
-class _Waiting(NamedTuple):
+class _WaitingClient(NamedTuple):
     """A connection whose handshake has not begun."""
 
     socket: socket.socket
@@ -64,8 +64,8 @@ class Acceptor:
         self._connect = connect
         self._make_room = make_room
         self._seconds = handshake_seconds
-        self._silent: dict[int, _Waiting] = {}  # by file descriptor, oldest first
-        self._lines: dict[str, deque[_Waiting]] = {}  # by address; the first is the next
+        self._silent: dict[int, _WaitingClient] = {}  # by file descriptor, oldest first
+        self._lines: dict[str, deque[_WaitingClient]] = {}  # by address; the first is the next
         self._lined = 0
         self._under_way: dict[asyncio.Task[None], _Begun] = {}  # oldest first
         self._scheduled = False
@@ -125,7 +125,7 @@ class Acceptor:
             self._drop_one()
         number = connection.fileno()
         timeout = self._loop.call_later(seconds, self._give_up, number)
-        self._silent[number] = _Waiting(connection, address, timeout)
+        self._silent[number] = _WaitingClient(connection, address, timeout)
         self._loop.add_reader(connection, self._line_up, number)
 
     def _give_up(self, number: int) -> None:
@@ -142,7 +142,7 @@ class Acceptor:
         if not line:
             del self._lines[address]
 
-    def _hang_up(self, waiting: _Waiting) -> None:
+    def _hang_up(self, waiting: _WaitingClient) -> None:
         waiting.timeout.cancel()
         self._loop.remove_reader(waiting.socket)
         waiting.socket.close()

@@ -33,7 +33,7 @@ from extproc.transport.acceptor import Acceptor
 from extproc.transport.grpc import Call, HalfClosed, MessageReceived
 from extproc.transport.headers import Cache
 from extproc.transport.health import ACCESS_LOG, EXT_PROC, HEALTH, Health
-from extproc.transport.http2 import Limits, Pool
+from extproc.transport.http2 import Http2Limits, Pool
 from extproc.transport.tls import Certificates
 
 _LOG = logging.getLogger("loopguard")
@@ -101,7 +101,7 @@ class _Peer(asyncio.Protocol):
 
     def __init__(self, server: FastServer) -> None:
         self._server = server
-        self._grpc = grpc.Connection(_METHODS, server.limits, server.cache, server.pool)
+        self._grpc = grpc.GrpcConnection(_METHODS, server.limits, server.cache, server.pool)
         self._serving: dict[int, _Serving] = {}
         self._watches = 0
         self._loop = asyncio.get_running_loop()
@@ -227,7 +227,7 @@ class _Peer(asyncio.Protocol):
         self._take_turn(b"")
 
     def _flush(self) -> None:
-        data = self._grpc.take()
+        data = self._grpc.data_to_send()
         if data and not self._transport.is_closing():
             self._transport.write(data)
         if self._grpc.error is not None and not self._leaving:
@@ -396,14 +396,13 @@ class FastServer:
         self,
         service: Service,
         health: Health,
-        limits: Limits | None = None,
+        limits: Http2Limits | None = None,
         pool: Pool | None = None,
         hello_seconds: float = 10,
     ) -> None:
-        """Nothing listens yet."""
         self.service = service
         self.health = health
-        self.limits = limits or Limits()
+        self.limits = limits or Http2Limits()
         self.cache = Cache()
         self.pool = pool or Pool()
         self.hello_seconds = hello_seconds

@@ -18,7 +18,7 @@ from urllib.parse import quote
 from extproc.errors import ProtocolError
 from extproc.transport import http2
 from extproc.transport.headers import Block, Cache, encode
-from extproc.transport.http2 import DataReceived, Limits, Pool, RequestReceived, Stream
+from extproc.transport.http2 import DataReceived, Http2Limits, Http2Stream, Pool, RequestReceived
 
 # Status codes.
 OK: Final = 0
@@ -75,8 +75,7 @@ class Call:
         "stream",
     )
 
-    def __init__(self, stream: Stream, method: bytes, metadata: list[tuple[str, str]], *, single: bool) -> None:
-        """A call has been opened."""
+    def __init__(self, stream: Http2Stream, method: bytes, metadata: list[tuple[str, str]], *, single: bool) -> None:
         self.stream = stream
         self.number = stream.number
         self.method = method
@@ -101,7 +100,6 @@ class MessageReceived:
     __slots__ = ("call", "message")
 
     def __init__(self, call: Call, message: bytes) -> None:
-        """The message is whole."""
         self.call = call
         self.message = message
 
@@ -112,7 +110,6 @@ class HalfClosed:
     __slots__ = ("call",)
 
     def __init__(self, call: Call) -> None:
-        """The call is still to be finished."""
         self.call = call
 
 
@@ -122,14 +119,13 @@ class CallEnded:
     __slots__ = ("call",)
 
     def __init__(self, call: Call) -> None:
-        """The call had said something."""
         self.call = call
 
 
 Event: TypeAlias = MessageReceived | HalfClosed | CallEnded
 
 
-class Connection:
+class GrpcConnection:
     """All calls of one connection.
 
     Hand over what came with `receive`, then take events with `next_event` until there are none, then send what `take` returns.
@@ -141,7 +137,7 @@ class Connection:
     def __init__(
         self,
         methods: Mapping[bytes, bool],
-        limits: Limits | None = None,
+        limits: Http2Limits | None = None,
         cache: Cache | None = None,
         pool: Pool | None = None,
     ) -> None:
@@ -183,16 +179,16 @@ class Connection:
         """Start a turn: see `http2.Connection.receive`."""
         self._http.receive(data, now)
 
-    def take(self) -> bytes:
+    def data_to_send(self) -> bytes:
         """Everything there is to send now; it counts as sent."""
-        return self._http.take()
+        return self._http.data_to_send()
 
     def next_event(self) -> Event | None:
         """What happened next; None when everything is delivered, or this turn is over."""
         http = self._http
         while not http.ended:
             if self._ready:
-                if http.tired:
+                if http.turn_over:
                     return None
                 event = self._deliver(self._ready[0])
                 if event is not None:

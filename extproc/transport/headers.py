@@ -13,8 +13,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Final, Generic, TypeVar
+from typing import Final
 
+from extproc.bounded import Memo
 from extproc.errors import ProtocolError
 
 COMPRESSION_ERROR: Final = 0x9
@@ -85,7 +86,6 @@ class Field:
     __slots__ = ("encoded", "kind", "name", "size", "value")
 
     def __init__(self, name: bytes, value: bytes) -> None:
-        """Find out what it is."""
         self.name = name
         self.value = value
         self.size = len(name) + len(value) + _ENTRY_OVERHEAD
@@ -132,7 +132,6 @@ class Block:
     __slots__ = ("content_length", "content_type", "fields", "malformed", "method", "path", "size")
 
     def __init__(self, fields: list[Field], size: int, like: Block | None = None) -> None:
-        """Find out what it says, unless it says the same as another one."""
         self.fields = fields
         self.size = size
         self.method = self.path = self.content_type = b""
@@ -172,27 +171,6 @@ class Block:
         return before in (-1, length)
 
 
-_T = TypeVar("_T")
-
-
-class _Known(Generic[_T]):
-    """What was decoded before, by its bytes. It starts anew when it is full: whatever is frequent is soon back."""
-
-    def __init__(self, limit: int) -> None:
-        self.found: dict[bytes, _T] = {}
-        self.size = 0
-        self._limit = limit
-
-    def keep(self, encoded: bytes, decoded: _T, size: int) -> None:
-        """Remember; `size` is what that costs, in bytes."""
-        if self.size + size > self._limit:
-            self.found.clear()
-            self.size = 0
-        if size <= self._limit:
-            self.found[encoded] = decoded
-            self.size += size
-
-
 class _Model:
     """A block of literals and static fields, one of which was new, as its trace is with each request that is traced.
 
@@ -208,7 +186,6 @@ class _Model:
     __slots__ = ("block", "end", "place", "plain", "size", "start")
 
     def __init__(self, start: bytes, end: bytes, place: int, block: Block) -> None:
-        """Keep them as given."""
         self.start = start
         self.end = end
         self.place = place
@@ -229,24 +206,23 @@ class Cache:
     """
 
     def __init__(self, limit: int = 2**20) -> None:
-        """Nothing is known yet."""
-        self.names: _Known[bytes] = _Known(limit)
-        self.fields: _Known[Field] = _Known(limit)
-        self.blocks: _Known[Block] = _Known(limit)
+        self.names: Memo[bytes, bytes] = Memo(limit // 2, _measure_name)
+        self.fields: Memo[bytes, Field] = Memo(limit // 2, _measure_field)
+        self.blocks: Memo[bytes, Block] = Memo(limit // 2, _measure_block)
         self.before: list[Field] = []
         self.model: _Model | None = None
 
-    def keep_name(self, encoded: bytes, name: bytes) -> None:
-        """Remember a name."""
-        self.names.keep(encoded, name, len(encoded) + len(name) + _OBJECTS)
 
-    def keep_field(self, field: Field) -> None:
-        """Remember a field that refers to nothing."""
-        self.fields.keep(field.encoded, field, len(field.encoded) + field.size + _OBJECTS)
+def _measure_name(encoded: bytes, name: bytes) -> int:
+    return len(encoded) + len(name) + _OBJECTS
 
-    def keep_block(self, encoded: bytes, block: Block) -> None:
-        """Remember a block whose fields refer to nothing; they may be forgotten before it is."""
-        self.blocks.keep(encoded, block, len(encoded) + block.size + _OBJECTS * (len(block.fields) + 1))
+
+def _measure_field(encoded: bytes, field: Field) -> int:
+    return len(encoded) + field.size + _OBJECTS
+
+
+def _measure_block(encoded: bytes, block: Block) -> int:
+    return len(encoded) + block.size + _OBJECTS * (len(block.fields) + 1)
 
 
 class Decoder:
@@ -257,7 +233,6 @@ class Decoder:
     """
 
     def __init__(self, cache: Cache) -> None:
-        """The table starts with the protocol's default size."""
         self._cache = cache
         self._table: list[Field] = []  # the newest first
         self._used = 0
@@ -278,7 +253,7 @@ class Decoder:
         self.news = 0
         stateless = not self._limit
         if stateless:
-            known = self._cache.blocks.found.get(encoded)
+            known = self._cache.blocks.get(encoded)
             if known is not None:
                 return known
         try:
@@ -286,7 +261,7 @@ class Decoder:
         except IndexError:
             raise ProtocolError("header block: it ends too early", code=COMPRESSION_ERROR) from None
         if stateless and not self.news:
-            self._cache.keep_block(encoded, block)
+            self._cache.blocks.put(encoded, block)
         return block
 
     def _adapt(self, block: bytes) -> Block | None:
@@ -365,7 +340,7 @@ class Decoder:
         before = self._cache.before
         if place < len(before) and before[place].encoded == encoded:
             return before[place]
-        return self._cache.fields.found.get(encoded)
+        return self._cache.fields.get(encoded)
 
     def _read_literal(self, encoded: bytes, index: int, middle: int) -> Field:
         """A literal field that is new. Its name is what `index` stands for, or spelled out; its value begins at `middle`."""
@@ -374,14 +349,14 @@ class Decoder:
         field = Field(name, read_string(encoded[middle:]))
         if index < len(_STATIC):
             field.encoded = encoded
-            self._cache.keep_field(field)
+            self._cache.fields.put(encoded, field)
         return field
 
     def _read_name(self, encoded: bytes) -> bytes:
-        name = self._cache.names.found.get(encoded)
+        name = self._cache.names.get(encoded)
         if name is None:
             name = read_string(encoded)
-            self._cache.keep_name(encoded, name)
+            self._cache.names.put(encoded, name)
         return name
 
     def _find(self, index: int) -> Field:

@@ -17,7 +17,6 @@ class Health:
     """The state, and those who watch it."""
 
     def __init__(self) -> None:
-        """Not serving until told otherwise."""
         self.serving = False
         self._changed = asyncio.Event()
 

@@ -82,7 +82,7 @@ _NEWS_WORK: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Http2Limits:
     """What one connection may do; the defaults are far above what an Envoy does.
 
     Attributes:
@@ -108,7 +108,6 @@ class Pool:
     """Bytes that all connections together may hold for their peers."""
 
     def __init__(self, limit: int = 2**28) -> None:
-        """Nothing is held yet."""
         self.limit = limit
         self.held = 0
 
@@ -123,7 +122,6 @@ class Share:
     __slots__ = ("_pool", "held")
 
     def __init__(self, pool: Pool) -> None:
-        """Nothing is held yet."""
         self._pool = pool
         self.held = 0
 
@@ -145,7 +143,7 @@ class Share:
         self.give(self.held)
 
 
-class Stream:
+class Http2Stream:
     """A request and its answer, until both are over.
 
     Attributes:
@@ -189,8 +187,7 @@ class RequestReceived:
 
     __slots__ = ("ended", "headers", "stream")
 
-    def __init__(self, stream: Stream, headers: Block, *, ended: bool) -> None:
-        """The headers are well formed."""
+    def __init__(self, stream: Http2Stream, headers: Block, *, ended: bool) -> None:
         self.stream = stream
         self.headers = headers
         self.ended = ended
@@ -201,8 +198,7 @@ class DataReceived:
 
     __slots__ = ("data", "ended", "stream")
 
-    def __init__(self, stream: Stream, data: bytes, *, ended: bool) -> None:
-        """The stream is not answered yet."""
+    def __init__(self, stream: Http2Stream, data: bytes, *, ended: bool) -> None:
         self.stream = stream
         self.data = data
         self.ended = ended
@@ -214,7 +210,6 @@ class StreamReset:
     __slots__ = ("code", "number")
 
     def __init__(self, number: int, code: int) -> None:
-        """The code is HTTP/2's."""
         self.number = number
         self.code = code
 
@@ -245,9 +240,9 @@ class Connection:
         share: of the bytes that all connections may hold.
     """
 
-    def __init__(self, limits: Limits | None = None, cache: Cache | None = None, pool: Pool | None = None) -> None:
+    def __init__(self, limits: Http2Limits | None = None, cache: Cache | None = None, pool: Pool | None = None) -> None:
         """Our SETTINGS go first; the cache and the pool are for all connections of a server."""
-        self.limits = limits or Limits()
+        self.limits = limits or Http2Limits()
         self.share = Share(pool or Pool())
         self.settled = False
         self.ended = False
@@ -260,7 +255,7 @@ class Connection:
         self._position = 0
         self._more = False  # frames are left that this turn had no room for
         self._preface = False
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, Http2Stream] = {}
         self._lingering: dict[int, None] = {}  # answered, not ended by the peer; the oldest first
         self._last = 0
         self._block = bytearray()  # what came of a header block that goes on
@@ -268,8 +263,8 @@ class Connection:
         self._block_flags = 0
         self._decoder = Decoder(cache or Cache())
         self._window = _DEFAULT_WINDOW  # what we may still send on the whole connection
-        self._waiting: dict[int, Stream] = {}  # streams with something to send that wait for that window
-        self._shut: dict[int, Stream] = {}  # and those that wait for their own
+        self._waiting: dict[int, Http2Stream] = {}  # streams with something to send that wait for that window
+        self._shut: dict[int, Http2Stream] = {}  # and those that wait for their own
         self._peer_window = _DEFAULT_WINDOW
         self._peer_frame = MAX_FRAME
         self._consumed = 0
@@ -292,7 +287,7 @@ class Connection:
         return len(self._streams)
 
     @property
-    def tired(self) -> bool:
+    def turn_over(self) -> bool:
         """This turn is over."""
         return self.work >= self._turn
 
@@ -301,7 +296,7 @@ class Connection:
         """There is more to do than fitted into the turn; `receive(b"")` starts the next one."""
         return not self.ended and (self._more or (self._window > 0 and len(self._waiting) > 0))
 
-    def take(self) -> bytes:
+    def data_to_send(self) -> bytes:
         """Everything there is to send now; it counts as sent."""
         if not self._out:
             return b""
@@ -421,13 +416,13 @@ class Connection:
             self._compare_length(stream, len(payload), ended=ended)
         return None if stream.local_closed else DataReceived(stream, payload, ended=ended)
 
-    def _consume(self, stream: Stream, size: int) -> None:
+    def _consume(self, stream: Http2Stream, size: int) -> None:
         stream.consumed += size
         if stream.consumed >= _UPDATE_AFTER:
             self._open_window(stream.name, stream.consumed)
             stream.consumed = 0
 
-    def _compare_length(self, stream: Stream, size: int, *, ended: bool) -> None:
+    def _compare_length(self, stream: Http2Stream, size: int, *, ended: bool) -> None:
         """Hold the body against its content-length."""
         stream.received += size
         if stream.received > stream.expected or (ended and stream.received != stream.expected):
@@ -482,10 +477,10 @@ class Connection:
             raise _StreamError(number, REFUSED_STREAM)
         if block.malformed or (ended and block.content_length > 0):
             raise _StreamError(number, PROTOCOL_ERROR)
-        stream = self._streams[number] = Stream(number, block.content_length, remote_closed=ended)
+        stream = self._streams[number] = Http2Stream(number, block.content_length, remote_closed=ended)
         return RequestReceived(stream, block, ended=ended)
 
-    def _on_trailers(self, stream: Stream, block: Block, *, ended: bool) -> Event | None:
+    def _on_trailers(self, stream: Http2Stream, block: Block, *, ended: bool) -> Event | None:
         if stream.remote_closed:
             raise ProtocolError("HEADERS on a stream that its sender has ended", code=STREAM_CLOSED)
         if not ended or any(field.name.startswith(b":") for field in block.fields):
@@ -594,7 +589,7 @@ class Connection:
             return ProtocolError(f"DATA on stream {number}, which is idle", code=PROTOCOL_ERROR)
         return _StreamError(number, STREAM_CLOSED)
 
-    def respond(self, stream: Stream, block: bytes, *, end: bool = False) -> None:
+    def respond(self, stream: Http2Stream, block: bytes, *, end: bool = False) -> None:
         """Send response headers; `block` comes from `encode`. On a stream that is lost this does nothing, as `send`."""
         if stream.lost:
             return
@@ -603,7 +598,7 @@ class Connection:
         if end:
             self._end_local(stream)
 
-    def send(self, stream: Stream, data: bytes, trailers: bytes | None = None) -> None:
+    def send(self, stream: Http2Stream, data: bytes, trailers: bytes | None = None) -> None:
         """Send body bytes as far as the peer's windows allow, the rest when it opens them.
 
         Args:
@@ -650,7 +645,7 @@ class Connection:
         self._block = bytearray()
         self._data, self._position = b"", 0
 
-    def _block_output(self, stream: Stream, data: bytes, trailers: bytes | None) -> None:
+    def _block_output(self, stream: Http2Stream, data: bytes, trailers: bytes | None) -> None:
         """Keep what a window does not allow now."""
         if not self.share.take(len(data)):
             self._end(ProtocolError("too much data that the peer does not read", code=ENHANCE_YOUR_CALM))
@@ -664,7 +659,7 @@ class Connection:
 
     def _send_waiting(self) -> None:
         """Send what waits for the connection's window; each of these streams sends something, or shows that its own is shut."""
-        while self._waiting and self._window > 0 and not self.tired:
+        while self._waiting and self._window > 0 and not self.turn_over:
             number = next(iter(self._waiting))
             self._send_blocked(self._waiting.pop(number))
 
@@ -674,12 +669,12 @@ class Connection:
         self._waiting.update(self._shut)
         self._shut.clear()
 
-    def _send_blocked(self, stream: Stream) -> None:
+    def _send_blocked(self, stream: Http2Stream) -> None:
         """Send what the windows and this turn allow of what is blocked."""
         blocked = stream.blocked
         while blocked:
             size = min(len(blocked), self._peer_window - stream.spent, self._window, self._peer_frame)
-            if size <= 0 or self.tired:
+            if size <= 0 or self.turn_over:
                 self._await_window(stream)
                 return
             self.work += 1 + (size >> 10)
@@ -692,7 +687,7 @@ class Connection:
         if stream.trailers is not None:
             self._write_last(stream, stream.trailers)
 
-    def _await_window(self, stream: Stream) -> None:
+    def _await_window(self, stream: Http2Stream) -> None:
         if self._peer_window > stream.spent:
             self._waiting[stream.number] = stream
             return
@@ -703,7 +698,7 @@ class Connection:
     def _write(self, kind: int, flags: int, name: bytes, payload: bytes) -> None:
         self._out.append(b"%b%b%b" % (make_head(len(payload), kind, flags), name, payload))  # compiled, made in one go
 
-    def _write_last(self, stream: Stream, trailers: bytes) -> None:
+    def _write_last(self, stream: Http2Stream, trailers: bytes) -> None:
         """The frame that ends a stream: trailers, or an empty DATA frame without any."""
         if trailers:
             self._write(HEADERS, END_HEADERS | END_STREAM, stream.name, trailers)
@@ -714,7 +709,7 @@ class Connection:
     def _open_window(self, name: bytes, increment: int) -> None:
         self._write(WINDOW_UPDATE, 0, name, increment.to_bytes(4, "big"))
 
-    def _end_local(self, stream: Stream) -> None:
+    def _end_local(self, stream: Http2Stream) -> None:
         stream.local_closed = True
         if stream.remote_closed:
             del self._streams[stream.number]
@@ -723,7 +718,7 @@ class Connection:
         if len(self._lingering) > self.limits.lingering:
             self._reset(next(iter(self._lingering)), NO_ERROR)  # section 8.1: we want no more of its request
 
-    def _end_remote(self, stream: Stream) -> None:
+    def _end_remote(self, stream: Http2Stream) -> None:
         stream.remote_closed = True
         if stream.local_closed:
             del self._streams[stream.number]
@@ -735,7 +730,7 @@ class Connection:
         if stream is not None:
             self._forget(stream)
 
-    def _forget(self, stream: Stream) -> None:
+    def _forget(self, stream: Http2Stream) -> None:
         """The stream is over before its time."""
         stream.lost = True
         del self._streams[stream.number]

@@ -175,7 +175,6 @@ class _ServerContext(ssl.SSLContext):
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
 
     def __init__(self, certificates: Certificates) -> None:
-        """Nothing is loaded."""
         self.certificates = certificates
 
 

@@ -9,7 +9,7 @@ from statistics import median
 from time import perf_counter_ns, time
 
 from extproc.engine.engine import Engine
-from extproc.engine.orders import BLOCK, Override, Overrides, Target, hash_descriptor
+from extproc.engine.orders import BLOCK, ActiveOverride, Overrides, Target, hash_descriptor
 from extproc.ext_proc.changes.changes import UNCHANGED
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.wire import parse_message, read_request
@@ -194,7 +194,7 @@ def _make_overrides() -> Overrides:
         *(Target(caller=f"{number:016x}", fingerprint=f"{number:08x}") for number in range(250)),
     ]
     ends = time() + 3_600
-    return Overrides([Override(str(number), BLOCK, target, "", 0, ends, "", "") for number, target in enumerate(targets)])
+    return Overrides([ActiveOverride(str(number), BLOCK, target, "", 0, ends, "", "") for number, target in enumerate(targets)])
 
 
 def _check_all_counted(serving: Service, count: int) -> None:

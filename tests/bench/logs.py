@@ -16,7 +16,7 @@ from time import thread_time
 
 from extproc.cli.replay.judge import Judge
 from extproc.cli.replay.logs import Logs
-from extproc.cli.replay.report import Report
+from extproc.cli.replay.report import ReplayReport
 from tests.bench import samples
 from tests.bench.processes import run_module
 from tests.bench.report import Row, progress
@@ -50,7 +50,7 @@ def replay(log: Path, count: int) -> dict[str, float]:
         RuntimeError: not every request was replayed, so something else than intended would be measured.
     """
     engine = samples.engine([samples.policy()])
-    judge, report = Judge(engine, _MILLION), Report(engine)
+    judge, report = Judge(engine, _MILLION), ReplayReport(engine)
     early = 0.0
     started = thread_time()
     with ExitStack() as stack:

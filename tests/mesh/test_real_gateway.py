@@ -22,7 +22,7 @@ import trustme
 import yaml
 
 from extproc.cli.envoy_check.config import find_managers, find_resources
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import render_bootstrap
 from extproc.options import read_options
@@ -220,7 +220,7 @@ def test_check_envoy_reads_what_envoy_gateway_makes(gateway: Stack) -> None:
 
 def test_the_model_of_envoy_gateway_is_true(gateway: Stack) -> None:
     """What `gateway_configuration` says of filter, connections and limits is what Envoy Gateway says."""
-    (manager,) = find_managers(find_resources(Place(json.loads(gateway.envoy.admin("/config_dump")))))
+    (manager,) = find_managers(find_resources(ConfigPlace(json.loads(gateway.envoy.admin("/config_dump")))))
     options = read_options(EnvoyOptions, {"upstream": "127.0.0.1:1"})
     printed = render_bootstrap(load([str(gateway.folder / "policies")], datetime.now(UTC)), options)
     model = json.loads(gateway_configuration(printed, VALUES))

@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from extproc.cli.envoy_check.config import find_managers, find_resources
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.inspect import inspect
 from extproc.cli.envoy_check.needs import find_needs
 from tests.support.chart import NAME, Object, Values, merged, objects, of_kind
@@ -419,7 +419,7 @@ def test_every_case_guards_what_it_names(values: Values, tmp_path: Path) -> None
     values = merged(values, {"istio": {"clusterDomain": "cluster.local"}})  # which is the domain of this Istio
     pushed = print_pushed(values, tmp_path)
 
-    made = inspect(find_resources(Place(pushed)), find_needs(None, 65_535))
+    made = inspect(find_resources(ConfigPlace(pushed)), find_needs(None, 65_535))
     guarded = {item.route.name for item in made.routes if item.modes}
     wanted = {route["name"] for route in values["istio"]["routes"]}
     asked = set(cluster_names(envoy_filter(values)))
@@ -454,7 +454,7 @@ def make_bootstrap(pushed: Object) -> Object:
 
 def test_the_model_of_istio_is_true(gateway: Stack) -> None:
     """What `chart/istio.py` leaves as Istio has it is what Istio pushes, and the chart's patches are in the same places."""
-    (manager,) = find_managers(find_resources(Place(json.loads(gateway.envoy.admin("/config_dump")))))
+    (manager,) = find_managers(find_resources(ConfigPlace(json.loads(gateway.envoy.admin("/config_dump")))))
 
     assert {name: manager.place.get(name).value for name in LEFT} == LEFT
     assert manager.listener.get("per_connection_buffer_limit_bytes").value == 10_485_760

@@ -165,7 +165,6 @@ class Instead(NamedTuple):
 
 
 NOT_TYPED: Mapping[str, Instead] = {
-    "make test": Instead("these are the tests", _has_target),
     "make demo-agent": Instead("tests/doors/cli/test_agent_demo.py does", _has_target),
     "make bench": Instead("it measures for minutes, and nothing else may run then", _has_flags),
     "loopguard canary": Instead(

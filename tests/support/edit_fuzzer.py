@@ -13,8 +13,8 @@ from contextlib import suppress
 from random import Random
 from typing import Any, Final, TypeAlias
 
-from extproc.apis.shapes import locate_results
-from extproc.apis.shapes.places import splice
+from extproc.apis import locate_results
+from extproc.apis.places import splice
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
 from extproc.ext_proc.changes.narrow import narrow
 from extproc.ext_proc.changes.steer import MAX_PLACES

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from extproc.transport import http2
-from extproc.transport.grpc import Call, Connection, MessageReceived
+from extproc.transport.grpc import Call, GrpcConnection, MessageReceived
 from extproc.transport.headers import Cache, Decoder, encode
-from extproc.transport.http2 import Limits, Pool
+from extproc.transport.http2 import Http2Limits, Pool
 from tests.support.http2 import HELLO, frame
 
 STREAMING, SINGLE = b"/test.Service/Stream", b"/test.Service/Ask"
@@ -35,8 +35,8 @@ def body(stream: int, content: bytes, flags: int = 0) -> bytes:
 class Peer:
     """A connection, what was seen of it, and what it sent."""
 
-    def __init__(self, limits: Limits | None = None, pool: Pool | None = None) -> None:
-        self.connection = Connection(METHODS, limits, pool=pool)
+    def __init__(self, limits: Http2Limits | None = None, pool: Pool | None = None) -> None:
+        self.connection = GrpcConnection(METHODS, limits, pool=pool)
         self.calls: dict[int, Call] = {}
         self.frames: list[tuple[int, int, int, bytes]] = []
         self._decoder = Decoder(Cache())
@@ -66,7 +66,7 @@ class Peer:
                 return seen
 
     def _read(self) -> None:
-        data = self.connection.take()
+        data = self.connection.data_to_send()
         while data:
             size = int.from_bytes(data[:3], "big")
             self.frames.append((data[3], data[4], int.from_bytes(data[5:9], "big"), data[9 : 9 + size]))

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from extproc.transport import http2
 from extproc.transport.headers import encode
-from extproc.transport.http2 import Connection, DataReceived, Limits, Pool, RequestReceived, Stream
+from extproc.transport.http2 import Connection, DataReceived, Http2Limits, Http2Stream, Pool, RequestReceived
 
 REQUEST = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/x"), (b":authority", b"h"), (b"te", b"trailers"))
 
@@ -42,7 +42,7 @@ def reset(stream: int, code: int) -> Seen:
     return ("reset", stream, code)
 
 
-def receive(connection: Connection, received: bytes, streams: dict[int, Stream] | None = None) -> list[Seen]:
+def receive(connection: Connection, received: bytes, streams: dict[int, Http2Stream] | None = None) -> list[Seen]:
     """Everything that happens until all is looked at, in as many turns as that takes; new streams are put into `streams`."""
     seen: list[Seen] = []
     connection.receive(received)
@@ -64,17 +64,17 @@ def receive(connection: Connection, received: bytes, streams: dict[int, Stream] 
 
 
 def opened(
-    *more: bytes, limits: Limits | None = None, pool: Pool | None = None
-) -> tuple[Connection, list[Seen], dict[int, Stream]]:
+    *more: bytes, limits: Http2Limits | None = None, pool: Pool | None = None
+) -> tuple[Connection, list[Seen], dict[int, Http2Stream]]:
     """A connection that has received a preface, settings and more."""
     connection = Connection(limits, pool=pool)
-    streams: dict[int, Stream] = {}
+    streams: dict[int, Http2Stream] = {}
     return connection, receive(connection, HELLO + b"".join(more), streams), streams
 
 
 def sent(connection: Connection) -> list[tuple[int, int, int, bytes]]:
     """The frames that the connection wants sent: type, flags, stream, payload."""
-    data, frames = connection.take(), []
+    data, frames = connection.data_to_send(), []
     while data:
         size = int.from_bytes(data[:3], "big")
         frames.append((data[3], data[4], int.from_bytes(data[5:9], "big"), data[9 : 9 + size]))

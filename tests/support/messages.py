@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from extproc.apis.shapes import open_conversation
+from extproc.apis import open_conversation
 from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
 from extproc.request.document import Document

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from extproc.engine.orders import Override, Overrides, Target, hash_descriptor
+from extproc.engine.orders import ActiveOverride, Overrides, Target, hash_descriptor
 from extproc.ext_proc.service import Service
 
 USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
@@ -16,13 +16,13 @@ ANN = Target(descriptors=(("x-user-id", hash_descriptor("x-user-id", "ann")),))
 
 def order(
     kind: str, target: Target = ANN, *, name: str = "o", about: str = "", since: float = 0, lasts: float = 60
-) -> Override:
+) -> ActiveOverride:
     """An override that began a moment ago; `since` tells several apart."""
     now = time.time()
-    return Override(name, kind, target, about, now - 1 + since / 1000, now + lasts, "", "")
+    return ActiveOverride(name, kind, target, about, now - 1 + since / 1000, now + lasts, "", "")
 
 
-def obey(service: Service, *standing: Override) -> Service:
+def obey(service: Service, *standing: ActiveOverride) -> Service:
     """The service with these overrides in force."""
     service.overrides = Overrides(standing) if standing else None
     return service

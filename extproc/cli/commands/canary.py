@@ -14,7 +14,7 @@ from extproc.errors import LoopguardError
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import AdminClient, add_admin_flag, open_clients
 from extproc.operator.canary.report import describe_canaries
-from extproc.operator.canary.review import ANSWERS, RIGHT, WRONG, Tally
+from extproc.operator.canary.review import ANSWERS, RIGHT, WRONG, ReviewTally
 from extproc.operator.canary.states import State, convert_state
 from extproc.operator.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Rules, find_bounds
 from extproc.options import add_flags as add_options
@@ -141,7 +141,7 @@ def review_samples(options: argparse.Namespace) -> int:
     Raises:
         LoopguardError: a server does not answer, none keeps samples, or the tally cannot be kept.
     """
-    tally = Tally(Path(options.tally))
+    tally = ReviewTally(Path(options.tally))
     samples = [
         sample
         for sample in _collect_samples(open_clients(options.admin))

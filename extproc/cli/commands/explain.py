@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
+from extproc.apis import takes_websocket
 from extproc.cli.commands import add_key_flag, add_policy_flag, load_policies
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Outcome
 from extproc.engine.candidates import Candidate, LoopCandidate, SessionCandidate
@@ -29,7 +30,7 @@ from extproc.logs import escape_controls
 from extproc.policy.bundle import DEFAULT_DETECTOR, EVERYBODY, METHOD
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import read_hash_key
-from extproc.request.http import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body, find_websocket
+from extproc.request.http import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body, opens_websocket
 from extproc.store.rules.hit import Count, Hit
 from extproc.store.rules.session import NANO_DOLLARS, RECORD
 
@@ -304,7 +305,7 @@ def _make_request(options: argparse.Namespace, body: bytes) -> HttpRequest:
     authority = headers.get("host", b"").decode("utf-8", "surrogateescape") or url.netloc.rpartition("@")[2]
     facts = StatedFacts(route=options.route, address=options.address, claims=_read_claims(options, headers))
     request = HttpRequest(method, target, authority, headers, facts)
-    request.opens_responses = find_websocket(request)
+    request.opens_responses = opens_websocket(request) and takes_websocket(request.path)
     return request
 
 

@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     place, spec = _find_spec(decode(files[file]).document, options.policy)
     share = _find_share(spec)
     if share == options.percent:
-        _tell(f"nothing to change: {options.policy} already acts on {_describe_share(share)}")
+        _print_note(f"nothing to change: {options.policy} already acts on {_describe_share(share)}")
         return 0
     if share > options.percent:
         back = "to lower it, change enforce_percent in the file, or set mode to shadow"
@@ -83,10 +83,10 @@ def run(options: argparse.Namespace) -> int:
     promoted = parse({**files, file: after.encode()}, now)
     sys.stdout.writelines(_list_changes(file, before, after))
     for remark in _list_remarks(options, spec, known, promoted):
-        _tell(remark)
+        _print_note(remark)
     if options.write:
         _write(Path(file), before.encode(), after.encode())
-        _tell(f"written: {options.policy} acts on {_describe_share(options.percent)}")
+        _print_note(f"written: {options.policy} acts on {_describe_share(options.percent)}")
     return 0
 
 
@@ -108,7 +108,7 @@ def _list_remarks(options: argparse.Namespace, spec: Mapping[str, Any], known: P
         yield f"{stays}; to replace it with {options.policy}, set its mode to shadow, or remove it"
 
 
-def _tell(text: str) -> None:
+def _print_note(text: str) -> None:
     """Beside the diff, which may be piped elsewhere."""
     print(escape_controls(text), file=sys.stderr)
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from extproc.cli.commands import add_key_flag, add_policy_flag, load_policies
-from extproc.cli.replay.command import COUNT, add_log_flags, compile_policies, open_logs, tell_lines
+from extproc.cli.replay.command import COUNT, add_log_flags, compile_policies, open_logs, print_lines
 from extproc.errors import UsageError
 from extproc.request.hash_key import read_hash_key
 
@@ -49,13 +49,13 @@ def run(options: argparse.Namespace) -> int:
     """
     from extproc.cli.replay.judge import Judge  # noqa: PLC0415  # this and rich take 0.2 s to import; other commands need neither
     from extproc.cli.replay.page import write_page  # noqa: PLC0415  # same
-    from extproc.cli.replay.report import Report  # noqa: PLC0415  # same
+    from extproc.cli.replay.report import ReplayReport  # noqa: PLC0415  # same
     from extproc.cli.replay.table import print_report  # noqa: PLC0415  # same
 
     if options.html is not None and not (Path(options.html).parent.is_dir() and not Path(options.html).is_dir()):
         raise UsageError(f"--html cannot be written to {options.html}: give a file in a folder that exists")
     engine = compile_policies(load_policies(options.policy), shadow=options.shadow)
-    judge, report = Judge(engine, options.max_entries, read_hash_key(options.hash_key_file)), Report(engine)
+    judge, report = Judge(engine, options.max_entries, read_hash_key(options.hash_key_file)), ReplayReport(engine)
     with open_logs(options) as (logs, entries):
         for entry in entries:
             report.add(entry, judge.judge(entry.recorded))
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document))
     else:
         print_report(document)
-    tell_lines(logs, judge.evictions)
+    print_lines(logs, judge.evictions)
     for failure in document["failures"]:
         print(f"warning: a detector failed: {failure}", file=sys.stderr)
     return 1 if options.strict and logs.problems.harmful else 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
 from extproc.logs import escape_controls
-from extproc.operator.admin.client import add_admin_flag, open_clients
+from extproc.operator.admin.client import add_admin_flag, ask_all, open_clients
 
 HELP = "show what sessions have used, or the report of one session"
 EXAMPLES = """examples:
@@ -45,30 +45,13 @@ def run(options: argparse.Namespace) -> int:
     path = f"/sessions/{quote(options.session, safe='')}" if options.session else "/sessions"
     chosen = {name: str(getattr(options, name)) for name in ("sort", "policy", "caller", "limit")}
     params = {name: value for name, value in chosen.items() if value and not options.session}
-    reports = [client.ask(path, params=params) for client in open_clients(options.admin)]
-    report = join_sessions(reports)
+    report = ask_all(open_clients(options.admin), path, params)
     if options.json:
         print(json.dumps(report, indent=2))
         return 0
     for line in write_report(report):
         print(escape_controls(line))
     return 0
-
-
-def join_sessions(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One report of several servers'; one whose table another's report has already is left out."""
-    joined = dict(reports[0])
-    for report in reports[1:]:
-        if report["replica"] in joined["replicas"]:
-            continue
-        for name in ("replicas", "sessions"):
-            joined[name] = [*joined[name], *report[name]]
-        joined["problem"] = joined["problem"] or report["problem"]
-        joined["left_out"] += report["left_out"]
-        if "total" in joined:
-            joined["known"] += report["known"]
-            joined["total"] = {name: value + report["total"][name] for name, value in joined["total"].items()}
-    return joined
 
 
 def write_report(report: Mapping[str, Any]) -> list[str]:

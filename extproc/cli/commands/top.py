@@ -6,13 +6,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from extproc.errors import UsageError
 from extproc.logs import escape_controls
-from extproc.operator.admin.client import AdminClient, add_admin_flag, open_clients
+from extproc.operator.admin.client import AdminClient, add_admin_flag, ask_all, open_clients
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -88,30 +88,10 @@ def run(options: argparse.Namespace) -> int:
             live.update(make_table(_ask(clients, options)), refresh=True)
 
 
-def _ask(clients: Iterable[AdminClient], options: argparse.Namespace) -> dict[str, Any]:
+def _ask(clients: Sequence[AdminClient], options: argparse.Namespace) -> dict[str, Any]:
     chosen = {name: str(getattr(options, name)) for name in ("sort", "policy", "caller", "tool", "limit", "price")}
     params = {name: value for name, value in chosen.items() if value}
-    return join_reports([client.ask("/loops", params=params) for client in clients])
-
-
-def join_reports(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One report of several servers'; one whose table another's report has already is left out."""
-    joined = dict(reports[0])
-    for report in reports[1:]:
-        if report["replica"] in joined["replicas"]:
-            continue
-        joined["replicas"] = [*joined["replicas"], *report["replicas"]]
-        joined["loops"] = [*joined["loops"], *report["loops"]]
-        joined["curves"] = [*joined["curves"], *report["curves"]]
-        joined["problem"] = joined["problem"] or report["problem"]
-        joined["left_out"] += report["left_out"]
-        joined["known"] += report["known"]
-        joined["total"] = {name: _add(value, report["total"][name]) for name, value in joined["total"].items()}
-    return joined
-
-
-def _add(one: float | None, other: float | None) -> float | None:
-    return other if one is None else one if other is None else one + other
+    return ask_all(clients, "/loops", params)
 
 
 def make_table(report: dict[str, Any]) -> Table:

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from extproc.cli.commands import add_key_flag, add_policy_flag, load_policies
-from extproc.cli.replay.command import add_log_flags, compile_policies, open_logs, tell_lines
+from extproc.cli.replay.command import add_log_flags, compile_policies, open_logs, print_lines
 from extproc.errors import BundleErrors, LoopguardError, UsageError
 from extproc.logs import escape_controls
 from extproc.objects import MAX_SECONDS, MAX_THRESHOLD
 from extproc.request.hash_key import read_hash_key
 
 if TYPE_CHECKING:
-    from extproc.cli.replay.tune import Pair
+    from extproc.cli.replay.tune import WindowPair
     from extproc.engine.engine import Engine
     from extproc.engine.loop import Detector
 
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document))
     else:
         _print_tables(document, pairs, windows, thresholds, advice.pair)
-    tell_lines(logs, sweep.evictions)
+    print_lines(logs, sweep.evictions)
     for problem in problems:
         print(escape_controls(f"warning: the policy needs another change as well: {problem}"), file=sys.stderr)
     return 1 if ready is None or (options.strict and logs.problems.harmful) else 0
@@ -166,10 +166,10 @@ def _write(file: Path, ready: dict[str, Any]) -> None:
 
 def _print_tables(
     document: dict[str, Any],
-    pairs: Sequence[Pair],
+    pairs: Sequence[WindowPair],
     windows: Sequence[int],
     thresholds: Sequence[int],
-    chosen: Pair | None,
+    chosen: WindowPair | None,
 ) -> None:
     from extproc.cli.replay.table import add_row, make_console, make_table, print_table  # noqa: PLC0415  # as in `replay`
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.errors import UsageError
 
 _MANAGER = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
@@ -39,29 +39,29 @@ class Resources:
         version: of Envoy, None where nothing tells it.
     """
 
-    listeners: list[Place] = field(default_factory=list)
-    routes: list[Place] = field(default_factory=list)
-    clusters: list[Place] = field(default_factory=list)
-    extensions: list[Place] = field(default_factory=list)
+    listeners: list[ConfigPlace] = field(default_factory=list)
+    routes: list[ConfigPlace] = field(default_factory=list)
+    clusters: list[ConfigPlace] = field(default_factory=list)
+    extensions: list[ConfigPlace] = field(default_factory=list)
     comes_later: bool = False
     version: tuple[int, int] | None = None
 
-    def add(self, resource: Place) -> None:
+    def add(self, resource: ConfigPlace) -> None:
         """Sort in what an Any holds."""
         kind, message = resource.message()
         if kind in _KINDS:
             getattr(self, _KINDS[kind]).append(message)
 
-    def find_cluster(self, name: str) -> Place | None:
+    def find_cluster(self, name: str) -> ConfigPlace | None:
         """By its name."""
         return next((cluster for cluster in self.clusters if cluster.get("name").text() == name), None)
 
-    def find_routes(self, name: str) -> Place | None:
+    def find_routes(self, name: str) -> ConfigPlace | None:
         """A RouteConfiguration, by its name."""
         return next((routes for routes in self.routes if routes.get("name").text() == name), None)
 
 
-def find_resources(document: Place) -> Resources:
+def find_resources(document: ConfigPlace) -> Resources:
     """Everything in a bootstrap, in a config dump, or in a list of resources.
 
     Raises:
@@ -84,14 +84,14 @@ def find_resources(document: Place) -> Resources:
     return found
 
 
-def _read_bootstrap(document: Place, found: Resources) -> None:
+def _read_bootstrap(document: ConfigPlace, found: Resources) -> None:
     static = document.get("static_resources")
     found.listeners += static.get("listeners").items()
     found.clusters += static.get("clusters").items()
     found.comes_later = document.get("dynamic_resources").is_there
 
 
-def _read_dump(configs: Place, found: Resources) -> None:
+def _read_dump(configs: ConfigPlace, found: Resources) -> None:
     for section in configs.items():
         kind, message = section.message()
         match kind.rpartition(".")[2]:
@@ -109,13 +109,13 @@ def _read_dump(configs: Place, found: Resources) -> None:
                 found.extensions += _list_dumped(message, ("ecds_filters",), "ecds_filter")
 
 
-def _list_dumped(message: Place, names: Sequence[str], name: str) -> Iterator[Place]:
+def _list_dumped(message: ConfigPlace, names: Sequence[str], name: str) -> Iterator[ConfigPlace]:
     for section in names:
         for item in message.get(section).items():
             yield item.get(name).message()[1]
 
 
-def _read_version(version: Place) -> tuple[int, int] | None:
+def _read_version(version: ConfigPlace) -> tuple[int, int] | None:
     if not version.is_there:
         return None
     return int(version.get("major_number").number(0)), int(version.get("minor_number").number(0))
@@ -131,8 +131,8 @@ class Route:
         number: of it in its host, from 1.
     """
 
-    place: Place
-    around: tuple[Place, Place]
+    place: ConfigPlace
+    around: tuple[ConfigPlace, ConfigPlace]
     number: int
 
     @property
@@ -141,7 +141,7 @@ class Route:
         return self.place.get("name").text() or f"{self.around[0].get('name').text()}[{self.number - 1}]"
 
     @property
-    def levels(self) -> tuple[Place, Place, Place]:
+    def levels(self) -> tuple[ConfigPlace, ConfigPlace, ConfigPlace]:
         """Itself and what is around it: what is said nearer to it counts."""
         return (self.place, *self.around)
 
@@ -172,8 +172,8 @@ class Manager:
         missing: why routes are not known, empty where they are.
     """
 
-    listener: Place
-    place: Place
+    listener: ConfigPlace
+    place: ConfigPlace
     filters: Sequence[HttpFilter]
     routes: Sequence[Route]
     missing: str
@@ -196,9 +196,9 @@ class HttpFilter:
         config: where its configuration stands.
     """
 
-    place: Place
+    place: ConfigPlace
     kind: str
-    config: Place
+    config: ConfigPlace
 
     @property
     def name(self) -> str:
@@ -226,7 +226,7 @@ def find_managers(resources: Resources) -> Iterator[Manager]:
                     yield _read_manager(listener, place, resources)
 
 
-def _read_manager(listener: Place, place: Place, resources: Resources) -> Manager:
+def _read_manager(listener: ConfigPlace, place: ConfigPlace, resources: Resources) -> Manager:
     routes, missing = place.get("route_config"), ""
     if not routes.is_there:
         name = place.get("rds", "route_config_name").text()
@@ -243,7 +243,7 @@ def _read_manager(listener: Place, place: Place, resources: Resources) -> Manage
     )
 
 
-def _read_filter(place: Place, resources: Resources) -> HttpFilter:
+def _read_filter(place: ConfigPlace, resources: Resources) -> HttpFilter:
     if place.get("config_discovery").is_there:
         name = place.get("name").text()
         extension = next((found for found in resources.extensions if found.get("name").text() == name), None)
@@ -255,7 +255,7 @@ def _read_filter(place: Place, resources: Resources) -> HttpFilter:
     return HttpFilter(place, kind or _KINDS_BY_NAME.get(place.get("name").text(), ""), config)
 
 
-def _list_routes(configuration: Place) -> Iterator[Route]:
+def _list_routes(configuration: ConfigPlace) -> Iterator[Route]:
     for host in configuration.get("virtual_hosts").items():
         for number, place in enumerate(host.get("routes").items(), 1):
             yield Route(place, (host, configuration), number)
@@ -299,8 +299,8 @@ class GuardedRoute:
     """
 
     route: Route
-    mode: Place
-    overrides: Sequence[Place]
+    mode: ConfigPlace
+    overrides: Sequence[ConfigPlace]
 
     @property
     def name(self) -> str:
@@ -373,13 +373,13 @@ def is_on(item: HttpFilter, route: Route) -> bool:
     return not (said[0].get("disabled").flag() or _read_per_route(said[0]).get("disabled").flag())
 
 
-def _list_said(item: HttpFilter, route: Route) -> list[Place]:
+def _list_said(item: HttpFilter, route: Route) -> list[ConfigPlace]:
     """What is said of a filter, the nearest first."""
     said = [level.get("typed_per_filter_config").entry(item.name) for level in route.levels]
     return [entry for entry in said if entry.is_there]
 
 
-def _read_per_route(entry: Place) -> Place:
+def _read_per_route(entry: ConfigPlace) -> ConfigPlace:
     """The ExtProcPerRoute, which may stand in a FilterConfig."""
     kind, message = entry.message()
     return message.get("config").message()[1] if kind.endswith(".FilterConfig") else message

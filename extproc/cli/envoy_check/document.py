@@ -25,7 +25,7 @@ _TIMEOUT = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ConfigPlace:
     """A value and where it stands. What is not there is a place, too: the one where it would be, with None for its value.
 
     Attributes:
@@ -53,7 +53,7 @@ class Place:
             pointer = pointer.rpartition("/")[0]
         return self.lines[pointer]
 
-    def get(self, *names: str) -> Place:
+    def get(self, *names: str) -> ConfigPlace:
         """A field, or a field of a field, by its name in the .proto files; JSON may spell it in camelCase as well."""
         place = self
         for name in names:
@@ -62,11 +62,11 @@ class Place:
             place = place._step(spelt if spelt in value else name, value.get(spelt))
         return place
 
-    def entry(self, key: str) -> Place:
+    def entry(self, key: str) -> ConfigPlace:
         """What a map holds under this very key."""
         return self._step(key, self.value.get(key) if isinstance(self.value, dict) else None)
 
-    def items(self) -> Iterator[Place]:
+    def items(self) -> Iterator[ConfigPlace]:
         """Those of a list; protobuf takes a single value for a list of one."""
         if not isinstance(self.value, list):
             yield from [self] if self.is_there else []
@@ -74,13 +74,13 @@ class Place:
         for number, value in enumerate(self.value):
             yield self._step(str(number), value)
 
-    def entries(self) -> Iterator[tuple[str, Place]]:
+    def entries(self) -> Iterator[tuple[str, ConfigPlace]]:
         """Those of a map; none where there is no map."""
         for key in self.value if isinstance(self.value, dict) else ():
             yield key, self.entry(key)
 
-    def _step(self, step: str, value: object) -> Place:
-        return Place(value, f"{self.pointer}/{step.replace('~', '~0').replace('/', '~1')}", self.lines)
+    def _step(self, step: str, value: object) -> ConfigPlace:
+        return ConfigPlace(value, f"{self.pointer}/{step.replace('~', '~0').replace('/', '~1')}", self.lines)
 
     def text(self, default: str = "") -> str:
         """A string, or the name of an enum's value."""
@@ -109,7 +109,7 @@ class Place:
         """The strings of a list."""
         return [item.text() for item in self.items()]
 
-    def message(self) -> tuple[str, Place]:
+    def message(self) -> tuple[str, ConfigPlace]:
         """The name of the message in an Any, and where its fields stand, which a TypedStruct has one step further in."""
         kind = self.entry("@type").text().rpartition("/")[2]
         if f".{kind}".endswith(_TYPED_STRUCTS):
@@ -122,7 +122,7 @@ def _write_camel_case(name: str) -> str:
     return first + "".join(part.capitalize() for part in rest)
 
 
-def read_file(path: str) -> Place:
+def read_file(path: str) -> ConfigPlace:
     """A bootstrap, a config dump, or resources of xDS.
 
     Raises:
@@ -134,17 +134,17 @@ def read_file(path: str) -> Place:
         raise UsageError(f"{path}: {error.strerror if isinstance(error, OSError) else 'is not UTF-8'}") from None
     if text.lstrip().startswith("{"):  # a config dump has megabytes, and JSON is read a hundred times as fast as YAML
         try:
-            return Place(msgspec.json.decode(text))
+            return ConfigPlace(msgspec.json.decode(text))
         except msgspec.DecodeError:
             pass  # a mapping of YAML may begin like this as well
     return _read_yaml(path, text)
 
 
-def _read_yaml(path: str, text: str) -> Place:
+def _read_yaml(path: str, text: str) -> ConfigPlace:
     lines: dict[str, int] = {}
     try:
         loader = _Loader(text, lines)
-        return Place(loader.read(), "", lines)
+        return ConfigPlace(loader.read(), "", lines)
     except (yaml.YAMLError, RecursionError) as error:
         told = " ".join(str(error).replace('"<unicode string>", ', "").split())
         raise UsageError(f"{path}: is neither YAML nor JSON: {told}") from None
@@ -187,7 +187,7 @@ def _escape(step: str) -> str:
     return step.replace("~", "~0").replace("/", "~1")
 
 
-def fetch_dump(url: str) -> Place:
+def fetch_dump(url: str) -> ConfigPlace:
     """What a running Envoy has in force, from its admin page.
 
     Raises:
@@ -198,7 +198,7 @@ def fetch_dump(url: str) -> Place:
     address = f"{url.rstrip('/')}/config_dump"
     try:
         with urllib.request.urlopen(address, timeout=_TIMEOUT) as answer:  # noqa: S310  # http or https, as was seen to
-            return Place(msgspec.json.decode(answer.read()))
+            return ConfigPlace(msgspec.json.decode(answer.read()))
     except (OSError, msgspec.DecodeError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise UsageError(f"--admin {url}: no Envoy answered with its configuration: {reason}") from None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 
 Code: TypeAlias = Literal[
     "answers",
@@ -105,13 +105,13 @@ class Finding:
     """
 
     code: Code
-    place: Place
+    place: ConfigPlace
     problem: str
     right: str = ""
     routes: Sequence[str] = ()
     hurts: bool = True
 
 
-def note(code: Code, place: Place, problem: str, right: str = "", routes: Sequence[str] = ()) -> Finding:
+def note(code: Code, place: ConfigPlace, problem: str, right: str = "", routes: Sequence[str] = ()) -> Finding:
     """A finding that does not hurt."""
     return Finding(code, place, problem, right, routes, hurts=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from extproc.cli.envoy_check.checks import CHECKS
 from extproc.cli.envoy_check.config import Guard, Manager, Resources, Route, find_guards, find_managers, list_processors
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 from extproc.cli.envoy_check.needs import Needs
 from extproc.cli.envoy_check.selectors import find_taken
@@ -31,7 +31,7 @@ class RouteReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CheckReport:
     """What is there and what is wrong with it.
 
     Attributes:
@@ -48,7 +48,7 @@ class Report:
         return not any(finding.hurts for finding in self.findings)
 
 
-def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignored: Sequence[str] = ()) -> Report:
+def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignored: Sequence[str] = ()) -> CheckReport:
     """Look at everything.
 
     Args:
@@ -68,7 +68,7 @@ def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignor
         findings += _check_manager(manager, own, needs, resources)
     if not any(guard.guarded for guard in guards):
         findings.insert(0, _explain_nothing(resources, managers, guards))
-    return Report(_merge_routes(routes), [finding for finding in _merge(findings) if finding.code not in ignored])
+    return CheckReport(_merge_routes(routes), [finding for finding in _merge(findings) if finding.code not in ignored])
 
 
 def _report_routes(manager: Manager, guards: Sequence[Guard]) -> Iterator[RouteReport]:
@@ -130,7 +130,7 @@ def _explain_nothing(resources: Resources, managers: Sequence[Manager], guards: 
         return Finding(
             "nothing-guarded", managers[0].place.get("http_filters"), problem, "--filter NAME, if one of them is Loopguard"
         )
-    place = managers[0].place.get("http_filters") if managers else Place(None)
+    place = managers[0].place.get("http_filters") if managers else ConfigPlace(None)
     problem = "no filter calls Loopguard" if managers else "there is no HTTP listener"
     later = " here; for configuration from xDS, use check-envoy --admin" if resources.comes_later else ""
     return Finding("nothing-guarded", place, problem + later, _SNIPPET)

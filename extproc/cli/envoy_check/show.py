@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from extproc.cli.envoy_check.findings import Finding
-from extproc.cli.envoy_check.inspect import Report, RouteReport
+from extproc.cli.envoy_check.inspect import CheckReport, RouteReport
 
 
-def make_json(report: Report, source: str) -> dict[str, Any]:
+def make_json(report: CheckReport, source: str) -> dict[str, Any]:
     """The report as JSON-ready values."""
     return {
         "source": source,
@@ -45,7 +45,7 @@ def _make_finding(finding: Finding) -> dict[str, Any]:
     }
 
 
-def print_report(report: Report, source: str, console: Console) -> None:
+def print_report(report: CheckReport, source: str, console: Console) -> None:
     """Tables of routes and of what was found; text of the configuration is printed as it is, whatever is in it."""
     for listener in dict.fromkeys(item.listener for item in report.routes):
         console.print(_make_route_table(listener, [item for item in report.routes if item.listener == listener]))

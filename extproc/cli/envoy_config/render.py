@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
 from extproc.cli.envoy_config.options import EnvoyOptions, is_ip
-from extproc.cli.envoy_config.routes import GuardedRoute, find_acting, plan_routes
+from extproc.cli.envoy_config.routes import GuardedPath, find_acting, plan_routes
 from extproc.cli.envoy_config.template import cut_parts, fill
-from extproc.cli.envoy_config.usage import write_event_rules, write_rules
+from extproc.cli.envoy_config.usage import write_event_rules, write_rules, write_streamed_matchers
 from extproc.errors import UsageError
 from extproc.policy.loader import PolicySet
 from extproc.settings import Address, parse_subject_name
@@ -54,7 +54,7 @@ def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
     )
 
 
-def find_tolerant(routes: Sequence[GuardedRoute], wanted: Sequence[str]) -> set[GuardedRoute]:
+def find_tolerant(routes: Sequence[GuardedPath], wanted: Sequence[str]) -> set[GuardedPath]:
     """The routes that are meant by name or by path.
 
     Raises:
@@ -143,6 +143,7 @@ def _describe_rules(options: EnvoyOptions) -> Mapping[str, str]:
     return {
         "event_rules": write_event_rules(),
         "answer_rules": write_rules(),
+        "streamed_matchers": write_streamed_matchers(),
         # As many digits as the limit has, or more, are no less than a tenth of it.
         "large_digits": str(len(str(options.buffer_limit))),
     }
@@ -187,7 +188,7 @@ def _describe_upstream(upstream: Address, options: EnvoyOptions) -> Mapping[str,
     }
 
 
-def _render_route(route: GuardedRoute, action: str, shown: Mapping[str, str | bool]) -> str:
+def _render_route(route: GuardedPath, action: str, shown: Mapping[str, str | bool]) -> str:
     values = {
         "policies": ", ".join(route.policies) or "kill_switches",
         "name": _quote(route.name),
@@ -197,7 +198,7 @@ def _render_route(route: GuardedRoute, action: str, shown: Mapping[str, str | bo
     return fill(read_template("guarded_route"), {**values, **shown, "bounded": False})  # that is done for all routes at once
 
 
-def _write_match(route: GuardedRoute) -> str:
+def _write_match(route: GuardedPath) -> str:
     """Envoy's `RouteMatch`, which agrees with what the selectors mean."""
     if "%" in route.path:
         return f"{{safe_regex: {{regex: {_quote(_write_regex(route))}}}}}"
@@ -208,7 +209,7 @@ def _write_match(route: GuardedRoute) -> str:
     return f"{{path_separated_prefix: {_quote(route.path)}}}"
 
 
-def _write_regex(route: GuardedRoute) -> str:
+def _write_regex(route: GuardedPath) -> str:
     """A match for either case of an escape's hex digits, which Envoy leaves as the client wrote them."""
     path = _ESCAPE.sub(lambda found: "".join(_either_case(digit) for digit in found[0]), re.escape(route.path))
     if route.exact:

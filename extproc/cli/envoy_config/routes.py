@@ -10,7 +10,7 @@ from extproc.policy.bundle import Policy
 from extproc.policy.loader import PolicySet
 
 
-class GuardedRoute(NamedTuple):
+class GuardedPath(NamedTuple):
     """A path that Envoy shows to Loopguard.
 
     Attributes:
@@ -49,7 +49,7 @@ class _Anchor(NamedTuple):
 _EVERYWHERE = _Anchor("/", exact=False)
 
 
-def plan_routes(policies: PolicySet) -> list[GuardedRoute]:
+def plan_routes(policies: PolicySet) -> list[GuardedPath]:
     """The guarded paths, most specific first.
 
     Raises:
@@ -71,7 +71,7 @@ def plan_routes(policies: PolicySet) -> list[GuardedRoute]:
         users.setdefault(_EVERYWHERE, []).extend(homeless)
         names[_EVERYWHERE] = _choose_name_of_everywhere(homeless, users[_EVERYWHERE])
     return [
-        GuardedRoute(anchor.path, anchor.exact, tuple(policy.id for policy in users[anchor]), _name(anchor, names))
+        GuardedPath(anchor.path, anchor.exact, tuple(policy.id for policy in users[anchor]), _name(anchor, names))
         for anchor in sorted(users, key=_Anchor.rank)
     ]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import describe_guard, describe_route, find_tolerant, read_template
-from extproc.cli.envoy_config.routes import GuardedRoute, find_acting, plan_routes
+from extproc.cli.envoy_config.routes import GuardedPath, find_acting, plan_routes
 from extproc.cli.envoy_config.template import cut_parts
 from extproc.policy.loader import PolicySet
 
@@ -88,7 +88,7 @@ def _make_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[_Part]:
 
 def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[_Part]:
     """One part for the routes that are as strict as the filter, and one for those that are not."""
-    routes = [GuardedRoute("", exact=False, policies=(), name=name) for name in options.routes] or plan_routes(policies)
+    routes = [GuardedPath("", exact=False, policies=(), name=name) for name in options.routes] or plan_routes(policies)
     tolerant = find_tolerant(routes, options.tolerant_routes)
     for is_tolerant in (False, True):
         chosen = [route for route in routes if (route in tolerant) == is_tolerant]
@@ -100,7 +100,7 @@ def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[_P
                     yield _Part(_PLACES[part]._replace(words=_name_routes(chosen)), found[part])
 
 
-def _name_routes(routes: Sequence[GuardedRoute]) -> str:
+def _name_routes(routes: Sequence[GuardedPath]) -> str:
     """How the routes to guard are found among all that are there."""
     if not routes[0].path:
         return f"the routes named {', '.join(route.name for route in routes)}"

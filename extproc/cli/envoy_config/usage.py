@@ -1,13 +1,25 @@
-"""Envoy's rules for how many tokens an answer took: `extproc/apis/usage.py` says where that stands, and reads what is found."""
+"""Envoy's rules for how many tokens an answer took: `apis` knows where that stands, and reads what is found."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from extproc.apis.usage import COUNT_PLACES, EVENT_OBJECTS, MODEL, MODEL_PLACES, USAGE_NAMESPACE
+from extproc.apis import COUNT_PLACES, EVENT_OBJECTS, MODEL_PLACES, STREAMED_DOCUMENTS
+from extproc.apis.usage import MODEL, USAGE_NAMESPACE
 
 _NUMBER = "NUMBER"
 _TEXT = "STRING"
+
+_STREAMED = """\
+- predicate:
+    single_predicate:
+      input:
+        name: path
+        typed_config:
+          "@type": type.googleapis.com/envoy.type.matcher.v3.HttpRequestHeaderMatchInput
+          header_name: ":path"
+      value_match: {contains: "$part"}
+  on_match: *pass"""
 
 
 def write_rules() -> str:
@@ -20,6 +32,11 @@ def write_event_rules() -> str:
     """For an event of a stream: a rule for each object that has counts; the parser makes text of it."""
     objects = [_write_rule(place, place, _TEXT) for place in EVENT_OBJECTS]
     return "\n".join(f"- rule: {rule}" for rule in [*objects, *_write_model_rules()])
+
+
+def write_streamed_matchers() -> str:
+    """For paths whose answers stream although they are one document: clients read it as it comes, so Envoy must not hold it."""
+    return "\n".join(_STREAMED.replace("$part", part) for part in STREAMED_DOCUMENTS)
 
 
 def _write_model_rules() -> Iterable[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 
-from extproc.cli.replay.logs import HARMLESS, PROBLEMS, Entry, Logs
+from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, Logs
 from extproc.engine.engine import Engine
 from extproc.errors import LoopguardError, UsageError
 from extproc.logs import escape_controls
@@ -61,7 +61,7 @@ def compile_policies(policies: PolicySet, *, shadow: bool = False) -> Engine:
 
 
 @contextmanager
-def open_logs(options: argparse.Namespace) -> Iterator[tuple[Logs, Iterator[Entry]]]:
+def open_logs(options: argparse.Namespace) -> Iterator[tuple[Logs, Iterator[LogEntry]]]:
     """The logs, and their requests in the order of time, with a bar that moves while they are read.
 
     Raises:
@@ -74,7 +74,7 @@ def open_logs(options: argparse.Namespace) -> Iterator[tuple[Logs, Iterator[Entr
         raise LoopguardError(f"no request can be replayed: {_describe_nothing(logs)}")
 
 
-def _watch(logs: Logs, advance: Callable[[], object]) -> Iterator[Entry]:
+def _watch(logs: Logs, advance: Callable[[], object]) -> Iterator[LogEntry]:
     for number, entry in enumerate(logs.read()):
         if not number % _STEP:
             advance()
@@ -113,7 +113,7 @@ def _count_lines(count: int) -> str:
     return "1 line" if count == 1 else f"{count:,} lines"
 
 
-def tell_lines(logs: Logs, evictions: int) -> None:
+def print_lines(logs: Logs, evictions: int) -> None:
     """Say on stderr what was wrong with lines, and why counts may be too low."""
     for kind, problem in logs.problems.by_kind.items():
         severity = "note" if kind in HARMLESS else "warning"

@@ -43,7 +43,7 @@ class Top(Generic[Key, Item]):
         self._make = make
         self._items: dict[Key, Item] = {}
 
-    def find(self, key: Key) -> Item:
+    def get_or_add(self, key: Key) -> Item:
         """The item of a key, a new one where there is none."""
         item = self._items.get(key)
         if item is None:

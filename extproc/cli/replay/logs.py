@@ -53,7 +53,7 @@ HARMLESS = frozenset({"no_record", "clock_forward"})
 """What a log may well have."""
 
 
-class Place(NamedTuple):
+class LogPlace(NamedTuple):
     """A line of a log."""
 
     log: str
@@ -69,7 +69,7 @@ class Problem:
     """One kind of problem: how often, where first, and in one case why."""
 
     count: int = 0
-    places: list[Place] = field(default_factory=list)
+    places: list[LogPlace] = field(default_factory=list)
     example: str = ""
 
 
@@ -77,10 +77,9 @@ class Problems:
     """What was wrong with lines, by kind."""
 
     def __init__(self) -> None:
-        """Nothing was."""
         self.by_kind: dict[str, Problem] = {}
 
-    def add(self, kind: str, place: Place, example: str = "") -> None:
+    def add(self, kind: str, place: LogPlace, example: str = "") -> None:
         """One more line."""
         problem = self.by_kind.setdefault(kind, Problem())
         problem.count += 1
@@ -94,13 +93,13 @@ class Problems:
         return not self.by_kind.keys() <= HARMLESS
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """A request in the heap, in the order of time and then of reading."""
 
     time: int
     number: int
     size: int
-    place: Place
+    place: LogPlace
     recorded: Recorded
 
 
@@ -134,11 +133,11 @@ class _Source:
         """How many bytes of the file have been read."""
         return self._raw.tell()
 
-    def read(self) -> Iterator[tuple[Place, Recorded, int]]:
+    def read(self) -> Iterator[tuple[LogPlace, Recorded, int]]:
         """Its requests, each with its place and its size in bytes."""
         try:
             for line in self._read_lines():
-                place = Place(self.name, self.lines)
+                place = LogPlace(self.name, self.lines)
                 try:
                     recorded = parse_line(line)
                 except UnusableError as error:
@@ -147,9 +146,9 @@ class _Source:
                 else:
                     yield place, recorded, len(line)
         except EOFError:
-            self._problems.add("truncated", Place(self.name, self.lines))
+            self._problems.add("truncated", LogPlace(self.name, self.lines))
         except (OSError, zlib.error) as error:
-            self._problems.add("damaged", Place(self.name, self.lines), str(error))
+            self._problems.add("damaged", LogPlace(self.name, self.lines), str(error))
 
     def _read_lines(self) -> Iterator[bytes]:
         """Every line but the empty ones, and those that are too long."""
@@ -157,7 +156,7 @@ class _Source:
         while line := text.readline(MAX_LINE):
             self.lines += 1
             if len(line) == MAX_LINE and not line.endswith(b"\n"):
-                self._problems.add("too_long", Place(self.name, self.lines))
+                self._problems.add("too_long", LogPlace(self.name, self.lines))
                 while len(line) == MAX_LINE and not line.endswith(b"\n"):
                     line = text.readline(MAX_LINE)
             elif not line.isspace():
@@ -215,7 +214,7 @@ class Logs:
         """How many bytes have been read; only where `size` is known."""
         return sum(source.tell() for source in self._sources)
 
-    def read(self) -> Iterator[Entry]:
+    def read(self) -> Iterator[LogEntry]:
         """The requests of all logs, in the order of their times."""
         for entry in self._sort(self._merge()):
             if self.last is not None and entry.time < self.last:
@@ -226,7 +225,7 @@ class Logs:
             self.last = entry.time
             yield entry
 
-    def _merge(self) -> Iterator[tuple[int, Entry]]:
+    def _merge(self) -> Iterator[tuple[int, LogEntry]]:
         """Whatever comes next in the log that is least far, with the time before which nothing is expected any more."""
         readers = [source.read() for source in self._sources]
         fronts = [(0, number) for number in range(len(readers))]
@@ -243,10 +242,10 @@ class Logs:
             newest = max(newest, recorded.time) if recorded.time >= newest - self._reorder_ms else recorded.time
             heapreplace(fronts, (newest, number))
             read += 1
-            yield fronts[0][0] - self._reorder_ms, Entry(recorded.time, read, size + _OBJECT_BYTES, place, recorded)
+            yield fronts[0][0] - self._reorder_ms, LogEntry(recorded.time, read, size + _OBJECT_BYTES, place, recorded)
 
-    def _sort(self, entries: Iterator[tuple[int, Entry]]) -> Iterator[Entry]:
-        held: list[Entry] = []
+    def _sort(self, entries: Iterator[tuple[int, LogEntry]]) -> Iterator[LogEntry]:
+        held: list[LogEntry] = []
         size = 0
         for settled, entry in entries:
             heappush(held, entry)

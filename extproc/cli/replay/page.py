@@ -27,7 +27,7 @@ _LOWEST = 2.0
 """One request among thousands is still to be seen."""
 
 
-class Part(NamedTuple):
+class PageSection(NamedTuple):
     """A coloured piece of a bar.
 
     Attributes:
@@ -53,7 +53,7 @@ class Bar(NamedTuple):
 
     x: float
     width: float
-    parts: Sequence[Part]
+    parts: Sequence[PageSection]
     title: str
 
 
@@ -134,13 +134,13 @@ def draw_chart(timeline: dict[str, Any], span: tuple[float, float], width: int, 
     return Chart(width, height, bars, highest, _write_stretch(seconds))
 
 
-def _stack(point: Sequence[int], columns: Sequence[int], highest: int, height: int) -> list[Part]:
+def _stack(point: Sequence[int], columns: Sequence[int], highest: int, height: int) -> list[PageSection]:
     parts, top = [], float(height)
     for column in columns:
         if point[column]:
             size = min(top, max(_LOWEST, point[column] / highest * height))
             top -= size
-            parts.append(Part(SERIES[column - 1], round(top, 2), round(size, 2)))
+            parts.append(PageSection(SERIES[column - 1], round(top, 2), round(size, 2)))
     return parts
 
 

@@ -43,7 +43,6 @@ class UnusableError(Exception):
     """
 
     def __init__(self, kind: str, why: str = "") -> None:
-        """Say what is wrong, in words where the kind alone does not say it."""
         super().__init__(why)
         self.kind = kind
 
@@ -122,13 +121,13 @@ class Recorded(msgspec.Struct, gc=False):
         facts = StatedFacts(
             route=record.route,
             address=self._read(record.address) or "",
-            claims=_Known(known, claims.keys()) if self.partial else known,
+            claims=_RecordedValues(known, claims.keys()) if self.partial else known,
         )
         return HttpRequest(
             record.method,
             _join_target(record),
             record.authority,
-            _Known(encoded, headers.keys()) if self.partial else encoded,
+            _RecordedValues(encoded, headers.keys()) if self.partial else encoded,
             facts,
         )
 
@@ -139,7 +138,7 @@ class Recorded(msgspec.Struct, gc=False):
         return None if value is None else write_claim(value)
 
 
-class _Known(Mapping[str, Value]):
+class _RecordedValues(Mapping[str, Value]):
     """Values of which some may not have been recorded: asking for those says so."""
 
     __slots__ = ("_recorded", "_values")

@@ -8,7 +8,7 @@ from typing import Any
 
 from extproc.cli.replay.counts import Timeline, Top
 from extproc.cli.replay.judge import Judge
-from extproc.cli.replay.logs import HARMLESS, PROBLEMS, Entry, Logs, Place
+from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, LogPlace, Logs
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine.engine import Engine
 from extproc.engine.evaluation import Evaluation, group_by_policy
@@ -64,9 +64,9 @@ class _Offender:
         self.highest = 0
         self.first = self.last = 0
         self.method = self.path = self.detector = ""
-        self.example: Place | None = None
+        self.example: LogPlace | None = None
 
-    def add(self, entry: Entry, outcome: Outcome, request: HttpRequest) -> None:
+    def add(self, entry: LogEntry, outcome: Outcome, request: HttpRequest) -> None:
         """One more request of the loop."""
         self.count += 1
         self.actions[outcome.action] += 1
@@ -86,11 +86,10 @@ class _Tenant:
         self.timeline = Timeline(len(SERIES))
 
 
-class Report:
+class ReplayReport:
     """Counts what is decided."""
 
     def __init__(self, engine: Engine) -> None:
-        """Nothing has been decided about the engine's policies."""
         self._policies = {(plan.id, plan.mode): _Policy() for plan in engine.plans}
         self._modes = {plan.id: plan.mode for plan in engine.plans}
         self._offenders: Top[tuple[str, str, str, str], _Offender] = Top(_MAX_OFFENDERS, _Offender)
@@ -98,7 +97,7 @@ class Report:
         self._failures: list[str] = []
         self._requests = 0
 
-    def add(self, entry: Entry, judged: tuple[Evaluation, Decision] | None) -> None:
+    def add(self, entry: LogEntry, judged: tuple[Evaluation, Decision] | None) -> None:
         """One more request."""
         self._requests += 1
         if judged is None:
@@ -107,20 +106,20 @@ class Report:
         for outcome in group_by_policy(decision.trace):
             self._add_outcome(entry, outcome, evaluation.request)
         for policy, reason in evaluation.list_uncounted():
-            uncounted = self._find_policy(policy).uncounted
+            uncounted = self._get_policy(policy).uncounted
             uncounted[reason if reason in uncounted or len(uncounted) < _MAX_REASONS else _OTHER] += 1
         if evaluation.enforcing.forbidden is not None and decision.action is not Action.REJECT:
-            self._find_policy(evaluation.enforcing.forbidden[0]).uncountable += 1
+            self._get_policy(evaluation.enforcing.forbidden[0]).uncountable += 1
         for lane in evaluation.lanes:
             for policy, error in lane.failures:
                 self._add_failure(policy, f"{entry.place}: {policy}: {type(error).__name__}: {error}")
 
-    def _find_policy(self, policy: str, mode: str = "") -> _Policy:
+    def _get_policy(self, policy: str, mode: str = "") -> _Policy:
         return self._policies.setdefault((policy, mode or self._modes[policy]), _Policy())
 
-    def _add_outcome(self, entry: Entry, outcome: Outcome, request: HttpRequest) -> None:
+    def _add_outcome(self, entry: LogEntry, outcome: Outcome, request: HttpRequest) -> None:
         action, tenant = outcome.action, outcome.tenant
-        policy = self._policies.get((outcome.policy, outcome.mode)) or self._find_policy(outcome.policy, outcome.mode)
+        policy = self._policies.get((outcome.policy, outcome.mode)) or self._get_policy(outcome.policy, outcome.mode)
         policy.actions[action] += 1
         policy.tenants.add(tenant)
         policy.timeline.add(entry.time, _SERIES[action])
@@ -128,14 +127,14 @@ class Report:
             return
         policy.held_ms += outcome.delay_ms
         policy.touched.add(tenant)
-        self._offenders.find((outcome.policy, outcome.mode, tenant, outcome.fingerprint)).add(entry, outcome, request)
-        touched = self._tenants.find((outcome.policy, outcome.mode, tenant))
+        self._offenders.get_or_add((outcome.policy, outcome.mode, tenant, outcome.fingerprint)).add(entry, outcome, request)
+        touched = self._tenants.get_or_add((outcome.policy, outcome.mode, tenant))
         touched.count += 1
         touched.actions[action] += 1
         touched.timeline.add(entry.time, _SERIES[action])
 
     def _add_failure(self, policy: str, text: str) -> None:
-        self._find_policy(policy).failed += 1
+        self._get_policy(policy).failed += 1
         if len(self._failures) < _MAX_EXAMPLES:
             self._failures.append(escape_controls(text))
 

@@ -28,7 +28,7 @@ FEWEST_TENANTS = 20
 _KEPT = 1_024
 
 
-class Pair(NamedTuple):
+class WindowPair(NamedTuple):
     """One window and one threshold, and what they would have done.
 
     Attributes:
@@ -44,7 +44,7 @@ class Pair(NamedTuple):
     tenants: int
 
 
-class Advice(NamedTuple):
+class Recommendation(NamedTuple):
     """What is recommended.
 
     Attributes:
@@ -52,7 +52,7 @@ class Advice(NamedTuple):
         reason: in words.
     """
 
-    pair: Pair | None
+    pair: WindowPair | None
     reason: str
 
 
@@ -147,12 +147,12 @@ class Sweep:
         (found,) = self._store.hit((asked,))
         return found.count, found.looping
 
-    def list_pairs(self) -> list[Pair]:
+    def list_pairs(self) -> list[WindowPair]:
         """What each pair would have done, by window and then by threshold."""
-        return [Pair(*key, cell.requests, cell.tenants.count()) for key, cell in self._cells.items()]
+        return [WindowPair(*key, cell.requests, cell.tenants.count()) for key, cell in self._cells.items()]
 
 
-def recommend(pairs: Sequence[Pair], requests: int, tenants: int, percent: float) -> Advice:
+def recommend(pairs: Sequence[WindowPair], requests: int, tenants: int, percent: float) -> Recommendation:
     """The pair that acts on most requests while it touches few callers, and why.
 
     Of pairs that act on equally many the shortest window is taken, and then the highest threshold: the least that does it.
@@ -167,7 +167,7 @@ def recommend(pairs: Sequence[Pair], requests: int, tenants: int, percent: float
     bound = f"{allowed:,} of {tenants:,} callers ({percent:g}%)"
     acting = [pair for pair in pairs if pair.requests]
     if not acting:
-        return Advice(
+        return Recommendation(
             None, f"no pair would have acted on any of {requests:,} requests: this log has no loop that a window finds"
         )
     fitting = [pair for pair in acting if pair.tenants <= allowed]
@@ -175,7 +175,7 @@ def recommend(pairs: Sequence[Pair], requests: int, tenants: int, percent: float
     if not fitting:
         least = min(stricter, key=lambda pair: pair.tenants)
         text = f"each pair that acts touches more than {bound}; {_describe(least)} touches {least.tenants:,}"
-        return Advice(None, f"{text}. Look at the worst offenders of a replay: their repetition may be intended")
+        return Recommendation(None, f"{text}. Look at the worst offenders of a replay: their repetition may be intended")
     best = max(fitting, key=lambda pair: (pair.requests, -pair.window_seconds, pair.threshold))
     text = (
         f"{_describe(best)} acts on {best.requests:,} of {requests:,} requests, "
@@ -187,14 +187,14 @@ def recommend(pairs: Sequence[Pair], requests: int, tenants: int, percent: float
     if requests < FEWEST_REQUESTS or tenants < FEWEST_TENANTS:
         enough = f"{FEWEST_REQUESTS:,} requests of {FEWEST_TENANTS} callers"
         text += f". This is little traffic: results are more reliable from {enough} on"
-    return Advice(best, text)
+    return Recommendation(best, text)
 
 
-def _describe(pair: Pair) -> str:
+def _describe(pair: WindowPair) -> str:
     return f"{pair.threshold} within {pair.window_seconds} s"
 
 
-def write_policy(policy: Policy, detector: str, pair: Pair) -> dict[str, Any]:
+def write_policy(policy: Policy, detector: str, pair: WindowPair) -> dict[str, Any]:
     """The policy with the pair in place of the detector's own."""
     document = policy.model_dump(mode="json", by_alias=True, exclude_unset=True)
     loops = document["spec"]["loop_detection"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from struct import Struct
 from typing import Any, Final
 
-from extproc.memo import Memo
+from extproc.bounded import Memo
 
 NAMESPACE: Final = "loopguard"
 """Of the dynamic metadata that answers carry."""

@@ -7,8 +7,8 @@ from time import time
 from typing import Any, Final
 from uuid import uuid4
 
-from extproc.apis.answers import find_api
-from extproc.apis.answers.api import Completion, Question, Refusal
+from extproc.apis import find_endpoint
+from extproc.apis.api import Completion, Question, Refusal
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason, Subject
 from extproc.ext_proc.answers.clients import choose_status
 from extproc.ext_proc.answers.go_on import set_headers
@@ -25,7 +25,7 @@ KILLED_SECONDS: Final = "3600"
 
 _PAYMENT_REQUIRED = 402
 _QUOTA = "insufficient_quota"
-"""What OpenAI calls it that money is used up, which its clients take for final."""
+"""That money is used up: clients take this code for final."""
 
 _INVALID_ARGUMENT = 3
 _RESOURCE_EXHAUSTED = 8
@@ -49,7 +49,7 @@ def refuse_session(
     reason = Reason.SESSION_LIMIT_EXCEEDED
     status = lead.refusal.status or choose_status(request)
     code = _QUOTA if status == _PAYMENT_REQUIRED else reason.value
-    message = f"{subject.tell(lead, request.method, request.path)} ({reason.value})"
+    message = f"{subject.write_message(lead, request.method, request.path)} ({reason.value})"
     used, allowed = subject.shown
     detail = {"error": reason.value, "message": message, "limit": subject.limit, "used": used, "allowed": allowed}
     framed = _frame(Refusal(status, message, code, code, detail), request, content)
@@ -66,7 +66,7 @@ def refuse_session(
 
 def refuse_loop(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
     """The immediate response of a loop."""
-    message = f"{lead.subject.tell(lead, request.method, request.path)} ({_LOOP})"
+    message = f"{lead.subject.write_message(lead, request.method, request.path)} ({_LOOP})"
     reason = Reason.LOOP_DETECTED
     detail = {"error": _LOOP, "message": message, "cooldown_seconds": lead.retry_after}
     status = lead.refusal.status or choose_status(request)
@@ -154,10 +154,10 @@ def refuse_without_store(metadata: dict[str, Any], request: HttpRequest, content
 def _frame(refusal: Refusal, request: HttpRequest, content: Content, *, completes: bool = False) -> Framed:
     """A refusal as the API that is called writes its errors, or where it `completes`, and the API can, its answers."""
     question = Question(request, content)
-    api, framed = find_api(question), None
+    endpoint, framed = find_endpoint(question), None
     if completes:
-        framed = api.complete(Completion(refusal.message, question.model, uuid4().hex, int(time())), question)
-    return framed or api.write_error(refusal, question)
+        framed = endpoint.complete(Completion(refusal.message, question.model, uuid4().hex, int(time())), question)
+    return framed or endpoint.write_error(refusal, question)
 
 
 def _make_immediate(

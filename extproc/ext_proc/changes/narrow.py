@@ -9,42 +9,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from enum import Enum
 from typing import Final, NamedTuple
 
+from extproc.apis import TOOL_LISTS, TOOL_WORDS, needs_tool
+from extproc.apis.api import Changes, Outcome, ToolList
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
 from extproc.request.document import NotCounted
 from extproc.request.http import HttpRequest
 from extproc.request.patch import AMBIGUOUS, Fields, Patch, Value
 from extproc.sessions.history import find_called
 
-Changes = dict[str, bytes | None]
-"""New values of an object's members; None where one goes."""
+_WRAPPERS: Final = TOOL_WORDS.wrappers
+_LISTS: Final = TOOL_WORDS.lists
+_SERVERS: Final = TOOL_WORDS.servers
 
-_CONVERSATIONS: Final = ("messages", "input", "contents")
-"""What a conversation is called; of a body that has two of them nobody can tell which one is read."""
+_NAMED: Final = frozenset({"name", "type"}) | _WRAPPERS
+"""Of an entry that is a tool, and none that holds lists of tools."""
 
-_ELSEWHERE: Final = frozenset({"tools", "functions"})
-"""Where other APIs declare tools than those that have them in an object of their own."""
+_AT_TOP: Final = frozenset(
+    [tools.tools for lists in TOOL_LISTS.values() for tools in lists if not (tools.wraps or tools.holder)]
+)
+"""Where tools are declared that stand beside a conversation."""
 
-_WRAPPERS: Final = ("function", "custom", "toolSpec", "systemTool", "tool")
-"""An object of these names says what a tool is called."""
-
-_WITHOUT_CHOICE: Final = "/api/chat"
-"""Ollama's, which has no choice among tools, and needs none declared."""
-
-_DECLARATIONS: Final = frozenset({"functionDeclarations", "function_declarations"})
-_NAMED: Final = frozenset({"name", "type", *_WRAPPERS})
-"""Of an entry that holds tools as Gemini has them, and that is a tool as others have them."""
-
-_SERVERS: Final = frozenset({"mcp", "mcp_toolset", "mcpServers", "mcp_servers"})
-_NO_TOOLS: Final = frozenset({"cachePoint"})
 _LONGEST_KEY: Final = 256
-_MODES: Final = frozenset({"auto", "any", "none", "required"})
 
 _EDITION = re.compile(r"(?:_preview)?(?:_\d{4}_?\d\d_?\d\d)?\Z")
 _SECOND_WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
-_CALLED: Final = {"computer_use": "computer"}
 
 
 def narrow(request: HttpRequest, body: bytes | memoryview, without: Collection[str] | None) -> bytes:
@@ -60,7 +50,7 @@ def narrow(request: HttpRequest, body: bytes | memoryview, without: Collection[s
     """
     mark, patch = open_patch(request, body)
     try:
-        _Narrowing(patch, without, needs_tool=not request.path.endswith(_WITHOUT_CHOICE)).narrow()
+        _Narrowing(patch, without, needs_tool=needs_tool(request.path)).narrow()
         return mark + patch.apply()
     except NotCounted as why:
         raise NotEdited(why.reason) from None
@@ -88,31 +78,6 @@ def _open_list(patch: Patch, value: Value) -> list[Value]:
     if not patch.is_list(value):
         raise NotEdited(AMBIGUOUS)
     return patch.open_items(value)
-
-
-class _Api(NamedTuple):
-    """How an API declares tools, in members of one object.
-
-    Attributes:
-        tools: the list.
-        choice: among them.
-        none: the choice of none; empty where the API has no such choice.
-        auto: the choice that is the model's.
-        along: what may not stand there without tools either.
-    """
-
-    tools: str
-    choice: str
-    none: bytes = b'"none"'
-    auto: bytes = b'"auto"'
-    along: tuple[str, ...] = ()
-
-
-_CHAT: Final = _Api("tools", "tool_choice", along=("parallel_tool_calls",))
-_FUNCTIONS: Final = _Api("functions", "function_call")
-_RESPONSES: Final = _Api("tools", "tool_choice")
-_ANTHROPIC: Final = _Api("tools", "tool_choice", b'{"type":"none"}', b'{"type":"auto"}')
-_BEDROCK: Final = _Api("tools", "toolChoice", b"", b'{"auto":{}}')
 
 
 class _Group:
@@ -175,13 +140,13 @@ class _Tools:
     Attributes:
         found: all of them, as declared.
         served: there are servers that offer others.
-        plain: names stand in the tools themselves, as Anthropic has them.
+        dialect: the other API that has written them; None for none.
     """
 
-    __slots__ = ("_groups", "_patch", "found", "plain", "served")
+    __slots__ = ("_dialects", "_groups", "_patch", "dialect", "found", "served")
 
-    def __init__(self, patch: Patch, value: Value) -> None:
-        """Read the list.
+    def __init__(self, patch: Patch, value: Value, dialects: Sequence[ToolList] = ()) -> None:
+        """Read the list, which one of other APIs may have written.
 
         Raises:
             NotEdited: it cannot be read in one way alone.
@@ -191,7 +156,8 @@ class _Tools:
         self._groups: list[_Group] = []
         self.found: list[_Tool] = []
         self.served = False
-        self.plain = False
+        self.dialect: ToolList | None = None
+        self._dialects = dialects
         group = self._open(value, _open_list(patch, value))
         for place, entry in enumerate(group.members):
             self._read(entry, group, place)
@@ -213,13 +179,16 @@ class _Tools:
         """An element of the list: a tool, several, a server, or something else."""
         fields = _open_object(self._patch, entry)
         kind = self._patch.read_text(fields.get("type"))
-        if not _DECLARATIONS.isdisjoint(fields) and not _NAMED.isdisjoint(fields):
+        if not _LISTS.isdisjoint(fields) and not _NAMED.isdisjoint(fields):
             raise NotEdited(AMBIGUOUS)
-        self.plain = self.plain or kind == "mcp_toolset" or ("name" in fields and "function" not in fields)
+        for dialect in self._dialects:
+            if self.dialect is None and dialect.owns is not None and dialect.owns(kind, fields):
+                self.dialect = dialect
+        within = TOOL_WORDS.groups.get(kind, "")
         if kind in _SERVERS:
             self.served = True
-        elif kind == "namespace" and "tools" in fields:
-            self._read_list(fields["tools"], group, place)
+        elif within and within in fields:
+            self._read_list(fields[within], group, place)
         elif names := _read_names(self._patch, fields):
             self.found.append(_Tool(names, group, place))
         else:
@@ -233,38 +202,29 @@ class _Tools:
             self.found.append(_Tool(names, inner, number))
 
     def _read_members(self, entry: Value, fields: Fields, group: _Group, place: int) -> None:
-        """Members that are tools each, or lists of them, as Gemini has them."""
+        """Members that are tools each, or lists of them."""
         inner = self._open(entry, list(fields.values()), group, place)
         for number, (key, member) in enumerate(fields.items()):
-            if key in _DECLARATIONS and self._patch.is_list(member):
+            if key in _LISTS and self._patch.is_list(member):
                 self._read_list(member, inner, number)
             elif key in _SERVERS:
                 self.served = True
-            elif key not in _NO_TOOLS:
+            elif key not in TOOL_WORDS.others:
                 called = _SECOND_WORD.sub("_", key[:_LONGEST_KEY]).lower()
                 self.found.append(_Tool((key, called), inner, number, built_in=True))
 
 
 def _read_names(patch: Patch, fields: Fields) -> tuple[str, ...]:
     """As what a tool is declared or chosen, and by which its calls go; none where it is not named."""
-    wrappers = [fields[key] for key in _WRAPPERS if key in fields and patch.is_object(fields[key])]
+    wrappers = [value for key, value in fields.items() if key in _WRAPPERS and patch.is_object(value)]
     named = [patch.open_fields(wrapper) for wrapper in wrappers] + [fields]
     if names := tuple([patch.read_text(inner["name"]) for inner in named if "name" in inner]):
         return names
     kind = patch.read_text(fields.get("type"))
-    if not kind or kind in _MODES:
+    if not kind or kind in TOOL_WORDS.modes:
         return ()
     called = _EDITION.sub("", kind)
-    return kind, _CALLED.get(called, called)
-
-
-class _Outcome(Enum):
-    """What has become of the tools in a list."""
-
-    SAME = "all stay"
-    FEWER = "some stay"
-    FORBIDDEN = "some stay that may not be called"
-    GONE = "none stays"
+    return kind, TOOL_WORDS.called.get(called, called)
 
 
 class _Narrowing:
@@ -292,112 +252,79 @@ class _Narrowing:
             NotEdited: it cannot be done.
             NotCounted: the same.
         """
-        body = self._patch.root
-        fields = self._open(body)
-        conversations = [key for key in _CONVERSATIONS if key in fields]
-        wrapped = not conversations and "request" in fields and self._patch.is_object(fields["request"])
-        configured = "messages" in fields and "toolConfig" in fields
-        if len(conversations) > 1 or ((wrapped or configured) and not _ELSEWHERE.isdisjoint(fields)):
+        owner = self._patch.root
+        fields = self._open(owner)
+        beside = _find_conversation(self._patch, fields)
+        lists = TOOL_LISTS.get(beside, [])
+        wrapped = any(tools.wraps for tools in lists)
+        if (wrapped or any(tools.holder and tools.holder in fields for tools in lists)) and not _AT_TOP.isdisjoint(fields):
             raise NotEdited(AMBIGUOUS)
-        if "contents" in fields:
-            self._narrow_gemini(body, fields)
-        elif wrapped:
-            inner = fields["request"]
-            self._narrow_gemini(inner, self._open(inner))
-        elif configured:
-            self._narrow_bedrock(body, fields)
-        elif "messages" in fields:
-            changes = self._narrow_members(fields, _CHAT) | self._narrow_members(fields, _FUNCTIONS)
-            self._patch.change(body, changes)
-        else:
-            self._patch.change(body, self._narrow_members(fields, _RESPONSES))
+        if wrapped:
+            owner = fields[beside]
+            fields = self._open(owner)
+        changes: Changes = {}
+        for tools in lists:
+            if tools.owns is None:
+                changes |= self._narrow_holder(fields, tools) if tools.holder else self._narrow_members(fields, tools)
+        self._patch.change(owner, changes)
 
     def _open(self, value: Value) -> Fields:
         return _open_object(self._patch, value)
 
-    def _narrow_members(self, fields: Fields, api: _Api) -> Changes:
+    def _narrow_holder(self, fields: Fields, api: ToolList) -> Changes:
+        """Edit the object in which a list stands, and say whether it goes as a whole."""
+        if api.holder not in fields:
+            return {}
+        holder = fields[api.holder]
+        changes = self._narrow_members(self._open(holder), api)
+        if api.tools in changes:
+            return {api.holder: None}
+        self._patch.change(holder, changes)
+        return {}
+
+    def _narrow_members(self, fields: Fields, api: ToolList) -> Changes:
         """Edit a list of tools, and say what becomes of the members beside it."""
-        tools = self._open_tools(fields, api.tools)
+        place = api.holder, api.tools
+        others = [tools for tools in TOOL_LISTS[api.beside] if tools.owns is not None and (tools.holder, tools.tools) == place]
+        tools = self._open_tools(fields, api.tools, others)
         if tools is None:
             return {}
-        if api is _CHAT and tools.plain:
-            api = _ANTHROPIC
+        if tools.dialect is not None:
+            api = tools.dialect
         outcome = self._take_out(tools)
-        if outcome is _Outcome.GONE:
-            return dict.fromkeys((api.tools, api.choice, *api.along))
-        if outcome is _Outcome.FORBIDDEN:
+        gone: Changes = dict.fromkeys((api.tools, *api.along)) if outcome is Outcome.GONE else {}
+        if api.choose is not None:
+            return gone | api.choose(self._patch, fields, outcome, self._gone)
+        if outcome is Outcome.GONE:
+            return gone | {api.choice: None}
+        if outcome is Outcome.FORBIDDEN:
             return {api.choice: _forbid(api)}
         choice = fields.get(api.choice)
-        if outcome is _Outcome.FEWER and choice is not None and self._patch.is_object(choice):
+        if outcome is Outcome.FEWER and choice is not None and self._patch.is_object(choice):
             return self._mend_choice(choice, api)
         return {}
 
-    def _narrow_bedrock(self, body: Value, fields: Fields) -> None:
-        config = fields["toolConfig"]
-        changes = self._narrow_members(self._open(config), _BEDROCK)
-        if _BEDROCK.tools in changes:
-            self._patch.change(body, {"toolConfig": None})
-        else:
-            self._patch.change(config, changes)
-
-    def _narrow_gemini(self, owner: Value, fields: Fields) -> None:
-        tools = self._open_tools(fields, "tools")
-        if tools is None:
-            return
-        outcome = self._take_out(tools)
-        changes: Changes = {"tools": None} if outcome is _Outcome.GONE else {}
-        self._patch.change(owner, changes | self._choose_gemini(fields, outcome))
-
-    def _choose_gemini(self, fields: Fields, outcome: _Outcome) -> Changes:
-        """Edit the choice among Gemini's tools, and say what becomes of the member in which it stands."""
-        key = _pick(fields, "toolConfig", "tool_config")
-        if key not in fields or not self._patch.is_object(fields[key]):
-            forbidden = b'{"functionCallingConfig":{"mode":"NONE"}}'
-            return {key: forbidden} if outcome is _Outcome.FORBIDDEN else {}
-        config = fields[key]
-        inner = self._open(config)
-        calling = _pick(inner, "functionCallingConfig", "function_calling_config")
-        if outcome is _Outcome.FEWER and calling in inner and self._patch.is_object(inner[calling]):
-            outcome = self._mend_names(self._open(inner[calling]))
-        if outcome is _Outcome.FORBIDDEN:
-            self._patch.change(config, {calling: b'{"mode":"NONE"}'})
-        elif outcome is _Outcome.GONE and calling in inner:
-            self._patch.change(config, {calling: None})
-        return {}
-
-    def _mend_names(self, calling: Fields) -> _Outcome:
-        """Edit the list of functions that Gemini may call; one of which none is left forbids all."""
-        key = _pick(calling, "allowedFunctionNames", "allowed_function_names")
-        if key not in calling or not self._patch.is_list(calling[key]):
-            return _Outcome.FEWER
-        names = self._patch.open_items(calling[key])
-        gone = {place for place, name in enumerate(names) if self._patch.read_text(name) in self._gone}
-        if gone and len(gone) == len(names):
-            return _Outcome.FORBIDDEN
-        self._patch.remove(calling[key], gone)
-        return _Outcome.FEWER
-
-    def _open_tools(self, fields: Fields, key: str) -> _Tools | None:
+    def _open_tools(self, fields: Fields, key: str, others: Sequence[ToolList] = ()) -> _Tools | None:
         """The tools in a member; None where it is not there, or null."""
         if key not in fields or self._patch.is_null(fields[key]):
             return None
-        return _Tools(self._patch, fields[key])
+        return _Tools(self._patch, fields[key], others)
 
-    def _take_out(self, tools: _Tools) -> _Outcome:
+    def _take_out(self, tools: _Tools) -> Outcome:
         """Edit a list of tools, unless all of it goes."""
         gone = [tool for tool in tools.found if self._without is None or not self._without.isdisjoint(tool.names)]
         forbidden = self._without is None and tools.served
         if not gone and not forbidden:
-            return _Outcome.SAME
+            return Outcome.SAME
         if len(gone) == len(tools.found) and not tools.served:
             needed = self._find_needed([tool for tool in gone if not tool.built_in])
             if needed is None:
-                return _Outcome.GONE
+                return Outcome.GONE
             gone.remove(needed)
             forbidden = True
         self._gone.update([name for tool in gone for name in tool.names])
         tools.remove(gone)
-        return _Outcome.FORBIDDEN if forbidden else _Outcome.FEWER
+        return Outcome.FORBIDDEN if forbidden else Outcome.FEWER
 
     def _find_needed(self, tools: Sequence[_Tool]) -> _Tool | None:
         """The one that has to stay: that which was called last, else the first; None where the API does without."""
@@ -406,22 +333,21 @@ class _Narrowing:
         called = find_called(self._patch, {name for tool in tools for name in tool.names})
         return next((tool for tool in tools if called in tool.names), tools[0]) if called is not None else None
 
-    def _mend_choice(self, value: Value, api: _Api) -> Changes:
+    def _mend_choice(self, value: Value, api: ToolList) -> Changes:
         """Edit a choice among tools, or say what stands in its place: it may be one that has gone, or a list of such."""
         choice = self._open(value)
-        if self._patch.read_text(choice.get("type")) == "allowed_tools":
-            return self._mend_allowed(choice, api)
+        kind = self._patch.read_text(choice.get("type"))
+        if kind in TOOL_WORDS.allowed:
+            return self._mend_allowed(self._open(choice[kind]) if kind in choice else choice, api)
         if self._gone.isdisjoint(_read_names(self._patch, choice)):
             return {}
-        if "disable_parallel_tool_use" not in choice:
+        if not api.kept or api.kept not in choice:
             return {api.choice: api.auto}
         self._patch.change(value, {"type": b'"auto"', "name": None})
         return {}
 
-    def _mend_allowed(self, choice: Fields, api: _Api) -> Changes:
+    def _mend_allowed(self, choice: Fields, api: ToolList) -> Changes:
         """The same of a list of tools that may be called."""
-        if "allowed_tools" in choice:
-            choice = self._open(choice["allowed_tools"])
         allowed = self._open_tools(choice, "tools")
         if allowed is None:
             return {}
@@ -432,7 +358,7 @@ class _Narrowing:
         return {}
 
 
-def _forbid(api: _Api) -> bytes:
+def _forbid(api: ToolList) -> bytes:
     """The choice of none.
 
     Raises:
@@ -443,13 +369,15 @@ def _forbid(api: _Api) -> bytes:
     return api.none
 
 
-def _pick(fields: Fields, *keys: str) -> str:
-    """Which spelling of a key is there, the first where none is.
+def _find_conversation(patch: Patch, fields: Fields) -> str:
+    """The key beside which a body declares tools; empty where it shows no conversation.
 
     Raises:
-        NotEdited: there are several.
+        NotEdited: it has several, so that nobody can tell which one is read.
     """
-    found = [key for key in keys if key in fields]
+    wrapping = [key for key, lists in TOOL_LISTS.items() if lists[0].wraps]
+    found = [key for key in TOOL_LISTS if key in fields and key not in wrapping]
     if len(found) > 1:
         raise NotEdited(AMBIGUOUS)
-    return found[0] if found else keys[0]
+    found += [key for key in wrapping if patch.is_object(fields.get(key))]
+    return found[0] if found else ""

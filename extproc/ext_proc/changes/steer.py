@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from extproc.apis.shapes import locate_results
-from extproc.apis.shapes.places import splice
+from extproc.apis import locate_results
+from extproc.apis.places import splice
 from extproc.decision import Outcome
 from extproc.engine.candidates import Guard
 from extproc.ext_proc.changes.edits import NotEdited, open_patch

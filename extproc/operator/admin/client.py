@@ -121,6 +121,29 @@ class AdminClient:
         self._client.close()
 
 
+def ask_all(clients: Sequence[AdminClient], path: str, params: Mapping[str, str]) -> dict[str, Any]:
+    """One report of all servers'; one whose table another's report has already is left out.
+
+    Raises:
+        LoopguardError: see `AdminClient.ask`.
+    """
+    joined, *others = [client.ask(path, params=params) for client in clients]
+    for report in others:
+        if report["replica"] in joined["replicas"]:
+            continue
+        joined |= {name: joined[name] + rows for name, rows in report.items() if isinstance(rows, list)}
+        joined["problem"] = joined["problem"] or report["problem"]
+        for name in joined.keys() & {"left_out", "known"}:
+            joined[name] += report[name]
+        for name, number in report.get("total", {}).items():
+            joined["total"][name] = _add(joined["total"][name], number)
+    return dict(joined)
+
+
+def _add(one: float | None, other: float | None) -> float | None:
+    return other if one is None else one if other is None else one + other
+
+
 def _check_base(url: httpx.URL) -> None:
     if url.scheme not in ("http", "https") or not url.host or url.path not in ("", "/") or url.query:
         raise ValueError("not the address of a server")

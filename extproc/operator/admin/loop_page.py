@@ -18,9 +18,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from extproc.operator.admin.loop_report import ACTIONS, SORTS, LoopPages, read_selection
-from extproc.operator.admin.session_report import SessionPages, SessionSelection
-from extproc.operator.loop_table import MINUTES
+from extproc.operator.admin.loop_report import ACTIONS, SORTS, LoopPages
+from extproc.operator.admin.reports import Selection, read_selection
+from extproc.operator.admin.session_report import SessionPages
+from extproc.operator.loop_rows import MINUTES
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -40,7 +41,7 @@ _POLICY = (
 )
 
 
-class Bar(NamedTuple):
+class CurveBar(NamedTuple):
     """One action in one minute, as a rectangle."""
 
     action: str
@@ -49,7 +50,7 @@ class Bar(NamedTuple):
     height: float
 
 
-class Chart(NamedTuple):
+class PolicyChart(NamedTuple):
     """The hour of one policy.
 
     Attributes:
@@ -64,7 +65,7 @@ class Chart(NamedTuple):
     mode: str
     actions: list[tuple[str, int]]
     most: int
-    bars: list[Bar]
+    bars: list[CurveBar]
 
 
 def route_page(pages: LoopPages, sessions: SessionPages) -> Route:
@@ -72,7 +73,7 @@ def route_page(pages: LoopPages, sessions: SessionPages) -> Route:
     return Route("/", lambda request: _send(request, pages, sessions))
 
 
-def draw_charts(curves: list[dict[str, Any]]) -> list[Chart]:
+def draw_charts(curves: list[dict[str, Any]]) -> list[PolicyChart]:
     """A chart for each policy and mode, the busiest first.
 
     Args:
@@ -87,7 +88,7 @@ def _name_chart(curve: dict[str, Any]) -> tuple[str, str]:
     return curve["policy"], curve["mode"]
 
 
-def _draw(policy: str, mode: str, curves: list[dict[str, Any]]) -> Chart:
+def _draw(policy: str, mode: str, curves: list[dict[str, Any]]) -> PolicyChart:
     severity = list(ACTIONS)
     curves.sort(key=lambda curve: -severity.index(curve["action"]))
     most = max(sum(curve["minutes"][minute] for curve in curves) for minute in range(MINUTES))
@@ -98,14 +99,14 @@ def _draw(policy: str, mode: str, curves: list[dict[str, Any]]) -> Chart:
             height = round(_HEIGHT * curve["minutes"][minute] / max(1, most), 1)
             if height:
                 top += height
-                bars.append(Bar(curve["action"], minute * _BAR, round(_HEIGHT + 3 - top, 1), height))
-    return Chart(policy, mode, [(curve["action"], sum(curve["minutes"])) for curve in curves], most, bars)
+                bars.append(CurveBar(curve["action"], minute * _BAR, round(_HEIGHT + 3 - top, 1), height))
+    return PolicyChart(policy, mode, [(curve["action"], sum(curve["minutes"])) for curve in curves], most, bars)
 
 
 def _send(request: Request, pages: LoopPages, sessions: SessionPages) -> Response:
     report = pages.report(request)
-    selection = read_selection(request.query_params)
-    runs = sessions.report(request, SessionSelection(selection.policy, selection.caller))
+    selection = read_selection(request.query_params, SORTS)
+    runs = sessions.report(request, Selection(selection.policy, selection.caller))
     charts = draw_charts(report["curves"])
     nonce = secrets.token_urlsafe(16)
     html = _load_template().render(

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 from time import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
-from extproc.operator.admin.loops import Line, Row, SharedLoops, View
-from extproc.operator.admin.pages import Page, is_caller, is_near, read_order, send_page, write_time
+from extproc.operator.admin.pages import Page, send_page
+from extproc.operator.admin.reports import (
+    OLDEST_FIRST,
+    Selection,
+    TablePages,
+    describe_view,
+    read_selection,
+    select,
+    write_time,
+)
+from extproc.operator.board import Board, View
+from extproc.operator.loop_rows import Loop, LoopDocument
 from extproc.sessions.prices import Prices
 from extproc.sessions.rates import BYTES_PER_TOKEN, estimate_tokens
-
-VERSION = 1
-"""Of the JSON: fields may be added to it, none changes its meaning."""
 
 LOOPING_SECONDS = 60
 """A loop that was acted on within so many seconds goes on."""
@@ -27,7 +33,7 @@ LOOPING_SECONDS = 60
 ACTIONS = {"warn": "warned", "steer": "steered", "throttle": "throttled", "reject": "refused"}
 """What is said about requests, by the action."""
 
-_SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "cost": lambda loop: (loop["cost_usd"] or 0, loop["input_tokens"], loop["requests"]),
     "requests": lambda loop: loop["requests"],
     "count": lambda loop: loop["count"],
@@ -36,137 +42,90 @@ _SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 """What is most comes first, and what was seen last; by `first` the oldest."""
 
-SORTS = tuple(_SORTS)
-
-_MAX_LOOPS = 1_000
 _RATE = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
-class Selection(NamedTuple):
-    """What somebody wants to see of the loops.
+class LoopPages(TablePages[LoopDocument]):
+    """Answers about loops."""
 
-    Attributes:
-        policy: only of this one, empty for all.
-        caller: only of callers whose hash starts with this, or one of whose values or `NAME=VALUE` it is where those are shown.
-        tool: only with this one.
-        sort: one of `SORTS`.
-        limit: at most so many.
-        price: in US dollars per million input tokens, None for the server's.
-    """
-
-    policy: str = ""
-    caller: str = ""
-    tool: str = ""
-    sort: str = SORTS[0]
-    limit: int = _MAX_LOOPS
-    price: float | None = None
-
-
-def read_selection(query: Mapping[str, str]) -> Selection:
-    """The selection of a query.
-
-    Raises:
-        HTTPException: 400, where something in it is wrong; it says what would be right.
-    """
-    sort, limit = read_order(query, SORTS, _MAX_LOOPS)
-    price = query.get("price", "")
-    if price and not _RATE.fullmatch(price):
-        raise HTTPException(HTTPStatus.BAD_REQUEST, "price must be US dollars per million input tokens, such as 2.50")
-    named = {name: query.get(name, "") for name in ("policy", "caller", "tool")}
-    return Selection(**named, sort=sort, limit=limit, price=float(price) if price else None)
-
-
-class LoopPages:
-    """Answers about loops.
-
-    Attributes:
-        may_see_callers: whether who asks may see callers' values, where they are shown at all.
-    """
-
-    def __init__(self, shared: SharedLoops, prices: Prices, shows_callers: Callable[[], bool]) -> None:
-        """Answer from these tables with these prices."""
-        self._shared = shared
+    def __init__(self, board: Board[LoopDocument], prices: Prices, shows_callers: Callable[[], bool]) -> None:
+        """Answer from this board with these prices."""
+        super().__init__(board, shows_callers)
         self._prices = prices
-        self._shows_callers = shows_callers
-        self.may_see_callers: Callable[[Request], bool] = is_near
 
     def list_routes(self) -> list[Route]:
         """The routes of all pages."""
-        return [Route("/loops", self._send_loops)]
+        return [Route("/loops", lambda request: send_page(Page(HTTPStatus.OK, self.report(request))))]
 
     def report(self, request: Request) -> dict[str, Any]:
         """What a request is answered.
 
         Raises:
-            HTTPException: see `read_selection`.
+            HTTPException: 400, where something in its query is wrong; it says what would be right.
         """
-        selection = read_selection(request.query_params)
-        prices = self._prices if selection.price is None else Prices(selection.price)
-        shown = self._shows_callers() and self.may_see_callers(request)
-        return make_report(self._shared.view(), selection, prices, shows_callers=shown, now=time())
+        query = request.query_params
+        selection, prices = read_selection(query, SORTS), self._choose_prices(query)
+        return make_report(self._board.view(), selection, prices, shows_callers=self._sees_callers(request), now=time())
 
-    def _send_loops(self, request: Request) -> Response:
-        return send_page(Page(HTTPStatus.OK, self.report(request)))
+    def _choose_prices(self, query: Mapping[str, str]) -> Prices:
+        price = query.get("price", "")
+        if not price:
+            return self._prices
+        if not _RATE.fullmatch(price):
+            raise HTTPException(HTTPStatus.BAD_REQUEST, "price must be US dollars per million input tokens, such as 2.50")
+        return Prices(float(price))
 
 
-def make_report(view: View, selection: Selection, prices: Prices, *, shows_callers: bool, now: float) -> dict[str, Any]:
+def make_report(
+    view: View[LoopDocument], selection: Selection, prices: Prices, *, shows_callers: bool, now: float
+) -> dict[str, Any]:
     """The JSON of `/loops`."""
-    every = [_describe(row, prices, shows_callers=shows_callers, now=now) for row in view.rows]
-    found = sorted((loop for loop in every if _matches(loop, selection)), key=_SORTS[selection.sort])
-    if selection.sort != "first":
-        found.reverse()
+    every = [_describe(loop, prices, shows_callers=shows_callers, now=now) for loop in view.document.rows]
+    # Of equals the one that is later in the table comes first.
+    found = select(every if selection.sort == OLDEST_FIRST else reversed(every), selection, SORTS)
     return {
-        "version": VERSION,
-        "at": write_time(now),
-        "replica": view.replica,
-        "replicas": view.replicas,
-        "problem": view.problem or None,
-        "left_out": view.left_out,
+        **describe_view(view, now),
         "estimate": f"input tokens are estimated: one per {BYTES_PER_TOKEN} bytes of a request's body",
         "known": len(every),
         "total": _add_up(found),
         "loops": found[: selection.limit],
-        "curves": [_draw(line) for line in view.lines if selection.policy in ("", line.policy)],
+        "curves": [
+            {"policy": line.policy, "mode": line.mode, "action": line.action, "minutes": line.counts}
+            for line in view.document.lines
+            if selection.policy in ("", line.policy)
+        ],
     }
 
 
-def _describe(row: Row, prices: Prices, *, shows_callers: bool, now: float) -> dict[str, Any]:
-    shadow = row.mode == "shadow"
-    tokens, not_sent = estimate_tokens(row.size), estimate_tokens(row.stopped_size)
+def _describe(loop: Loop, prices: Prices, *, shows_callers: bool, now: float) -> dict[str, Any]:
+    shadow = loop.mode == "shadow"
+    tokens, not_sent = estimate_tokens(loop.size), estimate_tokens(loop.stopped_size)
     return {
-        "caller": row.tenant,
-        "descriptors": dict(row.caller) if shows_callers and row.caller else None,
-        "session": row.session or None,
-        "policy": row.policy,
-        "detector": row.detector,
-        "mode": row.mode,
-        "method": row.method,
-        "route": row.route or None,
-        "path": row.path,
-        "tools": row.tools,
-        "model": row.model or None,
-        "fingerprint": row.fingerprint,
-        "first_seen": write_time(row.first),
-        "last_seen": write_time(row.last),
-        "looping": now - row.last < LOOPING_SECONDS,
-        "count": row.count,
-        "requests": sum(row.requests.values()),
-        **{word: 0 if shadow else row.requests.get(action, 0) for action, word in ACTIONS.items()},
-        "shadow": dict(row.requests) if shadow else None,
+        "caller": loop.tenant,
+        "descriptors": dict(loop.caller) if shows_callers and loop.caller else None,
+        "session": loop.session or None,
+        "policy": loop.policy,
+        "detector": loop.detector,
+        "mode": loop.mode,
+        "method": loop.method,
+        "route": loop.route or None,
+        "path": loop.path,
+        "tools": loop.tools,
+        "model": loop.model or None,
+        "fingerprint": loop.fingerprint,
+        "first_seen": write_time(loop.first),
+        "last_seen": write_time(loop.last),
+        "looping": now - loop.last < LOOPING_SECONDS,
+        "count": loop.count,
+        "requests": loop.total,
+        **{word: 0 if shadow else loop.requests.get(action, 0) for action, word in ACTIONS.items()},
+        "shadow": dict(loop.requests) if shadow else None,
         "input_tokens": tokens,
-        "cost_usd": _round(prices.estimate(row.model, tokens)),
-        "requests_not_sent_on": row.stopped,
+        "cost_usd": _round(prices.estimate(loop.model, tokens)),
+        "requests_not_sent_on": loop.stopped,
         "input_tokens_not_sent_on": not_sent,
-        "cost_not_sent_on_usd": _round(prices.estimate(row.model, not_sent)),
+        "cost_not_sent_on_usd": _round(prices.estimate(loop.model, not_sent)),
     }
-
-
-def _matches(loop: dict[str, Any], selection: Selection) -> bool:
-    if selection.policy not in ("", loop["policy"]):
-        return False
-    if selection.tool and selection.tool not in loop["tools"]:
-        return False
-    return is_caller(loop, selection.caller)
 
 
 def _add_up(loops: list[dict[str, Any]]) -> dict[str, Any]:
@@ -181,13 +140,9 @@ def _add_up(loops: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _sum_known(costs: Any) -> float | None:  # noqa: ANN401  # an iterable of what JSON holds
+def _sum_known(costs: Iterable[float | None]) -> float | None:
     known = [cost for cost in costs if cost is not None]
     return sum(known) if known else None
-
-
-def _draw(line: Line) -> dict[str, Any]:
-    return {"policy": line.policy, "mode": line.mode, "action": line.action, "minutes": line.counts}
 
 
 def _round(cost: float | None) -> float | None:

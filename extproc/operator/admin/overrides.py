@@ -15,7 +15,7 @@ from starlette.routing import Route
 from extproc.errors import StoreError
 from extproc.operator.admin.credentials import Credentials
 from extproc.operator.admin.pages import Page, read_json, route_page, send_page
-from extproc.operator.overrides import BadOrderError, Desk, describe_override
+from extproc.operator.overrides import BadOrderError, OverrideService, describe_override
 
 T = TypeVar("T")
 
@@ -23,28 +23,30 @@ _ANSWER_SECONDS = 5.0
 """How long the data path's event loop may take, and the store that it asks."""
 
 
-def route_overrides(desk: Desk, credentials: Credentials, find_loop: Callable[[], asyncio.AbstractEventLoop]) -> list[Route]:
+def route_overrides(
+    service: OverrideService, credentials: Credentials, find_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> list[Route]:
     """`/overrides`: GET lists, POST gives, DELETE of one of them revokes.
 
     Args:
-        desk: takes orders.
+        service: takes orders.
         credentials: say who may give them.
-        find_loop: the event loop that the desk works on.
+        find_loop: the event loop that it works on.
     """
 
     def list_all() -> Page:
-        return Page(HTTPStatus.OK, {"overrides": [describe_override(override) for override in desk.list_standing()]})
+        return Page(HTTPStatus.OK, {"overrides": [describe_override(override) for override in service.list_standing()]})
 
     async def give(request: Request) -> Response:
         who = await asyncio.to_thread(credentials.check, request)
         order = await read_json(request)
-        override, notes = await _ask(desk.give(order, who), find_loop())
+        override, notes = await _ask(service.give(order, who), find_loop())
         return send_page(Page(HTTPStatus.CREATED, {**describe_override(override), "notes": notes}))
 
     async def revoke(request: Request) -> Response:
         who = await asyncio.to_thread(credentials.check, request)
         name = request.path_params["name"]
-        if not await _ask(desk.revoke(name, who), find_loop()):
+        if not await _ask(service.revoke(name, who), find_loop()):
             return send_page(Page(HTTPStatus.NOT_FOUND, {"error": f"there is no override {name}; it may have ended"}))
         return send_page(Page(HTTPStatus.OK, {"revoked": name}))
 
@@ -56,7 +58,7 @@ def route_overrides(desk: Desk, credentials: Credentials, find_loop: Callable[[]
 
 
 async def _ask(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
-    """What the desk says, on its own event loop.
+    """What the service says, on its own event loop.
 
     Raises:
         HTTPException: it says no, or nothing in time.

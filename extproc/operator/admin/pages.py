@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from ipaddress import IPv6Address, ip_address
 from typing import Any, NamedTuple
@@ -62,37 +61,6 @@ def route_page(path: str, make: Callable[[], Page]) -> Route:
 def send_page(page: Page) -> Response:
     """A page as a response."""
     return Response(json.dumps(page.body, indent=2) + "\n", page.status, media_type="application/json")
-
-
-def read_order(query: Mapping[str, str], sorts: Sequence[str], most: int) -> tuple[str, int]:
-    """What a query says of a list: `sort`, by default the first of these, and `limit`, by default as many as may be.
-
-    Raises:
-        HTTPException: 400, where one of them is wrong; it says what would be right.
-    """
-    sort, limit = query.get("sort", sorts[0]), query.get("limit", str(most))
-    if sort not in sorts:
-        raise HTTPException(HTTPStatus.BAD_REQUEST, f"sort must be one of {', '.join(sorts)}")
-    if not (re.fullmatch("[0-9]{1,4}", limit) and 1 <= int(limit) <= most):
-        raise HTTPException(HTTPStatus.BAD_REQUEST, f"limit must be 1 to {most}")
-    return sort, int(limit)
-
-
-def is_caller(row: Mapping[str, Any], chosen: str) -> bool:
-    """Whether what is told of somebody is about the caller that is asked for.
-
-    Args:
-        row: has `caller`, a hash, and `descriptors`, values by name, or None where those are not shown.
-        chosen: the start of the hash, a value, or `NAME=VALUE`, one or all of them; empty for any.
-    """
-    shown = row["descriptors"] or {}
-    pairs = [f"{name}={value}" for name, value in shown.items()]
-    return row["caller"].startswith(chosen) or chosen in (*shown.values(), *pairs, ", ".join(pairs))
-
-
-def write_time(seconds: float) -> str:
-    """A moment, in seconds since 1970, as RFC 3339 has it."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads

@@ -32,7 +32,6 @@ class AdminServer:
     """Serves an application until it is stopped."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """Nothing listens yet."""
         config = Config(
             app,
             http=_Protocol,

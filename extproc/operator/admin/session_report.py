@@ -6,23 +6,22 @@ The names of what is counted are those of in-process SDKs' session reports.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from time import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from extproc.operator.admin.pages import Page, is_caller, is_near, read_order, send_page, write_time
-from extproc.operator.admin.sessions import CallRow, RefusalRow, SessionRow, SessionView, SharedSessions
+from extproc.operator.admin.pages import Page, send_page
+from extproc.operator.admin.reports import Selection, TablePages, describe_view, read_selection, select, write_time
+from extproc.operator.board import View
+from extproc.operator.session_rows import CallRow, SessionDocument, SessionRefusal, SessionRow
 from extproc.operator.session_table import convert_amount, convert_dollars, name_killer
 
-VERSION = 1
-"""Of the JSON: fields may be added to it, none changes its meaning."""
-
-_SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "last": lambda session: session["last_seen"],
     "cost": lambda session: session["actual_cost"],
     "steps": lambda session: session["total_step_count"],
@@ -31,80 +30,40 @@ _SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 """What is most comes first, and what was seen last."""
 
-_MAX_SESSIONS = 1_000
 _DIGITS = 9
 """Of dollars."""
 
 
-class SessionSelection(NamedTuple):
-    """What somebody wants to see of the sessions.
-
-    Attributes:
-        policy: only of this one, empty for all.
-        caller: only of callers whose hash starts with this, or one of whose values or `NAME=VALUE` it is where those are shown.
-        sort: one of `_SORTS`.
-        limit: at most so many.
-    """
-
-    policy: str = ""
-    caller: str = ""
-    sort: str = "last"
-    limit: int = _MAX_SESSIONS
-
-
-def read_session_selection(query: Mapping[str, str]) -> SessionSelection:
-    """The selection of a query.
-
-    Raises:
-        HTTPException: 400, where something in it is wrong; it says what would be right.
-    """
-    sort, limit = read_order(query, tuple(_SORTS), _MAX_SESSIONS)
-    return SessionSelection(query.get("policy", ""), query.get("caller", ""), sort, limit)
-
-
-class SessionPages:
-    """Answers about sessions.
-
-    Attributes:
-        may_see_callers: whether who asks may see callers' values, where they are shown at all.
-    """
-
-    def __init__(self, shared: SharedSessions, shows_callers: Callable[[], bool]) -> None:
-        """Answer from these tables."""
-        self._shared = shared
-        self._shows_callers = shows_callers
-        self.may_see_callers: Callable[[Request], bool] = is_near
+class SessionPages(TablePages[SessionDocument]):
+    """Answers about sessions."""
 
     def list_routes(self) -> list[Route]:
         """The routes of all pages."""
         return [Route("/sessions", self._send_all), Route("/sessions/{session}", self._send_one)]
 
-    def report(self, request: Request, selection: SessionSelection) -> dict[str, Any]:
+    def report(self, request: Request, selection: Selection) -> dict[str, Any]:
         """What a request is answered."""
-        shown = self._shows_callers() and self.may_see_callers(request)
-        return report_sessions(self._shared.view(), selection, shows_callers=shown, now=time())
+        return report_sessions(self._board.view(), selection, shows_callers=self._sees_callers(request), now=time())
 
     def _send_all(self, request: Request) -> Response:
-        return send_page(Page(HTTPStatus.OK, self.report(request, read_session_selection(request.query_params))))
+        return send_page(Page(HTTPStatus.OK, self.report(request, read_selection(request.query_params, SORTS))))
 
     def _send_one(self, request: Request) -> Response:
-        session = request.path_params["session"]
-        shown = self._shows_callers() and self.may_see_callers(request)
-        view = self._shared.view()
-        rows = [row for row in view.rows if row.session == session]
+        session, view = request.path_params["session"], self._board.view()
+        rows = [row for row in view.document.rows if row.session == session]
         if not rows:
             known = "it may have been idle for an hour, or too old for every replica to know it"
             return send_page(Page(HTTPStatus.NOT_FOUND, {"error": f"no session {session} is known here; {known}"}))
-        runs = [describe_run(row, shows_callers=shown) for row in rows]
-        return send_page(Page(HTTPStatus.OK, {**_describe_view(view, time()), "sessions": runs}))
+        runs = [describe_run(row, shows_callers=self._sees_callers(request)) for row in rows]
+        return send_page(Page(HTTPStatus.OK, {**describe_view(view, time()), "sessions": runs}))
 
 
-def report_sessions(view: SessionView, selection: SessionSelection, *, shows_callers: bool, now: float) -> dict[str, Any]:
+def report_sessions(view: View[SessionDocument], selection: Selection, *, shows_callers: bool, now: float) -> dict[str, Any]:
     """The JSON of `/sessions`."""
-    every = (describe_session(row, shows_callers=shows_callers) for row in view.rows)
-    found = sorted((session for session in every if _matches(session, selection)), key=_SORTS[selection.sort], reverse=True)
-    counts = {"known": len(view.rows), "total": _add_up(found)}
-    return {**_describe_view(view, now), **counts, "sessions": found[: selection.limit]}
+    rows = view.document.rows
+    found = select((describe_session(row, shows_callers=shows_callers) for row in rows), selection, SORTS)
+    counts = {"known": len(rows), "total": _add_up(found)}
+    return {**describe_view(view, now), **counts, "sessions": found[: selection.limit]}
 
 
 def describe_session(row: SessionRow, *, shows_callers: bool) -> dict[str, Any]:
@@ -137,18 +96,7 @@ def describe_run(row: SessionRow, *, shows_callers: bool) -> dict[str, Any]:
     return {**describe_session(row, shows_callers=shows_callers), "steps": steps}
 
 
-def _describe_view(view: SessionView, now: float) -> dict[str, Any]:
-    return {
-        "version": VERSION,
-        "at": write_time(now),
-        "replica": view.replica,
-        "replicas": view.replicas,
-        "problem": view.problem or None,
-        "left_out": view.left_out,
-    }
-
-
-def _describe_refusal(refusal: RefusalRow) -> dict[str, Any]:
+def _describe_refusal(refusal: SessionRefusal) -> dict[str, Any]:
     return {
         "at": write_time(refusal.at),
         "limit": refusal.limit,
@@ -169,12 +117,6 @@ def _describe_call(call: CallRow) -> dict[str, Any]:
         "settled": call.settled,
         "refused": call.refused,
     }
-
-
-def _matches(session: dict[str, Any], selection: SessionSelection) -> bool:
-    if selection.policy not in ("", session["policy"]):
-        return False
-    return is_caller(session, selection.caller)
 
 
 def _add_up(sessions: list[dict[str, Any]]) -> dict[str, Any]:

@@ -58,7 +58,6 @@ class Disagreements:
     __slots__ = ("_counts",)
 
     def __init__(self) -> None:
-        """They agree."""
         self._counts: dict[Kind, tuple[int, int]] = {}
 
     def add(self, kind: Kind) -> None:
@@ -102,28 +101,7 @@ class Pair:
         samples: of extra refusals; None where nobody wants any.
     """
 
-    __slots__ = (
-        "already",
-        "both",
-        "compared_with_live",
-        "disagreements",
-        "extra",
-        "live_counted",
-        "missed",
-        "neither",
-        "only_candidate",
-        "only_live",
-        "pairing",
-        "refused",
-        "refused_sessions",
-        "refused_tenants",
-        "samples",
-        "since",
-        "tenants",
-    )
-
     def __init__(self, pairing: Pairing, now: float, samples: Samples | None = None) -> None:
-        """Nothing has been compared."""
         self.samples = samples
         self.pairing = pairing
         self.since = now
@@ -229,25 +207,15 @@ class Pairs:
     def show(self, metrics: Metrics) -> None:
         """Have them read at every scrape."""
         text = "Requests compared by a canary, by which of the two policies acts"
-        metrics.show_counts("canary_requests_total", text, (*_LABELS, "verdict"), self._list_verdicts)
+        metrics.show_counts("canary_requests_total", text, (*_LABELS, "verdict"), lambda: self._list_counts(VERDICTS))
         text = "Refusals of a canary: new (extra), made anyway (already), or missed"
-        metrics.show_counts("canary_refusals_total", text, (*_LABELS, "refusal"), self._list_refusals)
+        metrics.show_counts("canary_refusals_total", text, (*_LABELS, "refusal"), lambda: self._list_counts(REFUSALS))
         text = "Compared requests that were refused, by any policy"
         metrics.show_counts("canary_refused_total", text, _LABELS, self._list_refused)
 
-    def _list_verdicts(self) -> list[Counts]:
-        return [
-            ((*pair.labels, verdict), count)
-            for pair in self.list_pairs()
-            for verdict, count in zip(VERDICTS, (pair.both, pair.only_live, pair.only_candidate, pair.neither), strict=True)
-        ]
-
-    def _list_refusals(self) -> list[Counts]:
-        return [
-            ((*pair.labels, refusal), count)
-            for pair in self.list_pairs()
-            for refusal, count in zip(REFUSALS, (pair.extra, pair.already, pair.missed), strict=True)
-        ]
+    def _list_counts(self, names: Sequence[str]) -> list[Counts]:
+        """The counts of these names, of every pair."""
+        return [((*pair.labels, name), getattr(pair, name)) for pair in self.list_pairs() for name in names]
 
     def _list_refused(self) -> list[Counts]:
         return [(pair.labels, pair.refused) for pair in self.list_pairs()]
@@ -278,7 +246,7 @@ def _compare(pair: Pair, live: Outcome | None, candidate: Outcome, evaluation: E
         return
     about = pair.compare(live, candidate, refused=refused)
     if about:
-        _tell(pair, about, evaluation, candidate if live is None or about not in _LIVE_ALONE else live)
+        _keep_disagreement(pair, about, evaluation, candidate if live is None or about not in _LIVE_ALONE else live)
 
 
 def _find_outcome(trace: Sequence[Outcome], policy: str) -> Outcome | None:
@@ -288,7 +256,7 @@ def _find_outcome(trace: Sequence[Outcome], policy: str) -> Outcome | None:
     return None
 
 
-def _tell(pair: Pair, about: str, evaluation: Evaluation, outcome: Outcome) -> None:
+def _keep_disagreement(pair: Pair, about: str, evaluation: Evaluation, outcome: Outcome) -> None:
     """Keep what a person wants to know about a disagreement.
 
     Args:
@@ -304,12 +272,12 @@ def _tell(pair: Pair, about: str, evaluation: Evaluation, outcome: Outcome) -> N
     if about == "extra":
         session = _find_session(pair, evaluation, outcome)
         if session:
-            pair.refused_sessions.add(_tell_apart(outcome.tenant, session))
+            pair.refused_sessions.add(_hash_session(outcome.tenant, session))
         if pair.samples is not None:
             pair.samples.offer(evaluation, outcome, session)
 
 
-def _tell_apart(tenant: str, session: str) -> str:
+def _hash_session(tenant: str, session: str) -> str:
     """16 hex digits that tell a session from those of other tenants, who may have named theirs alike."""
     return blake2b(f"{tenant}{session}".encode(), digest_size=_DIGEST).hexdigest()
 

@@ -13,7 +13,7 @@ from extproc.errors import LoopguardError
 RIGHT, WRONG, UNSURE = ANSWERS = ("right", "wrong", "unsure")
 
 
-class Tally:
+class ReviewTally:
     """Answers by policy and sample."""
 
     def __init__(self, path: Path) -> None:

@@ -11,7 +11,7 @@ from time import time
 from extproc.errors import LoopguardError, StoreError
 from extproc.logs import make_extra
 from extproc.operator.canary.pairs import Pair, Pairs
-from extproc.operator.canary.states import State, decode_state, encode_state, take_state
+from extproc.operator.canary.states import State, decode_state, encode_state, read_state
 from extproc.store import Store
 from extproc.store.rules.documents import make_replica_name
 
@@ -60,7 +60,7 @@ class Sharing:
         before, at = self._published.get(identity, (0, now))
         if progress == before and now - at < _REFRESH_SECONDS:
             return
-        await self._store.publish(_name_board(pair), self._replica, encode_state(take_state(pair, now)), KEEP_SECONDS)
+        await self._store.publish(_name_board(pair), self._replica, encode_state(read_state(pair, now)), KEEP_SECONDS)
         self._published[identity] = progress, now
 
     def _report(self, trouble: str) -> None:
@@ -71,7 +71,7 @@ class Sharing:
     async def collect(self) -> dict[str, list[State]]:
         """What each replica has counted, by its name; this one's is never older than now."""
         pairs = self._pairs.list_pairs()
-        found = {self._replica: [take_state(pair, time()) for pair in pairs]}
+        found = {self._replica: [read_state(pair, time()) for pair in pairs]}
         for pair in pairs:
             try:
                 documents = await self._store.collect(_name_board(pair))

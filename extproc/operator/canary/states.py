@@ -85,7 +85,7 @@ class State(msgspec.Struct, frozen=True):
         return Sketch(digits[at : at + HASH_DIGITS] for at in range(0, len(digits), HASH_DIGITS))
 
 
-def take_state(pair: Pair, now: float) -> State:
+def read_state(pair: Pair, now: float) -> State:
     """What a pair has counted until now, in seconds since 1970."""
     counts = {name: getattr(pair, name) for name in _COUNTS}
     sketches = {name: _write_sketch(getattr(pair, name)) for name in _SKETCHES}

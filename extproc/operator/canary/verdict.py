@@ -55,14 +55,14 @@ def find_bounds(part: int, whole: int, confidence: float = 0.95) -> Bounds:
     return Bounds(share, low, 1.0 if part == whole else min(1.0, center + half))
 
 
-class Verdict(NamedTuple):
+class CanaryVerdict(NamedTuple):
     """One of the three words, and why, in sentences."""
 
     word: str
     reasons: list[str]
 
 
-def judge(extra: int, went_on: int, tenants: int, sessions: int, rules: Rules) -> Verdict:
+def judge(extra: int, went_on: int, tenants: int, sessions: int, rules: Rules) -> CanaryVerdict:
     """What a candidate's extra refusals say about it.
 
     Too strict is what breaks a rule for certain, safe what keeps all of them for certain; between the two, and below the least
@@ -82,12 +82,14 @@ def judge(extra: int, went_on: int, tenants: int, sessions: int, rules: Rules) -
         if limit is not None and number > limit
     ]
     if went_on < rules.min_requests:
-        return Verdict(KEEP_WATCHING, [f"compared {went_on} of the {rules.min_requests} requests that a verdict needs"])
+        return CanaryVerdict(KEEP_WATCHING, [f"compared {went_on} of the {rules.min_requests} requests that a verdict needs"])
     if bounds.low > most:
         broken.insert(0, f"it refuses at least {bounds.low:.3%} of the requests that pass today; the limit is {most:.3%}")
     if broken:
-        return Verdict(TOO_STRICT, broken)
+        return CanaryVerdict(TOO_STRICT, broken)
     if bounds.high <= most:
-        return Verdict(SAFE, [f"it refuses at most {bounds.high:.3%} of the requests that pass today; the limit is {most:.3%}"])
+        return CanaryVerdict(
+            SAFE, [f"it refuses at most {bounds.high:.3%} of the requests that pass today; the limit is {most:.3%}"]
+        )
     reach = f"between {bounds.low:.3%} and {bounds.high:.3%}"
-    return Verdict(KEEP_WATCHING, [f"it refuses {reach} of the requests that pass today; the limit is {most:.3%}"])
+    return CanaryVerdict(KEEP_WATCHING, [f"it refuses {reach} of the requests that pass today; the limit is {most:.3%}"])

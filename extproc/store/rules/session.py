@@ -39,7 +39,6 @@ from __future__ import annotations
 import struct
 from typing import Final, TypeAlias
 
-from extproc.recent import Used
 from extproc.store.rules.hit import Hit
 
 LIMITS: Final = (
@@ -369,7 +368,7 @@ def enter(state: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
     return _BEGUN.pack(now, began, count + room), room
 
 
-class Ledger(Used):
+class Ledger:
     """A session's, unpacked.
 
     Attributes:

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import pytest
 import yaml
 
-from extproc.apis.usage import COUNT_PLACES, EVENT_OBJECTS
+from extproc.apis import COUNT_PLACES, EVENT_OBJECTS
 from extproc.cli.envoy_config.template import fill
 from extproc.cli.envoy_config.usage import write_event_rules
 from extproc.cli.main import main
@@ -224,7 +224,9 @@ def test_looking_on_carries_nothing_that_needs_an_answer() -> None:
     lines = text.partition("clusters:")[0].splitlines()
 
     found = [
-        line for line in lines if re.search(r"DYNAMIC_METADATA|receiving|message_timeout|longest hold|refused(?!-stream)", line)
+        line
+        for line in lines
+        if re.search(r"DYNAMIC_METADATA|receiving|message_timeout|longest delay|throttled|refused(?!-stream)", line)
     ]
 
     assert found == []
@@ -416,7 +418,7 @@ def test_policies_on_one_path_share_a_route() -> None:
     text = bootstrap(document)
 
     assert [name for name, _, guarded in routes(text) if guarded] == ["guarded:/a"]
-    assert "# Asked for by: live, canary\n" in text
+    assert "# Policies: live, canary\n" in text
 
 
 @pytest.mark.parametrize(

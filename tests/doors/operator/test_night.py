@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from extproc.cli.main import main
-from extproc.operator.loop_table import MAX_LOOPS
 from extproc.operator.overrides import parse_order, write_override
+from extproc.operator.table import MAX_ROWS
 from extproc.store.rules.documents import MAX_ORDERS
 from tests.support.documents import bundle, policy
 from tests.support.harness import Loopguard, Stack, eventually, stack
@@ -261,7 +261,7 @@ def test_a_thousand_tenants_at_once_hide_nobody(night: Night) -> None:
 
     assert statuses == [[200, 429]] * TENANTS
     eventually(lambda: all("in-the-crowd" in loops for loops in night.read_loops()), "the agent on both replicas")
-    eventually(lambda: night.count_loops() == [MAX_LOOPS] * 2, "as many as there is room for on both replicas")
+    eventually(lambda: night.count_loops() == [MAX_ROWS] * 2, "as many as there is room for on both replicas")
     for replica in night.made.replicas:
         seen = Outline(replica.get("/?sort=first")[1])
         assert (seen.elements.count("script"), "img" in seen.elements, seen.handlers) == (1, False, [])

@@ -26,7 +26,7 @@ from extproc.transport.grpc import frame_message
 from extproc.transport.grpcio import GrpcServer
 from extproc.transport.headers import ENHANCE_YOUR_CALM, encode
 from extproc.transport.health import EXT_PROC, HEALTH, Health
-from extproc.transport.http2 import Limits, Pool
+from extproc.transport.http2 import Http2Limits, Pool
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.harness import PATIENCE
@@ -170,7 +170,7 @@ BUSY = {
 @pytest.mark.parametrize("repeated", BUSY.values(), ids=BUSY.keys())
 def test_a_busy_connection_has_its_turn_and_no_more(run: Run, repeated: bytes) -> None:
     """With megabytes of frames waiting on one connection, another one's call is answered after a few turns of the first."""
-    patient = Limits(patience=10**9, patience_per_second=0)
+    patient = Http2Limits(patience=10**9, patience_per_second=0)
     burst = repeated * (3_000_000 // len(repeated))
 
     async def steps(door: Door) -> None:

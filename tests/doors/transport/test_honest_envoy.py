@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from extproc.transport import http2
-from extproc.transport.grpc import Connection, MessageReceived
+from extproc.transport.grpc import GrpcConnection, MessageReceived
 from extproc.transport.headers import MAX_BLOCK
 from extproc.transport.health import EXT_PROC, HEALTH
-from extproc.transport.http2 import Limits
+from extproc.transport.http2 import Http2Limits
 from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Stack, eventually, stack
 
@@ -68,7 +68,7 @@ class Recorder:
 
     def _observe(self) -> Callable[[bytes], object]:
         """What is to be done with what Envoy sends on a new connection."""
-        connection = Connection({f"/{EXT_PROC}/Process".encode(): False, f"/{HEALTH}/Check".encode(): True})
+        connection = GrpcConnection({f"/{EXT_PROC}/Process".encode(): False, f"/{HEALTH}/Check".encode(): True})
         rest = bytearray()
         greeted = False
 
@@ -91,12 +91,12 @@ class Recorder:
                 self.largest_block = max(self.largest_block, size)
             del data[: 9 + size]
 
-    def _replay(self, connection: Connection, data: bytes) -> None:
+    def _replay(self, connection: GrpcConnection, data: bytes) -> None:
         connection.receive(data)
         while True:
             event = connection.next_event()
             self.messages += isinstance(event, MessageReceived)
-            self.spent = max(self.spent, Limits().patience - int(connection._http.patience))
+            self.spent = max(self.spent, Http2Limits().patience - int(connection._http.patience))
             if event is None:
                 if not connection.unfinished:
                     return
@@ -117,7 +117,7 @@ def _hang_up(made: Stack, number: int) -> None:
 
 def test_an_honest_envoy_never_comes_near_a_limit() -> None:
     """Requests of all kinds, many at a time, and clients that hang up use less than a twentieth of the patience."""
-    recorder, limits = Recorder(), Limits()
+    recorder, limits = Recorder(), Http2Limits()
     with stack(POLICIES, edit=recorder.edit) as made, ThreadPoolExecutor(32) as clients:
         hung_up = [clients.submit(_hang_up, made, number) for number in range(200)]
         answers = [

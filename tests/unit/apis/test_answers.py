@@ -18,8 +18,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from extproc.apis.answers import find_api
-from extproc.apis.answers.api import Completion, Question, Refusal
+from extproc.apis import find_endpoint
+from extproc.apis.api import Completion, Question, Refusal
 from extproc.decision import Framed
 from extproc.ext_proc.answers.go_on import STEERED, replace_body
 from extproc.ext_proc.answers.metadata import SESSIONS, write_metadata, write_sessions
@@ -45,13 +45,13 @@ def frame(path: str, sent: Mapping[str, bytes] | None = None, content: bytes | N
     """A refusal of a request."""
     question = Question(HttpRequest("POST", path, headers=sent), content)
     refusal = Refusal(status, MESSAGE, "loop_detected", "recursive_loop_detected", DETAIL)
-    return find_api(question).write_error(refusal, question)
+    return find_endpoint(question).write_error(refusal, question)
 
 
 def complete(path: str, content: bytes | None) -> Framed | None:
     """The same as an answer of the model."""
     question = Question(HttpRequest("POST", path), content)
-    return find_api(question).complete(Completion(MESSAGE, question.model, "1f", 1_750_000_000), question)
+    return find_endpoint(question).complete(Completion(MESSAGE, question.model, "1f", 1_750_000_000), question)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.apis.shapes.contents import name_other, read_arguments, read_result
+from extproc.apis.contents import name_other, read_arguments, read_result
 from extproc.detectors import Similarity
 from extproc.detectors.tail import Tail
 from extproc.detectors.tool_calls import ToolCalls

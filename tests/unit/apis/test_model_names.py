@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from extproc.apis.answers import find_api
-from extproc.apis.answers.api import Question
-from extproc.apis.answers.bedrock import CONVERSE
-from extproc.apis.model_names import LONGEST_MODEL, find_model
+from extproc.apis import find_endpoint
+from extproc.apis.api import Question
+from extproc.apis.bedrock import complete
+from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.request.http import HttpRequest
 from extproc.sessions.prices import read_model
-from extproc.sessions.rates import Price, Rates, Usage
+from extproc.sessions.rates import Rates, TokenPrice, Usage
 from tests.support.engine import ANY
 from tests.support.harness import Upstream
 from tests.support.messages import body, headers
@@ -115,11 +115,11 @@ def test_an_arn_whose_slash_was_decoded_is_still_bedrocks() -> None:
     """As a proxy does that is told to: the refusal is in the API's own format."""
     path = f"/model/{ARN}:inference-profile/us.{CLAUDE}/converse"
 
-    assert find_api(Question(HttpRequest("POST", path), b"{}")) is CONVERSE
+    assert find_endpoint(Question(HttpRequest("POST", path), b"{}")).complete is complete
 
 
-_DOLLAR = Price(Decimal(1), Decimal(1))
-_TEN = Price(Decimal(10), Decimal(10))
+_DOLLAR = TokenPrice(Decimal(1), Decimal(1))
+_TEN = TokenPrice(Decimal(10), Decimal(10))
 
 
 @pytest.mark.parametrize(

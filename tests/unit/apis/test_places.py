@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.apis.shapes import locate_results
-from extproc.apis.shapes.places import Place, splice
+from extproc.apis import locate_results
+from extproc.apis.places import Place, splice
 from extproc.request.document import NotCounted, decode_json
 from extproc.request.patch import AMBIGUOUS, Patch
 from tests.support.model_requests import HOSTILE, REQUESTS, spelled

@@ -433,7 +433,7 @@ def test_the_top_is_kept_and_says_what_it_may_have_missed() -> None:
     true: dict[int, int] = {}
     for number in range(3_000):
         key = number % 3 if number % 2 else number
-        top.find(key).count += 1
+        top.get_or_add(key).count += 1
         true[key] = true.get(key, 0) + 1
 
     first = top.list_first(3)
@@ -446,9 +446,9 @@ def test_what_left_the_top_is_told() -> None:
     """The highest count that was forgotten is known, and who comes back starts anew."""
     top: Top[str, Tally] = Top(4, Tally)
     for key, count in {"a": 3, "b": 5, "c": 6, "d": 7, "e": 1}.items():
-        top.find(key).count += count
+        top.get_or_add(key).count += count
 
-    assert (top.dropped, top.find("a").count, top.find("d").count) == (5, 0, 7)
+    assert (top.dropped, top.get_or_add("a").count, top.get_or_add("d").count) == (5, 0, 7)
 
 
 def test_a_timeline_coarsens_and_loses_nothing() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from extproc.cli.main import main
-from extproc.cli.replay.tune import Pair, recommend
+from extproc.cli.replay.tune import WindowPair, recommend
 from tests.support.access_logs import USER, make_record, write_lines
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY
@@ -103,11 +103,17 @@ def test_what_does_not_fit_any_more_is_told(tmp_path: Path, capsys: pytest.Captu
 
 def test_the_advice_is_the_most_that_touches_few() -> None:
     """Of the pairs within the bound the one that acts on most, of equals the shortest window and the highest threshold."""
-    pairs = [Pair(60, 3, 500, 40), Pair(60, 5, 90, 2), Pair(30, 5, 90, 2), Pair(30, 6, 90, 2), Pair(60, 9, 20, 1)]
+    pairs = [
+        WindowPair(60, 3, 500, 40),
+        WindowPair(60, 5, 90, 2),
+        WindowPair(30, 5, 90, 2),
+        WindowPair(30, 6, 90, 2),
+        WindowPair(60, 9, 20, 1),
+    ]
 
     advice = recommend(pairs, 5_000, 200, 1.0)
 
-    assert advice.pair == Pair(30, 6, 90, 2)
+    assert advice.pair == WindowPair(30, 6, 90, 2)
     assert advice.reason == (
         "6 within 30 s acts on 90 of 5,000 requests, the most of all pairs that touch at most 2 of 200 callers (1%); "
         "it touches 2. The next one, 3 within 60 s, touches 40"
@@ -117,15 +123,18 @@ def test_the_advice_is_the_most_that_touches_few() -> None:
 @pytest.mark.parametrize(
     ("pairs", "said"),
     [
-        ([Pair(60, 3, 0, 0)], "no pair would have acted on any of 5,000 requests: this log has no loop that a window finds"),
         (
-            [Pair(60, 3, 90, 50), Pair(60, 4, 80, 40)],
+            [WindowPair(60, 3, 0, 0)],
+            "no pair would have acted on any of 5,000 requests: this log has no loop that a window finds",
+        ),
+        (
+            [WindowPair(60, 3, 90, 50), WindowPair(60, 4, 80, 40)],
             "touches more than 2 of 200 callers (1%); 4 within 60 s touches 40",
         ),
     ],
     ids=["nothing", "everybody"],
 )
-def test_there_may_be_no_advice(pairs: list[Pair], said: str) -> None:
+def test_there_may_be_no_advice(pairs: list[WindowPair], said: str) -> None:
     """Where nothing loops, or everybody does, nothing is recommended, and it is said why."""
     advice = recommend(pairs, 5_000, 200, 1.0)
 
@@ -135,9 +144,9 @@ def test_there_may_be_no_advice(pairs: list[Pair], said: str) -> None:
 
 def test_little_traffic_is_said_to_be_little() -> None:
     """One caller may always be touched, and of a few requests nobody should conclude much."""
-    advice = recommend([Pair(60, 3, 5, 1)], 50, 3, 1.0)
+    advice = recommend([WindowPair(60, 3, 5, 1)], 50, 3, 1.0)
 
-    assert advice.pair == Pair(60, 3, 5, 1)
+    assert advice.pair == WindowPair(60, 3, 5, 1)
     assert "This is little traffic" in advice.reason
 
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.apis.shapes import conversation
+from extproc.apis import conversation
 from extproc.decision import Repeat
 from extproc.detectors import Similarity
 from extproc.engine.engine import Engine
 from extproc.errors import ProtocolError
 from extproc.ext_proc.service import Service, Stream
-from extproc.ext_proc.upload import Kept
+from extproc.ext_proc.upload import UploadMemory
 from extproc.ext_proc.wire import LARGE
 from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import HttpHeaders, HttpTrailers, ProcessingRequest
@@ -1025,7 +1025,7 @@ def test_where_nobody_looks_nothing_is_kept(made: dict[str, Any]) -> None:
 def test_all_bodies_under_way_share_one_bound() -> None:
     """Past MAX_KEPT a streamed body is let go of and not looked into; those that were kept before are, and room comes back."""
     service = make_service(several("p", TAIL, {}))
-    service.kept = Kept(150)
+    service.kept = UploadMemory(150)
     data = chat("hi")
     first, second = service.open(), service.open()
     for stream in (first, second):

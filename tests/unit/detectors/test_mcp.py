@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.apis.answers.rpc import MAX_ID
+from extproc.apis.json_rpc import MAX_ID
 from extproc.ext_proc.service import Service
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from tests.support.documents import policy

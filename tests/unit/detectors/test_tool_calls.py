@@ -15,7 +15,7 @@ from extproc.decision import Repeat
 from extproc.detectors.actions import MAX_NAME
 from extproc.detectors.keys import Tool
 from extproc.detectors.tool_calls import NO_CALLS, ToolCalls
-from extproc.detectors.tools import Limit, Limits, matches
+from extproc.detectors.tools import Limit, ToolLimits, matches
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import MAX_STEPS, Document, NotCounted
 from tests.support.documents import policy
@@ -506,7 +506,7 @@ def test_a_tools_reason_is_passed_on(shape: Shape) -> None:
 )
 def test_a_tools_own_entry_comes_before_patterns(tools: dict[str, int], name: str, threshold: int) -> None:
     """A tool is held to its own entry, else to the first pattern that takes its name, else to the detector's settings."""
-    limits = Limits(3, {pattern: Limit(number) for pattern, number in tools.items()})
+    limits = ToolLimits(3, {pattern: Limit(number) for pattern, number in tools.items()})
 
     assert limits.of((name[:MAX_NAME],)).threshold == threshold
 

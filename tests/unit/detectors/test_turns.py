@@ -16,7 +16,7 @@ from extproc.decision import Repeat
 from extproc.detectors import make_similarity
 from extproc.detectors.keys import Tool
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, TurnRule, keep_newest
-from extproc.detectors.tools import Limit, Limits
+from extproc.detectors.tools import Limit, ToolLimits
 from extproc.detectors.turn import MAX_ENTRY, decode_turn, encode_turn
 from extproc.detectors.turns import Turns
 from extproc.engine.loop import Detector
@@ -36,7 +36,7 @@ Meaning = tuple[str, str]
 
 def verdict(value: object, threshold: int = 3, tools: dict[str, Limit] | None = None, **more: Any) -> Repeat | None:  # noqa: ANN401
     """What the rule says about a body."""
-    rule = TurnRule(Limits(threshold, tools), **more)
+    rule = TurnRule(ToolLimits(threshold, tools), **more)
     data = value if isinstance(value, bytes) else json.dumps(value).encode()
     return rule.judge(rule.read(Document(data)))
 
@@ -598,7 +598,7 @@ def test_a_user_who_repeats_himself_in_a_thread_is_no_loop() -> None:
 @given(_HISTORIES)
 def test_an_entry_of_a_ring_is_read_as_it_was_written(turns: list[Meaning]) -> None:
     """Nothing that is compared is lost."""
-    history = TurnRule(Limits(3)).read(Document(json.dumps(as_chat(means(turns))).encode()))
+    history = TurnRule(ToolLimits(3)).read(Document(json.dumps(as_chat(means(turns))).encode()))
 
     for turn in history.newest(5):
         kept = turn.reduce()
@@ -632,7 +632,7 @@ def test_what_is_no_conversation_is_not_counted(body: bytes, reason: str) -> Non
 @pytest.mark.parametrize("threshold", [2, 3])
 def test_a_hostile_body_has_a_verdict_or_a_reason(name: str, threshold: int) -> None:
     """Whatever a client sends, nothing but NotCounted is raised, and what is recalled of it fits into a ring."""
-    rule = TurnRule(Limits(threshold))
+    rule = TurnRule(ToolLimits(threshold))
     try:
         history = rule.read(Document(HOSTILE[name][0]()))
         rule.judge(history)
@@ -671,7 +671,7 @@ def told(repeat: Repeat | None) -> str:
     loop = LoopDetection(enabled=True, similarity="turns")
     detector = Detector("p", "turns", loop, make_similarity(loop), shadow=False, namespace="")
     outcome = detector.judge("0" * 8, "0" * 16, UNCOUNTED, detector.similarity, repeat)
-    return outcome.subject.tell(outcome, "POST", "/v1/messages")
+    return outcome.subject.write_message(outcome, "POST", "/v1/messages")
 
 
 def test_each_sentence_says_what_repeated_and_what_would_be_progress() -> None:

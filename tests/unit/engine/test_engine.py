@@ -332,7 +332,7 @@ def test_the_message_says_what_to_do() -> None:
         "p", "enforce", Action.REJECT, "f" * 8, "t" * 16, 7, 150_000, 60, 0, 60, RefusalForm(429), "default", EXACT
     )
 
-    message = EXACT.tell(outcome, "POST", "/v1/" + "x" * 1_000 + "\udcff")
+    message = EXACT.write_message(outcome, "POST", "/v1/" + "x" * 1_000 + "\udcff")
 
     assert "POST /v1/xxx" in message
     assert "7 times within 2.5 minutes" in message
@@ -369,7 +369,7 @@ def test_the_message_says_what_was_compared(similarity: str, repeat: Repeat | No
         "p", "enforce", Action.REJECT, "f" * 8, "t" * 16, 7, 150_000, 60, 0, 60, RefusalForm(429), "name", teller, repeat
     )
 
-    message = teller.tell(outcome, "POST", "/v1")
+    message = teller.write_message(outcome, "POST", "/v1")
 
     assert message.startswith(f"Loop detected: {said}")
     assert "change the approach" in message

@@ -125,7 +125,7 @@ def test_a_loop_of_each_threshold_is_told_by_its_own() -> None:
     assert steered.repeat is not None
     assert refused.repeat is not None
     assert (steered.repeat.threshold, refused.repeat.threshold) == (3, 5)
-    assert json.dumps("5 of the last 5 turns")[1:-1] in refused.subject.tell(refused, "POST", "/")
+    assert json.dumps("5 of the last 5 turns")[1:-1] in refused.subject.write_message(refused, "POST", "/")
 
 
 def test_an_action_of_another_policy_may_be_stricter() -> None:

@@ -19,7 +19,7 @@ from extproc.metrics import Metrics
 from extproc.operator.canary.pairs import _MAX_DISAGREEMENTS, SHOWN, Disagreements, Kind, Pair
 from extproc.operator.canary.report import describe_canaries
 from extproc.operator.canary.sharing import Sharing
-from extproc.operator.canary.states import State, decode_state, encode_state, merge_states, take_state
+from extproc.operator.canary.states import State, decode_state, encode_state, merge_states, read_state
 from extproc.operator.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Rules, find_bounds, judge
 from extproc.operator.sketch import SIZE, Sketch
 from extproc.options import read_options
@@ -61,7 +61,7 @@ def pair_of(service: Service) -> Pair:
 
 def state_of(service: Service) -> State:
     """What the only pair has counted."""
-    return take_state(pair_of(service), 1_700_000_000.0)
+    return read_state(pair_of(service), 1_700_000_000.0)
 
 
 def counts_of(service: Service) -> dict[str, int]:

@@ -62,7 +62,7 @@ def test_a_file_has_a_cloud_event_on_each_line(tmp_path: Path) -> None:
     metrics, file = Metrics(), tmp_path / "events.jsonl"
     events = start(metrics, events=str(file))
     for kind in TYPES:
-        events.tell(kind, "p", {"policy": "p", "session": None})
+        events.emit(kind, "p", {"policy": "p", "session": None})
     events.close()
 
     found = [JSONFormat().read(None, line) for line in file.read_bytes().splitlines()]
@@ -86,7 +86,7 @@ def test_a_webhook_gets_signed_batches(tmp_path: Path, authorities: str) -> None
     with receiving(204) as receiver:
         events = start(metrics, events=receiver.url, events_ca=authorities, events_secret_file=str(secret))
         for _ in range(3):
-            events.tell("loop_began", "p", {"policy": "p"})
+            events.emit("loop_began", "p", {"policy": "p"})
         eventually(lambda: count(metrics, "sent") == 3, "the batch")
         events.close()
 
@@ -103,7 +103,7 @@ def test_a_receiver_that_fails_is_asked_again(authorities: str) -> None:
     metrics = Metrics()
     with receiving(503, 429, 200) as receiver:
         events = start(metrics, events=receiver.url, events_ca=authorities)
-        events.tell("loop_began", "p", {})
+        events.emit("loop_began", "p", {})
         eventually(lambda: count(metrics, "sent") == 1, "an answer")
         events.close()
 
@@ -116,9 +116,9 @@ def test_a_receiver_that_refuses_is_not_asked_again(authorities: str) -> None:
     metrics = Metrics()
     with receiving(410, 200) as receiver:
         events = start(metrics, events=receiver.url, events_ca=authorities)
-        events.tell("loop_began", "p", {})
+        events.emit("loop_began", "p", {})
         eventually(lambda: count(metrics, "dropped") == 1, "the refusal")
-        events.tell("loop_ended", "p", {})
+        events.emit("loop_ended", "p", {})
         eventually(lambda: count(metrics, "sent") == 1, "the next one")
         events.close()
 
@@ -128,7 +128,7 @@ def test_nothing_is_sent_to_a_receiver_that_nobody_vouches_for() -> None:
     metrics = Metrics()
     with receiving(200) as receiver:
         events = start(metrics, events=receiver.url)
-        events.tell("loop_began", "p", {})
+        events.emit("loop_began", "p", {})
         events.close()
 
     assert receiver.batches == []
@@ -155,7 +155,7 @@ def test_a_dead_receiver_costs_a_bounded_queue() -> None:
     metrics, sink = Metrics(), Stuck()
     events = Events(sink, "test", metrics)
     for _ in range(MAX_QUEUED + 1_000):
-        events.tell("loop_began", "p", {})
+        events.emit("loop_began", "p", {})
     dropped = count(metrics, "dropped")
     sink.free.set()
     events.close()

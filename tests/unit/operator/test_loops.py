@@ -21,24 +21,15 @@ from extproc.cli.main import main
 from extproc.errors import LoopguardError
 from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
-from extproc.operator.admin.board import unpack_all
 from extproc.operator.admin.client import AdminClient
-from extproc.operator.admin.loop_report import LoopPages, Selection, make_report
-from extproc.operator.admin.loops import (
-    Document,
-    Line,
-    Row,
-    SharedLoops,
-    View,
-    decode,
-    make_document,
-    merge_lines,
-    merge_rows,
-    pack,
-)
+from extproc.operator.admin.loop_report import LoopPages, make_report
 from extproc.operator.admin.pages import make_app
+from extproc.operator.admin.reports import Selection
 from extproc.operator.admin.server import AdminServer
-from extproc.operator.loop_table import MAX_LOOPS, MAX_PER_TENANT, MINUTES, Curve, Loop
+from extproc.operator.board import Board, View, unpack_all
+from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, merge_lines, merge_loops
+from extproc.operator.loop_table import Curve
+from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
 from extproc.sessions.prices import Prices, read_model
 from extproc.settings import parse_address
 from extproc.store.memory import MemoryStore
@@ -62,7 +53,7 @@ def list_loops(service: Service) -> list[Loop]:
     return service.reporter.loops.copy()
 
 
-def make_row(**changes: Any) -> Row:  # noqa: ANN401  # fields of Row
+def make_row(**changes: Any) -> Loop:  # noqa: ANN401  # fields of Loop
     """A loop as a replica tells it."""
     now = time.time()
     fields: dict[str, Any] = {
@@ -70,15 +61,15 @@ def make_row(**changes: Any) -> Row:  # noqa: ANN401  # fields of Row
         "fingerprint": "abcd", "method": "POST", "path": "/v1", "route": "", "model": "", "tools": [], "caller": [],
         "first": now - 100, "last": now, "count": 5, "requests": {"reject": 3}, "size": 400, "stopped": 3, "stopped_size": 300,
     }  # fmt: skip
-    return Row(**{**fields, **changes})
+    return Loop(**{**fields, **changes})
 
 
-def make_view(*rows: Row, lines: list[Line] | None = None) -> View:
+def make_view(*rows: Loop, lines: list[Line] | None = None) -> View[LoopDocument]:
     """What one replica knows."""
-    return View(list(rows), lines or [], "a", ["a"], 0, "")
+    return View(LoopDocument(list(rows), lines or []), "a", ["a"], "")
 
 
-def report(*rows: Row, shown: bool = False, price: float | None = None, **selection: Any) -> dict[str, Any]:  # noqa: ANN401
+def report(*rows: Loop, shown: bool = False, price: float | None = None, **selection: Any) -> dict[str, Any]:  # noqa: ANN401
     """The JSON about these loops."""
     return make_report(make_view(*rows), Selection(**selection), Prices(price), shows_callers=shown, now=time.time())
 
@@ -132,22 +123,22 @@ def test_one_tenants_storm_does_not_push_out_another() -> None:
     """A thousand loops are kept, a tenth of them one tenant's; the one that has been quiet longest goes first."""
     service = make_service(policy("p", ANY, threshold_identical_requests=2, **BY_USER))
     repeat(service, headers("/stuck", x_user_id="stuck", end=True), times=2)
-    for number in range(MAX_PER_TENANT + 50):
+    for number in range(MAX_TENANT_ROWS + 50):
         repeat(service, headers(f"/{number}", x_user_id="storm", end=True), times=2)
     of_storm = [loop.path for loop in list_loops(service) if loop.path != "/stuck"]
 
-    assert of_storm == [f"/{number}" for number in range(50, MAX_PER_TENANT + 50)]
-    assert len(list_loops(service)) == MAX_PER_TENANT + 1
+    assert of_storm == [f"/{number}" for number in range(50, MAX_TENANT_ROWS + 50)]
+    assert len(list_loops(service)) == MAX_TENANT_ROWS + 1
 
 
 def test_a_thousand_tenants_at_once_fill_the_table_and_no_more() -> None:
     """Beyond the bound the table does not grow."""
     service = make_service(policy("p", ANY, threshold_identical_requests=2, **BY_USER))
-    for number in range(MAX_LOOPS + 200):
+    for number in range(MAX_ROWS + 200):
         repeat(service, headers("/", x_user_id=str(number), end=True), times=2)
 
-    assert len(list_loops(service)) == MAX_LOOPS
-    assert list_loops(service)[-1].caller == [("x-user-id", str(MAX_LOOPS + 199))]
+    assert len(list_loops(service)) == MAX_ROWS
+    assert list_loops(service)[-1].caller == [("x-user-id", str(MAX_ROWS + 199))]
 
 
 def test_quiet_loops_are_forgotten() -> None:
@@ -179,7 +170,7 @@ def test_bytes_that_are_no_text_are_spelled() -> None:
     conversation = json.dumps({"messages": [STUCK, FOUND] * 4}).encode()
     exchange(service, headers("/models/\udcff/v1/chat/completions", x_user_id="bob\udcfe"), body(conversation))
 
-    (found,) = unpack_all({"r": pack(make_document(service.reporter.loops, shows_callers=True))}, decode).values()
+    (found,) = unpack_all({"r": service.reporter.loops.make_document(shows_callers=True).pack()}, LoopDocument).values()
 
     (row,) = found.rows
     assert (row.path, row.model) == ("/models/\\udcff/v1/chat/completions", "\\udcff")
@@ -239,9 +230,9 @@ def test_tables_are_packed_for_a_board_and_unpacked() -> None:
     """What one replica publishes is what another reads; callers' values are in it only where they may be shown."""
     service = make_service(policy("p", ANY, **BY_USER))
     repeat(service, headers("/a", x_user_id="secret", end=True), times=3)
-    hidden, shown = (make_document(service.reporter.loops, shows_callers=shows) for shows in (False, True))
+    hidden, shown = (service.reporter.loops.make_document(shows_callers=shows) for shows in (False, True))
 
-    found = unpack_all({"b": pack(shown), "c": pack(hidden), "broken": b"x"}, decode)
+    found = unpack_all({"b": shown.pack(), "c": hidden.pack(), "broken": b"x"}, LoopDocument)
 
     assert found == {"b": shown, "c": hidden}
     assert "secret" not in str(hidden)
@@ -253,8 +244,8 @@ def test_a_table_that_does_not_fit_keeps_what_is_largest() -> None:
     noise = random.Random(0)
     rows = [make_row(path=noise.randbytes(128).hex(), repeats=f"{size}", size=size) for size in range(999, -1, -1)]
 
-    packed = pack(Document(rows, []))
-    (found,) = unpack_all({"b": packed}, decode).values()
+    packed = LoopDocument(rows, []).pack()
+    (found,) = unpack_all({"b": packed}, LoopDocument).values()
 
     assert len(packed) <= MAX_DOCUMENT
     assert 0 < len(found.rows) < 1_000
@@ -269,7 +260,7 @@ def test_replicas_tables_are_merged() -> None:
     there = make_row(first=now - 90, last=now, count=9, requests={"reject": 3, "warn": 1}, size=40, stopped=3, stopped_size=30)
     stale = make_row(repeats="old", last=now - 4_000)
 
-    (merged,) = merge_rows([here, there, stale], now - 3_600)
+    (merged,) = merge_loops([here, there, stale], now - 3_600)
 
     assert (merged.first, merged.last, merged.count) == (now - 90, now, 9)
     assert (merged.requests, merged.size, merged.stopped, merged.stopped_size) == ({"reject": 5, "warn": 1}, 60, 5, 50)
@@ -352,7 +343,7 @@ def test_the_model_is_read_from_the_body_or_the_path(path: str, content: bytes |
 @contextmanager
 def admin_of(service: Service, price: float | None = None) -> Iterator[AdminClient]:
     """A client of an admin port that shows the loops of one service."""
-    shared = SharedLoops(service.reporter.loops, MemoryStore(Metrics()), lambda: service.reporter.show_callers)
+    shared = Board("loops", LoopDocument, service.reporter.loops, MemoryStore(Metrics()), lambda: service.reporter.show_callers)
     pages = LoopPages(shared, Prices(price), lambda: service.reporter.show_callers)
     server = AdminServer(make_app(Metrics(), pages.list_routes()))
     client = AdminClient(server.start(parse_address("127.0.0.1:0")))

@@ -19,8 +19,8 @@ from extproc.engine.orders import (
     KILL,
     MAX_GRANT,
     RELEASE,
+    ActiveOverride,
     Grant,
-    Override,
     Overrides,
     Target,
     find_kill,
@@ -31,7 +31,15 @@ from extproc.engine.orders import (
 from extproc.errors import StoreError
 from extproc.ext_proc.service import Service
 from extproc.operator import overrides
-from extproc.operator.overrides import BadOrderError, Desk, Seen, describe_override, parse_order, read_override, write_override
+from extproc.operator.overrides import (
+    BadOrderError,
+    OverrideService,
+    Seen,
+    describe_override,
+    parse_order,
+    read_override,
+    write_override,
+)
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.fingerprint import hash_tenant
 from extproc.store.memory import MemoryStore
@@ -358,7 +366,7 @@ def test_a_window_local_to_a_replica_is_released() -> None:
 SESSION = Target(session="a" * 16)
 
 
-def find_all(*standing: Override, name: str = "p", session: str = "a" * 16) -> list[Override]:
+def find_all(*standing: ActiveOverride, name: str = "p", session: str = "a" * 16) -> list[ActiveOverride]:
     """What holds for a request of a session of Ann's."""
     found = Overrides(standing)
     head = name, time.time(), [("x-user-id", "ann")], hash_tenant("x-user-id=ann")
@@ -402,7 +410,7 @@ def test_grants_are_bounded_together() -> None:
     assert sum_grants([order(GRANT)._replace(grant=MAX_GRANT)] * 10_000) == MAX_GRANT
 
 
-# The desk
+# The service
 
 
 class Clock:
@@ -418,32 +426,32 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The desk's clock."""
+    """Their clock."""
     made = Clock()
     monkeypatch.setattr(overrides, "time", made)
     return made
 
 
 class Replicas:
-    """Some replicas on one store, each with its desk, on one event loop."""
+    """Some replicas on one store, each with its service for overrides, on one event loop."""
 
     def __init__(self, number: int, *policies: dict[str, Any]) -> None:
         self.store = MemoryStore(make_service().metrics)
         self.services = [make_service(*(policies or (policy("p", ANY, **USER),)), store=self.store) for _ in range(number)]
-        self.desks = [Desk(self.store, service, service.metrics) for service in self.services]
+        self.givers = [OverrideService(self.store, service, service.metrics) for service in self.services]
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run something."""
         return asyncio.run(work)
 
-    def give(self, desk: int = 0, *, who: str = "eve", **given: Any) -> tuple[Override, list[str]]:  # noqa: ANN401  # an order
-        """Give an order at a desk."""
-        return self.run(self.desks[desk].give(given, who))
+    def give(self, replica: int = 0, *, who: str = "eve", **given: Any) -> tuple[ActiveOverride, list[str]]:  # noqa: ANN401  # an order
+        """Give an order to a replica."""
+        return self.run(self.givers[replica].give(given, who))
 
     def refresh(self) -> None:
-        """Every desk asks the store once."""
-        for desk in self.desks:
-            self.run(desk.refresh())
+        """Every replica asks the store once."""
+        for giver in self.givers:
+            self.run(giver.refresh())
 
 
 def test_every_replica_obeys_once_it_has_asked(caplog: pytest.LogCaptureFixture) -> None:
@@ -455,7 +463,7 @@ def test_every_replica_obeys_once_it_has_asked(caplog: pytest.LogCaptureFixture)
     assert [send(service, 1) for service in both.services] == [[429], [200]]
     both.refresh()
     assert [send(service, 1) for service in both.services] == [[429], [429]]
-    assert both.run(both.desks[1].revoke(given.name, "adam"))
+    assert both.run(both.givers[1].revoke(given.name, "adam"))
     both.refresh()
 
     assert [send(service, 1) for service in both.services] == [[200], [200]]
@@ -475,7 +483,7 @@ def test_a_replica_that_starts_obeys_what_stands() -> None:
     one.give(kind="block", caller={"x-user-id": "ann"})
     service = make_service(policy("p", ANY, **USER), store=one.store)
 
-    asyncio.run(Desk(one.store, service, service.metrics).refresh())
+    asyncio.run(OverrideService(one.store, service, service.metrics).refresh())
 
     assert send(service, 1) == [429]
 
@@ -484,19 +492,19 @@ def test_without_the_store_the_last_known_orders_hold_until_they_end(clock: Cloc
     """A replica whose store is away obeys what it knows, tells whoever orders, and stops when that has ended."""
     store = FailingStore("nothing")
     service = make_service(policy("p", ANY, **USER), store=store)
-    desk = Desk(store, service, service.metrics)
-    asyncio.run(desk.give({"kind": "block", "caller": {"x-user-id": "ann"}, "seconds": 60}, "eve"))
+    giver = OverrideService(store, service, service.metrics)
+    asyncio.run(giver.give({"kind": "block", "caller": {"x-user-id": "ann"}, "seconds": 60}, "eve"))
     store._failing = ""
 
-    for ask_store in (desk.refresh(), desk.revoke("x", "eve"), desk.give({"kind": "allow", "tool": "t"}, "eve")):
+    for ask_store in (giver.refresh(), giver.revoke("x", "eve"), giver.give({"kind": "allow", "tool": "t"}, "eve")):
         with pytest.raises(StoreError):
             asyncio.run(ask_store)
     assert send(service, 1) == [429]
     clock.ahead = 61
-    desk._forget_ended()
+    giver._forget_ended()
 
     assert service.overrides is None
-    assert desk.list_standing() == []
+    assert giver.list_standing() == []
 
 
 def test_the_same_order_again_takes_the_place_of_the_first(clock: Clock) -> None:
@@ -508,7 +516,7 @@ def test_the_same_order_again_takes_the_place_of_the_first(clock: Clock) -> None
     other, _ = one.give(kind="block", caller={"x-user-id": "ann"}, policy="p")
 
     assert first.name == second.name != other.name
-    assert [(standing.name, standing.reason) for standing in one.desks[0].list_standing()] in (
+    assert [(standing.name, standing.reason) for standing in one.givers[0].list_standing()] in (
         [(second.name, "longer"), (other.name, "")],
         [(other.name, ""), (second.name, "longer")],
     )
@@ -522,15 +530,15 @@ def test_every_replica_knows_what_is_killed_and_granted() -> None:
     more, _ = both.give(1, kind="grant", caller={"x-user-id": "ann"}, cost=5, seconds=60)
     both.refresh()
 
-    def find_there() -> list[Override]:
-        return find_all(*both.desks[1].list_standing())
+    def find_there() -> list[ActiveOverride]:
+        return find_all(*both.givers[1].list_standing())
 
     assert (find_kill(find_there()), sum_grants(find_there())) == (kill, (10, 3, 5_100_000_000))
     assert [round(given.ends - given.since) for given in (kill, grant, more)] == [86_400, 86_400, 60]
     assert describe_override(grant).items() >= {"kind": "grant", "steps": 10, "tool_calls": 3, "cost": 0.1}.items()
     assert describe_override(kill).keys().isdisjoint({"steps", "tool_calls", "cost"})
     for given in (kill, more):
-        both.run(both.desks[0].revoke(given.name, "eve"))
+        both.run(both.givers[0].revoke(given.name, "eve"))
     both.refresh()
     assert (find_kill(find_there()), sum_grants(find_there())) == (None, (10, 3, 100_000_000))
 
@@ -582,12 +590,12 @@ def test_a_grant_given_again_adds_unless_it_has_the_same_key() -> None:
     both = Replicas(2)
     for _ in range(2):
         both.give(kind="grant", session="a" * 16, steps=10)
-    for desk in (0, 1, 1):
-        both.give(desk, kind="grant", session="a" * 16, steps=10, key="k")
+    for giver in (0, 1, 1):
+        both.give(giver, kind="grant", session="a" * 16, steps=10, key="k")
     both.give(kind="grant", session="b" * 16, steps=10, key="k")
     both.refresh()
 
-    standing = both.desks[1].list_standing()
+    standing = both.givers[1].list_standing()
     assert sum_grants([grant for grant in standing if grant.target == SESSION]) == (30, 0, 0)
     assert len(standing) == 4
 
@@ -623,7 +631,7 @@ def test_what_another_version_grants_stays_in_bounds(grant: bytes) -> None:
     one.run(one.store.put_order("overrides", "odd", known, 60))
     one.refresh()
 
-    total = sum_grants(one.desks[0].list_standing())
+    total = sum_grants(one.givers[0].list_standing())
     assert all(0 <= given <= most for given, most in zip(total, MAX_GRANT, strict=True))
 
 
@@ -660,7 +668,7 @@ def test_orders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         one.give(kind="allow", tool="c")
 
     assert error.value.kind == "full"
-    assert len(one.desks[0].list_standing()) == 2
+    assert len(one.givers[0].list_standing()) == 2
 
 
 def test_the_store_is_told_no_names() -> None:
@@ -901,7 +909,7 @@ def test_policies_of_routes_have_limits_as_well() -> None:
 def test_whoever_names_a_hash_that_no_server_has_reported_is_told() -> None:
     """A caller, a session or a loop by a hash of its own; by their values there is nothing to compare."""
     one = Replicas(1, limited(max_steps=3, session={"keys": ["header:x-session-id"]}))
-    one.desks[0].list_seen = lambda: Seen({"a" * 16}, {"b" * 16}, {"c" * 8})
+    one.givers[0].list_seen = lambda: Seen({"a" * 16}, {"b" * 16}, {"c" * 8})
 
     def remarks(**given: Any) -> list[str]:  # noqa: ANN401  # an order
         return [note.partition(". ")[0] for note in one.give(kind="block", **given)[1]]

@@ -22,12 +22,13 @@ from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
 from extproc.operator.admin.loop_page import draw_charts, route_page
 from extproc.operator.admin.loop_report import LoopPages
-from extproc.operator.admin.loops import SharedLoops
 from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages
-from extproc.operator.admin.sessions import SharedSessions
-from extproc.operator.loop_table import MINUTES, Curve
+from extproc.operator.board import Board
+from extproc.operator.loop_rows import MINUTES, LoopDocument
+from extproc.operator.loop_table import Curve
+from extproc.operator.session_rows import SessionDocument
 from extproc.sessions.prices import Prices
 from extproc.settings import parse_address
 from extproc.store.memory import MemoryStore
@@ -94,8 +95,8 @@ def serving(service: Service, looked: threading.Event | None = None) -> Iterator
         return service.reporter.show_callers
 
     store = MemoryStore(Metrics())
-    pages = LoopPages(SharedLoops(service.reporter.loops, store, shows), Prices(None), shows)
-    sessions = SessionPages(SharedSessions(service.reporter.sessions, store, shows), shows)
+    pages = LoopPages(Board("loops", LoopDocument, service.reporter.loops, store, shows), Prices(None), shows)
+    sessions = SessionPages(Board("sessions", SessionDocument, service.reporter.sessions, store, shows), shows)
     server = AdminServer(make_app(Metrics(), [route_page(pages, sessions), *pages.list_routes(), *sessions.list_routes()]))
     try:
         yield f"http://{server.start(parse_address('127.0.0.1:0'))}/"

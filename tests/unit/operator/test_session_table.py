@@ -15,21 +15,15 @@ import pytest
 from extproc.cli.main import main
 from extproc.errors import LoopguardError
 from extproc.metrics import Metrics
-from extproc.operator.admin.board import unpack_all
 from extproc.operator.admin.client import AdminClient
 from extproc.operator.admin.pages import make_app
+from extproc.operator.admin.reports import Selection
 from extproc.operator.admin.server import AdminServer
-from extproc.operator.admin.session_report import SessionPages, SessionSelection, report_sessions
-from extproc.operator.admin.sessions import (
-    SessionRow,
-    SessionView,
-    SharedSessions,
-    decode_sessions,
-    list_sessions,
-    merge_sessions,
-    pack_sessions,
-)
-from extproc.operator.session_table import MAX_CALLS, MAX_PER_TENANT, MAX_SESSIONS, OVERFLOW, Run, SessionTable
+from extproc.operator.admin.session_report import SessionPages, report_sessions
+from extproc.operator.board import Board, View, unpack_all
+from extproc.operator.session_rows import MAX_CALLS, SessionDocument, SessionRow, merge_sessions
+from extproc.operator.session_table import OVERFLOW, Run, SessionTable
+from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
 from extproc.sessions.rates import Usage
 from extproc.settings import parse_address
 from extproc.store.memory import MemoryStore
@@ -70,15 +64,15 @@ def settle(table: SessionTable, standing: Standing, call: int = 0, *, now: float
 
 def list_rows(*tables: SessionTable, since: float = 0) -> list[SessionRow]:
     """What replicas with these tables know together, through their boards."""
-    packed = {str(place): pack_sessions(list_sessions(table, shows_callers=True)) for place, table in enumerate(tables)}
-    documents = unpack_all(packed, decode_sessions)
+    packed = {str(place): table.make_document(shows_callers=True).pack() for place, table in enumerate(tables)}
+    documents = unpack_all(packed, SessionDocument)
     return merge_sessions((row for document in documents.values() for row in document.rows), since)
 
 
 def report(*rows: SessionRow, shown: bool = True, **selection: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of a selection
     """The JSON about these sessions."""
-    view = SessionView(list(rows), "a", ["a"], 0, "")
-    return report_sessions(view, SessionSelection(**selection), shows_callers=shown, now=2_000.0)
+    view = View(SessionDocument(list(rows)), "a", ["a"], "")
+    return report_sessions(view, Selection(**selection), shows_callers=shown, now=2_000.0)
 
 
 def get_run(table: SessionTable) -> Run:
@@ -216,25 +210,25 @@ def test_one_tenants_sessions_do_not_push_out_anothers() -> None:
     """A tenant that changes its session each time has a tenth of the table; the one that has been quiet longest goes first."""
     table = SessionTable()
     note(table, Standing(steps=1), tenant=OTHER)
-    for number in range(MAX_PER_TENANT + 50):
+    for number in range(MAX_TENANT_ROWS + 50):
         note(table, Standing(steps=1), session=f"{number:016x}")
 
     assert [run.session for run in table.copy() if run.tenant == TENANT] == [
-        f"{number:016x}" for number in range(50, MAX_PER_TENANT + 50)
+        f"{number:016x}" for number in range(50, MAX_TENANT_ROWS + 50)
     ]
-    assert len(table.copy()) == MAX_PER_TENANT + 1
+    assert len(table.copy()) == MAX_TENANT_ROWS + 1
 
 
 def test_the_table_is_bounded() -> None:
     """However many tenants there are, and however many calls a session makes."""
     table = SessionTable()
-    for number in range(MAX_SESSIONS + 10):
+    for number in range(MAX_ROWS + 10):
         note(table, Standing(steps=1), tenant=f"{number:016x}")
     for number in range(MAX_CALLS + 10):
         note(table, Standing(steps=number), number, tenant="last")
         settle(table, Standing(steps=number), 1_000 + number, tenant="settled")
 
-    assert len(table.copy()) == MAX_SESSIONS
+    assert len(table.copy()) == MAX_ROWS
     assert [len(run.calls) for run in table.copy()[-2:]] == [MAX_CALLS, MAX_CALLS]
 
 
@@ -298,21 +292,21 @@ def test_what_stops_a_session_is_known_everywhere() -> None:
 def test_a_replica_tells_what_another_has_published() -> None:
     """A session that only another replica has seen is shown, with whose tables these are."""
     table, store = SessionTable(), MemoryStore(Metrics())
-    here = SharedSessions(SessionTable(), store, lambda: False, "here")
-    there = SharedSessions(table, store, lambda: False, "there")
+    here = Board("sessions", SessionDocument, SessionTable(), store, lambda: False, "here")
+    there = Board("sessions", SessionDocument, table, store, lambda: False, "there")
     note(table, Standing(steps=3), now=time.time())
 
-    async def look() -> SessionView:
-        sharing = asyncio.create_task(here.board.share())
-        await there.board.publish()
+    async def look() -> View[SessionDocument]:
+        sharing = asyncio.create_task(here.share())
+        await there.publish()
         view = await asyncio.to_thread(here.view)
         sharing.cancel()
         return view
 
     view = asyncio.run(look())
 
-    assert [(row.steps, row.caller) for row in view.rows] == [(3, [])]
-    assert (view.replica, view.replicas, view.problem, view.left_out) == ("here", ["here", "there"], "", 0)
+    assert [(row.steps, row.caller) for row in view.document.rows] == [(3, [])]
+    assert (view.replica, view.replicas, view.problem, view.document.left_out) == ("here", ["here", "there"], "", 0)
 
 
 def test_callers_leave_the_process_only_where_they_may_be_shown() -> None:
@@ -320,7 +314,7 @@ def test_callers_leave_the_process_only_where_they_may_be_shown() -> None:
     table = SessionTable()
     note(table, Standing(steps=1), caller=[("x-team", "secret")])
 
-    hidden, shown = (list_sessions(table, shows_callers=shows) for shows in (False, True))
+    hidden, shown = (table.make_document(shows_callers=shows) for shows in (False, True))
 
     assert "secret" not in str(hidden)
     assert "secret" in str(shown)
@@ -331,8 +325,8 @@ def test_a_table_that_does_not_fit_keeps_what_is_newest() -> None:
     noise = random.Random(0)
     table = SessionTable()
     tools = tuple((bytes([place]), noise.randbytes(32).hex(), place) for place in range(20))
-    for number in range(MAX_SESSIONS):
-        for _ in range(40 if number >= MAX_SESSIONS - 150 else 1):
+    for number in range(MAX_ROWS):
+        for _ in range(40 if number >= MAX_ROWS - 150 else 1):
             standing = Standing(steps=number, tools=tools if number % 2 else tools[:1])
             note(table, standing, noise.randrange(2**63), now=1_000.0 + number, tenant=f"{number:016x}")
     roomy = SessionTable()
@@ -340,15 +334,13 @@ def test_a_table_that_does_not_fit_keeps_what_is_newest() -> None:
         for _ in range(64):
             note(roomy, Standing(steps=1), noise.randrange(2**63), now=1_000 + noise.random(), tenant=f"{number:016x}")
 
-    packed = {
-        name: pack_sessions(list_sessions(each, shows_callers=True)) for name, each in (("full", table), ("roomy", roomy))
-    }
-    found, whole = unpack_all(packed, decode_sessions).values()
+    packed = {name: each.make_document(shows_callers=True).pack() for name, each in (("full", table), ("roomy", roomy))}
+    found, whole = unpack_all(packed, SessionDocument).values()
 
     assert max(len(document) for document in packed.values()) <= MAX_DOCUMENT
     assert (len(whole.rows), whole.left_out) == (150, 0)
     assert 20 < sum(bool(row.calls) for row in whole.rows) < 150
-    assert len(found.rows) + found.left_out == MAX_SESSIONS
+    assert len(found.rows) + found.left_out == MAX_ROWS
     assert found.left_out == 0 or not any(row.calls for row in found.rows)
     assert [row.last for row in found.rows] == sorted((row.last for row in found.rows), reverse=True)
 
@@ -384,7 +376,7 @@ def test_the_report_adds_up_and_can_be_narrowed_down() -> None:
 @contextmanager
 def admin_of(table: SessionTable, *, shows: bool = False) -> Iterator[AdminClient]:
     """A client of an admin port that shows these sessions."""
-    shared = SharedSessions(table, MemoryStore(Metrics()), lambda: shows)
+    shared = Board("sessions", SessionDocument, table, MemoryStore(Metrics()), lambda: shows)
     server = AdminServer(make_app(Metrics(), SessionPages(shared, lambda: shows).list_routes()))
     client = AdminClient(server.start(parse_address("127.0.0.1:0")))
     try:

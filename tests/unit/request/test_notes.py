@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from extproc.apis.shapes import open_conversation
+from extproc.apis import open_conversation
 from extproc.request import document as documents
 from extproc.request.document import Document, NotCounted
 from extproc.request.fingerprint import NO_BODY

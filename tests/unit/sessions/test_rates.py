@@ -13,14 +13,14 @@ from genai_prices import calc_price
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.sessions.rates import DEAREST, Price, Rates, Usage, look_up
+from extproc.sessions.rates import DEAREST, Rates, TokenPrice, Usage, look_up
 
 _MILLION = Usage(1_000_000, 0, 0, 0)
 
 
-def price(text: str) -> Price:
+def price(text: str) -> TokenPrice:
     """Input and output, and caches where they are said."""
-    return Price(*map(Decimal, text.split()))
+    return TokenPrice(*map(Decimal, text.split()))
 
 
 def test_each_kind_of_token_has_its_rate() -> None:
@@ -60,7 +60,7 @@ def test_costs_are_those_of_exact_arithmetic(dollars: tuple[Decimal, ...], token
     """Whatever the rates and however many tokens, nothing drifts."""
     exact = sum(Fraction(rate) * 1_000 * count for rate, count in zip(dollars, tokens, strict=True))
 
-    found = Rates({"m": Price(*dollars)}, None).find_cost("m", Usage(*tokens))
+    found = Rates({"m": TokenPrice(*dollars)}, None).find_cost("m", Usage(*tokens))
 
     assert found == int((exact + Fraction(1, 2)).__floor__())
 
@@ -130,7 +130,7 @@ def test_names_that_clients_make_up_are_not_kept_without_end() -> None:
     for number in range(2_500):
         assert rates.find_cost(f"m{number}", _MILLION) == 10**9
 
-    assert len(rates._found) <= 1_000
+    assert len(rates._known) <= 1_000
 
 
 def test_without_the_package_policies_alone_have_rates() -> None:

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import pytest
 
 from extproc.cli.main import main
-from extproc.engine.orders import BLOCK, Override, Overrides, Target
+from extproc.engine.orders import BLOCK, ActiveOverride, Overrides, Target
 from extproc.engine.settlements import Entry
 from extproc.ext_proc.service import Service
-from extproc.operator.admin.sessions import list_sessions, merge_sessions
+from extproc.operator.session_rows import merge_sessions
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.fingerprint import hash_tenant
 from extproc.sessions.names import hash_session
@@ -92,7 +92,7 @@ def test_the_report_of_a_run_has_each_of_its_requests() -> None:
 
     send(service, [turns(n) for n in range(3)])
 
-    (row,) = merge_sessions(list_sessions(service.reporter.sessions, shows_callers=False).rows, 0)
+    (row,) = merge_sessions(service.reporter.sessions.make_document(shows_callers=False).rows, 0)
     assert [call.tools for call in row.calls] == [[], ["run"], ["run"]]
 
 
@@ -241,7 +241,7 @@ def test_an_order_about_a_fingerprint_holds_for_a_session() -> None:
     """Where a policy has limits of sessions alone, one request can be told from others to be blocked."""
     service, now = make_service(limited(max_steps=9), record=True), time()
     fingerprint = metadata_of(ask(service, turns(2)))["fingerprint"]
-    service.overrides = Overrides([Override("o", BLOCK, Target(fingerprint=fingerprint), "", now, now + 60, "", "")])
+    service.overrides = Overrides([ActiveOverride("o", BLOCK, Target(fingerprint=fingerprint), "", now, now + 60, "", "")])
 
     assert send(service, [turns(2), turns(3)]) == [429, 200]
 
@@ -332,7 +332,7 @@ def test_calls_cannot_be_settled_by_guessing_their_names() -> None:
 
     assert status(ask(service, b"{}", team="victim")) == 429
     assert sample(service, "access_log_entries_total", result="unknown") == 2 * 129
-    rows = list_sessions(service.reporter.sessions, shows_callers=False).rows
+    rows = service.reporter.sessions.make_document(shows_callers=False).rows
     assert [call.settled for row in rows for call in row.calls] == [False, False]
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.transport import grpc, http2
-from extproc.transport.grpc import Call, Connection, HalfClosed, MessageReceived, frame_message
+from extproc.transport.grpc import Call, GrpcConnection, HalfClosed, MessageReceived, frame_message
 from extproc.transport.headers import encode
 from extproc.transport.http2 import Pool
 from tests.support.grpc import SINGLE, STREAMING, Peer, body, call
@@ -162,7 +162,7 @@ PEERS: dict[str, Callable[[int], bytes]] = {
     "bad": lambda number: body(number, b"\xff" * 9),
     "window": lambda number: frame(http2.WINDOW_UPDATE, 0, number, b"\0\0\0\x09"),
 }
-OWNERS: dict[str, Callable[[Connection, Call], None]] = {
+OWNERS: dict[str, Callable[[GrpcConnection, Call], None]] = {
     "send": lambda connection, owned: connection.send(owned, b"part of an answer"),
     "answer": lambda connection, owned: connection.answer(owned, b"answer"),
     "finish": lambda connection, owned: connection.finish(owned, grpc.NOT_FOUND),

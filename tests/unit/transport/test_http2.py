@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from extproc.transport import headers as hpack
 from extproc.transport import http2
 from extproc.transport.headers import encode
-from extproc.transport.http2 import Connection, Limits, Stream
+from extproc.transport.http2 import Connection, Http2Limits, Http2Stream
 from tests.support.http2 import HELLO, REQUEST, Seen, data, frame, headers, opened, receive, request, reset, sent
 
 CONVERSATION = HELLO + b"".join(
@@ -166,7 +166,7 @@ def test_streams_are_bounded() -> None:
     """Past the limit a stream is refused, and served again once another has ended."""
     received = [headers(1), headers(3), headers(5), frame(http2.RST_STREAM, 0, 1, bytes(4)), headers(7)]
 
-    connection, events, _ = opened(*received, limits=Limits(streams=2))
+    connection, events, _ = opened(*received, limits=Http2Limits(streams=2))
 
     assert reset(5, http2.REFUSED_STREAM) in events
     assert events[-1] == request(7)
@@ -211,13 +211,13 @@ def test_what_is_sent_on_a_lost_stream_goes_nowhere() -> None:
     """A peer that resets a stream, or breaks the connection, hears nothing more of it."""
     connection, _, streams = opened(headers(1), headers(3))
     receive(connection, frame(http2.RST_STREAM, 0, 1, bytes(4)) + frame(http2.PING, 0, 1, bytes(8)))
-    connection.take()
+    connection.data_to_send()
 
     for stream in streams.values():
         connection.respond(stream, encode([(b":status", b"200")]))
         connection.send(stream, b"x", b"")
 
-    assert connection.take() == b""
+    assert connection.data_to_send() == b""
 
 
 @given(st.lists(st.binary(max_size=60), max_size=8), st.booleans())
@@ -265,7 +265,7 @@ class _Client:
         self.h2.initiate_connection()
         codes = h2.settings.SettingCodes
         self.h2.update_settings({codes.INITIAL_WINDOW_SIZE: window, codes.MAX_FRAME_SIZE: frame_size})
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, Http2Stream] = {}
         self.bodies: dict[int, bytes] = {}
         self.ended: set[int] = set()
 
@@ -273,7 +273,7 @@ class _Client:
         """Carry bytes between the two until both are silent; returns what the server saw."""
         seen: list[Seen] = []
         while True:
-            up, down = self.h2.data_to_send(), self.server.take()
+            up, down = self.h2.data_to_send(), self.server.data_to_send()
             if not up and not down:
                 return seen
             seen += receive(self.server, up, self.streams)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from extproc.transport import grpc, http2
-from extproc.transport.grpc import Connection as Calls
+from extproc.transport.grpc import GrpcConnection as Calls
 from extproc.transport.grpc import MessageReceived, frame_message
 from extproc.transport.headers import ENHANCE_YOUR_CALM, MAX_BLOCK, encode
-from extproc.transport.http2 import Connection, Limits, Pool, RequestReceived, Share, Stream
+from extproc.transport.http2 import Connection, Http2Limits, Http2Stream, Pool, RequestReceived, Share
 from tests.support.grpc import SINGLE, Peer, body, call
 from tests.support.http2 import HELLO, REQUEST, frame, headers, opened, receive, sent
 
@@ -54,11 +54,11 @@ def count_steps(work: Callable[[], object]) -> int:
 def waiting(streams: int) -> Connection:
     """A connection with that many streams open, and a hundred answers that wait for windows of their own."""
     numbers = range(1, 2 * streams, 2)
-    connection, _, requests = opened(SHUT, *(headers(number) for number in numbers), limits=Limits(patience=10**9))
+    connection, _, requests = opened(SHUT, *(headers(number) for number in numbers), limits=Http2Limits(patience=10**9))
     for number in numbers[:100]:
         connection.respond(requests[number], OK)
         connection.send(requests[number], b"x" * 100, b"")
-    connection.take()
+    connection.data_to_send()
     return connection
 
 
@@ -142,7 +142,7 @@ FLOODS = {
 @pytest.mark.parametrize("make", FLOODS.values(), ids=FLOODS.keys())
 def test_floods_end(make: Callable[[int], bytes]) -> None:
     """Whatever leads to nothing, sent without end: the connection is ended with ENHANCE_YOUR_CALM, soon after the limit."""
-    peer = Peer(Limits(patience=300))
+    peer = Peer(Http2Limits(patience=300))
     peer.receive(call())
 
     for number in range(400):
@@ -155,7 +155,7 @@ def test_floods_end(make: Callable[[int], bytes]) -> None:
 @pytest.mark.parametrize("answer", [b"b", None], ids=["answered", "given up before"])
 def test_patience_comes_back_with_messages(answer: bytes | None) -> None:
     """A peer that asks may go on for ever, with the frames that belong to that, even if its own clients always hang up."""
-    peer = Peer(Limits(patience=50))
+    peer = Peer(Http2Limits(patience=50))
 
     for number in range(1, 2_000, 2):
         asked = peer.receive(call(number, SINGLE), body(number, frame_message(b"a")), window_update(0, 1), answer=answer)
@@ -167,7 +167,7 @@ def test_patience_comes_back_with_messages(answer: bytes | None) -> None:
 
 def test_patience_comes_back_with_time() -> None:
     """A peer that is idle for years and looks whether we are there, every second, is no flood."""
-    connection = Connection(Limits(patience=50, patience_per_second=1))
+    connection = Connection(Http2Limits(patience=50, patience_per_second=1))
     for second in range(1_000):
         connection.receive(frame(http2.PING, 0, 0, bytes(8)) if second else HELLO, float(second))
         assert connection.next_event() is None
@@ -177,7 +177,7 @@ def test_patience_comes_back_with_time() -> None:
 
 def test_a_turn_is_bounded() -> None:
     """In one turn no more frames are looked at, and no more messages delivered, than the limit allows; nothing is lost."""
-    limits = Limits(work=64, patience=10**6)
+    limits = Http2Limits(work=64, patience=10**6)
     received = HELLO + call() + frame(http2.PING, 0, 0, bytes(8)) * 1_000 + body(1, frame_message(b"a") * 1_000)
     connection = Calls({b"/test.Service/Stream": False}, limits)
     connection.receive(received)
@@ -195,12 +195,12 @@ def test_a_turn_is_bounded() -> None:
 
     assert messages == 1_000
     assert turns >= (1_000 + 8 * 1_000) / 64
-    assert connection.take().count(frame(http2.PING, http2.ACK, 0, bytes(8))) == 1_000
+    assert connection.data_to_send().count(frame(http2.PING, http2.ACK, 0, bytes(8))) == 1_000
 
 
 def test_large_messages_have_a_turn_each() -> None:
     """Messages of megabytes that become whole by one read are delivered in as many turns."""
-    limits = Limits(patience=10**6)
+    limits = Http2Limits(patience=10**6)
     large = frame_message(bytes(2**21))
     start = [large[place : place + http2.MAX_FRAME] for place in range(0, len(large) - 1, http2.MAX_FRAME)]
     start[-1] = large[(len(start) - 1) * http2.MAX_FRAME : -1]
@@ -226,14 +226,14 @@ def test_large_messages_have_a_turn_each() -> None:
 
 def test_answers_that_are_let_go_take_turns() -> None:
     """A window that opens at once for megabytes is used bit by bit, turn by turn."""
-    connection, _, streams = opened(SHUT, headers(), limits=Limits(work=64))
+    connection, _, streams = opened(SHUT, headers(), limits=Http2Limits(work=64))
     connection.respond(streams[1], OK)
     connection.send(streams[1], bytes(8 * 2**20), b"")
-    connection.take()
+    connection.data_to_send()
     connection.receive(initial_window(2**30) + window_update(0, 2**30))
     sizes = []
     while connection.next_event() is None:
-        sizes.append(len(connection.take()))
+        sizes.append(len(connection.data_to_send()))
         if not connection.unfinished:
             break
         connection.receive(b"")
@@ -244,7 +244,7 @@ def test_answers_that_are_let_go_take_turns() -> None:
 
 def test_answered_streams_that_the_peer_leaves_open_are_closed_for_it() -> None:
     """Past the limit the oldest is reset without an error, and frames that still come for it harm nobody."""
-    connection, _, streams = opened(*map(headers, range(1, 40, 2)), limits=Limits(lingering=5))
+    connection, _, streams = opened(*map(headers, range(1, 40, 2)), limits=Http2Limits(lingering=5))
     for stream in streams.values():
         connection.respond(stream, OK, end=True)
 
@@ -259,7 +259,7 @@ def test_answered_streams_that_the_peer_leaves_open_are_closed_for_it() -> None:
 def test_streams_whose_window_stays_shut_are_bounded() -> None:
     """A peer that asks and asks without opening a window is told to calm down, and nothing is kept for it."""
     pool = Pool()
-    connection, _, streams = opened(SHUT, *map(headers, range(1, 40, 2)), limits=Limits(shut=10), pool=pool)
+    connection, _, streams = opened(SHUT, *map(headers, range(1, 40, 2)), limits=Http2Limits(shut=10), pool=pool)
 
     for stream in streams.values():
         connection.respond(stream, OK)
@@ -300,7 +300,7 @@ def test_a_header_block_without_an_end_is_held_within_the_share() -> None:
 
 def test_a_header_block_is_bounded_however_small_its_parts_are() -> None:
     """Block after block of CONTINUATION ends the connection at the block's limit."""
-    connection, _, _ = opened(headers(1, 0), limits=Limits(patience=10**9))
+    connection, _, _ = opened(headers(1, 0), limits=Http2Limits(patience=10**9))
     parts = 0
     while not connection.ended:
         receive(connection, frame(http2.CONTINUATION, 0, 1, bytes(100)))
@@ -337,7 +337,7 @@ def test_shares_leave_something_for_the_next() -> None:
     assert pool.limit - pool.held == 100
 
 
-LIMITS = Limits(streams=12, work=40, patience=400, patience_per_second=0, lingering=4, shut=3)
+LIMITS = Http2Limits(streams=12, work=40, patience=400, patience_per_second=0, lingering=4, shut=3)
 STEPS_OF_A_TURN = 3_000
 """Lines that a turn may run: every frame some dozens, and the longest header block."""
 
@@ -355,7 +355,7 @@ class HostilePeers(RuleBasedStateMachine):
         self.innocent.receive(HELLO)
         self.calls = 0
         self.connections: list[Connection] = []
-        self.streams: list[dict[int, Stream]] = [{}, {}]
+        self.streams: list[dict[int, Http2Stream]] = [{}, {}]
         self.last = [-1, -1]
 
     @initialize()
@@ -451,7 +451,7 @@ class HostilePeers(RuleBasedStateMachine):
             got = self.innocent.next_event()
         assert isinstance(got, MessageReceived)
         self.innocent.answer(got.call, b"you")
-        assert b"you" in self.innocent.take()
+        assert b"you" in self.innocent.data_to_send()
         self.innocent.receive(frame(http2.RST_STREAM, 0, number, bytes(4)))
         assert self.innocent.next_event() is None
         assert self.innocent.error is None
@@ -487,7 +487,7 @@ TestHostilePeers = HostilePeers.TestCase
 
 def test_fields_that_were_never_seen_are_work() -> None:
     """Of blocks full of new fields a turn looks at a few, of blocks that are known at many."""
-    limits = Limits(work=100)
+    limits = Http2Limits(work=100)
     new = [
         headers(number, pairs=(*REQUEST, *((b"x-%d" % (number * 50 + each), b"") for each in range(50))))
         for number in range(1, 60, 2)
@@ -499,7 +499,7 @@ def test_fields_that_were_never_seen_are_work() -> None:
         connection.receive(HELLO + b"".join(blocks))
         turns.append(1)
         while connection.next_event() is not None or connection.unfinished:
-            if connection.tired:
+            if connection.turn_over:
                 connection.receive(b"")
                 turns[-1] += 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from extproc.cli.envoy_check.config import Guard, Resources, is_on
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 from extproc.cli.envoy_check.needs import Needs
 
@@ -27,7 +27,7 @@ def check_entries(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]
         yield Finding("outcomes", place, problem, f"an envoy.access_loggers.http_grpc to the cluster {guard.cluster!r}")
 
 
-def _find_receiver(logger: Place) -> str:
+def _find_receiver(logger: ConfigPlace) -> str:
     """The cluster that entries go to, empty where they go elsewhere."""
     kind, config = logger.get("typed_config").message()
     return config.get("common_config", "grpc_service", "envoy_grpc", "cluster_name").text() if kind == _LOGGER else ""

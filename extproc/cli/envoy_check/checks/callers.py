@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from extproc.cli.envoy_check.config import Guard, Resources
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 from extproc.cli.envoy_check.needs import Needs
 
@@ -69,5 +69,5 @@ def _list_removed(guard: Guard) -> set[str]:
     return found
 
 
-def _list_removals(mutations: Place) -> Iterator[str]:
+def _list_removals(mutations: ConfigPlace) -> Iterator[str]:
     return (mutation.get("remove").text().lower() for mutation in mutations.items())

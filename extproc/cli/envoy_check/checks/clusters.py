@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from extproc.cli.envoy_check.config import Guard, Resources
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 from extproc.cli.envoy_check.needs import Needs
 
@@ -21,7 +21,7 @@ def check_cluster(guard: Guard, _: Needs, resources: Resources) -> Iterator[Find
         return
     cluster = resources.find_cluster(guard.cluster)
     if cluster is None:
-        yield _tell_missing(guard, resources)
+        yield _report_missing(guard, resources)
         return
     yield from _check_protocol(cluster)
     yield from _check_breakers(cluster)
@@ -30,14 +30,14 @@ def check_cluster(guard: Guard, _: Needs, resources: Resources) -> Iterator[Find
         yield note("health-checks", cluster.get("health_checks"), problem, "health_checks with grpc_health_check, every second")
 
 
-def _tell_missing(guard: Guard, resources: Resources) -> Finding:
+def _report_missing(guard: Guard, resources: Resources) -> Finding:
     place = guard.filter.config.get("grpc_service", "envoy_grpc", "cluster_name")
     if resources.comes_later:
         return note("cluster", place, f"the cluster {guard.cluster!r} is not in this configuration, so it was not checked")
     return Finding("cluster", place, f"there is no cluster {guard.cluster!r}: Envoy accepts that, and never asks Loopguard")
 
 
-def _check_protocol(cluster: Place) -> Iterator[Finding]:
+def _check_protocol(cluster: ConfigPlace) -> Iterator[Finding]:
     options = cluster.get("typed_extension_protocol_options").entry(_OPTIONS).message()[1]
     by_alpn = options.get("auto_config").is_there and cluster.get("transport_socket").is_there
     explicit = options.get("explicit_http_config", "http2_protocol_options").is_there
@@ -51,7 +51,7 @@ def _check_protocol(cluster: Place) -> Iterator[Finding]:
         )
 
 
-def _check_breakers(cluster: Place) -> Iterator[Finding]:
+def _check_breakers(cluster: ConfigPlace) -> Iterator[Finding]:
     thresholds = cluster.get("circuit_breakers", "thresholds")
     default = next((item for item in thresholds.items() if item.get("priority").text("DEFAULT") == "DEFAULT"), None)
     place = default.get("max_requests") if default is not None else thresholds

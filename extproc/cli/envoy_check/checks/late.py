@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from extproc.cli.envoy_check.config import Guard, HttpFilter, Resources, Route, is_on, mentions_loopguard
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding
 from extproc.cli.envoy_check.needs import Needs
 from extproc.cli.envoy_check.selectors import takes_everything
@@ -38,10 +38,10 @@ def check_late_routes(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding
         first = unguarded if behind else left_out  # routes whose requests have passed Loopguard by
         anywhere = not covered and (behind or guard.filter.place.get("disabled").flag())  # as have those that had none at first
         if any(is_on(item, route) for route in first) or (anywhere and not item.place.get("disabled").flag()):
-            yield _tell(guard, item, first, behind=behind)
+            yield _report(guard, item, first, behind=behind)
 
 
-def _tell(guard: Guard, item: HttpFilter, first: list[Route], *, behind: bool) -> Finding:
+def _report(guard: Guard, item: HttpFilter, first: list[Route], *, behind: bool) -> Finding:
     start = f"from {first[0].name!r}" if first else "that had no route"
     problem = (
         f"{item.name} may choose another route: a request {start} that it moves to a guarded route is not guarded, because "
@@ -57,11 +57,11 @@ def _clears(config: Any) -> bool:  # noqa: ANN401  # whatever a document holds
         return any(_clears(item) for item in config)
     if not isinstance(config, dict):
         return False
-    said = Place(config).get("clear_route_cache").flag()
+    said = ConfigPlace(config).get("clear_route_cache").flag()
     return said or any(_clears(value) for value in config.values() if isinstance(value, dict | list))
 
 
-def _may_script(config: Place) -> bool:
+def _may_script(config: ConfigPlace) -> bool:
     """A change of a header clears it as well, unless that is turned off."""
     text = json.dumps(config.value)
     if "clearRouteCache" in text or "filename" in text:
@@ -70,13 +70,13 @@ def _may_script(config: Place) -> bool:
     return changes and "envoy_on_request" in text and config.get("clear_route_cache").flag(default=True)
 
 
-def _may_processor(config: Place) -> bool:
+def _may_processor(config: ConfigPlace) -> bool:
     """Its answers may ask for it, unless that is turned off."""
     kept = config.get("disable_clear_route_cache").flag() or config.get("route_cache_action").text() == "RETAIN"
     return not kept and not config.get("observability_mode").flag()
 
 
-_MAY_CLEAR: Mapping[str, Callable[[Place], bool]] = {
+_MAY_CLEAR: Mapping[str, Callable[[ConfigPlace], bool]] = {
     "lua.v3.Lua": _may_script,
     "ext_proc.v3.ExternalProcessor": _may_processor,
     "grpc_json_transcoder.v3.GrpcJsonTranscoder": lambda config: not config.get("match_incoming_request_route").flag(),

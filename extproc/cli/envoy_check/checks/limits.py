@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from extproc.cli.envoy_check.config import Guard, GuardedRoute, Resources
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 from extproc.cli.envoy_check.needs import Needs
 from extproc.ext_proc.service import BUFFER_LIMIT_METADATA
@@ -99,7 +99,7 @@ def check_request_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[
             yield Finding("request-timeout", idle, problem, "idle_timeout: 300s in the route's action", [route.name])
 
 
-def _find_idle(guard: Guard, route: GuardedRoute) -> Place:
+def _find_idle(guard: Guard, route: GuardedRoute) -> ConfigPlace:
     """What says how long nothing may happen on a request."""
     own = route.route.place.get("route", "idle_timeout")
     return own if own.is_there else guard.manager.place.get("stream_idle_timeout")

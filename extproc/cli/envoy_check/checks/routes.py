@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from extproc.cli.envoy_check.config import Guard, GuardedRoute, Resources
-from extproc.cli.envoy_check.document import Place
+from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 from extproc.cli.envoy_check.needs import Needs
 
@@ -80,7 +80,7 @@ def _keeps_bodies(route: GuardedRoute) -> bool:
     return _find_retries(route) is not None or any(level.get("request_mirror_policies").is_there for level in mirrors)
 
 
-def _find_retries(route: GuardedRoute) -> Place | None:
+def _find_retries(route: GuardedRoute) -> ConfigPlace | None:
     """The retry policy that holds for a route, if any does."""
     places = (route.route.place.get("route", "retry_policy"), route.route.around[0].get("retry_policy"))
     return next((place for place in places if place.get("retry_on").text()), None)

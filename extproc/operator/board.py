@@ -1,26 +1,26 @@
-"""A table that each replica publishes on a board in the store, so that whoever is asked knows what all of them know.
+"""A table that each replica publishes on a board in the store, so that every replica knows what all of them know.
 
 Publishing is asked for on the server's event loop, with a few milliseconds' work in a thread; merging is done in the thread
 that answers. No request waits for either. A replica that drains publishes once more, and keeps its place for an hour when it
 is gone, so that a restart loses nothing; one that is killed loses the last two seconds.
 """
+# interpreted: works beside the requests
+# interpreted: works beside the requests
 
 from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from time import time
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
 from extproc.errors import StoreError
 from extproc.store import Store
 from extproc.store.rules.documents import MAX_DOCUMENT, make_replica_name
-
-T = TypeVar("T")
 
 KEPT_SECONDS = 3_600
 """What has been quiet for longer is shown no more."""
@@ -30,16 +30,32 @@ _REFRESH_SECONDS = 600.0
 """A table that does not change is published that often, so that the board does not forget it."""
 
 _COLLECT_SECONDS = 1.0
-"""How long whoever asks waits for the store, and how old its last answer may be."""
+"""How long a reader waits for the store, and how old its last answer may be."""
 
 _LEAST_CUT = 10
 
+AnyDocument = TypeVar("AnyDocument", bound="BoardDocument")
+Document_co = TypeVar("Document_co", bound="BoardDocument", covariant=True)
 
-class Table(Protocol):
-    """What is published.
+
+class BoardDocument(Protocol):
+    """What one replica publishes about its table, or what all of them know."""
+
+    def pack(self) -> bytes:
+        """Encode as much of it as fits on a board; see `fit`."""
+        ...
+
+    @classmethod
+    def merge(cls, documents: Iterable[Self], now: float) -> Self:
+        """One document of several replicas', without what has been quiet for too long; `now` in seconds since 1970."""
+        ...
+
+
+class SharedTable(Protocol[Document_co]):
+    """A table that is published.
 
     Attributes:
-        changes: how often anything was noted.
+        changes: the number of times that anything was noted.
     """
 
     changes: int
@@ -48,48 +64,64 @@ class Table(Protocol):
         """Forget what has been quiet since before then, in seconds since 1970."""
         ...
 
+    def make_document(self, *, shows_callers: bool) -> Document_co:
+        """The document about it; callers' values leave this process only where they may be shown."""
+        ...
 
-class Board(Generic[T]):
+
+class View(NamedTuple, Generic[AnyDocument]):
+    """What all replicas know.
+
+    Attributes:
+        document: of all of them.
+        replica: the one that was asked.
+        replicas: those whose tables these are.
+        problem: why other replicas' tables are missing or old, empty where they are not.
+    """
+
+    document: AnyDocument
+    replica: str
+    replicas: list[str]
+    problem: str
+
+
+class Board(Generic[AnyDocument]):
     """One table, as this replica and the others know it.
 
     Attributes:
         replica: this one's name.
-        problem: why other replicas' tables are missing or old, empty where they are not.
     """
 
     def __init__(  # noqa: PLR0913  # what tells one table from another
         self,
         name: str,
+        kind: type[AnyDocument],
+        table: SharedTable[AnyDocument],
         store: Store,
-        table: Table,
-        make: Callable[[], T],
-        pack: Callable[[T], bytes],
-        decode: Callable[[bytes], T],
+        shows_callers: Callable[[], bool],
         replica: str = "",
     ) -> None:
         """Nothing is shared until `share` runs.
 
         Args:
             name: of the board.
-            store: that has it.
+            kind: of its documents.
             table: of this replica.
-            make: the document about it.
-            pack: makes a document small enough, see `fit`.
-            decode: reads what `fit` has encoded.
+            store: that has the board.
+            shows_callers: whether callers' values may be shown now.
             replica: the name of this one; a new one where it is empty.
         """
         self.replica = replica or make_replica_name()
-        self.problem = ""
         self._name = name
-        self._store = store
+        self._kind = kind
         self._table = table
-        self._make = make
-        self._pack = pack
-        self._decode = decode
+        self._store = store
+        self._shows_callers = shows_callers
+        self._problem = ""
         self._home: asyncio.AbstractEventLoop | None = None
         self._published = 0  # of the table's changes
         self._published_at = 0.0
-        self._collected: dict[str, T] = {}
+        self._collected: dict[str, AnyDocument] = {}
         self._collected_at = 0.0
 
     async def share(self) -> None:
@@ -105,15 +137,19 @@ class Board(Generic[T]):
         changes = self._table.changes
         if not changes or (changes == self._published and time() - self._published_at < _REFRESH_SECONDS):
             return
-        document = await asyncio.to_thread(lambda: self._pack(self._make()))
+        document = await asyncio.to_thread(lambda: self._make().pack())
         with suppress(StoreError):  # the store tells that itself
             await self._store.publish(self._name, self.replica, document, KEPT_SECONDS)
             self._published, self._published_at = changes, time()
 
-    def collect(self) -> dict[str, T]:
-        """What all replicas know, by their names; called from any thread but the event loop's."""
+    def view(self) -> View[AnyDocument]:
+        """What all replicas know; called from any thread but the event loop's."""
         self._ask()
-        return {self.replica: self._make(), **self._collected}
+        documents = {self.replica: self._make(), **self._collected}
+        return View(self._kind.merge(documents.values(), time()), self.replica, sorted(documents), self._problem)
+
+    def _make(self) -> AnyDocument:
+        return self._table.make_document(shows_callers=self._shows_callers())
 
     def _ask(self) -> None:
         """Read the others' tables; where the store or the event loop does not answer, the last ones have to do."""
@@ -124,14 +160,14 @@ class Board(Generic[T]):
             found = asked.result(_COLLECT_SECONDS)
         except TimeoutError:
             asked.cancel()
-            self.problem = "the server is too busy to ask the store"
+            self._problem = "the server is too busy to ask the store"
             return
         except StoreError as error:
-            self.problem = f"the store is unavailable: {error}"
+            self._problem = f"the store is unavailable: {error}"
             return
         packed = {replica: document for replica, document in found.items() if replica != self.replica}
-        self._collected = unpack_all(packed, self._decode)
-        self._collected_at, self.problem = time(), ""
+        self._collected = unpack_all(packed, self._kind)
+        self._collected_at, self._problem = time(), ""
 
 
 def fit(most: int, make: Callable[[int], object]) -> bytes:
@@ -149,8 +185,9 @@ def fit(most: int, make: Callable[[int], object]) -> bytes:
         kept = max(0, kept - max(_LEAST_CUT, kept // 8))
 
 
-def unpack_all(documents: dict[str, bytes], decode: Callable[[bytes], T]) -> dict[str, T]:
+def unpack_all(documents: dict[str, bytes], kind: type[AnyDocument]) -> dict[str, AnyDocument]:
     """Documents by replica; what cannot be read is of a version that is not known here, and left out."""
+    decode = msgspec.msgpack.Decoder(kind).decode
     found = {}
     for replica, packed in documents.items():
         with suppress(msgspec.MsgspecError, ValueError, zlib.error):

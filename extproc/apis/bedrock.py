@@ -1,17 +1,63 @@
-"""Amazon Bedrock's runtime: Converse, and models as they are."""
-# interpreted: writes refusals, which is json's time; msgspec makes its Structs of annotations
+"""Amazon Bedrock's runtime: Converse, whose `messages` have blocks that are named by their one key, and models as they are."""
+# interpreted: writes refusals, which is json's time; reads what msgspec has decoded
 
 from __future__ import annotations
 
 import json
+import re
 from base64 import b64encode
 from collections.abc import Iterable, Mapping
 from typing import Any
 from zlib import crc32
 
-from extproc.apis.answers import anthropic
-from extproc.apis.answers.api import JSON, Api, Completion, Question, Refusal, frame_json, make_error
+from extproc.apis import anthropic
+from extproc.apis.api import JSON, Api, Completion, Endpoint, Question, Refusal, ToolList, ToolWords, frame_json, make_error
+from extproc.apis.contents import Block, read_object, read_string, skip_thought
+from extproc.apis.messages import CALL, RESULT, Part
+from extproc.apis.places import TEXT_PART, Place, locate_text
+from extproc.apis.usage import decode_name
 from extproc.decision import Framed
+from extproc.request.document import ABSENT
+from extproc.request.patch import Fields, Patch, Value
+
+_MODEL = "/model/"
+_OPERATIONS = frozenset(
+    {"converse", "converse-stream", "invoke", "invoke-with-response-stream", "invoke-with-bidirectional-stream", "count-tokens"}
+)
+"""What follows `/model/ID/`."""
+
+_ARN = "arn:"
+_GEOGRAPHY = re.compile(r"\A(?:us|eu|apac|jp|au|ca|us-gov|global)\.(?=[a-z0-9-]+\.)")
+"""In front of a model's id: an inference profile, which spreads its calls over regions."""
+
+
+def _read_call(block: Block) -> Part:
+    call = read_object(block["toolUse"])
+    return Part(CALL, call.get("input", ABSENT), read_string(call.get("name")), read_string(call.get("toolUseId")))
+
+
+def _read_result(block: Block) -> Part:
+    result = read_object(block["toolResult"])
+    failed = result.get("status") == "error"
+    return Part(RESULT, result.get("content", ABSENT), id=read_string(result.get("toolUseId")), failed=failed)
+
+
+def _locate_result(patch: Patch, fields: Fields, _: Value) -> list[Place]:
+    return locate_text(patch, patch.open_fields(fields.get("toolResult")).get("content"), TEXT_PART, result=True)
+
+
+def _find_model(path: str) -> str:
+    before, _, last = path.rpartition("/")
+    if last not in _OPERATIONS:
+        return ""
+    return decode_name(before.partition(_MODEL)[2])  # whole: an ARN has a slash, which a proxy may have decoded
+
+
+def _list_models(model: str) -> list[str]:
+    """Without its ARN, and without the geography of an inference profile: one model goes by all of these."""
+    named = model.rpartition("/")[2] if model.startswith(_ARN) else model
+    return [named, _GEOGRAPHY.sub("", named)]
+
 
 _TYPES = {
     400: "ValidationException",
@@ -94,8 +140,33 @@ def _write_number(number: int) -> bytes:
     return number.to_bytes(4, "big")
 
 
-CONVERSE = Api(write_error, complete)
-CONVERSE_STREAM = Api(write_error, complete_in_pieces)
-INVOKE = Api(write_error, complete_as_model)
-INVOKE_STREAM = Api(write_error, complete_as_model_in_pieces)
-OTHERS = Api(write_error)
+_PATH = r"\A(?>.*?/model/).+/"
+
+API = Api(
+    paths={
+        rf"{_PATH}converse\Z": Endpoint(write_error, complete),
+        rf"{_PATH}converse-stream\Z": Endpoint(write_error, complete_in_pieces),
+        rf"{_PATH}invoke\Z": Endpoint(write_error, complete_as_model),
+        rf"{_PATH}invoke-with-response-stream\Z": Endpoint(write_error, complete_as_model_in_pieces),
+        rf"{_PATH}count-tokens\Z": Endpoint(write_error),
+    },
+    asked=("anthropic_version",),
+    blocks={
+        "toolUse": _read_call,
+        "toolResult": _read_result,
+        "reasoningContent": skip_thought,
+        "cachePoint": skip_thought,
+    },
+    locators={"toolResult": _locate_result},
+    tool_lists=(ToolList("messages", "tools", "toolChoice", b"", b'{"auto":{}}', holder="toolConfig"),),
+    tool_words=ToolWords(wrappers=frozenset({"toolSpec", "systemTool", "tool"}), others=frozenset({"cachePoint"})),
+    models={_MODEL: _find_model},
+    list_models=_list_models,
+    counts={
+        "input": ("usage.inputTokens",),
+        "output": ("usage.outputTokens",),
+        "cache_read": ("usage.cacheReadInputTokens",),
+        "cache_write": ("usage.cacheWriteInputTokens",),
+    },
+    credentials=("authorization",),
+)

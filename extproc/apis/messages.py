@@ -3,7 +3,7 @@
 Structs are made by msgspec while Python runs, so these stand apart from the code that is compiled; they cost a fifth of what
 named tuples do.
 """
-# interpreted: an API each; msgspec makes their Structs of annotations, which compiled classes do not keep
+# interpreted: msgspec makes its Structs of annotations, which compiled classes do not keep
 
 from __future__ import annotations
 

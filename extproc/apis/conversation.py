@@ -1,7 +1,9 @@
 """A conversation of any API: who says what, and whether the server keeps what was before.
 
 One pass over a body tells its messages apart and leaves their contents as they are. Nothing of a message is decoded before
-somebody looks at it, which for most of a long history nobody does. What a shape is, each file of this folder says for its API.
+somebody looks at it, which for most of a long history nobody does. What its shape is, the file of each API says.
+
+In a body that is edited, the same is found by its offsets; see `Patch`.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from typing import Any, Final, NamedTuple
 from msgspec import Raw, Struct, ValidationError, defstruct, json
 from msgspec.structs import fields
 
-from extproc.apis.shapes.messages import TEXT, Message, Part
-from extproc.apis.shapes.places import Place
+from extproc.apis.messages import TEXT, Message, Part
+from extproc.apis.places import Place
 from extproc.request.document import (
     ABSENT,
     MAX_STEPS,
@@ -25,13 +27,16 @@ from extproc.request.document import (
     start_looking,
     write_canonical,
 )
-from extproc.request.patch import Patch, Value
+from extproc.request.patch import AMBIGUOUS, Patch, Value
 
 ASSISTANT, USER, TOOL, NOBODY = "assistant", "user", "tool", "other"
 """Who says a message; any other is who a client says it is."""
 
 _MAX_OLDEST: Final = 100
 """Among so many messages at the start the user is expected to say something."""
+
+_MAX_NEWEST: Final = 100
+"""So many results, made at once, may have a place for a note."""
 
 ASSISTANTS = frozenset({ASSISTANT, "model", "ai"})
 
@@ -276,6 +281,51 @@ class Shapes:
             raise found.renew()
         return found
 
+    def find_conversation(self, patch: Patch) -> tuple[Shape, Value]:
+        """Where in a body that is edited its one conversation stands: a list of messages, or a text in its place.
+
+        Raises:
+            NotCounted: there is none, or several.
+        """
+        found: list[tuple[Shape, Value]] = []
+        for shape in self._shapes:
+            value: Value | None = patch.root
+            for step in shape.path:
+                value = patch.open_fields(value).get(step)
+            if value is not None and not patch.is_null(value) and not (shape.fallback and found):
+                found.append((shape, value))
+        if len(found) > 1:
+            raise NotCounted(AMBIGUOUS)
+        for shape, given in found:
+            if shape.locate is None or patch.is_list(given) or shape.take(patch.read_text(given)):
+                return shape, given
+        raise NotCounted("no_messages")
+
+    def locate_results(self, patch: Patch) -> list[Place]:
+        """Where a note can be put into the newest results of a conversation, or else into what the user said last.
+
+        Returns:
+            places in the body, the newest last; none where the API allows none, or nobody can tell.
+
+        Raises:
+            NotCounted: there is no conversation, it cannot be read in one way alone, or is too much.
+        """
+        shape, given = self.find_conversation(patch)
+        if shape.locate is None:
+            return []
+        if patch.is_text(given):
+            return [Place(given)]
+        places: list[Place] = []
+        for number, (_, whole) in enumerate(patch.open_newest(given)):
+            message = read_message(patch, shape, patch.shorten(whole))
+            speaker = shape.name_speaker(message)
+            if speaker == ASSISTANT or number == _MAX_NEWEST:
+                break
+            found = shape.locate(patch, message, whole) if speaker else []
+            places += [place for place in found if place.result or speaker == USER]
+        places.sort(key=lambda place: place.offset)
+        return [place for place in places if place.result] or places
+
     def _open(self, document: Document) -> Conversation:
         data = document.data()
         if not data:
@@ -299,6 +349,34 @@ class Shapes:
         named = model if model is None or isinstance(model, str) else write_canonical(model).decode()
         raw = {key: Raw(write_canonical(given[key])) for key in self._raw_keys if key in given}
         return self._body(model=named, **raw)
+
+
+def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: ANN401  # of the shape's
+    """What the shape makes of a message, or of a part of one that tells who says it.
+
+    Raises:
+        NotCounted: it cannot be read, or is too much.
+    """
+    try:
+        return patch.decode(raw, shape.decode)
+    except ValidationError:
+        return shape.message()  # of other types than a message's: of no known kind
+
+
+def look_back(patch: Patch, shape: Shape) -> Before:
+    """What a body that is edited says about what went before its messages.
+
+    Raises:
+        NotCounted: it cannot be read, or is too much.
+    """
+    given = patch.open_fields(patch.root)
+    raw: dict[str, Any] = dict.fromkeys(shape.path[:1])
+    for key in shape.kept:
+        if key in given:
+            if patch.is_long(given[key]):
+                return Before(after=b"{}")  # whatever it is, it is something
+            raw[key] = patch.read_raw(given[key])
+    return shape.look_back(shape.body(**raw))
 
 
 def _make_body(shapes: Sequence[Shape]) -> type[Struct]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from json import dumps
 from typing import NamedTuple
 
-from extproc.apis.shapes.contents import READERS
+from extproc.apis.contents import READERS
 from extproc.request.patch import Fields, Patch, Value
 
 _MAX_BLOCKS = 100
@@ -64,7 +64,7 @@ def splice(patch: Patch, places: list[Place], note: str, separator: str = "") ->
 Locator = Callable[[Patch, Fields, Value], list[Place]]
 
 LOCATORS: dict[str, Locator] = {}
-"""By the `type` of a block, or by the one key that names it: where in a result that is one. Every shape adds its own."""
+"""By the `type` of a block, or by the one key that names it: where in a result that is one. Every API adds its own."""
 
 
 def locate_text(patch: Patch, content: Value | None, block: tuple[bytes, bytes], *, result: bool) -> list[Place]:

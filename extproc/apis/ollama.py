@@ -1,5 +1,5 @@
-"""Ollama's own API."""
-# interpreted: writes refusals, which is json's time; msgspec makes its Structs of annotations
+"""Ollama's own API; its messages are those of OpenAI's chat."""
+# interpreted: writes refusals, which is json's time
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
-from extproc.apis.answers.api import Api, Completion, Question, frame_json
-from extproc.apis.answers.openai import write_error
+from extproc.apis.api import Api, Completion, Endpoint, Question, frame_json, write_error
 from extproc.decision import Framed
 
 _LINES = "application/x-ndjson"
@@ -38,5 +37,12 @@ def _complete(completion: Completion, question: Question, say: Any) -> Framed | 
     return Framed(200, _LINES, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
 
 
-CHAT = Api(write_error, complete_chat)
-TEXT = Api(write_error, complete_text)
+API = Api(
+    paths={
+        r"/api/chat\Z": Endpoint(write_error, complete_chat, needs_tool=False),
+        r"/api/generate\Z": Endpoint(write_error, complete_text),
+    },
+    asked=("stream",),
+    counts={"input": ("prompt_eval_count",), "output": ("eval_count",)},  # in no object, and its streams are no events
+    answered_by=("model",),
+)

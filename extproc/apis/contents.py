@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from msgspec import Raw, ValidationError, json
 
-from extproc.apis.shapes.messages import OTHER, TEXT, Part
+from extproc.apis.messages import OTHER, TEXT, Part
 from extproc.request.document import (
     ABSENT,
     WORTH_COUNTING,
@@ -45,7 +45,7 @@ Block = dict[str, Json]
 Reader = Callable[[Block], Part | None]
 
 READERS: dict[str, Reader] = {}
-"""By the `type` of a block, or by the one key that names it: how it is read; None for a thought. Every shape adds its own."""
+"""By the `type` of a block, or by the one key that names it: how it is read; None for a thought. Every API adds its own."""
 
 
 def read_content(content: Raw) -> list[Part]:

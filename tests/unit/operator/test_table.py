@@ -6,24 +6,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.recent import Row, Table
+from extproc.operator.table import Table
 
 pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # compiled, at the door
 
 MOST, SHARE = 8, 3
 
 
-def make_row(tenant: str, last: float = 0.0) -> Row:
-    """A row of that tenant's."""
-    row = Row()
-    row.tenant, row.last = tenant, last
-    return row
+class Seen:
+    """A row."""
+
+    def __init__(self, last: float = 0.0) -> None:
+        self.last = last
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 4)), max_size=200))
 def test_whoever_has_been_quiet_longest_makes_room(uses: list[tuple[str, int]]) -> None:
     """Of its own tenant's where that has more than its share, else of all: as a list says that is put in order at each use."""
-    table: Table[Row] = Table(MOST, SHARE)
+    table: Table[Seen] = Table(MOST, SHARE)
     order: list[tuple[str, str]] = []  # the quietest first
     for tenant, number in uses:
         key = (tenant, str(number))
@@ -31,27 +31,27 @@ def test_whoever_has_been_quiet_longest_makes_room(uses: list[tuple[str, int]]) 
             order.remove(key)
         order.append(key)
         if table.use(key) is None:
-            table.put(key, make_row(tenant))
+            table.put(key, Seen())
         own = [each for each in order if each[0] == tenant]
         if len(own) > SHARE:
             order.remove(own[0])
         elif len(order) > MOST:
             del order[0]
 
-        assert [key for row in table.copy() for key, kept in table.kept.items() if kept is row] == order
+        assert [key for row in table.copy() for key, kept in table._rows.kept.items() if kept is row] == order
         assert table._tenants.keys() == {tenant for tenant, _ in order}
 
 
 def test_rows_are_forgotten_whose_last_request_is_old() -> None:
     """Whatever has been noted about them since; their tenants' shares are theirs again."""
-    table: Table[Row] = Table(MOST, SHARE)
+    table: Table[Seen] = Table(MOST, SHARE)
     for number in range(MOST):
         tenant = "a" if number < SHARE else str(number)
-        table.put((tenant, str(number)), make_row(tenant, 10 * number))
+        table.put((tenant, str(number)), Seen(10 * number))
     table.use(("a", "0"))
 
     table.drop_quiet(10 * SHARE)
     for number in range(SHARE):
-        table.put(("a", f"new {number}"), make_row("a", 100))
+        table.put(("a", f"new {number}"), Seen(100))
 
     assert [row.last for row in table.copy()] == [30, 40, 50, 60, 70, 100, 100, 100]

@@ -1,0 +1,139 @@
+"""Anthropic's messages, of its own API and of Vertex AI: a chat whose calls, results and thoughts are blocks of a content."""
+# interpreted: writes refusals, which is json's time; reads what msgspec has decoded
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from extproc.apis.api import (
+    Api,
+    Completion,
+    Endpoint,
+    Question,
+    Refusal,
+    ToolList,
+    ToolWords,
+    frame_events,
+    frame_json,
+    make_error,
+)
+from extproc.apis.contents import Block, read_string, skip_thought
+from extproc.apis.messages import CALL, RESULT, Part
+from extproc.apis.places import PLAIN, TEXT_BLOCK, Place, locate_text
+from extproc.decision import Framed
+from extproc.request.document import ABSENT, open_value
+from extproc.request.patch import Fields, Patch, Value
+
+_TOOLSET = "mcp_toolset"
+
+
+def _read_call(block: Block) -> Part:
+    return Part(CALL, block.get("input", ABSENT), read_string(block.get("name")), read_string(block.get("id")))
+
+
+def _read_result(block: Block) -> Part:
+    failed = "is_error" in block and open_value(block["is_error"]) is True
+    return Part(RESULT, block.get("content", ABSENT), id=read_string(block.get("tool_use_id")), failed=failed)
+
+
+def _locate_result(patch: Patch, fields: Fields, block: Value) -> list[Place]:
+    if "content" not in fields:
+        return [Place(block, PLAIN, "content", result=True)]
+    return locate_text(patch, fields["content"], TEXT_BLOCK, result=True)
+
+
+def _owns(kind: str, fields: Fields) -> bool:
+    """Whether a tool's name stands in the tool itself."""
+    return kind == _TOOLSET or ("name" in fields and "function" not in fields)
+
+
+_ENDED = {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def write_error(refusal: Refusal, _: Question) -> Framed:
+    """`type` beside `error` (docs.anthropic.com, Errors); clients with a schema take nothing for an error without it."""
+    return frame_json(refusal.status, {"type": "error", **make_error(refusal)})
+
+
+def complete(completion: Completion, question: Question) -> Framed | None:
+    """A message, or the events that lead to it."""
+    if question.body is None or not completion.model:
+        return None
+    if question.read("stream") is True:
+        return frame_events(write_events(completion), named=True)
+    return frame_json(200, make_message(completion))
+
+
+def make_message(completion: Completion) -> dict[str, Any]:
+    """The whole message."""
+    return {
+        "id": f"msg_{completion.name}",
+        "type": "message",
+        "role": "assistant",
+        "model": completion.model,
+        "content": [{"type": "text", "text": completion.text}],
+        **_ENDED,
+        "usage": {"input_tokens": 0, "output_tokens": 0},
+    }
+
+
+def write_events(completion: Completion) -> Iterator[dict[str, Any]]:
+    """The same in pieces (docs.anthropic.com, Streaming messages)."""
+    started = {**make_message(completion), "content": [], "stop_reason": None}
+    yield {"type": "message_start", "message": started}
+    yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+    yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": completion.text}}
+    yield {"type": "content_block_stop", "index": 0}
+    yield {"type": "message_delta", "delta": _ENDED, "usage": {"output_tokens": 0}}
+    yield {"type": "message_stop"}
+
+
+_MESSAGES = Endpoint(write_error, complete)
+
+API = Api(
+    paths={
+        r"/v1/messages\Z": _MESSAGES,
+        r"/v1/messages/": Endpoint(write_error),
+        r"/publishers/anthropic/models/[^/:]+:(?:rawPredict|streamRawPredict)\Z": _MESSAGES,
+    },
+    headers={"anthropic-version": _MESSAGES},
+    asked=("stream",),
+    blocks={
+        "tool_use": _read_call,
+        "server_tool_use": _read_call,
+        "mcp_tool_use": _read_call,
+        "tool_result": _read_result,
+        "mcp_tool_result": _read_result,
+        "web_search_tool_result": _read_result,
+        "web_fetch_tool_result": _read_result,
+        "code_execution_tool_result": _read_result,
+        "bash_code_execution_tool_result": _read_result,
+        "text_editor_code_execution_tool_result": _read_result,
+        "thinking": skip_thought,
+        "redacted_thinking": skip_thought,
+    },
+    locators={"tool_result": _locate_result},
+    tool_lists=(
+        ToolList(
+            "messages",
+            "tools",
+            "tool_choice",
+            b'{"type":"none"}',
+            b'{"type":"auto"}',
+            kept="disable_parallel_tool_use",
+            owns=_owns,
+        ),
+    ),
+    tool_words=ToolWords(servers=frozenset({_TOOLSET}), modes=frozenset({"auto", "any", "none"})),
+    counts={
+        "input": ("usage.input_tokens", "message.usage.input_tokens"),
+        # Not message.usage.output_tokens, which is where a message begins and nothing has been written yet.
+        "output": ("usage.output_tokens",),
+        "cache_read": ("usage.cache_read_input_tokens", "message.usage.cache_read_input_tokens"),
+        "cache_write": ("usage.cache_creation_input_tokens", "message.usage.cache_creation_input_tokens"),
+    },
+    events=("message.usage", "usage"),
+    answered_by=("model", "message.model"),
+    credentials=("x-api-key",),
+)

@@ -1,0 +1,249 @@
+"""Gemini's `generateContent`, of Google's AI Studio and of Vertex AI: `contents` whose parts are named by their one key."""
+# interpreted: msgspec makes its Structs of annotations, which compiled classes do not keep
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from msgspec import Raw, Struct
+
+from extproc.apis.api import (
+    Api,
+    Changes,
+    Completion,
+    Endpoint,
+    Outcome,
+    Question,
+    Refusal,
+    ToolList,
+    ToolWords,
+    frame_events,
+    frame_json,
+    make_error,
+)
+from extproc.apis.contents import Block, read_content, read_object, read_string
+from extproc.apis.conversation import ASSISTANT, ASSISTANTS, Shape
+from extproc.apis.messages import CALL, OTHER, RESULT, Part
+from extproc.apis.places import PLAIN, TEXT_PART, Place, locate_in_content
+from extproc.apis.usage import decode_name
+from extproc.decision import Framed
+from extproc.request.document import ABSENT, NotCounted
+from extproc.request.patch import AMBIGUOUS, Fields, Patch, Value
+
+_RESPONSE_TEXTS = ("output", "result", "error")
+_NOTE = "gateway_note"
+
+_COLLECTIONS = ("/models", "/tunedModels", "/endpoints")
+_NO_NAMES = frozenset({"count-tokens"})
+"""What Anthropic's SDK for Vertex AI puts in place of a model's name, which stands in the body then."""
+
+
+class Content(Struct, gc=False):
+    """A message."""
+
+    role: str | None = None
+    parts: Raw = ABSENT
+
+
+class GeminiBody(Struct, gc=False):
+    """A body with `contents`."""
+
+    contents: list[Content]
+
+
+class WrappedBody(Struct, gc=False):
+    """The same inside of a `request`, as Gemini's own command line sends it."""
+
+    request: GeminiBody
+
+
+def _name_speaker(content: Content) -> str:
+    return ASSISTANT if content.role in ASSISTANTS else content.role or "user"
+
+
+def _read(content: Content) -> list[Part]:
+    return [Part(OTHER, ABSENT)] if content.parts is ABSENT else read_content(content.parts)
+
+
+def _find_raw(content: Content) -> Raw:
+    return content.parts
+
+
+def _read_call(block: Block) -> Part:
+    call = read_object(block.get("functionCall", block.get("function_call")))
+    return Part(CALL, call.get("args", ABSENT), read_string(call.get("name")), read_string(call.get("id")))
+
+
+def _read_result(block: Block) -> Part:
+    result = read_object(block.get("functionResponse", block.get("function_response")))
+    response = result.get("response", ABSENT)
+    failed = isinstance(response, dict) and bool(response.get("error"))
+    return Part(RESULT, response, id=read_string(result.get("id")), failed=failed)
+
+
+def _read_code(block: Block) -> Part:
+    """Code that the server runs, of which the result comes back in the same message."""
+    return Part(CALL, block.get("executableCode", block.get("executable_code")), "code_execution")
+
+
+def _read_code_result(block: Block) -> Part:
+    return Part(RESULT, block.get("codeExecutionResult", block.get("code_execution_result")))
+
+
+def _locate(patch: Patch, _: Content, whole: Value) -> list[Place]:
+    return locate_in_content(patch, patch.open_fields(whole).get("parts"), TEXT_PART)
+
+
+def _locate_result(patch: Patch, fields: Fields, _: Value) -> list[Place]:
+    """In the text of a structured response, or as one more text of it."""
+    response = patch.open_fields(fields.get("functionResponse", fields.get("function_response"))).get("response")
+    if response is None or not patch.is_object(response):
+        return []
+    given = patch.open_fields(response)
+    key = next((key for key in _RESPONSE_TEXTS if key in given and patch.is_text(given[key])), _NOTE)
+    while key in given and not patch.is_text(given[key]):  # a tool must not keep a note away by taking its name
+        key += "_"
+    return [Place(given[key], result=True)] if key in given else [Place(response, PLAIN, key, result=True)]
+
+
+def _choose(patch: Patch, fields: Fields, outcome: Outcome, gone: Collection[str]) -> Changes:
+    """Edit the choice among tools, and say what becomes of the member in which it stands; see `ToolList`."""
+    key = _pick(fields, "toolConfig", "tool_config")
+    if key not in fields or not patch.is_object(fields[key]):
+        forbidden = b'{"functionCallingConfig":{"mode":"NONE"}}'
+        return {key: forbidden} if outcome is Outcome.FORBIDDEN else {}
+    config = fields[key]
+    inner = patch.open_fields(config)
+    calling = _pick(inner, "functionCallingConfig", "function_calling_config")
+    if outcome is Outcome.FEWER and calling in inner:
+        outcome = _mend_names(patch, patch.open_fields(inner[calling]), gone)
+    if outcome is Outcome.FORBIDDEN:
+        patch.change(config, {calling: b'{"mode":"NONE"}'})
+    elif outcome is Outcome.GONE and calling in inner:
+        patch.change(config, {calling: None})
+    return {}
+
+
+def _mend_names(patch: Patch, calling: Fields, gone: Collection[str]) -> Outcome:
+    """Edit the list of functions that may be called; one of which none is left forbids all."""
+    key = _pick(calling, "allowedFunctionNames", "allowed_function_names")
+    if key not in calling or not patch.is_list(calling[key]):
+        return Outcome.FEWER
+    names = patch.open_items(calling[key])
+    places = {place for place, name in enumerate(names) if patch.read_text(name) in gone}
+    if places and len(places) == len(names):
+        return Outcome.FORBIDDEN
+    patch.remove(calling[key], places)
+    return Outcome.FEWER
+
+
+def _pick(fields: Fields, *keys: str) -> str:
+    """Which spelling of a key is there, the first where none is.
+
+    Raises:
+        NotCounted: there are several.
+    """
+    found = [key for key in keys if key in fields]
+    if len(found) > 1:
+        raise NotCounted(AMBIGUOUS)
+    return found[0] if found else keys[0]
+
+
+def _find_model(path: str) -> str:
+    """The name in a path of Google's APIs: it comes last, and a method after a colon."""
+    before, _, last = path.rpartition("/")
+    name = last.rpartition(":")[0]
+    return decode_name(name) if before.endswith(_COLLECTIONS) and name not in _NO_NAMES else ""
+
+
+_STATUSES = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "ABORTED",
+    429: "RESOURCE_EXHAUSTED",
+    499: "CANCELLED",
+    500: "INTERNAL",
+    501: "UNIMPLEMENTED",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+"""What a status is called (google/rpc/code.proto)."""
+
+
+def write_error(refusal: Refusal, _: Question) -> Framed:
+    """A google.rpc.Status (google.aip.dev/193): `code` is the number of the status, the code for programs is a detail."""
+    status = _STATUSES.get(refusal.status) or ("FAILED_PRECONDITION" if refusal.status < 500 else "INTERNAL")  # noqa: PLR2004  # HTTP's
+    reason = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": refusal.code.upper(), "domain": "loopguard"}
+    body = make_error(refusal)
+    body["error"] |= {"code": refusal.status, "status": status, "details": [reason]}
+    return frame_json(refusal.status, body)
+
+
+def complete(completion: Completion, _: Question) -> Framed:
+    """One content."""
+    return frame_json(200, _make_content(completion))
+
+
+def complete_in_pieces(completion: Completion, question: Question) -> Framed:
+    """The same as the only event of a stream, or as the only element of an array, as the query asks."""
+    content = _make_content(completion)
+    if question.request.read_parameter("alt") == "sse":
+        return frame_events([content])
+    return frame_json(200, [content])
+
+
+def _make_content(completion: Completion) -> dict[str, Any]:
+    content = {"role": "model", "parts": [{"text": completion.text}]}
+    return {
+        "candidates": [{"index": 0, "content": content, "finishReason": "STOP"}],
+        "usageMetadata": {"promptTokenCount": 0, "candidatesTokenCount": 0, "totalTokenCount": 0},
+        "modelVersion": completion.model,
+        "responseId": completion.name,
+    }
+
+
+API = Api(
+    paths={
+        r":generateContent\Z": Endpoint(write_error, complete),
+        r":streamGenerateContent\Z": Endpoint(write_error, complete_in_pieces),
+        r":(?:countTokens|embedContent|batchEmbedContents)\Z": Endpoint(write_error),
+    },
+    keys={("contents",): Endpoint(write_error)},  # the path alone would say whether a stream is wanted
+    shapes=(
+        Shape(("contents",), GeminiBody, Content, _name_speaker, _read, _find_raw, locate=_locate),
+        Shape(("request", "contents"), WrappedBody, Content, _name_speaker, _read, _find_raw, locate=_locate),
+    ),
+    blocks={
+        "functionCall": _read_call,
+        "function_call": _read_call,
+        "functionResponse": _read_result,
+        "function_response": _read_result,
+        "executableCode": _read_code,
+        "executable_code": _read_code,
+        "codeExecutionResult": _read_code_result,
+        "code_execution_result": _read_code_result,
+    },
+    locators={"functionResponse": _locate_result, "function_response": _locate_result},
+    tool_lists=(
+        ToolList("contents", "tools", "toolConfig", choose=_choose),
+        ToolList("request", "tools", "toolConfig", choose=_choose, wraps=True),
+    ),
+    tool_words=ToolWords(
+        lists=frozenset({"functionDeclarations", "function_declarations"}), servers=frozenset({"mcpServers", "mcp_servers"})
+    ),
+    models={":": _find_model},
+    counts={
+        "input": ("usageMetadata.promptTokenCount",),
+        "output": ("usageMetadata.candidatesTokenCount",),
+        "cached": ("usageMetadata.cachedContentTokenCount",),
+        "thoughts": ("usageMetadata.thoughtsTokenCount",),
+        "tool_input": ("usageMetadata.toolUsePromptTokenCount",),
+    },
+    events=("usageMetadata",),
+    answered_by=("modelVersion",),
+    streamed_documents=(":streamGenerateContent",),
+    credentials=("x-goog-api-key",),
+)

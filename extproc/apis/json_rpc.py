@@ -1,0 +1,213 @@
+"""JSON-RPC 2.0: calls of tools over HTTP (MCP), and messages that agents send to each other (A2A).
+
+An HTTP error ends a session of MCP, and no model reads it. So a call that is refused is answered in the protocol, under its own
+id; see `frame_answer`. Other requests are refused with a JSON-RPC error.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+import msgspec
+
+from extproc.apis.api import EVENTS, JSON, Api, Endpoint, Question, Refusal
+from extproc.decision import Framed
+from extproc.request.document import (
+    ABSENT,
+    Document,
+    Json,
+    NotCounted,
+    check_containers,
+    decode_json,
+    open_value,
+    walk,
+    write_canonical,
+)
+
+MAX_ID: Final = 512
+"""Longest id that a refusal repeats, in bytes of JSON: a UUID has 38."""
+
+_ERROR_CODE: Final = -32000
+"""Of the range that JSON-RPC leaves to servers (section 5.1); A2A's own start at -32001."""
+
+_TOOL_CALL: Final = "tools/call"  # MCP, since its first revision
+_MESSAGES: Final = frozenset(
+    {"message/send", "message/stream", "SendMessage", "SendStreamingMessage"}  # A2A 0.2 and later, A2A 1.0
+)
+
+_ANSWERS: Final = ("inputResponses", "requestState")
+"""Of a call that is sent again because the server asked the user something (MCP 2026-07-28): what was answered is new."""
+
+_TAKES_JSON: Final = (JSON, "application/*", "*/*")
+
+_SEPARATOR: Final = b"\xff"  # never in UTF-8
+
+_decode_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_batch: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+Fields = dict[str, msgspec.Raw]
+
+
+def read_call(document: Document) -> tuple[str, Fields, msgspec.Raw]:
+    """What a request calls.
+
+    Returns:
+        the name of the tool, empty for a message; the parameters; and the request's id, see `read_id`.
+
+    Raises:
+        NotCounted: it is neither a tool's call nor a message (handshakes, lists, notifications, pings, answers, streams), or
+            nothing that a server would take for one, or there are several.
+    """
+    if not len(document):
+        raise NotCounted("not_a_call")  # a stream is opened, or a session closed
+    data = document.data()
+    if data.lstrip()[:1] == b"[":
+        raise NotCounted("batch" if _holds_call(data) else "not_a_call")
+    request = _read_fields(data)
+    tool, params = _read_params(request)
+    return tool, params, request.get("id", ABSENT)
+
+
+def read_id(request_id: msgspec.Raw) -> bytes | None:
+    """The id of a request as it was sent; None where there is none (a notification), or none that an answer can bear.
+
+    Raises:
+        NotCounted: it is not JSON.
+    """
+    sent = bytes(request_id)
+    if not sent or len(sent) > MAX_ID:
+        return None
+    return None if isinstance(decode_json(sent), (bool, dict, list)) else sent
+
+
+def spell_call(tool: str, params: Fields) -> bytes:
+    """What is compared, in one spelling: a tool and its arguments, or the parts of a message, which start with a separator.
+
+    What identifies one request alone (`id`, `params._meta`, the ids of a message) is left out.
+
+    Raises:
+        NotCounted: it cannot be read, or is too much.
+    """
+    return tool.encode() + _SEPARATOR + (_spell_arguments(params) if tool else _spell_parts(params))
+
+
+def show_call(spelled: bytes) -> str:
+    """The same for people."""
+    return f"{'message' if spelled.startswith(_SEPARATOR) else ''}{spelled.replace(_SEPARATOR, b' | ').decode()}"
+
+
+def frame_answer(identity: bytes, tool: str, message: str, accept: str) -> Framed:
+    """An answer of the protocol: as a tool's result, which the model reads, or as the error of a message.
+
+    Args:
+        identity: the request's id as it was sent.
+        tool: that was called; empty for a message.
+        message: for the model.
+        accept: the media types that the client takes.
+    """
+    field: tuple[str, Json] = ("error", {"code": _ERROR_CODE, "message": message})
+    if tool:
+        content = [{"type": "text", "text": message}]
+        field = ("result", {"resultType": "complete", "content": content, "isError": True})
+    name, value = field
+    answer, accept = _write(identity, name, value), accept.lower()
+    if EVENTS in accept and not any(media in accept for media in _TAKES_JSON):
+        return Framed(200, EVENTS, b"event: message\ndata: " + answer + b"\n\n")
+    return Framed(200, JSON, answer)
+
+
+def _write_error(refusal: Refusal, question: Question) -> Framed:
+    """An error under the request's own id; under none where it has none that an answer can bear (JSON-RPC 2.0, section 5)."""
+    try:
+        identity = read_id(question.find("id"))
+    except NotCounted:
+        identity = None
+    data = {"type": refusal.reason, "code": refusal.code, **refusal.detail}
+    error = {"code": _ERROR_CODE, "message": refusal.message, "data": data}
+    return Framed(refusal.status, JSON, _write(identity or b"null", "error", error))
+
+
+def _write(identity: bytes, name: str, value: Json) -> bytes:
+    return b'{"jsonrpc": "2.0", "id": %s, "%s": %s}' % (identity, name.encode(), json.dumps(value).encode())
+
+
+def _read_fields(value: bytes | msgspec.Raw) -> Fields:
+    """The fields of an object.
+
+    Raises:
+        NotCounted: it is none.
+    """
+    if value is ABSENT:
+        raise NotCounted("not_a_call")
+    try:
+        fields: Fields = decode_json(value, _decode_fields)
+    except msgspec.ValidationError:
+        raise NotCounted("not_a_call") from None
+    return fields
+
+
+def _holds_call(data: bytes) -> bool:
+    """Whether some request of a batch is a call."""
+    batch = decode_json(data, _decode_batch)
+    walk(len(batch))
+    return any(_is_call(entry) for entry in batch)
+
+
+def _is_call(entry: msgspec.Raw) -> bool:
+    try:
+        _read_params(_read_fields(entry))
+    except NotCounted:
+        return False
+    return True
+
+
+def _read_params(request: Fields) -> tuple[str, Fields]:
+    """The name of the tool that is called, empty for a message, and the parameters.
+
+    Raises:
+        NotCounted: it is neither, or nothing that a server would take for one.
+    """
+    method = open_value(request.get("method", ABSENT))
+    if method != _TOOL_CALL and not (isinstance(method, str) and method in _MESSAGES):
+        raise NotCounted("not_a_call")
+    params = _read_fields(request.get("params", ABSENT))
+    if method != _TOOL_CALL:
+        return "", params
+    tool = open_value(params.get("name", ABSENT))
+    if not isinstance(tool, str) or not tool:
+        raise NotCounted("not_a_call")
+    return tool, params
+
+
+def _spell_arguments(params: Fields) -> bytes:
+    """In one spelling, with what the server has been answered; null and nothing are no arguments, too."""
+    arguments = _open_bounded(params.get("arguments", ABSENT))
+    spelled = write_canonical({} if arguments is None else arguments)
+    answers = {name: _open_bounded(params[name]) for name in _ANSWERS if name in params}
+    return spelled + _SEPARATOR + write_canonical(answers) if answers else spelled
+
+
+def _spell_parts(params: Fields) -> bytes:
+    """What a message says, without the metadata of its parts."""
+    parts = _open_bounded(_read_fields(params.get("message", ABSENT)).get("parts", ABSENT))
+    if not isinstance(parts, list):
+        raise NotCounted("not_a_call")
+    walk(len(parts))
+    return write_canonical([_without_metadata(part) for part in parts])
+
+
+def _without_metadata(part: Json) -> Json:
+    if not isinstance(part, dict):
+        return part
+    return {name: value for name, value in part.items() if name != "metadata"}
+
+
+def _open_bounded(value: msgspec.Raw) -> Json:
+    check_containers(bytes(value))
+    return open_value(value)
+
+
+_REQUEST: Final = Endpoint(_write_error)
+
+API: Final = Api(headers={"mcp-protocol-version": _REQUEST}, keys={("jsonrpc",): _REQUEST}, asked=("id",))

@@ -1,0 +1,276 @@
+"""OpenAI's chat and text completions, those who speak their language, such as Cohere, and everybody whose API is not known."""
+# interpreted: msgspec makes its Structs of annotations, which compiled classes do not keep
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from msgspec import Raw, Struct, ValidationError, json
+
+from extproc.apis.api import Api, Completion, Endpoint, Question, ToolList, ToolWords, frame_events, frame_json, write_error
+from extproc.apis.contents import is_given, read_content, read_string, read_text
+from extproc.apis.conversation import ASSISTANT, ASSISTANTS, NOBODY, NOTHING_BEFORE, Before, Shape
+from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
+from extproc.apis.places import TEXT_BLOCK, Place, locate_in_content, locate_text
+from extproc.apis.usage import find_behind
+from extproc.decision import Framed
+from extproc.request.document import ABSENT, Json, decode_json, hook_number_in_part, open_value, walk, write_canonical
+from extproc.request.patch import Patch, Value
+
+_DEPLOYMENTS = ("/deployments/", "/engines/")
+"""Of Azure, and of OpenAI before it had its chats: the model's name follows."""
+
+_RESULT_ROLES = frozenset({"tool", "function"})
+
+
+class ChatMessage(Struct, gc=False):
+    """A message of a chat, of Anthropic's or of Bedrock's; `thinking` is Ollama's, and never compared."""
+
+    role: str | None = None
+    content: Raw = ABSENT
+    thinking: Raw = ABSENT
+    tool_calls: Raw = ABSENT
+    tool_call_id: str | int | None = None
+    function_call: Raw = ABSENT
+    refusal: Raw = ABSENT
+
+
+class ChatBody(Struct, gc=False):
+    """A body with `messages`; of an Anthropic thread the server has the older ones."""
+
+    messages: list[ChatMessage]
+    thread: Raw = ABSENT
+
+
+class Tool(Struct, gc=False):
+    """What is called: a function, or a custom tool, which takes `input`."""
+
+    name: str | None = None
+    arguments: Json = None
+    input: Json = None
+
+
+class ToolCall(Struct, gc=False):
+    """An element of `tool_calls`."""
+
+    id: str | int | None = None
+    function: Tool | None = None
+    custom: Tool | None = None
+
+
+_decode_calls = json.Decoder(list[ToolCall], float_hook=hook_number_in_part).decode
+_decode_tool = json.Decoder(Tool, float_hook=hook_number_in_part).decode
+
+
+def _look_back(body: ChatBody) -> Before:
+    if body.thread is ABSENT:
+        return NOTHING_BEFORE
+    thread = open_value(body.thread)
+    given = thread.get("previous_message_id") if isinstance(thread, dict) else None
+    return NOTHING_BEFORE if given is None else Before(after=write_canonical(given))
+
+
+def _name_speaker(message: ChatMessage) -> str:
+    return ASSISTANT if message.role in ASSISTANTS else message.role or NOBODY
+
+
+def _find_raw(message: ChatMessage) -> Raw:
+    if message.function_call is not ABSENT or message.refusal is not ABSENT:
+        return ABSENT
+    return message.content if message.tool_calls is ABSENT else message.tool_calls
+
+
+def _read(message: ChatMessage) -> list[Part]:
+    if message.role in _RESULT_ROLES:
+        return [Part(RESULT, message.content, id=_write_id(message.tool_call_id))]
+    if message.tool_calls is not ABSENT or message.function_call is not ABSENT or message.refusal is not ABSENT:
+        return _read_beside(message)
+    if not message.role or message.content is ABSENT:
+        return [Part(OTHER, ABSENT)]
+    return read_content(message.content)
+
+
+def _read_beside(message: ChatMessage) -> list[Part]:
+    """The same where something may stand beside the content."""
+    calls = _read_calls(message)
+    parts = read_content(message.content)
+    if message.refusal is not ABSENT and is_given(message.refusal):
+        parts.append(Part(TEXT, message.refusal))
+    return parts + calls if parts or calls or message.content is not ABSENT else [Part(OTHER, ABSENT)]
+
+
+def _read_calls(message: ChatMessage) -> list[Part]:
+    """The calls that stand beside a message's content."""
+    parts = []
+    if message.tool_calls is not ABSENT and is_given(message.tool_calls):
+        try:
+            calls = decode_json(message.tool_calls, _decode_calls)
+        except ValidationError:
+            return [Part(CALL, message.tool_calls)]  # of no kind that is known
+        if len(calls) > 1:
+            walk(len(calls))
+        parts = [_read_call(call) for call in calls if call.function or call.custom]
+    if message.function_call is not ABSENT and is_given(message.function_call):
+        parts.append(_read_function(message.function_call))
+    return parts
+
+
+def _read_call(call: ToolCall) -> Part:
+    tool = call.function or call.custom or Tool()
+    return Part(CALL, tool.arguments if call.function else tool.input, tool.name or "", _write_id(call.id))
+
+
+def _write_id(value: str | int | None) -> str:
+    """What connects a result with its call; empty where a client names nothing."""
+    return value if isinstance(value, str) else "" if value is None else str(value)
+
+
+def _read_function(call: Raw) -> Part:
+    """The one call of a message from before there were `tool_calls`."""
+    try:
+        tool = decode_json(call, _decode_tool)
+    except ValidationError:
+        return Part(CALL, call)
+    return Part(CALL, tool.arguments, tool.name or "")
+
+
+def _locate(patch: Patch, message: ChatMessage, whole: Value) -> list[Place]:
+    content = patch.open_fields(whole).get("content")
+    if message.role in _RESULT_ROLES:
+        return locate_text(patch, content, TEXT_BLOCK, result=True)
+    return locate_in_content(patch, content, TEXT_BLOCK)
+
+
+class Prompt(Struct, gc=False):
+    """The one message that a plain prompt is: what went before stands in it in words, if at all."""
+
+    content: Raw = ABSENT
+
+
+class TextBody(Struct, gc=False):
+    """A body with a `prompt`."""
+
+    prompt: Raw = ABSENT
+
+
+def _take_prompt(value: Json) -> Sequence[Json]:
+    prompt = value if isinstance(value, Raw) else Raw(write_canonical(value))
+    return [Prompt(prompt)] if is_given(prompt) else []
+
+
+def _look_back_in_words(_: TextBody) -> Before:
+    return Before(in_words=True)
+
+
+def _name_user(_: Prompt) -> str:
+    return "user"
+
+
+def _find_prompt(message: Prompt) -> Raw:
+    return message.content
+
+
+def _read_prompt(message: Prompt) -> list[Part]:
+    return read_content(message.content)
+
+
+def _find_deployment(path: str) -> str:
+    return find_behind(path, *_DEPLOYMENTS)
+
+
+_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+_DONE = "[DONE]"
+
+
+def complete_chat(completion: Completion, question: Question) -> Framed | None:
+    """A chat completion, or its chunks."""
+    if question.body is None or not completion.model:
+        return None
+    if question.read("stream") is True:
+        return frame_events(_write_chunks(completion, _make("chat.completion.chunk", completion), _asks_usage(question)))
+    message = {"role": "assistant", "content": completion.text, "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+    return frame_json(200, {**_make("chat.completion", completion), "choices": [choice], "usage": _USAGE})
+
+
+def _write_chunks(completion: Completion, chunk: dict[str, Any], usage: bool) -> Iterator[str | dict[str, Any]]:  # noqa: FBT001  # one place
+    deltas: list[tuple[dict[str, str], str | None]] = [
+        ({"role": "assistant", "content": ""}, None),
+        ({"content": completion.text}, None),
+        ({}, "stop"),
+    ]
+    for delta, reason in deltas:
+        yield {**chunk, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
+    if usage:
+        yield {**chunk, "choices": [], "usage": _USAGE}
+    yield _DONE
+
+
+def complete_text(completion: Completion, question: Question) -> Framed | None:
+    """A text completion, or its one piece."""
+    if question.body is None or not completion.model:
+        return None
+    choice = {"index": 0, "text": completion.text, "logprobs": None, "finish_reason": "stop"}
+    answer = {**_make("text_completion", completion), "choices": [choice]}
+    if question.read("stream") is not True:
+        return frame_json(200, {**answer, "usage": _USAGE})
+    usage = [{**answer, "choices": [], "usage": _USAGE}] if _asks_usage(question) else []
+    return frame_events([answer, *usage, _DONE])
+
+
+def _make(kind: str, completion: Completion) -> dict[str, Any]:
+    """What stands in each piece of an answer."""
+    identity = f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{completion.name}"
+    return {"id": identity, "object": kind, "created": completion.created, "model": completion.model}
+
+
+def _asks_usage(question: Question) -> bool:
+    options = question.read("stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
+_CHAT = Endpoint(write_error, complete_chat)
+
+API = Api(
+    default=Endpoint(write_error),
+    paths={r"/chat/completions\Z": _CHAT, r"/completions\Z": Endpoint(write_error, complete_text)},
+    keys={("messages", "model"): _CHAT},
+    asked=("stream", "stream_options"),
+    shapes=(
+        Shape(("messages",), ChatBody, ChatMessage, _name_speaker, _read, _find_raw, look_back=_look_back, locate=_locate),
+        Shape(
+            ("prompt",),
+            TextBody,
+            Prompt,
+            _name_user,
+            _read_prompt,
+            _find_prompt,
+            _take_prompt,
+            look_back=_look_back_in_words,
+            fallback=True,
+        ),
+    ),
+    blocks={
+        "text": read_text,
+        "input_text": read_text,
+        "output_text": read_text,
+        "refusal": lambda block: Part(TEXT, read_string(block.get("refusal"))),
+    },
+    tool_lists=(
+        ToolList("messages", "tools", "tool_choice", along=("parallel_tool_calls",)),
+        ToolList("messages", "functions", "function_call"),
+    ),
+    tool_words=ToolWords(
+        wrappers=frozenset({"function", "custom"}), modes=frozenset({"required"}), allowed=frozenset({"allowed_tools"})
+    ),
+    models=dict.fromkeys(_DEPLOYMENTS, _find_deployment),
+    counts={
+        "input": ("usage.prompt_tokens",),
+        "output": ("usage.completion_tokens",),
+        "cached": ("usage.prompt_tokens_details.cached_tokens",),
+    },
+    events=("usage",),
+    answered_by=("model",),
+    credentials=("authorization", "api-key"),
+)

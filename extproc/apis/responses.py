@@ -1,0 +1,202 @@
+"""OpenAI's Responses: `input` is a list of items, of which calls and results are ones of their own."""
+# interpreted: msgspec makes its Structs of annotations, which compiled classes do not keep
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from msgspec import Raw, Struct
+
+from extproc.apis.api import Api, Completion, Endpoint, Question, ToolList, ToolWords, frame_events, frame_json, write_error
+from extproc.apis.contents import is_given, read_content, read_string
+from extproc.apis.conversation import ASSISTANT, ASSISTANTS, NOBODY, TOOL, Before, Shape, take_list
+from extproc.apis.messages import CALL, OTHER, RESULT, Part
+from extproc.apis.places import INPUT_TEXT_BLOCK, Place, locate_in_content, locate_text
+from extproc.decision import Framed
+from extproc.request.document import ABSENT, Json, open_value, write_canonical
+from extproc.request.patch import Patch, Value
+
+_OUTPUTS_OF_BLOCKS = frozenset({"function_call_output", "custom_tool_call_output"})
+
+
+class Item(Struct, gc=False):
+    """An item of `input`."""
+
+    type: str | None = None
+    role: str | None = None
+    content: Raw = ABSENT
+    call_id: Raw = ABSENT
+    id: Raw = ABSENT
+    name: Raw = ABSENT
+    arguments: Raw = ABSENT
+    input: Raw = ABSENT
+    action: Raw = ABSENT
+    actions: Raw = ABSENT
+    operation: Raw = ABSENT
+    code: Raw = ABSENT
+    queries: Raw = ABSENT
+    output: Raw = ABSENT
+    error: Raw = ABSENT
+
+
+class ResponsesBody(Struct, gc=False):
+    """A body with `input`."""
+
+    input: list[Item] | str
+    previous_response_id: Raw = ABSENT
+    previous_interaction_id: Raw = ABSENT
+    conversation: Raw = ABSENT
+
+
+def _take(value: Json) -> Sequence[Json]:
+    """The items, or the one that a text stands for."""
+    if isinstance(value, str):
+        return [Item(role="user", content=Raw(write_canonical(value)))] if value else []
+    return take_list(value)
+
+
+def _look_back(body: ResponsesBody) -> Before:
+    pointers = [body.previous_response_id, body.previous_interaction_id, body.conversation]
+    after = b" ".join([write_canonical(open_value(pointer)) for pointer in pointers if is_given(pointer)])
+    return Before(after, open_ended=is_given(body.conversation))
+
+
+def _name_speaker(item: Item) -> str:
+    kind = item.type or ""
+    if kind == "reasoning":
+        return ""
+    if item.role:
+        return ASSISTANT if item.role in ASSISTANTS else item.role
+    if kind.endswith("_call") or kind == "mcp_approval_request":
+        return ASSISTANT
+    return TOOL if kind.endswith("_output") else NOBODY
+
+
+def _is_call(item: Item) -> bool:
+    return item.type is not None and item.type.endswith("_call")
+
+
+def _find_raw(item: Item) -> Raw:
+    return _find_input(item) if _is_call(item) else item.content
+
+
+def _read(item: Item) -> list[Part]:
+    if _is_call(item):
+        return _read_call(item)
+    if item.role and item.content is not ABSENT:
+        return read_content(item.content)
+    if not item.role and (item.type or "").endswith("_output"):
+        return [Part(RESULT, item.output, id=read_string(item.call_id))]
+    return [Part(OTHER, ABSENT, "" if item.role else item.type or "")]
+
+
+def _read_call(item: Item) -> list[Part]:
+    """A call, and what the server itself brought back for it."""
+    name = read_string(item.name) or (item.type or "").removesuffix("_call")
+    identity = read_string(item.id if item.call_id is ABSENT else item.call_id)  # nobody answers to what the server runs
+    parts = [Part(CALL, _find_input(item), name, identity)]
+    if is_given(item.output) or is_given(item.error):
+        parts.append(Part(RESULT, item.output, id=identity, failed=is_given(item.error)))
+    return parts
+
+
+def _find_input(item: Item) -> Raw:
+    """What a call is about; each kind has a key of its own for it."""
+    for value in (item.arguments, item.input, item.action, item.actions, item.operation, item.code, item.queries):
+        if value is not ABSENT:
+            return value
+    return ABSENT
+
+
+def _locate(patch: Patch, item: Item, whole: Value) -> list[Place]:
+    fields = patch.open_fields(whole)
+    if item.role:
+        return locate_in_content(patch, fields.get("content"), INPUT_TEXT_BLOCK)
+    output = fields.get("output")
+    if output is None or not (patch.is_text(output) or item.type in _OUTPUTS_OF_BLOCKS):
+        return []
+    return locate_text(patch, output, INPUT_TEXT_BLOCK, result=True)
+
+
+_USAGE = {
+    "input_tokens": 0,
+    "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+    "output_tokens": 0,
+    "output_tokens_details": {"reasoning_tokens": 0},
+    "total_tokens": 0,
+}
+
+
+def complete(completion: Completion, question: Question) -> Framed | None:
+    """A response with one message, or the events that lead to it."""
+    if question.body is None or not completion.model:
+        return None
+    if question.read("stream") is True:
+        events = enumerate(_write_events(completion))
+        return frame_events(({**event, "sequence_number": number} for number, event in events), named=True)
+    return frame_json(200, _make_response(completion, "completed"))
+
+
+def _write_events(completion: Completion) -> Iterator[dict[str, Any]]:
+    """As a model sends them (platform.openai.com, Streaming events)."""
+    message = _make_message(completion, "completed")
+    started = {**_make_message(completion, "in_progress"), "content": []}
+    (part,) = message["content"]
+    item = {"output_index": 0, "item_id": message["id"], "content_index": 0}
+    for status in ("created", "in_progress"):
+        yield {"type": f"response.{status}", "response": _make_response(completion, "in_progress")}
+    yield {"type": "response.output_item.added", "output_index": 0, "item": started}
+    yield {"type": "response.content_part.added", **item, "part": {**part, "text": ""}}
+    yield {"type": "response.output_text.delta", **item, "delta": completion.text, "logprobs": []}
+    yield {"type": "response.output_text.done", **item, "text": completion.text, "logprobs": []}
+    yield {"type": "response.content_part.done", **item, "part": part}
+    yield {"type": "response.output_item.done", "output_index": 0, "item": message}
+    yield {"type": "response.completed", "response": _make_response(completion, "completed")}
+
+
+def _make_response(completion: Completion, status: str) -> dict[str, Any]:
+    completed = status == "completed"
+    return {
+        "id": f"resp_{completion.name}",
+        "object": "response",
+        "created_at": completion.created,
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "model": completion.model,
+        "output": [_make_message(completion, status)] if completed else [],
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        "usage": _USAGE if completed else None,
+    }
+
+
+def _make_message(completion: Completion, status: str) -> dict[str, Any]:
+    text = {"type": "output_text", "text": completion.text, "annotations": [], "logprobs": []}
+    return {"id": f"msg_{completion.name}", "type": "message", "status": status, "role": "assistant", "content": [text]}
+
+
+_TOOLS = ToolList("input", "tools", "tool_choice")
+
+API = Api(
+    paths={r"/responses\Z": Endpoint(write_error, complete, websocket=True)},
+    asked=("stream",),
+    shapes=(
+        Shape(("input",), ResponsesBody, Item, _name_speaker, _read, _find_raw, _take, _is_call, _look_back, locate=_locate),
+    ),
+    tool_lists=(_TOOLS, _TOOLS._replace(beside="")),  # a body without a conversation goes on from one that the server has
+    tool_words=ToolWords(groups={"namespace": "tools"}, servers=frozenset({"mcp"}), called={"computer_use": "computer"}),
+    counts={
+        "input": ("usage.input_tokens", "response.usage.input_tokens"),
+        "output": ("usage.output_tokens", "response.usage.output_tokens"),
+        "cached": ("usage.input_tokens_details.cached_tokens", "response.usage.input_tokens_details.cached_tokens"),
+    },
+    events=("usage", "response.usage"),
+    answered_by=("model", "response.model"),
+)

@@ -1,0 +1,108 @@
+"""What the reports of tables have in common: who may see callers, what a query selects, and how a report begins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from http import HTTPStatus
+from typing import Any, Generic, NamedTuple, TypeAlias
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from extproc.operator.admin.pages import is_near
+from extproc.operator.board import AnyDocument, Board, View
+
+VERSION = 1
+"""Of the JSON: fields may be added to it, none changes its meaning."""
+
+MAX_ROWS = 1_000
+
+Sorts: TypeAlias = Mapping[str, Callable[[dict[str, Any]], Any]]
+"""What rows can be sorted by, and the key of each."""
+
+OLDEST_FIRST = "first"
+"""The only order that starts with what is least."""
+
+
+class Selection(NamedTuple):
+    """The part of a table that is asked for.
+
+    Attributes:
+        policy: only of this one, empty for all.
+        caller: only of callers whose hash starts with this, or one of whose values or `NAME=VALUE` it is where those are shown.
+        tool: only with this one.
+        sort: one of the table's orders, empty for the first of them.
+        limit: at most so many.
+    """
+
+    policy: str = ""
+    caller: str = ""
+    tool: str = ""
+    sort: str = ""
+    limit: int = MAX_ROWS
+
+
+class TablePages(Generic[AnyDocument]):
+    """Answers about a table.
+
+    Attributes:
+        may_see_callers: whether a client may see callers' values, where they are shown at all.
+    """
+
+    def __init__(self, board: Board[AnyDocument], shows_callers: Callable[[], bool]) -> None:
+        """Answer from this board."""
+        self._board = board
+        self._shows_callers = shows_callers
+        self.may_see_callers: Callable[[Request], bool] = is_near
+
+    def _sees_callers(self, request: Request) -> bool:
+        return self._shows_callers() and self.may_see_callers(request)
+
+
+def read_selection(query: Mapping[str, str], sorts: Sorts) -> Selection:
+    """The selection of a query.
+
+    Raises:
+        HTTPException: 400, where something in it is wrong; it says what would be right.
+    """
+    sort, limit = query.get("sort", next(iter(sorts))), query.get("limit", str(MAX_ROWS))
+    if sort not in sorts:
+        raise HTTPException(HTTPStatus.BAD_REQUEST, f"sort must be one of {', '.join(sorts)}")
+    if not (re.fullmatch("[0-9]{1,4}", limit) and 1 <= int(limit) <= MAX_ROWS):
+        raise HTTPException(HTTPStatus.BAD_REQUEST, f"limit must be 1 to {MAX_ROWS}")
+    return Selection(query.get("policy", ""), query.get("caller", ""), query.get("tool", ""), sort, int(limit))
+
+
+def select(rows: Iterable[dict[str, Any]], selection: Selection, sorts: Sorts) -> list[dict[str, Any]]:
+    """The rows that are asked for, in order; not limited."""
+    sort = selection.sort or next(iter(sorts))
+    return sorted((row for row in rows if _matches(row, selection)), key=sorts[sort], reverse=sort != OLDEST_FIRST)
+
+
+def _matches(row: Mapping[str, Any], selection: Selection) -> bool:
+    if selection.policy not in ("", row["policy"]):
+        return False
+    if selection.tool and selection.tool not in row.get("tools", [selection.tool]):  # sessions are not told apart by tools
+        return False
+    shown, chosen = row["descriptors"] or {}, selection.caller
+    pairs = [f"{name}={value}" for name, value in shown.items()]
+    return row["caller"].startswith(chosen) or chosen in (*shown.values(), *pairs, ", ".join(pairs))
+
+
+def describe_view(view: View[Any], now: float) -> dict[str, Any]:
+    """How a report begins."""
+    return {
+        "version": VERSION,
+        "at": write_time(now),
+        "replica": view.replica,
+        "replicas": view.replicas,
+        "problem": view.problem or None,
+        "left_out": view.document.left_out,
+    }
+
+
+def write_time(seconds: float) -> str:
+    """A moment, in seconds since 1970, as RFC 3339 has it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

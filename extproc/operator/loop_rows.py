@@ -1,0 +1,151 @@
+"""Loops as people see them and as replicas tell them each other, and how those of several replicas become one.
+
+New fields of what is told go behind the others and have a default.
+"""
+# interpreted: msgspec makes its classes
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from extproc.operator.board import KEPT_SECONDS, fit
+from extproc.store.rules.documents import MAX_DOCUMENT
+
+MINUTES = 60
+"""Of a curve."""
+
+
+class Loop(msgspec.Struct, array_like=True):
+    """One loop.
+
+    Attributes:
+        policy: its id.
+        detector: the name of its loop_detection entry.
+        mode: `enforce` or `shadow`.
+        tenant: hash of the caller, 16 hex digits.
+        repeats: what makes requests parts of it: a fingerprint, or the tools of a cycle.
+        session: hash of the session's name, empty where it has none.
+        fingerprint: of the newest request.
+        method: of HTTP.
+        path: of the request, cut to what can be shown.
+        route: Envoy's name, empty where it is unknown.
+        model: that is asked, empty where it is unknown.
+        tools: that are called again and again.
+        caller: the names and values of its descriptors, cut to what can be shown.
+        first: when it was first acted on, in seconds since 1970.
+        last: when it was last acted on.
+        count: what its detector counts.
+        requests: of it that were acted on, or would have been, by action.
+        size: of these, bytes of their bodies.
+        stopped: of these, the ones that were not sent on for this loop's sake.
+        stopped_size: bytes of their bodies.
+    """
+
+    policy: str
+    detector: str
+    mode: str
+    tenant: str
+    repeats: str
+    session: str
+    fingerprint: str
+    method: str
+    path: str
+    route: str
+    model: str
+    tools: list[str]
+    caller: list[tuple[str, str]]
+    first: float
+    last: float
+    count: int
+    requests: dict[str, int]
+    size: int
+    stopped: int
+    stopped_size: int
+
+    @property
+    def name(self) -> tuple[str, ...]:
+        """What tells it from other loops."""
+        return self.policy, self.detector, self.mode, self.tenant, self.repeats
+
+    @property
+    def total(self) -> int:
+        """All its requests that were acted on, or would have been."""
+        return sum(self.requests.values())
+
+    def absorb(self, other: Loop) -> None:
+        """Add what another replica saw of the same loop."""
+        if other.last > self.last:
+            self.last, self.count, self.fingerprint = other.last, other.count, other.fingerprint
+        self.first = min(self.first, other.first)
+        self.caller = self.caller or other.caller
+        for action, requests in other.requests.items():
+            self.requests[action] = self.requests.get(action, 0) + requests
+        self.size += other.size
+        self.stopped += other.stopped
+        self.stopped_size += other.stopped_size
+
+
+class Line(msgspec.Struct, array_like=True):
+    """A curve: requests acted on in each of the `MINUTES` that end with `minute`."""
+
+    policy: str
+    mode: str
+    action: str
+    minute: int
+    counts: list[int]
+
+
+class LoopDocument(msgspec.Struct, array_like=True):
+    """What one replica publishes, or what all of them know.
+
+    Attributes:
+        rows: one for each loop.
+        lines: one for each policy, mode and action.
+        left_out: loops that did not fit on the board.
+    """
+
+    rows: list[Loop]
+    lines: list[Line]
+    left_out: int = 0
+
+    def pack(self) -> bytes:
+        """It, small enough for a board: where it is not, the last loops are left out."""
+        rows = self.rows
+        packed = fit(len(rows), lambda kept: LoopDocument(rows[:kept], self.lines, len(rows) - kept))
+        return packed if len(packed) <= MAX_DOCUMENT else fit(0, lambda _: LoopDocument([], [], len(rows)))
+
+    @classmethod
+    def merge(cls, documents: Iterable[LoopDocument], now: float) -> LoopDocument:
+        """One of all these, with curves that end at `now`, in seconds since 1970."""
+        every = list(documents)
+        return cls(
+            merge_loops((row for document in every for row in document.rows), now - KEPT_SECONDS),
+            merge_lines((line for document in every for line in document.lines), int(now) // 60),
+            sum(document.left_out for document in every),
+        )
+
+
+def merge_loops(rows: Iterable[Loop], since: float) -> list[Loop]:
+    """One row for each loop that was acted on since then."""
+    merged: dict[tuple[str, ...], Loop] = {}
+    for row in rows:
+        if row.last < since:
+            continue
+        if (known := merged.get(row.name)) is None:
+            merged[row.name] = msgspec.structs.replace(row, requests=dict(row.requests))
+        else:
+            known.absorb(row)
+    return list(merged.values())
+
+
+def merge_lines(lines: Iterable[Line], minute: int) -> list[Line]:
+    """One line for each policy, mode and action, for the hour that ends with this minute."""
+    merged: dict[tuple[str, str, str], Line] = {}
+    for line in lines:
+        key = (line.policy, line.mode, line.action)
+        shifted = ([*line.counts[:MINUTES], *[0] * max(0, minute - line.minute)])[-MINUTES:]
+        known = merged.setdefault(key, Line(*key, minute, [0] * MINUTES))
+        known.counts = [one + other for one, other in zip(known.counts, shifted, strict=True)]
+    return [merged[key] for key in sorted(merged) if any(merged[key].counts)]

@@ -1,0 +1,167 @@
+"""Sessions as replicas tell them each other, and how what several replicas know of one becomes one.
+
+What a session has used up every replica knows from the ledger that they share: the one that was told last is right. Its calls
+come together from those that let them through and those that heard of their answers. New fields go behind the others and have a
+default.
+"""
+# interpreted: msgspec makes its classes
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from extproc.operator.board import KEPT_SECONDS, fit
+
+MAX_CALLS = 64
+"""Calls of a session that are kept, the newest."""
+
+MAX_DETAILED = 200
+"""Sessions that are told with their calls, the newest; more would not fit on a board anyway."""
+
+_SKEW = 1.0
+"""Seconds by which clocks of replicas may differ: a call that is older than its session belongs to one that has ended."""
+
+
+class CallRow(msgspec.Struct, array_like=True):
+    """A call; see `SessionCall`."""
+
+    name: bytes
+    at: float
+    model: str
+    tools: list[str]
+    status: int
+    tokens: list[int] | None
+    settled: bool
+    refused: bool
+
+    def absorb(self, other: CallRow) -> None:
+        """Take what a replica knows of the same call that has seen it later."""
+        self.model, self.tools = self.model or other.model, self.tools or other.tools
+        if other.settled:
+            self.status, self.tokens, self.settled, self.refused = other.status, other.tokens, True, other.refused
+
+
+class SessionRefusal(msgspec.Struct, array_like=True):
+    """What a session was refused for.
+
+    Attributes:
+        at: when, in seconds since 1970.
+        limit: its name.
+        used: of the limit.
+        allowed: by it, with what was granted.
+        tool: that it is about, empty for all.
+    """
+
+    at: float
+    limit: str
+    used: int
+    allowed: int
+    tool: str
+
+
+class SessionRow(msgspec.Struct, array_like=True):
+    """A session; see `Run`."""
+
+    policy: str
+    mode: str
+    tenant: str
+    session: str
+    caller: list[tuple[str, str]]
+    began: float
+    last: float
+    told: float
+    ordered: bool
+    killed: int
+    steps: int
+    tool_calls: int
+    tools: list[tuple[str, int]]
+    cost: int
+    estimated: int
+    reserved: int
+    blocks: int
+    consecutive_blocks: int
+    consecutive_errors: int
+    refusal: SessionRefusal | None
+    calls: list[CallRow]
+
+    def absorb(self, other: SessionRow) -> None:
+        """Take what another replica knows of the same session."""
+        if other.told > self.told:
+            for field in _LEDGER:
+                setattr(self, field, getattr(other, field))
+        if other.last > self.last:
+            self.last, self.ordered = other.last, other.ordered
+        if other.refusal is not None and (self.refusal is None or other.refusal.at > self.refusal.at):
+            self.refusal = other.refusal
+        self.caller = self.caller or other.caller
+        self.calls = merge_calls([*self.calls, *other.calls])
+
+
+COUNTED = (
+    "killed", "steps", "tool_calls", "cost", "estimated", "reserved", "blocks", "consecutive_blocks", "consecutive_errors",
+)  # fmt: skip
+"""What a row has of a `Standing` as it is."""
+
+_LEDGER = ("began", "told", "tools", *COUNTED)
+"""What a row has of its session's ledger."""
+
+
+class SessionDocument(msgspec.Struct, array_like=True):
+    """What one replica publishes, or what all of them know.
+
+    Attributes:
+        rows: one for each session, that of the newest request first.
+        left_out: sessions that did not fit on the board.
+    """
+
+    rows: list[SessionRow]
+    left_out: int = 0
+
+    def pack(self) -> bytes:
+        """It, small enough for a board: where it is not, the oldest sessions lose their calls first, then their places."""
+        rows = self.rows
+        bare = [msgspec.structs.replace(row, calls=[]) for row in rows]
+
+        def make(kept: int) -> SessionDocument:
+            detailed = max(0, kept - len(rows))
+            return SessionDocument([*rows[:detailed], *bare[detailed:kept]], max(0, len(rows) - kept))
+
+        return fit(len(rows) + min(len(rows), MAX_DETAILED), make)
+
+    @classmethod
+    def merge(cls, documents: Iterable[SessionDocument], now: float) -> SessionDocument:
+        """One of all these; `now` is in seconds since 1970."""
+        every = list(documents)
+        rows = merge_sessions((row for document in every for row in document.rows), now - KEPT_SECONDS)
+        return cls(rows, sum(document.left_out for document in every))
+
+
+def merge_sessions(rows: Iterable[SessionRow], since: float) -> list[SessionRow]:
+    """One row for each session that had a request since then, the newest first."""
+    merged: dict[tuple[str, ...], SessionRow] = {}
+    for row in rows:
+        if row.last < since:
+            continue
+        key = (row.policy, row.mode, row.tenant, row.session)
+        if (known := merged.get(key)) is None:
+            merged[key] = msgspec.structs.replace(row)
+        else:
+            known.absorb(row)
+    for row in merged.values():
+        row.calls = [call for call in row.calls if call.at >= row.began - _SKEW][-MAX_CALLS:]
+        if row.refusal is not None and row.refusal.at < row.began - _SKEW:
+            row.refusal = None
+    return sorted(merged.values(), key=lambda row: -row.last)
+
+
+def merge_calls(calls: Iterable[CallRow]) -> list[CallRow]:
+    """One row for each call, oldest first."""
+    merged: dict[bytes, CallRow] = {}
+    for call in sorted(calls, key=lambda call: call.at):
+        if (known := merged.get(call.name)) is None:
+            merged[call.name] = msgspec.structs.replace(call)
+        else:
+            known.absorb(call)
+    return list(merged.values())

@@ -1,0 +1,95 @@
+"""A bounded table of what the process has seen recently, for people to look at: loops, sessions.
+
+A tenant has at most a tenth of it, so its rows never push out those of others. The event loop alone writes; `copy` is for
+other threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Generic, Protocol, TypeVar
+
+from extproc.bounded import LRU
+from extproc.request.http import cut_text
+
+MAX_ROWS: Final = 1_000
+MAX_TENANT_ROWS: Final = 100
+
+NAME_SHOWN: Final = 128
+"""Characters of a name that a row keeps."""
+
+NAMES_SHOWN: Final = 8
+
+
+def cut_caller(values: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The names and values of a caller's descriptors, as a row keeps them."""
+    return [(cut_text(name, NAME_SHOWN), cut_text(value, NAME_SHOWN)) for name, value in values[:NAMES_SHOWN]]
+
+
+class TableRow(Protocol):
+    """What a table keeps.
+
+    Attributes:
+        last: when its last request came, in seconds since 1970.
+    """
+
+    last: float
+
+
+AnyRow = TypeVar("AnyRow", bound=TableRow)
+
+
+class Table(Generic[AnyRow]):
+    """Rows by key, which begins with the tenant; of too many the least recently used one makes room.
+
+    Attributes:
+        changes: the number of times that a row was used or added.
+    """
+
+    def __init__(self, most: int = MAX_ROWS, share: int = MAX_TENANT_ROWS) -> None:
+        """Start empty.
+
+        Args:
+            most: rows in all.
+            share: rows of one tenant.
+        """
+        self.changes = 0
+        self._share = share
+        self._rows: LRU[tuple[str, ...], AnyRow] = LRU(most)
+        self._tenants: dict[str, LRU[tuple[str, ...], AnyRow]] = {}
+
+    def use(self, key: tuple[str, ...]) -> AnyRow | None:
+        """The row, or None."""
+        row = self._rows.use(key)
+        if row is not None:
+            self.changes += 1
+            self._tenants[key[0]].use(key)
+        return row
+
+    def put(self, key: tuple[str, ...], row: AnyRow) -> None:
+        """Keep a new row."""
+        self.changes += 1
+        own = self._tenants.setdefault(key[0], LRU(self._share))
+        dropped = own.put(key, row)
+        if dropped is not None:
+            del self._rows.kept[dropped]
+        dropped = self._rows.put(key, row)
+        if dropped is not None:
+            self._forget(dropped)
+
+    def copy(self) -> list[AnyRow]:
+        """All rows as of now, the least recently used first; they go on changing."""
+        return list(self._rows.kept.values())
+
+    def drop_quiet(self, before: float) -> None:
+        """Forget the rows whose last request came before then, in seconds since 1970."""
+        for key in [key for key, row in self._rows.kept.items() if row.last < before]:
+            del self._rows.kept[key]
+            self._forget(key)
+
+    def _forget(self, key: tuple[str, ...]) -> None:
+        """Take a row that is gone out of its tenant's share."""
+        own = self._tenants[key[0]].kept
+        del own[key]
+        if not own:
+            del self._tenants[key[0]]

@@ -1,0 +1,80 @@
+"""All that is peculiar to an API stands in its own file below `extproc/apis`: no other file names it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from extproc.apis import APIS
+from tests.support import ROOT
+
+PACKAGE = ROOT / "extproc"
+NAMES = ("openai", "anthropic", "gemini", "bedrock", "ollama", "vertex", "azure")
+FIELDS = (
+    *("jsonrpc", "json-rpc", "tools/call", "message/send", '"isError"', "function_call", "functionCall", "functionResponse"),
+    *("tool_choice", "toolChoice", "parallel_tool", "tool_use", "toolUse", "tool_result", "toolResult"),
+    *("functionDeclarations", "function_declarations", "toolConfig", "tool_config", "input_schema", "inputSchema"),
+    *("previous_response", "stream_options", "generateContent", "usageMetadata", "prompt_tokens", "completion_tokens"),
+    *("promptTokenCount", "inputTokens", "eval_count", "additional_tools", "/deployments/", "/model/", "/models/"),
+)
+"""Of bodies, of answers and of paths, beside those that the APIs themselves declare."""
+
+ALLOWED = {
+    ("detectors/actions.py", "function_call"): "a key by which models write an action into a text, whatever the API",
+    ("cli/commands/explain.py", "/v1/messages"): "a path in an example",
+    ("cli/commands/explain.py", "/chat/completions"): "a path in an example",
+    ("cli/commands/explain.py", "/completions"): "a path in an example",
+    ("request/fingerprint.py", "/chat/completions"): "a path in an example",
+    ("request/fingerprint.py", "/completions"): "a path in an example",
+    ("cli/envoy_config/templates/bootstrap.yaml", "/responses"): "a comment that says which WebSockets are refused",
+}
+"""Where such a word means something else, and what."""
+
+
+def list_words() -> list[str]:
+    """Everything that names an API."""
+    declared: list[str] = []
+    for api in APIS:
+        declared += [*api.headers, *{*api.credentials} - {"authorization"}, *api.streamed_documents, *api.blocks, *api.locators]
+        declared += [path.removesuffix(r"\Z") for path in api.paths]
+    peculiar = [word for word in declared if re.fullmatch(r".*([-_/:]|[a-z][A-Z]).*", word)]  # others are words of English
+    return sorted({*NAMES, *FIELDS, *peculiar})
+
+
+def find_words(text: str, words: list[str]) -> Iterator[str]:
+    """Those that stand in a text."""
+    lower = text.lower()
+    return (word for word in words if word.lower() in lower)
+
+
+def list_files() -> list[Path]:
+    """All of the package's that somebody writes, but for those of the APIs."""
+    away = (PACKAGE / "apis", PACKAGE / "pb")
+    files = [file for file in sorted(PACKAGE.rglob("*")) if file.suffix in {".py", ".json", ".yaml", ".html", ".lua"}]
+    return [file for file in files if not any(file.is_relative_to(folder) for folder in away)]
+
+
+def test_no_other_room_names_an_api() -> None:
+    """Not by its name, not by its fields, paths or headers; words that mean something else say what."""
+    words = list_words()
+    found = {(str(file.relative_to(PACKAGE)), word) for file in list_files() for word in find_words(file.read_text(), words)}
+    assert found == ALLOWED.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('if "tool_choice" in body:', ["tool_choice"]),
+        ("# as Anthropic's clients do", ["anthropic"]),
+        ('path.endswith("/v1/messages")', ["/v1/messages"]),
+        ('headers["x-api-key"]', ["api-key", "x-api-key"]),
+        ('block["toolUse"]', ["toolUse"]),
+        ("the text of a message", []),
+    ],
+)
+def test_the_search_finds_what_names_one(text: str, expected: list[str]) -> None:
+    """Fields, names, paths and headers."""
+    assert [*find_words(text, list_words())] == expected
