@@ -23,7 +23,7 @@ _ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 
 
 class _ScriptBatch:
-    """Calls of a round batch that share a script and a hash tag, which go as one; and their positions in the batch."""
+    """Calls of a round trip that share a script and a hash tag, which go as one; and their positions in the batch."""
 
     __slots__ = ("calls", "positions", "script", "tag", "weight")
 
