@@ -5,13 +5,15 @@ BIN := .venv/bin
 # files would be imported in their stead.
 COMPILED := .venv/compiled
 SOURCES := pyproject.toml hatch_build.py $(wildcard protos/*.proto) $(shell find extproc -type f -not -path '*/pb/*' -not -name '*.pyc')
-# Tests wait for servers more than they compute. A module stays with one worker, because its tests share servers.
+# Each worker rewrites the asserts of all that it imports, which takes seconds where bytecode is not kept.
+unexport PYTHONDONTWRITEBYTECODE
+# A module stays with one worker, because its tests share servers.
 WORKERS := -n auto --maxprocesses 4 --dist loadscope
 # What goes through a door waits most of the time: three workers keep two processors busy.
 WAITING := -n 3 --dist loadscope
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help run demo-agent test test-pure test-sources test-rest test-compiled test-envoys test-mesh check bench chart reference clean
+.PHONY: help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh check bench chart reference clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -49,7 +51,10 @@ demo-agent: $(COMPILED)/agent-demo.stamp ## looping agents on the real SDKs, sto
 	@exec $(COMPILED)/bin/python envoy/agent_demo.py $(ARGS)
 
 # tests/conftest.py says which tests run on what.
-test: ## all tests: units on the sources, what goes through a door on the compiled wheel, with the real Envoy 1.40
+test-quick: .venv/test.stamp ## unit tests on the sources but those that take long: below a minute
+	@$(BIN)/python -m pytest $(WORKERS) --build sources -m 'not deep' tests/unit
+
+test: ## all tests: units on the sources and on the compiled wheel, and there what goes through a door, with the real Envoy 1.40
 	@$(MAKE) --no-print-directory --jobs 2 test-sources $(COMPILED)/test.stamp
 	@case $$(echo .venv/wheel/*.whl) in \
 	*-none-any.whl) \
@@ -62,15 +67,15 @@ test-pure: .venv/test.stamp ## all tests on the sources
 	@$(BIN)/python -m pytest $(WORKERS)
 
 test-sources: .venv/test.stamp
-	@echo "on the sources: unit tests, and a look through both doors ..."
-	@$(BIN)/python -m pytest $(WORKERS) -m sources
+	@echo "on the sources: unit tests, the project's own, and a look through both doors ..."
+	@$(BIN)/python -m pytest $(WORKERS) --build sources
 
 test-rest: .venv/test.stamp
-	@$(BIN)/python -m pytest $(WORKERS) -m 'not sources'
+	@$(BIN)/python -m pytest $(WAITING) --build compiled
 
 test-compiled: $(COMPILED)/test.stamp
 	@echo "on the compiled wheel: everything that goes through a door, and unit tests of what is compiled ..."
-	@$(COMPILED)/bin/python -P -m pytest $(WAITING) -m compiled
+	@$(COMPILED)/bin/python -P -m pytest $(WAITING) --build compiled
 
 ENVOYS := 1.36.4 1.38.3 1.40.0
 .venv/envoy-%/bin/envoy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,26 +12,37 @@ from hypothesis import HealthCheck, settings
 import extproc
 from extproc.cli.main import describe_version
 from extproc.request.document import limit_integers
+from hatch_build import select_modules
 from tests.support import ROOT
 
 # These machines are noisy: how long an example takes says nothing about the code.
 settings.register_profile("loopguard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# What the sources have been tried with at length, the same code compiled is tried with once more.
+# What is tried at length compiled is tried with a few examples on the sources.
 settings.register_profile("again", settings.get_profile("loopguard"), max_examples=25)
-settings.load_profile("loopguard" if Path(extproc.__file__).is_relative_to(ROOT / "extproc") else "again")
+settings.load_profile("loopguard")
 
 limit_integers()  # as the command does
 
 sys.path.append(str(ROOT / "envoy"))  # scripts, and what agents and their models share
 
 TESTS = ROOT / "tests"
-COMPILED_ROOMS = {"request", "apis", "detectors", "engine", "ext_proc", "store", "sessions", "transport"}
-"""The rooms of the package that hold what every request passes through."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--build`, by which `make test` divides the tests."""
+    parser.addoption("--build", choices=["sources", "compiled"], help="only what `make test` runs on this build")
 
 
 def pytest_report_header() -> str:
     """Which Loopguard is tested: the sources, or an installed wheel."""
     return f"{describe_version()}, from {Path(extproc.__file__).parent}"
+
+
+@cache
+def find_compiled() -> set[str]:
+    """The rooms that hold what is compiled, and the modules at the root that are, by what their units are called."""
+    places = [Path(module).parts[1] for module in select_modules()]
+    return {f"test_{place}" if place.endswith(".py") else place for place in places}
 
 
 def find_builds(path: Path) -> set[str]:
@@ -41,16 +53,37 @@ def find_builds(path: Path) -> set[str]:
     kind, room, *_ = path.relative_to(TESTS).parts
     match kind:
         case "unit":
-            return {"sources", "compiled"} if room in COMPILED_ROOMS else {"sources"}
+            return {"sources", "compiled"} if room in find_compiled() else {"sources"}
         case "project":
             return {"sources"}
         case _:
             return {"compiled"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what runs where; a test that is marked by itself knows better than its folder."""
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave modules alone that do not run on a build, unless they have a mark for it: each worker would import them."""
+    build = config.getoption("--build")
+    if build and collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
+        return (build not in find_builds(collection_path) and f"mark.{build}" not in collection_path.read_text()) or None
+    return None
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
+    """Choose the number of examples before a module is imported: properties take it then."""
+    again = parent.config.getoption("--build") == "sources" and "compiled" in find_builds(module_path)
+    settings.load_profile("again" if again else "loopguard")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Keep what runs on a build; a test that is marked by itself knows better than its folder, and a deep one runs once."""
+    build = config.getoption("--build")
+    if not build:
+        return
+    kept, left = [], []
     for item in items:
-        if not {"sources", "compiled"} & {mark.name for mark in item.iter_markers()}:
-            for build in find_builds(item.path):
-                item.add_marker(build)
+        marks = {mark.name for mark in item.iter_markers()}
+        builds = {"sources", "compiled"} & marks or find_builds(item.path)
+        again = "deep" in marks and build == "sources" and "compiled" in builds
+        (kept if build in builds and not again else left).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)

@@ -143,7 +143,7 @@ Changes = dict[str, bytes | None]
 """New values of an object's members; None where one goes."""
 
 
-class Outcome(Enum):
+class ToolsLeft(Enum):
     """What has become of the tools in a list."""
 
     SAME = "all stay"
@@ -181,7 +181,7 @@ class ToolList(NamedTuple):
     holder: str = ""
     wraps: bool = False
     owns: Callable[[str, Fields], bool] | None = None
-    choose: Callable[[Patch, Fields, Outcome, Collection[str]], Changes] | None = None
+    choose: Callable[[Patch, Fields, ToolsLeft, Collection[str]], Changes] | None = None
 
 
 class ToolWords(NamedTuple):

@@ -13,10 +13,10 @@ from extproc.apis.api import (
     Changes,
     Completion,
     Endpoint,
-    Outcome,
     Question,
     Refusal,
     ToolList,
+    ToolsLeft,
     ToolWords,
     frame_events,
     frame_json,
@@ -107,35 +107,35 @@ def _locate_result(patch: Patch, fields: Fields, _: Value) -> list[Place]:
     return [Place(given[key], result=True)] if key in given else [Place(response, PLAIN, key, result=True)]
 
 
-def _choose(patch: Patch, fields: Fields, outcome: Outcome, gone: Collection[str]) -> Changes:
+def _choose(patch: Patch, fields: Fields, outcome: ToolsLeft, gone: Collection[str]) -> Changes:
     """Edit the choice among tools, and say what becomes of the member in which it stands; see `ToolList`."""
     key = _pick(fields, "toolConfig", "tool_config")
     if key not in fields or not patch.is_object(fields[key]):
         forbidden = b'{"functionCallingConfig":{"mode":"NONE"}}'
-        return {key: forbidden} if outcome is Outcome.FORBIDDEN else {}
+        return {key: forbidden} if outcome is ToolsLeft.FORBIDDEN else {}
     config = fields[key]
     inner = patch.open_fields(config)
     calling = _pick(inner, "functionCallingConfig", "function_calling_config")
-    if outcome is Outcome.FEWER and calling in inner:
+    if outcome is ToolsLeft.FEWER and calling in inner:
         outcome = _mend_names(patch, patch.open_fields(inner[calling]), gone)
-    if outcome is Outcome.FORBIDDEN:
+    if outcome is ToolsLeft.FORBIDDEN:
         patch.change(config, {calling: b'{"mode":"NONE"}'})
-    elif outcome is Outcome.GONE and calling in inner:
+    elif outcome is ToolsLeft.GONE and calling in inner:
         patch.change(config, {calling: None})
     return {}
 
 
-def _mend_names(patch: Patch, calling: Fields, gone: Collection[str]) -> Outcome:
+def _mend_names(patch: Patch, calling: Fields, gone: Collection[str]) -> ToolsLeft:
     """Edit the list of functions that may be called; one of which none is left forbids all."""
     key = _pick(calling, "allowedFunctionNames", "allowed_function_names")
     if key not in calling or not patch.is_list(calling[key]):
-        return Outcome.FEWER
+        return ToolsLeft.FEWER
     names = patch.open_items(calling[key])
     places = {place for place, name in enumerate(names) if patch.read_text(name) in gone}
     if places and len(places) == len(names):
-        return Outcome.FORBIDDEN
+        return ToolsLeft.FORBIDDEN
     patch.remove(calling[key], places)
-    return Outcome.FEWER
+    return ToolsLeft.FEWER
 
 
 def _pick(fields: Fields, *keys: str) -> str:

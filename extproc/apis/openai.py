@@ -43,7 +43,7 @@ class ChatBody(Struct, gc=False):
     thread: Raw = ABSENT
 
 
-class Tool(Struct, gc=False):
+class ChatTool(Struct, gc=False):
     """What is called: a function, or a custom tool, which takes `input`."""
 
     name: str | None = None
@@ -55,12 +55,12 @@ class ToolCall(Struct, gc=False):
     """An element of `tool_calls`."""
 
     id: str | int | None = None
-    function: Tool | None = None
-    custom: Tool | None = None
+    function: ChatTool | None = None
+    custom: ChatTool | None = None
 
 
 _decode_calls = json.Decoder(list[ToolCall], float_hook=hook_number_in_part).decode
-_decode_tool = json.Decoder(Tool, float_hook=hook_number_in_part).decode
+_decode_tool = json.Decoder(ChatTool, float_hook=hook_number_in_part).decode
 
 
 def _look_back(body: ChatBody) -> Before:
@@ -117,7 +117,7 @@ def _read_calls(message: ChatMessage) -> list[Part]:
 
 
 def _read_call(call: ToolCall) -> Part:
-    tool = call.function or call.custom or Tool()
+    tool = call.function or call.custom or ChatTool()
     return Part(CALL, tool.arguments if call.function else tool.input, tool.name or "", _write_id(call.id))
 
 

@@ -9,6 +9,7 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,6 @@ import jsonschema  # type: ignore[import-untyped]  # published without type info
 import kubernetes_validate  # type: ignore[import-untyped]  # same
 import pytest
 import trustme
-from cloudcoil.models.istio.networking.v1 import DestinationRule
-from cloudcoil.models.istio.networking.v1alpha3 import EnvoyFilter
-from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule, ServiceMonitor
 
 from extproc import settings
 from extproc.cli.main import main
@@ -48,9 +46,6 @@ from tests.support.documents import policy
 KUBERNETES = ("1.27", "1.32", "1.37")
 """The oldest version that the chart takes, a middle one, and the newest whose schemas there are."""
 
-MODELS = (ServiceMonitor, PodMonitor, PrometheusRule, EnvoyFilter, DestinationRule)
-CRDS: dict[str, Any] = {model.__name__: model.model_json_schema() for model in MODELS} | ENVOY_GATEWAY | ROLLOUTS
-
 each_case = pytest.mark.parametrize("values", CASES.values(), ids=CASES)
 
 
@@ -64,11 +59,22 @@ def strict(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
     return {"additionalProperties": False, **made} if "properties" in made and made.get("type") == "object" else made
 
 
+@cache
+def find_validators() -> dict[str, jsonschema.Draft202012Validator]:
+    """What validates objects of kinds that are not Kubernetes' own."""
+    from cloudcoil.models.istio.networking.v1 import DestinationRule
+    from cloudcoil.models.istio.networking.v1alpha3 import EnvoyFilter
+    from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule, ServiceMonitor
+
+    models = (ServiceMonitor, PodMonitor, PrometheusRule, EnvoyFilter, DestinationRule)
+    schemas: dict[str, Any] = {model.__name__: model.model_json_schema() for model in models} | ENVOY_GATEWAY | ROLLOUTS
+    return {kind: jsonschema.Draft202012Validator(strict(schema)) for kind, schema in schemas.items()}
+
+
 def wrong_with(item: Object, kubernetes: str = KUBERNETES[-1]) -> str:
     """What an API server would say against an object, empty when it would take it."""
     error: jsonschema.ValidationError | None = None
-    if item["kind"] in CRDS:
-        validator = jsonschema.Draft202012Validator(strict(CRDS[item["kind"]]))
+    if validator := find_validators().get(item["kind"]):
         error = jsonschema.exceptions.best_match(validator.iter_errors(item))
     else:
         try:

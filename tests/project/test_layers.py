@@ -6,6 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
+from tests.support import ROOT as CHECKOUT
 from tests.support.rooms import FILES, GENERATED, ROOMS, find_floor, find_imports
 
 MAX_ROOT_MODULES = 14
@@ -30,6 +31,12 @@ def test_every_folder_is_a_room() -> None:
     assert sorted({name.split("/")[0] for name in FILES if "/" in name}) == sorted(ROOMS)
     assert len([name for name in FILES if "/" not in name and name not in ROOMS]) + 1 <= MAX_ROOT_MODULES
     assert len({find_floor(name) for name in FILES}) <= MAX_FLOORS
+
+
+def test_units_stand_where_their_modules_do() -> None:
+    """A folder of unit tests is a room, and a file beside them a module at the root: their names say what runs where."""
+    for place in (CHECKOUT / "tests" / "unit").glob("[!_.]*"):
+        assert place.name in ROOMS if place.is_dir() else place.stem.removeprefix("test_") in FILES, place
 
 
 @pytest.mark.parametrize("name", FILES)

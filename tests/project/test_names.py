@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "extproc"
 
-SHARED = frozenset({"Body", "Bounds", "Call", "Message", "Place", "Tool", "_Group"})
+SHARED = frozenset({"Bounds", "Call", "Place", "_Group"})
 """Names that several modules still use. The set only shrinks."""
 
 

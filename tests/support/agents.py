@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
 
-import boto3
-import botocore
-import botocore.config
-import botocore.exceptions
-import openai
 from fake_model import NAME, USER, Answer, Call, FakeModel, Script
-from google import genai
-from google.genai import errors, types
 from tool_agents import (
     REFUSALS,
     Job,
@@ -71,6 +65,9 @@ def _run(job: Job, name: str, given: Mapping[str, Any]) -> str:
 
 def gemini_agent(job: Job) -> Iterator[Turn]:
     """Google's SDK, generateContent."""
+    from google import genai
+    from google.genai import types
+
     options = types.HttpOptions(base_url=job.url, headers={USER: job.user})
     client = genai.Client(api_key="none", http_options=options)
     contents: list[Any] = [types.Content(role="user", parts=[types.Part(text=job.tasks[0])])]
@@ -87,9 +84,13 @@ def gemini_agent(job: Job) -> Iterator[Turn]:
         contents.append(types.Content(role="user", parts=said))
 
 
-def bedrock_agent(job: Job, signature: str | object = botocore.UNSIGNED) -> Iterator[Turn]:
+def bedrock_agent(job: Job, signature: str | None = None) -> Iterator[Turn]:
     """AWS's SDK, Converse; signed by SigV4 where that is said."""
-    once = botocore.config.Config(retries={"total_max_attempts": 1}, signature_version=signature)
+    import boto3
+    import botocore
+    from botocore.config import Config
+
+    once = Config(retries={"total_max_attempts": 1}, signature_version=signature or botocore.UNSIGNED)
     keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
     client: Any = boto3.client("bedrock-runtime", endpoint_url=job.url, region_name="us-east-1", config=once, **keys)
     client.meta.events.register("before-call", lambda params, **_: params["headers"].update({USER: job.user}))
@@ -111,6 +112,8 @@ def bedrock_agent(job: Job, signature: str | object = botocore.UNSIGNED) -> Iter
 
 def react_agent(job: Job) -> Iterator[Turn]:
     """OpenAI's SDK without a tool: actions are lines of text, and observations the user's messages."""
+    import openai
+
     client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
     messages: list[Any] = [{"role": "system", "content": "Thought, Action, Observation."}]
     messages.append({"role": "user", "content": job.tasks[0]})
@@ -141,4 +144,10 @@ AGENTS: dict[str, tuple[Callable[[Job], Iterator[Turn]], Any]] = {
 }
 
 
-SDK_ERRORS = (*REFUSALS, errors.ClientError, botocore.exceptions.ClientError)
+@cache
+def sdk_errors() -> tuple[type[Exception], ...]:
+    """What any of these agents may be stopped by."""
+    from botocore.exceptions import ClientError as BedrockError
+    from google.genai.errors import ClientError as GeminiError
+
+    return (*REFUSALS, GeminiError, BedrockError)

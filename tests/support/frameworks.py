@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import agents
-import anthropic
-import openai
-from anthropic import beta_tool
 from fake_model import NAME, USER
-from langchain.agents import create_agent
-from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
-from pydantic_ai import Agent as PydanticAgent
-from pydantic_ai.models.openai import OpenAIChatModel
-from pydantic_ai.providers.openai import OpenAIProvider
 
 from tests.support.sdks import run_node
+
+if TYPE_CHECKING:
+    from agents import OpenAIChatCompletionsModel, OpenAIResponsesModel
 
 TASK = "Tell me when it is done."
 MOST_TURNS = 20
@@ -45,6 +39,9 @@ Run: TypeAlias = Callable[[Errand], str]
 
 def run_langchain(errand: Errand) -> str:
     """LangChain's `create_agent`, which is a graph of LangGraph's."""
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+
     model = ChatOpenAI(
         model=NAME, base_url=f"{errand.url}/v1", api_key=SecretStr("none"), default_headers={USER: errand.user}, max_retries=2
     )
@@ -53,7 +50,10 @@ def run_langchain(errand: Errand) -> str:
     return str(state["messages"][-1].content)
 
 
-def _run_openai_agent(errand: Errand, model: type[agents.OpenAIChatCompletionsModel | agents.OpenAIResponsesModel]) -> str:
+def _run_openai_agent(errand: Errand, model: type[OpenAIChatCompletionsModel | OpenAIResponsesModel]) -> str:
+    import agents
+    import openai
+
     agents.set_tracing_disabled(disabled=True)
     client = openai.AsyncOpenAI(api_key="none", base_url=f"{errand.url}/v1", default_headers={USER: errand.user})
     tools: Any = [
@@ -66,18 +66,27 @@ def _run_openai_agent(errand: Errand, model: type[agents.OpenAIChatCompletionsMo
 
 def run_openai_agent(errand: Errand) -> str:
     """openai-agents, chat completions."""
-    return _run_openai_agent(errand, agents.OpenAIChatCompletionsModel)
+    from agents import OpenAIChatCompletionsModel
+
+    return _run_openai_agent(errand, OpenAIChatCompletionsModel)
 
 
 def run_openai_responses_agent(errand: Errand) -> str:
     """openai-agents, Responses."""
-    return _run_openai_agent(errand, agents.OpenAIResponsesModel)
+    from agents import OpenAIResponsesModel
+
+    return _run_openai_agent(errand, OpenAIResponsesModel)
 
 
 def run_pydantic_agent(errand: Errand) -> str:
     """pydantic-ai."""
+    import openai
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
     client = openai.AsyncOpenAI(api_key="none", base_url=f"{errand.url}/v1", default_headers={USER: errand.user})
-    agent = PydanticAgent(OpenAIChatModel(NAME, provider=OpenAIProvider(openai_client=client)))
+    agent = Agent(OpenAIChatModel(NAME, provider=OpenAIProvider(openai_client=client)))
     agent.tool_plain(_document(errand.check, "check"))
     agent.tool_plain(_document(errand.ask_somebody, "ask_somebody"))
     return agent.run_sync(TASK).output
@@ -85,7 +94,9 @@ def run_pydantic_agent(errand: Errand) -> str:
 
 def run_anthropic_runner(errand: Errand) -> str:
     """Anthropic's own tool runner."""
-    client = anthropic.Anthropic(api_key="none", base_url=errand.url, default_headers={USER: errand.user})
+    from anthropic import Anthropic, beta_tool
+
+    client = Anthropic(api_key="none", base_url=errand.url, default_headers={USER: errand.user})
     tools = [beta_tool(_document(errand.check, "check")), beta_tool(_document(errand.ask_somebody, "ask_somebody"))]
     messages: Any = [{"role": "user", "content": TASK}]
     runner = client.beta.messages.tool_runner(

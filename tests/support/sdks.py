@@ -14,16 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import anthropic
-import boto3
-import botocore.config
-import botocore.exceptions
-import ollama
-import openai
 import pytest
-from google import genai
 from google.auth.credentials import Credentials
-from google.genai import errors, types
 
 USER = "x-user-id"
 
@@ -70,6 +62,8 @@ class Job(NamedTuple):
 
 def ask_chat(job: Job) -> str:
     """OpenAI's SDK, chat completions."""
+    import openai
+
     client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
     messages: Any = job.messages
     if not job.stream:
@@ -80,6 +74,8 @@ def ask_chat(job: Job) -> str:
 
 def ask_responses(job: Job) -> str:
     """OpenAI's SDK, Responses."""
+    import openai
+
     client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
     messages: Any = job.messages
     if not job.stream:
@@ -90,6 +86,8 @@ def ask_responses(job: Job) -> str:
 
 def ask_anthropic(job: Job) -> str:
     """Anthropic's SDK."""
+    import anthropic
+
     client = anthropic.Anthropic(api_key="none", base_url=job.url, default_headers={USER: job.user})
     messages: Any = job.messages
     question: Any = {"model": "m", "max_tokens": 1024, "messages": messages}
@@ -101,6 +99,9 @@ def ask_anthropic(job: Job) -> str:
 
 def ask_gemini(job: Job, *, retries: bool = False) -> str:
     """Google's SDK, which retries where it is told to."""
+    from google import genai
+    from google.genai import types
+
     retry = types.HttpRetryOptions(attempts=3, initial_delay=0.01, max_delay=0.01) if retries else None
     options = types.HttpOptions(base_url=job.url, headers={USER: job.user}, retry_options=retry)
     client = genai.Client(api_key="none", http_options=options)
@@ -113,7 +114,10 @@ def ask_gemini(job: Job, *, retries: bool = False) -> str:
 
 def ask_bedrock(job: Job, *, mode: str = "") -> str:
     """AWS's SDK, Converse, with its own mode of retries or another one."""
-    config = botocore.config.Config(retries={"mode": mode} if mode else None)
+    import boto3
+    from botocore.config import Config
+
+    config = Config(retries={"mode": mode} if mode else None)
     keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
     client: Any = boto3.client("bedrock-runtime", endpoint_url=job.url, region_name="us-east-1", config=config, **keys)
     client.meta.events.register("before-call", lambda params, **_: params["headers"].update({USER: job.user}))
@@ -126,6 +130,8 @@ def ask_bedrock(job: Job, *, mode: str = "") -> str:
 
 def ask_anthropic_bedrock(job: Job) -> str:
     """Anthropic's SDK for its models on Bedrock."""
+    import anthropic
+
     keys: Any = {"aws_access_key": "none", "aws_secret_key": "none", "aws_region": "us-east-1"}
     client = anthropic.AnthropicBedrock(base_url=job.url, default_headers={USER: job.user}, **keys)
     messages: Any = job.messages
@@ -138,6 +144,8 @@ def ask_anthropic_bedrock(job: Job) -> str:
 
 def ask_ollama(job: Job) -> str:
     """Ollama's SDK."""
+    import ollama
+
     client = ollama.Client(host=job.url, headers={USER: job.user})
     if not job.stream:
         return client.chat(model="m", messages=job.messages).message.content or ""
@@ -182,15 +190,20 @@ def _install_node() -> Path:
 
 def ask_python(ask: Callable[[Job], str], job: Job) -> Reply:
     """An SDK of Python."""
+    import anthropic
+    import openai
+    from botocore.exceptions import ClientError
+    from google.genai.errors import APIError
+
     try:
         return Reply(ask(job))
     except openai.APIStatusError as error:
         return Reply(str(error), error.status_code)
     except anthropic.APIStatusError as error:
         return Reply(str(error), error.status_code)
-    except errors.APIError as error:
+    except APIError as error:
         return Reply(str(error), error.code)
-    except botocore.exceptions.ClientError as error:
+    except ClientError as error:
         return Reply(str(error), error.response["ResponseMetadata"]["HTTPStatusCode"])
 
 
@@ -240,7 +253,10 @@ class _Anonymous(Credentials):
 
 
 def _ask_model_bedrock(url: str, model: str, headers: dict[str, str], *, call: str) -> object:
-    config = botocore.config.Config(retries={"total_max_attempts": 1})
+    import boto3
+    from botocore.config import Config
+
+    config = Config(retries={"total_max_attempts": 1})
     keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
     client: Any = boto3.client("bedrock-runtime", endpoint_url=url, region_name="us-east-1", config=config, **keys)
     client.meta.events.register("before-call", lambda params, **_: params["headers"].update(headers))
@@ -249,12 +265,16 @@ def _ask_model_bedrock(url: str, model: str, headers: dict[str, str], *, call: s
 
 
 def _ask_model_anthropic_bedrock(url: str, model: str, headers: dict[str, str]) -> object:
+    import anthropic
+
     keys: Any = {"aws_access_key": "none", "aws_secret_key": "none", "aws_region": "us-east-1"}
     client = anthropic.AnthropicBedrock(base_url=url, max_retries=0, default_headers=headers, **keys)
     return client.messages.create(model=model, max_tokens=5, messages=_QUESTION)
 
 
 def _ask_model_anthropic_vertex(url: str, model: str, headers: dict[str, str], *, call: str = "") -> object:
+    import anthropic
+
     keys: Any = {"access_token": "none", "project_id": "p", "region": "us-east5"}
     client = anthropic.AnthropicVertex(base_url=url, max_retries=0, default_headers=headers, **keys)
     if call == "count":
@@ -263,17 +283,24 @@ def _ask_model_anthropic_vertex(url: str, model: str, headers: dict[str, str], *
 
 
 def _ask_model_azure(url: str, model: str, headers: dict[str, str], *, deployment: str | None = None) -> object:
+    import openai
+
     where: Any = {"azure_endpoint": url, "azure_deployment": deployment, "api_version": "2024-10-21"}
     client = openai.AzureOpenAI(api_key="none", max_retries=0, default_headers=headers, **where)
     return client.chat.completions.create(model=model, messages=_QUESTION)
 
 
 def _ask_model_openai(url: str, model: str, headers: dict[str, str]) -> object:
+    import openai
+
     client = openai.OpenAI(api_key="none", base_url=f"{url}/v1", max_retries=0, default_headers=headers)
     return client.chat.completions.create(model=model, messages=_QUESTION)
 
 
 def _ask_model_google(url: str, model: str, headers: dict[str, str], *, vertex: bool = False, stream: bool = False) -> object:
+    from google import genai
+    from google.genai import types
+
     on_vertex = {"vertexai": True, "project": "p", "location": "us-central1", "credentials": _Anonymous()}
     where: Any = on_vertex if vertex else {"api_key": "none"}
     client = genai.Client(http_options=types.HttpOptions(base_url=url, headers=headers), **where)

@@ -17,7 +17,7 @@ def _adapt(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401  # any type
 
 def validate_chat(body: Mapping[str, Any]) -> None:
     """As the SDK's types have it."""
-    from openai.types.chat import ChatCompletionContentPartTextParam, ChatCompletionMessageParam  # noqa: PLC0415  # takes a second
+    from openai.types.chat import ChatCompletionContentPartTextParam, ChatCompletionMessageParam
 
     _adapt(list[ChatCompletionMessageParam]).validate_python(body["messages"])
     content = body["messages"][2]["content"]  # whose parts are an Iterable, which nothing validates before it is read
@@ -26,14 +26,14 @@ def validate_chat(body: Mapping[str, Any]) -> None:
 
 def validate_responses(body: Mapping[str, Any]) -> None:
     """The same for Responses."""
-    from openai.types.responses import ResponseInputParam  # noqa: PLC0415  # takes a second
+    from openai.types.responses import ResponseInputParam
 
     _adapt(ResponseInputParam).validate_python(body["input"])
 
 
 def validate_anthropic(body: Mapping[str, Any]) -> None:
     """The same for Anthropic's messages."""
-    from anthropic.types import ImageBlockParam, MessageParam, TextBlockParam, ToolResultBlockParam  # noqa: PLC0415  # takes a second
+    from anthropic.types import ImageBlockParam, MessageParam, TextBlockParam, ToolResultBlockParam
 
     _adapt(list[MessageParam]).validate_python(body["messages"])
     result = body["messages"][2]["content"][0]
@@ -44,21 +44,21 @@ def validate_anthropic(body: Mapping[str, Any]) -> None:
 
 def validate_gemini(body: Mapping[str, Any]) -> None:
     """The same for Gemini's contents."""
-    from google.genai.types import Content  # noqa: PLC0415  # takes a second
+    from google.genai.types import Content
 
     _adapt(list[Content]).validate_python(body["contents"])
 
 
 @cache
 def _load_converse() -> Any:  # noqa: ANN401  # botocore has no types
-    from botocore.session import get_session  # noqa: PLC0415  # takes a second
+    from botocore.session import get_session
 
     return get_session().get_service_model("bedrock-runtime").operation_model("Converse").input_shape
 
 
 def validate_bedrock(body: Mapping[str, Any]) -> None:
     """By botocore's own model of the API."""
-    from botocore.validate import ParamValidator  # noqa: PLC0415  # takes a second
+    from botocore.validate import ParamValidator
 
     shape = _load_converse()
     report = ParamValidator().validate({"modelId": "m", **body}, shape)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 from extproc.apis import TOOL_LISTS, TOOL_WORDS, needs_tool
-from extproc.apis.api import Changes, Outcome, ToolList
+from extproc.apis.api import Changes, ToolList, ToolsLeft
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
 from extproc.request.document import NotCounted
 from extproc.request.http import HttpRequest
@@ -292,15 +292,15 @@ class _Narrowing:
         if tools.dialect is not None:
             api = tools.dialect
         outcome = self._take_out(tools)
-        gone: Changes = dict.fromkeys((api.tools, *api.along)) if outcome is Outcome.GONE else {}
+        gone: Changes = dict.fromkeys((api.tools, *api.along)) if outcome is ToolsLeft.GONE else {}
         if api.choose is not None:
             return gone | api.choose(self._patch, fields, outcome, self._gone)
-        if outcome is Outcome.GONE:
+        if outcome is ToolsLeft.GONE:
             return gone | {api.choice: None}
-        if outcome is Outcome.FORBIDDEN:
+        if outcome is ToolsLeft.FORBIDDEN:
             return {api.choice: _forbid(api)}
         choice = fields.get(api.choice)
-        if outcome is Outcome.FEWER and choice is not None and self._patch.is_object(choice):
+        if outcome is ToolsLeft.FEWER and choice is not None and self._patch.is_object(choice):
             return self._mend_choice(choice, api)
         return {}
 
@@ -310,21 +310,21 @@ class _Narrowing:
             return None
         return _Tools(self._patch, fields[key], others)
 
-    def _take_out(self, tools: _Tools) -> Outcome:
+    def _take_out(self, tools: _Tools) -> ToolsLeft:
         """Edit a list of tools, unless all of it goes."""
         gone = [tool for tool in tools.found if self._without is None or not self._without.isdisjoint(tool.names)]
         forbidden = self._without is None and tools.served
         if not gone and not forbidden:
-            return Outcome.SAME
+            return ToolsLeft.SAME
         if len(gone) == len(tools.found) and not tools.served:
             needed = self._find_needed([tool for tool in gone if not tool.built_in])
             if needed is None:
-                return Outcome.GONE
+                return ToolsLeft.GONE
             gone.remove(needed)
             forbidden = True
         self._gone.update([name for tool in gone for name in tool.names])
         tools.remove(gone)
-        return Outcome.FORBIDDEN if forbidden else Outcome.FEWER
+        return ToolsLeft.FORBIDDEN if forbidden else ToolsLeft.FEWER
 
     def _find_needed(self, tools: Sequence[_Tool]) -> _Tool | None:
         """The one that has to stay: that which was called last, else the first; None where the API does without."""

@@ -7,13 +7,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-import boto3
-import botocore
-import botocore.config
 import pytest
 from fake_model import NAME, USER, Answer, Call, Script, fake_model
-from google import genai
-from google.genai import types
 from tool_agents import Job, messages_agent
 
 from tests.support.agents import DONE, Gate, same
@@ -44,6 +39,8 @@ POLICIES = bundle(
 
 def run_gemini_agent(errand: Errand) -> str:
     """Google's SDK, which calls tools by itself."""
+    from google import genai
+    from google.genai import types
 
     def check() -> str:
         """Check it."""
@@ -62,7 +59,11 @@ def run_gemini_agent(errand: Errand) -> str:
 
 def run_bedrock_agent(errand: Errand) -> str:
     """AWS's SDK, Converse, without a signature, or its tools could not be taken away."""
-    plain = botocore.config.Config(signature_version=botocore.UNSIGNED)
+    import boto3
+    import botocore
+    from botocore.config import Config
+
+    plain = Config(signature_version=botocore.UNSIGNED)
     client: Any = boto3.client("bedrock-runtime", endpoint_url=errand.url, region_name="us-east-1", config=plain)
     client.meta.events.register("before-call", lambda params, **_: params["headers"].update({USER: errand.user}))
     results = {"check": errand.check(), "ask_somebody": errand.ask_somebody()}

@@ -10,7 +10,7 @@ import pytest
 from fake_model import USER, Call, Script, fake_model
 from tool_agents import Job, Turn
 
-from tests.support.agents import AGENTS, DONE, SDK_ERRORS, TOOLS, Gate, again, fresh, same, told
+from tests.support.agents import AGENTS, DONE, TOOLS, Gate, again, fresh, same, sdk_errors, told
 from tests.support.documents import bundle, policy
 from tests.support.harness import stack
 
@@ -33,7 +33,7 @@ def play(
     try:
         for turn in islice(AGENTS[name][0](Job(url, user, ["Tell me when it is done."], {"check": check, "edit": same})), 20):
             turns.append(turn)  # noqa: PERF402  # what came before a refusal is kept
-    except SDK_ERRORS as refusal:
+    except sdk_errors() as refusal:
         return turns, refusal
     return turns, None
 

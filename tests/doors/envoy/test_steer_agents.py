@@ -13,7 +13,7 @@ from fake_model import NAME, USER, Call, Script, fake_model
 from tool_agents import Job, Step, Turn
 
 from extproc.request.notes import OPENING
-from tests.support.agents import ACTION, AGENTS, CHECK, DONE, SDK_ERRORS, Gate, again, bedrock_agent, same, told
+from tests.support.agents import ACTION, AGENTS, CHECK, DONE, Gate, again, bedrock_agent, same, sdk_errors, told
 from tests.support.documents import bundle, policy
 from tests.support.frameworks import FRAMEWORKS, Errand
 from tests.support.harness import stack
@@ -69,7 +69,7 @@ def play(gate: Gate, name: str, user: str, script: Script, detour: Script | None
     try:
         for turn in islice(SDKS[name][0](job), 20):
             turns.append(turn)  # noqa: PERF402  # what came before a refusal is kept
-    except SDK_ERRORS as refusal:
+    except sdk_errors() as refusal:
         return turns, refusal
     return turns, None
 
@@ -110,7 +110,7 @@ def test_an_agent_that_signs_its_requests_is_not_told(gate: Gate, user: dict[str
     job = Job(f"http://127.0.0.1:{gate.stack.envoy.port}", user[USER], ["Tell me when it is done."], _tools())
     before = gate.stack.loopguard.metric("unsteered_total", policy="steer", reason="signed_body")
 
-    with pytest.raises(SDK_ERRORS, match="recursive_loop_detected"):
+    with pytest.raises(sdk_errors(), match="recursive_loop_detected"):
         list(islice(bedrock_agent(job, "v4"), 20))
 
     assert gate.model.asked[user[USER]] == 5

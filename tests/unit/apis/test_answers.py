@@ -6,16 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import anthropic.types
-import ollama
 import pytest
-from anthropic.types import RawMessageStreamEvent
-from google.genai.types import GenerateContentResponse
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types import Completion as OpenAICompletion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from extproc.apis import find_endpoint
@@ -263,6 +256,8 @@ def read_answer(framed: Framed | None) -> Any:  # noqa: ANN401  # JSON
 
 def test_a_chat_completion_is_one_to_the_sdk() -> None:
     """It has the fields, and the types, that the SDK's own model of it asks for; so has each chunk, and the usage if wanted."""
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
     whole = ChatCompletion.model_validate(read_answer(complete("/v1/chat/completions", BODY)), strict=True)
     *events, end = read_events(complete("/v1/chat/completions", STREAM))
     chunks = [ChatCompletionChunk.model_validate(event, strict=True) for event in events]
@@ -277,6 +272,8 @@ def test_a_chat_completion_is_one_to_the_sdk() -> None:
 
 def test_a_text_completion_is_one_to_the_sdk() -> None:
     """Whole, and as the one piece of a stream."""
+    from openai.types import Completion as OpenAICompletion
+
     whole = OpenAICompletion.model_validate(read_answer(complete("/v1/completions", BODY)), strict=True)
     *pieces, end = read_events(complete("/v1/completions", STREAM))
 
@@ -287,6 +284,8 @@ def test_a_text_completion_is_one_to_the_sdk() -> None:
 
 def test_a_response_is_one_to_the_sdk() -> None:
     """Each event is one that the SDK knows, in order; the last one holds the whole response."""
+    from openai.types.responses import Response, ResponseStreamEvent
+
     whole = Response.model_validate(read_answer(complete("/v1/responses", BODY)), strict=True)
     known: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
     events = [known.validate_python(event, strict=True) for event in read_events(complete("/v1/responses", STREAM), named=True)]
@@ -299,7 +298,9 @@ def test_a_response_is_one_to_the_sdk() -> None:
 
 def test_a_message_is_one_to_the_sdk() -> None:
     """Of Anthropic, also on Vertex AI, where the path names the model."""
-    whole = anthropic.types.Message.model_validate(read_answer(complete("/v1/messages", BODY)), strict=True)
+    from anthropic.types import Message, RawMessageStreamEvent
+
+    whole = Message.model_validate(read_answer(complete("/v1/messages", BODY)), strict=True)
     known: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
     path = "/v1/projects/p/locations/l/publishers/anthropic/models/claude%402:streamRawPredict"
     events = [
@@ -314,6 +315,8 @@ def test_a_message_is_one_to_the_sdk() -> None:
 
 def test_a_content_is_one_to_the_sdk() -> None:
     """Of Gemini: whole, as the only event of a stream, or as the only element of an array."""
+    from google.genai.types import GenerateContentResponse
+
     path = "/v1beta/models/gemini-3:"
     found = [
         read_answer(complete(f"{path}generateContent", None)),
@@ -337,6 +340,8 @@ def test_anthropic_on_bedrock_is_answered_in_its_own_language() -> None:
 
 def test_ollama_streams_unless_told_otherwise() -> None:
     """Lines, each of which the SDK knows; a path like its own is somebody else's where no model is named."""
+    import ollama
+
     whole = ollama.ChatResponse.model_validate(read_answer(complete("/api/chat", BODY)))
     framed = complete("/api/chat", b'{"model": "m"}')
     assert framed is not None

@@ -310,6 +310,7 @@ def test_a_detector_that_raises_leaves_the_others_verdict_standing(mode: str, mo
         assert [identity for lane in evaluation.lanes for identity, _ in lane.failures] == ["bad"]
 
 
+@pytest.mark.deep
 def test_a_million_distinct_requests_share_no_count() -> None:
     """1,000,000 distinct requests of 1,000 tenants: every one is the first of its kind."""
     engine = make_engine(policy("a", ANY, limit_keys=["header:x-user-id"]))

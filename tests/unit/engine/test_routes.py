@@ -13,8 +13,6 @@ from extproc.engine.routes import Index
 from extproc.policy.bundle import Selector
 from extproc.request.fingerprint import normalize_path
 
-pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # routes are compiled
-
 Request = tuple[str, str, str, str]  # method, authority, path, route
 
 

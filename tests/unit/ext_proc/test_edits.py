@@ -283,6 +283,7 @@ def test_an_edit_leaves_nothing_to_the_garbage_collector(every: bool) -> None:
     for data in bodies:  # what is made once and kept
         _ = [repeat(service, data) for service in services]
     gc.collect()
+    gc.freeze()
     gc.disable()
 
     try:

@@ -6,18 +6,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import anthropic
-import boto3
-import ollama
-import openai
 import pytest
-from anthropic.types import ToolChoiceParam, ToolUnionParam
 from fake_model import NAME, USER, Call, FakeModel, fake_model
-from google import genai
-from google.genai import types
-from openai.types.chat import ChatCompletionToolChoiceOptionParam, ChatCompletionToolUnionParam
-from openai.types.responses import ToolParam
-from openai.types.responses.response_create_params import ToolChoice
 from pydantic import TypeAdapter
 
 from extproc.ext_proc.changes.edits import NotEdited
@@ -39,6 +29,8 @@ class Asked(NamedTuple):
 
 def ask_chat(asked: Asked) -> None:
     """OpenAI's SDK, chat completions."""
+    import openai
+
     client = openai.OpenAI(api_key="none", base_url=f"{asked.url}/v1", default_headers={USER: asked.user})
     tools: Any = [{"type": "function", "function": {"name": name, "parameters": _SCHEMA}} for name in _NAMES]
     choice: Any = {"type": "function", "function": {"name": "pay"}}
@@ -51,6 +43,8 @@ def ask_chat(asked: Asked) -> None:
 
 def ask_responses(asked: Asked) -> None:
     """OpenAI's SDK, Responses."""
+    import openai
+
     client = openai.OpenAI(api_key="none", base_url=f"{asked.url}/v1", default_headers={USER: asked.user})
     tools: Any = [{"type": "function", "name": name, "parameters": _SCHEMA, "strict": False} for name in _NAMES]
     allowed = [{"type": "function", "name": name} for name in _NAMES]
@@ -65,6 +59,8 @@ def ask_responses(asked: Asked) -> None:
 
 def ask_anthropic(asked: Asked) -> None:
     """Anthropic's SDK."""
+    import anthropic
+
     client = anthropic.Anthropic(api_key="none", base_url=asked.url, default_headers={USER: asked.user})
     tools: Any = [{"name": name, "input_schema": _SCHEMA} for name in _NAMES]
     choice: Any = {"type": "tool", "name": "pay", "disable_parallel_tool_use": True}
@@ -81,6 +77,9 @@ def ask_anthropic(asked: Asked) -> None:
 
 def ask_gemini(asked: Asked) -> None:
     """Google's SDK."""
+    from google import genai
+    from google.genai import types
+
     options = types.HttpOptions(base_url=asked.url, headers={USER: asked.user})
     client = genai.Client(api_key="none", http_options=options)
     declared = [types.FunctionDeclaration(name=name, parameters_json_schema=_SCHEMA) for name in _NAMES]
@@ -103,6 +102,8 @@ def ask_gemini(asked: Asked) -> None:
 
 def ask_bedrock(asked: Asked) -> None:
     """AWS's SDK, Converse."""
+    import boto3
+
     keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
     client: Any = boto3.client("bedrock-runtime", endpoint_url=asked.url, region_name="us-east-1", **keys)
     client.meta.events.register("before-call", lambda params, **_: params["headers"].update({USER: asked.user}))
@@ -140,26 +141,37 @@ class Sdk(NamedTuple):
 
 _READ = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "read"}]}
 
-SDKS = {
-    "chat": Sdk(
+
+def _chat() -> Sdk:
+    from openai.types.chat import ChatCompletionToolChoiceOptionParam, ChatCompletionToolUnionParam
+
+    return Sdk(
         ask_chat, _adapt(list[ChatCompletionToolUnionParam]), _adapt(ChatCompletionToolChoiceOptionParam), "auto", "none"
-    ),
-    "responses": Sdk(ask_responses, _adapt(list[ToolParam]), _adapt(ToolChoice), _READ, "none"),
-    "anthropic": Sdk(
-        ask_anthropic,
-        _adapt(list[ToolUnionParam]),
-        _adapt(ToolChoiceParam),
-        {"type": "auto", "disable_parallel_tool_use": True},
-        {"type": "none"},
-    ),
-    "gemini": Sdk(
-        ask_gemini,
-        _adapt(list[types.Tool]),
-        _adapt(types.ToolConfig),
-        {"functionCallingConfig": {"mode": "NONE"}},
-        {"functionCallingConfig": {"mode": "NONE"}},
-    ),
-}
+    )
+
+
+def _responses() -> Sdk:
+    from openai.types.responses import ToolParam
+    from openai.types.responses.response_create_params import ToolChoice
+
+    return Sdk(ask_responses, _adapt(list[ToolParam]), _adapt(ToolChoice), _READ, "none")
+
+
+def _anthropic() -> Sdk:
+    from anthropic.types import ToolChoiceParam, ToolUnionParam
+
+    mended, none = {"type": "auto", "disable_parallel_tool_use": True}, {"type": "none"}
+    return Sdk(ask_anthropic, _adapt(list[ToolUnionParam]), _adapt(ToolChoiceParam), mended, none)
+
+
+def _gemini() -> Sdk:
+    from google.genai.types import Tool, ToolConfig
+
+    none = {"functionCallingConfig": {"mode": "NONE"}}
+    return Sdk(ask_gemini, _adapt(list[Tool]), _adapt(ToolConfig), none, none)
+
+
+SDKS: dict[str, Callable[[], Sdk]] = {"chat": _chat, "responses": _responses, "anthropic": _anthropic, "gemini": _gemini}
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +210,7 @@ def take_choice(body: dict[str, Any]) -> object:
 @pytest.mark.parametrize("name", SDKS)
 def test_a_request_without_a_tool_is_one_of_the_sdk(model: FakeModel, name: str) -> None:
     """The tool is not declared any more, the choice is not of it, and all the rest is as the SDK sent it."""
-    sdk = SDKS[name]
+    sdk = SDKS[name]()
     old = json.loads(body := ask(model, sdk.ask, f"{name}-one"))
 
     new = take_out(body, "pay")
@@ -216,7 +228,7 @@ def test_a_request_without_a_tool_is_one_of_the_sdk(model: FakeModel, name: str)
 @pytest.mark.parametrize("name", SDKS)
 def test_a_request_that_may_call_nothing_is_one_of_the_sdk(model: FakeModel, name: str) -> None:
     """The tool that its history uses is declared, since some APIs want that, and the choice is none."""
-    sdk = SDKS[name]
+    sdk = SDKS[name]()
     old = json.loads(body := ask(model, sdk.ask, f"{name}-all"))
 
     new = take_out(body)
@@ -245,6 +257,8 @@ def test_bedrock_has_no_choice_of_none(model: FakeModel) -> None:
 
 def test_ollama_does_without_tools(model: FakeModel) -> None:
     """It has no choice among them, and takes a history of calls without any."""
+    import ollama
+
     client = ollama.Client(host=f"http://127.0.0.1:{model.port}", headers={USER: "ollama"})
     call: Any = {"function": {"name": "pay", "arguments": {"bill": "b"}}}
     messages: Any = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_name": "pay", "content": PAID}]

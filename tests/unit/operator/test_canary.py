@@ -36,8 +36,6 @@ from tests.support.messages import body, headers
 from tests.support.service import FailingStore, decoded, exchange, make_service
 from tests.support.turn_writers import Did, as_chat
 
-pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # pairs are compiled
-
 USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 LIVE = policy("live", ANY, threshold_identical_requests=4, **USER)
 

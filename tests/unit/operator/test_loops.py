@@ -39,8 +39,6 @@ from tests.support.harness import PATIENCE
 from tests.support.messages import body, headers
 from tests.support.service import exchange, make_service, repeat
 
-pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # what counts in its table is compiled
-
 ANY = {"pathPrefix": "/"}
 BY_USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 ON_ROUTE = {"xds.route_name": "llm"}

@@ -53,8 +53,6 @@ from tests.support.session_limits import limited, told, turns
 from tests.support.sessions import agents, send_all, turn
 from tests.support.windows import WINDOW_TYPES
 
-pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # what finds orders is compiled
-
 T = TypeVar("T")
 
 

@@ -30,8 +30,6 @@ from extproc.store.memory import MemoryStore
 from extproc.store.rules.documents import MAX_DOCUMENT
 from extproc.store.rules.session import LIMITS, Standing
 
-pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # the table is compiled
-
 TENANT, OTHER = "a" * 16, "b" * 16
 SESSION = "5" * 16
 DOLLAR = 10**9
@@ -435,6 +433,14 @@ def test_a_query_that_makes_no_sense_is_refused(query: Mapping[str, str], messag
         client.ask("/sessions", params=query)
 
     assert str(failure.value).endswith(f"answered 400: {message}")
+
+
+def test_what_a_query_says_of_loops_means_nothing_for_sessions() -> None:
+    """The page sends one query for both tables; a session is not told apart by a tool, and has no rate."""
+    with admin_of(make_table()) as client:
+        (session,) = client.ask("/sessions", params={"tool": "other", "price": "x"})["sessions"]
+
+    assert session["session"] == SESSION
 
 
 def test_callers_are_not_shown_to_a_page_of_another_site() -> None:

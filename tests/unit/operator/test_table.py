@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.operator.table import Table
-
-pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # compiled, at the door
 
 MOST, SHARE = 8, 3
 

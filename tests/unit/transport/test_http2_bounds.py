@@ -482,7 +482,7 @@ class HostilePeers(RuleBasedStateMachine):
             assert sum(kind == http2.GOAWAY for kind, _, _, _ in frames) <= 1
 
 
-TestHostilePeers = HostilePeers.TestCase
+TestHostilePeers = pytest.mark.deep(HostilePeers.TestCase)
 
 
 def test_fields_that_were_never_seen_are_work() -> None:
