@@ -23,7 +23,7 @@ _ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 
 
 class _ScriptBatch:
-    """Calls of a round batch that share a script and a hash tag, which go as one; and their positions in the batch."""
+    """Calls of a round trip that share a script and a hash tag, which go as one; and their positions in the batch."""
 
     __slots__ = ("calls", "positions", "script", "tag", "weight")
 
@@ -107,7 +107,7 @@ class _PendingBatch(Pending):
 
 
 class RedisBackend:
-    """The wire to a shard's server, for one round batch at a time; what goes wrong is a StoreError and nothing else."""
+    """The wire to a shard's server, for one round trip at a time; what goes wrong is a StoreError and nothing else."""
 
     def __init__(self, topology: ShardServers, prefix: str) -> None:
         """Keep state on a server of `topology`; every key starts with `prefix`."""

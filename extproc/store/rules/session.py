@@ -844,7 +844,8 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
         grants, calls = asked.grants, cut_calls(asked)
         limited = b"".join([_TOOL.pack(tool, allowed) for tool, allowed in limits.tools])
         names = b"".join([tool + pack_name(name) for tool, name in pick_names(asked)])
-        older = b"".join([_TOOL.pack(tool, number) for tool, number in sum_up_older(asked)])
+        if len(asked.calls) > len(calls):
+            older = b"".join([_TOOL.pack(tool, number) for tool, number in sum_up_older(asked)])
     head = _QUESTION.pack(
         kind, estimated, limits.narrows, asked.call, identity, money, limits.idle_ms, limits.max_sessions,
         grant(limits.steps, grants[0]), grant(limits.tool_calls, grants[1]), grant(limits.cost, grants[2]), limits.window,
