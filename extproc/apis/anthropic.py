@@ -114,18 +114,10 @@ API = Api(
         "redacted_thinking": skip_thought,
     },
     locators={"tool_result": _locate_result},
-    tool_lists=(
-        ToolList(
-            "messages",
-            "tools",
-            "tool_choice",
-            b'{"type":"none"}',
-            b'{"type":"auto"}',
-            kept="disable_parallel_tool_use",
-            owns=_owns,
-        ),
+    tool_lists=(ToolList("messages", "tools", "tool_choice", b'{"type":"none"}', b'{"type":"auto"}', owns=_owns),),
+    tool_words=ToolWords(
+        servers=frozenset({_TOOLSET}), modes=frozenset({"auto", "any", "none"}), kept=frozenset({"disable_parallel_tool_use"})
     ),
-    tool_words=ToolWords(servers=frozenset({_TOOLSET}), modes=frozenset({"auto", "any", "none"})),
     counts={
         "input": ("usage.input_tokens", "message.usage.input_tokens"),
         # Not message.usage.output_tokens, which is where a message begins and nothing has been written yet.

@@ -162,7 +162,6 @@ class ToolList(NamedTuple):
         none: the choice of none; empty where the API has no such choice.
         auto: the choice that is the model's.
         along: keys that may not stand there without tools either.
-        kept: a key of a choice among tools; where it is there, the choice is changed and not replaced.
         holder: key of an object, beside the conversation, in which list and choice stand; empty for none.
         wraps: the conversation's key holds an object in which they stand, and the conversation, too.
         owns: whether an entry, by its `type` and its members, is one of this API, where a list of another API has the same key.
@@ -177,7 +176,6 @@ class ToolList(NamedTuple):
     none: bytes = b'"none"'
     auto: bytes = b'"auto"'
     along: tuple[str, ...] = ()
-    kept: str = ""
     holder: str = ""
     wraps: bool = False
     owns: Callable[[str, Fields], bool] | None = None
@@ -195,6 +193,7 @@ class ToolWords(NamedTuple):
         others: keys of an entry that are no tools.
         modes: types of choices that are no tool's.
         allowed: types of choices that list tools.
+        kept: keys of a choice that hold for any tool: a choice that has one is changed, and not replaced.
         called: how calls go by of a tool that is declared by another name.
     """
 
@@ -205,6 +204,7 @@ class ToolWords(NamedTuple):
     others: frozenset[str] = frozenset()
     modes: frozenset[str] = frozenset()
     allowed: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
     called: Mapping[str, str] = MappingProxyType({})
 
 

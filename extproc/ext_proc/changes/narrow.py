@@ -341,7 +341,7 @@ class _Narrowing:
             return self._mend_allowed(self._open(choice[kind]) if kind in choice else choice, api)
         if self._gone.isdisjoint(_read_names(self._patch, choice)):
             return {}
-        if not api.kept or api.kept not in choice:
+        if TOOL_WORDS.kept.isdisjoint(choice):
             return {api.choice: api.auto}
         self._patch.change(value, {"type": b'"auto"', "name": None})
         return {}
@@ -376,7 +376,7 @@ def _find_conversation(patch: Patch, fields: Fields) -> str:
         NotEdited: it has several, so that nobody can tell which one is read.
     """
     wrapping = [key for key, lists in TOOL_LISTS.items() if lists[0].wraps]
-    found = [key for key in TOOL_LISTS if key in fields and key not in wrapping]
+    found = [key for key in TOOL_LISTS if key and key in fields and key not in wrapping]
     if len(found) > 1:
         raise NotEdited(AMBIGUOUS)
     found += [key for key in wrapping if patch.is_object(fields.get(key))]

@@ -338,6 +338,31 @@ def test_space_hides_no_tool() -> None:
     assert json.loads(narrowed(body, "f"))["tools"] == [{"name": "g"}]
 
 
+@pytest.mark.parametrize("conversation", [{"messages": []}, {"contents": []}, {"input": []}, {}])
+def test_a_key_without_a_name_hides_no_tool(conversation: dict[str, Any]) -> None:
+    """It is no conversation of another API."""
+    body = json.dumps({"": True, **conversation, "tools": [{"name": "pay"}, {"name": "read"}]}).encode()
+
+    narrowed = json.loads(narrow(HttpRequest("POST", "/"), body, ["pay"]))
+
+    assert narrowed == {"": True, **conversation, "tools": [{"name": "read"}]}
+
+
+@pytest.mark.parametrize("key", ["tools", "functions"])
+def test_a_choice_is_mended_in_place_whatever_the_api(key: str) -> None:
+    """Gateways mix what APIs say: what a choice says beside the tool stays."""
+    choice = {"tools": "tool_choice", "functions": "function_call"}[key]
+    sent = {
+        "messages": [],
+        key: [{"name": "pay"}, {"name": "read"}],
+        choice: {"name": "pay", "disable_parallel_tool_use": True},
+    }
+
+    narrowed = json.loads(narrow(HttpRequest("POST", "/"), json.dumps(sent).encode(), ["pay"]))
+
+    assert narrowed[choice] == {"disable_parallel_tool_use": True, "type": "auto"}
+
+
 def test_where_nothing_is_declared_nothing_is_to_be_removed() -> None:
     """Of no tools all are gone already."""
     assert narrowed(_chat([]), every=True) == _chat([])
