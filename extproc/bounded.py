@@ -5,7 +5,6 @@ A pure function of small arguments needs neither: `functools.lru_cache` does.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -63,27 +62,85 @@ class Memo(Generic[Key, Value]):
         self._young_size += size
 
 
+class _Entry(Generic[Value]):
+    __slots__ = ("used", "value")
+
+    def __init__(self, value: Value, used: int) -> None:
+        self.value = value
+        self.used = used
+
+
 class LRU(Generic[Key, Value]):
     """Values by key; once there are too many, the least recently used one goes.
 
+    To use a value costs a number. They are put in order only when one has to go, and that order is good for as many as they
+    were: what was used since then is passed over.
+
     Attributes:
-        kept: all of them, the least recently used first.
+        uses: the number of times that a value was used or added.
     """
 
     def __init__(self, most: int) -> None:
         """Start empty, with room for `most` values."""
-        self.kept: OrderedDict[Key, Value] = OrderedDict()
+        self.uses = 0
         self._most = most
+        self._entries: dict[Key, _Entry[Value]] = {}
+        self._order: list[Key] = []  # the least recently used comes last
+        self._ordered = 0  # when the last of these was used
+
+    def __len__(self) -> int:
+        """The number of values."""
+        return len(self._entries)
 
     def use(self, key: Key) -> Value | None:
         """The value, or None."""
-        value = self.kept.get(key)
-        if value is not None:
-            self.kept.move_to_end(key)
-        return value
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self.uses += 1
+        entry.used = self.uses
+        return entry.value
+
+    def peek(self, key: Key) -> Value | None:
+        """The same, without using it."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.value
 
     def put(self, key: Key, value: Value) -> Key | None:
         """Keep a value as the most recently used one; returns the key whose value has made room, or None."""
-        self.kept[key] = value
-        self.kept.move_to_end(key)
-        return self.kept.popitem(last=False)[0] if len(self.kept) > self._most else None
+        self.uses += 1
+        return self._add(key, _Entry(value, self.uses))
+
+    def share(self, key: Key, source: LRU[Key, Value]) -> Key | None:
+        """Keep a value that `source` has: to use it there is to use it here; returns as `put` does."""
+        return self._add(key, source._entries[key])
+
+    def _add(self, key: Key, entry: _Entry[Value]) -> Key | None:
+        self._entries[key] = entry
+        if len(self._entries) <= self._most:
+            return None
+        oldest = self.find_oldest()
+        del self._entries[oldest]
+        return oldest
+
+    def drop(self, key: Key) -> Value | None:
+        """Forget a value; returns it, or None."""
+        entry = self._entries.pop(key, None)
+        return None if entry is None else entry.value
+
+    def find_oldest(self) -> Key:
+        """The key of the least recently used value; there has to be one."""
+        entries = self._entries
+        while True:
+            while self._order:
+                entry = entries.get(self._order[-1])
+                if entry is not None and entry.used <= self._ordered:
+                    return self._order[-1]
+                self._order.pop()
+            self._order = sorted(entries, key=lambda key: -entries[key].used)
+            self._ordered = entries[self._order[0]].used
+
+    def items(self) -> list[tuple[Key, Value]]:
+        """Keys and values as of now, the least recently used first."""
+        entries = sorted(self._entries.items(), key=lambda item: item[1].used)
+        return [(key, entry.value) for key, entry in entries]

@@ -79,11 +79,11 @@ class HandedOver:
 
     def list_plans(self) -> list[Plan]:
         """The policies of all contents that are remembered."""
-        return [plan for made in self._known.kept.values() if isinstance(made, _HandedOver) for plan in made.engine.plans]
+        return [plan for _, made in self._known.items() if isinstance(made, _HandedOver) for plan in made.engine.plans]
 
     def list_unenforced(self) -> list[Unenforced]:
         """The parts of all these contents that are not enforced; called from any thread."""
-        return [part for made in list(self._known.kept.values()) if isinstance(made, _HandedOver) for part in made.unenforced]
+        return [part for _, made in self._known.items() if isinstance(made, _HandedOver) for part in made.unenforced]
 
     def recall(self, text: str, now: datetime) -> Engine | RefusedPolicy | None:
         """What came of this content before, None when it is new.

@@ -68,6 +68,6 @@ class InspectionBudget:
     def spend(self, tenant: str, seconds: float, *, shadow: bool = False) -> None:
         """A body of this tenant's took that long."""
         self._all.take(seconds, shadow=shadow)
-        bucket = self._tenants.kept.get(tenant)
+        bucket = self._tenants.peek(tenant)
         if bucket is not None:
             bucket.take(seconds, shadow=shadow)

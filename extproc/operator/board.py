@@ -52,13 +52,12 @@ class BoardDocument(Protocol):
 
 
 class SharedTable(Protocol[Document_co]):
-    """A table that is published.
+    """A table that is published."""
 
-    Attributes:
-        changes: the number of times that anything was noted.
-    """
-
-    changes: int
+    @property
+    def changes(self) -> int:
+        """The number of times that anything was noted."""
+        ...
 
     def drop_quiet(self, before: float) -> None:
         """Forget what has been quiet since before then, in seconds since 1970."""

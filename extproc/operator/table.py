@@ -40,11 +40,7 @@ AnyRow = TypeVar("AnyRow", bound=TableRow)
 
 
 class Table(Generic[AnyRow]):
-    """Rows by key, which begins with the tenant; of too many the least recently used one makes room.
-
-    Attributes:
-        changes: the number of times that a row was used or added.
-    """
+    """Rows by key, which begins with the tenant; of too many the least recently used one makes room."""
 
     def __init__(self, most: int = MAX_ROWS, share: int = MAX_TENANT_ROWS) -> None:
         """Start empty.
@@ -53,43 +49,46 @@ class Table(Generic[AnyRow]):
             most: rows in all.
             share: rows of one tenant.
         """
-        self.changes = 0
         self._share = share
         self._rows: LRU[tuple[str, ...], AnyRow] = LRU(most)
         self._tenants: dict[str, LRU[tuple[str, ...], AnyRow]] = {}
 
+    @property
+    def changes(self) -> int:
+        """The number of times that a row was used or added."""
+        return self._rows.uses
+
     def use(self, key: tuple[str, ...]) -> AnyRow | None:
         """The row, or None."""
-        row = self._rows.use(key)
-        if row is not None:
-            self.changes += 1
-            self._tenants[key[0]].use(key)
-        return row
+        return self._rows.use(key)
 
     def put(self, key: tuple[str, ...], row: AnyRow) -> None:
         """Keep a new row."""
-        self.changes += 1
-        own = self._tenants.setdefault(key[0], LRU(self._share))
-        dropped = own.put(key, row)
-        if dropped is not None:
-            del self._rows.kept[dropped]
+        own = self._tenants.get(key[0])
+        if own is not None and len(own) >= self._share:
+            self._drop(own.find_oldest())
         dropped = self._rows.put(key, row)
         if dropped is not None:
             self._forget(dropped)
+        self._tenants.setdefault(key[0], LRU(self._share)).share(key, self._rows)
 
     def copy(self) -> list[AnyRow]:
         """All rows as of now, the least recently used first; they go on changing."""
-        return list(self._rows.kept.values())
+        return [row for _, row in self._rows.items()]
 
     def drop_quiet(self, before: float) -> None:
         """Forget the rows whose last request came before then, in seconds since 1970."""
-        for key in [key for key, row in self._rows.kept.items() if row.last < before]:
-            del self._rows.kept[key]
-            self._forget(key)
+        for key, row in self._rows.items():
+            if row.last < before:
+                self._drop(key)
+
+    def _drop(self, key: tuple[str, ...]) -> None:
+        self._rows.drop(key)
+        self._forget(key)
 
     def _forget(self, key: tuple[str, ...]) -> None:
         """Take a row that is gone out of its tenant's share."""
-        own = self._tenants[key[0]].kept
-        del own[key]
+        own = self._tenants[key[0]]
+        own.drop(key)
         if not own:
             del self._tenants[key[0]]

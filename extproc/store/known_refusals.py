@@ -17,7 +17,6 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from extproc.bounded import LRU
 from extproc.store.rules.hit import Count, Hit
 
 MAX_LOOPS = 10_000
@@ -59,8 +58,7 @@ class KnownRefusals:
     def __init__(self, settle: Callable[[Hit, int], None]) -> None:
         """`settle` takes a hit and how often it was answered here."""
         self._settle = settle
-        self._loops: LRU[str, _KnownRefusal] = LRU(MAX_LOOPS)
-        self._known = self._loops.kept
+        self._known: dict[str, _KnownRefusal] = {}
 
     def __len__(self) -> int:
         """Loops known now."""
@@ -89,8 +87,9 @@ class KnownRefusals:
                 del self._known[hit.key]
             return
         if known is None or known.hit != hit:
-            known = _KnownRefusal(hit, answer)
-            self._loops.put(hit.key, known)
+            if known is None and len(self._known) >= MAX_LOOPS:
+                del self._known[next(iter(self._known))]
+            known = self._known[hit.key] = _KnownRefusal(hit, answer)
         known.answer, known.learned = answer, _read_clock()
         known.told = max(0, known.told - told)
         known.until = known.learned + lasts

@@ -91,7 +91,7 @@ class MemoryStore:
 
     def __len__(self) -> int:
         """Entries kept now, some of which may have expired."""
-        return self._entries + len(self._at_hand.kept)
+        return self._entries + len(self._at_hand)
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any]:
         """Count every hit once; answers at once and never raises a StoreError."""
@@ -199,27 +199,31 @@ class MemoryStore:
             ledger = Ledger(entry, now)
         if not ledger.is_over(limits, now):
             return ledger
-        self._at_hand.kept.pop(key, None)
+        self._at_hand.drop(key)
         return None
 
     def _keep_ledger(self, key: str, ledger: Ledger, now: int) -> None:
         """Have it at hand, where there is room; a large one is put away at once."""
-        at_hand = self._at_hand.kept
-        if key in at_hand:
+        at_hand = self._at_hand
+        if at_hand.peek(key) is not None:
             if ledger.is_large():
-                self._put_away(key, at_hand.pop(key), now)
+                at_hand.drop(key)
+                self._put_away(key, ledger, now)
         elif ledger.is_large() or (len(at_hand) >= self._most_at_hand and not self._make_room(now)):
             self._put_away(key, ledger, now)
         else:
-            self._at_hand.put(key, ledger)
+            at_hand.put(key, ledger)
 
     def _make_room(self, now: int) -> bool:
         """Put the ledger away that was not asked for longest; where even that was lately, none gains by changing places."""
-        at_hand = self._at_hand.kept
-        quietest = next(iter(at_hand), None)
-        if quietest is None or now - at_hand[quietest].last < _LATELY_MS:
+        if not self._at_hand:
             return False
-        self._put_away(quietest, at_hand.pop(quietest), now)
+        oldest = self._at_hand.find_oldest()
+        ledger = self._at_hand.peek(oldest)
+        if ledger is None or now - ledger.last < _LATELY_MS:
+            return False
+        self._at_hand.drop(oldest)
+        self._put_away(oldest, ledger, now)
         return True
 
     def _put_away(self, key: str, ledger: Ledger, now: int) -> None:

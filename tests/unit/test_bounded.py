@@ -60,4 +60,5 @@ def test_the_least_recently_used_value_makes_room(used: Sequence[int], most: int
             assert dropped == (order.pop(0) if len(order) == most else None)
         order.append(key)
 
-        assert list(cache.kept) == order
+        assert cache.items() == [(key, str(key)) for key in order]
+        assert cache.find_oldest() == order[0]

@@ -601,7 +601,7 @@ def test_little_is_kept_of_a_policy_with_much_wrong(text: str, caplog: pytest.Lo
     made = HandedOver(shadow=False, allow_unenforced=False)
     refused_policy = made.compile(text, datetime.now(UTC))
 
-    ((name, kept),) = made._known.kept.items()
+    ((name, kept),) = made._known.items()
 
     assert kept is refused_policy is made.recall(text, datetime.now(UTC))
     assert isinstance(kept, RefusedPolicy)

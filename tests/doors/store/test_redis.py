@@ -26,7 +26,7 @@ from redis.credentials import CredentialProvider
 from extproc.errors import PartlyAwayError, StoreError, UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
-from extproc.store import open_store, redact_url, topology
+from extproc.store import known_refusals, open_store, redact_url, topology
 from extproc.store.backend import RedisBackend
 from extproc.store.client import Access
 from extproc.store.credentials import ProvidedCredentials
@@ -1319,9 +1319,9 @@ def test_a_key_that_an_operator_deletes_is_forgotten_here_as_well(driver: Driver
     eventually(lambda: not driver.count([hit])[0].looping, "a request that goes on")
 
 
-def test_known_refusals_are_bounded(driver: Driver) -> None:
+def test_known_refusals_are_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many loops there are, a bounded number is remembered; the others are asked about."""
-    remote(driver)._known_refusals._loops._most = 3
+    monkeypatch.setattr(known_refusals, "MAX_LOOPS", 3)
     for number in range(10):
         _loop(driver, make_hit(window_ms=60_000, key=str(number)))
 
