@@ -141,7 +141,6 @@ class Texts:
     """Texts that outlive the documents they stand in: a copy of each, and one for all that are equal."""
 
     def __init__(self) -> None:
-        """Nothing is kept yet."""
         self._kept: dict[str, str] = {}
 
     def keep(self, text: str) -> str:

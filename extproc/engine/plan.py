@@ -44,7 +44,6 @@ class Parts:
     """What policies of one load have in common: of thousands most are alike, and each part is kept once."""
 
     def __init__(self) -> None:
-        """Nothing is shared yet."""
         self._similarities: dict[str, Similarity] = {}
         self._descriptors: dict[tuple[str, ...], _Descriptors] = {}
 

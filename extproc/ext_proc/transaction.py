@@ -94,7 +94,7 @@ class Later:
 
     def notify(self, listener: Listener) -> None:
         """Call this listener as soon as the store has answered, for it to `finish`."""
-        self._asked.pending.tell(listener)
+        self._asked.pending.notify(listener)
 
     def cancel(self) -> None:
         """Want no reply any more."""

@@ -409,7 +409,6 @@ class _RouteAlone(Facts):
     """The route of a request whose message has gone."""
 
     def __init__(self, entry: bytes) -> None:
-        """See `Message.cut_attribute`."""
         self._entry = entry
 
     def route(self) -> str:
