@@ -13,11 +13,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from extproc.tallies import Buckets, Decisions
+from extproc.tallies import Buckets
 
 _PREFIX = "loopguard"
 _LATENCY_BUCKETS = (0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+Decisions: TypeAlias = dict[tuple[str, str, str], int]
+"""Requests by policy, mode and action. The event loop alone counts; the thread that answers a scrape only reads."""
 
 Counts: TypeAlias = tuple[Sequence[str], float]
 """Label values, and what was counted for them."""
@@ -45,8 +48,8 @@ class Metrics:
             registry.register(_Shown(lambda: _show_decisions(f"{_PREFIX}_{name}", text, decisions)))
             return decisions
 
-        self.decisions = decided("requests_total", "Requests that a policy counted, by action", Decisions())
-        self.loops = decided("loops_detected_total", "Counted requests that were part of a loop", Decisions())
+        self.decisions = decided("requests_total", "Requests that a policy counted, by action", {})
+        self.loops = decided("loops_detected_total", "Counted requests that were part of a loop", {})
         by_detector = ("policy", "detector", "mode", "action")
         self.detections = counter("detections_total", "Requests that were part of a loop, by detector", *by_detector)
         self.compared_exactly = counter(
@@ -184,7 +187,7 @@ def _show_unenforced(parts: Iterable[tuple[str, str]]) -> Metric:
 
 
 def _show_decisions(name: str, text: str, decisions: Decisions) -> Metric:
-    return _show_counts(name, text, ("policy", "mode", "action"), decisions.counts.copy().items())
+    return _show_counts(name, text, ("policy", "mode", "action"), decisions.copy().items())
 
 
 def _show_buckets(name: str, text: str, buckets: Buckets) -> Metric:

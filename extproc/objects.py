@@ -35,6 +35,11 @@ def make_error(message: str, why: str = "") -> PydanticCustomError:
     return PydanticCustomError("loopguard", "{message}", {"message": message, "why": why})
 
 
+def copy_text(text: str) -> str:
+    """An equal text, of a document that goes: the text itself would keep all of the memory around it from being given back."""
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
+
+
 def is_pointer(value: str) -> bool:
     """Whether a text is a JSON Pointer (RFC 6901) to anything below the whole document."""
     return _POINTER.match(value) is not None

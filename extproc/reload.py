@@ -24,10 +24,10 @@ from watchfiles import awatch
 from watchfiles.main import FileChange
 
 from extproc.engine.engine import Engine
-from extproc.engine.routes import copy_text
 from extproc.errors import BundleError, BundleErrors, excerpt
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
+from extproc.objects import copy_text
 from extproc.policy.bundle import Policy
 from extproc.policy.files import find_directories, read_files, read_what_can_be
 from extproc.policy.loader import PolicySet, Source, Unenforced, list_raw, parse

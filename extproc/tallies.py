@@ -31,21 +31,3 @@ class Buckets:
         place = bisect_left(self.bounds, value)
         self.counts[place] += 1
         self.sum += value
-
-
-class Decisions:
-    """What policies made of the requests that they counted.
-
-    Attributes:
-        counts: requests by policy, mode and action.
-    """
-
-    __slots__ = ("counts",)
-
-    def __init__(self) -> None:
-        self.counts: dict[tuple[str, str, str], int] = {}
-
-    def add(self, policy: str, mode: str, action: str) -> None:
-        """Take one policy's outcome for one request."""
-        labels = (policy, mode, action)
-        self.counts[labels] = self.counts.get(labels, 0) + 1

@@ -17,7 +17,6 @@ class Canonical(Similarity):
     looks: ClassVar[bool] = True
 
     def __init__(self, keys: SimilarityKeys) -> None:
-        """See `Similarity`."""
         self._ignored = [split_pointer(pointer) for pointer in keys.ignore_fields]
 
     def compare(self, document: Document) -> tuple[bytes | None, None]:

@@ -47,7 +47,6 @@ class History:
     """
 
     def __init__(self, source: Iterator[AnyTurn], *, elsewhere: bool = False, after: bytes = b"") -> None:
-        """Take nothing yet."""
         self._source = islice(source, MAX_TURNS)
         self._taken: list[AnyTurn] = []
         self.elsewhere = elsewhere
@@ -125,7 +124,6 @@ class TurnRule:
         normalize_results: bool = True,
         ignored: frozenset[str] = THOUGHTS,
     ) -> None:
-        """Take the settings; see `LoopDetection`."""
         self._limits = limits
         self._fewest = limits.lowest
         self._max_cycle = max_cycle
@@ -142,7 +140,7 @@ class TurnRule:
         turns = read_turns(conversation, document, self._ignored)
         return History(turns, elsewhere=conversation.elsewhere, after=conversation.before.after)
 
-    def judge(self, history: History) -> Repeat | None:
+    def find_loop(self, history: History) -> Repeat | None:
         """Whether the newest turn is part of a loop; None where it is not.
 
         Raises:
@@ -151,16 +149,16 @@ class TurnRule:
         newest = history.at(0)
         if newest is None or history.at(self._fewest - 1) is None:
             return None
-        found = self._judge(history)
+        found = self._find_loop(history)
         if found is None and _is_prefill(history):
-            return self._judge(History(iter(history.newest(MAX_TURNS)[1:])))
+            return self._find_loop(History(iter(history.newest(MAX_TURNS)[1:])))
         return found
 
     def may_loop(self, newest: AnyTurn) -> bool:
         """Whether a turn may be part of a loop, whatever was before it."""
         return (newest.known or newest.returned) and not self._limits.of(newest.names).allow
 
-    def _judge(self, history: History) -> Repeat | None:
+    def _find_loop(self, history: History) -> Repeat | None:
         newest = history.at(0)
         if newest is None or not self.may_loop(newest):
             return None

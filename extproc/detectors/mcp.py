@@ -68,7 +68,6 @@ class Mcp(Similarity):
     looks: ClassVar[bool] = True
 
     def __init__(self, keys: SimilarityKeys) -> None:
-        """See `Similarity`."""
         self._limits = keys.make_limits(self.default_threshold)
 
     def compare(self, document: Document) -> tuple[bytes, None]:

@@ -39,7 +39,6 @@ class Tail(Similarity):
     looks: ClassVar[bool] = True
 
     def __init__(self, keys: SimilarityKeys) -> None:
-        """See `Similarity`."""
         self._messages = keys.tail_messages
 
     def compare(self, document: Document) -> tuple[bytes, None]:

@@ -91,7 +91,6 @@ class ToolCalls(Similarity):
     stateless: ClassVar[bool] = True
 
     def __init__(self, keys: SimilarityKeys) -> None:
-        """See `Similarity`."""
         self._limits = keys.make_limits(self.default_threshold)
         self._max_cycle = keys.max_cycle
         self._results = keys.compare_results
@@ -106,13 +105,13 @@ class ToolCalls(Similarity):
         if history.at(self._limits.lowest - 1) is None and not self._cooldown:
             return b"", None  # too few calls for any loop
         for step, rules in self._stricter:
-            found = rules.judge(history)
+            found = rules.find_loop(history)
             if found is not None and found.looping:
                 return history.spell_newest(), found._replace(step=step)
-        found = self.judge(history)
+        found = self.find_loop(history)
         return (b"", None) if found is None else (history.spell_newest(), found)
 
-    def judge(self, history: _History) -> Repeat | None:
+    def find_loop(self, history: _History) -> Repeat | None:
         """The call that loops, by these thresholds alone, or else the one that is made most often; None where none counts."""
         best = self._find_most_repeated(history)
         if best is not None and not best.looping:

@@ -57,7 +57,6 @@ class Reading:
     __slots__ = ("document", "ignored", "left")
 
     def __init__(self, document: Document, ignored: frozenset[str]) -> None:
-        """Start with the whole bound."""
         self.document = document
         self.ignored = ignored
         self.left = _MAX_NORMALIZED_IN_ALL

@@ -45,7 +45,6 @@ class Turns(Similarity):
     default_threshold: ClassVar[int | None] = 3
 
     def __init__(self, keys: SimilarityKeys) -> None:
-        """See `Similarity`."""
         self.rule, *stricter = [self._make_rule(step) for step in keys.list_steps(self.default_threshold)]
         self._stricter = list(enumerate(stricter, 1))[::-1]
         self._cooldown = keys.cooldown_seconds > 0  # then a turn may be refused that does not loop
@@ -63,7 +62,7 @@ class Turns(Similarity):
         history = self.rule.read(document)
         if history.elsewhere:
             raise NotCounted("no_history")
-        found = self.judge(history)
+        found = self.find_loop(history)
         newest = history.at(0)
         if newest is None or (found is None and not self._cooldown):
             return b"", None
@@ -72,7 +71,7 @@ class Turns(Similarity):
     def compare_in_session(self, document: Document) -> tuple[bytes, Repeat | None, Memory | None]:
         """The newest turn, whether there is a loop or not: who asks the ring may find one; see `Similarity`."""
         history = self.rule.read(document)
-        found = self.judge(history)
+        found = self.find_loop(history)
         kept = keep_newest(history)
         if kept is None or (history.elsewhere and not history.after):  # a plain prompt has all in words
             return *self.compare(document), None
@@ -81,13 +80,13 @@ class Turns(Similarity):
             found = self.rule.count(history, newest)
         return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found)
 
-    def judge(self, history: History) -> Repeat | None:
+    def find_loop(self, history: History) -> Repeat | None:
         """The loop that the newest of these turns is part of, by the strictest rule that sees one; None where it is in none."""
         for step, rule in self._stricter:
-            found = rule.judge(history)
+            found = rule.find_loop(history)
             if found is not None:
                 return found._replace(step=step)
-        return self.rule.judge(history)
+        return self.rule.find_loop(history)
 
     def is_final(self, found: Repeat | None) -> bool:
         """Whether a verdict is the strictest that there can be."""
@@ -170,7 +169,7 @@ class TurnMemory:
         """Take what is kept.
 
         Args:
-            turns: judge.
+            turns: the similarity.
             kept: of the request.
             found: what the request itself says.
         """
@@ -183,7 +182,7 @@ class TurnMemory:
 
     def recall(self, entries: Sequence[bytes]) -> Repeat | None:
         """See `Memory`."""
-        recalled, found = self._turns.judge(self._kept.extend(entries)), self._found
+        recalled, found = self._turns.find_loop(self._kept.extend(entries)), self._found
         if recalled is None or (found is not None and found.looping and found.step > recalled.step):
             return found
         return recalled

@@ -305,7 +305,6 @@ class LoopCandidate(Candidate):
     def __init__(
         self, plan: Plan, detector: Detector, values: list[tuple[str, str]], descriptors: str, session: Sequence[str] = ()
     ) -> None:
-        """See `Candidate`."""
         super().__init__(plan, detector, values, descriptors, session, detector.similarity)
         self.detector = detector
         self._name = ("", "")
@@ -395,7 +394,6 @@ class SessionCandidate(Candidate):
     def __init__(
         self, plan: Plan, limiter: SessionGuard, values: list[tuple[str, str]], descriptors: str, session: Sequence[str]
     ) -> None:
-        """See `Candidate`."""
         super().__init__(plan, limiter, values, descriptors, session, WITHIN)
         self.limiter = limiter
         self.calls = NO_CALLS

@@ -44,7 +44,6 @@ class Asked:
     __slots__ = ("_counting", "_group", "_started", "pending")
 
     def __init__(self, counting: Counting, group: CandidateGroup, pending: Pending) -> None:
-        """Start the clock."""
         self.pending = pending
         self._counting = counting
         self._group = group

@@ -271,6 +271,7 @@ class Evaluation:
         enforcing: the candidates whose verdict is the answer.
         shadow: the candidates whose verdict never is.
         groups: both.
+        sessions: the candidates that limit sessions, of both groups.
         size: bytes of its body, 0 where that is not known.
         inspects: a body of so many bytes at most has to be kept to be looked into, 0 for none.
         steers: a body of so many bytes at most has to be kept to be changed, 0 for none.
@@ -296,6 +297,7 @@ class Evaluation:
         "plain",
         "plans",
         "request",
+        "sessions",
         "shadow",
         "size",
         "steers",
@@ -315,6 +317,7 @@ class Evaluation:
         self.document: Document | None = None
         self.plain: Document | None = None
         self.size = 0
+        self.sessions = _NO_SESSIONS
         self.enforcing = CandidateGroup(shadow=False)
         self.shadow = CandidateGroup(shadow=True)
         self.groups = [self.enforcing, self.shadow]
@@ -336,13 +339,6 @@ class Evaluation:
         return self._earlier.trace if self._earlier is not None else []
 
     @property
-    def sessions(self) -> list[SessionCandidate]:
-        """The candidates that limit sessions, of both groups."""
-        if not self.shadow.sessions:
-            return self.enforcing.sessions
-        return [*self.enforcing.sessions, *self.shadow.sessions]
-
-    @property
     def is_narrowed(self) -> bool:
         """Some session may not have all of the tools that the request offers."""
         return any(session.narrowing is not None for session in self.enforcing.sessions)
@@ -358,7 +354,10 @@ class Evaluation:
         if plan.ramp is not None and plan.watching is not None and not self.enforcing.acts_on(plan, plan.ramp, self.request):
             plan = plan.watching
         group = self.shadow if plan.shadow else self.enforcing
-        if group.admit(plan, self.request, self._last):
+        admitted = group.admit(plan, self.request, self._last)
+        if group.sessions:
+            self.sessions = [*self.enforcing.sessions, *self.shadow.sessions]
+        if admitted:
             self._last = group.candidates[-1] if group.candidates else None
             if plan.needs_body:
                 self.inspects = max(self.inspects, plan.inspects)
@@ -375,6 +374,7 @@ class Evaluation:
         watching = Evaluation(self.request, self._scope, self._key)
         watching.shadow.candidates = self.shadow.take_body_readers()
         watching.shadow.sessions, self.shadow.sessions = self.shadow.sessions, _NO_SESSIONS
+        watching.sessions, self.sessions = watching.shadow.sessions, self.enforcing.sessions
         watching.inspects = self.inspects
         watching.paired = self.paired
         watching._earlier = self

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import NamedTuple
 
-from extproc.engine.routes import copy_text
+from extproc.objects import copy_text
 from extproc.policy.bundle import KillSwitch
 from extproc.policy.loader import Source
 from extproc.request.fingerprint import is_too_long

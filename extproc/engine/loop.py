@@ -98,8 +98,12 @@ class Detector:
 
     def list_thresholds(self, subject: Subject) -> list[int]:
         """What holds for this subject: a threshold for each of the actions, the lowest first."""
-        first = subject.threshold or self.threshold
+        first = self._find_threshold(subject)
         return [first + later for later in self._later]
+
+    def _find_threshold(self, subject: Subject) -> int:
+        """The lowest of them, which the similarity itself leaves to the detector."""
+        return self.threshold if subject is self.similarity else subject.threshold or self.threshold
 
     def make_hit(self, scope: str, tenant: str, digest: str, subject: Subject, repeat: Repeat | None = None) -> Hit | None:
         """What the store is asked to count, None for nothing.
@@ -114,7 +118,7 @@ class Detector:
         key = f"{self._key}{scope}:{tenant}:{digest}"
         if not self.stateless:
             # From here on the strictest of the actions holds, which the store decides: that one refuses, and trips.
-            threshold = (subject.threshold or self.threshold) + self._last
+            threshold = self._find_threshold(subject) + self._last
             count_refused, count_to = self._count_refused, max(threshold, DISPLAY_COUNT)
             return Hit(key, self.window_type, self._window_ms, threshold, self._cooldown_ms, count_refused, count_to)
         if not self._cooldown_ms or repeat is None:
@@ -164,7 +168,7 @@ class Detector:
             count.span_ms,
             self.window_seconds,
             min(number * DELAY_PER_REQUEST_MS, self.max_delay_ms) if action is Action.THROTTLE else 0,
-            self._find_retry_after(count, (subject.threshold or self.threshold) + self._last, repeat),
+            self._find_retry_after(count, self._find_threshold(subject) + self._last, repeat),
             self.refusal,
             self.name,
             subject,

@@ -156,7 +156,6 @@ class Overrides:
     __slots__ = ("_of_body", "_of_head", "blocks_heads")
 
     def __init__(self, overrides: Iterable[ActiveOverride] = ()) -> None:
-        """File them."""
         shapes: dict[tuple[bool, tuple[str, ...], bool, bool, bool], _Shape] = {}
         self.blocks_heads = False
         for override in overrides:

@@ -9,8 +9,8 @@ from extproc.detectors import Similarity, make_similarity
 from extproc.detectors.keys import SimilarityKeys
 from extproc.engine.loop import Detector
 from extproc.engine.ramp import Ramp
-from extproc.engine.routes import copy_text, is_below
-from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy
+from extproc.objects import copy_text
+from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, is_below
 from extproc.request.document import Document, NotCounted, NotJson, find, split_pointer
 from extproc.request.fingerprint import is_too_long
 from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors
@@ -44,7 +44,6 @@ class Parts:
     """What policies of one load have in common: of thousands most are alike, and each part is kept once."""
 
     def __init__(self) -> None:
-        """Nothing is shared yet."""
         self._similarities: dict[str, Similarity] = {}
         self._descriptors: dict[tuple[str, ...], _Descriptors] = {}
 

@@ -52,7 +52,6 @@ class Entry:
         estimated: bool,  # noqa: FBT001  # a field
         refused: bool,  # noqa: FBT001  # a field
     ) -> None:
-        """Keep them as given."""
         self.sessions = sessions
         self.status = status
         self.failed = failed
@@ -81,7 +80,6 @@ class Settled:
     def __init__(  # noqa: PLR0913  # a record
         self, settlement: Settlement, policy: str, mode: str, tenant: str, session: str, model: str
     ) -> None:
-        """Keep them as given."""
         self.settlement = settlement
         self.policy = policy
         self.mode = mode

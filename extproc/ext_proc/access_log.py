@@ -110,7 +110,6 @@ class _Logged:
     __slots__ = ("decided", "flagged", "headers", "request_bytes", "response_bytes", "status", "told", "unfinished")
 
     def __init__(self) -> None:
-        """Nothing is told yet."""
         self.decided: dict[bytes, object] | None = None
         self.told: dict[bytes, object] = {}
         self.status = 0

@@ -43,7 +43,7 @@ class _Bucket:
         self._filled = now
         return self._spare if shadow else self._left
 
-    def take(self, seconds: float, *, shadow: bool) -> None:
+    def spend(self, seconds: float, *, shadow: bool) -> None:
         self._spare -= seconds
         if not shadow:
             self._left -= seconds
@@ -67,7 +67,7 @@ class InspectionBudget:
 
     def spend(self, tenant: str, seconds: float, *, shadow: bool = False) -> None:
         """A body of this tenant's took that long."""
-        self._all.take(seconds, shadow=shadow)
+        self._all.spend(seconds, shadow=shadow)
         bucket = self._tenants.peek(tenant)
         if bucket is not None:
-            bucket.take(seconds, shadow=shadow)
+            bucket.spend(seconds, shadow=shadow)

@@ -35,7 +35,6 @@ class Reader:
     __slots__ = ("_data", "_end", "_position", "_start", "value")
 
     def __init__(self, data: bytes) -> None:
-        """Stand before the first field."""
         self._data = data
         self._position = 0
         self._start = 0

@@ -94,7 +94,7 @@ class Later:
 
     def notify(self, listener: Listener) -> None:
         """Call this listener as soon as the store has answered, for it to `finish`."""
-        self._asked.pending.tell(listener)
+        self._asked.pending.notify(listener)
 
     def cancel(self) -> None:
         """Want no reply any more."""
@@ -281,7 +281,10 @@ class Transaction:
         if decision.steer is not None or (sessions and evaluation.is_narrowed):
             decision, changed = self._change(kind, evaluation, decision)
         service.reporter.report(evaluation, decision)
-        reply = self._refuse_uncounted(evaluation, decision, counts) or self._encode(kind, evaluation, decision, changed)
+        reply = None
+        if counts is None or evaluation.enforcing.forbidden is not None:
+            reply = self._refuse_uncounted(evaluation, decision, counts)
+        reply = reply or self._encode(kind, evaluation, decision, changed)
         if self.ended and sessions:
             self._take_back(sessions, REFUSED, _REFUSED_STATUS)
         elif self._holding is not None:

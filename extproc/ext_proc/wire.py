@@ -65,7 +65,7 @@ LARGE: Final = 4_096
 
 _KIND: Final = 7
 _LENGTH: Final = 2
-_SIZE_BYTES: Final = 5
+_SIZE_BITS: Final = 35
 _MORE: Final = 0x80
 """Set in every byte of a number but the last."""
 
@@ -342,10 +342,17 @@ def _walk_rest(data: bytes, position: int, end: int, message: EnvoyMessage) -> N
 
 def _read_size(data: bytes, position: int) -> tuple[int, int]:
     """The length at `position`, and where what has it begins; protobuf takes no longer spelling."""
-    size, start = read_varint(data, position)
-    if start - position > _SIZE_BYTES:
-        raise _UnusualError
-    return size, start
+    byte = data[position]
+    position += 1
+    size, bits = byte & ~_MORE, 7
+    while byte >= _MORE:
+        if bits == _SIZE_BITS:
+            raise _UnusualError
+        byte = data[position]
+        position += 1
+        size |= (byte & ~_MORE) << bits
+        bits += 7
+    return size, position
 
 
 def _read_text_entry(entry: bytes) -> str:
@@ -388,9 +395,9 @@ def read_request(message: EnvoyMessage, *, allow_unverified_jwt: bool = False) -
     headers = message.headers
     token = headers.get("authorization", b"") if allow_unverified_jwt else b""
     request = HttpRequest(
-        _decode(headers.get(":method", b"")),
-        _decode(headers.get(":path", b"")),
-        _decode(headers.get(":authority", b"")),
+        headers.get(":method", b"").decode("utf-8", "surrogateescape"),
+        headers.get(":path", b"").decode("utf-8", "surrogateescape"),
+        headers.get(":authority", b"").decode("utf-8", "surrogateescape"),
         headers,
         _EnvoyFacts(message, token),
     )
@@ -402,7 +409,6 @@ class _RouteAlone(Facts):
     """The route of a request whose message has gone."""
 
     def __init__(self, entry: bytes) -> None:
-        """See `Message.cut_attribute`."""
         self._entry = entry
 
     def route(self) -> str:
@@ -446,12 +452,8 @@ class _EnvoyFacts(Facts):
             kind = found.WhichOneof("kind")
             return write_claim(getattr(found, kind)) if kind else ""
         if self._unverified is None:
-            self._unverified = decode_claims(_decode(self._token)) if self._token else {}
+            self._unverified = decode_claims(self._token.decode("utf-8", "surrogateescape")) if self._token else {}
         return self._unverified.get(name, "")
-
-
-def _decode(value: bytes) -> str:
-    return value.decode("utf-8", "surrogateescape")
 
 
 def _strip_port(address: str) -> str:

@@ -70,20 +70,24 @@ class Reporter:
         metrics = self._metrics
         if decision.lead is not None or decision.shadow is not None:
             self._report_acts(evaluation, decision)
-        for outcome in group_by_policy(decision.trace):
-            metrics.decisions.add(outcome.policy, outcome.mode, outcome.action._value_)  # `value` costs two calls
+        decisions, loops = metrics.decisions, metrics.loops
+        for outcome in decision.trace if len(decision.trace) == 1 else group_by_policy(decision.trace):
+            labels = outcome.policy, outcome.mode, outcome.action._value_  # `value` costs two calls
+            decisions[labels] = decisions.get(labels, 0) + 1
             if outcome.action is not Action.ALLOW and outcome.reason is Reason.LOOP_DETECTED:
-                metrics.loops.add(outcome.policy, outcome.mode, outcome.action._value_)
+                loops[labels] = loops.get(labels, 0) + 1
         if sessions := evaluation.sessions:
             self.report_sessions(sessions)
-        for policy in evaluation.list_compared_exactly():
-            metrics.compared_exactly.labels(policy).inc()
+        if evaluation.inspects:
+            for policy in evaluation.list_compared_exactly():
+                metrics.compared_exactly.labels(policy).inc()
         self.report_uncounted(evaluation)
 
     def report_uncounted(self, evaluation: Evaluation) -> None:
         """Policies that did not count a request, and those that failed."""
-        for policy, reason in evaluation.list_uncounted():
-            self._metrics.uncounted.labels(policy, reason).inc()
+        if evaluation.enforcing.left_out or evaluation.shadow.left_out:
+            for policy, reason in evaluation.list_uncounted():
+                self._metrics.uncounted.labels(policy, reason).inc()
         for group in evaluation.groups:
             if group.missing:
                 self._report_missing(group)

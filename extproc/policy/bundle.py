@@ -74,6 +74,11 @@ def normalize_host(authority: str) -> str:
     return host.partition(":")[0].rstrip(".")
 
 
+def is_below(path: str, prefix: str) -> bool:
+    """Whether a `pathPrefix` takes a path: `/v1` takes `/v1` and `/v1/...`, `/v1/` what starts with it."""
+    return path.startswith(prefix) and (prefix.endswith("/") or path[len(prefix) : len(prefix) + 1] in ("", "/"))
+
+
 def _check_path(value: str) -> str:
     if not value.startswith("/"):
         raise make_error("must start with '/'")

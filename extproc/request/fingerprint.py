@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from struct import Struct
 from typing import Final
 
 from zlib_ng.zlib_ng import adler32, crc32
-
-from extproc.bounded import Memo
 
 MAX_TARGET = 65_536
 """Longest path with query that is fingerprinted, in bytes (Envoy's own default for all headers together is 60 KiB)."""
@@ -44,9 +43,8 @@ _WORD: Final = 2**32 - 1
 _IDENTITY: Final = Struct(">II")
 
 _LONGEST_KNOWN: Final = 2_048
-_SUMS: Final[Memo[str, int]] = Memo(512)
-_TENANTS: Final[Memo[str, str]] = Memo(512)
-"""What most requests have from one before, none of it longer than that, in characters."""
+_MAX_KNOWN: Final = 1_024
+"""Texts of so many characters, and so many of them, are remembered with their hashes: most requests have one from before."""
 
 
 class Body:
@@ -165,22 +163,24 @@ def identify(head: str, body: Body, session: int) -> bytes:
 
 def sum_up(text: str) -> int:
     """CRC32 of a text, which most requests have from one before."""
-    known = _SUMS.get(text)
-    if known is None:
-        known = _crc32(text.encode("utf-8", "surrogateescape"))
-        if len(text) <= _LONGEST_KNOWN:
-            _SUMS.put(text, known)
-    return known
+    return _recall_sum(text) if len(text) <= _LONGEST_KNOWN else _sum_up(text)
+
+
+def _sum_up(text: str) -> int:
+    return _crc32(text.encode("utf-8", "surrogateescape"))
 
 
 def hash_tenant(descriptors: str) -> str:
     """blake2b-64 of the joined descriptors, 16 hex digits; requests of different tenants never share a key."""
-    known = _TENANTS.get(descriptors)
-    if known is None:
-        known = blake2b(descriptors.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
-        if len(descriptors) <= _LONGEST_KNOWN:
-            _TENANTS.put(descriptors, known)
-    return known
+    return _recall_tenant(descriptors) if len(descriptors) <= _LONGEST_KNOWN else _hash_tenant(descriptors)
+
+
+def _hash_tenant(descriptors: str) -> str:
+    return blake2b(descriptors.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+
+
+_recall_sum: Final = lru_cache(_MAX_KNOWN)(_sum_up)
+_recall_tenant: Final = lru_cache(_MAX_KNOWN)(_hash_tenant)
 
 
 def _escape_path(text: str) -> str:

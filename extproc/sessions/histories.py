@@ -19,7 +19,17 @@ from extproc.apis.conversation import Conversation, Shape
 from extproc.bounded import Memo
 from extproc.request.document import ABSENT, MAX_STEPS, Document, NotCounted, count_left, decode_json, walk
 from extproc.request.fingerprint import NO_BODY, Body
-from extproc.sessions.history import NOTHING, RECORD, CallHistory, Shown, Tally, list_shown, look_at_all, read_tool_calls, tell
+from extproc.sessions.history import (
+    NOTHING,
+    RECORD,
+    CallHistory,
+    Shown,
+    Tally,
+    list_shown,
+    look_at_all,
+    read_tool_calls,
+    summarize,
+)
 
 _LOOSE: Final = 4
 """So many of the newest messages some clients write in another way next time: marks of what is to be cached move along."""
@@ -77,7 +87,6 @@ class _KnownBody:
         tally: Tally,
         loose: int,
     ) -> None:
-        """Keep them as given."""
         self.loose = loose
         self.shape = shape
         self.model = model
@@ -127,7 +136,6 @@ class _Histories:
     __slots__ = ("_known", "credit", "loose")
 
     def __init__(self) -> None:
-        """Nothing is known."""
         self._known: list[_KnownBody] = []
         self.credit = _CREDIT
         self.loose = 0
@@ -145,7 +153,7 @@ class _Histories:
                     del self._known[place]
                     self._note(grown)
                 self.credit = min(self.credit + 1, _CREDIT)
-                return tell(tally, known.model)
+                return summarize(tally, known.model)
         return None
 
     def add(self, known: _KnownBody) -> None:
@@ -190,7 +198,7 @@ def read_known_calls(document: Document, session: str) -> CallHistory:
         known = _leave_gap(conversation, document.data(), shown, histories.loose) if histories.credit > 0 else None
         if known is not None:
             histories.add(known)
-    return tell(tally, conversation.model)
+    return summarize(tally, conversation.model)
 
 
 def _leave_gap(conversation: Conversation, data: bytes, shown: Sequence[Shown], loose: int) -> _KnownBody | None:

@@ -62,7 +62,6 @@ class CallHistory:
     __slots__ = ("model", "newest", "records", "tools", "total")
 
     def __init__(self, records: bytes, total: int, newest: int, tools: tuple[tuple[bytes, str], ...], model: str) -> None:
-        """Keep them as given."""
         self.newest = newest
         self.total = total
         self.records = records
@@ -113,7 +112,6 @@ class Shown:
     __slots__ = ("calls", "steps")
 
     def __init__(self, calls: list[_Call], steps: int) -> None:
-        """Keep them as given."""
         self.calls = calls
         self.steps = steps
 
@@ -151,7 +149,6 @@ class Tally:
         *,
         ended: bool,
     ) -> None:
-        """Keep them as given."""
         self.ended = ended
         self.newest = newest
         self.records = records
@@ -209,10 +206,10 @@ def read_tool_calls(document: Document) -> CallHistory:
         NotCounted: there is no conversation, it cannot be read, or it is too much.
     """
     conversation = open_conversation(document)
-    return tell(NOTHING.add(list_shown(conversation)), conversation.model)
+    return summarize(NOTHING.add(list_shown(conversation)), conversation.model)
 
 
-def tell(tally: Tally, model: str) -> CallHistory:
+def summarize(tally: Tally, model: str) -> CallHistory:
     """What a request's history shows, given the model that its body names."""
     return CallHistory(tally.records, tally.total, tally.newest, tally.tools, model[:_LONGEST_MODEL])
 

@@ -60,18 +60,17 @@ class SessionKeys:
 
     Attributes:
         ledger: its own.
-        roster: of its tenant's sessions.
+        tenant: of how many sessions its tenant has begun.
         shared: the ledger of those of its tenant's sessions that are too many.
         checksum: of the session's name.
     """
 
-    __slots__ = ("checksum", "ledger", "roster", "shared")
+    __slots__ = ("checksum", "ledger", "shared", "tenant")
 
-    def __init__(self, ledger: str, roster: str, shared: str, checksum: int) -> None:
-        """Keep them as given."""
+    def __init__(self, ledger: str, tenant: str, shared: str, checksum: int) -> None:
         self.checksum = checksum
         self.ledger = ledger
-        self.roster = roster
+        self.tenant = tenant
         self.shared = shared
 
 
@@ -180,8 +179,8 @@ class SessionGuard:
         "_fewest",
         "_key",
         "_opening",
-        "_roster",
         "_steer",
+        "_tenants",
         "_tool_names",
         "_unlimited",
         "_warn",
@@ -241,7 +240,7 @@ class SessionGuard:
         self.narrows = self.limits.narrows or bool(self.limits.tools)
         self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
         self._key = f"{namespace}session2:{policy}:"
-        self._roster = f"{namespace}sessions2:{policy}:"
+        self._tenants = f"{namespace}sessions2:{policy}:"
         self._opening = f'{{"policy":"{policy}","mode":"{self.mode}","name":"'
 
     @property
@@ -278,7 +277,7 @@ class SessionGuard:
         keys = _KEYS.get(place)
         if keys is None:
             ledger, shared = f"{self._key}{scope}:{session}:{tenant}", f"{self._key}{scope}:{_SHARED}:{tenant}"
-            keys = SessionKeys(ledger, f"{self._roster}{scope}:{tenant}", shared, sum_up(session))
+            keys = SessionKeys(ledger, f"{self._tenants}{scope}:{tenant}", shared, sum_up(session))
             _KEYS.put(place, keys)
         return keys
 
@@ -307,7 +306,7 @@ class SessionGuard:
         limits = self._unlimited if allowed else self.limits
         return Step(
             keys.ledger,
-            keys.roster,
+            keys.tenant,
             keys.shared,
             limits,
             identity,

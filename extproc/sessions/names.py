@@ -40,7 +40,6 @@ class SessionNames:
     """
 
     def __init__(self, limit_keys: Sequence[str]) -> None:
-        """Compile."""
         keys = compile_descriptors([key for key in limit_keys if key not in UNSUPPORTED_KEYS])
         self._keys = list(keys)
         self._places = [(key.key, split_pointer(key.argument) if key.source == BODY else []) for key in keys]

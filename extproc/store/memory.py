@@ -96,7 +96,7 @@ class MemoryStore:
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any]:
         """Count every hit once; answers at once and never raises a StoreError."""
         moment = self._clock() if now is None else now
-        return [self._answer(hit, moment) for hit in hits]
+        return [self._count(hit, moment) if isinstance(hit, Hit) else self._answer(hit, moment) for hit in hits]
 
     def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:
         """Push every entry once; answers at once and never raises a StoreError."""
@@ -138,9 +138,7 @@ class MemoryStore:
     async def close(self) -> None:
         """Nothing to let go of."""
 
-    def _answer(self, asked: Question, now: int) -> Count | Standing:
-        if isinstance(asked, Hit):
-            return self._count(asked, now)
+    def _answer(self, asked: Step | Settlement, now: int) -> Standing:
         return self._step(asked, now) if isinstance(asked, Step) else self._settle(asked, now)
 
     def _count(self, hit: Hit, now: int) -> Count:
@@ -266,7 +264,7 @@ class MemoryStore:
             self._sweep(now)
 
     def _is_full(self) -> bool:
-        return len(self) > self._max_entries or self._bytes > self._max_entries * _MEAN_BYTES
+        return self._entries + len(self._at_hand.kept) > self._max_entries or self._bytes > self._max_entries * _MEAN_BYTES
 
     def _sweep(self, now: int) -> None:
         """Remove expired entries from the fronts of one shard; the next call takes the next shard."""

@@ -51,8 +51,8 @@ class Pending:
         self._answer: Any = None
         self._listener: Listener | None = None
 
-    def tell(self, listener: Listener) -> None:
-        """Tell this one as soon as the answer is there, and never once it was cancelled; it must not be there yet."""
+    def notify(self, listener: Listener) -> None:
+        """Call this listener as soon as the answer is there, and never once it was cancelled; it must not be there yet."""
         self._listener = listener
 
     def then(self, function: Callable[[], object]) -> None:

@@ -1,6 +1,6 @@
 """A request's way: which functions one request passes through, in their order, as Markdown.
 
-    .venv/bin/python -m tests.support.trace            both requests of the budget
+    .venv/bin/python -m tests.support.trace            every request of the budget
     .venv/bin/python -m tests.support.trace turns      one of them
 
 It traces the sources; of compiled code, no function says when it is called.
@@ -31,9 +31,10 @@ Request: TypeAlias = tuple[dict[str, Any], Callable[[int], bytes]]
 
 REQUESTS: dict[str, Request] = {
     "exact": (samples.policy(), samples.chat_body),
-    "turns": (samples.talk(), lambda number: samples.agent_body(1, number + _CALLS)),
+    "turns": (samples.policy(similarity="turns"), lambda number: samples.agent_body(1, number + _CALLS)),
+    "session": (samples.talk(), lambda number: samples.agent_body(1, number + _CALLS)),
 }
-"""All of them are let through."""
+"""All of them are let through. Those of `session` are `turns` that name a session, which remembers them."""
 
 
 class Way:

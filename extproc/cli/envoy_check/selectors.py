@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from extproc.cli.envoy_check.config import Route
-from extproc.engine.routes import is_below
-from extproc.policy.bundle import Selector, normalize_host
+from extproc.policy.bundle import Selector, is_below, normalize_host
 
 
 def find_taken(routes: Sequence[Route], selector: Selector) -> Iterator[Route]:

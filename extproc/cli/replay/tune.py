@@ -1,6 +1,6 @@
 """What other windows and thresholds of one detector would have done to recorded traffic, all of them in one pass.
 
-Fingerprints do not depend on either, so each request is matched and sealed once, by the engine, and then counted once for each
+Fingerprints do not depend on either, so the engine matches and compares each request once, and it is counted once for each
 window. Where a threshold changes what is counted, because of a cooldown or because refused requests are not, it is counted for
 each pair.
 """

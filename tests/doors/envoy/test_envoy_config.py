@@ -22,7 +22,7 @@ from extproc.apis import COUNT_PLACES, EVENT_OBJECTS
 from extproc.cli.envoy_config.template import fill
 from extproc.cli.envoy_config.usage import write_event_rules
 from extproc.cli.main import main
-from extproc.engine.routes import Index
+from extproc.engine.engine import Index
 from extproc.errors import UsageError
 from extproc.policy.bundle import Selector
 from extproc.request.fingerprint import normalize_path

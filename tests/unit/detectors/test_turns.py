@@ -38,7 +38,7 @@ def verdict(value: object, threshold: int = 3, tools: dict[str, Limit] | None = 
     """What the rule says about a body."""
     rule = TurnRule(ToolLimits(threshold, tools), **more)
     data = value if isinstance(value, bytes) else json.dumps(value).encode()
-    return rule.judge(rule.read(Document(data)))
+    return rule.find_loop(rule.read(Document(data)))
 
 
 def oracle(turns: Sequence[Meaning], threshold: int = 3, max_cycle: int = 10) -> set[str]:
@@ -635,11 +635,11 @@ def test_a_hostile_body_has_a_verdict_or_a_reason(name: str, threshold: int) -> 
     rule = TurnRule(ToolLimits(threshold))
     try:
         history = rule.read(Document(HOSTILE[name][0]()))
-        rule.judge(history)
+        rule.find_loop(history)
         kept = keep_newest(history)
         entries = [encode_turn(turn) for turn in history.newest(32)]
         if kept is not None:
-            rule.judge(kept.extend(entries))
+            rule.find_loop(kept.extend(entries))
     except NotCounted as why:
         assert why.reason in {"not_json", "inspect_limit", "no_messages"}  # noqa: PT017  # either is right
     else:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.engine.routes import Index
+from extproc.engine.engine import Index
 from extproc.policy.bundle import Selector
 from extproc.request.fingerprint import normalize_path
 

@@ -148,9 +148,9 @@ def test_metrics_have_the_promised_names_and_labels() -> None:
 def test_metrics_are_served() -> None:
     """`/metrics` is Prometheus' text format with the current values; a query is ignored."""
     metrics = Metrics()
-    metrics.decisions.add("p", "enforce", "reject")
-    metrics.decisions.add("p", "enforce", "allow")
-    metrics.loops.add("p", "enforce", "reject")
+    metrics.decisions["p", "enforce", "reject"] = 1
+    metrics.decisions["p", "enforce", "allow"] = 1
+    metrics.loops["p", "enforce", "reject"] = 1
     with serving(make_admin(metrics=metrics)) as port:
         status, headers, body = ask(port, "/metrics?x=1")
 
