@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from extproc.cli.main import main
+from tests.support.documents import policy
 
 
 class Run:
@@ -24,3 +28,15 @@ class Run:
         """The one line of stderr."""
         (line,) = self.err.splitlines()
         return line
+
+
+SAID = {"missing_descriptor": "require_one"}
+GOOD = policy("p", {"pathExact": "/v1/chat/completions"}, limit_keys=["jwt:org_id", "jwt:user_id"], **SAID)
+WITH_RULES = policy("p", {"pathExact": "/a"}, limit_keys=["jwt:org_id"], **SAID)
+WITH_RULES["spec"]["rules"] = [{"name": "per-org"}]
+
+
+def written(file: Path, document: object) -> str:
+    """The path of a file with a document; bytes stand there as they are."""
+    file.write_bytes(document if isinstance(document, bytes) else json.dumps(document).encode())
+    return str(file)

@@ -15,6 +15,8 @@ from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import render_bootstrap
 from extproc.options import read_options
 from extproc.policy.loader import PolicySet, parse
+from tests.support import ROOT
+from tests.support.documents import bundle, policy
 from tests.support.harness import ENVOY
 
 UPSTREAM = "127.0.0.1:8080"
@@ -107,3 +109,38 @@ def choose_late(text: str) -> str:
     }
     manager["http_filters"].insert(0, {"name": "late", "typed_config": lua})
     return json.dumps(made)
+
+
+SAMPLE = ROOT / "envoy" / "policy.json"
+
+DOCUMENTS: dict[str, Any] = {
+    "sample": json.loads(SAMPLE.read_text()),
+    "nothing guarded": bundle(policy("off", {"pathPrefix": "/"}, enabled=False)),
+    "everything guarded": bundle(policy("all", {"pathPrefix": "/"})),
+    "every kind of selector": bundle(
+        policy("both", {"pathExact": "/v1", "pathPrefix": "/v1/"}),
+        policy("below", {"pathPrefix": "/v1/chat", "routes": ["llm", "chat"], "hosts": ["a.example"], "methods": ["POST"]}),
+        policy("route", {"routes": ["main"]}),
+    ),
+    "paths that YAML could misread": bundle(
+        *(
+            policy(f"p{number}", {"pathExact": path, "pathPrefix": path})
+            for number, path in enumerate(
+                [
+                    '/"',
+                    "/'",
+                    "/{a: b}",
+                    "/- x",
+                    "/a: b",
+                    "/%7E",
+                    "/\\n",
+                    "/$limit",
+                    "/*x",
+                    "/\u00e9\U0001f600",
+                    "/\u2028",
+                    "/\u007f",
+                ]
+            )
+        )
+    ),
+}

@@ -26,7 +26,7 @@ from redis.credentials import CredentialProvider
 from extproc.errors import PartlyAwayError, StoreError, UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
-from extproc.store import known_refusals, open_store, redact_url, topology
+from extproc.store import known_refusals, open_store, topology
 from extproc.store.backend import RedisBackend
 from extproc.store.client import Access
 from extproc.store.credentials import ProvidedCredentials
@@ -86,71 +86,6 @@ def backend(driver: Driver) -> RedisBackend:
     return remote(driver)._by_part[0]._backend
 
 
-# --- URLs and secrets
-
-
-_CANNOT = "cannot use store"
-BAD_URLS = [
-    ("redis://", "redis://: it takes one HOST:PORT; for several use redis+sentinel:// or redis+cluster://"),
-    ("redis://a,b", "redis://a,b: it takes one HOST:PORT; for several use redis+sentinel:// or redis+cluster://"),
-    ("redis://a:x", "redis://a:x: the part after :// must be HOST:PORT"),
-    ("redis://a:70000", "redis://a:70000: the part after :// must be HOST:PORT"),
-    ("redis://[::1", "redis://[::1: Invalid IPv6 URL"),
-    ("redis://a/zero", "redis://a/zero: the database must be a number from 0"),
-    ("redis://a?x=1", "redis://a: unknown option; known options: prefix, credential_provider"),
-    ("redis://a?ca=x", "redis://a: unknown option; known options: prefix, credential_provider"),
-    ("redis://a?connections=3", "redis://a: unknown option; known options: prefix, credential_provider"),
-    ("redis://a#b", "redis://a#b: it must not contain #; in a password, write %23"),
-    ("rediss://a?ca=/none", "rediss://a: ca: there is no file /none"),
-    (f"rediss://a?key={__file__}", "rediss://a: key needs cert"),
-    (
-        f"rediss://a?ca={__file__}",
-        "rediss://a: ca, cert and key must be PEM files that belong together ([X509",
-    ),
-    ("unix://", "unix://: it takes the form unix:///PATH?db=0"),
-    ("unix://run/x.sock", "unix://run/x.sock: it takes the form unix:///PATH?db=0"),
-    ("redis+sentinel://a", "redis+sentinel://a: it takes the form redis+sentinel://HOST1:PORT,HOST2:PORT/SERVICE"),
-    ("rediss+sentinel:///s", "rediss+sentinel:///s: it takes the form rediss+sentinel://HOST1:PORT,HOST2:PORT/SERVICE"),
-    (
-        "redis+cluster://a/1",
-        "redis+cluster://a/1: it takes the form redis+cluster://HOST1:PORT,HOST2:PORT (a cluster has no databases)",
-    ),
-    (
-        "redis+cluster://a?prefix={x}",
-        "redis+cluster://a: the prefix must not contain {: the hash tag of a cluster's keys is Loopguard's",
-    ),
-    (
-        "redis://ann@a",
-        "redis://a: a user needs a password, here as USER:PASSWORD@, in LOOPGUARD_STORE_PASSWORD or in --store-password-file",
-    ),
-]
-
-
-@pytest.mark.parametrize(("url", "message"), BAD_URLS)
-def test_a_bad_url_says_what_would_be_right(url: str, message: str) -> None:
-    """Every part of a store URL that cannot be used is a usage error that names the form it should have."""
-    with pytest.raises(UsageError) as error:
-        open_store(url, Metrics())
-
-    assert str(error.value).startswith(f"{_CANNOT} {message}")
-
-
-@pytest.mark.parametrize(
-    "password", [SECRET, f"{SECRET}/x", f"x?{SECRET}", f"x#{SECRET}", f"@{SECRET}@", f"[{SECRET}", f"{SECRET}:%zz"]
-)
-@pytest.mark.parametrize(("url", "_"), BAD_URLS[:-1])
-def test_no_error_shows_the_password(url: str, _: str, password: str) -> None:
-    """Whatever is wrong with a URL, and whatever the password is made of, the error does not repeat it."""
-    scheme, _, rest = url.partition("://")
-    url = f"{scheme}://ann:{password}@{rest}"
-
-    with pytest.raises(UsageError) as error:
-        open_store(url, Metrics())
-
-    assert SECRET not in str(error.value)
-    assert SECRET not in redact_url(url)
-
-
 def test_the_urls_and_the_rights_that_the_docs_name_are_good() -> None:
     """Every store URL of the table opens, and its ACL rule is the one that is tested."""
     page = (ROOT / "docs" / "operations.md").read_text()
@@ -160,14 +95,6 @@ def test_the_urls_and_the_rights_that_the_docs_name_are_good() -> None:
         open_store(url, Metrics())
     assert len(urls) == 4
     assert f"`{ACL}`" in page
-
-
-def test_a_password_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path) -> None:
-    """The message names the file and the reason."""
-    with pytest.raises(UsageError) as error:
-        open_store("redis://a", Metrics(), Settings(store_password_file=str(tmp_path / "none")))
-
-    assert str(error.value) == f"--store-password-file {tmp_path}/none: No such file or directory"
 
 
 def test_database_and_prefix(one: Server) -> None:

@@ -409,6 +409,7 @@ def test_ready_from_serving_until_draining(server: Server) -> None:
     ]
 
 
+@pytest.mark.sources  # compiled classes keep their methods
 def test_a_dead_store_leaves_the_server_ready(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with the store is told, and is no reason to be taken out of service."""
     server._health.set(serving=True)

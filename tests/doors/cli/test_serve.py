@@ -1,0 +1,177 @@
+"""`loopguard serve` as a process: how it starts, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import GOOD, WITH_RULES, Run, written
+from tests.support.documents import bundle, policy
+from tests.support.harness import PATIENCE, Loopguard, write_policies
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing from the environment of whoever runs the tests, and nothing left of what `serve` does to its process."""
+    for name in ("POLICY", "LISTEN", "ADMIN", "STORE", "ALLOW_UNENFORCED"):
+        monkeypatch.delenv(f"LOOPGUARD_{name}", raising=False)
+    hangup = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, hangup)
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> str:
+    """A file with a policy that has neither errors nor warnings."""
+    return written(tmp_path / "good.json", GOOD)
+
+
+@pytest.mark.parametrize("flags", [[], ["--strict"]])
+def test_validate_fails_where_serve_would(capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str]) -> None:
+    """Parts that are not enforced are errors, in the words of serve, and warnings are none."""
+    file = written(tmp_path / "rules.json", bundle(WITH_RULES))
+    warned = written(tmp_path / "warned.json", policy("q", {"pathExact": "/b"}))
+
+    run, fine = Run(capsys, "validate", *flags, file, warned), Run(capsys, "validate", *flags, warned)
+
+    part = f"{file}: /policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org"
+    assert (run.code, run.out) == (1, "")
+    assert run.err.splitlines() == [f"{part}; remove it, or start with --allow-unenforced"]
+    assert run.err.splitlines() == served("--policy", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")[1]
+    assert (fine.code, fine.out) == (0, "good: 1 policy in 1 file\n")
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """A TCP address that somebody else listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        yield f"127.0.0.1:{holder.getsockname()[1]}"
+
+
+def served(*arguments: str) -> tuple[int, list[str]]:
+    """Exit code and stderr of a server that is expected not to start."""
+    command = [sys.executable, "-P", "-m", "extproc.cli.main", "serve", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert ended.stdout == ""
+    return ended.returncode, ended.stderr.splitlines()
+
+
+@pytest.mark.parametrize(("flag", "other"), [("--listen", "--admin"), ("--admin", "--listen")])
+def test_a_port_in_use(good: str, taken: str, flag: str, other: str) -> None:
+    """An address that is taken exits 1 with one line that names it and the flag to change."""
+    code, lines = served("--policy", good, flag, taken, other, "127.0.0.1:0")
+
+    assert code == 1
+    assert len(lines) == 1, lines
+    assert lines[0].startswith(f"loopguard: cannot listen on {taken}: ")
+    assert flag in lines[0]
+
+
+def test_serve_refuses_bad_policies(tmp_path: Path) -> None:
+    """A bundle with errors, or a path that is not there, exits 1 with every error before anything listens."""
+    bad = written(tmp_path / "bad.json", policy("p", {}, action="explode"))
+
+    code, lines = served("--policy", bad, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")
+    missing = served("--policy", f"{tmp_path}/none", "--policy", bad)
+
+    assert code == 1
+    assert [line.partition(": ")[0] for line in lines] == [bad, bad]
+    assert missing == (1, [f"{tmp_path}/none: /: cannot be read: No such file or directory", *lines])
+
+
+def test_serve_refuses_what_it_does_not_enforce(tmp_path: Path) -> None:
+    """Each part that would be lost is named, with the way out; with --allow-unenforced the server starts and warns."""
+    write_policies(tmp_path, bundle(WITH_RULES))
+    file = f"{tmp_path}/policies/policies.json"
+    part = f"{file}: /policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org"
+
+    refusal = served("--policy", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")
+    server = Loopguard(tmp_path, "--allow-unenforced")
+    server.stop()
+
+    assert refusal == (1, [f"{part}; remove it, or start with --allow-unenforced"])
+    assert f"warning {part}\n" in server.output()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_until_told_to_stop(capsys: pytest.CaptureFixture[str], tmp_path: Path, number: signal.Signals) -> None:
+    """A running server is healthy; SIGTERM and Ctrl-C end it in good order with exit code 0."""
+    write_policies(tmp_path, GOOD)
+    server = Loopguard(tmp_path)
+    try:
+        health = Run(capsys, "healthcheck", "--address", server.address)
+        server.signal(number)
+        code = server.wait()
+    finally:
+        server.stop()
+
+    assert (health.code, health.out) == (0, "serving\n")
+    assert code == 0
+    assert server.output().splitlines()[-1].endswith("info    stopped")
+
+
+def test_serve_reads_the_environment_and_writes_json(tmp_path: Path) -> None:
+    """With `--log-format json` every line of the server is one JSON object."""
+    write_policies(tmp_path, GOOD)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "extproc.cli.main", "serve"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            "LOOPGUARD_POLICY": f"{tmp_path}/policies",
+            "LOOPGUARD_LISTEN": "127.0.0.1:0",
+            "LOOPGUARD_ADMIN": "127.0.0.1:0",
+            "LOOPGUARD_DRAIN_DELAY": "0",
+            "LOOPGUARD_LOG_FORMAT": "json",
+        },
+    )
+    try:
+        assert process.stderr is not None
+        first = json.loads(process.stderr.readline())
+        process.send_signal(signal.SIGTERM)
+        rest = [json.loads(line) for line in process.communicate(timeout=PATIENCE)[1].splitlines()]
+    finally:
+        process.kill()
+
+    assert (first["message"], first["policies"], first["store"]) == ("serving", 1, "memory://")
+    assert re.fullmatch(r"127\.0\.0\.1:[1-9]\d*", first["listen"])
+    assert [line["message"] for line in rest] == ["draining", "stopped"]
+    assert process.returncode == 0
+
+
+def test_serve_names_variables_that_are_no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A misspelt variable does not stop the server, but it is told."""
+    write_policies(tmp_path, GOOD)
+    monkeypatch.setenv("LOOPGUARD_SHADOWS", "1")
+    server = Loopguard(tmp_path)
+    server.stop()
+
+    assert "warning LOOPGUARD_SHADOWS is not a setting; did you mean LOOPGUARD_SHADOW?\n" in server.output()
+
+
+_HANGUP = """
+import os, signal
+import extproc.policy.files as files
+real = files.read_files
+def read_files(paths):
+    os.kill(os.getpid(), signal.SIGHUP)
+    return real(paths)
+files.read_files = read_files
+"""
+
+
+def test_a_hangup_during_the_start_is_survived(tmp_path: Path) -> None:
+    """SIGHUP before the policies are loaded, as a supervisor may send it at any time, does not end the process."""
+    write_policies(tmp_path, GOOD)
+    server = Loopguard(tmp_path, preamble=_HANGUP)  # waits until it serves
+    server.stop()
+
+    assert server.wait() == 0

@@ -1,0 +1,47 @@
+"""Messages of Envoy's access log service."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from extproc.pb.als_pb2 import StreamAccessLogsMessage
+
+SESSION = {"policy": "p", "mode": "enforce", "name": "0123456789abcdef", "call": "00" * 8, "model": "gpt-4o", "reserve": 1500.0}
+JSON = {"content-type": "application/json"}
+
+
+def log(*entries: Mapping[str, Any]) -> bytes:
+    """A message of Envoy's with such entries: see `add_entry`."""
+    message = StreamAccessLogsMessage()
+    message.http_logs.SetInParent()
+    for entry in entries:
+        add_entry(message, **entry)
+    return message.SerializeToString()
+
+
+def add_entry(
+    message: StreamAccessLogsMessage,
+    told: Mapping[str, Any] | None = None,
+    sessions: list[Any] | None = None,
+    status: int = 200,
+    sizes: tuple[int, int] = (4_000, 800),
+    headers: Mapping[str, str] | None = None,
+    action: str = "",
+    **flags: bool,
+) -> None:
+    """One request that is over; `told` is what the filters have read in its answer."""
+    entry = message.http_logs.log_entry.add()
+    entry.request.request_body_bytes, entry.response.response_body_bytes = sizes
+    entry.response.response_code.value = status
+    entry.response.response_headers.update(JSON if headers is None else headers)
+    decided: dict[str, Any] = {"sessions": json.dumps([SESSION] if sessions is None else sessions)}
+    if action:
+        decided["action"] = action
+    metadata = entry.common_properties.metadata.filter_metadata
+    metadata["loopguard"].update(decided)
+    if told:
+        metadata["loopguard.usage"].update(told)
+    for name, value in flags.items():
+        setattr(entry.common_properties.response_flags, name, value)

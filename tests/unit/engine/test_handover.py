@@ -1,0 +1,828 @@
+"""Policies that come with a route: named in gRPC metadata, or whole in the route's own metadata."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from extproc.engine.handover import MAX_POLICY_JSON, POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicy
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
+from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from extproc.policy import loader
+from extproc.store.rules.session import Question
+from tests.support.documents import bundle, policy
+from tests.support.engine import ANY, make_engine
+from tests.support.messages import body, headers
+from tests.support.service import FailingStore, decoded, headers_of, make_service, metadata_of, receive, sample
+
+NOWHERE = {"pathExact": "/nowhere"}
+"""The selector of a policy that only a route can bring into play."""
+EXPIRED = "2020-01-01T00:00:00Z"
+
+
+class Recording(FailingStore):
+    """Remembers the keys that it was asked to count."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(failing="never")
+        self.keys: list[str] = []
+        service.counting.store = self
+
+    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
+        """Count."""
+        self.keys += [hit.key for hit in hits]
+        return super().hit(hits, now)
+
+
+def ask(
+    service: Service,
+    *more: ProcessingRequest,
+    pin: str | Sequence[tuple[str, str | bytes]] = (),
+    carry: object = None,
+    end: bool = True,
+    **request: Any,  # noqa: ANN401  # of `headers`
+) -> ProcessingResponse:
+    """One request over a stream of its own; returns the last answer.
+
+    Args:
+        service: is asked.
+        *more: messages behind the headers.
+        pin: the value of `x-loopguard-policy`, or all metadata of the stream.
+        carry: the policy file in the route's metadata, as it is or to be encoded.
+        end: the headers are all of the request.
+        **request: anything else about the headers.
+    """
+    attributes = dict(request.pop("attributes", {}))
+    if carry is not None:
+        attributes[POLICY_ATTRIBUTE] = carry if isinstance(carry, str) else json.dumps(carry)
+    stream = Stream(service, [(POLICY_METADATA, pin)] if isinstance(pin, str) else pin)
+    try:
+        first = headers(request.pop("path", "/"), end=end and not more, attributes=attributes, **request)
+        for message in (first, *more):
+            reply = receive(stream, message)
+            if reply.done:
+                break
+    finally:
+        stream.close()
+    assert reply.done
+    return decoded(reply)
+
+
+def counted(service: Service) -> dict[str, float]:
+    """How many requests each policy has counted."""
+    totals: dict[str, float] = {}
+    for metric in service.metrics.registry.collect():
+        for item in metric.samples:
+            if item.name == "loopguard_requests_total":
+                totals[item.labels["policy"]] = totals.get(item.labels["policy"], 0) + item.value
+    return totals
+
+
+def refused(answer: ProcessingResponse) -> bool:
+    """Whether the client gets an answer of Loopguard's own."""
+    return answer.HasField("immediate_response")
+
+
+def errors(service: Service) -> dict[str, float]:
+    """`handover_errors_total` by reason, where it is not zero."""
+    reasons = ("unknown_policy", "invalid", "too_large", "unenforced")
+    found = {reason: sample(service, "handover_errors_total", reason=reason) for reason in reasons}
+    return {reason: value for reason, value in found.items() if value}
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The fields of every error that was logged."""
+    return [vars(record)["fields"] for record in caplog.records if record.levelno == logging.ERROR]
+
+
+def internal_errors(service: Service) -> float:
+    """Internal errors, of which there must never be any."""
+    return sample(service, "fail_open_total", reason="internal_error")
+
+
+# Named by the route
+
+
+LOADED = (policy("a", NOWHERE), policy("b", NOWHERE), policy("c", ANY))
+
+
+@pytest.mark.parametrize(
+    ("pin", "applied"),
+    [
+        ("a", "a"),
+        ("a,b", "ab"),
+        ("b,a", "ab"),
+        (" a ,\tb ", "ab"),
+        ("a,,b,", "ab"),
+        ("a,a,b,a", "ab"),
+        ("a,-", "a"),
+        ("-", "c"),
+        ("", "c"),
+        (" ", "c"),
+        (",", "c"),
+        ("-, -", "c"),
+        ("c,a", "ac"),
+        ([(POLICY_METADATA, "a"), (POLICY_METADATA, "b")], "ab"),
+        ([(POLICY_METADATA, "-"), (POLICY_METADATA, "b")], "b"),
+        ([(POLICY_METADATA, "a"), (POLICY_METADATA, "a")], "a"),
+        ([("x-loopguard-scope", "s"), (POLICY_METADATA, "a"), ("x-other", "b")], "a"),
+        ([(POLICY_METADATA, b"a")], "c"),
+        ([(POLICY_METADATA, b"\xff\xfe"), (POLICY_METADATA, "b")], "b"),
+        ([("x-loopguard-policies", "a")], "c"),
+        ((), "c"),
+    ],
+)
+def test_the_metadata_names_the_policies_that_apply(pin: str | Sequence[tuple[str, str | bytes]], applied: str) -> None:
+    """Every id that is named applies once, whatever its selector says, and nothing else does; without any, selectors decide."""
+    service = make_service(*LOADED)
+    store = Recording(service)
+
+    ask(service, pin=pin)
+
+    assert counted(service) == dict.fromkeys(applied, 1)
+    assert [key.split(":")[1] for key in store.keys] == list(applied)
+    assert errors(service) == {}
+
+
+@pytest.mark.parametrize(
+    "selector",
+    [{"pathExact": "/x"}, {"pathPrefix": "/", "methods": ["PUT"]}, {"pathPrefix": "/", "hosts": ["h2"]}, {"routes": ["r"]}],
+)
+def test_a_named_policy_needs_no_matching_selector(selector: Mapping[str, object]) -> None:
+    """Path, methods, hosts and routes of a policy's selector mean nothing where a route names it."""
+    service = make_service(policy("p", selector))
+
+    answers = [ask(service, pin="p") for _ in range(3)]
+
+    assert [refused(answer) for answer in answers] == [False, False, True]
+    assert headers_of(answers[2])["x-loopguard-policy"] == "p"
+
+
+def test_a_named_policy_counts_with_the_requests_that_its_selector_takes() -> None:
+    """However a policy came to apply, equal requests are one count."""
+    service = make_service(policy("p", ANY))
+
+    answers = [ask(service), ask(service, pin="p"), ask(service, pin="p")]
+
+    assert refused(answers[2])
+
+
+def test_bypass_and_missing_descriptors_hold_for_named_policies() -> None:
+    """Naming a policy replaces its selector and nothing else."""
+    service = make_service(
+        policy("skip", NOWHERE, limit_keys=["header:x-a"], missing_descriptor="skip"),
+        {"id": "bypass", "spec": {**policy("", NOWHERE)["spec"], "bypass": [{"header": "x-health"}]}},
+    )
+
+    ask(service, pin="skip,bypass", x_health="1")
+
+    assert counted(service) == {}
+    assert sample(service, "uncounted_total", policy="skip", reason="missing_descriptor") == 1
+    assert sample(service, "uncounted_total", policy="bypass", reason="bypass") == 1
+
+
+def test_bodies_are_waited_for_only_where_a_named_policy_wants_them() -> None:
+    """Whether the body matters is up to the policies that are named, not to those whose selectors match."""
+    service = make_service(policy("with", NOWHERE), policy("without", NOWHERE, body="ignore"), policy("c", ANY))
+
+    answers = [ask(service, body(b"x"), pin=pin).WhichOneof("response") for pin in ("with", "without", "-")]
+
+    assert answers == ["request_body", "request_headers", "request_body"]
+
+
+def test_a_shadow_policy_that_is_named_stays_in_shadow() -> None:
+    """Naming a policy does not change its mode."""
+    service = make_service(policy("s", NOWHERE, mode="shadow"))
+
+    answers = [ask(service, pin="s") for _ in range(3)]
+
+    assert not any(map(refused, answers))
+    assert metadata_of(answers[2])["shadow_policy"] == "s"
+
+
+def test_among_equals_the_first_of_the_bundle_leads() -> None:
+    """Where two named policies would do the same, the one that comes first in the bundle answers, as it does for selectors."""
+    service = make_service(policy("a", ANY), policy("b", ANY))
+
+    leads = [[headers_of(ask(service, pin=pin, path=f"/{pin}")) for _ in range(3)][2] for pin in ("", "a,b", "b,a")]
+
+    assert [lead["x-loopguard-policy"] for lead in leads] == ["a", "a", "a"]
+
+
+@pytest.mark.parametrize(
+    ("pin", "applied", "unknown"),
+    [
+        ("a,nope", "a", ["nope"]),
+        ("x,a,y,x", "a", ["x", "y"]),
+        ("off,a", "a", ["off"]),
+        ("A,a", "a", ["A"]),
+        ("a;b", "", ["a;b"]),
+    ],
+)
+def test_unknown_ids_are_passed_over(pin: str, applied: str, unknown: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """The known ones apply; the unknown ones, and those that are not enabled, are counted once per request and logged."""
+    service = make_service(*LOADED, policy("off", ANY, enabled=False))
+
+    for _ in range(2):
+        ask(service, pin=pin)
+
+    assert counted(service) == dict.fromkeys(applied, 2)
+    assert errors(service) == {"unknown_policy": 2}
+    assert [line["policies"] for line in lines(caplog)] == [unknown] * 2
+
+
+def test_only_unknown_ids_apply_nothing() -> None:
+    """A route whose policies are all unknown is not guarded by those of others: its requests pass, unmatched."""
+    service = make_service(*LOADED)
+
+    answers = [ask(service, pin="nope,nor this") for _ in range(4)]
+
+    assert not any(map(refused, answers))
+    assert counted(service) == {}
+    assert sample(service, "unmatched_total") == 4
+    assert errors(service) == {"unknown_policy": 4}
+    assert internal_errors(service) == 0
+
+
+def test_log_lines_about_unknown_ids_are_limited(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Every such request is counted, at most 20 a second are logged, and the next line says how many were not."""
+    service, clock = make_service(), [1.0]
+    monkeypatch.setattr("extproc.operator.reporting.perf_counter", lambda: clock[0])
+
+    for _ in range(100):
+        ask(service, pin="nope")
+    clock[0] += 1
+    ask(service, pin="nope")
+
+    assert errors(service) == {"unknown_policy": 101}
+    assert len(lines(caplog)) == 21
+    assert lines(caplog)[-1]["suppressed"] == 80
+
+
+def test_a_reload_decides_what_a_name_means() -> None:
+    """A policy that is loaded later applies from then on; one under way keeps the policies that it began with."""
+    service = make_service(policy("a", NOWHERE))
+    stream = Stream(service, [(POLICY_METADATA, "a,b")])
+    receive(stream, headers())
+
+    service.engine = make_engine(policy("b", NOWHERE))
+    receive(stream, body(b"x"))
+    stream.close()
+    before = counted(service)
+    ask(service, pin="a,b")
+
+    assert before == {"a": 1}
+    assert counted(service) == {"a": 1, "b": 1}
+
+
+# Carried by the route
+
+
+CARRIED = policy("carried", {})
+
+
+@pytest.mark.parametrize(
+    ("document", "applied"),
+    [
+        (CARRIED, ["carried"]),
+        ([CARRIED], ["carried"]),
+        ([CARRIED, policy("other", {})], ["carried", "other"]),
+        (bundle(CARRIED), ["carried"]),
+        (bundle(CARRIED, policy("other", {}), expires_at="2999-01-01T00:00:00Z"), ["carried", "other"]),
+        (policy("off", {}, enabled=False), []),
+        ([], []),
+        (bundle(), []),
+    ],
+)
+def test_a_route_carries_a_policy_a_list_or_a_bundle(document: object, applied: list[str]) -> None:
+    """Whatever a policy file may be, route metadata may hold; its policies apply beside those whose selectors match."""
+    service = make_service(policy("loaded", ANY))
+
+    ask(service, carry=document)
+
+    assert counted(service) == dict.fromkeys(["loaded", *applied], 1)
+    assert errors(service) == {}
+
+
+@pytest.mark.parametrize(
+    ("selector", "request_", "applies"),
+    [
+        ({}, {}, True),
+        ({"pathExact": None, "pathPrefix": None, "routes": None}, {}, True),
+        (None, {}, True),
+        ({"methods": ["PUT"]}, {"method": "PUT"}, True),
+        ({"methods": ["PUT"]}, {"method": "POST"}, False),
+        ({"hosts": ["host"]}, {"path": "/deep/down"}, True),
+        ({"hosts": ["elsewhere"]}, {}, False),
+        ({"hosts": ["host"], "methods": ["PUT"]}, {}, False),
+        ({"pathExact": "/x"}, {"path": "/x?y"}, True),
+        ({"pathExact": "/x"}, {"path": "/x/y"}, False),
+        ({"pathPrefix": "/x"}, {"path": "/x/y"}, True),
+        ({"pathPrefix": "/x"}, {"path": "/y"}, False),
+        ({"routes": ["r"]}, {"attributes": {"xds.route_name": "r"}}, True),
+        ({"routes": ["r"]}, {"attributes": {"xds.route_name": "s"}}, False),
+        ({"routes": ["r"]}, {}, False),
+    ],
+)
+def test_a_carried_policy_takes_what_its_selector_says(
+    selector: dict[str, object] | None, request_: dict[str, Any], applies: bool
+) -> None:
+    """Without a path or a route it takes all of the route's requests that have its methods and hosts; with one only those."""
+    service = make_service()
+    carried = policy("p", selector or {})
+    if selector is None:
+        del carried["spec"]["selector"]
+
+    ask(service, carry=carried, **request_)
+
+    assert counted(service) == ({"p": 1} if applies else {})
+    assert errors(service) == {}
+
+
+def test_a_carried_policy_refuses_like_any_other() -> None:
+    """The third identical request of the route is refused under it, those of other routes are not."""
+    service = make_service()
+
+    answers = [ask(service, carry=CARRIED) for _ in range(3)]
+    elsewhere = ask(service)
+
+    assert [refused(answer) for answer in answers] == [False, False, True]
+    assert headers_of(answers[2])["x-loopguard-policy"] == "carried"
+    assert not refused(elsewhere)
+    assert sample(service, "unmatched_total") == 1
+
+
+def test_a_carried_policy_takes_the_place_of_the_loaded_one() -> None:
+    """One id is one policy: on the route its carried version alone counts, under the key that the loaded one has elsewhere."""
+    service = make_service(policy("p", ANY), policy("q", ANY, threshold_identical_requests=100))
+    store = Recording(service)
+
+    first = ask(service, carry=policy("p", {}, threshold_identical_requests=3, reject_status=418))
+    ask(service)
+    answer = ask(service, carry=policy("p", {}, threshold_identical_requests=3, reject_status=418))
+
+    assert not refused(first)
+    assert counted(service) == {"p": 3, "q": 3}
+    assert len(set(store.keys)) == 2
+    assert [key.split(":")[1] for key in store.keys].count("p") == 3
+    assert answer.immediate_response.status.code == 418
+
+
+def test_a_carried_policy_stands_where_the_loaded_one_stood() -> None:
+    """Among policies that would do the same the order of the bundle decides, whether one of them was replaced or not."""
+    service = make_service(policy("a", ANY), policy("b", ANY))
+
+    answers = [ask(service, carry=policy("a", {})) for _ in range(3)]
+
+    assert headers_of(answers[2])["x-loopguard-policy"] == "a"
+
+
+def test_a_carried_policy_that_does_not_match_still_replaces_the_loaded_one() -> None:
+    """The route's version of a policy says what it takes; the loaded version does not step in."""
+    service = make_service(policy("p", ANY), policy("q", ANY))
+
+    ask(service, carry=policy("p", {"methods": ["PUT"]}))
+
+    assert counted(service) == {"q": 1}
+
+
+def test_a_carried_policy_can_switch_the_loaded_one_off() -> None:
+    """A route whose version of a policy is not enabled is not guarded by the loaded version."""
+    service = make_service(policy("p", ANY), policy("q", ANY))
+
+    ask(service, carry=policy("p", {}, enabled=False))
+
+    assert counted(service) == {"q": 1}
+
+
+def test_named_and_carried_policies_go_together() -> None:
+    """A route may name loaded policies and carry others; what it carries takes the place of what it names."""
+    service = make_service(*LOADED)
+
+    ask(service, pin="a,b", carry=[policy("b", {"methods": ["PUT"]}), policy("d", {})])
+
+    assert counted(service) == {"a": 1, "d": 1}
+    assert errors(service) == {}
+
+
+def test_a_route_that_names_what_it_carries_alone_is_told() -> None:
+    """Names are those of loaded policies: a carried one applies without being named."""
+    service = make_service()
+
+    ask(service, pin="carried", carry=CARRIED)
+
+    assert counted(service) == {"carried": 1}
+    assert errors(service) == {"unknown_policy": 1}
+
+
+@pytest.mark.parametrize(
+    ("document", "settings"),
+    [
+        (policy("p", {}, mode="shadow"), {}),
+        (bundle(policy("p", {}), global_shadow={"enabled": True}), {}),
+        (bundle(policy("p", {}), global_shadow={"enabled": True, "expires_at": "2999-01-01T00:00:00Z"}), {}),
+        (policy("p", {}), {"shadow": True}),
+    ],
+)
+def test_a_carried_policy_may_be_in_shadow(document: object, settings: dict[str, Any]) -> None:
+    """By its own mode, by its bundle's global_shadow or by serve --shadow it counts and reports and never acts."""
+    service = make_service(**settings)
+    store = Recording(service)
+
+    answers = [ask(service, carry=document) for _ in range(3)]
+
+    assert not any(map(refused, answers))
+    found = metadata_of(answers[2])
+    assert (found["shadow_action"], found["shadow_policy"], found["shadow_count"]) == ("reject", "p", 3)
+    assert [key[:14] for key in store.keys] == ["shadow:loop:p:"] * 3
+
+
+def test_a_carried_shadow_policy_takes_the_loaded_one_off_the_route() -> None:
+    """Taking the place of a policy means just that: in shadow, nothing is enforced under its id."""
+    service = make_service(policy("p", ANY))
+
+    answers = [ask(service, carry=policy("p", {}, mode="shadow")) for _ in range(4)]
+
+    assert not any(map(refused, answers))
+
+
+class Later(datetime):
+    """A clock that tests set."""
+
+    moment = datetime(2030, 1, 1, tzinfo=UTC)
+
+    @classmethod
+    def now(cls, tz: object = None) -> datetime:  # type: ignore[override]  # always the same zone
+        """What was set."""
+        assert tz is UTC
+        return cls.moment
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> type[Later]:
+    """The service's clock, at the beginning of 2030."""
+    monkeypatch.setattr("extproc.ext_proc.service.datetime", Later)
+    monkeypatch.setattr(Later, "moment", Later.moment)
+    return Later
+
+
+def test_a_carried_bundle_that_expires_while_it_is_known_keeps_acting(clock: type[Later]) -> None:
+    """As for files: what has expired is not taken, what expires later stays in force."""
+    early, late = make_service(), make_service()
+    document = bundle(CARRIED, expires_at="2030-06-01T00:00:00Z")
+    ask(early, carry=document)
+
+    clock.moment = datetime(2031, 1, 1, tzinfo=UTC)
+    for service in (early, late):
+        ask(service, carry=document)
+
+    assert counted(early) == {"carried": 2}
+    assert counted(late) == {}
+    assert errors(late) == {"invalid": 1}
+
+
+def test_a_carried_global_shadow_ends(clock: type[Later]) -> None:
+    """As for files: policies act again once their bundle's global_shadow has expired."""
+    service = make_service()
+    document = bundle(CARRIED, global_shadow={"enabled": True, "expires_at": "2030-06-01T00:00:00Z"})
+    ask(service, carry=document)
+
+    clock.moment = datetime(2031, 1, 1, tzinfo=UTC)
+    answers = [ask(service, carry=document) for _ in range(3)]
+
+    assert refused(answers[2])
+
+
+UNENFORCED = {
+    "rules": {"rules": [{"name": "r"}]},
+    "fallback_limit": {"fallback_limit": {"requests": 1}},
+    "circuit_breaker": {"circuit_breaker": {"enabled": True}},
+    "a descriptor": {"limit_keys": ["ip:country"]},
+}
+
+
+@pytest.mark.parametrize("part", UNENFORCED.values(), ids=UNENFORCED)
+def test_unenforced_parts_are_refused_unless_allowed(part: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody loses a limit silently: a drop-in policy with more than Loopguard does applies with --allow-unenforced alone."""
+    strict, tolerant = make_service(), make_service(allow_unenforced=True)
+    document = {"id": "p", "spec": {**policy("p", {})["spec"], **part}}
+
+    for service in (strict, tolerant):
+        ask(service, carry=document)
+
+    assert (counted(strict), errors(strict)) == ({}, {"unenforced": 1})
+    assert (counted(tolerant), errors(tolerant)) == ({"p": 1}, {})
+    (line,) = lines(caplog)
+    assert line["reason"] == "unenforced"
+    assert "not enforced" in line["first"][0] or "cannot be derived" in line["first"][0]
+
+
+_PADDED = json.dumps(CARRIED | {"description": ""})
+
+BAD: dict[str, tuple[str, str, list[str]]] = {
+    "empty": ("", "invalid", ["is not JSON"]),
+    "what a map becomes": ("CelMap value", "invalid", ["is not JSON"]),
+    "cut off": (json.dumps(CARRIED)[:-1], "invalid", ["is not JSON"]),
+    "no policy": ("3", "invalid", ["must be a bundle"]),
+    "null": ("null", "invalid", ["is null"]),
+    "too deep": ("[" * 50_000, "invalid", ["nested too deeply"]),
+    "a long number": ("9" * 5_000, "invalid", ["thousands of digits"]),
+    "a lone surrogate": (r'{"id": "\ud800", "spec": {}}', "invalid", ["/id"]),
+    "no loop_detection key": (
+        json.dumps({"id": "p", "spec": {"selector": {}, "loop_detecton": {}}}),
+        "invalid",
+        ["/spec/loop_detecton"],
+    ),
+    "several errors": (
+        json.dumps([policy("p", {"pathExact": "x"}, action="refuse"), policy("p", {}, threshold_identical_requests=1)]),
+        "invalid",
+        ["/0/spec/selector/pathExact", "/0/spec/loop_detection/action", "/1/spec/loop_detection/thr", "duplicate id 'p'"],
+    ),
+    "a selector that is none": (json.dumps({"id": "p", "spec": {"selector": []}}), "invalid", ["/spec/selector"]),
+    "an empty list of methods": (json.dumps(policy("p", {"methods": []})), "invalid", ["/spec/selector/methods"]),
+    "expired": (json.dumps(bundle(CARRIED, expires_at=EXPIRED)), "invalid", ["/expires_at: the bundle expired"]),
+    "one bad beside a good": (json.dumps([CARRIED, {"id": "q"}]), "invalid", ["/1"]),
+    "too large": (_PADDED + " " * (MAX_POLICY_JSON + 1 - len(_PADDED)), "too_large", ["65537 characters; at most 65536"]),
+    "unenforced": (
+        json.dumps(bundle(CARRIED, kill_switches=[{"scope_key": "ua:bot", "scope_value": "true"}])),
+        "unenforced",
+        ["/kill_switches/0"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "reason", "problems"), BAD.values(), ids=BAD)
+def test_a_bad_policy_is_counted_and_logged_and_the_request_goes_on(
+    text: str, reason: str, problems: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other policies decide; each request counts, the content's errors are one log line, once."""
+    service = make_service(policy("loaded", ANY))
+
+    answers = [ask(service, carry=text) for _ in range(3)]
+
+    assert [refused(answer) for answer in answers] == [False, False, True]
+    assert counted(service) == {"loaded": 3}
+    assert errors(service) == {reason: 3}
+    assert internal_errors(service) == 0
+    (line,) = lines(caplog)
+    assert line["reason"] == reason
+    assert line["problems"] == len(problems)
+    for problem, part in zip(line["first"], problems, strict=True):
+        assert problem.startswith("route metadata") or reason == "too_large"
+        assert part in problem
+
+
+MUCH_WRONG = {
+    "many errors": "[" + ",".join(["{}"] * 20_000) + "]",
+    "a long key": json.dumps({"id": "p", "spec": {"x" * 60_000: 1}}),
+    "many parts": json.dumps(bundle(CARRIED, kill_switches=[{"scope_key": "ua:bot", "scope_value": "x"}] * 1_000)),
+    "much too large": " " * 10_000_000,
+}
+
+
+@pytest.mark.parametrize("text", MUCH_WRONG.values(), ids=MUCH_WRONG)
+def test_little_is_kept_of_a_policy_with_much_wrong(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The first errors, shortened, and how many there are; and of a content that is too large not all of it."""
+    made = HandedOver(shadow=False, allow_unenforced=False)
+    refused_policy = made.compile(text, datetime.now(UTC))
+
+    ((name, kept),) = made._known.items()
+
+    assert kept is refused_policy is made.recall(text, datetime.now(UTC))
+    assert isinstance(kept, RefusedPolicy)
+    assert len(name) <= MAX_POLICY_JSON + 1
+    assert len(repr(kept)) < 10_000
+    assert len(kept.problems) == min(kept.found, 20)
+    ask(make_service(), carry=text)
+    assert len(json.dumps(lines(caplog))) < 10_000
+
+
+def test_the_longest_policy_is_taken() -> None:
+    """65,536 characters are no error, however many bytes they are."""
+    service = make_service()
+    text = json.dumps(CARRIED | {"description": "\u20ac"}, ensure_ascii=False)
+
+    ask(service, carry=text + " " * (MAX_POLICY_JSON - len(text)))
+
+    assert counted(service) == {"carried": 1}
+    assert errors(service) == {}
+
+
+@pytest.mark.parametrize("value", [None, True, 3.0, {"id": "p"}, [1]])
+def test_an_attribute_that_is_no_string_is_a_bad_policy(value: Any) -> None:  # noqa: ANN401  # whatever a Struct holds
+    """What an operator wrote as YAML rather than as a string of JSON never applies, and is counted."""
+    service = make_service(policy("loaded", ANY))
+    message = headers(end=True)
+    message.attributes["envoy.filters.http.ext_proc"].update({POLICY_ATTRIBUTE: value})
+    stream = Stream(service)
+
+    reply = receive(stream, message)
+    stream.close()
+
+    assert (reply.done, counted(service), errors(service), internal_errors(service)) == (True, {"loaded": 1}, {"invalid": 1}, 0)
+
+
+def test_a_bad_policy_beside_named_ones() -> None:
+    """What the route names still applies when what it carries cannot be used, and the other way round."""
+    service = make_service(*LOADED)
+
+    ask(service, pin="a", carry="bad")
+    ask(service, pin="nope", carry=CARRIED)
+
+    assert counted(service) == {"a": 1, "carried": 1}
+    assert errors(service) == {"invalid": 1, "unknown_policy": 1}
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every content that is compiled from now on."""
+    contents: list[str] = []
+
+    def parse(files: Mapping[str, bytes], *rest: Any, **more: Any) -> Any:  # noqa: ANN401  # passed on as they are
+        contents.extend(data.decode() for data in files.values())
+        return loader.parse(files, *rest, **more)
+
+    monkeypatch.setattr("extproc.engine.handover.parse", parse)
+    return contents
+
+
+@pytest.mark.parametrize("text", [json.dumps(CARRIED), "bad"])
+def test_content_is_compiled_once(text: str, parsed: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Good or bad, the same content of any number of requests and routes is looked at once, a reload in between or not."""
+    service = make_service(policy("old", ANY))
+
+    for _ in range(5):
+        ask(service, carry=text)
+    service.engine = make_engine(policy("new", ANY))
+    for _ in range(5):
+        ask(service, carry=text, path="/elsewhere")
+
+    assert parsed == [text]
+    assert len(lines(caplog)) == (text == "bad")
+
+
+def test_white_space_makes_another_content(parsed: list[str]) -> None:
+    """Content is compared as it is, and equal policies count together whatever content they came in."""
+    service = make_service()
+
+    answers = [ask(service, carry=text) for text in (json.dumps(CARRIED), json.dumps(CARRIED, indent=1), json.dumps([CARRIED]))]
+
+    assert len(parsed) == 3
+    assert refused(answers[2])
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_least_recently_used_content_makes_room(bad: bool, parsed: list[str]) -> None:
+    """256 contents are kept; the next one takes the place of the one that no request has come with for longest."""
+    service = make_service()
+    contents = [json.dumps(CARRIED) + " " * number + "bad" * bad for number in range(257)]
+
+    for text in contents[:256]:
+        ask(service, carry=text)
+    ask(service, carry=contents[0])
+    ask(service, carry=contents[256])
+    first = parsed.copy()
+    ask(service, carry=contents[0])
+    kept = parsed.copy()
+    ask(service, carry=contents[1])
+
+    assert first == kept == contents
+    assert parsed[257:] == [contents[1]]
+
+
+def _with_claim(message: ProcessingRequest, **claims: str) -> ProcessingRequest:
+    message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update({"payload": claims})
+    return message
+
+
+READ: dict[str, tuple[dict[str, Any], Callable[[str], list[ProcessingRequest]]]] = {
+    "a claim": (policy("p", {}, limit_keys=["jwt:org"]), lambda value: [_with_claim(headers(end=True), org=value)]),
+    "the address": (
+        policy("p", {}, limit_keys=["ip:address"]),
+        lambda value: [headers(end=True, attributes={"source.address": f"192.0.2.{ord(value)}:1"})],
+    ),
+    "a header": (policy("p", {}, limit_keys=["header:x-a"]), lambda value: [headers(end=True, x_a=value)]),
+    "the body": (
+        policy("p", {}, limit_keys=["body:/user"], body="ignore"),
+        lambda value: [headers(), body(b'{"user": "%b"}' % value.encode())],
+    ),
+    "a bundle's tail": (
+        policy("p", {}, similarity="tail"),
+        lambda value: [headers(), body(json.dumps({"messages": [{"role": "user", "content": value}]}).encode())],
+    ),
+}
+
+
+@pytest.mark.parametrize("loaded", [(), (policy("loaded", ANY, body="ignore"),)], ids=["alone", "beside"])
+@pytest.mark.parametrize(("carried", "request_"), READ.values(), ids=READ)
+def test_what_only_the_carried_policy_reads_is_read(
+    carried: dict[str, Any], request_: Callable[[str], list[ProcessingRequest]], loaded: Sequence[dict[str, Any]]
+) -> None:
+    """Claims, address, headers and bodies reach it, even where no loaded policy looks at them."""
+    service = make_service(*loaded)
+    totals = []
+    for value in "abcaa":
+        messages = request_(value)
+        messages[0].attributes["envoy.filters.http.ext_proc"].update({POLICY_ATTRIBUTE: json.dumps(carried)})
+        stream = Stream(service)
+        for message in messages:
+            receive(stream, message)
+        stream.close()
+        totals.append(sample(service, "loops_detected_total", policy="p", mode="enforce", action="reject"))
+
+    assert totals == [0, 0, 0, 0, 1]
+    assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == 4
+
+
+def test_loaded_policies_read_what_they_read_beside_a_carried_one() -> None:
+    """A carried policy that reads one claim does not take another from the loaded policies."""
+    service = make_service(policy("loaded", ANY, limit_keys=["jwt:org"]))
+    store = Recording(service)
+    for org in "ab":
+        message = _with_claim(headers(end=True), org=org, user="u")
+        carried = json.dumps(policy("p", {}, limit_keys=["jwt:user"]))
+        message.attributes["envoy.filters.http.ext_proc"].update({POLICY_ATTRIBUTE: carried})
+        stream = Stream(service)
+        receive(stream, message)
+        stream.close()
+
+    assert [key.split(":")[1] for key in store.keys] == ["loaded", "p"] * 2
+    assert [len(set(store.keys[start::2])) for start in (0, 1)] == [2, 1]
+
+
+def test_a_reload_leaves_carried_policies_alone() -> None:
+    """Their counts and their precedence over a loaded policy of the same id outlive every change of the files."""
+    service = make_service(policy("old", ANY))
+    ask(service, carry=CARRIED)
+
+    service.engine = make_engine(policy("carried", ANY, threshold_identical_requests=2), policy("new", ANY))
+    answers = [ask(service, carry=CARRIED) for _ in range(2)]
+
+    assert [refused(answer) for answer in answers] == [False, True]
+    assert counted(service) == {"old": 1, "carried": 3, "new": 2}
+
+
+def test_a_policy_that_changes_with_the_route_keeps_one_request_whole() -> None:
+    """A stream decides by the policy that came with its headers, whatever is reloaded before its body has arrived."""
+    service = make_service(policy("old", ANY))
+    stream = Stream(service)
+    receive(stream, headers(attributes={POLICY_ATTRIBUTE: json.dumps(CARRIED)}))
+
+    service.engine = make_engine(policy("new", ANY))
+    receive(stream, body(b"x"))
+    stream.close()
+
+    assert counted(service) == {"old": 1, "carried": 1}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+GOOD = bundle(
+    policy("p", {"pathPrefix": "/", "methods": ["POST"], "routes": ["r"]}, limit_keys=["jwt:a", "body:/b"], similarity="tail"),
+    {"id": "q", "spec": {"loop_detection": [policy("", {})["spec"]["loop_detection"]], "bypass": [{"header": "x"}]}},
+    expires_at="2999-01-01T00:00:00Z",
+    global_shadow={"enabled": True, "expires_at": "2999-01-01T00:00:00Z"},
+)
+
+
+@st.composite
+def mutilated(draw: st.DrawFn) -> str:
+    """A good bundle in which one value, at any depth, was replaced by another or dropped."""
+    document: Any = json.loads(json.dumps(GOOD))
+    place = document
+    while True:
+        key = draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if not place[key] or not isinstance(place[key], dict | list) or draw(st.integers(0, 3)) == 0:
+            break
+        place = place[key]
+    if draw(st.booleans()):
+        place[key] = draw(JSON | st.sampled_from(["0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59", "\ud800", 10**400]))
+    else:
+        del place[key]
+    return json.dumps(document)
+
+
+@given(text=st.text(max_size=40) | JSON.map(json.dumps) | mutilated())
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=500)
+def test_nothing_that_a_route_carries_can_break_a_request(text: str) -> None:
+    """Whatever the metadata holds, the other policies decide, and it is either in force or counted as bad."""
+    service = make_service(policy("loaded", ANY, body="ignore"))
+
+    answers = [ask(service, body(b"{}"), carry=text, end=False) for _ in range(3)]
+
+    assert refused(answers[2])
+    assert counted(service)["loaded"] == 3
+    assert sum(errors(service).values()) in (0, 3)
+    assert internal_errors(service) == sample(service, "fail_open_total", reason="shadow_error") == 0

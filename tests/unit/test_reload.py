@@ -1,0 +1,570 @@
+"""Policies change while the server runs; a bad change keeps the last good ones."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Coroutine, Iterable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc import reload
+from extproc.engine.engine import Engine
+from extproc.engine.plan import Plan
+from extproc.errors import BundleErrors
+from extproc.metrics import Metrics
+from extproc.objects import JsonObject
+from extproc.policy.files import read_files
+from extproc.reload import Reloader
+from extproc.settings import Settings
+from tests.support.documents import bundle, policy
+from tests.support.harness import PATIENCE
+
+pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # what is made of policies is compiled
+
+NOW = datetime(2026, 6, 1, tzinfo=UTC)
+
+
+def guard(identity: str = "p", **more: Any) -> dict[str, Any]:  # noqa: ANN401  # any field of loop_detection
+    """A policy without warnings."""
+    return policy(identity, {"pathPrefix": "/"}, limit_keys=["jwt:org"], **more)
+
+
+NOTED = {**guard("p"), "x-owner": "team a"}
+FILES: list[object] = [bundle(NOTED, global_shadow={"enabled": True}), NOTED, [NOTED]]
+
+
+class Place:
+    """A policy directory, a Reloader over it, and a clock that stands still."""
+
+    def __init__(self, folder: Path) -> None:
+        """Nothing is loaded until `start`."""
+        self.folder = folder
+        self.now = NOW
+        self.metrics = Metrics()
+        self.swapped: list[Engine] = []
+
+    def write(self, document: object, name: str = "p.json") -> None:
+        """Replace a file; bytes as they are."""
+        data = document if isinstance(document, bytes) else json.dumps(document).encode()
+        (self.folder / name).write_bytes(data)
+
+    def start(self, *paths: Path, **settings: Any) -> None:  # noqa: ANN401  # any setting
+        """Load for the first time."""
+        names = tuple(map(str, paths or (self.folder,)))
+        self.reloader = Reloader(Settings(policy=names, **settings), self.metrics)
+
+    def reload(self, *, force: bool = False) -> None:
+        """One reload, to its end."""
+        asyncio.run(self.reloader.reload(self.swapped.append, force=force))
+
+    def reloads(self, result: str) -> float:
+        """`policy_reloads_total`."""
+        return self.metrics.registry.get_sample_value("loopguard_policy_reloads_total", {"result": result}) or 0
+
+    @property
+    def ids(self) -> list[str]:
+        """The policies in force; the engine that was swapped in last is the Reloader's own."""
+        assert self.swapped[-1:] in ([], [self.reloader.engine])
+        return [plan.id for plan in self.reloader.engine.plans]
+
+    async def until(self, *ids: str) -> None:
+        """Wait until these policies are in force."""
+        async with asyncio.timeout(PATIENCE):
+            while self.ids != list(ids):  # noqa: ASYNC110  # polling is what a bystander can do
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Place:
+    """An empty policy directory."""
+    caplog.set_level(logging.INFO)
+    made = Place(tmp_path / "policies")
+    made.folder.mkdir()
+    monkeypatch.setattr(reload, "_now", lambda: made.now)
+    return made
+
+
+def test_a_change_is_taken(place: Place) -> None:
+    """A changed, a new and a removed file each act after one reload, and each counts once."""
+    place.write(guard("a"))
+    place.start()
+    seen = [place.ids]
+    for name, document in (("p.json", guard("b")), ("q.json", [guard("c"), guard("d")]), ("p.json", None)):
+        if document is None:
+            (place.folder / name).unlink()
+        else:
+            place.write(document, name)
+        place.reload()
+        seen.append(place.ids)
+
+    assert seen == [["a"], ["b"], ["b", "c", "d"], ["c", "d"]]
+    assert (place.reloads("ok"), place.reloads("error"), len(place.swapped)) == (3, 0, 3)
+
+
+def test_a_load_leaves_nothing_to_the_garbage_collector(place: Place) -> None:
+    """What was loaded is frozen, and collections go on, after a load that was taken and after one that was refused."""
+    place.write(guard("a"))
+    place.start()
+    place.write(guard("b"))
+    place.reload()
+    left = {id(thing) for thing in gc.get_objects()}  # all that a collection would walk
+    on = [gc.isenabled()]
+    place.write(b"{")
+    place.reload()
+    on.append(gc.isenabled())
+
+    assert not {id(plan) for plan in place.reloader.engine.plans} & left
+    assert place.reloads("error") == 1
+    assert on == [True, True]
+
+
+def count_models() -> int:
+    """The objects of policy files, as they are validated, that are still there."""
+    gc.unfreeze()
+    return sum(isinstance(thing, JsonObject) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("file", FILES, ids=["bundle", "policy", "list"])
+def test_of_policy_files_only_what_runs_is_kept(place: Place, file: object) -> None:
+    """Once they are compiled nothing holds the policies as they were read, and once they are replaced nothing the old ones."""
+    before = count_models()
+    place.write(file)
+    place.start()
+    started = count_models()
+    old = {id(plan) for plan in place.reloader.engine.plans}
+    place.write([guard("q")])
+    asyncio.run(place.reloader.reload(lambda _: None))
+
+    assert (started, count_models()) == (before, before)
+    assert place.ids == ["q"]
+    assert not [thing for thing in gc.get_objects() if isinstance(thing, Plan) and id(thing) in old]
+
+
+def test_what_is_kept_of_a_refused_file_is_nothing(place: Place) -> None:
+    """A file with one error among a hundred good policies leaves none of them behind."""
+    place.write(guard("p"))
+    place.start()
+    before = count_models()
+    place.write([*(guard(f"q-{number}") for number in range(100)), guard("r", action="explode")])
+    place.reload()
+
+    assert (count_models(), place.reloads("error")) == (before, 1)
+
+
+@pytest.mark.parametrize("file", FILES, ids=["bundle", "policy", "list"])
+def test_policies_in_force_are_listed_as_they_are_written(place: Place, file: object) -> None:
+    """What is shown is what the files hold, notes and all, also when they have changed on disk into something bad."""
+    place.write(file)
+    place.start()
+    place.write(b"{")
+    place.reload()
+
+    (listed,) = place.reloader.list_policies()
+
+    assert listed == (place.reloader.sources[0], [NOTED])
+
+
+def test_policies_that_are_alike_share_their_parts(place: Place) -> None:
+    """Ten thousand policies of one kind have one similarity and one list of descriptors; another threshold is another kind."""
+    alike = [guard(f"p-{number}", similarity="turns") for number in range(3)]
+    place.write([*alike, guard("other", similarity="turns", threshold_identical_requests=7)])
+    place.start()
+    plans = place.reloader.engine.plans
+
+    assert [len({id(plan.detectors[0].similarity) for plan in chosen}) for chosen in (plans[:3], plans)] == [1, 2]
+    assert len({id(plan._descriptors) for plan in plans}) == 1
+
+
+def test_what_is_no_change_does_nothing(place: Place) -> None:
+    """The same bytes again, or a file that is no policy, reload nothing."""
+    place.write(guard())
+    place.start()
+    place.write(guard())
+    place.write(b"some lines\n", "loopguard.log")
+    place.reload()
+
+    assert (place.reloads("ok"), place.swapped) == (0, [])
+
+
+def test_force_reloads_what_is_the_same(place: Place) -> None:
+    """A reload that was asked for happens, changed or not."""
+    place.write(guard())
+    place.start()
+    place.reload(force=True)
+
+    assert (place.reloads("ok"), len(place.swapped)) == (1, 1)
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The messages logged as errors since the last call."""
+    found = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    caplog.clear()
+    return found
+
+
+KEPT = "policies not reloaded, the last good ones stay in force"
+
+
+def test_a_bad_file_keeps_the_last_good(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """Every error of a bad change is logged, it counts exactly once however often it is looked at, and nothing changes."""
+    place.write(guard())
+    place.start()
+    before = place.reloader.engine
+    place.write(bundle(guard("q", action="explode"), bundle_version=0))
+    for _ in range(3):
+        place.reload()
+
+    assert errors(caplog) == [
+        f"{place.folder}/p.json: /bundle_version: bundle_version must be greater than 0, not 0",
+        (
+            f"{place.folder}/p.json: /policies/0/spec/loop_detection/action: "
+            "action must be one of reject, throttle, steer, warn, not 'explode'"
+        ),
+        KEPT,
+    ]
+    assert (place.reloads("error"), place.reloads("ok"), place.swapped) == (1, 0, [])
+    assert place.reloader.engine is before
+
+
+def test_a_gauge_says_that_the_files_are_not_what_is_in_force(place: Place) -> None:
+    """It is 1 from a bad change, or a file that is gone, until what lies there is good; also when it is the same as before."""
+    place.write(guard("a"))
+    place.start()
+    seen = []
+    for content in (guard("b"), b"{", None, guard("b"), None, guard("b")):
+        if content is None:
+            (place.folder / "p.json").unlink()
+        else:
+            place.write(content)
+        place.reload()
+        seen.append(place.metrics.registry.get_sample_value("loopguard_policy_reload_refused"))
+
+    assert seen == [0, 1, 1, 0, 1, 0]
+
+
+def test_every_bad_change_counts(place: Place) -> None:
+    """A second bad change counts although its error reads the same; going back to what was good is a reload."""
+    place.write(guard())
+    place.start()
+    for document in (b"{", b"{ ", guard()):
+        place.write(document)
+        place.reload()
+
+    assert (place.reloads("error"), place.reloads("ok"), place.ids) == (2, 1, ["p"])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_deleted_file_keeps_the_last_good(place: Place, caplog: pytest.LogCaptureFixture, whole: object) -> None:
+    """While the file, or its directory, is missing the policies stay; that is one failure each time it goes."""
+    place.write(guard())
+    place.start(place.folder / "p.json" if not whole else place.folder)
+    for _ in range(2):
+        shutil.rmtree(place.folder)
+        place.reload()
+        place.reload()
+        place.folder.mkdir()
+        place.write(guard())
+        place.reload()
+
+    missing = place.folder if whole else place.folder / "p.json"
+    assert errors(caplog) == [f"{missing}: /: cannot be read: No such file or directory", KEPT] * 2
+    assert (place.reloads("error"), place.reloads("ok"), place.ids) == (2, 0, ["p"])
+
+
+def test_whatever_a_change_provokes_the_last_good_stays(
+    place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even an error that nobody foresaw is a failed reload, not the end of reloading."""
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("unforeseen")
+
+    place.write(guard())
+    place.start()
+    place.write(guard("q"))
+    monkeypatch.setattr(reload, "parse", broken)
+    place.reload()
+    monkeypatch.undo()
+    place.write(guard("r"))
+    place.reload()
+
+    assert errors(caplog) == ["unforeseen", KEPT]
+    assert (place.reloads("error"), place.reloads("ok"), place.ids) == (1, 1, ["r"])
+
+
+def test_what_is_no_regular_file_is_refused(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """A FIFO among the files is an error of the reload, which does not wait for somebody to write into it."""
+    place.write(guard())
+    place.start()
+    os.mkfifo(place.folder / "q.json")
+    place.reload()
+
+    assert errors(caplog) == [f"{place.folder}/q.json: /: is not a regular file", KEPT]
+    assert (place.reloads("error"), place.ids) == (1, ["p"])
+
+
+def test_a_file_system_that_never_answers_is_a_failed_reload(
+    place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading is bounded, and counts once; one thread at most waits; when the file system is back, so are reloads."""
+    back = threading.Event()
+    waiting: list[threading.Thread] = []
+
+    def stuck(paths: Iterable[str]) -> dict[str, bytes]:
+        waiting.append(threading.current_thread())
+        assert back.wait(PATIENCE)
+        return read_files(paths)
+
+    place.write(guard())
+    place.start()
+    monkeypatch.setattr(reload, "_READ_SECONDS", 0.01)
+    monkeypatch.setattr(reload, "read_files", stuck)
+    for _ in range(3):
+        place.reload()
+    found = errors(caplog), place.reloads("error"), len(waiting), waiting[0].daemon
+    back.set()
+    waiting[0].join(PATIENCE)
+    monkeypatch.undo()
+    place.write(guard("q"))
+    place.reload()
+
+    assert found == (["the policy files could not be read within 0.01 s", KEPT], 1, 1, True)
+    assert (place.reloads("ok"), place.ids) == (1, ["q"])
+
+
+def test_parts_that_are_not_enforced_are_refused_in_a_reload(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody loses a limit through a reload either, unless the server was told to go on without it."""
+    item = guard("q")
+    item["spec"]["circuit_breaker"] = {"enabled": True}
+    place.write(guard())
+    place.start()
+    place.write(item)
+    place.reload()
+    ids = place.ids
+    place.start(allow_unenforced=True)
+
+    part = f"{place.folder}/p.json: /spec/circuit_breaker: circuit_breaker is not enforced by Loopguard"
+    assert errors(caplog) == [f"{part}; remove it, or start with --allow-unenforced", KEPT]
+    assert (ids, [plan.id for plan in place.reloader.engine.plans]) == (["p"], ["q"])
+
+
+def test_a_reload_says_what_changed(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """The line names the policies that came, went and changed, a few of each; a reload of the same names none."""
+    place.write(bundle(guard("same"), guard("gone"), guard("other")))
+    place.start()
+    place.write(bundle(guard("same"), guard("other", action="warn"), *(guard(f"new-{number}") for number in range(12))))
+    with caplog.at_level(logging.INFO):
+        place.reload()
+        place.reload(force=True)
+
+    first, second = (vars(record)["fields"] for record in caplog.records if record.message == "policies reloaded")
+    added = ", ".join(f"new-{number}" for number in range(10))
+    assert (first["added"], first["removed"], first["changed"]) == (f"{added} and 2 more", "gone", "other")
+    assert not {"added", "removed", "changed"} & second.keys()
+
+
+def test_a_refused_reload_is_shown_until_the_files_are_good_again(place: Place) -> None:
+    """Errors are kept for people as long as the files are not what is in force."""
+    place.write(guard())
+    place.start()
+    before = place.reloader.refusal
+    place.write(b"{")
+    place.reload()
+    refusal = place.reloader.refusal
+    place.write(guard("q"))
+    place.reload()
+
+    assert before is None
+    assert refusal is not None
+    assert refusal.count == len(refusal.errors) == 1
+    assert refusal.errors[0].startswith(f"{place.folder}/p.json: ")
+    assert place.reloader.refusal is None
+
+
+def test_the_first_load_raises(place: Place) -> None:
+    """A server does not start without good policies."""
+    with pytest.raises(BundleErrors):
+        place.start()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "warned"), [(2, 1, True), (2, 1.5, True), (1, 2, False), (1, 1, False), (2, None, False)]
+)
+def test_a_lower_bundle_version_is_taken_with_a_warning(
+    place: Place, caplog: pytest.LogCaptureFixture, before: float, after: float | None, warned: object
+) -> None:
+    """Rolling back works, and is said; a file without a version has none to compare."""
+    place.write(bundle(guard("a"), bundle_version=before))
+    place.start()
+    place.write(bundle(guard("b"), bundle_version=after) if after else [guard("b")])
+    place.reload()
+
+    assert ("bundle_version went down" in caplog.messages) is warned
+    assert (place.ids, place.reloads("ok")) == (["b"], 1)
+
+
+def info(place: Place) -> set[str]:
+    """The bundle versions that `policy_info` shows."""
+    (family,) = (family for family in place.metrics.registry.collect() if family.name == "loopguard_policy_info")
+    assert all(sample.value == 1 and len(sample.labels["sha256"]) == 64 for sample in family.samples)
+    return {sample.labels["bundle_version"] for sample in family.samples}
+
+
+def test_policy_info_follows(place: Place) -> None:
+    """`policy_info` has one sample for each file in force, with its version to the last digit; older ones are gone."""
+    place.write(bundle(guard("a"), bundle_version=202606010001))
+    place.write(guard("b"), "q.json")
+    place.start()
+    before = info(place)
+    (place.folder / "q.json").unlink()
+    place.write(bundle(guard("a"), bundle_version=1.5))
+    place.reload()
+
+    assert (before, info(place)) == ({"202606010001", ""}, {"1.5"})
+
+
+def modes(place: Place) -> list[str]:
+    """The mode of each policy in force."""
+    return [plan.mode for plan in place.reloader.engine.plans]
+
+
+def test_global_shadow_expires_by_the_clock(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """No file has to change for the policies to act again at `expires_at`; that is no reload, and it is logged."""
+    end = NOW + timedelta(seconds=10)
+    place.write(bundle(guard(), global_shadow={"enabled": True, "expires_at": end.isoformat()}))
+    place.start()
+    seen = [modes(place)]
+    for moment in (end - timedelta(seconds=1), end, end + timedelta(days=1)):
+        place.now = moment
+        place.reload()
+        seen.append(modes(place))
+
+    assert seen == [["shadow"], ["shadow"], ["enforce"], ["enforce"]]
+    assert (len(place.swapped), place.swapped[0], place.reloads("ok")) == (1, place.reloader.engine, 0)
+    assert caplog.messages.count("global_shadow expired, its policies act again") == 1
+
+
+def test_shadow_for_all_outlives_global_shadow(place: Place) -> None:
+    """With `--shadow` the policies stay in shadow mode when `global_shadow` ends."""
+    place.write(bundle(guard(), global_shadow={"enabled": True, "expires_at": (NOW + timedelta(seconds=1)).isoformat()}))
+    place.start(shadow=True)
+    place.now += timedelta(seconds=2)
+    place.reload()
+
+    assert modes(place) == ["shadow"]
+
+
+def test_an_expired_bundle_keeps_acting_and_is_reported(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """A bundle that expires while it runs is logged once and counted in `policy_expired` until it is replaced."""
+
+    def expired() -> float | None:
+        return place.metrics.registry.get_sample_value("loopguard_policy_expired")
+
+    place.write(bundle(guard(), expires_at=(NOW + timedelta(seconds=1)).isoformat()))
+    place.write(guard("q"), "q.json")
+    place.start()
+    counts = [expired()]
+    place.now += timedelta(seconds=2)
+    for _ in range(2):
+        place.reload()
+        counts.append(expired())
+    ids = place.ids
+    (place.folder / "p.json").unlink()
+    place.reload()
+    counts.append(expired())
+
+    assert errors(caplog) == ["bundle expired, its policies keep acting"]
+    assert (counts, ids, place.ids) == ([0, 1, 1, 0], ["p", "q"], ["q"])
+
+
+def watched(place: Place, scenario: Coroutine[Any, Any, None]) -> None:
+    """Run a scenario beside `watch`."""
+
+    async def run() -> None:
+        task = asyncio.create_task(place.reloader.watch(place.swapped.append))
+        try:
+            await scenario
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def config_map(place: Place, version: int, identity: str) -> None:
+    """Publish a file as kubelet does: a new directory, then one rename of the `..data` link, then the old one goes."""
+    new = place.folder / f"..{version}"
+    new.mkdir()
+    (new / "p.json").write_text(json.dumps(guard(identity)))
+    link = place.folder / "..data_tmp"
+    link.symlink_to(new.name)
+    link.rename(place.folder / "..data")
+    if version == 1:
+        (place.folder / "p.json").symlink_to("..data/p.json")
+    else:
+        shutil.rmtree(place.folder / f"..{version - 1}")
+
+
+@pytest.mark.parametrize("name", ["", "p.json"])
+def test_the_watch_follows_a_config_map(place: Place, name: str) -> None:
+    """Swapping `..data` is a change, time after time, whether the directory or the file in it was given."""
+    config_map(place, 1, "a")
+    place.start(place.folder / name)
+
+    async def scenario() -> None:
+        for version, identity in enumerate(("b", "c", "d"), start=2):
+            config_map(place, version, identity)
+            await place.until(identity)
+
+    watched(place, scenario())
+
+
+def test_the_watch_follows_every_way_a_file_changes(place: Place, tmp_path: Path) -> None:
+    """Written in place, replaced by a rename, in a new directory, behind a link, deleted and back: all are noticed."""
+    place.write(guard("a"))
+    place.start()
+
+    async def scenario() -> None:
+        place.write(guard("b"))
+        await place.until("b")
+        (tmp_path / "new").write_text(json.dumps(guard("c")))
+        (tmp_path / "new").rename(place.folder / "p.json")
+        await place.until("c")
+        (place.folder / "deep" / "er").mkdir(parents=True)
+        place.write(guard("d"), "deep/er/q.json")
+        await place.until("d", "c")
+        place.write(guard("e"), "deep/er/q.json")
+        await place.until("e", "c")
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "l.json").write_text(json.dumps(guard("f")))
+        (place.folder / "l.json").symlink_to(tmp_path / "elsewhere" / "l.json")
+        await place.until("e", "f", "c")
+        (tmp_path / "elsewhere" / "l.json").write_text(json.dumps(guard("g")))
+        await place.until("e", "g", "c")
+        shutil.rmtree(place.folder)
+        place.folder.mkdir()
+        place.write(guard("h"))
+        await place.until("h")
+
+    watched(place, scenario())
+
+
+def test_what_is_watched_stays_small(tmp_path: Path) -> None:
+    """A single file has its own directory watched, not the tree below it; a directory, each one that holds policies."""
+    for name in ("policies/sub/p.json", "policies/.git/x.json", "unrelated/deep/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "one.json").touch()
+
+    found = reload._list_directories([f"{tmp_path}/one.json", f"{tmp_path}/policies", f"{tmp_path}/no/such"], [])
+
+    assert found == {str(tmp_path), f"{tmp_path}/policies", f"{tmp_path}/policies/sub"}
