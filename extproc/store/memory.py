@@ -264,7 +264,7 @@ class MemoryStore:
             self._sweep(now)
 
     def _is_full(self) -> bool:
-        return self._entries + len(self._at_hand.kept) > self._max_entries or self._bytes > self._max_entries * _MEAN_BYTES
+        return self._entries + len(self._at_hand) > self._max_entries or self._bytes > self._max_entries * _MEAN_BYTES
 
     def _sweep(self, now: int) -> None:
         """Remove expired entries from the fronts of one shard; the next call takes the next shard."""
