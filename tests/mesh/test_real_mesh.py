@@ -283,7 +283,10 @@ def test_a_pod_that_hangs_costs_nothing() -> None:
         asked_both = other.metric("requests_total") > 0
         other.signal(signal.SIGSTOP)
         ended.callback(other.signal, signal.SIGCONT)
-        eventually(lambda: made.envoy.stat(healthy) == 1, "the end of trust in the one that hangs")
+        trusted = f"{other.address}::health_flags::healthy"
+        eventually(lambda: trusted not in made.envoy.admin("/clusters"), "the end of trust in the one that hangs")
+        eventually(lambda: made.envoy.stat(healthy) == 1, "trust in the other one, which a busy machine may shake")
+        assert other.address in made.envoy.admin("/clusters")
         counted, missed = made.loopguard.metric("requests_total"), count_missed(made)
 
         found = {made.send(f"/chat/{number}", method="POST", body=b"x", headers=USER).status for number in range(100)}
