@@ -62,7 +62,7 @@ class Memo(Generic[Key, Value]):
         self._young_size += size
 
 
-class _Entry(Generic[Value]):
+class _LRUEntry(Generic[Value]):
     __slots__ = ("used", "value")
 
     def __init__(self, value: Value, used: int) -> None:
@@ -84,7 +84,7 @@ class LRU(Generic[Key, Value]):
         """Start empty, with room for `most` values."""
         self.uses = 0
         self._most = most
-        self._entries: dict[Key, _Entry[Value]] = {}
+        self._entries: dict[Key, _LRUEntry[Value]] = {}
         self._order: list[Key] = []  # the least recently used comes last
         self._ordered = 0  # when the last of these was used
 
@@ -109,13 +109,13 @@ class LRU(Generic[Key, Value]):
     def put(self, key: Key, value: Value) -> Key | None:
         """Keep a value as the most recently used one; returns the key whose value has made room, or None."""
         self.uses += 1
-        return self._add(key, _Entry(value, self.uses))
+        return self._add(key, _LRUEntry(value, self.uses))
 
     def share(self, key: Key, source: LRU[Key, Value]) -> Key | None:
         """Keep a value that `source` has: to use it there is to use it here; returns as `put` does."""
         return self._add(key, source._entries[key])
 
-    def _add(self, key: Key, entry: _Entry[Value]) -> Key | None:
+    def _add(self, key: Key, entry: _LRUEntry[Value]) -> Key | None:
         self._entries[key] = entry
         if len(self._entries) <= self._most:
             return None

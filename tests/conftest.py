@@ -18,7 +18,7 @@ from tests.support import ROOT
 # These machines are noisy: how long an example takes says nothing about the code.
 settings.register_profile("loopguard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # What is tried at length compiled is tried with a few examples on the sources.
-settings.register_profile("again", settings.get_profile("loopguard"), max_examples=25)
+settings.register_profile("again", settings.get_profile("loopguard"), max_examples=10)
 settings.load_profile("loopguard")
 
 limit_integers()  # as the command does

@@ -8,9 +8,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "extproc"
 
-SHARED = frozenset({"Bounds", "Call", "Place", "_Group"})
-"""Names that several modules still use. The set only shrinks."""
-
 
 def test_no_two_classes_have_the_same_name() -> None:
     """A class is found by its name alone."""
@@ -21,4 +18,4 @@ def test_no_two_classes_have_the_same_name() -> None:
                 if isinstance(node, ast.ClassDef):
                     modules[node.name].add(file.relative_to(ROOT))
 
-    assert {name: files for name, files in modules.items() if len(files) > 1 and name not in SHARED} == {}
+    assert {name: files for name, files in modules.items() if len(files) > 1} == {}

@@ -15,6 +15,7 @@ from extproc.apis import locate_results
 from extproc.apis.places import Place, splice
 from extproc.request.document import NotCounted, decode_json
 from extproc.request.patch import AMBIGUOUS, Patch
+from tests.support.examples import examples
 from tests.support.model_requests import HOSTILE, REQUESTS, spelled
 from tests.support.validators import VALIDATORS
 
@@ -169,7 +170,7 @@ def test_a_note_goes_into_the_result_and_nowhere_else(shape: str, data: st.DataO
 
 
 @pytest.mark.parametrize("shape", VALIDATORS)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.data())
 def test_a_body_with_a_note_is_valid(shape: str, data: st.DataObject) -> None:
     """What goes to the provider is a request by the SDK's own types, as it was before."""

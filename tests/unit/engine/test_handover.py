@@ -21,6 +21,7 @@ from extproc.policy import loader
 from extproc.store.rules.session import Question
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY, make_engine
+from tests.support.examples import examples
 from tests.support.messages import body, headers
 from tests.support.service import FailingStore, decoded, headers_of, make_service, metadata_of, receive, sample
 
@@ -815,7 +816,7 @@ def mutilated(draw: st.DrawFn) -> str:
 
 
 @given(text=st.text(max_size=40) | JSON.map(json.dumps) | mutilated())
-@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=500)
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(500))
 def test_nothing_that_a_route_carries_can_break_a_request(text: str) -> None:
     """Whatever the metadata holds, the other policies decide, and it is either in force or counted as bad."""
     service = make_service(policy("loaded", ANY, body="ignore"))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from extproc.ext_proc.changes.edits import NotEdited
 from extproc.ext_proc.changes.narrow import narrow
 from extproc.request.http import HttpRequest
+from tests.support.examples import examples
 from tests.support.model_requests import ANYTHING, HOSTILE, REQUESTS, spelled
 from tests.support.turn_writers import SHAPES, Did
 
@@ -149,7 +150,7 @@ _WITHOUT = st.none() | st.sets(st.sampled_from([*_NAMES, "old"]))
 
 
 @every_api
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.data(), _TURNS, st.lists(st.sampled_from(_NAMES), min_size=1, unique=True), _WITHOUT)
 def test_what_is_named_goes_and_the_choice_fits(
     api: str, data: st.DataObject, made: list[list[str]], tools: list[str], without: set[str] | None
@@ -458,7 +459,7 @@ _WILD: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(REQUESTS | st.just({}), _WILD, st.booleans())
 @example(
     request={"messages": []},

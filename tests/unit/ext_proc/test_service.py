@@ -26,6 +26,7 @@ from extproc.pb.external_processor_pb2 import CommonResponse, HttpHeaders, HttpT
 from extproc.request.fingerprint import hash_tenant, write_crc32
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
+from tests.support.examples import examples
 from tests.support.messages import MODES, body, headers
 from tests.support.service import (
     FailingStore,
@@ -842,7 +843,7 @@ FUZZED = [
 
 @pytest.mark.parametrize("later", [False, True])
 @given(messages=st.lists(processing_requests(), max_size=6))
-@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(300))
 def test_any_sequence_of_messages_is_answered(messages: list[ProcessingRequest], later: bool) -> None:
     """Nothing raises, and every message up to the end of the stream gets one answer of its own phase, or a refusal."""
     store = FailingStore("never", later=later)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from extproc.request.document import Document, NotCounted
 from extproc.sessions import history
 from extproc.sessions.history import RECORD, digest_tool, read_tool_calls
+from tests.support.examples import examples
 from tests.support.model_requests import BODIES, HOSTILE, REQUESTS, spelled
 from tests.support.turn_writers import SHAPES, Did
 
@@ -114,7 +115,7 @@ def test_without_ids_equal_calls_have_equal_records(shape: str) -> None:
     assert len(set(read(shape, number([poll, pay, poll])))) == 2
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.lists(st.lists(_CALLS, min_size=1, max_size=2), max_size=2), st.data())
 def test_another_spelling_changes_nothing(turns: list[Any], data: st.DataObject) -> None:
     """A retry whose JSON is written in another way shows the same calls."""

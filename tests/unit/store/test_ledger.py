@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.session import KNOWN, MAX_MONEY, MAX_RECORDS, Ledger, Limits, Settlement, Standing, Step, enter
+from tests.support.examples import examples
 from tests.support.ledger import (
     CASES,
     LIMITS_OF_ALL_KINDS,
@@ -55,14 +56,14 @@ class Ledgers:
         return None if ledger is not None and ledger.is_over(limits, now) else ledger
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(moves=MOVES, limits=LIMITS_OF_ALL_KINDS)
 def test_a_session_is_judged_by_the_rules(moves: list[tuple[int, str, int, int]], limits: Limits) -> None:
     """For any sessions that share a tenant, on a clock that may be set back, they are told what a plain reading says."""
     assert play(moves, limits, Ledgers().ask) == play(moves, limits, Book().ask)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(moves=MOVES, limits=LIMITS_OF_ALL_KINDS, entries=st.sampled_from([31, 32, 64, 1_000]))
 def test_a_session_in_any_memory_is_judged_by_the_rules(
     moves: list[tuple[int, str, int, int]], limits: Limits, entries: int

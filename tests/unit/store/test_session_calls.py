@@ -14,6 +14,7 @@ from extproc.request.document import Document
 from extproc.sessions.history import read_tool_calls
 from extproc.store.rules.session import LIMITS as LIMITS_BY_PLACE
 from extproc.store.rules.session import RECORD
+from tests.support.examples import examples
 from tests.support.ledger import limit
 from tests.support.model_requests import BODIES
 from tests.support.records import replace
@@ -35,7 +36,7 @@ SEEDS = st.sampled_from([0, 0, 7])
 
 
 @pytest.mark.parametrize("shape", WITH_IDS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.builds(Move, TURNS, st.sampled_from([-1, -1, -1, 0, 1, 2]), st.sampled_from([0, 0, 0, 1, 3])), max_size=25),
     st.integers(1, 5),
@@ -51,7 +52,7 @@ def test_with_ids_that_last_every_call_is_counted_once(shape: str, moves: list[M
 
 
 @pytest.mark.parametrize("shape", WITH_IDS + WITHOUT_IDS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(MOVES, SEEDS)
 def test_with_ids_made_anew_a_whole_history_is_counted_once(shape: str, moves: list[Move], seed: int) -> None:
     """Equal calls in any turns as well; its first turn is not sent again before there is a second one."""
@@ -63,7 +64,7 @@ def test_with_ids_made_anew_a_whole_history_is_counted_once(shape: str, moves: l
 
 
 @pytest.mark.parametrize("shape", WITH_IDS + WITHOUT_IDS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(MOVES, st.integers(2, 6), SEEDS)
 def test_with_ids_made_anew_the_newest_turns_are_counted_once(shape: str, moves: list[Move], most: int, seed: int) -> None:
     """Where the oldest ones are gone, as long as no two calls are equal."""

@@ -14,6 +14,7 @@ from extproc.store.rules.hit import Count, Hit
 from extproc.store.rules.ring import Push, Ring, push
 from extproc.store.rules.sliding_log import log
 from extproc.store.rules.tally import tally
+from tests.support.examples import examples
 from tests.support.windows import (
     COOLDOWN_STEPS,
     PUSH_STEPS,
@@ -39,7 +40,7 @@ def run(hit: Hit, times: list[int]) -> list[Count]:
     return answers
 
 
-@settings(max_examples=1_000)
+@settings(max_examples=examples(1_000))
 @given(
     st.sampled_from(WINDOW_TYPES),
     st.integers(1, 20),
