@@ -82,20 +82,34 @@ class Counting:
 
     def count(self, group: CandidateGroup) -> MaybeCounts:
         """Count a group that has read the body; an error of ours fails the group and is not raised."""
-        if not group.remembers:
-            return self._count(group)
+        if group.remembers:
+            return self._push(group)
+        hits = group.list_hits()
+        if not hits:
+            return ()
+        try:
+            counts = self.store.hit(hits)
+        except Exception as error:  # noqa: BLE001  # sorted out by the callee
+            return self._do_without_store(group, error)
+        if isinstance(counts, Pending):
+            return Asked(self, group, counts)
+        return counts if isinstance(counts, HERE) else self._count_later(group, counts)
+
+    def _push(self, group: CandidateGroup) -> MaybeCounts:
+        """Have the store keep what sessions remember, and count then."""
         pushes = group.list_pushes()
+        group.remembers = False
         try:
             rings = self.store.push(pushes)
         except Exception as error:  # noqa: BLE001  # sorted out by the callee
             return self._remember_without_store(group, pushes, error)
         if isinstance(rings, HERE) or not isinstance(rings, Awaitable):
             group.recall(rings)
-            return self._count(group)
+            return self.count(group)
         if group.waits:
             return self._recall_later(group, pushes, rings)
         self._watch(pushes, rings)
-        return self._count(group)
+        return self.count(group)
 
     async def _recall_later(self, group: CandidateGroup, pushes: Sequence[Push], rings: Awaitable[Rings]) -> Counts:
         started = perf_counter()
@@ -104,7 +118,7 @@ class Counting:
         except Exception as error:  # noqa: BLE001  # sorted out by the callee
             counts = self._remember_without_store(group, pushes, error)
         else:
-            counts = self._count(group)
+            counts = self.count(group)
         finally:
             self._metrics.store_seconds.observe(perf_counter() - started)
         return await wait_for(counts)
@@ -121,7 +135,7 @@ class Counting:
             except Exception as bug:  # noqa: BLE001  # as any other bug, below
                 error = bug
             else:
-                return self._count(group)
+                return self.count(group)
         group.fail(error)
         return ()
 
@@ -170,18 +184,6 @@ class Counting:
         """What was counted in this process is settled here as well."""
         self._metrics.store_errors.labels(error.kind).inc()
         report(_complete(error, settlements, self._local.hit))
-
-    def _count(self, group: CandidateGroup) -> MaybeCounts:
-        hits = group.list_hits()
-        if not hits:
-            return ()
-        try:
-            counts = self.store.hit(hits)
-        except Exception as error:  # noqa: BLE001  # sorted out by the callee
-            return self._do_without_store(group, error)
-        if isinstance(counts, Pending):
-            return Asked(self, group, counts)
-        return counts if isinstance(counts, HERE) else self._count_later(group, counts)
 
     def collect(self, group: CandidateGroup, pending: Pending, started: float) -> Counts:
         """What the store has answered, or what takes its place.

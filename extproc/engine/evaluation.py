@@ -47,7 +47,7 @@ class CandidateGroup:
         forbidden: (policy, reason) of the first of these that may not pass uncounted; None for none.
         missing: (policy, limit key) of descriptors that the request does not have.
         failures: (policy, error) of candidates that raised, or could not be counted for an error of ours.
-        remembers: the session of some candidate keeps something of the request.
+        remembers: the session of some candidate keeps something of the request that the store has not been told.
         sessions: the candidates that limit sessions, among them such as had to be left out.
         spared: what would have been done about the request, had no operator ordered to allow it.
     """

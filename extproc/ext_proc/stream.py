@@ -240,7 +240,8 @@ class Stream(Waiting):
         websocket = evaluation.request.opens_responses
         if message.ended and not websocket:
             return transaction.judge(last, evaluation, NO_BODY, content=b"")
-        if websocket or not evaluation.needs_body:
+        enforcing, shadow = evaluation.enforcing, evaluation.shadow
+        if websocket or not (enforcing.needs_body or shadow.needs_body):
             return transaction.judge(last, evaluation, None, RESPONSES_WEBSOCKET if websocket else "")
         self._body_mode = message.body_mode
         reason = explain_unknowable_body(evaluation.request) or _NOT_WHOLE.get(self._body_mode, "")
@@ -249,7 +250,7 @@ class Stream(Waiting):
         if reason:
             return transaction.judge(last, evaluation, None, reason)
         transaction.buffered = self._body_mode == BODY_BUFFERED
-        if evaluation.enforcing.candidates and not evaluation.enforcing.needs_body:
+        if enforcing.candidates and not enforcing.needs_body:
             return self._answer_before_body(evaluation)
         return self._wait_for_body(evaluation, GO_ON["request_headers"])
 

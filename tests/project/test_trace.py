@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.trace import REQUESTS, trace
 
-BUDGET = {"exact": (18, 100), "turns": (29, 165), "session": (33, 218)}
+BUDGET = {"exact": (18, 98), "turns": (29, 163), "session": (33, 217)}
 """Modules and functions at most, by request."""
 
 
