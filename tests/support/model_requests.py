@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -46,6 +47,9 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
     max_leaves=12,
 )
+
+
+_SPACES = ("", "", " ", "\n\t", "\r\n  ")
 
 
 def spelled_text(draw: Draw, text: str) -> str:
@@ -94,10 +98,12 @@ def spelled_number(draw: Draw, number: Number) -> str:
 
 def spelled(draw: Draw, value: Any) -> str:  # noqa: ANN401  # any JSON value
     """One of the many texts that mean a value."""
+    chosen = draw(st.integers(0, len(_SPACES) ** 64 - 1))  # as above, for the space around up to 64 values and names
+    found = [_SPACES[chosen // len(_SPACES) ** place % len(_SPACES)] for place in range(64)]
+    return _spelled(draw, value, cycle(found))
 
-    def space() -> str:
-        return draw(st.sampled_from(["", "", " ", "\n\t", "\r\n  "]))
 
+def _spelled(draw: Draw, value: Any, space: Iterator[str]) -> str:  # noqa: ANN401  # any JSON value
     if value is None or isinstance(value, bool):
         text = json.dumps(value)
     elif isinstance(value, str):
@@ -105,12 +111,14 @@ def spelled(draw: Draw, value: Any) -> str:  # noqa: ANN401  # any JSON value
     elif isinstance(value, Number | int):
         text = spelled_number(draw, value if isinstance(value, Number) else Number(value, 0))
     elif isinstance(value, list):
-        text = "[" + ",".join(spelled(draw, item) for item in value) + space() + "]"
+        text = "[" + ",".join(_spelled(draw, item, space) for item in value) + next(space) + "]"
     else:
         items = draw(st.permutations(list(value.items())))
-        members = [f"{space()}{spelled_text(draw, name)}{space()}:{spelled(draw, item)}" for name, item in items]
-        text = "{" + ",".join(members) + space() + "}"
-    return space() + text + space()
+        members = [
+            f"{next(space)}{spelled_text(draw, name)}{next(space)}:{_spelled(draw, item, space)}" for name, item in items
+        ]
+        text = "{" + ",".join(members) + next(space) + "}"
+    return next(space) + text + next(space)
 
 
 BODIES = {file.stem: file.read_bytes() for file in sorted((Path(__file__).parent / "bodies").glob("*.json"))}
