@@ -112,7 +112,7 @@ def test_refuses_a_loop_follows_an_edit_and_ends_on_ctrl_c(start: Callable[[], D
     demo.signal(signal.SIGINT)
 
     assert demo.wait() == 0
-    assert demo.left() == []
+    eventually(lambda: demo.left() == [], "the end of all that was started")
 
 
 def test_warns_client_and_upstream(start: Callable[[], Demo]) -> None:
@@ -144,7 +144,7 @@ def test_ends_on_sigterm(start: Callable[[], Demo]) -> None:
     demo.signal(signal.SIGTERM)
 
     assert demo.wait() == 0
-    assert demo.left() == []
+    eventually(lambda: demo.left() == [], "the end of all that was started")
 
 
 @pytest.mark.parametrize(("child", "name"), [(0, "Envoy"), (1, "Loopguard")])
@@ -156,7 +156,7 @@ def test_a_dead_child_ends_it(child: int, name: str, start: Callable[[], Demo]) 
 
     assert demo.wait() == 1
     assert f"demo: {name} ended with exit code -9" in demo.output()
-    assert demo.left() == []
+    eventually(lambda: demo.left() == [], "the end of all that was started")
 
 
 def test_taken_ports_are_named(tmp_path: Path) -> None:
