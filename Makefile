@@ -86,7 +86,7 @@ ENVOYS := 1.36.4 1.38.3 1.40.0
 test-envoys: .venv/test.stamp $(ENVOYS:%=.venv/envoy-%/bin/envoy) ## the end-to-end tests on Envoy 1.36, 1.38 and 1.40
 	@for version in $(ENVOYS); do \
 		echo "Envoy $$version"; \
-		LOOPGUARD_TEST_ENVOY=$(CURDIR)/.venv/envoy-$$version/bin/envoy $(BIN)/python -m pytest tests/doors/envoy || exit 1; \
+		LOOPGUARD_TEST_ENVOY=$(CURDIR)/.venv/envoy-$$version/bin/envoy $(BIN)/python -m pytest $(WORKERS) tests/doors/envoy || exit 1; \
 	done
 
 # Istio's discovery server and Envoy Gateway's translator, from the Go module proxy: some minutes the first time.
@@ -121,8 +121,9 @@ check: .venv/check.stamp ## ruff, mypy --strict and the tests; where Go is insta
 chart: .venv/test.stamp ## the chart's values.schema.json and README, from its values.yaml
 	@$(BIN)/python helm/generate.py
 
-reference: .venv/test.stamp ## docs/reference.md, from the code
+reference: .venv/test.stamp ## docs/reference.md and the generated parts of docs/architecture.md, from the code
 	@$(BIN)/python docs/generate.py
+	@$(BIN)/python -m tests.support.architecture
 
 clean: ## forget .venv and what was generated
 	rm -rf .venv build dist extproc/pb *.egg-info

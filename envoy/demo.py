@@ -300,7 +300,7 @@ def _screen(policy: str, ports: Mapping[str, int], loopguard: Child, envoy: Chil
 async def _start_loopguard(policy: str, ports: Mapping[str, int], log: Path | None, children: list[Child]) -> Child:
     flags = ["--policy", policy, "--listen", f"{HERE}:{ports['loopguard_port']}"]
     flags += ["--admin", f"{HERE}:{ports['loopguard_admin_port']}"]
-    process = await _spawn(sys.executable, "-P", "-m", "extproc.cli.main", "serve", *flags, "--drain-timeout", "1", output=log)
+    process = await _spawn(sys.executable, "-P", "-m", "extproc.cli", "serve", *flags, "--drain-timeout", "1", output=log)
     children.append(Child("Loopguard", process, signal.SIGINT, log))
     await _until(lambda: _answers(ports["loopguard_admin_port"], "/readyz"), children)
     return children[-1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from extproc.cli.main import describe_version
 from extproc.request.document import limit_integers
 from hatch_build import select_modules
 from tests.support import ROOT
+from tests.support.command import GOOD, written
 
 # These machines are noisy: how long an example takes says nothing about the code.
 settings.register_profile("loopguard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -88,3 +91,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
         (kept if build in builds and not again else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
+
+
+@pytest.fixture
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing from the environment in which the tests run, and nothing left of what `serve` does to its process."""
+    for name in ("POLICY", "LISTEN", "ADMIN", "STORE", "ALLOW_UNENFORCED"):
+        monkeypatch.delenv(f"LOOPGUARD_{name}", raising=False)
+    hangup = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, hangup)
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> str:
+    """A file with a policy that has neither errors nor warnings."""
+    return written(tmp_path / "good.json", GOOD)

@@ -152,7 +152,7 @@ def test_what_is_tested_is_what_is_installed(tmp_path: Path) -> None:
     assert wheel is not None
     expected = "compiled" if "Root-Is-Purelib: false" in wheel else "pure Python"
 
-    asked = Process([sys.executable, "-P", "-m", "extproc.cli.main", "--version"], tmp_path / "log")
+    asked = Process([sys.executable, "-P", "-m", "extproc.cli", "--version"], tmp_path / "log")
 
     assert asked.wait() == 0
     assert asked.output() == f"loopguard {PROJECT['project']['version']} ({expected})\n"

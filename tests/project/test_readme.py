@@ -117,7 +117,7 @@ def _has_canary_flags(command: str) -> None:
     """The command takes these flags."""
     question, *arguments = shlex.split(command, comments=True)[2:]
     told = subprocess.run(
-        [sys.executable, "-m", "extproc.cli.main", "canary", question, "--help"],
+        [sys.executable, "-m", "extproc.cli", "canary", question, "--help"],
         cwd=ROOT,
         check=True,
         capture_output=True,

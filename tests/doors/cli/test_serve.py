@@ -17,21 +17,7 @@ from tests.support.command import GOOD, WITH_RULES, Run, written
 from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Loopguard, write_policies
 
-
-@pytest.fixture(autouse=True)
-def _no_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing from the environment of whoever runs the tests, and nothing left of what `serve` does to its process."""
-    for name in ("POLICY", "LISTEN", "ADMIN", "STORE", "ALLOW_UNENFORCED"):
-        monkeypatch.delenv(f"LOOPGUARD_{name}", raising=False)
-    hangup = signal.getsignal(signal.SIGHUP)
-    yield
-    signal.signal(signal.SIGHUP, hangup)
-
-
-@pytest.fixture
-def good(tmp_path: Path) -> str:
-    """A file with a policy that has neither errors nor warnings."""
-    return written(tmp_path / "good.json", GOOD)
+pytestmark = pytest.mark.usefixtures("_no_settings")
 
 
 @pytest.mark.parametrize("flags", [[], ["--strict"]])
@@ -58,7 +44,7 @@ def taken() -> Iterator[str]:
 
 def served(*arguments: str) -> tuple[int, list[str]]:
     """Exit code and stderr of a server that is expected not to start."""
-    command = [sys.executable, "-P", "-m", "extproc.cli.main", "serve", *arguments]
+    command = [sys.executable, "-P", "-m", "extproc.cli", "serve", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert ended.stdout == ""
     return ended.returncode, ended.stderr.splitlines()
@@ -122,7 +108,7 @@ def test_serve_reads_the_environment_and_writes_json(tmp_path: Path) -> None:
     """With `--log-format json` every line of the server is one JSON object."""
     write_policies(tmp_path, GOOD)
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "extproc.cli.main", "serve"],
+        [sys.executable, "-P", "-m", "extproc.cli", "serve"],
         stderr=subprocess.PIPE,
         text=True,
         env={

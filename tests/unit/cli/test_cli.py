@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import signal
 from base64 import urlsafe_b64encode
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,23 +25,7 @@ from tests.support.bundles import DOCUMENTS, ENTRIES, FULL, SPEC_FIELDS, entries
 from tests.support.command import GOOD, WITH_RULES, Run, written
 from tests.support.documents import bundle, policy
 
-pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # what explains is compiled
-
-
-@pytest.fixture(autouse=True)
-def _no_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing from the environment of whoever runs the tests, and nothing left of what `serve` does to its process."""
-    for name in ("POLICY", "LISTEN", "ADMIN", "STORE", "ALLOW_UNENFORCED"):
-        monkeypatch.delenv(f"LOOPGUARD_{name}", raising=False)
-    hangup = signal.getsignal(signal.SIGHUP)
-    yield
-    signal.signal(signal.SIGHUP, hangup)
-
-
-@pytest.fixture
-def good(tmp_path: Path) -> str:
-    """A file with a policy that has neither errors nor warnings."""
-    return written(tmp_path / "good.json", GOOD)
+pytestmark = [pytest.mark.usefixtures("_no_settings"), pytest.mark.sources, pytest.mark.compiled]  # what explains is compiled
 
 
 # validate

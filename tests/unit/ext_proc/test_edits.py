@@ -296,6 +296,16 @@ def test_an_edit_leaves_nothing_to_the_garbage_collector(every: bool) -> None:
     assert left == 0
 
 
+def test_a_body_of_many_small_values_is_left_alone() -> None:
+    """A KiB of them takes longer to read than a KiB of text: the body has no note where one of text has."""
+    long = (b'"%b"' % (b"a" * 2**19), b"[%b0]" % (b"0," * 2**18))
+    text, numbers = [b'{"messages":[{"role":"user","content":[{"content":"a","type":%b}]}]}' % value for value in long]
+
+    assert len(steer(_REQUEST, text, "note", make_marks)) > len(text)
+    with pytest.raises(NotEdited, match="inspect_limit"):
+        steer(_REQUEST, numbers, "note", make_marks)
+
+
 @pytest.mark.parametrize("looks", [{}, {"similarity": "tail"}])
 def test_an_edit_asks_for_time_first(looks: dict[str, str]) -> None:
     """Where the time for looking into bodies is used up, none is changed, not even one that nobody had to look into."""
