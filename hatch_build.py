@@ -88,7 +88,7 @@ class BuildHook(BuildHookInterface[Any]):
 def generate_protos() -> None:
     """Write `extproc/pb/`: one module and one type stub for each file in `protos/`.
 
-    What is there already is not written again: somebody may be reading it.
+    What is there already is not written again: it may be being read.
 
     Raises:
         RuntimeError: protoc refused a file; its own message is on stderr.

@@ -51,12 +51,12 @@ class FakeModel:
         scripts: by user.
         detours: by user: the script that goes on, from its own start, where a request has a note of the gateway's in it.
         bodies: of the newest request of each user.
-        asked: so many requests of each user came as far as here.
+        asked: this many requests of each user came as far as here.
         port: where it listens.
     """
 
     def __init__(self) -> None:
-        """Know nobody yet."""
+        """No user is known yet."""
         self.scripts: dict[str, Script] = {}
         self.detours: dict[str, Script] = {}
         self.bodies: dict[str, bytes] = {}

@@ -1,6 +1,6 @@
 """Four agents as people write them with the SDKs: ask, run the tools that the model asks for, append, ask again.
 
-Nothing here knows of Loopguard: a refusal is an exception of the SDK, and whoever runs the agent gets to see it.
+Nothing here knows of Loopguard: a refusal is an exception of the SDK, which the person who runs the agent sees.
 """  # noqa: INP001  # a part of the demo beside it, not of a package
 
 from __future__ import annotations

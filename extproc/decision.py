@@ -67,7 +67,7 @@ class Repeat(NamedTuple):
     """
 
     tools: tuple[str, ...]
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not called
     calls: int
     threshold: int
     results: bool

@@ -46,7 +46,7 @@ def is_pointer(value: str) -> bool:
 
 
 def is_annotation(key: str) -> bool:
-    """Whether any object may carry the key and nobody reads it: `description` and `x-...`."""
+    """Whether any object may carry the key, which is not read: `description` and `x-...`."""
     return key == "description" or key.startswith("x-")
 
 

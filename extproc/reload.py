@@ -73,7 +73,7 @@ class RefusedReload(NamedTuple):
 
     at: datetime
     errors: list[str]
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not called
 
 
 class Reloader:
@@ -97,7 +97,7 @@ class Reloader:
         """Load for the first time.
 
         Raises:
-            BundleErrors: the policies have errors, or parts that are not enforced, which nobody allowed.
+            BundleErrors: the policies have errors, or parts that are not enforced, without permission.
         """
         self._settings = settings
         self._metrics = metrics
@@ -427,7 +427,7 @@ def _free(items: list[Any]) -> None:
 
 
 def _dismantle(engines: list[Engine]) -> None:
-    """Free engines that nobody uses any more; whoever calls keeps no other name for them."""
+    """Free engines that are not used any more; the caller keeps no other name for them."""
     parts = [part for engine in engines for part in engine.list_parts()]
     engines.clear()
     _free(parts)

@@ -57,7 +57,7 @@ _STALLED_SECONDS = 10
 """An event loop that has not run for that long is reported by /healthz, so that a supervisor restarts the process."""
 
 _YOUNG_OBJECTS = 10_000
-"""So many before the garbage collector looks at them, in place of 700: those of the requests under way are no garbage yet."""
+"""This many before the garbage collector looks at them, in place of 700: those of the requests under way are no garbage yet."""
 
 SWITCH_SECONDS = 0.0002
 """How long a thread keeps the interpreter while another one waits for it; Python's default is 5 ms. Policies are loaded and
@@ -158,7 +158,7 @@ class Server:
         sys.setswitchinterval(SWITCH_SECONDS)
         self._loop = loop = asyncio.get_running_loop()
         await self._store.start()
-        with suppress(StoreError):  # nobody knows then what was ordered; they are asked for again
+        with suppress(StoreError):  # they are asked for again
             await self._overrides.refresh()
         if self._key_sharing is not None:
             await self._key_sharing.refresh()
@@ -281,7 +281,7 @@ class Server:
         stopping = asyncio.create_task(self._grpc.stop(self._settings.drain_timeout + _LAST_WORDS_SECONDS))
         grace = asyncio.create_task(_wait(self._skip_grace, self._settings.drain_timeout))
         await asyncio.wait({stopping, grace}, return_when=asyncio.FIRST_COMPLETED)
-        self.service.release()  # whoever is still held, or still uploads, goes on now rather than being cut off
+        self.service.release()  # requests that are held or still upload go on now rather than being cut off
         await stopping
         grace.cancel()
 

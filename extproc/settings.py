@@ -42,7 +42,7 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Nobody on another machine can connect to it."""
+        """No other machine can connect to it."""
         if self.is_unix or self.host == "localhost":
             return True
         try:

@@ -19,7 +19,7 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 def open_listening_socket(address: Address, flag: str = "--listen", *, mode: int | None = None) -> socket.socket:
-    """A socket that listens on `address`; a Unix socket that nobody listens on any more is replaced.
+    """A socket that listens on `address`; a Unix socket that no process listens on any more is replaced.
 
     Args:
         address: where to listen.

@@ -46,7 +46,7 @@ class Question:
 
     Attributes:
         request: without its body.
-        body: its keys in ASKED; None where nobody could look into it, or where it is no JSON object.
+        body: its keys in ASKED; None where it could not be read, or where it is no JSON object.
     """
 
     def __init__(self, request: HttpRequest, content: bytes | memoryview | None) -> None:
@@ -212,7 +212,7 @@ class Api(NamedTuple):
     """All that is peculiar to one API; patterns are regular expressions, which take time in proportion to what they look at.
 
     Attributes:
-        default: how requests are answered of which nobody can tell the API; one API has this, and is asked last.
+        default: how requests are answered whose API is not recognized; one API has this, and is asked last.
         content_types: patterns of the `content-type` that tell the API whatever the path is, and what is called there.
         paths: patterns of the path, searched for, and what is called there.
         headers: names of those that clients of this API alone send, asked where the path says nothing.

@@ -31,7 +31,7 @@ _NEVER_COMPARED: tuple[tuple[str, ...], ...] = (("id",), ("call_id",), ("tool_us
 _NULL = b"null"
 
 _MAX_WRAPPED = 32
-"""A text of more elements is something that somebody says."""
+"""A text of more elements is what a person says."""
 
 _LONGEST_TAG = 256
 
@@ -203,7 +203,7 @@ def unpack(value: Json) -> Json:
 def is_injected(text: str) -> bool:
     """Whether a text beside a result is nothing but elements that the agent's own program puts there, as `<system-reminder>`.
 
-    What is named after something that comes back, or somebody who speaks, is no such thing: `<browser_state>`, `<feedback>`.
+    What is named after something that comes back, or a speaker, is no such thing: `<browser_state>`, `<feedback>`.
     """
     tags = find_wrappers(text)
     return bool(tags) and not any(word in tag.lower() for tag in tags for word in _NEWS)

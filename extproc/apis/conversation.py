@@ -1,7 +1,7 @@
 """A conversation of any API: who says what, and whether the server keeps what was before.
 
 One pass over a body tells its messages apart and leaves their contents as they are. Nothing of a message is decoded before
-somebody looks at it, which for most of a long history nobody does. What its shape is, the file of each API says.
+it is looked at, which most of a long history never is. What its shape is, the file of each API says.
 
 In a body that is edited, the same is found by its offsets; see `Patch`.
 """
@@ -29,14 +29,14 @@ from extproc.request.document import (
 )
 from extproc.request.patch import AMBIGUOUS, Patch, Value
 
-ASSISTANT, USER, TOOL, NOBODY = "assistant", "user", "tool", "other"
+ASSISTANT, USER, TOOL, OTHER_ROLE = "assistant", "user", "tool", "other"
 """Who says a message; any other is who a client says it is."""
 
 _MAX_OLDEST: Final = 100
-"""Among so many messages at the start the user is expected to say something."""
+"""Among this many messages at the start the user is expected to say something."""
 
 _MAX_NEWEST: Final = 100
-"""So many results, made at once, may have a place for a note."""
+"""This many results, made at once, may have a place for a note."""
 
 ASSISTANTS = frozenset({ASSISTANT, "model", "ai"})
 
@@ -46,7 +46,7 @@ class Before(NamedTuple):
 
     Attributes:
         after: what it goes on from (a response, a message, a conversation), in one spelling; empty where there is nothing.
-        open_ended: the server appends to a conversation whose end nobody but it knows.
+        open_ended: the server appends to a conversation whose end only it knows.
         in_words: it stands in the messages in words, if at all.
     """
 
@@ -82,7 +82,7 @@ class Shape:
         body: a struct of the body's keys in which a conversation stands; all but the first on the path are raw.
         message: a struct of what is read of one message. Each of its keys may be missing.
         decode: reads one.
-        name_speaker: who says a message; empty for a thought, which nobody gets to see.
+        name_speaker: who says a message; empty for a thought, which is not shown.
         read: what stands in a message, in order; raises NotCounted where that cannot be read, or is too much.
         find_raw: where in a message its text and its calls stand; ABSENT where that is in several places.
         take: the messages in what stands at the end of the path; None for those of a list.
@@ -90,7 +90,7 @@ class Shape:
             message is one of its own.
         kept: the other keys of such a body, which say what went before.
         look_back: what such a body says about what went before; None where every request shows all of it.
-        locate: where a note can be put into a message, given the body in which it stands; None where nobody can tell.
+        locate: where a note can be put into a message, given the body in which it stands; None where that is unclear.
         fallback: the key means something else in other APIs, so they are asked first.
     """
 
@@ -194,7 +194,7 @@ class Conversation:
         return ""
 
     def list_values(self, speaker: str = "", start: int = 0) -> list[Any]:
-        """What somebody, or everybody, has said and done, the oldest first, as the shape has it; calls stand one by one.
+        """What one role, or every role, has said and done, the oldest first, as the shape has it; calls stand one by one.
 
         Args:
             speaker: who; empty for everybody.
@@ -305,7 +305,7 @@ class Shapes:
         """Where a note can be put into the newest results of a conversation, or else into what the user said last.
 
         Returns:
-            places in the body, the newest last; none where the API allows none, or nobody can tell.
+            places in the body, the newest last; none where the API allows none, or it is unclear.
 
         Raises:
             NotCounted: there is no conversation, it cannot be read in one way alone, or is too much.

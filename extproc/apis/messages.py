@@ -38,7 +38,7 @@ class Part(Struct, gc=False):
 
 
 class Message(Struct, gc=False):
-    """One message; nothing in it is read before somebody asks.
+    """One message; nothing in it is read before it is asked for.
 
     Attributes:
         shape: how its API writes it; see `Shape`.
@@ -77,7 +77,7 @@ class Message(Struct, gc=False):
         return [*[message.value for message in self.joined or ()], self.value]
 
     def find_whole(self, document: Document) -> Json:
-        """All of it; ABSENT where somebody says nothing.
+        """All of it; ABSENT where nothing is said.
 
         Args:
             document: in which it stands. It keeps the conversation, which therefore does not keep it.
@@ -93,5 +93,5 @@ class Message(Struct, gc=False):
 
 
 def _says_nothing(message: dict[str, Json]) -> bool:
-    """Whether somebody is named, and nothing that he says."""
+    """Whether a speaker is named who says nothing."""
     return isinstance(message.get("role"), str) and not any(message[key] for key in message.keys() - _LABELS)

@@ -10,7 +10,7 @@ from msgspec import Raw, Struct, ValidationError, json
 
 from extproc.apis.api import Api, Completion, Endpoint, Question, ToolList, ToolWords, frame_events, frame_json, write_error
 from extproc.apis.contents import is_given, read_content, read_string, read_text
-from extproc.apis.conversation import ASSISTANT, ASSISTANTS, NOBODY, NOTHING_BEFORE, Before, Shape
+from extproc.apis.conversation import ASSISTANT, ASSISTANTS, NOTHING_BEFORE, OTHER_ROLE, Before, Shape
 from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
 from extproc.apis.places import TEXT_BLOCK, Place, locate_in_content, locate_text
 from extproc.apis.usage import find_behind
@@ -72,7 +72,7 @@ def _look_back(body: ChatBody) -> Before:
 
 
 def _name_speaker(message: ChatMessage) -> str:
-    return ASSISTANT if message.role in ASSISTANTS else message.role or NOBODY
+    return ASSISTANT if message.role in ASSISTANTS else message.role or OTHER_ROLE
 
 
 def _find_raw(message: ChatMessage) -> Raw:

@@ -1,4 +1,4 @@
-"""Where in a message a note has its place: behind the text of a result, or of what somebody says."""
+"""Where in a message a note has its place: behind the text of a result, or of what is said."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Place(NamedTuple):
         value: a string that goes on, or a list or an object that gets something new.
         around: what has to stand around the note, as a string, where that is new.
         key: of a new member of an object.
-        result: in a result of a tool; else in what somebody says.
+        result: in a result of a tool; else in what is said.
     """
 
     value: Value
@@ -86,7 +86,7 @@ def locate_text(patch: Patch, content: Value | None, block: tuple[bytes, bytes],
 
 
 def locate_in_content(patch: Patch, content: Value | None, block: tuple[bytes, bytes]) -> list[Place]:
-    """The places in what somebody says: those in the results that stand there, or else behind its newest text.
+    """The places in what is said: those in the results that stand there, or else behind its newest text.
 
     Args:
         patch: of the body.

@@ -10,7 +10,7 @@ from msgspec import Raw, Struct
 
 from extproc.apis.api import Api, Completion, Endpoint, Question, ToolList, ToolWords, frame_events, frame_json, write_error
 from extproc.apis.contents import is_given, read_content, read_string
-from extproc.apis.conversation import ASSISTANT, ASSISTANTS, NOBODY, TOOL, Before, Shape, take_list
+from extproc.apis.conversation import ASSISTANT, ASSISTANTS, OTHER_ROLE, TOOL, Before, Shape, take_list
 from extproc.apis.messages import CALL, OTHER, RESULT, Part
 from extproc.apis.places import INPUT_TEXT_BLOCK, Place, locate_in_content, locate_text
 from extproc.decision import Framed
@@ -70,7 +70,7 @@ def _name_speaker(item: Item) -> str:
         return ASSISTANT if item.role in ASSISTANTS else item.role
     if kind.endswith("_call") or kind == "mcp_approval_request":
         return ASSISTANT
-    return TOOL if kind.endswith("_output") else NOBODY
+    return TOOL if kind.endswith("_output") else OTHER_ROLE
 
 
 def _is_call(item: Item) -> bool:
@@ -94,7 +94,7 @@ def _read(item: Item) -> list[Part]:
 def _read_call(item: Item) -> list[Part]:
     """A call, and what the server itself brought back for it."""
     name = read_string(item.name) or (item.type or "").removesuffix("_call")
-    identity = read_string(item.id if item.call_id is ABSENT else item.call_id)  # nobody answers to what the server runs
+    identity = read_string(item.id if item.call_id is ABSENT else item.call_id)  # what the server runs gets no answer
     parts = [Part(CALL, _find_input(item), name, identity)]
     if is_given(item.output) or is_given(item.error):
         parts.append(Part(RESULT, item.output, id=identity, failed=is_given(item.error)))

@@ -4,7 +4,7 @@
 - Out of an answer in one document Envoy hands over counts, each by its name.
 - Out of a stream it hands over whole objects, as text, each under the place where it stood. Envoy copies its rules for streams
   with each request, and tries each on each event: a rule for each count would take twice as long as a few for objects.
-- What stands there was written by a model, or by whoever plays one: all of it is bounded.
+- What stands there was written by a model, or by a client that poses as one: all of it is bounded.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def find_model(path: str, named: str = "") -> str:
 
     Args:
         path: of the request.
-        named: in its body, empty where it names none there, or where nobody could look.
+        named: in its body, empty where it names none there, or where the body could not be read.
     """
     for word, find in FINDERS:
         if word in path:

@@ -2,7 +2,7 @@
 
 Agents that call no tools write their action as text. What is looked for, in this order: the last fenced code block, JSON
 objects with an action or a tool in them, XML-like tags, a ReAct line. A text that is JSON as a whole, or a tag that has the
-code block inside, goes first: their strings hold whatever code somebody writes.
+code block inside, goes first: their strings hold whatever code is written.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _REMARKS = frozenset(
         "yield_time_ms",
     }
 )
-"""Beside a shell's command these say what it is for, and how long or how much of it somebody waits for."""
+"""Beside a shell's command these say what it is for, and how long or for how much of it the agent waits."""
 
 MAX_NAME = 256
 """So much of a tool's or command's name is matched and shown, in characters."""
@@ -74,15 +74,15 @@ _THOUGHT_TAGS = ("think", "thinking", "thought", "thoughts", "reasoning", "refle
                  "explanation", "discussion", "scratchpad", "memory", "observation")  # fmt: skip  # one list
 
 _MAX_MARKED = 65_536
-"""In a longer text nobody looks for an action, in characters: it is compared as it is."""
+"""A longer text is not searched for an action, in characters: it is compared as it is."""
 
 _LONGEST_KNOWN = 768
 _MOST_KNOWN = 4_096
-"""So many texts are in a generation of those whose actions are known, none of which has more bytes. They take 3 KB each at
-most, and 25 MB in all if somebody means ill. JSON of so few bytes is not nested too deeply, wherever it is decoded."""
+"""This many texts are in a generation of those whose actions are known, none of which has more bytes. They take 3 KB each at
+most, and 25 MB in all under attack. JSON of so few bytes is not nested too deeply, wherever it is decoded."""
 
 _TRIES = 8
-"""So many beginnings of something that turn out to be none are looked at, so that a text of nothing else takes no time."""
+"""This many beginnings of something that turn out to be none are looked at, so that a text of nothing else takes no time."""
 
 _MAX_FENCES = 1_000
 _MAX_TAGS = 1_000
@@ -215,7 +215,7 @@ def _is_shell(command: Json) -> bool:
 def read_text_action(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
     """The first word of the action in a text, and the action in one spelling; no word where there is none but the text.
 
-    One that was read of late is known, but for one with bounded numbers.
+    One that was read recently is known, but for one with bounded numbers.
     """
     if len(text) > _LONGEST_KNOWN:
         return _read_text(text, ignored)

@@ -1,4 +1,4 @@
-"""What a similarity says about itself, so that nobody else has to know one by its name."""
+"""What a similarity says about itself, so that no other module has to know one by its name."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ part of a loop when
 
 What the request shows is enough; nothing is counted. Where it shows less than there was, because its history was condensed or
 is kept by the server, a ring of the newest turn of each request before it supplies the rest. Of a turn whose action is not
-known, nobody can say that it was seen before, and it is part of no cycle.
+known, it cannot be said whether it was seen before, and it is part of no cycle.
 
 Turns are read from the newest to the oldest, and no further than a loop could still be found.
 """
@@ -29,7 +29,7 @@ from extproc.detectors.turn import AnyTurn, Turn, decode_turn, digest, encode_tu
 from extproc.request.document import Document
 
 MAX_TURNS = 32
-"""So many turns are looked at, and so many does a ring hold."""
+"""This many turns are looked at, and as many as a ring holds."""
 
 DEFAULT_MAX_CYCLE = 10
 MIN_CYCLE = 2
@@ -39,7 +39,7 @@ REPEAT, RESULT, CYCLE, ERROR = "repeat", "result", "cycle", "error"
 
 
 class History:
-    """Turns, the newest first, taken as far as somebody asks for them.
+    """Turns, the newest first, taken as far as is asked for.
 
     Attributes:
         elsewhere: the server keeps what was before them.
@@ -62,7 +62,7 @@ class History:
         return self._taken[place]
 
     def newest(self, count: int) -> list[AnyTurn]:
-        """So many turns, or as many as there are."""
+        """This many turns, or as many as there are."""
         self.at(count - 1)
         return self._taken[:count]
 
@@ -221,7 +221,7 @@ class TurnRule:
         return None
 
     def _comes_back(self, history: History, place: int, length: int) -> bool:
-        """Whether the turn at a place equals the one so many turns before it."""
+        """Whether the turn at a place equals the one this many turns before it."""
         turn, before = history.at(place), history.at(place + length)
         return turn is not None and before is not None and self._same(turn, before)
 

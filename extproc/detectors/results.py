@@ -18,7 +18,7 @@ MAX_NORMALIZED = 16_384
 """So much of a result is normalised, in characters; what is behind that is compared as it is."""
 
 _SPARE = 1_024
-"""So many of these may be left as they are, so that the cut is at the end of a line, however long what is left out."""
+"""This many of these may be left as they are, so that the cut is at the end of a line, however long what is left out."""
 
 _HEAD = 128
 _LONGEST = 64
@@ -89,8 +89,8 @@ _WORDS = bytes.maketrans(b"abcdefABCDEFILNOPRST\t\"':=#([", b"000000000000ilnopr
 _LONGEST_SHAPE = 512
 _MOST_SHAPES = 4_096
 _MOST_STAYS = 16
-"""So many shapes of lines are in a generation of those that are known, of which none falls into more parts. They take 3 KB each
-at most, and 25 MB in all if somebody means ill."""
+"""This many shapes of lines are in a generation of those that are known, none of which falls into more parts. They take 3 KB
+each at most, and 25 MB in all under attack."""
 
 _ERRORS = (
     "error",
@@ -167,7 +167,7 @@ def _normalize(text: str) -> str:
     ascii_alone = text.isascii()
     lines = []
     for line, shape in zip(text.split("\n"), shapes.split(b"\n"), strict=True):
-        if len(line) > _LONGEST_SHAPE or not (ascii_alone or line.isascii()):  # whose shape nobody shares, or does not tell all
+        if len(line) > _LONGEST_SHAPE or not (ascii_alone or line.isascii()):  # whose shape is unique, or does not tell all
             lines.append(_VOLATILE.sub(_GONE, line) if _may_change(shape) else line)
             continue
         take = _KNOWN.get(shape)

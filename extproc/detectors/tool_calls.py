@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from extproc.apis import open_conversation
 from extproc.apis.contents import is_injected, read_arguments, read_result, unpack
-from extproc.apis.conversation import ASSISTANT, NOBODY, TOOL
+from extproc.apis.conversation import ASSISTANT, OTHER_ROLE, TOOL
 from extproc.apis.messages import CALL, RESULT, TEXT, Message, Part
 from extproc.decision import Advice, Outcome, Repeat
 from extproc.detectors.actions import MAX_NAME
@@ -26,12 +26,12 @@ from extproc.request.document import Document, NotCounted, write_canonical
 from extproc.request.quoting import quote_all
 
 _MOST_CALLS = MAX_CALLS
-"""So many calls are looked at in all."""
+"""This many calls are looked at in all."""
 
 NO_CALLS = "no calls that count: none since the user's last message, or only of tools that are allowed"
 _SEPARATOR = b"\xff"  # never in UTF-8
 _NEXT_CALL = b"\xfe"
-_NOT_SAID = frozenset({TOOL, "function", NOBODY})
+_NOT_SAID = frozenset({TOOL, "function", OTHER_ROLE})
 _INSTEAD = "change the approach or the arguments, or finish with the result you have so far."
 
 
@@ -150,7 +150,7 @@ class ToolCalls(Similarity):
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
-        """Thresholds that a window of so many calls can never reach; see `Similarity`."""
+        """Thresholds that a window of this many calls can never reach; see `Similarity`."""
         threshold, window = loop.get("threshold_identical_requests"), loop.get("window_calls", 10)
         tools = loop.get("tools")
         limits: list[tuple[Place, Any, Any]] = [((*place, "threshold_identical_requests"), threshold, window)]
@@ -242,7 +242,7 @@ def _name_calls(repeat: Repeat) -> str:
 
 
 class _History:
-    """Calls, the newest first, taken from the conversation as far as somebody asks; one made several times at once is one."""
+    """Calls, the newest first, taken from the conversation as far as is asked; one made several times at once is one."""
 
     def __init__(self, source: Iterator[ShownCall], *, results: bool) -> None:
         self._source = source
@@ -269,12 +269,12 @@ class _History:
         return call.spell(results=self._results) not in self._at_once
 
     def newest(self, count: int) -> list[ShownCall]:
-        """So many calls, or as many as there are."""
+        """This many calls, or as many as there are."""
         self.at(count - 1)
         return self._taken[:count]
 
     def newest_of(self, name: str, count: int) -> list[ShownCall]:
-        """So many calls of one tool, or as many as there are among those that are looked at."""
+        """This many calls of one tool, or as many as there are among those that are looked at."""
         return [call for call in self.newest(_MOST_CALLS) if call.name == name][:count]
 
     def spell_newest(self) -> bytes:
@@ -338,7 +338,7 @@ def _read_since_somebody_spoke(messages: Iterator[Message]) -> Iterator[Message]
 
 
 def _is_said(part: Part) -> bool:
-    """Whether a part of somebody's message is what he says; text that is wholly wrapped in a tag is his program's."""
+    """Whether a part of a message is what a person says; text that is wholly wrapped in a tag is the program's."""
     if part.kind != TEXT:
         return part.kind != RESULT
     text = unpack(part.value)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from extproc.objects import Place
 
 _LONG_CYCLE = 5
-"""A cycle of so many calls or turns needs one round less."""
+"""A cycle of this many calls or turns needs one round less."""
 
 
 def count_rounds(length: int, threshold: int) -> int:

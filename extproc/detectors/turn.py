@@ -1,6 +1,6 @@
 """One turn of an agent: what the assistant does, and everything behind that up to its next message.
 
-Of a request nothing is read before somebody asks for it. A turn of an earlier request is reduced to hashes.
+Of a request nothing is read before it is asked for. A turn of an earlier request is reduced to hashes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_NORMALIZED_IN_ALL = 6 * MAX_NORMALIZED
 """So much of all the results of a request, in characters; the others are compared as they are."""
 
 _MOST_KNOWN = 4_096
-"""So many results are in a generation of those that are known without what changes by itself: by digests, in 2 MB at most."""
+"""This many results are in a generation of those that are known without what changes by itself: by digests, in 2 MB at most."""
 
 MAX_ENTRY = 64
 """Longest entry of a ring, in bytes."""
@@ -51,7 +51,7 @@ class Reading:
     Attributes:
         document: in which it stands.
         ignored: names of arguments that are thoughts.
-        left: so many characters of results may still be normalised.
+        left: this many characters of results may still be normalised.
     """
 
     __slots__ = ("document", "ignored", "left")
@@ -63,7 +63,7 @@ class Reading:
 
 
 class Turn:
-    """One turn of a request; nothing of it is read before somebody asks.
+    """One turn of a request; nothing of it is read before it is asked for.
 
     Attributes:
         known: what the assistant did stands in the request.
@@ -174,7 +174,7 @@ class Turn:
 
     @property
     def normal_id(self) -> bytes:
-        """16 bytes that tell that from others. Those of results that were compared of late are known."""
+        """16 bytes that tell that from others. Those of results that were compared recently are known."""
         if self._normal_id is None:
             text_id = digest(self.result.encode(), _ID)
             found = _NORMAL.get(text_id) if self._may_normalize() else text_id
@@ -204,7 +204,7 @@ class Turn:
         return self._failed or (bool(text) and is_error(text))
 
     def show(self, most: int) -> str:
-        """What was done and what came back, in a line for people, each cut to so many characters."""
+        """What was done and what came back, in a line for people, each cut to this many characters."""
         action = self.action.spelled.replace(b"\xff", b" | ").decode() if self.known else "unknown"
         return f"{_cut(action, most)} | {_cut(self.result, most)}"
 
@@ -351,7 +351,7 @@ def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
 
 
 def _write_said(message: Message, part: Part, document: Document) -> str:
-    """What somebody says beside results, or what is no text, in one spelling; what a client has a name for, by that name."""
+    """What is said beside results, or what is no text, in one spelling; what a client has a name for, by that name."""
     if part.kind == OTHER and part.value is ABSENT:
         whole = ABSENT if part.name else message.find_whole(document)
         return part.name if whole is ABSENT else write_canonical(whole).decode()

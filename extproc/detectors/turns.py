@@ -24,7 +24,7 @@ from extproc.request.quoting import quote_all
 MAX_THRESHOLD = 8
 
 MAX_TOOL_THRESHOLD = 14
-"""2t + 4 turns are looked at, and more than 32 nobody keeps."""
+"""2t + 4 turns are looked at, and more than 32 are not kept."""
 
 NO_TURNS = "no turns: the assistant has not done anything yet"
 _OTHERWISE = "Otherwise, finish with the result you have so far."

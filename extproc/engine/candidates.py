@@ -43,7 +43,7 @@ _NO_HISTORY: Final = frozenset({"no_messages", "no_history"})
 
 
 class _Calls:
-    """Names calls, at random: whoever may send entries of an access log cannot guess the name of another client's call."""
+    """Random names for calls: who can send entries of an access log cannot guess the name of another client's call."""
 
     __slots__ = ("_at", "_names")
 
@@ -131,10 +131,10 @@ class RequestBody:
         return self._session
 
     def open(self, most: int) -> Document:
-        """The document, where it is small enough for a guard that looks into so many bytes.
+        """The document, where it is small enough for a guard that looks into this many bytes.
 
         Raises:
-            NotCounted: it is not, or nobody can look into it.
+            NotCounted: it is not, or it cannot be read.
         """
         if self.document is None:
             raise NotCounted(self.unreadable)
@@ -374,7 +374,7 @@ class SessionCandidate(Candidate):
         reserve: what it will cost, in nano-dollars.
         standing: of the session, once the store has counted the request; None before.
         narrowing: the tools that the request must not offer any more, None for none.
-        unreadable: why nobody could look for calls, empty where somebody could.
+        unreadable: why calls could not be looked for, empty where they could.
     """
 
     __slots__ = (
@@ -451,7 +451,7 @@ class SessionCandidate(Candidate):
         )
 
     def name_request(self) -> None:
-        """See `Candidate`; nobody asks about most, and it takes as long as all the rest."""
+        """See `Candidate`; most are never asked about, and it takes as long as all the rest."""
         body = self._body
         if body is not None:
             self.composite, self.fingerprint, _, _ = body.name(body.sums, self.caller)
@@ -511,7 +511,7 @@ class SessionCandidate(Candidate):
         return step.shared if self.standing is not None and self.standing.shared else step.key
 
     def _open(self, body: RequestBody) -> Document | None:
-        """The document, None where nobody can look into it."""
+        """The document, None where it cannot be read."""
         try:
             return body.open(self.limiter.max_inspect_bytes)
         except NotCounted as why:

@@ -33,7 +33,7 @@ from extproc.store.rules.session import Step
 _NO_SESSIONS: Final[list[SessionCandidate]] = []
 
 _MANY_OBJECTS: Final = 32_768
-"""A body of so many bytes may hold enough objects for the garbage collector to become a nuisance."""
+"""A body of this many bytes may hold enough objects for the garbage collector to become a nuisance."""
 
 
 class CandidateGroup:
@@ -116,7 +116,7 @@ class CandidateGroup:
                 named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request)
                 self._limit(plan, plan.limiter, values, joined, named)
         except NotCounted as why:
-            hidden = request.opens_responses and why.reason != BYPASS  # calls of whoever it is
+            hidden = request.opens_responses and why.reason != BYPASS  # whatever the caller
             self._leave_out(plan, "", RESPONSES_WEBSOCKET if hidden else why.reason)
             return False
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this policy's alone
@@ -273,8 +273,8 @@ class Evaluation:
         groups: both.
         sessions: the candidates that limit sessions, of both groups.
         size: bytes of its body, 0 where that is not known.
-        inspects: a body of so many bytes at most has to be kept to be looked into, 0 for none.
-        steers: a body of so many bytes at most has to be kept to be changed, 0 for none.
+        inspects: a body of this many bytes at most has to be kept to be looked into, 0 for none.
+        steers: a body of this many bytes at most has to be kept to be changed, 0 for none.
         plans: the policies that matched.
         paired: what some policy makes of it is compared with what another one does.
         trace: what each policy made of it, once that has been compared.

@@ -1,6 +1,6 @@
 """Overrides: what operators have ordered about callers, sessions, loops and tools, each until its end.
 
-A request asks an index in memory, once for each combination of fields that overrides name, whatever their number. Nobody asks
+A request asks an index in memory, once for each combination of fields that overrides name, whatever their number. It is not asked
 where there are none. Time is an argument, in seconds since 1970.
 """
 

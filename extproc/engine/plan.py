@@ -121,7 +121,7 @@ class Plan:
         self.shadow = shadow
         self.paired = False
         self.mode = "shadow" if shadow else "enforce"
-        # With keep_counts a policy counts where its shadow does, so that whoever enters enforcement brings the counts along.
+        # With keep_counts a policy counts where its shadow does, so that a policy that begins to enforce has the counts.
         namespace = SHADOW_NAMESPACE if shadow or spec.keep_counts else ""
         self.detectors = tuple(
             Detector(self.id, name, loop, parts.find_similarity(loop), shadow=shadow, namespace=namespace)

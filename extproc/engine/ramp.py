@@ -13,10 +13,10 @@ from extproc.request.fingerprint import is_too_long, join_descriptors
 from extproc.request.http import Descriptor, HttpRequest
 
 PLACES = 100
-"""Callers stand in so many places, and a percentage enforces that many of them, the first first."""
+"""Callers stand in this many places, and a percentage enforces that many of them, the first first."""
 
 _BITS = 32
-"""So many of a hash are spread over the places."""
+"""This many of a hash are spread over the places."""
 
 
 class Ramp:
@@ -44,7 +44,7 @@ class Ramp:
     def find_place(self, request: HttpRequest) -> int:
         """The caller's place, 1 to 100; 0 where the request has none of the keys."""
         if is_too_long(request.target, request.query):
-            return 0  # nobody counts it, so nobody reads it
+            return 0  # not counted, so not read
         read = [(descriptor.name, descriptor.read(request, descriptor.argument)) for descriptor in self._descriptors]
         caller = join_descriptors([(name, value) for name, value in read if value])
         if not caller:

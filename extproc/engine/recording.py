@@ -2,7 +2,7 @@
 
 A record is a JSON object, the metadata `record`; its fields are the ones in docs/replay.md. What says who sent the request is
 hashed: values of headers, claims and query parameters, and the address. Equal values have equal hashes, so that callers can be
-told apart and requests compared, but nobody reads a name, or a secret in a query, off the log. Of headers and claims only those
+told apart and requests compared, but no name can be read, or a secret in a query, off the log. Of headers and claims only those
 are recorded that a policy of the request reads; one that the request does not have is None. The body is a length and two sums.
 """
 
@@ -67,7 +67,7 @@ def record_body(head: dict[str, Any], body: Body | None, reason: str, now: float
 
     Args:
         head: what `record_head` returned.
-        body: None when it is not known, or nobody asked for it.
+        body: None when it is not known, or it was not asked for.
         reason: why it is not known.
         now: when the request is counted, in seconds since 1970.
     """

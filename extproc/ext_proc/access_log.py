@@ -121,7 +121,7 @@ class _Logged:
 
 
 class AccessLog:
-    """Takes entries from whoever has the socket, and hands them on."""
+    """Takes entries from the owner of the socket, and hands them on."""
 
     def __init__(self, take: Callable[[Entry], None], metrics: Metrics) -> None:
         """Hand entries to `take`; what it raises ends with its own entry, counted."""
@@ -187,7 +187,7 @@ def _read_message(message: bytes) -> tuple[list[Entry], int]:
 
 
 def _read_logs(reader: Reader, entries: list[Entry], count: int) -> int:
-    """Add entries to so many; returns how many there are then."""
+    """Add entries to this many; returns how many there are then."""
     outer = reader.enter()
     while tag := reader.read_tag():
         if tag == _LOG_ENTRY:
@@ -358,7 +358,7 @@ def _make_entry(logged: _Logged) -> Entry | None:
 
 
 def _read_sessions(text: object) -> tuple[dict[str, Any], ...]:
-    """What `SessionCandidate.describe_call` has told of each; nothing where somebody else has written it."""
+    """What `SessionCandidate.describe_call` has told of each; nothing where another program has written it."""
     try:
         if not isinstance(text, str):
             return ()
@@ -385,7 +385,7 @@ def _find_usage(logged: _Logged) -> tuple[Usage, bool]:
 
 
 def _take_count(told: dict[str, float], name: str) -> int:
-    """So many tokens, -1 where that is not told, or cannot be."""
+    """This many tokens, -1 where that is not told, or cannot be."""
     count = told.get(name, -1.0)
     return int(count) if 0 <= count <= _MAX_TOKENS else -1
 

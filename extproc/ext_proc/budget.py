@@ -1,4 +1,4 @@
-"""Time for looking into bodies, shared fairly: whoever sends laborious bodies uses up his own, and not that of the others.
+"""Time for looking into bodies, shared fairly: a caller that sends laborious bodies uses up its own time, not the others'.
 
 A bucket for each tenant and one for all fill with time as it passes, and what is looked into takes out the time that it took.
 While a bucket is empty, nothing is looked into at its expense. What a bucket holds at most is what a tenant may use at once.
@@ -25,7 +25,7 @@ MAX_TENANTS: Final = 10_000
 
 
 class _Bucket:
-    """What is left of somebody's time."""
+    """What is left of a caller's time."""
 
     __slots__ = ("_filled", "_left", "_share", "_spare")
 

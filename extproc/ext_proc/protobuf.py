@@ -26,7 +26,7 @@ _read_double: Final = Struct("<d").unpack_from
 class Reader:
     """Goes through the fields of a message, and of the messages in it: protobuf.dev, Encoding.
 
-    Nothing is recursive: how deep it goes is up to whoever calls `enter`.
+    Nothing is recursive: how deep it goes is up to the caller of `enter`.
 
     Attributes:
         value: the newest varint.

@@ -37,7 +37,7 @@ HOLD_MARGIN_MS = 2_000
 
 _SMALL: Final = 8_192
 _SMALL_SECONDS: Final = 0.001
-"""A body of so many bytes takes no longer to look into; the clock of a thread, which is a system call, would."""
+"""A body of this many bytes takes no longer to look into; the clock of a thread, which is a system call, would."""
 
 _REFUSED_STATUS: Final = 429
 """Of requests that another guard has refused, whatever it says exactly."""
@@ -388,7 +388,7 @@ class Transaction:
         return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else DONE[kind]
 
     def end_hold(self) -> None:
-        """The answer that was held leaves now, so that the request goes on, whoever still waits for it."""
+        """The answer that was held leaves now, so that the request goes on, whether or not the client still waits."""
         self._held = ()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A request body under way: its checksums as it comes, and its bytes as far as somebody may look into them."""
+"""A request body under way: its checksums as it comes, and its bytes as far as a guard may read them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Upload:
             kept: shared by all uploads.
             mode: Envoy's body mode, negative when it did not say.
             content_length: the header, empty when absent.
-            inspects: a body of so many bytes at most is going to be looked into.
+            inspects: a body of this many bytes at most is going to be looked into.
             limit: Envoy's buffer limit, in bytes, or less than that.
         """
         self._kept = kept
@@ -121,7 +121,7 @@ class Upload:
         return expected.isdigit() and len(expected) <= _LENGTH_DIGITS and int(expected) == length
 
     def drop(self) -> None:
-        """Nobody is going to look into it."""
+        """It will not be looked into."""
         self._kept.free(len(self._before))
         self._before = bytearray()
         self._last = b""

@@ -19,7 +19,7 @@ from extproc.pb.processing_mode_pb2 import ProcessingMode
 from extproc.request.http import NO_FACTS, Facts, HttpRequest, decode_claims, opens_websocket, write_claim
 
 MAX_HEADERS: Final = 10_000
-"""So many headers of a request are read (Envoy itself takes 100 by default); those behind them count as missing.
+"""This many headers of a request are read (Envoy itself takes 100 by default); those behind them count as missing.
 
 Reading 100,000 takes 40 ms; nothing a client sends may hold up the others for longer than 50 ms.
 """
@@ -70,10 +70,10 @@ _MORE: Final = 0x80
 """Set in every byte of a number but the last."""
 
 _SECRETS: Final = CREDENTIALS | {"authorization", "proxy-authorization", "cookie"}
-"""Headers that are never remembered: nobody's credentials outlive his request here."""
+"""Headers that are never remembered: credentials do not outlive their request here."""
 
 _MAX_KNOWN: Final = 64
-"""Of so many headers at most the next request may have the same."""
+"""Of this many headers at most the next request may have the same."""
 
 _MAX_KNOWN_SIZE: Final = 256
 
@@ -122,7 +122,7 @@ class EnvoyMessage:
         headers: of request_headers: raw values by lower-case name; the first of repeated headers wins.
         body: of request_body; a large one is a view of the message.
         ended: nothing of the request follows, or where the message is of a response, nothing of that.
-        observed: nobody waits for the answer.
+        observed: Envoy does not wait for the answer.
         body_mode: how bodies are sent; BODY_UNTOLD in all messages but a stream's first, and where Envoy does not say.
         response_mode: the same of responses' bodies.
     """

@@ -174,7 +174,7 @@ def fit(most: int, make: Callable[[int], object]) -> bytes:
 
     Args:
         most: entries there are.
-        make: the document with so many of them.
+        make: the document with this many of them.
     """
     kept = most
     while True:

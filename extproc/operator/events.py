@@ -1,6 +1,6 @@
 """Events for other programs: CloudEvents 1.0 (github.com/cloudevents/spec, v1.0.2), written to a file or sent to a webhook.
 
-Whoever has something to tell puts it into a bounded queue and goes on; a thread of its own does the rest. What there is no room
+Callers put an event into a bounded queue and goes on; a thread of its own does the rest. What there is no room
 for is dropped and counted. A webhook gets batches (the JSON batch format), again and again until it takes them. With a secret
 each is signed as Standard Webhooks has it (github.com/standard-webhooks): an HMAC-SHA256 of id, time and body.
 """
@@ -187,7 +187,7 @@ def open_events(settings: Settings, source: str, metrics: Metrics) -> Events | N
 
 def write_event(kind: str, subject: str, at: float, data: Mapping[str, object], *, source: str) -> bytes:
     """An event in the JSON event format."""
-    from cloudevents.core.formats.json import JSONFormat  # noqa: PLC0415  # takes 0.1 s, and most tell nobody
+    from cloudevents.core.formats.json import JSONFormat  # noqa: PLC0415  # takes 0.1 s, and most deployments send none
     from cloudevents.core.v1.event import CloudEvent  # noqa: PLC0415  # as above
 
     attributes = {
@@ -252,7 +252,7 @@ class _Webhook:
     """An HTTPS endpoint that takes batches."""
 
     def __init__(self, url: str, secret: bytes, authorities: str) -> None:
-        import httpx  # noqa: PLC0415  # takes 0.2 s, and most tell nobody
+        import httpx  # noqa: PLC0415  # takes 0.2 s, and most deployments send none
 
         self._secret = secret
         self._errors = httpx.HTTPError

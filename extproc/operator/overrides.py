@@ -151,7 +151,7 @@ class OverrideService:
             who: gives it.
 
         Returns:
-            the override, and what whoever gives it should know about it.
+            the override, and what the operator should know about it.
 
         Raises:
             BadOrderError: it is none.
@@ -428,7 +428,7 @@ def _find_session_key(order: object) -> str:
 
 
 def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "") -> list[str]:
-    """What whoever gives an override should know about it, seen from the policies that are in force.
+    """What an operator should know about an override, seen from the policies that are in force.
 
     Args:
         override: as it stands.

@@ -48,8 +48,8 @@ class Reporter:
     """Tells what became of requests.
 
     Attributes:
-        loops: of late.
-        sessions: of late.
+        loops: recent ones.
+        sessions: recent ones.
         show_callers: tell callers by the values of their descriptors, not by a hash alone; may change at any time.
     """
 

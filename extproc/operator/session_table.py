@@ -1,4 +1,4 @@
-"""The sessions of late, for people: what each has used up, what refuses it, and its newest calls, which is the report of a run.
+"""Recent sessions, for people: what each has used up, what refuses it, and its newest calls, which is the report of a run.
 
 What a session has used up comes from its ledger, which all replicas share; this table only shows it, and its newest calls.
 """
@@ -36,7 +36,7 @@ class SessionCall:
         model: that is asked, empty where it is unknown.
         tool: that was called last, empty for none.
         status: of the answer; 0 while that is not known, or where there was none.
-        usage: its tokens, None where nobody said.
+        usage: its tokens, None where it was not said.
         settled: what became of it is known.
         refused: another guard refused it after all.
     """

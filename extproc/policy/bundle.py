@@ -52,7 +52,7 @@ MAX_DELAY_MS = 30_000
 SHADOW: Final = "shadow"
 
 EVERYBODY: Final = 100
-"""The percentage of callers at which nobody is left out, not even those who cannot be told apart."""
+"""The percentage of callers at which no caller is left out, not even those who cannot be told apart."""
 
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 _PATH_CHARACTERS = "/%!$&'()*+,;=:@-._~[]"

@@ -71,7 +71,7 @@ def _is_visible(entry: os.DirEntry[str], suffix: str = "") -> bool:
 
 
 def _read(file: str) -> bytes:
-    """The bytes of a regular file: opening a FIFO would wait for somebody to write, and a device may never end."""
+    """The bytes of a regular file: opening a FIFO would wait for a writer, and a device may never end."""
     with open(file, "rb", opener=_open_without_waiting) as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             raise OSError("is not a regular file")

@@ -121,7 +121,7 @@ _PHRASES: dict[str, _Phrase] = {
 """By pydantic's type of the error."""
 
 _FEW = 12
-"""So many keys of an object are named, where none of them was meant for sure."""
+"""This many keys of an object are named, where none of them was meant for sure."""
 
 _MODELS: dict[str, type[BaseModel]] = {"the bundle": Envelope, "the policy": Policy}
 _MODELS |= sorted(list_objects(Policy), key=lambda found: "session_limits" in found[0])

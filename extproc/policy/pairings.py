@@ -68,7 +68,7 @@ class Claim(NamedTuple):
     Attributes:
         identity: its id.
         mode: of it.
-        canary_of: the id that it names; None where it watches nobody, which is an error of its own.
+        canary_of: the id that it names; None where it watches no policy, which is an error of its own.
     """
 
     identity: str

@@ -99,7 +99,7 @@ _LEFT: Final = _Left()
 
 
 def walk(count: int) -> None:
-    """Go on by so many messages or parts of messages.
+    """Go on by this many messages or parts of messages.
 
     Raises:
         NotCounted: there were too many.
@@ -110,7 +110,7 @@ def walk(count: int) -> None:
 
 
 def start_looking() -> None:
-    """Let somebody look into a body, who starts with all of the bounds."""
+    """A reader of a body, with all of the bounds left."""
     _LEFT.in_parts, _LEFT.steps = MAX_FRACTIONS, MAX_STEPS
 
 
@@ -158,10 +158,10 @@ _HALF = re.compile(
     rb"|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD].)[0-9a-fA-F]{2})"
 )
 _MOST_HALVES: Final = 10_000
-"""So many are made good in one body."""
+"""This many are made good in one body."""
 
 _MOST_ESCAPED: Final = 256
-"""In front of a half so many backslashes are told apart."""
+"""In front of a half this many backslashes are told apart."""
 
 _FIRST_HALF: Final = 8
 """Halves are U+D800 to U+DFFF, and become U+E000 to U+E7FF."""
@@ -186,7 +186,7 @@ class Document:
     """A body that can be looked into.
 
     What one detector gets never depends on what others ask for, so that a shadow policy cannot change what an enforcing one
-    sees: where the whole body cannot be decoded, or holds too much, the part that somebody asks for is decoded all the same.
+    sees: where the whole body cannot be decoded, or holds too much, the part that is asked for is decoded all the same.
 
     Attributes:
         conversation: what `open_conversation` makes of it, or the exception.

@@ -16,10 +16,10 @@ import brotli
 import zstandard
 
 _MAX_ENCODINGS: Final = 2
-"""Most encodings, one upon the other, that are undone; nobody sends more."""
+"""Most encodings, one upon the other, that are undone; clients send fewer."""
 
 _ENOUGH: Final = 4
-"""So many bytes of a body tell its encoding."""
+"""This many bytes of a body tell its encoding."""
 
 _MARKS: Final = 0x80
 """All byte order marks begin with more, or with 0, which also stands in UTF-16 and UTF-32 for a half or more of ASCII."""

@@ -44,7 +44,7 @@ _IDENTITY: Final = Struct(">II")
 
 _LONGEST_KNOWN: Final = 2_048
 _MAX_KNOWN: Final = 1_024
-"""Texts of so many characters, and so many of them, are remembered with their hashes: most requests have one from before."""
+"""Longest texts in characters, and how many of them, are remembered with their hashes: most requests have one from before."""
 
 
 class Body:

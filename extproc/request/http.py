@@ -46,7 +46,7 @@ class Facts:
 
 
 class StatedFacts(Facts):
-    """Facts that somebody names one by one."""
+    """Facts that are named one by one."""
 
     def __init__(self, *, route: str = "", address: str = "", claims: Mapping[str, str] | None = None) -> None:
         self._route = route
@@ -80,7 +80,7 @@ class HttpRequest:
         authority: `:authority`, empty when absent.
         headers: raw values by lower-case name.
         facts: what else is known.
-        opens_responses: it opens a WebSocket for model calls, as whoever reads it has to say.
+        opens_responses: it opens a WebSocket for model calls, which the reader of Envoy's message sets.
     """
 
     __slots__ = ("_pairs", "authority", "facts", "headers", "method", "opens_responses", "path", "query", "target")
@@ -154,9 +154,9 @@ def opens_websocket(request: HttpRequest) -> bool:
 
 
 def explain_unknowable_body(request: HttpRequest) -> str:
-    """Why the request has no body that could be compared, whoever sends it on; empty when it may have one.
+    """Why the request has no body that could be compared, whatever the client is; empty when it may have one.
 
-    What stands for the body of an RPC, an upgrade or a tunnel is a conversation, which nobody waits for. One whose length is
+    What stands for the body of an RPC, an upgrade or a tunnel is a conversation, which is not waited for. One whose length is
     known is none: whether it is gRPC's can be seen.
     """
     if request.opens_responses:
@@ -236,7 +236,7 @@ def write_claim(value: object) -> str:
 
 
 def decode_claims(authorization: str) -> dict[str, str]:
-    """The claims of a bearer token whose signature nobody checked; empty when it is not a JWT (RFC 7519 section 7.2)."""
+    """The claims of a bearer token whose signature was not checked; empty when it is not a JWT (RFC 7519 section 7.2)."""
     scheme, _, token = authorization.partition(" ")
     parts = token.strip().split(".")
     if scheme.lower() != "bearer" or len(parts) != 3 or len(token) > MAX_TOKEN:  # noqa: PLR2004  # header.payload.signature

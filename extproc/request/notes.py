@@ -38,11 +38,11 @@ _LONGEST: Final = 4_000
 """Characters of a note's text."""
 
 _LONGEST_WRITTEN: Final = 65_536
-"""Bytes that so many characters may take, escaped several times over."""
+"""Bytes that this many characters may take, escaped several times over."""
 
 _MOST_NOTES: Final = 200
 _MOST_WRITTEN: Final = 262_144
-"""So many marks, and bytes of their notes, are looked at in one body, from its end on. Behind that they are content."""
+"""This many marks, and bytes of their notes, are looked at in one body, from its end on. Behind that they are content."""
 
 _MOST_CALLERS: Final = 8
 _MOST_LEVELS: Final = 4
@@ -55,7 +55,7 @@ _RARE: Final = 0x7E  # a tilde
 """Second in a note, and so rare elsewhere that looking for it alone, which is what processors are quickest at, is enough."""
 
 _TRIES: Final = 64
-"""So many of them that begin no note, and all of the mark is looked for: a body may hold nothing else."""
+"""This many of them that begin no note, and all of the mark is looked for: a body may hold nothing else."""
 
 _FORM: Final = f'{re.escape(OPENING)}([^"~]{{1,{_LONGEST_WRITTEN}}}+){CLOSING}([0-9a-f]{{{2 * _MARK_BYTES}}}){re.escape(END)}'
 _WRITTEN: Final = re.compile(_FORM.encode())

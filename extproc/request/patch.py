@@ -25,7 +25,7 @@ MAX_STEPS: Final = 8_448
 
 _DENSE_BITS: Final = 4
 _DENSE_STEPS: Final = MAX_STEPS // 3
-"""Most steps where 2 to the power of so many bytes hold more than one comma or bracket: these take three times as long."""
+"""Most steps where 2 to the power of this many bytes hold more than one comma or bracket: these take three times as long."""
 
 AMBIGUOUS: Final = "ambiguous_body"
 """Of a body that two readers may read in two ways, as no client of an API writes it."""
@@ -41,7 +41,7 @@ _STEP_BITS: Final = 10
 _RAW_BITS: Final = 4
 _HALF_BITS: Final = 3
 _CONTAINER_BITS: Final = 1
-"""2 to the power of so many bytes, elements that are only passed by, escapes that may be halves of a pair, or objects and
+"""2 to the power of this many bytes, elements that are only passed by, escapes that may be halves of a pair, or objects and
 arrays that are decoded with all that is in them, take one step."""
 
 _LONGEST_NAME: Final = 1_024
@@ -140,10 +140,10 @@ class Patch:
             self.decode(self._text, json.Decoder(Raw).decode)
 
     def take(self, steps: int) -> None:
-        """Go on by so many steps.
+        """Go on by this many steps.
 
         Raises:
-            NotCounted: there are not so many left.
+            NotCounted: there are not that many left.
         """
         self._left -= steps
         if self._left < 0:
@@ -153,7 +153,7 @@ class Patch:
         """Go on by as many steps as it takes to decode all that is in a value.
 
         Raises:
-            NotCounted: there are not so many left.
+            NotCounted: there are not that many left.
         """
         text, start, end = self._text, value.start, value.end
         containers = text.count(b"[", start, end) + text.count(b"{", start, end)

@@ -32,16 +32,16 @@ from extproc.sessions.history import (
 )
 
 _LOOSE: Final = 4
-"""So many of the newest messages some clients write in another way next time: marks of what is to be cached move along."""
+"""This many of the newest messages some clients write in another way next time: marks of what is to be cached move along."""
 
 _SMALL: Final = 4_096
 """A body of fewer bytes is read as a whole in the time that it takes to know it again."""
 
 _SIDE_BY_SIDE: Final = 2
-"""So many of a session's histories are known, as sub-agents have some of their own."""
+"""This many of a session's histories are known, as sub-agents have some of their own."""
 
 _CREDIT: Final = 4
-"""So many histories of a session are noted in vain; it takes a tenth of the time in which they are read."""
+"""This many histories of a session are noted in vain; it takes a tenth of the time in which they are read."""
 
 _MOST_CALLS: Final = 512
 _MOST_TOOLS: Final = 24
@@ -49,7 +49,7 @@ _MOST_EQUAL: Final = 24
 """Calls of a history that is known, its tools, and those of its calls that have equals."""
 
 _MOST_SESSIONS: Final = 1_024
-"""So many are in a generation of those that are known. They take 90 MB if somebody means ill, and mostly 2 KB each."""
+"""This many are in a generation of those that are known. They take 90 MB under attack, and mostly 2 KB each."""
 
 _OPENING: Final = b"[null"
 """In place of what stands before the gap in an array of messages."""
@@ -72,7 +72,7 @@ class _KnownBody:
         end: what stands behind it.
         count: messages before the gap.
         tally: what they show.
-        loose: so many of the newest messages stay in the gap.
+        loose: this many of the newest messages stay in the gap.
     """
 
     __slots__ = ("count", "end", "loose", "model", "shape", "start", "tally")
@@ -129,7 +129,7 @@ class _Histories:
     """What is known of one session's.
 
     Attributes:
-        credit: so many more may be noted in vain.
+        credit: this many more may be noted in vain.
         loose: of the next one that is noted; none where the client may never write a message anew.
     """
 
@@ -176,7 +176,7 @@ def read_known_calls(document: Document, session: str) -> CallHistory:
 
     Args:
         document: to look into.
-        session: that it belongs to, by a name that nobody else's has.
+        session: that it belongs to, by a name that is unique to it.
 
     Raises:
         NotCounted: as there.
@@ -202,7 +202,7 @@ def read_known_calls(document: Document, session: str) -> CallHistory:
 
 
 def _leave_gap(conversation: Conversation, data: bytes, shown: Sequence[Shown], loose: int) -> _KnownBody | None:
-    """What will be known of a body that shows this; None where nobody can tell where its messages stand."""
+    """What will be known of a body that shows this; None where it is unclear where its messages stand."""
     shape = conversation.shape
     if conversation.decoded or conversation.before.after or len(conversation) <= loose:
         return None
@@ -219,7 +219,7 @@ def _leave_gap(conversation: Conversation, data: bytes, shown: Sequence[Shown], 
 
 
 def _equals(known: Body, data: memoryview) -> bool:
-    """Whether so many bytes are what is known."""
+    """Whether this many bytes are what is known."""
     body = NO_BODY.plus(data)
     return body.crc32 == known.crc32 and body.adler32 == known.adler32
 

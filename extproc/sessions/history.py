@@ -2,7 +2,7 @@
 
 A client sends its history again and again, so a call is told from one that was counted by what it is itself: its id, its tool
 and its arguments; of those whose ids are equal as well, by how many stand before it. No digest depends on what else the history
-holds: whoever sends a history again gets the same digests, and whoever appends to it gets them and new ones behind.
+holds: a client that sends a history again gets the same digests, and one that appends to it gets them and new ones behind.
 
 A call without an id has the digests of its tool and arguments alone, as all its equals have, and so have calls whose ids are
 made anew for each request. They are known again by their place; see `store.rules.session`.
@@ -38,8 +38,8 @@ _MOST_KNOWN: Final = 8_192
 _LONGEST_KEY: Final = 512
 _MOST_CALLS: Final = 8
 _LONGEST_NAMES: Final = 256
-"""So many messages are in a generation of those that are known, by themselves or, if they are longer, by a digest. None has
-more calls, or longer names of tools. They take 0.6 KB each, and 60 MB in all if somebody means ill."""
+"""This many messages are in a generation of those that are known, by themselves or, if they are longer, by a digest. None has
+more calls, or longer names of tools. They take 0.6 KB each, and 60 MB in all under attack."""
 
 _SHOWN: Final = 64
 _LONGEST_MODEL: Final = 256
@@ -96,7 +96,7 @@ class _Call:
         self.first = self.write(1)
 
     def write(self, number: int) -> bytes:
-        """The record of the one that has so many equals up to itself."""
+        """The record of the one that has this many equals up to itself."""
         name = _digest(b"%b%d" % (self.named, number), _CALL) if self.named else _NO_CALL
         return name + self.tool_digest + self.pair.to_bytes(_PAIR)
 
@@ -277,7 +277,7 @@ def look_at_all(shape: Shape, values: Sequence[Any]) -> list[Shown]:
 
 
 def _look(shape: Shape, value: Any) -> Shown:  # noqa: ANN401  # of the shape's
-    """What a message shows. One that was looked at of late is known, but for one with bounded numbers."""
+    """What a message shows. One that was read recently is known, but for one with bounded numbers."""
     key = _encode((shape.path[0], value))
     if len(key) > _LONGEST_KEY:
         key = _digest(key, _NAMED)

@@ -25,7 +25,7 @@ from extproc.store.rules.ring import Push
 
 _DIGEST: Final = 8
 _LONGEST_KNOWN: Final = 256
-"""So long a name of a session may be to be remembered, in characters; whoever sends longer ones fills no memory with them."""
+"""Longest name of a session that is remembered, in characters; longer ones fill no memory."""
 
 _KNOWN: Final[Memo[tuple[str, str], str]] = Memo(2_048)
 
@@ -65,7 +65,7 @@ class SessionNames:
 
         Args:
             values: what `read` returned.
-            document: the body, None where nobody can look into it.
+            document: the body, None where it cannot be read.
         """
         if values and values[-1] and len(values) <= self._in_head:
             return hash_session(self._places[len(values) - 1][0], values[-1])
@@ -113,7 +113,7 @@ def hash_session(key: str, value: str) -> str:
 
 
 class _Fields:
-    """The fields of a body in which a session may be named, decoded only as far as somebody asks."""
+    """The fields of a body in which a session may be named, decoded only as far as is asked."""
 
     def __init__(self, document: Document | None) -> None:
         self._document = document

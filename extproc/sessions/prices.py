@@ -1,4 +1,4 @@
-"""What loops cost: tokens are estimated from bytes, money from a rate that somebody gives or that a package knows."""
+"""What loops cost: tokens are estimated from bytes, money from a rate that is configured or that a package knows."""
 # interpreted: looks at a loop's first request; msgspec makes its Struct of annotations
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def read_model(path: str, content: bytes | memoryview | None) -> str:
 
     Args:
         path: of the request.
-        content: its body, None where nobody may look into it.
+        content: its body, None where it may not be read.
     """
     try:
         named = _decode(content).model if content else ""
@@ -40,7 +40,7 @@ class Prices:
         self._per_million = per_million
 
     def estimate(self, model: str, tokens: int) -> float | None:
-        """What so many input tokens cost in US dollars, None where no rate is known."""
+        """What this many input tokens cost in US dollars, None where no rate is known."""
         rate = self._per_million if self._per_million is not None else _find_rate(model)
         return None if rate is None else rate * tokens / 1_000_000
 

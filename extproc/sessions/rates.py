@@ -1,7 +1,7 @@
 """What calls of models cost, in integers of nano-dollars (1e-9 US dollars), so that sums never drift.
 
 A rate is found by the model's name: the policy's own first, then what the package genai-prices knows, where it is installed,
-then the policy's for models that nobody knows. Some APIs call one model by several names, and a price for any of them is taken.
+then the policy's for unknown models. Some APIs call one model by several names, and a price for any of them is taken.
 What was found is kept by name: the package takes 100 us to look.
 """
 
@@ -21,7 +21,7 @@ BYTES_PER_TOKEN: Final = 4
 """An estimate, and said to be one wherever it is shown: what a request's body holds is mostly English text in JSON."""
 
 _NANO_PER_MILLION: Final = 1_000
-"""A dollar for a million tokens is so many nano-dollars for one."""
+"""A dollar for a million tokens is this many nano-dollars for one."""
 
 _MAX_MODELS: Final = 1_000
 """Clients choose a model's name, so what is kept by name is bounded."""
@@ -31,7 +31,7 @@ ANY_MODEL: Final = "*"
 _VAGUE: Final = 0
 _PACKAGE: Final = 1
 _POLICY: Final = 2
-"""Who tells a model's price: nobody for this one alone, the package, or the policy."""
+"""Who tells a model's price: no source for this one alone, the package, or the policy."""
 
 _PROVIDERS: Final = (("", None), (".", "aws"), ("/", "openrouter"))
 """Whose names of models the package is asked for, and what is in them: it guesses, but does not guess these two."""
@@ -69,7 +69,7 @@ DEAREST: Final = TokenPrice(Decimal(15), Decimal(75), Decimal("1.5"), Decimal("1
 
 
 class _Rate:
-    """A Price in integers: so many nano-dollars for `per` tokens, in prompts of more than `above` tokens; never changed."""
+    """A Price in integers: this many nano-dollars for `per` tokens, in prompts of more than `above` tokens; never changed."""
 
     __slots__ = ("above", "cache_read", "cache_write", "input", "output", "per")
 
@@ -122,7 +122,7 @@ class Rates:
         return self._look_up(model)[0]
 
     def _choose(self, model: str, prompt: int) -> _Rate:
-        """The rate for a prompt of so many tokens."""
+        """The rate for a prompt of this many tokens."""
         rates = self._look_up(model)[1]
         for rate in rates:
             if prompt > rate.above:
@@ -156,7 +156,7 @@ def _divide(total: int, per: int) -> int:
 
 
 def estimate_tokens(size: int) -> int:
-    """Tokens in so many bytes."""
+    """Tokens in this many bytes."""
     return size // BYTES_PER_TOKEN
 
 
@@ -164,7 +164,7 @@ def look_up(model: str) -> list[tuple[int, TokenPrice]]:
     """What the package genai-prices knows about a model; empty where that is nothing, or where it is not installed.
 
     Returns:
-        Prices for prompts of more than so many tokens, those for the longest first. The last one is for all: it has -1.
+        Prices for prompts of more than this many tokens, those for the longest first. The last one is for all: it has -1.
     """
     try:
         from genai_prices import Usage as Counted  # noqa: PLC0415  # optional, and takes 0.2 s to import

@@ -21,7 +21,7 @@ MAX_WINDOW: Final = 500
 """Calls among which equal ones are looked for: as many as a ledger knows, see `session.MAX_RECORDS`."""
 
 MAX_TOOLS: Final = 64
-"""So many tools are counted each for itself."""
+"""This many tools are counted each for itself."""
 
 MAX_COST: Final = 1_000_000.0
 """Dollars, so that nano-dollars stay exact wherever they are counted."""

@@ -42,7 +42,7 @@ _MEAN_BYTES: Final = 256
 
 _AT_HAND: Final = 4_096
 _AT_HAND_SHARE: Final = 32
-"""So many ledgers of sessions are kept unpacked, in a small store this part of its entries. They take 80 MB at most."""
+"""This many ledgers of sessions are kept unpacked, in a small store this part of its entries. They take 80 MB at most."""
 
 _LATELY_MS: Final = 60_000
 """Who has let a request through within this time keeps its place: with more sessions at once, all would only change places."""

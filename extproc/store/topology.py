@@ -29,7 +29,7 @@ def find_slot(text: str) -> int:
 
 
 def spread_tags(tags: int) -> tuple[str, ...]:
-    """So many hash tags whose slots are spread evenly, so that any number of primaries gets its share."""
+    """This many hash tags whose slots are spread evenly, so that any number of primaries gets its share."""
     width = SLOTS // tags
     return tuple(next(str(n) for n in count() if find_slot(str(n)) // width == share) for share in range(tags))
 

@@ -2,7 +2,7 @@
 
 A TLS handshake takes a millisecond of the event loop. So a connection waits until its peer has said something, and then for its
 turn: a few handshakes are begun in each, and some are under way. Addresses take turns, so that one that opens thousands of
-connections does not keep the others waiting. Where there are too many, whoever has most goes first.
+connections does not keep the others waiting. Where there are too many, the peer with the most goes first.
 """
 # interpreted: waits for sockets, and OpenSSL
 
@@ -23,7 +23,7 @@ _LOG = logging.getLogger("loopguard")
 _ACCEPTED_PER_TURN: Final = 16
 _BEGUN_PER_TURN: Final = 4
 _UNDER_WAY: Final = 128
-"""Handshakes that are begun and not over. Under a flood an honest peer has so many others' time for its own: 100 ms."""
+"""Handshakes that are begun and not over. Under a flood an honest peer has that many others' time for its own: 100 ms."""
 
 _WAITING: Final = 1_000
 _AGAIN_SECONDS: Final = 1.0
@@ -132,7 +132,7 @@ class Acceptor:
         self._hang_up(self._silent.pop(number))
 
     def _drop_one(self) -> None:
-        """Make room for one more: whoever has kept silent longest goes, else the last in the longest line."""
+        """Make room for one more: the one that has been silent longest goes, else the last in the longest line."""
         if self._silent:
             self._give_up(next(iter(self._silent)))
             return

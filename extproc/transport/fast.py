@@ -56,7 +56,7 @@ _RETIRED_SECONDS: Final = 1.0
 """How long a peer that was asked to leave may take to do so by itself, and every stream that it opens meanwhile."""
 
 _RETIRED_AT_ONCE: Final = 100
-"""One part of so many of all connections: finding them costs a look at each."""
+"""One part of this many of all connections: finding them costs a look at each."""
 
 _PROCESS: Final = f"/{EXT_PROC}/Process".encode()
 _CHECK: Final = f"/{HEALTH}/Check".encode()
@@ -327,7 +327,7 @@ class _Peer(asyncio.Protocol):
             self._finish(call, grpc.OK)
 
     def _give_up(self, call: Call) -> None:
-        """Nobody waits for the body any more: ending with OK makes Envoy go on with the request."""
+        """The body is not waited for any more: ending with OK makes Envoy go on with the request."""
         self._finish(call, grpc.OK)
         self._schedule()
 

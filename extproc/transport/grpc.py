@@ -44,7 +44,7 @@ _PREFIX: Final = 5
 """Bytes before a message: a compression flag and a length of 4 bytes."""
 
 _MESSAGE_WORK: Final = 8
-"""What a message costs of a turn, in frames: whoever gets it has more to do than HTTP/2 has. A large one costs as many as it
+"""What a message costs of a turn, in frames: its receiver has more to do than HTTP/2 has. A large one costs as many as it
 has pages."""
 
 _RESPONSE: Final = encode([(b":status", b"200"), (b"content-type", b"application/grpc")])
@@ -361,14 +361,14 @@ class GrpcConnection:
         self._drop(call)
 
     def _drop(self, call: Call) -> None:
-        """Forget what a call has received and nobody waits for."""
+        """Forget what a call has received and no longer needs."""
         if call.received and not self._http.ended:
             self._http.share.give(len(call.received))
         call.received = bytearray()
 
 
 def read_metadata(headers: Block) -> list[tuple[str, str]]:
-    """A request's metadata that is meant for us; of what nobody looks at nothing is kept while a call lasts."""
+    """A request's metadata that is meant for us; nothing else is kept while a call lasts."""
     ours = [field for field in headers.fields if field.name.startswith(METADATA_PREFIX)][:MAX_METADATA]
     return [(field.name.decode("latin-1"), field.value.decode("latin-1")) for field in ours]
 

@@ -80,7 +80,7 @@ class GrpcServer:
         Raises:
             LoopguardError: the address cannot be listened on.
         """
-        # grpc does not say why it cannot listen, and takes a Unix socket away from whoever has it.
+        # grpc does not say why it cannot listen, and takes a Unix socket away from its owner.
         probe = open_listening_socket(address)
         probe.close()
         try:
@@ -133,7 +133,7 @@ class GrpcServer:
         except asyncio.CancelledError:
             if not stream.given_up:
                 raise
-            # Nobody waits for the body any more: ending with OK makes Envoy go on with the request.
+            # The body is not waited for any more: ending with OK makes Envoy go on with the request.
         except ProtocolError as error:
             await context.abort(_STATUS[error.code], str(error))
         finally:

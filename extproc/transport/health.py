@@ -1,4 +1,4 @@
-"""What grpc.health.v1 says about this process, whoever asks."""
+"""What grpc.health.v1 says about this process."""
 # interpreted: answers probes; mypyc has no asynchronous generators
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ No peer can make it work or grow without bound:
 
 - A frame costs time in proportion to its own size. Nothing walks over all streams: a stream's window is kept relative to the
   peer's initial window, and streams that wait for a window are known by name.
-- A turn handles a bounded number of frames (`Limits.work`). The rest waits for the next turn, so that whoever owns the socket
+- A turn handles a bounded number of frames (`Limits.work`). The rest waits for the next turn, so that the owner of the socket
   can look after other connections in between.
 - Frames cost patience, and messages earn it (`Limits.patience`). Who sends frames that lead to nothing is told to calm down.
 - What waits for the peer (answers into a shut window, a header block without an end) is taken from a `Pool` of bytes that all
@@ -126,7 +126,7 @@ class Share:
         self.held = 0
 
     def take(self, size: int) -> bool:
-        """Hold so many more bytes, or False when that is too much."""
+        """Hold this many more bytes, or False when that is too much."""
         if size and self.held + size > self._pool.limit - self._pool.held - size:
             return False
         self.held += size
@@ -134,7 +134,7 @@ class Share:
         return True
 
     def give(self, size: int) -> None:
-        """Hold so many bytes less."""
+        """Hold this many bytes less."""
         self.held -= size
         self._pool.held -= size
 
@@ -593,7 +593,7 @@ class Connection:
         """Send response headers; `block` comes from `encode`. On a stream that is lost this does nothing, as `send`."""
         if stream.lost:
             return
-        assert not stream.local_closed, "the stream is answered"  # noqa: S101  # whoever sends there has lost count
+        assert not stream.local_closed, "the stream is answered"  # noqa: S101  # the caller has lost count
         self._write(HEADERS, END_HEADERS | END_STREAM if end else END_HEADERS, stream.name, block)
         if end:
             self._end_local(stream)
@@ -608,7 +608,7 @@ class Connection:
         """
         if stream.lost:
             return
-        assert not stream.local_closed, "the stream is answered"  # noqa: S101  # whoever sends there has lost count
+        assert not stream.local_closed, "the stream is answered"  # noqa: S101  # the caller has lost count
         assert stream.trailers is None, "the stream is answered"  # noqa: S101  # as above
         size = len(data)
         if (

@@ -179,14 +179,14 @@ class _ServerContext(ssl.SSLContext):
 
 
 class _Guarded(_ServerContext):
-    """The context of one state of the files; what it makes of a connection lets nobody in who may not ask."""
+    """The context of one state of the files; what it makes of a connection lets no unauthorized client in."""
 
     def __init__(self, certificates: Certificates) -> None:
         """Ask for a client's certificate, HTTP/2 and TLS 1.2 or newer; one handshake for each connection."""
         super().__init__(certificates)
         self.sslobject_class = _GuardedObject
         self.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.options |= ssl.OP_NO_RENEGOTIATION  # each would be a handshake that nobody counts (CVE-2011-1473)
+        self.options |= ssl.OP_NO_RENEGOTIATION  # each would be a handshake that is not counted (CVE-2011-1473)
         self.verify_mode = ssl.CERT_REQUIRED
         self.set_alpn_protocols(["h2"])
 
@@ -211,7 +211,7 @@ class _GuardedObject(ssl.SSLObject):
             raise ssl.SSLError("the client did not offer h2 by ALPN")
         names = read_names(self.getpeercert())
         if not certificates.admits(names):
-            shown = ", ".join(name.value for name in names) or "nobody"
+            shown = ", ".join(name.value for name in names) or "no one by name"
             raise ssl.SSLCertVerificationError(f"no --tls-client-san is among the client's names: {shown}")
 
 
@@ -299,7 +299,7 @@ def _load_pair(context: ssl.SSLContext, settings: Settings) -> None:
 
 
 class _PassphraseError(Exception):
-    """Somebody would have to type it."""
+    """A person would have to type it."""
 
 
 def _refuse_passphrase() -> str:

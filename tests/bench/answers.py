@@ -60,7 +60,7 @@ _WARM_UP = 50
 
 
 def _make_messages(serving: Service, count: int) -> list[bytes]:
-    """What Envoy sends about so many requests that have just been let through."""
+    """What Envoy sends about this many requests that have just been let through."""
     messages = []
     for start in range(0, count, _IN_MESSAGE):
         message = b"".join(_make_entry(serving, start + number) for number in range(_IN_MESSAGE))
@@ -206,7 +206,7 @@ class _Client:
 
 
 def _measure_in_turn(clients: Mapping[str, _Client], requests: int) -> dict[str, float]:
-    """The median of so many requests of each client, in turn and in an order that turns round.
+    """The median of this many requests of each client, in turn and in an order that turns round.
 
     No request waits for what is left to do of the one before it, such as its entry in the access log, for that one went through
     another Envoy: what is measured is how long an answer takes, not how many an Envoy can give.

@@ -156,7 +156,7 @@ class Worst(NamedTuple):
 
 
 def fill(filling: str, before: str, behind: str, size: int) -> bytes:
-    """A body of so many bytes at most, of which all but what is around is a filling."""
+    """A body of this many bytes at most, of which all but what is around is a filling."""
     opening, item, closing = _FILLINGS[filling]
     start, end = (before + opening).encode(), (closing + behind).encode()
     numbered = item % 0 if "%" in item else item

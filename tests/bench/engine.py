@@ -28,7 +28,7 @@ _SESSION_LIMIT_US = 6
 _SESSION_STEPS = 20
 _CALLS = (5, 20)
 _AROUND = 3
-"""Of a number of calls: so many more and less are taken together."""
+"""Of a number of calls: this many more and less are taken together."""
 
 _STEPS = {
     "parse the headers": False,

@@ -81,8 +81,8 @@ async def load(port: int, connections: int, requests: int, length: int, first: i
 
     Args:
         port: of an HTTP server on loopback.
-        connections: so many requests are in flight.
-        requests: so many are sent, numbered from `first` on.
+        connections: this many requests are in flight.
+        requests: this many are sent, numbered from `first` on.
         length: of each body, in bytes.
         first: a number; sent twice, it is the same request.
 

@@ -113,7 +113,7 @@ def _count(store: MemoryStore, hits: list[Hit]) -> tuple[int, float]:
 
 
 def load(count: int) -> dict[str, float]:
-    """Load a file of so many policies that differ by their paths, and reload it changed."""
+    """Load a file of this many policies that differ by their paths, and reload it changed."""
     logging.disable(logging.WARNING)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         for version in (1, 2):

@@ -33,7 +33,7 @@ _REPEATS = 6
 
 _LOOKS_PER_SECOND = 10
 _BROWSERS = _LOOKS_PER_SECOND * REFRESH_SECONDS
-"""So many look at once, because what one of them costs is too little to be seen."""
+"""This many look at once, because what one of them costs is too little to be seen."""
 
 
 class _Guard(NamedTuple):

@@ -1,7 +1,7 @@
 """Gives the guard's own transport what Envoy once said, in this process: `python -P replay.py POLICY REQUESTS NAME=FILE...`.
 
 It is run by its path and imports nothing of the benchmark, so that the interpreter of either build finds that build's
-`extproc`. Each file is a recording of so many requests, one read of the socket a line, in base64. For each name on standard
+`extproc`. Each file is a recording of this many requests, one read of the socket a line, in base64. For each name on standard
 input a line follows on standard output: microseconds of CPU per request.
 """
 

@@ -57,7 +57,7 @@ def _hit(number: int) -> Hit:
 
 
 def _step(number: int, calls: int, request: int = 0) -> Step:
-    """A request of the session of that number, whose history shows so many calls."""
+    """A request of the session of that number, whose history shows this many calls."""
     tenant = f"{number % 1000:016x}"
     keys = (f"session:p::{number:016x}:{tenant}", f"sessions:p::{tenant}", f"session:p::shared:{tenant}")
     name = (number << 8 | request).to_bytes(8)
@@ -263,7 +263,7 @@ def run(*, quick: bool) -> list[Row]:
 
 
 def fill(count: int) -> dict[str, float]:
-    """Let so many sessions begin, each with a history of eight calls."""
+    """Let this many sessions begin, each with a history of eight calls."""
     store = MemoryStore(Metrics())
     gc.collect()
     gc.freeze()  # as the server does once it has started

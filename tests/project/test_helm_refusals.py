@@ -86,7 +86,7 @@ PROBLEMS: list[tuple[Values, str]] = [
                 }
             ),
         ),
-        "policies.bundle: policy agents limits what comes of answers, and nobody tells Loopguard about them: set",
+        "policies.bundle: policy agents limits what comes of answers, and Loopguard is not told about them: set",
         "envoy.usage=exact (Envoy 1.38, Istio 1.30), or estimated.",
     ),
     row(
@@ -185,8 +185,8 @@ PROBLEMS: list[tuple[Values, str]] = [
     ),
     row(
         with_policies(policy("a", {"pathPrefix": "/"}), kill_switches=[{"scope_key": "ip:asn", "scope_value": "64496"}]),
-        "policies.bundle: Loopguard cannot derive ip:asn, so kill_switches[0] stops nobody: take it out, or accept that with",
-        "settings.allowUnenforced=true.",
+        "policies.bundle: Loopguard cannot derive ip:asn, so kill_switches[0] stops no caller: take it out, or accept that "
+        "with settings.allowUnenforced=true.",
     ),
     row(
         with_policies(merged(policy("drop-in", {"pathPrefix": "/"}), {"spec": UNENFORCED})),

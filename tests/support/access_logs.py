@@ -13,7 +13,7 @@ START = 1_763_812_345.0
 
 
 def make_record(seconds: float = 0, user: str = "ann", text: str = "again", **more: object) -> dict[str, Any]:
-    """A complete record, so many seconds after the first."""
+    """A complete record, this many seconds after the first."""
     return {
         "record": 1,
         "time": START + seconds,

@@ -577,7 +577,7 @@ def try_one(seed: int) -> list[str]:
 
 
 def main(examples: int, first: int = 0) -> int:
-    """Try so many seeds; print what is wrong, and what became of all."""
+    """Try this many seeds; print what is wrong, and what became of all."""
     limit_integers()
     found: Counter[str] = Counter()
     wrong = 0

@@ -400,7 +400,7 @@ def stack(  # what a stack is made of
         upstream: instead of an HTTP upstream of our own.
         edit: changes Envoy's configuration.
         hasty: Envoy's timeouts are those of the configuration, for tests about these.
-        replicas: so many Loopguards, between which Envoy spreads the requests.
+        replicas: this many Loopguards, between which Envoy spreads the requests.
         **options: of EnvoyOptions.
     """
     with tempfile.TemporaryDirectory(prefix="lg") as name:

@@ -1,4 +1,4 @@
-"""Bodies of every API: as clients send them, made by Hypothesis, and made to break whoever looks into them."""
+"""Bodies of every API: as clients send them, made by Hypothesis, and made to break their readers."""
 
 from __future__ import annotations
 

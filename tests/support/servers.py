@@ -206,7 +206,7 @@ def _sees_all(watchers: Sequence[Server], service: str) -> bool:
 
 @contextmanager
 def cluster(primaries: int = 3, *, replicas: bool = True, full: bool = True) -> Iterator[list[Server]]:
-    """A cluster of so many primaries, with a replica each unless told otherwise; primaries come first.
+    """A cluster of this many primaries, with a replica each unless told otherwise; primaries come first.
 
     Unless it is to be `full`, its nodes serve their keys while others cannot be had.
     """
@@ -287,7 +287,7 @@ def impostor(answer: bytes, greeting: bytes = b"") -> Iterator[str]:
 
 @contextmanager
 def relay(behind: Server, *, pieces: int = 65_536, tls: ssl.SSLContext | None = None) -> Iterator[str]:
-    """A front for a server that passes its answers on in pieces of so many bytes, or speaks TLS: pip's Valkey does not."""
+    """A front for a server that passes its answers on in pieces of this many bytes, or speaks TLS: pip's Valkey does not."""
 
     def serve(client: socket.socket) -> None:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

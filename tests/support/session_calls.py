@@ -28,8 +28,8 @@ class Move(NamedTuple):
 
     Attributes:
         calls: of its next turn, made at once; none: it sends its history again, with a word of its user's.
-        condensed: so many turns are left, once the turn is over; all where that is -1.
-        back: so many turns are taken back before.
+        condensed: this many turns are left, once the turn is over; all where that is -1.
+        back: this many turns are taken back before.
     """
 
     calls: tuple[Call, ...]
@@ -50,8 +50,8 @@ class Client:
         Args:
             shape: of the API.
             ids: `last`, or are made `anew` for each request.
-            most_turns: so many newest ones are sent,
-            first_turns: and so many oldest ones.
+            most_turns: this many newest ones are sent,
+            first_turns: and this many oldest ones.
             seed: of the order of calls that were made at once, another one in each request; 0: they keep it.
         """
         self._shape = shape

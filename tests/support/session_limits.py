@@ -23,7 +23,7 @@ def limited(mode: str = "enforce", session: dict[str, Any] | None = None, **limi
 
 
 def turns(count: int, tool: str = "run", **more: Any) -> bytes:  # noqa: ANN401  # of a body
-    """A request whose history shows so many calls, each with arguments of its own."""
+    """A request whose history shows this many calls, each with arguments of its own."""
     done = [Did(((tool, {"step": number}),), (f"result {number}",), number=number) for number in range(1, count + 1)]
     return json.dumps({**as_chat(done), "tools": [TOOL], **more}).encode()
 

@@ -42,7 +42,7 @@ def ask(service: Service, data: bytes, **named: Any) -> tuple[ProcessingResponse
             stream.receive(headers(**{**USER, **named}).SerializeToString())
             reply = stream.receive(body(data).SerializeToString())
             if isinstance(reply, Reply):
-                for _ in range(3):  # what nobody waits for is done as well
+                for _ in range(3):  # what is not waited for is done as well
                     await asyncio.sleep(0)
                 return reply, True
             return await reply, False

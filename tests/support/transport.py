@@ -63,7 +63,7 @@ Run = Callable[[Service, Callable[[Running], Awaitable[None]]], None]
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what tells nobody that it has happened."""
+    """Wait for what does not announce itself."""
     async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110  # what is waited for knows no events
             await asyncio.sleep(0.01)

@@ -27,7 +27,7 @@ class Upload(NamedTuple):
         http2: over HTTP/2, without asking first.
         length: its length is told beforehand.
         trailers: it ends with trailers.
-        pieces: it is sent in so many.
+        pieces: it is sent in this many.
         pause: is called before each of them.
         headers: beside those that it needs.
     """

@@ -49,7 +49,7 @@ _CODES = {SAFE: 0, KEEP_WATCHING: 3, TOO_STRICT: 4}
 _COLORS = {SAFE: "green", KEEP_WATCHING: "yellow", TOO_STRICT: "red"}
 _SKIP, _QUIT = "skip", "quit"
 _PIPE_WIDTH = 160
-"""Columns where nobody says how wide the output is."""
+"""Columns where it is not known how wide the output is."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +112,7 @@ def _explain_nothing(policy: str | None, compared: Sequence[str]) -> str:
 
 
 def collect_states(clients: Sequence[AdminClient]) -> list[State]:
-    """What all replicas have counted, each taken once, whoever tells of it.
+    """What all replicas have counted, each taken once, whichever replica reports it.
 
     Raises:
         LoopguardError: a server does not answer, or says something else.

@@ -27,7 +27,7 @@ def add_order_flags(parser: argparse.ArgumentParser, *, lasts: str = "", session
 
     Args:
         parser: takes the flags.
-        lasts: how long, where nobody says it; empty for an order that has no such flag.
+        lasts: how long by default; empty for an order that has no such flag.
         sessions: it is about whole sessions.
     """
     parser.add_argument(

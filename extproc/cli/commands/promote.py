@@ -174,7 +174,7 @@ def _promote(text: str, place: Place, spec: Mapping[str, Any], percent: int) -> 
     elif percent < EVERYBODY:  # it was in shadow: a policy that acts on all callers cannot act on more
         text = insert_behind(text, (*place, "mode"), "enforce_percent", percent)
     if percent == EVERYBODY and spec.get("canary_of") is not None:
-        text = remove_member(text, (*place, "canary_of"))  # nobody is left who is only watched
+        text = remove_member(text, (*place, "canary_of"))  # no caller is only watched any more
     return text
 
 
@@ -190,7 +190,7 @@ def _split_lines(text: str) -> list[str]:
 
 
 def _write(file: Path, before: bytes, after: bytes) -> None:
-    """Put the new file into the old one's place in one step, so that nobody ever reads half of it.
+    """Put the new file into the old one's place in one step, so that it is never read half-written.
 
     Raises:
         LoopguardError: it cannot be written, or is not what it was when it was read; then the old one stays.

@@ -338,7 +338,7 @@ def _make_guard(manager: Manager, item: HttpFilter) -> Guard:
 
 
 def list_processors(manager: Manager) -> list[str]:
-    """The names of all filters that ask somebody outside."""
+    """The names of all filters that call another service."""
     return [item.name for item in manager.filters if item.is_a("ext_proc.v3.ExternalProcessor")]
 
 

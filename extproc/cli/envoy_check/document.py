@@ -191,7 +191,7 @@ def fetch_dump(url: str) -> ConfigPlace:
     """What a running Envoy has in force, from its admin page.
 
     Raises:
-        UsageError: nobody answers there, or no Envoy.
+        UsageError: no server answers there, or it is no Envoy.
     """
     if not re.match(r"https?://", url):
         raise UsageError(f"--admin must be a URL, such as http://127.0.0.1:9901, not {url!r}")

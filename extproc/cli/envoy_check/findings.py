@@ -93,7 +93,7 @@ CODES: Mapping[Code, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that would hurt, or that whoever attaches Loopguard should know.
+    """Something that would hurt, or that is worth knowing when Loopguard is attached.
 
     Attributes:
         code: its name, by which it can be ignored.

@@ -55,7 +55,7 @@ def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignor
         resources: of the configuration.
         needs: of the policies.
         names: of the filters that ask Loopguard; empty: those that mention it.
-        ignored: codes of findings that nobody wants to read.
+        ignored: codes of findings to leave out.
     """
     routes: list[RouteReport] = []
     findings: list[Finding] = []

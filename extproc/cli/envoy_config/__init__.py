@@ -1,6 +1,6 @@
 """A complete Envoy bootstrap, made from policies: what `loopguard envoy-config` prints.
 
-`templates/bootstrap.yaml` is the document; its comments go out with it, because whoever runs Envoy reads those and not these
+`templates/bootstrap.yaml` is the document; its comments go out with it, because users read those and not these
 files. The code only works out what depends on the policies: which paths Envoy shows to Loopguard, and what those routes are
 called. Any other request never meets Loopguard, and is not buffered either.
 

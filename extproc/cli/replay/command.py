@@ -18,7 +18,7 @@ from extproc.policy.loader import PolicySet
 _REORDER_SECONDS = 5.0
 _MAX_ENTRIES = 1_000_000
 _STEP = 1_000
-"""The bar is moved once in so many requests."""
+"""The bar is moved once in this many requests."""
 
 COUNT = make_type(parse_integer(1))
 """The type of flags that are a number of things."""

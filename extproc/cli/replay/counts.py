@@ -35,7 +35,7 @@ class Top(Generic[Key, Item]):
         """None yet.
 
         Args:
-            limit: so many items are kept at once.
+            limit: this many items are kept at once.
             make: an item that has not counted anything.
         """
         self.dropped = 0
@@ -74,7 +74,7 @@ class Timeline:
     __slots__ = ("_series", "buckets", "width_ms")
 
     def __init__(self, series: int) -> None:
-        """Nothing yet; so many things are counted side by side."""
+        """Nothing yet; this many things are counted side by side."""
         self._series = series
         self.width_ms = _FINEST_MS
         self.buckets: dict[int, list[int]] = {}

@@ -31,7 +31,7 @@ def prepare(engine: Engine, recorded: Recorded, request: HttpRequest, key: HashK
     if content is None:
         evaluation.read_body(recorded.sums, recorded.unknown, None, "no_body")
         return evaluation
-    # Of a partial record the headers are not known that this looks at; whoever recorded it knew them.
+    # Of a partial record the headers are not known that this looks at; they were known when it was recorded.
     reason = explain_unknowable_body(evaluation.request) if evaluation.needs_body and not recorded.partial else ""
     evaluation.read_body(None if reason else NO_BODY.plus(content), reason, content)
     return evaluation

@@ -11,7 +11,7 @@ _STATUS: Final = 429
 """Too many requests: what a refusal is, and what most clients show as such."""
 
 _FINAL_STATUS: Final = 400
-"""Retried by nobody in the table below."""
+"""Not retried by any client in the table below."""
 
 AUTO_STATUS: Final = f"{_STATUS}, or {_FINAL_STATUS} if the client is known to retry that"
 

@@ -13,7 +13,7 @@ from extproc.policy.bundle import DEFAULT_DETECTOR
 from extproc.sessions.limits import SessionSubject
 
 LAST_HEADERS: Final = "last_request_headers"
-"""The phase of headers whose body nobody waits for, where Envoy would collect it in parts (BUFFERED_PARTIAL).
+"""The phase of headers whose body is not waited for, where Envoy would collect it in parts (BUFFERED_PARTIAL).
 
 Only told to go on, Envoy begins to collect, and hands on what it has when the stream ends. Where its router keeps bodies for
 retries, it does so twice (source/extensions/filters/http/ext_proc/processor_state.cc, clearAsyncState). Told

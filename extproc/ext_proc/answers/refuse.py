@@ -21,7 +21,7 @@ _LOOP = "recursive_loop_detected"
 
 KILLED_STATUS: Final = 429
 KILLED_SECONDS: Final = "3600"
-"""When to ask again, as Fairvisor says it: nobody knows when an operator changes his mind."""
+"""When to ask again, as Fairvisor says it: it is not known when an operator will lift it."""
 
 _PAYMENT_REQUIRED = 402
 _QUOTA = "insufficient_quota"
@@ -32,7 +32,7 @@ _RESOURCE_EXHAUSTED = 8
 _UNAVAILABLE = 14
 
 Content = bytes | memoryview | None
-"""A request's body, None where nobody could look into it."""
+"""A request's body, None where it could not be read."""
 
 
 def refuse(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:

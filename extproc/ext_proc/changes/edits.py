@@ -61,7 +61,7 @@ def open_patch(request: HttpRequest, body: bytes | memoryview) -> tuple[bytes, P
 
 
 def is_signed(request: HttpRequest) -> bool:
-    """Whether a client has signed the body: then whoever checks that refuses any other."""
+    """Whether a client has signed the body: then its receiver refuses any other."""
     headers = request.headers
     if any(name in headers for name in _SIGNATURES):
         return True

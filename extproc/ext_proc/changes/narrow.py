@@ -373,7 +373,7 @@ def _find_conversation(patch: Patch, fields: Fields) -> str:
     """The key beside which a body declares tools; empty where it shows no conversation.
 
     Raises:
-        NotEdited: it has several, so that nobody can tell which one is read.
+        NotEdited: it has several, so that it is unclear which one is read.
     """
     wrapping = [key for key, lists in TOOL_LISTS.items() if lists[0].wraps]
     found = [key for key in TOOL_LISTS if key and key in fields and key not in wrapping]

@@ -21,7 +21,7 @@ from extproc.request.quoting import quote_all
 _OUTLOOK: Final = "If this continues, requests will be refused."
 
 MAX_PLACES: Final = 16
-"""Of so many results at most the newest get the note."""
+"""Of this many results at most the newest get the note."""
 
 
 def steer(request: HttpRequest, body: bytes | memoryview, note: str, make_marks: Callable[[bytes], Marks]) -> bytes:

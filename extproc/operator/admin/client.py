@@ -76,7 +76,7 @@ class AdminClient:
             _check_base(httpx.URL(base))
         except (httpx.InvalidURL, ValueError):
             raise UsageError(f"--admin must be http://HOST:PORT or unix:/PATH, not {url!r}") from None
-        # The environment's proxies are for the world outside, and its ~/.netrc for nobody here.
+        # The environment's proxies are for the world outside, and its ~/.netrc does not concern this.
         self._client = httpx.Client(base_url=base, transport=transport, timeout=_SECONDS, trust_env=False)
 
     def ask(

@@ -1,4 +1,4 @@
-"""Who may change something over the admin port: whoever has a token, or may open the server's own Unix socket.
+"""Who may change something over the admin port: anyone with a token, or with access to the server's own Unix socket.
 
 A browser cannot be tricked into it. It has no token to send of its own accord, and whatever a page makes it send says so.
 """
@@ -23,7 +23,7 @@ _MOST_BYTES = 65_536
 _LONGEST_NAME = 48
 _ODD = re.compile(r"[^A-Za-z0-9_.@+-]")
 _BROWSERS = ("origin", "sec-fetch-site")
-"""Sent by every browser with whatever a page has it send, and by nobody else."""
+"""Sent by every browser with whatever a page has it send, and by no other client."""
 
 
 class Credentials:

@@ -132,7 +132,7 @@ def _send(request: Request, pages: LoopPages, sessions: SessionPages) -> Respons
 
 @cache
 def _load_template() -> Template:
-    """Read the page's template, when somebody looks at the page for the first time."""
+    """Read the page's template, when the page is asked for the first time."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context  # noqa: PLC0415  # most never look
 
     loader = FileSystemLoader(Path(__file__).parent / "templates")

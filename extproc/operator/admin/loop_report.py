@@ -28,7 +28,7 @@ from extproc.sessions.prices import Prices
 from extproc.sessions.rates import BYTES_PER_TOKEN, estimate_tokens
 
 LOOPING_SECONDS = 60
-"""A loop that was acted on within so many seconds goes on."""
+"""A loop that was acted on within this many seconds goes on."""
 
 ACTIONS = {"warn": "warned", "steer": "steered", "throttle": "throttled", "reject": "refused"}
 """What is said about requests, by the action."""

@@ -1,4 +1,4 @@
-"""The endpoints of overrides: everybody may read, whoever has a credential may give and revoke."""
+"""The endpoints of overrides: anyone may read, and those with a credential may give and revoke."""
 
 from __future__ import annotations
 

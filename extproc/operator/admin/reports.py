@@ -34,7 +34,7 @@ class Selection(NamedTuple):
         caller: only of callers whose hash starts with this, or one of whose values or `NAME=VALUE` it is where those are shown.
         tool: only with this one.
         sort: one of the table's orders, empty for the first of them.
-        limit: at most so many.
+        limit: at most this many.
     """
 
     policy: str = ""

@@ -1,6 +1,6 @@
 """Both verdicts about each request: what the enforcing policy made of it, and what its candidate would have.
 
-The event loop alone counts, in plain numbers; whoever else reads them may see a request in one and not yet in another. All of
+The event loop alone counts, in plain numbers; other readers may see a request in one and not yet in another. All of
 it is bounded: policies by `pairings.MAX_PAIRINGS`, callers by their sketches, disagreements by `_MAX_DISAGREEMENTS`.
 """
 
@@ -98,7 +98,7 @@ class Pair:
         refused_tenants: of extra refusals.
         refused_sessions: of extra refusals, where the request names one.
         disagreements: the most frequent kinds.
-        samples: of extra refusals; None where nobody wants any.
+        samples: of extra refusals; None where none are wanted.
     """
 
     def __init__(self, pairing: Pairing, now: float, samples: Samples | None = None) -> None:

@@ -2,7 +2,7 @@
 
 Off unless asked for. Every refusal has the same chance to be in it, and its room is bounded (J. S. Vitter, Random sampling
 with a reservoir, ACM TOMS 11, 1985, algorithm R). Callers stand there as hashes, and what was compared only where that was
-asked for too. It stays in this process, and is told to whoever asks the admin port.
+asked for too. It stays in this process, and is shown to anyone who asks the admin port.
 """
 # interpreted: tells operators, not requests
 
@@ -30,7 +30,7 @@ class Samples:
     """Of one pair."""
 
     def __init__(self, size: int, *, bodies: bool) -> None:
-        """Keep so many, with what was compared in them if `bodies` says so."""
+        """Keep this many, with what was compared in them if `bodies` says so."""
         self._size = size
         self._bodies = bodies
         self._seen = 0

@@ -1,4 +1,4 @@
-"""The replicas' counts of canaries on the store's board: each publishes its own, and whoever is asked collects all of them."""
+"""The replicas' counts of canaries on the store's board: each publishes its own, and the one asked collects all."""
 # interpreted: tells operators, not requests
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ end
 
 local function has_mark(l, shown, total) return find(l.marks, write_mark(shown, total), MARK_SIZE) end
 
-local function are_newest(l, number, calls, ended) -- so many calls, of which these up to there are the newest
+local function are_newest(l, number, calls, ended) -- this many calls, of which these up to there are the newest
   local known = #l.records / KNOWN
   local length, total = math.min(number, known), 0
   if length > ended / RECORD or number > known and not forgot(l) then return false end

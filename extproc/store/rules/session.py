@@ -65,7 +65,7 @@ NO_ID: Final = bytes(6)
 """Of a call that its client names nothing."""
 
 MAX_RETRIES_PER_STEP: Final = 3
-"""So many repetitions of a request are no steps; the next one is, and has as many."""
+"""This many repetitions of a request are no steps; the next one is, and has as many."""
 
 SUCCEEDED: Final = 0
 FAILED: Final = 1
@@ -323,7 +323,7 @@ _REPEATED: Final = _IDENTITY + 1
 _IDENTITIES: Final = 16
 _OPEN: Final = 32
 _OPEN_MS: Final = 600_000
-"""So many calls, and for so long, can wait for their settlement; then what was reserved for them is their cost."""
+"""This many calls, and for this long, can wait for their settlement; then what was reserved for them is their cost."""
 
 _TOOLS: Final = 64
 _ID: Final = 6
@@ -336,7 +336,7 @@ KNOWN: Final = _ID + _PAIR
 
 _RECORDS: Final = 256
 MAX_RECORDS: Final = 512
-"""A session's tool calls are known again while they are among its newest: so many, or more where a limit is higher. Of a
+"""A session's tool calls are known again while they are among its newest: this many, or more where a limit is higher. Of a
 history the newest `MAX_RECORDS` are looked at one by one."""
 
 _FEW: Final = 16

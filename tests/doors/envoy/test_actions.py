@@ -213,7 +213,7 @@ HOLDING = bundle(
 
 
 def _hold(made: Stack, users: list[dict[str, str]], each: int) -> list[socket.socket]:
-    """So many requests of every user being held now, each on a connection of its own."""
+    """This many requests of every user being held now, each on a connection of its own."""
     held = []
     for user in users:  # all of them before the first hold, which does not wait for long
         connection = made.connect()

@@ -151,7 +151,7 @@ OPTIONS: dict[str, Any] = {"body_mode": "tolerant", "buffer_limit": LIMIT, "edit
 
 
 def send_all(made: Stack, cases: Sequence[Case], times: int = 3) -> dict[Case, list[Answer]]:
-    """So many equal requests of each, one behind the other."""
+    """This many equal requests of each, one behind the other."""
 
     def send_one(case: Case) -> list[Answer]:
         return [send(made.envoy.port, case.make_upload()) for _ in range(times)]

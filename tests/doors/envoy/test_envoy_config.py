@@ -254,7 +254,7 @@ def test_a_request_that_counts_once_reaches_the_upstream_once(path: str, forged:
 
 @contextmanager
 def later(upstream: Upstream, seconds: float) -> Iterator[None]:
-    """Answer what hangs only after so many seconds, which is longer than any timeout that a client asks for."""
+    """Answer what hangs only after this many seconds, which is longer than any timeout that a client asks for."""
     upstream.release.clear()
     timer = threading.Timer(seconds, upstream.release.set)
     timer.start()

@@ -221,7 +221,7 @@ OBSERVED = bundle(
 
 def _skip_where_observers_are_cut_off(transport: str) -> None:
     if transport == "grpcio" and envoy_version() == (1, 38):
-        pytest.skip("Envoy 1.38 resets observed streams as soon as all is sent, and grpc drops what nobody has read by then")
+        pytest.skip("Envoy 1.38 resets observed streams as soon as all is sent, and grpc drops what has not been read by then")
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +272,7 @@ def _handled(made: Stack, name: str) -> float:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_whole_bodies_are_counted_beside_the_traffic(observed: Stack, chunked: bool) -> None:
-    """300 KB in several messages are one body: its last byte makes another, and identical ones are a loop; nobody notices."""
+    """300 KB in several messages are one body: its last byte makes another, and identical ones are a loop; no one notices."""
     before, handled = _requests(observed, "reject"), _handled(observed, "reject")
     data = b"x" * 300_000
     bodies = [data, data, data, data[:-1] + b"1", data[:-1] + b"2", data[:-1] + b"3"]

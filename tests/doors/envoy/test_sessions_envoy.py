@@ -47,7 +47,7 @@ BY_NAME = {
     name: {"input": cents * 10_000, "output": 0}
     for cents, name in enumerate((CLAUDE, "production", "gemini-2.5-pro", "claude-3-5-sonnet-v2@20241022", "gpt-4o"), 1)
 }
-"""So many cents for each token of the prompt."""
+"""This many cents for each token of the prompt."""
 
 TOKEN_COSTS_A_CENT = {"*": {"input": 0, "output": 10_000}}
 
@@ -468,7 +468,7 @@ def test_scripts_for_names_are_text(bank: Bank) -> None:
 
 
 def write_agent(turns: int, *, anew: int = 0, more: int = 0) -> bytes:
-    """A request of an agent's after so many turns, each with two calls of its own; its ids are made anew for it.
+    """A request of an agent's after this many turns, each with two calls of its own; its ids are made anew for it.
 
     Args:
         turns: of the agent.

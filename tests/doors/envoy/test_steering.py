@@ -71,7 +71,7 @@ def gate(request: pytest.FixtureRequest, key_file: Path) -> Iterator[Stack]:
 
 
 def stuck(size: int = 0, times: int = 3) -> bytes:
-    """A conversation with a loop in it, and so many bytes besides."""
+    """A conversation with a loop in it, and this many bytes besides."""
     return looping(times, metadata={"padding": "x" * size})
 
 

@@ -71,7 +71,7 @@ LOOKING = bundle(
 def test_streamed_bodies_are_looked_into(transport: str, observed: bool) -> None:
     """Where Envoy streams bodies to us, even if it does not wait for answers, what came in chunks is looked into as one."""
     if transport == "grpcio" and observed and envoy_version() == (1, 38):
-        pytest.skip("Envoy 1.38 resets observed streams as soon as all is sent, and grpc drops what nobody has read by then")
+        pytest.skip("Envoy 1.38 resets observed streams as soon as all is sent, and grpc drops what has not been read by then")
 
     def streamed(config: str) -> str:
         config = config.replace("request_body_mode: BUFFERED", "request_body_mode: STREAMED")

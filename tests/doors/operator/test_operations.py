@@ -55,7 +55,7 @@ def read_loops(replica: Loopguard, query: str = "") -> dict[str, Any]:
 
 
 def wait_for_loops(replica: Loopguard, requests: int) -> dict[str, dict[str, Any]]:
-    """The loops by policy, once a replica knows of so many requests."""
+    """The loops by policy, once a replica knows of this many requests."""
 
     def probe() -> dict[str, dict[str, Any]] | None:
         report = read_loops(replica)

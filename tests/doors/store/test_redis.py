@@ -569,7 +569,7 @@ def test_a_server_that_knows_no_users_is_given_the_password_alone(one: Server) -
 
 
 def test_a_server_that_forgot_the_scripts_is_given_them_again(driver: Driver, one: Server) -> None:
-    """After SCRIPT FLUSH the next hits of every window type count on, as do rings and sessions, and nobody notices."""
+    """After SCRIPT FLUSH the next hits of every window type count on, as do rings and sessions, and no one notices."""
     hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
     driver.count(hits, 0)
     driver.push([make_push("a")], 0)
@@ -856,7 +856,7 @@ def test_documents_expire_by_themselves(driver: Driver, one: Server, kind: str) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_document_that_is_gone_leaves_the_others(driver: Driver, one: Server, kind: str) -> None:
-    """What the server has evicted is not there any more, and disturbs nobody."""
+    """What the server has evicted is not there any more, and does no harm."""
     subject = driver.name("subject")
     for name in "ab":
         put_document(driver, kind, subject, name, 60)

@@ -196,7 +196,7 @@ def test_who_says_nothing_is_let_go(run: Run) -> None:
 
 @contextmanager
 def few_files(more: int) -> Iterator[None]:
-    """So many file descriptors are left to this process."""
+    """This many file descriptors are left to this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as next_one:
         resource.setrlimit(resource.RLIMIT_NOFILE, (next_one.fileno() + more, hard))

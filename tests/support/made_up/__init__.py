@@ -1,1 +1,1 @@
-"""Files of APIs that nobody has, for the tests of how one is added."""
+"""Files of made-up APIs, for the tests of how one is added."""

@@ -1,4 +1,4 @@
-"""An API that nobody has: nothing in it is called as any other API calls it."""
+"""A made-up API: nothing in it is called as any other API calls it."""
 # interpreted: msgspec makes its Structs of annotations, which compiled classes do not keep
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ API = Api(
 
 
 def write_dialogue(turns: int) -> dict[str, Any]:
-    """A body in which the machine has pushed the same button so many times, each with the same result."""
+    """A body in which the machine has pushed the same button this many times, each with the same result."""
     turn = [{"by": "machine", "pushes": {"button": "ring", "how": {"long": 1}}}, {"by": "gadget", "says": "nobody is in"}]
     buttons = [{"labelled": {"name": name}} for name in ("ring", "knock")]
     return {"dialogue": [{"by": "you", "says": "Get in."}, *turn * turns], "buttons": buttons, "may_push": "any"}

@@ -341,7 +341,7 @@ _PAIRS = [(make_engine(each), make_engine(*_SHADOW, each)) for each in (_ENFORCI
 
 
 def fractions(number: int) -> str:
-    """So many different numbers with a fraction, as JSON."""
+    """This many different numbers with a fraction, as JSON."""
     return "[" + ",".join(f"{place}.5" for place in range(number)) + "]"
 
 

@@ -431,7 +431,7 @@ def test_what_the_api_marks_as_an_error_is_one(shape: str) -> None:
 
 
 def _requests(turns: Sequence[Did], shown: Sequence[int], write: Write) -> list[bytes]:
-    """The requests of an agent whose history is condensed to so many of its last turns, a number for each request."""
+    """The requests of an agent whose history is condensed to this many of its last turns, a number for each request."""
     turns = [turn._replace(number=number) for number, turn in enumerate(turns, 1)]
     ends = enumerate(shown, 1)
     return [json.dumps(write(turns[max(0, end - most) : end])).encode() for end, most in ends]

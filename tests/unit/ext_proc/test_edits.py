@@ -308,7 +308,7 @@ def test_a_body_of_many_small_values_is_left_alone() -> None:
 
 @pytest.mark.parametrize("looks", [{}, {"similarity": "tail"}])
 def test_an_edit_asks_for_time_first(looks: dict[str, str]) -> None:
-    """Where the time for looking into bodies is used up, none is changed, not even one that nobody had to look into."""
+    """Where the time for looking into bodies is used up, none is changed, not even one that need not be looked into."""
     service = make_service(steering(**looks))
     first = ask(service, called())
     service.budget.spend("", 10.0)

@@ -565,7 +565,7 @@ def test_what_compares_no_body_keeps_none(candidate: dict[str, Any]) -> None:
 
 @given(st.integers(1, 20), st.integers(0, 60))
 def test_samples_are_bounded_and_taken_from_all_refusals(size: int, refusals: int) -> None:
-    """So many are kept as were asked for, or all while there are fewer, each of another refusal."""
+    """This many are kept as were asked for, or all while there are fewer, each of another refusal."""
     service = _sampling(size=size)
     send(service, 1)
     pair = pair_of(service)

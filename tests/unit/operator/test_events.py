@@ -151,7 +151,7 @@ class Stuck:
 
 
 def test_a_dead_receiver_costs_a_bounded_queue() -> None:
-    """While nothing gets through, so many events wait and no more; the others are dropped and counted, and nobody waits."""
+    """While nothing gets through, this many events wait and no more; the others are dropped and counted, and nobody waits."""
     metrics, sink = Metrics(), Stuck()
     events = Events(sink, "test", metrics)
     for _ in range(MAX_QUEUED + 1_000):

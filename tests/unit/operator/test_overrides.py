@@ -701,7 +701,7 @@ def test_a_kind_that_is_not_known_does_nothing() -> None:
 
 
 SECONDS = "seconds must be a number of seconds from 1 to 2592000"
-NOBODY = "a target is required: caller, session, fingerprint or tool"
+NO_TARGET = "a target is required: caller, session, fingerprint or tool"
 LIMIT_KEY = (
     "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-'), 'ip:address' "
     "or 'body:/<JSON Pointer>'"
@@ -716,7 +716,7 @@ CALLER = "caller must be the 16 hex digits of a tenant, as in logs, or an object
     ("given", "problems"),
     [
         ([], ["an override is an object, not an empty array"]),
-        ({}, ["kind is required", NOBODY]),
+        ({}, ["kind is required", NO_TARGET]),
         ({"kind": "pardon", "tool": "t"}, [f"{KINDS}, not 'pardon'"]),
         (
             {"kind": "kill", "tool": "t", "fingerprint": "0" * 8, "steps": 1},
@@ -745,8 +745,8 @@ CALLER = "caller must be the 16 hex digits of a tenant, as in logs, or an object
             ],
         ),
         ({"kind": ["block"], "tool": "t"}, [f"{KINDS}, not an array"]),
-        ({"kind": "block"}, [NOBODY]),
-        ({"kind": "block", "policy": "p"}, [NOBODY]),
+        ({"kind": "block"}, [NO_TARGET]),
+        ({"kind": "block", "policy": "p"}, [NO_TARGET]),
         ({"kind": "block", "caller": "ann"}, [f"{CALLER}, not 'ann'"]),
         ({"kind": "block", "caller": {}}, [f"{CALLER}, not an empty object"]),
         ({"kind": "block", "caller": {"x": 1}}, [f"{CALLER}, not an object"]),

@@ -56,7 +56,7 @@ def right(problems: object) -> Errors:
 
 
 WATCHES_ALL = "enforce_percent needs mode enforce; this policy is in shadow mode"
-NOBODY_KNOWN = "enforce_percent chooses among callers, but no limit_keys identify them before the body is read; set ramp_by"
+NO_CALLER_KNOWN = "enforce_percent chooses among callers, but no limit_keys identify them before the body is read; set ramp_by"
 
 
 @pytest.mark.parametrize(("changes", "expected"), ENTRIES)
@@ -118,10 +118,10 @@ def test_each_field_of_an_entry_is_checked(changes: dict[str, object], expected:
         ({"policy": []}, f"{SHAPES}, not an object"),
         (spec(mode="shadow", enforce_percent=25), WATCHES_ALL),
         (spec(mode="shadow", enforce_percent=100), WATCHES_ALL),
-        *((spec(enforce_percent=99, limit_keys=keys), NOBODY_KNOWN) for keys in ([], ["body:/a"])),
+        *((spec(enforce_percent=99, limit_keys=keys), NO_CALLER_KNOWN) for keys in ([], ["body:/a"])),
         (
             spec(enforce_percent=1, limit_keys=[], rules=[{"name": "r"}], fallback_limit={"limit_keys": ["body:/a"]}),
-            NOBODY_KNOWN,
+            NO_CALLER_KNOWN,
         ),
         ({}, f"{SHAPES}, not an empty object"),
     ],

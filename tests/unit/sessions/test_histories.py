@@ -90,7 +90,7 @@ def is_known(body: bytes, session: str) -> bool:
 
 
 def make_chat(turns: int, *, agent: str = "a", more: str = "") -> dict[str, Any]:
-    """A chat after so many turns of an agent's."""
+    """A chat after this many turns of an agent's."""
     value = SHAPES["chat"]([Did((("read", {"path": f"{agent}{at}"}),), ("seen",)) for at in range(turns)])
     return {**value, **({"user": more} if more else {})}
 

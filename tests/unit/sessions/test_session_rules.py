@@ -53,8 +53,8 @@ class Ask(NamedTuple):
         session: its name.
         replica: that Envoy asks.
         new: tools and arguments of calls since the last request, made at once.
-        kept: so many turns are left of the history, where it is condensed.
-        again: the team's newest request but so many is sent once more, maybe in another session; -1 for none.
+        kept: this many turns are left of the history, where it is condensed.
+        again: the team's newest request but this many is sent once more, maybe in another session; -1 for none.
     """
 
     team: str

@@ -153,7 +153,7 @@ def test_refused_requests_can_be_left_out(window_type: str) -> None:
 
 
 def test_a_log_remembers_a_bounded_number() -> None:
-    """A sliding_log keeps at most count_to times, and says so many at most, without losing the verdict."""
+    """A sliding_log keeps at most count_to times, and says this many at most, without losing the verdict."""
     hit = make_hit("sliding_log", count_to=4)
     state: bytearray | None = None
 

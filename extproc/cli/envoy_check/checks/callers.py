@@ -11,13 +11,13 @@ from extproc.cli.envoy_check.needs import Needs
 
 MARKS = ("x-fairvisor-warning", "x-loopguard-steered", "x-loopguard-narrowed")
 _MULTIPLIERS = ("x-envoy-retry-on", "x-envoy-max-retries")
-_NOBODY = "internal_address_config: {cidr_ranges: [{address_prefix: 0.0.0.0, prefix_len: 32}]}"
+_NO_NETWORK = "internal_address_config: {cidr_ranges: [{address_prefix: 0.0.0.0, prefix_len: 32}]}"
 _EXPLICIT = (1, 36)
-"""Of this Envoy on, nobody is internal who is not said to be."""
+"""Of this Envoy on, no address is internal unless it is configured."""
 
 
 def check_address(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
-    """Where X-Forwarded-For is believed, a client is whoever it says, and somebody new with every request."""
+    """Where X-Forwarded-For is believed, a client can claim any address, and another one with every request."""
     manager = guard.manager.place
     place = manager.get("use_remote_address")
     if place.flag() or manager.get("original_ip_detection_extensions").is_there or not needs.reads("ip:"):
@@ -36,13 +36,13 @@ def check_envoy_headers(guard: Guard, _: Needs, resources: Resources) -> Iterato
     ranges = [item.get("address_prefix").text() for item in place.get("cidr_ranges").items()]
     multiplies = "can make Envoy send one counted request many times, with x-envoy-retry-on and x-envoy-max-retries"
     if ranges and not all(prefix == "0.0.0.0" for prefix in ranges):  # noqa: S104  # recognised, not bound
-        yield note("envoy-headers", place, f"a client in {', '.join(ranges)} {multiplies}", _NOBODY)
+        yield note("envoy-headers", place, f"a client in {', '.join(ranges)} {multiplies}", _NO_NETWORK)
     elif place.is_there and not ranges:
-        yield Finding("envoy-headers", place, f"a client in a private network {multiplies}", _NOBODY)
+        yield Finding("envoy-headers", place, f"a client in a private network {multiplies}", _NO_NETWORK)
     elif not place.is_there and resources.version is None:
-        yield note("envoy-headers", place, f"before Envoy 1.36, a client in a private network {multiplies}", _NOBODY)
+        yield note("envoy-headers", place, f"before Envoy 1.36, a client in a private network {multiplies}", _NO_NETWORK)
     elif not place.is_there and resources.version is not None and resources.version < _EXPLICIT:
-        yield Finding("envoy-headers", place, f"a client in a private network {multiplies}", _NOBODY)
+        yield Finding("envoy-headers", place, f"a client in a private network {multiplies}", _NO_NETWORK)
 
 
 def check_marks(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
