@@ -1,7 +1,7 @@
 """Overrides: what operators have ordered about callers, sessions, loops and tools, each until its end.
 
-A request asks an index in memory, once for each combination of fields that overrides name, whatever their number. It is not asked
-where there are none. Time is an argument, in seconds since 1970.
+Where there are any, a request asks an index in memory, once for each combination of fields that overrides name, whatever their
+number. Time is an argument, in seconds since 1970.
 """
 
 from __future__ import annotations

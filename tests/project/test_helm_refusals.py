@@ -185,7 +185,7 @@ PROBLEMS: list[tuple[Values, str]] = [
     ),
     row(
         with_policies(policy("a", {"pathPrefix": "/"}), kill_switches=[{"scope_key": "ip:asn", "scope_value": "64496"}]),
-        "policies.bundle: Loopguard cannot derive ip:asn, so kill_switches[0] stops no caller: take it out, or accept that "
+        "policies.bundle: Loopguard cannot derive ip:asn, so kill_switches[0] stops no caller: take it out, or accept that",
         "with settings.allowUnenforced=true.",
     ),
     row(
