@@ -1,4 +1,4 @@
-"""What was worked out of late is known, and bounded."""
+"""Recent results are remembered, and their number is bounded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_what_is_asked_for_again_and_again_stays(asked: Sequence[int], most: int
         assert len(memo) <= 2 * most
 
 
-def test_what_nobody_asks_for_is_forgotten() -> None:
+def test_what_is_not_asked_for_is_forgotten() -> None:
     """As many others as two generations hold take its place."""
     memo: Memo[int, int] = Memo(3)
     for key in range(7):

@@ -283,7 +283,7 @@ def test_a_deleted_file_keeps_the_last_good(place: Place, caplog: pytest.LogCapt
 def test_whatever_a_change_provokes_the_last_good_stays(
     place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even an error that nobody foresaw is a failed reload, not the end of reloading."""
+    """Even an unforeseen error is a failed reload, not the end of reloading."""
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError("unforeseen")
@@ -302,7 +302,7 @@ def test_whatever_a_change_provokes_the_last_good_stays(
 
 
 def test_what_is_no_regular_file_is_refused(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    """A FIFO among the files is an error of the reload, which does not wait for somebody to write into it."""
+    """A FIFO among the files is an error of the reload, which does not wait for a writer."""
     place.write(guard())
     place.start()
     os.mkfifo(place.folder / "q.json")
@@ -342,7 +342,7 @@ def test_a_file_system_that_never_answers_is_a_failed_reload(
 
 
 def test_parts_that_are_not_enforced_are_refused_in_a_reload(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody loses a limit through a reload either, unless the server was told to go on without it."""
+    """No limit is lost through a reload either, unless the server was told to continue without it."""
     item = guard("q")
     item["spec"]["circuit_breaker"] = {"enabled": True}
     place.write(guard())

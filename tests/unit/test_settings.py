@@ -78,7 +78,7 @@ def test_the_table_below_has_every_setting() -> None:
 
 
 def test_a_password_comes_from_the_environment_alone() -> None:
-    """A secret has a variable and no flag: everybody on the machine can read a command line."""
+    """A secret has a variable and no flag: every user of the machine can read a command line."""
     settings = given(STORE_PASSWORD="secret")  # noqa: S106  # made up
 
     assert settings.store_password == "secret"

@@ -82,7 +82,7 @@ def seen() -> Seen:
     return found
 
 
-def test_without_its_file_nobody_knows_it() -> None:
+def test_without_its_file_it_is_unknown() -> None:
     """What the tests below see is the file's doing."""
     with pytest.raises(NotCounted, match="no_messages"):
         open_conversation(Document(b'{"dialogue": [{"by": "you", "says": "Get in."}]}'))

@@ -330,7 +330,7 @@ def test_a_content_is_one_to_the_sdk() -> None:
 
 
 def test_anthropic_on_bedrock_is_answered_in_its_own_language() -> None:
-    """Other models on Bedrock have languages of their own, so nobody answers in their place."""
+    """Other models on Bedrock have other formats, so no answer is made for them."""
     path, body = "/model/m/invoke", b'{"anthropic_version": "bedrock-2023-05-31"}'
 
     assert read_answer(complete(path, body))["content"] == [{"type": "text", "text": MESSAGE}]
@@ -339,7 +339,7 @@ def test_anthropic_on_bedrock_is_answered_in_its_own_language() -> None:
 
 
 def test_ollama_streams_unless_told_otherwise() -> None:
-    """Lines, each of which the SDK knows; a path like its own is somebody else's where no model is named."""
+    """Each line is one that the SDK can parse; on a path like Ollama's, a body without a model is not answered."""
     import ollama
 
     whole = ollama.ChatResponse.model_validate(read_answer(complete("/api/chat", BODY)))
@@ -371,7 +371,7 @@ def test_ollama_streams_unless_told_otherwise() -> None:
     ],
 )
 def test_what_cannot_be_answered_is_refused(path: str, content: bytes | None) -> None:
-    """The API is not known, or does not say such things, or nobody knows whether a stream is wanted."""
+    """The API is unknown, or has no such answers, or it is unclear whether a stream is wanted."""
     assert complete(path, content) is None
 
 

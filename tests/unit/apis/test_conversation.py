@@ -315,7 +315,7 @@ def test_other_parts_have_names_of_their_own(one: object, rest: object, same: bo
 
 
 def both_ways(text: str | bytes) -> tuple[dict[str, object], dict[str, object]]:
-    """What every similarity says: alone, and where all of them share a body that somebody has decoded as a whole."""
+    """The verdict of every similarity: alone, and where all share a body that was already decoded as a whole."""
     data = text if isinstance(text, bytes) else text.encode()
     shared = Document(data)
     with suppress(NotCounted):
@@ -326,7 +326,7 @@ def both_ways(text: str | bytes) -> tuple[dict[str, object], dict[str, object]]:
 
 @pytest.mark.parametrize("name", BODIES)
 def test_who_else_looks_does_not_matter(name: str) -> None:
-    """A similarity says the same about a body whether or not somebody else had the whole of it decoded."""
+    """The verdict on a body does not depend on whether the whole of it was decoded before."""
     alone, shared = both_ways(BODIES[name])
 
     assert alone == shared

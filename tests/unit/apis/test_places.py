@@ -256,7 +256,7 @@ def test_what_stands_beside_does_not_matter(body: str) -> None:
     ],
     ids=lambda body: body[:60],
 )
-def test_where_nobody_can_tell_there_is_no_place(body: str) -> None:
+def test_where_it_is_unclear_there_is_no_place(body: str) -> None:
     """No text and no result: a note is not put anywhere."""
     assert locate(body.encode()) == []
 

@@ -258,7 +258,7 @@ WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
         in_parts({f"{HOST}/retry_policy": RETRIES, f"{HOST}/per_request_buffer_limit_bytes": 0, KEPT[1]: 1_000}),
         *KEPT,
     ),
-    "a failure mode that nobody chose": (drop(f"{FILTER}/failure_mode_allow"), "failure-mode", f"{FILTER}/failure_mode_allow"),
+    "a failure mode that was not set": (drop(f"{FILTER}/failure_mode_allow"), "failure-mode", f"{FILTER}/failure_mode_allow"),
     "no time for throttles": (drop(f"{FILTER}/max_message_timeout"), "message-timeout", f"{FILTER}/max_message_timeout"),
     "little time for throttles": (
         put(f"{FILTER}/max_message_timeout", "30s"),
@@ -331,11 +331,11 @@ NOTES: dict[str, tuple[Edit, str]] = {
         ),
         "buffer-limit",
     ),
-    "a limit that nobody tells": (in_parts({f"{FILTER}/grpc_service/initial_metadata": []}), "told-limit"),
+    "a limit that is not passed on": (in_parts({f"{FILTER}/grpc_service/initial_metadata": []}), "told-limit"),
     "Envoy's own window": (drop(f"{MANAGER}/http2_protocol_options"), "http2-window"),
-    "an address that anybody chooses": (drop(f"{MANAGER}/use_remote_address"), "client-address"),
+    "an address that clients can choose": (drop(f"{MANAGER}/use_remote_address"), "client-address"),
     "no networks, in an Envoy of unknown age": (drop(f"{MANAGER}/internal_address_config"), "envoy-headers"),
-    "networks that somebody means": (
+    "networks that are set on purpose": (
         put(f"{MANAGER}/internal_address_config", {"cidr_ranges": [{"address_prefix": "10.0.0.0", "prefix_len": 8}]}),
         "envoy-headers",
     ),
@@ -510,7 +510,7 @@ def test_what_answers_cost_is_told() -> None:
     assert found(yaml.safe_load(bootstrap(COSTS)), COSTS) == []
 
 
-def test_nobody_tells_how_requests_end() -> None:
+def test_without_access_logs_costs_stay_estimates() -> None:
     """Without an access log that goes to the cluster which the filter asks, costs stay as they were estimated."""
     document = yaml.safe_load(bootstrap(COSTS))
     log = f"{MANAGER}/access_log"
@@ -531,7 +531,7 @@ def test_nobody_tells_how_requests_end() -> None:
     ],
     ids=["off for events", "off for JSON", "no filter for events"],
 )
-def test_tokens_that_nobody_reads_are_estimated(edit: Edit) -> None:
+def test_tokens_that_are_not_read_are_estimated(edit: Edit) -> None:
     """That may be meant: a filter that is missing, or off on a guarded route, is a note."""
     document = yaml.safe_load(bootstrap(COSTS))
     edit(document)
@@ -565,7 +565,7 @@ def keyed(*keys: str, **selector: object) -> Json:
 
 
 NEEDS: dict[str, tuple[Json, list[Edit], list[str]]] = {
-    "claims that nobody verifies": (keyed("jwt:org"), [], ["jwt"]),
+    "claims that are not verified": (keyed("jwt:org"), [], ["jwt"]),
     "claims": (keyed("jwt:org"), [with_jwt(0, payload_in_metadata="claims")], []),
     "claims that come too late": (keyed("jwt:org"), [with_jwt(1, payload_in_metadata="claims")], ["jwt"]),
     "claims that are not kept": (keyed("jwt:org"), [with_jwt(0)], ["jwt"]),
@@ -704,7 +704,7 @@ static_resources:
   clusters:
     name: models
 """
-"""As Envoy's own page on edges advises: small limits, and a filter of somebody else. Lists of one are no lists."""
+"""As Envoy's own page on edges advises: small limits, and a filter of another vendor. Lists of one are no lists."""
 
 
 def test_an_edge_with_small_limits_would_break_uploads() -> None:
@@ -729,7 +729,7 @@ def test_an_edge_with_small_limits_would_break_uploads() -> None:
     ]
 
 
-def test_somebody_elses_envoy_guards_nothing() -> None:
+def test_an_envoy_without_loopguard_guards_nothing() -> None:
     """An Envoy that knows nothing of Loopguard is one finding, and what it needs is named."""
     made = report(theirs(good()))
 

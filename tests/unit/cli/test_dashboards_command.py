@@ -24,7 +24,7 @@ def test_it_writes_what_the_chart_installs(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_it_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file that somebody has changed stays, and nothing else is written either, until --force is given."""
+    """If a file has been changed, it stays and no other file is written, unless --force is given."""
     rules = tmp_path / FILES[1]
     rules.write_text("mine")
 

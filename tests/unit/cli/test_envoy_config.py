@@ -161,7 +161,7 @@ TLS_FILES = ["--endpoint-cert", "c", "--endpoint-key", "k", "--endpoint-ca", "a"
     ],
 )
 def test_half_of_tls_is_told(flags: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Envoy would trust anybody, or nobody it, without the others: what is missing is named."""
+    """Alone they would leave a side unverified: Envoy would trust any server, or no server Envoy. What is missing is named."""
     code = main(["envoy-config", "--policy", str(SAMPLE), "--upstream", UPSTREAM, *flags])
 
     assert (code, capsys.readouterr().err) == (2, f"loopguard: {line}\n")

@@ -251,7 +251,7 @@ def test_one_line_of_another_century_spoils_nothing(tmp_path: Path, capsys: pyte
 
 
 def test_a_body_that_was_not_recorded_is_not_made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a body's sums an exact detector counts, others and keys in the body do not (`no_body`); without sums nobody does."""
+    """With checksums alone an exact detector counts and others do not (`no_body`); without checksums no detector counts."""
     document = bundle(
         policy("exact", ANY, **USER),
         policy("turns", ANY, similarity="turns", **USER),

@@ -132,10 +132,10 @@ def test_the_advice_is_the_most_that_touches_few() -> None:
             "touches more than 2 of 200 callers (1%); 4 within 60 s touches 40",
         ),
     ],
-    ids=["nothing", "everybody"],
+    ids=["no loops", "too many callers"],
 )
 def test_there_may_be_no_advice(pairs: list[WindowPair], said: str) -> None:
-    """Where nothing loops, or everybody does, nothing is recommended, and it is said why."""
+    """If no request loops, or every pair affects too many callers, nothing is recommended, and the reason is given."""
     advice = recommend(pairs, 5_000, 200, 1.0)
 
     assert advice.pair is None
@@ -143,7 +143,7 @@ def test_there_may_be_no_advice(pairs: list[WindowPair], said: str) -> None:
 
 
 def test_little_traffic_is_said_to_be_little() -> None:
-    """One caller may always be touched, and of a few requests nobody should conclude much."""
+    """One caller may always be affected, and few requests allow few conclusions."""
     advice = recommend([WindowPair(60, 3, 5, 1)], 50, 3, 1.0)
 
     assert advice.pair == WindowPair(60, 3, 5, 1)
@@ -154,7 +154,7 @@ def test_little_traffic_is_said_to_be_little() -> None:
     ("flags", "said"),
     [
         ((), "several policies act; choose one with --id: p, q, turns"),
-        (("--id", "nobody"), "--id must name one of the policies that act: p, q, turns"),
+        (("--id", "unknown"), "--id must name one of the policies that act: p, q, turns"),
         (("--id", "turns"), "has no window to tune: turns finds loops in the request itself"),
         (("--id", "q"), "--detector must name one of these detectors of q: a, b"),
         (("--id", "p", "--windows", "0"), "--windows must be up to 12 numbers between 1 and"),

@@ -143,7 +143,7 @@ _HOSTILE = {
 
 @pytest.mark.parametrize("name", _HOSTILE)
 def test_no_text_is_too_much(name: str) -> None:
-    """Whatever somebody writes, an answer comes, and the same one twice."""
+    """Any text gets an answer, and the same one twice."""
     assert action(_HOSTILE[name]) == action(_HOSTILE[name])
 
 

@@ -372,7 +372,7 @@ def test_what_is_ignored_for_one_detector_is_there_for_the_next() -> None:
     ],
 )
 def test_too_much_of_anything_is_not_looked_into(data: bytes, counted: bool) -> None:
-    """Past a bound the body is not counted, under the reason inspect_limit, each time that somebody asks; up to it it is."""
+    """Past a bound the body is not counted, each time for the reason inspect_limit; up to the bound it is."""
     document = Document(data)
 
     for _ in range(2):
@@ -459,7 +459,7 @@ def test_a_body_is_the_same_wherever_its_bytes_lie(data: bytes) -> None:
 
 
 def test_a_body_that_is_not_json_stays_so() -> None:
-    """Whoever asks first, everybody gets the same answer."""
+    """Every reader gets the same error."""
     document = Document(b"nope")
 
     for _ in range(2):

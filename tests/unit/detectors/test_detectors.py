@@ -308,7 +308,7 @@ def test_messages_of_another_type_do_not_hide_a_loop(data: bytes) -> None:
     assert sample(service, "fail_open_total", reason="internal_error") == 0
 
 
-def test_a_request_that_nobody_counts_is_uncounted_once() -> None:
+def test_a_request_that_is_not_counted_is_uncounted_once() -> None:
     """A policy with two detectors did not count one request, not two."""
     service = make_service(several("p", {}, CANONICAL))
 
@@ -648,7 +648,7 @@ def test_callers_named_in_the_body_count_apart() -> None:
 
 @pytest.mark.parametrize("loop", [{}, {"body": "ignore"}, CANONICAL, TAIL, CALLS])
 def test_a_body_too_large_to_inspect_never_merges_callers(loop: dict[str, Any]) -> None:
-    """Whose request it is cannot be known, so nobody counts it, whatever is compared."""
+    """The caller is not known, so no detector counts the request, whatever it compares."""
     made = several("p", loop | {"max_inspect_bytes": 100}, limit_keys=["body:/user"])
     service = make_service(made)
 
@@ -819,7 +819,7 @@ class _Raising(Similarity):
 
 @pytest.mark.sources  # compiled classes have no interpreted subclasses
 @pytest.mark.parametrize(("mode", "reason"), [("enforce", "internal_error"), ("shadow", "shadow_error")])
-def test_a_detector_that_raises_stops_nobody_else(mode: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_detector_that_raises_stops_no_other(mode: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     """Its neighbours in the same policy and in others still count and refuse the loop; each failure is counted and logged."""
     service = make_service(with_spec(several("bad", TAIL, {}), mode=mode), policy("good", ANY))
     service.engine.plans[0].detectors[0].similarity = _Raising(LoopDetection())
@@ -990,7 +990,7 @@ def test_trailers_end_a_streamed_body() -> None:
 
 
 def test_a_streamed_body_past_the_limit_is_not_kept() -> None:
-    """What nobody will look into is let go of at once, and is not counted by whoever would have looked."""
+    """What will not be inspected is released at once, and is not counted by the detector that would have inspected it."""
     service = make_service(several("p", TAIL | {"max_inspect_bytes": 100}, {}))
     stream = Stream(service)
     receive(stream, headers(mode="STREAMED"))
@@ -1010,7 +1010,7 @@ def test_a_streamed_body_past_the_limit_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("made", [policy("p", ANY), policy("p", ANY, body="ignore")])
-def test_where_nobody_looks_nothing_is_kept(made: dict[str, Any]) -> None:
+def test_a_body_that_is_not_inspected_is_not_kept(made: dict[str, Any]) -> None:
     """A body that only its checksum is taken of is never held in memory."""
     service = make_service(made)
     stream = Stream(service)
@@ -1219,7 +1219,7 @@ def test_the_refusal_of_calls_names_the_tool_alone() -> None:
 
 
 @pytest.mark.parametrize("content_length", ["7" * 700, "9" * 5_000])
-def test_a_content_length_that_nobody_could_send_is_not_believed(content_length: str) -> None:
+def test_an_impossible_content_length_is_not_believed(content_length: str) -> None:
     """A number of hundreds of digits is no length; the request is counted by the body that comes."""
     service = make_service(policy("p", ANY))
 
@@ -1230,7 +1230,7 @@ def test_a_content_length_that_nobody_could_send_is_not_believed(content_length:
     assert sample(service, "fail_open_total", reason="internal_error") == 0
 
 
-def test_a_body_that_was_cut_off_is_counted_in_shadow_by_nobody_either() -> None:
+def test_a_body_that_was_cut_off_is_not_counted_in_shadow_either() -> None:
     """What is not known whole is not compared, whether the policy acts or only watches."""
     check = make_engine(policy("s", ANY, mode="shadow"), policy("e", ANY)).prepare(HttpRequest("POST", "/", "host"))
     assert check is not None
@@ -1259,7 +1259,7 @@ def test_ids_that_are_null_or_numbers_hide_no_loop(turn: dict[str, Any]) -> None
     assert status(reply) == 429
 
 
-def test_a_shadow_policy_that_needs_the_body_keeps_nobody_waiting() -> None:
+def test_a_shadow_policy_that_needs_the_body_keeps_no_request_waiting() -> None:
     """A policy that does without bodies decides on the headers, with a shadow policy beside it as without."""
     live = policy("e", ANY, body="ignore")
     alone, beside = make_service(live), make_service(live, policy("s", ANY, mode="shadow", **TAIL))

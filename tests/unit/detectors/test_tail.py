@@ -206,7 +206,7 @@ def test_what_matters_and_what_does_not(one: dict[str, Any], other: dict[str, An
     assert (compared(one) == compared(other)) is same
 
 
-def test_so_many_messages_are_compared_as_the_policy_says() -> None:
+def test_the_policy_says_how_many_messages_are_compared() -> None:
     """With `tail_messages` of n the nth newest message matters and the one before it does not; three is the default."""
     said = [user(f"message {number}") for number in range(6)]
 
@@ -305,7 +305,7 @@ def test_what_follows_another_response_is_another_request(given: object) -> None
 
 
 def test_a_conversation_that_the_server_goes_on_with_has_no_end_here() -> None:
-    """Nobody but the server knows what came before, so nothing is compared."""
+    """Only the server knows what came before, so nothing is compared."""
     with pytest.raises(NotCounted, match="no_history"):
         Tail(LoopDetection(similarity="tail")).compare(Document(b'{"conversation":"c","input":"continue"}'))
 

@@ -550,7 +550,7 @@ def test_only_results_are_no_word_of_the_users(blocks: list[dict[str, Any]], loo
     ("role", "looping"), [("system", False), ("developer", False), ("user", False), ("assistant", True), ("tool", True)]
 )
 def test_text_of_any_role_behind_results_is_new(role: str, looping: bool) -> None:
-    """Whoever says something starts anew, but for the model and its tools."""
+    """A message of any role starts the history anew, except one of the model or its tools."""
     value = as_chat([User(), (_A,), (_A,), (_A,)])
     value["messages"].insert(-2, {"role": role, "content": "note"})
 
@@ -580,7 +580,7 @@ def test_what_a_harness_wraps_beside_a_result_is_not_said(text: str, looping: bo
 
 
 def test_a_user_who_speaks_in_tags_is_one() -> None:
-    """Beside no result there is nobody but the user."""
+    """Where no result stands beside it, only the user can have written it."""
     value = as_chat([User(), (_A,), (_A,), Says("What now?"), User("<task>Go on.</task>"), (_A,)])
 
     assert verdict(value, loop()) is None
@@ -639,7 +639,7 @@ def test_what_was_answered_is_no_loop(shape: Shape) -> None:
 
 @pytest.mark.parametrize("order", ["reversed", "twice", "early", "alone"])
 def test_results_in_any_order(order: str) -> None:
-    """Results find their calls by id, in whatever order, and those of no call are nobody's."""
+    """Results find their calls by id, in any order; those without a call are ignored."""
     value = as_chat([User(), *[(_A, _B)] * 3])
     messages = value["messages"]
     if order == "reversed":
@@ -649,7 +649,7 @@ def test_results_in_any_order(order: str) -> None:
     elif order == "early":
         messages.insert(0, {"role": "tool", "tool_call_id": "call_1_0", "content": "early"})
     else:
-        messages.append({"role": "tool", "tool_call_id": "nobody", "content": "alone"})
+        messages.append({"role": "tool", "tool_call_id": "unknown", "content": "alone"})
 
     found = verdict(value, loop())
 
@@ -659,7 +659,7 @@ def test_results_in_any_order(order: str) -> None:
 
 @every_shape
 def test_a_history_is_read_no_further_than_a_loop_needs(shape: Shape) -> None:
-    """One that is longer than anybody looks at loops all the same."""
+    """A history longer than what is inspected is found to loop all the same."""
     events: list[Event] = [(Called(f"f{number}", {}),) for number in range(MAX_STEPS)]
 
     found = verdict(shape([*events, (_A,), (_A,), (_A,)]), loop())

@@ -218,7 +218,7 @@ _VOLATILE = (
     st.binary(min_size=4, max_size=32).map(bytes.hex),
     st.integers(10**7, 10**13).map(str),
 )
-_PATHS = st.from_regex(r"/tmp/[a-z0-9_.-]{1,12}(/[a-z0-9]{1,8})?", fullmatch=True)  # noqa: S108  # nobody opens it
+_PATHS = st.from_regex(r"/tmp/[a-z0-9_.-]{1,12}(/[a-z0-9]{1,8})?", fullmatch=True)  # noqa: S108  # never opened
 _NUMBERED = ["line {}", "Line: {}", "Step {}/20", "pid={}", "port: {}", '"id": {}', "x/a.py:{}"]
 
 
@@ -271,7 +271,7 @@ def test_thoughts_among_arguments_do_not_matter(key: str) -> None:
 
 @pytest.mark.parametrize("key", ["description", "goal", "summary", "timeout", "yield_time_ms"])
 def test_what_is_said_about_a_command_does_not_matter(key: str) -> None:
-    """What it is for, and how long somebody waits for it, is worded anew; elsewhere the same words may be all that is done."""
+    """The description or timeout of a command may be worded anew; in a call without a command they may be all that it does."""
 
     def call(**arguments: object) -> list[Did]:
         return [Did((("f", {**arguments, key: f"word {n}"}),), ("nothing",)) for n in range(3)]
@@ -361,7 +361,7 @@ def test_what_a_harness_injects_is_no_part_of_a_result() -> None:
 
 @pytest.mark.parametrize("tag", ["browser_state", "observation", "function_results", "feedback", "user_query"])
 def test_what_came_back_in_tags_is_a_result(tag: str) -> None:
-    """Text beside a result whose tag says that something came back, or that somebody speaks, is news."""
+    """Text beside a result is new where its tag says that something came back, or names a speaker."""
     turns = [Did((("scroll", {}),), ("Scrolled.",), user=f"<{tag}>page {n}</{tag}>") for n in range(3)]
 
     assert verdict(as_anthropic(turns)) is None
@@ -391,7 +391,7 @@ def test_environment_details_are_no_part_of_a_text_result() -> None:
 
 @pytest.mark.parametrize("write", [as_chat, as_anthropic, WRITERS["text, fence"]])
 def test_what_a_harness_puts_into_a_result_is_no_part_of_it(write: Write) -> None:
-    """Some join it with what came back, at the end or in the middle; what is not closed is somebody's text."""
+    """Some clients join it with the result, at the end or in the middle; a tag that is not closed is part of the text."""
 
     def stuck(start: str, end: str, rest: str = "") -> Repeat | None:
         texts = [f"3 failed{start}Open: a.py, {n} tokens{end}{rest}" for n in range(3)]
@@ -584,8 +584,8 @@ def test_results_whose_calls_the_server_keeps_are_compared_alone(write: Write, p
     assert said(*["ok", "3 failed"] * 4) == [None] * 8
 
 
-def test_a_user_who_repeats_himself_in_a_thread_is_no_loop() -> None:
-    """Where only what the user says is shown, nobody knows what was done."""
+def test_a_user_who_repeats_a_message_in_a_thread_is_no_loop() -> None:
+    """A request that shows only the user's words does not show what was done."""
     requests = [json.dumps({"previous_response_id": f"r{n}", "input": "yes"}).encode() for n in range(5)]
     asked = [
         json.dumps({"previous_response_id": f"r{n}", "input": [{"role": "user", "content": "yes"}]}).encode() for n in range(5)

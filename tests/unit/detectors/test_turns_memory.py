@@ -97,8 +97,8 @@ def say_all(detector: Turns, data: bytes) -> list[str]:
 
 @settings(deadline=None)
 @given(st.lists(_BODIES, min_size=1, max_size=4), st.permutations(DETECTORS))
-def test_what_was_seen_of_late_changes_nothing(bodies: list[bytes], detectors: list[Turns]) -> None:
-    """Whoever has sent what before, and whatever the other policies say, each body has the outcome that it has alone."""
+def test_what_was_seen_recently_changes_nothing(bodies: list[bytes], detectors: list[Turns]) -> None:
+    """Whatever other callers sent before, and whatever other policies compare, each body has the outcome that it has alone."""
     fresh = []
     for data in bodies:
         for detector in DETECTORS:
@@ -147,7 +147,7 @@ def test_policies_that_take_other_arguments_for_thoughts_share_nothing() -> None
 
 @pytest.mark.parametrize(("length", "known"), [(768, 1), (769, 0)])
 def test_long_texts_are_not_remembered(length: int, known: int) -> None:
-    """Nobody fills the memory with what an assistant says: the bound is on bytes."""
+    """A long text of an assistant cannot fill the memory: the bound is in bytes."""
     forget()
     text = "\u00e9" * (length // 2) + "x" * (length % 2)
 
@@ -161,7 +161,7 @@ def test_long_texts_are_not_remembered(length: int, known: int) -> None:
     ("line", "known"), [("7 ms, " * 15, 1), ("7 ms, " * 16, 0), ("7 ms" + " " * 508, 1), ("7 ms" + " " * 509, 0)]
 )
 def test_long_lines_and_those_of_many_parts_are_not_remembered(line: str, known: int) -> None:
-    """Nobody fills the memory with lines either; they are normalised alike."""
+    """Long lines cannot fill the memory either; they are normalised the same way."""
     forget()
 
     assert normalize(line) == normalize(line) == line.replace("7 ms", "#")

@@ -43,7 +43,7 @@ def say(body: dict[str, Any], role: str, text: str) -> dict[str, Any]:
 
 @every_writer
 def test_words_behind_a_result_lead_back(write: Write) -> None:
-    """Whoever speaks behind the newest results is heard, under `turns`, and the same request without him stays refused."""
+    """Under `turns`, text after the newest results lets the agent continue; the same request without it stays refused."""
     guard = Guard(similarity="turns")
 
     assert send(guard, write([STUCK] * 3)) == "reject"
@@ -59,12 +59,12 @@ def test_a_message_of_any_role_leads_back(write: Write, role: str, similarity: s
     guard = Guard(similarity=similarity)
 
     assert send(guard, write([STUCK] * 3)) == "reject"
-    assert send(guard, say(write([STUCK] * 3), role, "I was stopped. Let me ask somebody who knows.")) == "allow"
+    assert send(guard, say(write([STUCK] * 3), role, "I was stopped. Let me ask for help.")) == "allow"
 
 
 @every_shape
 def test_the_beginning_of_the_next_answer_leads_nowhere(write: Write) -> None:
-    """A client may have the model go on with a word; that is no message of anybody's."""
+    """A client may start the model's answer with a word; that is not a new message."""
     guard = Guard(similarity="turns")
 
     assert send(guard, say(write([STUCK] * 3), "assistant", "{")) == "reject"

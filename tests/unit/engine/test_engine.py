@@ -48,7 +48,7 @@ FINE = Count(1, looping=False, cooldown_ms=0, span_ms=0)
 
 
 @pytest.mark.parametrize("user", ["ann", ""])
-def test_the_query_of_a_request_that_nobody_counts_is_not_read(user: str) -> None:
+def test_the_query_of_a_request_that_is_not_counted_is_not_read(user: str) -> None:
     """A request without its policy's limit keys costs nothing for its query, however many escapes that has."""
     engine = make_engine(policy("p", ANY, limit_keys=["header:x-user"]))
     request = get("/?" + "%41" * 9_000, **({"x_user": user} if user else {}))
@@ -218,7 +218,7 @@ def test_retry_after_is_when_the_same_request_passes(more: dict[str, Any], count
 def test_no_retry_after_is_too_early(  # what a window is made of
     window_type: str, window: int, threshold: int, cooldown: int, count_refused: bool, pauses: list[int]
 ) -> None:
-    """Whoever comes back as late as he was told to passes, whatever happened before."""
+    """A client that waits as long as its refusal said is let through, whatever happened before."""
     loop: dict[str, Any] = {
         "window_type": window_type,
         "window_seconds": window,

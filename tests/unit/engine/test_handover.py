@@ -513,7 +513,7 @@ UNENFORCED = {
 
 @pytest.mark.parametrize("part", UNENFORCED.values(), ids=UNENFORCED)
 def test_unenforced_parts_are_refused_unless_allowed(part: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody loses a limit silently: a drop-in policy with more than Loopguard does applies with --allow-unenforced alone."""
+    """No limit is lost silently: a policy with parts that Loopguard does not enforce applies only with --allow-unenforced."""
     strict, tolerant = make_service(), make_service(allow_unenforced=True)
     document = {"id": "p", "spec": {**policy("p", {})["spec"], **part}}
 

@@ -55,12 +55,12 @@ def find(policies: PolicySet, target: str = "/guarded", *, now: datetime = NOW, 
     ],
 )
 def test_a_switch_names_a_caller(key: str, value: str, request_with: dict[str, Any]) -> None:
-    """Each kind of descriptor tells whom a switch stops; its value is compared exactly."""
+    """Each kind of descriptor can select the caller that a switch stops; its value is compared exactly."""
     assert find(load(switch(key, value)), **request_with) == "0"
     assert find(load(switch(key, f"{value}x")), **request_with) is None
 
 
-def test_whoever_has_no_such_descriptor_is_not_stopped() -> None:
+def test_a_caller_without_the_descriptor_is_not_stopped() -> None:
     """Nothing is no value."""
     assert find(load(switch(), switch("jwt:org_id"), switch("query:q")), target="/guarded?q=") is None
 
@@ -90,7 +90,7 @@ def test_a_switch_ends_while_the_server_runs() -> None:
 
 
 def test_an_override_switches_them_off_while_it_holds() -> None:
-    """`kill_switch_override` spares everybody; when it ends, the switches act, without a reload."""
+    """`kill_switch_override` spares all callers; when it ends, the switches act, without a reload."""
     policies = load(switch(), kill_switch_override={"enabled": True, "reason": "drill", "expires_at": SOON})
 
     assert find(policies, x_user_id="bad") is None
@@ -99,7 +99,7 @@ def test_an_override_switches_them_off_while_it_holds() -> None:
 
 
 def test_a_query_that_takes_long_to_read_is_not_read() -> None:
-    """A hostile query stalls nobody: it counts as one without the parameter, which its client could have left out."""
+    """A hostile query delays no other request: it counts as one without the parameter, which its client could have left out."""
     policies = load(switch("query:q"))
 
     assert find(policies, "/guarded?q=bad") == "0"

@@ -1,4 +1,4 @@
-"""Whom a policy acts on while it is ramped up, without clock, store or socket."""
+"""Which callers a policy acts on while it is ramped up, without clock, store or socket."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def hit(engine: Engine, request: HttpRequest) -> Hit:
 
 @given(user=st.text(min_size=1), smaller=st.integers(1, 100), larger=st.integers(1, 100), seed=st.from_regex(r"\A[a-z]{1,9}\Z"))
 def test_a_larger_share_holds_every_smaller_one(user: str, smaller: int, larger: int, seed: str) -> None:
-    """Whoever is acted on at one percentage is acted on at every higher one, whatever the policy."""
+    """A caller that is acted on at one percentage is acted on at every higher one, whatever the policy."""
     smaller, larger = sorted((smaller, larger))
     request = HttpRequest("GET", "/", "host", {"x-user": user.encode("utf-8", "surrogatepass")})
 
@@ -81,7 +81,7 @@ def test_a_place_is_the_same_everywhere_and_for_good() -> None:
 
 
 def test_policies_choose_for_themselves_unless_they_share_a_seed() -> None:
-    """Nobody bears the first steps of every policy, and a policy under a new name may choose as the old one did."""
+    """The first steps of different policies reach different callers, unless a policy under a new name keeps the old seed."""
     users = [f"user-{number}" for number in range(400)]
 
     one, other, same = (
@@ -139,8 +139,8 @@ def test_callers_are_chosen_by_other_keys_than_they_are_counted_by() -> None:
     assert hits[0].key != hits[1].key
 
 
-def test_a_caller_who_has_none_of_the_keys_is_watched_until_everybody_is_acted_on() -> None:
-    """Whom nobody knows would be all in or all out; 100 percent leaves nobody out."""
+def test_a_caller_without_keys_is_watched_until_all_callers_are_acted_on() -> None:
+    """Callers without keys would all be in or all be out; at 100 percent all callers are in."""
     for percent in (1, 99):
         assert not acts_on(ramped(percent, ramp_by=["jwt:org"]), get(x_user="ann"))
     assert acts_on(ramped(100, ramp_by=["jwt:org"]), get(x_user="ann"))
@@ -158,7 +158,7 @@ def test_keys_that_a_caller_lacks_are_reported_once() -> None:
     ]
 
 
-def test_a_query_that_nobody_counts_chooses_nobody() -> None:
+def test_a_query_that_is_not_counted_chooses_no_caller() -> None:
     """What takes too long to read is not read to choose by it, either."""
     request = get(f"/?user=ann&{'a' * MAX_TARGET}")
     evaluation = ramped(99, limit_keys=["query:user"]).prepare(request)
@@ -168,7 +168,7 @@ def test_a_query_that_nobody_counts_chooses_nobody() -> None:
     assert request._pairs is None
 
 
-def test_a_ramp_that_fails_acts_on_nobody() -> None:
+def test_a_ramp_that_fails_acts_on_no_caller() -> None:
     """The error is reported, the caller is watched, and another policy acts on as it did."""
     engine = make_engine(
         policy("p", ANY, enforce_percent=99, limit_keys=[USER]), policy("q", ANY, limit_keys=[USER], action="warn")
@@ -185,7 +185,7 @@ def test_a_ramp_that_fails_acts_on_nobody() -> None:
 
 
 def test_shadow_mode_of_everything_knows_no_share() -> None:
-    """Where the whole server or bundle is in shadow, nobody is acted on."""
+    """Where the whole server or bundle is in shadow, no caller is acted on."""
     item = policy("p", ANY, enforce_percent=99, limit_keys=[USER])
 
     for engine in (make_engine(item, shadow=True), make_engine(item, global_shadow={"enabled": True})):
@@ -195,7 +195,7 @@ def test_shadow_mode_of_everything_knows_no_share() -> None:
 
 @pytest.mark.parametrize(("keep", "counts"), [(False, [1, 2, 1, 2]), (True, [1, 2, 3, 4])])
 def test_who_enters_starts_at_zero_or_brings_the_counts_along(keep: bool, counts: list[int]) -> None:
-    """From shadow over a share that leaves a caller out to one that takes it in, and to everybody."""
+    """From shadow, over a share without the caller to one with it, and then to all callers."""
     store, request = MemoryStore(Metrics(), 100), get(x_user="ann")
     shadow = policy("p", ANY, mode="shadow", limit_keys=[USER])
     steps = [make_engine(shadow), *(ramped(percent, keep_counts=keep) for percent in (28, 29, 100))]

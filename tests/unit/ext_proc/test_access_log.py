@@ -85,7 +85,7 @@ def test_a_stream_that_was_cut_off_has_the_prompt_it_told() -> None:
 
 @pytest.mark.parametrize("status", [400, 404, 429, 500, 503, 529])
 def test_errors_cost_nothing(status: int) -> None:
-    """Nobody bills a request that got an error."""
+    """A request that got an error is not billed."""
     entry = read(status=status)
 
     assert (entry.usage, entry.estimated, entry.failed) == (Usage(0, 0, 0, 0), False, status >= 500)
@@ -109,7 +109,7 @@ def test_a_client_that_hung_up_is_no_failure() -> None:
 
 
 def test_what_we_refused_is_said_to_be_refused() -> None:
-    """It is nobody's failure, whatever status a policy gives it."""
+    """It is not an upstream failure, whatever status a policy gives it."""
     entry = read(action="reject", status=503)
 
     assert (entry.refused, entry.failed) == (True, False)
@@ -125,7 +125,7 @@ def test_what_we_refused_is_said_to_be_refused() -> None:
     ],
 )
 def test_numbers_that_are_none_are_not_believed(told: dict[str, Any]) -> None:
-    """What an answer tells is what a model, or whoever plays one, wrote."""
+    """The numbers in an answer were written by a model, or by a server that poses as one."""
     entry = read(told=told)
 
     assert (entry.usage, entry.estimated, entry.model) == (Usage(1_000, 200, 0, 0), True, "")
@@ -216,7 +216,7 @@ UNKNOWN = b"\x98\x06\x01" + b"\x99\x06" + bytes(8) + b"\x9a\x06\x02\xff\xff" + b
 
 
 def test_what_else_envoy_tells_is_passed_over() -> None:
-    """Fields that nobody reads, of every type, in every message; and an entry's parts come in any order."""
+    """Fields that are not read, of every type, in every message; the parts of an entry come in any order."""
     told = {"model": "m", "input": 900, "output": 40}
     message = StreamAccessLogsMessage.FromString(log({"told": told, "upstream_remote_reset": True}))
     (entry,) = message.http_logs.log_entry

@@ -16,8 +16,8 @@ def use_up(budget: InspectionBudget, tenant: str, now: float, each: float = 0.05
     return looked
 
 
-def test_a_tenant_uses_up_his_own_time_alone() -> None:
-    """Past his burst nothing of his is looked into until time has passed; everybody else's is."""
+def test_a_tenant_uses_up_only_its_own_time() -> None:
+    """Past its burst none of its bodies is inspected until time has passed; those of other tenants are."""
     budget = InspectionBudget(0.0)
 
     greedy = use_up(budget, "greedy", 0.0)

@@ -229,7 +229,7 @@ def test_a_signed_body_stays_as_it_is(signature: dict[str, str], signed: bool) -
 
 
 def test_a_signature_in_the_query_is_one() -> None:
-    """As in a URL that was signed for somebody else."""
+    """As in a presigned URL."""
     with pytest.raises(NotEdited, match="signed_body"):
         steer(HttpRequest("POST", "/x?X-Amz-Signature=0&X-Amz-Date=1"), called(), "note", make_marks)
 

@@ -115,7 +115,7 @@ def test_a_body_is_looked_into_up_to_a_size(size: int, limit: int | None, counte
 
 
 def test_what_need_not_look_still_counts() -> None:
-    """A body that is too large to be looked into is counted byte for byte by whoever compares bytes."""
+    """A body that is too large to inspect is still counted byte for byte by a policy that compares bytes."""
     service = make_service(_looking("e", "enforce"), policy("plain", ANY))
     data = b"[" * 2 * MIB
 

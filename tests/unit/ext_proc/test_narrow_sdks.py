@@ -263,7 +263,7 @@ def test_ollama_does_without_tools(model: FakeModel) -> None:
     call: Any = {"function": {"name": "pay", "arguments": {"bill": "b"}}}
     messages: Any = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_name": "pay", "content": PAID}]
     tools: Any = [{"type": "function", "function": {"name": name, "parameters": _SCHEMA}} for name in _NAMES]
-    with pytest.raises(ollama.ResponseError):  # nobody answers as Ollama does
+    with pytest.raises(ollama.ResponseError):  # the refusal is not in Ollama's shape
         client.chat(model="m", messages=messages, tools=tools)
 
     some, none = [take_out(model.bodies["ollama"], *names, path="/api/chat") for names in (["pay"], [])]

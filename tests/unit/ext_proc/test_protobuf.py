@@ -64,7 +64,7 @@ def read(reader: Reader) -> list[tuple[int, int, object]]:
 
 
 def read_value(reader: Reader, kind: int) -> object:
-    """The field at hand; nobody reads fixed numbers of 32 bits."""
+    """The value of the current field; None for a fixed 32-bit number, which is not read."""
     if kind == VARINT:
         return reader.value
     if kind == DELIMITED:
@@ -84,7 +84,7 @@ def test_fields_are_read_as_they_were_written(fields: list[tuple[int, int, objec
 def test_a_message_in_a_message_is_entered_and_left(
     inside: list[tuple[int, int, object]], behind: list[tuple[int, int, object]]
 ) -> None:
-    """Its fields end where it does, and whoever leaves it early stands behind it as well."""
+    """Its fields end where it does, and a reader that leaves it early also continues after it."""
     message = field(1, b"".join(write(*each) for each in inside)) + b"".join(write(*each) for each in behind)
 
     for early in (False, True):
@@ -116,7 +116,7 @@ def test_a_varint_has_64_bits() -> None:
 
 
 def test_text_that_is_no_utf_8_is_readable() -> None:
-    """Whoever wrote it does not cost the others their message."""
+    """Text that is no UTF-8 does not make the rest of the message unreadable."""
     reader = Reader(field(1, b"gpt\xff4"))
     assert reader.read_tag() == 1 << 3 | DELIMITED
 

@@ -178,7 +178,7 @@ def test_a_throttled_request_makes_envoy_wait_first() -> None:
 
 
 def test_holds_are_bounded_in_all_and_per_tenant() -> None:
-    """Past a tenth of --max-throttled one tenant, and past all of it anybody, is rejected instead; closing frees the place."""
+    """Requests of a tenant past a tenth of --max-throttled are rejected, as are all past its total; closing frees a place."""
     service = make_service(policy("p", ANY, action="throttle", limit_keys=["header:x-a"]), max_throttled=10)
     tenants = [str(number) for number in range(11)]
     for tenant in tenants:
@@ -337,7 +337,7 @@ def test_an_error_forgets_a_refusal_and_no_body(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_full_duplex_takes_no_place_and_survives_an_overload() -> None:
-    """Uploads that are only handed back switch the guard off for nobody, and an overload loses none of them."""
+    """Uploads that are only handed back do not turn the guard off for other requests, and an overload loses none of them."""
     service = make_service(policy("p", {"pathExact": "/p"}), max_streams=1)
     open_ones: list[Stream] = []
     for _ in range(3):
@@ -386,7 +386,7 @@ def test_in_full_duplex_an_answer_is_handed_back(mode: str) -> None:
 
 
 def test_a_stream_that_carries_a_body_says_so() -> None:
-    """Whoever has to end it ends it with an error then: half a request is worse than none."""
+    """The transport must then end it with an error: half a request is worse than none."""
     service = make_service(policy("p", ANY))
     first = headers(**_DUPLEX)
     first.protocol_config.response_body_mode = MODES["FULL_DUPLEX_STREAMED"]  # type: ignore[assignment]  # open
@@ -421,7 +421,7 @@ _REPLACE = CommonResponse.CONTINUE_AND_REPLACE
         *((headers("/unmatched", mode=mode), True, CommonResponse.CONTINUE) for mode in ("BUFFERED", "STREAMED", "NONE", None)),
     ],
 )
-def test_envoy_collects_only_bodies_that_somebody_waits_for(message: ProcessingRequest, done: bool, status: int) -> None:
+def test_envoy_collects_only_bodies_that_a_policy_waits_for(message: ProcessingRequest, done: bool, status: int) -> None:
     """What it had collected in parts when the stream ends, it would send twice where it retries."""
     bodiless = [
         policy(name, {"pathExact": f"/{name}"}, body="ignore", action=action, threshold_identical_requests=2)
@@ -678,7 +678,7 @@ def test_overload_lets_requests_through_at_once() -> None:
 
 
 def test_stalled_uploads_do_not_keep_others_out() -> None:
-    """At --max-streams the upload that has waited longest goes on uncounted, and whoever comes is looked at."""
+    """At --max-streams the upload that has waited longest goes on uncounted, and new requests are inspected."""
     service = make_service(policy("p", ANY), max_streams=3)
     ended: list[int] = []
     stalled = [Stream(service) for _ in range(3)]
@@ -701,7 +701,7 @@ def test_stalled_uploads_do_not_keep_others_out() -> None:
 
 
 def test_a_stream_given_up_may_be_closed_at_once() -> None:
-    """Whoever owns the socket may close the stream while it is being told."""
+    """The owner of the socket may close the stream while it is being told."""
     service = make_service(policy("p", ANY), max_streams=1)
     first = Stream(service)
     first.on_given_up = first.close
@@ -789,7 +789,7 @@ def test_a_phase_from_the_future_ends_the_stream() -> None:
 
 
 def test_observability_mode_never_holds() -> None:
-    """Where Envoy does not wait, holding a stream would serve nobody."""
+    """Envoy does not wait, so holding a stream would have no effect."""
     service = make_service(policy("p", ANY, action="throttle"))
     message = headers(end=True)
     message.observability_mode = True

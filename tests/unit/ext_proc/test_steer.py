@@ -174,8 +174,8 @@ def told(**loop: Any) -> str:  # noqa: ANN401  # keys of loop_detection
     return last_text(steered(ask(make_service(policy("p", ANY, **{**TURNS, **loop})), looping(3))))
 
 
-def test_the_operator_may_say_it_in_his_own_words() -> None:
-    """Placeholders are filled in, and the marks stay: nobody takes the note for the tool's own words."""
+def test_operators_can_write_the_note_in_their_own_words() -> None:
+    """Placeholders are filled in, and the marks stay, so that the note is not taken for the tool's own words."""
     note = told(
         steer_note='Stop: {what} ({count}x {tools}, {policy}). {{Try}} "{reason}". {instead}',
         tools={"read_*": {"reason": " The file is gone. "}},
@@ -282,7 +282,7 @@ def test_what_cannot_have_a_note_gets_a_warning(messages: list[ProcessingRequest
 
 
 def test_who_only_looks_on_changes_nothing() -> None:
-    """In observability mode nobody reads the answer: it is a warning, and counted."""
+    """In observability mode the answer is not read: it is a warning, and counted."""
     first = headers(mode=None)
     first.observability_mode = True
 

@@ -60,7 +60,7 @@ OBSERVED = st.sampled_from([b"", b"\x50\x01"])
 CONFIG = st.sampled_from([b"", b"\x5a\x02\x08\x02"])
 USUAL = usual(HEADERS | BODIES, BESIDE, OBSERVED, CONFIG)
 
-# And what nobody sends.
+# And what Envoy never sends.
 WILD_HEADER = lengthy(st.just(1), fields(lengthy(st.sampled_from([1, 2, 3]), NAME | st.just(b"\xed\xa0\x80")), JUNK))
 WILD_HEADERS = lengthy(st.sampled_from([2, 2, 3]), fields(lengthy(st.just(1), fields(HEADER, WILD_HEADER)), HEADERS_END, JUNK))
 WILD_BODY = lengthy(st.sampled_from([4, 4, 5, 6]), fields(BODY, lengthy(st.just(1), st.binary(max_size=9)), BODY_END, JUNK))
@@ -166,7 +166,7 @@ def test_a_message_with_any_byte_changed_is_protobufs(whole: bytes) -> None:
 
 @pytest.mark.parametrize("whole", WHOLE, ids=["headers", "body"])
 def test_what_envoy_sends_is_read_by_hand(whole: bytes) -> None:
-    """Protobuf parses nothing of the usual shapes until somebody asks for what stands beside them."""
+    """Protobuf parses no message of the usual shape until a field is read that our parser leaves out."""
     message = parse_message(whole)
 
     assert message._parsed is None

@@ -70,7 +70,7 @@ Pages = Mapping[str, Callable[[], Page]]
 
 
 def make_admin(pages: Pages | None = None, metrics: Metrics | None = None, routes: Sequence[Route] = ()) -> AdminServer:
-    """An admin server with these pages and routes, which nobody has started."""
+    """An admin server with these pages and routes, not started yet."""
     shown = [route_page(path, make) for path, make in (pages or {}).items()]
     return AdminServer(make_app(metrics or Metrics(), [*shown, *routes]))
 
@@ -96,7 +96,7 @@ def made(settings: Settings) -> Server:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Server:
-    """A server with one policy, which nobody has started."""
+    """A server with one policy, not started yet."""
     file = tmp_path / "p.json"
     file.write_text(
         json.dumps(bundle(policy("p", {"pathExact": "/a"}, limit_keys=["jwt:a"]), expires_at="2999-01-01T00:00:00Z"))
@@ -213,14 +213,14 @@ def test_a_page_that_fails_says_so() -> None:
     assert json.loads(answers[0][2]) == {"error": "too deep"}
 
 
-def test_a_client_that_says_nothing_holds_nobody_up() -> None:
+def test_a_silent_client_delays_no_other() -> None:
     """The others are answered meanwhile."""
     with serving(make_admin()) as port, socket.create_connection(("127.0.0.1", port)):
         assert ask(port, "/metrics")[0] == 200
 
 
-def test_more_silent_clients_than_there_is_room_for_hold_nobody_up() -> None:
-    """Past the bound the client that has been silent longest is dropped, and whoever asks is answered."""
+def test_more_silent_clients_than_there_is_room_for_delay_no_other() -> None:
+    """Past the bound the client that has been silent longest is dropped, and a client that asks gets an answer."""
     with serving(make_admin()) as port, ExitStack() as clients:
         silent = [clients.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(300)]
         status = ask(port, "/metrics")[0]
@@ -302,7 +302,7 @@ def test_a_unix_socket_that_cannot_be_is_one_clear_error(tmp_path: Path) -> None
 
 
 def test_the_client_says_why_there_is_no_answer() -> None:
-    """Nobody listens, an unknown path, a page's own error, an answer that is no JSON: each is one clear line."""
+    """No server, an unknown path, a page's own error, an answer that is no JSON: each is one clear line."""
     pages: Pages = {"/down": lambda: Page(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "no store"})}
     messages = []
     with serving(make_admin(pages)) as port:

@@ -67,7 +67,7 @@ def counts_of(service: Service) -> dict[str, int]:
     return {name: count for name, count in state_of(service).counts.items() if count}
 
 
-# --- Who is compared with whom
+# --- Which policies are compared
 
 
 PAIRINGS: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]]]] = {
@@ -110,7 +110,7 @@ def test_who_is_compared(case: str) -> None:
 
 
 REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
-    "nobody": ([LIVE, shadow(canary_of="lvie")], "/policies/1/spec/canary_of", "there is no 'lvie'; did you mean 'live'?"),
+    "unknown": ([LIVE, shadow(canary_of="lvie")], "/policies/1/spec/canary_of", "there is no 'lvie'; did you mean 'live'?"),
     "itself": ([LIVE, shadow(canary_of="strict")], "/policies/1/spec/canary_of", "not this one"),
     "another shadow": (
         [LIVE, shadow("a", canary_of="strict"), shadow()],
@@ -122,12 +122,12 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
         "/policies/1/spec/canary_of",
         "belongs to a policy with mode shadow",
     ),
-    "one that acts on everybody": (
+    "one that acts on all callers": (
         [LIVE, policy("e", ANY, canary_of="live", enforce_percent=100)],
         "/policies/1/spec/canary_of",
         "belongs to a policy with mode shadow, or with an enforce_percent below 100; this one acts on all callers",
     ),
-    "nobody, for a share": (
+    "unknown, for a share": (
         [LIVE, policy("e", ANY, canary_of="lvie", enforce_percent=99, **USER)],
         "/policies/1/spec/canary_of",
         "there is no 'lvie'; did you mean 'live'?",
@@ -175,7 +175,7 @@ def test_both_verdicts_about_each_request() -> None:
 
 
 def test_a_candidate_that_acts_on_a_share_is_compared_on_the_others() -> None:
-    """On whom it acts already it is no question any more, and nothing is said to be missing there."""
+    """Requests of callers that it already acts on are not compared, and do not count as missed."""
     ramped = policy("strict", ANY, canary_of="live", enforce_percent=50, threshold_identical_requests=2, **USER)
     ramp = Ramp(50, compile_descriptors(USER["limit_keys"]), "strict")
     places = {name: ramp.find_place(HttpRequest("GET", "/", "", {"x-user-id": name.encode()})) for name in "abcdefgh"}
@@ -248,7 +248,7 @@ def test_what_is_decided_without_the_body_is_compared_with_what_needs_it(*, late
 
 
 def test_a_body_that_live_refuses_to_wait_for_is_not_compared() -> None:
-    """Once live has refused by the headers, nobody knows what the candidate would have made of the body."""
+    """Once live has refused by the headers, the candidate never sees the body, so there is nothing to compare."""
     service = make_service(policy("live", ANY, body="ignore", threshold_identical_requests=2, **USER), shadow())
     for _ in range(3):
         exchange(service, headers(x_user_id="ann"), body(b"{}"))
@@ -295,7 +295,7 @@ def test_a_comparison_that_fails_has_no_effect() -> None:
     assert service.metrics.registry.get_sample_value("loopguard_fail_open_total", {"reason": "shadow_error"}) == 4
 
 
-# --- Whom it would concern
+# --- Which callers it would affect
 
 
 def test_newly_refused_callers() -> None:
@@ -539,7 +539,7 @@ def test_turns_are_shown_as_explain_shows_them() -> None:
 
 
 def test_turns_that_cannot_be_read_are_left_out() -> None:
-    """Further back than a loop is looked for there may be more than anybody looks into: the turns up to there are shown."""
+    """Beyond the turns that a loop needs there may be more than can be inspected; the turns up to there are shown."""
     service = _sampling(bodies=True, similarity="turns", threshold_identical_requests=3)
     huge = {"role": "assistant", "content": [{"type": "text", "text": "x"}] * 6_000}
     document = as_chat([Did((("run", {}),), ("failed",))] * 20)
@@ -666,7 +666,7 @@ def _collect(sharing: Sharing) -> dict[str, list[State]]:
 
 
 def test_replicas_share_what_they_count() -> None:
-    """Whoever is asked knows what each has counted: its own up to now, the others' as they published it last."""
+    """Each replica knows what all of them have counted: its own counts up to now, the others' as last published."""
     store = MemoryStore(Metrics())
     first, second = make_service(LIVE, shadow()), make_service(LIVE, shadow())
     one, other = Sharing(first.pairs, store, "one"), Sharing(second.pairs, store, "other")
@@ -694,7 +694,7 @@ def test_replicas_with_other_policies_are_not_added_up() -> None:
     assert _collect(other).keys() == {"other"}
 
 
-def test_what_nobody_can_read_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_document_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     """A document that is no state is left out and logged."""
     store, service = MemoryStore(Metrics()), make_service(LIVE, shadow())
     asyncio.run(store.publish(f"canary:{pair_of(service).pairing.identity}", "odd", b"{}", 60))

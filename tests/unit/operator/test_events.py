@@ -1,4 +1,4 @@
-"""Events for other programs: what is told, how it gets there, and that nobody waits for it."""
+"""Events for other programs: their contents, their delivery, and that no request waits for them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_receiver_that_refuses_is_not_asked_again(authorities: str) -> None:
         events.close()
 
 
-def test_nothing_is_sent_to_a_receiver_that_nobody_vouches_for() -> None:
+def test_nothing_is_sent_to_a_receiver_without_a_trusted_certificate() -> None:
     """The receiver's certificate is verified: without its authority it gets nothing, and what was to be sent is counted."""
     metrics = Metrics()
     with receiving(200) as receiver:
@@ -151,7 +151,7 @@ class Stuck:
 
 
 def test_a_dead_receiver_costs_a_bounded_queue() -> None:
-    """While nothing gets through, this many events wait and no more; the others are dropped and counted, and nobody waits."""
+    """While nothing gets through, only this many events wait; the others are dropped and counted, and no caller waits."""
     metrics, sink = Metrics(), Stuck()
     events = Events(sink, "test", metrics)
     for _ in range(MAX_QUEUED + 1_000):

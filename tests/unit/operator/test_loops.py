@@ -73,7 +73,7 @@ def report(*rows: Loop, shown: bool = False, price: float | None = None, **selec
 
 
 def test_a_loop_is_one_entry_with_what_became_of_its_requests() -> None:
-    """Who, where, since when, how often, and what of it was not sent on; requests below the threshold are nobody's loop."""
+    """Who, where, since when, how often, and what was not sent on; requests below the threshold belong to no loop."""
     service = make_service(policy("p", ANY, **BY_USER, escalate={"reject": 5}, action="warn"))
     repeat(service, headers("/v1/chat?x=1", x_user_id="ann"), body(b"12345678"), times=7)
 
@@ -87,7 +87,7 @@ def test_a_loop_is_one_entry_with_what_became_of_its_requests() -> None:
 
 
 def test_requests_that_are_not_acted_on_leave_no_trace() -> None:
-    """The table costs and shows nothing where nobody loops."""
+    """Without loops the table is empty and takes no memory."""
     service = make_service(policy("p", ANY))
     repeat(service, headers(end=True), times=2)
 
@@ -252,7 +252,7 @@ def test_a_table_that_does_not_fit_keeps_what_is_largest() -> None:
 
 
 def test_replicas_tables_are_merged() -> None:
-    """One loop that several replicas saw is one, with the sum of its requests and the count of whoever saw it last."""
+    """One loop that several replicas saw is one, with the sum of its requests and the count of the replica that saw it last."""
     now = time.time()
     here = make_row(first=now - 50, last=now - 10, count=5, requests={"reject": 2}, size=20, stopped=2, stopped_size=20)
     there = make_row(first=now - 90, last=now, count=9, requests={"reject": 3, "warn": 1}, size=40, stopped=3, stopped_size=30)
@@ -289,7 +289,7 @@ def test_the_report_is_sorted_by_what_costs_most() -> None:
 
 def test_money_comes_with_a_rate() -> None:
     """A rate that is given counts for every model, the package's for those that it knows; without any there is no money."""
-    rows = [make_row(model="gpt-4o", size=4_000_000, stopped_size=2_000_000), make_row(repeats="x", model="nobody's")]
+    rows = [make_row(model="gpt-4o", size=4_000_000, stopped_size=2_000_000), make_row(repeats="x", model="unknown")]
 
     given, known = report(*rows, price=2.0), report(*rows)
 
@@ -377,7 +377,7 @@ def test_a_query_that_makes_no_sense_is_refused(query: Mapping[str, str], messag
 
 
 def test_callers_are_not_shown_to_a_page_of_another_site() -> None:
-    """A browser that was led here under another name reads hashes alone; so would anybody from another machine."""
+    """A browser that came here under another host name sees only hashes, as does any other machine."""
     with admin_of(looping(show_callers=True)) as client:
         near, far = (client.ask("/loops", headers=more) for more in ({}, {"host": "evil.example"}))
 
@@ -469,12 +469,12 @@ def test_top_passes_the_selection_on(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_top_says_that_no_loop_matches(capsys: pytest.CaptureFixture[str]) -> None:
-    """And of how many, so that nobody takes it for silence."""
+    """It says how many loops there are, so that the empty table is not taken for a lack of data."""
     with admin_of(looping()) as client:
         assert run_top(capsys, "--once", "--admin", client.url, "--policy", "other").startswith("none of 1 loop matches")
 
 
-def test_top_says_that_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_says_that_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
     """One line, and exit code 1."""
     assert main(["top", "--admin", "unix:/nonexistent.sock"]) == 1
     assert capsys.readouterr().err.startswith("loopguard: cannot ask unix:/nonexistent.sock: ")

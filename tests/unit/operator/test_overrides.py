@@ -138,7 +138,7 @@ def test_one_policy_or_all() -> None:
 
 
 def test_an_override_ends_by_itself() -> None:
-    """From its end on it is not found, without anybody having taken it out."""
+    """It is not found after its end, without having been removed."""
     standing = Overrides([order(BLOCK, lasts=60)])
 
     assert find(standing, ahead=58) == ["o"]
@@ -231,7 +231,7 @@ def test_a_blocked_caller_is_refused_on_its_headers(caplog: pytest.LogCaptureFix
 
 
 def test_a_block_beats_an_allow() -> None:
-    """Whoever is allowed and blocked is blocked."""
+    """A caller that is both allowed and blocked is blocked."""
     assert send(obey(make_service(policy("p", ANY, **USER)), order(ALLOW), order(BLOCK)), 1) == [429]
 
 
@@ -247,7 +247,7 @@ def test_a_blocked_request_is_known_by_its_body() -> None:
 
 
 def test_a_blocked_caller_does_not_hide_behind_a_body() -> None:
-    """What nobody can count is refused all the same, because the headers say who sends it."""
+    """A request that cannot be counted is refused all the same, because the headers name its caller."""
     service = obey(make_service(policy("p", ANY, similarity="canonical", **USER)), order(BLOCK))
 
     assert find_status(decoded(exchange(service, headers(x_user_id="ann", upgrade="websocket"))[-1])) == 429
@@ -263,7 +263,7 @@ def test_a_caller_in_the_body_is_blocked_once_it_is_known() -> None:
     assert find_status(ask(service, data=b'{"org": "p"}')) == 200
 
 
-def test_a_shadow_policy_blocks_nobody() -> None:
+def test_a_shadow_policy_blocks_no_request() -> None:
     """A block that holds in a shadow policy alone has no effect."""
     service = make_service(policy("p", ANY, mode="shadow", **USER), policy("q", {"pathExact": "/q"}, **USER))
     obey(service, order(BLOCK))
@@ -487,7 +487,7 @@ def test_a_replica_that_starts_obeys_what_stands() -> None:
 
 
 def test_without_the_store_the_last_known_orders_hold_until_they_end(clock: Clock) -> None:
-    """A replica whose store is away obeys what it knows, tells whoever orders, and stops when that has ended."""
+    """A replica without its store applies the orders it knows until they end, and tells the operator of new ones."""
     store = FailingStore("nothing")
     service = make_service(policy("p", ANY, **USER), store=store)
     giver = OverrideService(store, service, service.metrics)
@@ -811,7 +811,7 @@ def test_half_of_a_surrogate_pair_is_no_text(key: str, make: Callable[[str], obj
     problem.encode()
 
 
-def test_whoever_orders_is_told_what_it_will_not_do() -> None:
+def test_an_order_comes_with_notes_about_what_it_will_not_do() -> None:
     """A name that no policy knows, a policy that is not loaded, a shadow policy, and a conversation that cannot forget."""
     one = Replicas(1, policy("p", ANY, **USER), policy("s", ANY, mode="shadow", **USER), agents(limit_keys=["jwt:org"]))
 
@@ -829,7 +829,7 @@ def test_whoever_orders_is_told_what_it_will_not_do() -> None:
     assert said.startswith("a release cannot reset loops that a request itself shows, as in agents (default)")
 
 
-def test_whoever_names_a_session_is_told_where_nobody_looks_for_it() -> None:
+def test_an_order_for_a_session_that_no_policy_finds_has_a_note() -> None:
     """By a key that no policy looks for; for a kill or a grant one that has limits."""
     looking = agents(session={"keys": ["header:x-run"]}) | {"id": "looking"}
     counting = Replicas(1, limited(session={"keys": ["header:x-session-id"]}, max_steps=3), looking)
@@ -872,7 +872,7 @@ NOTHING_DONE: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize(("given", "notes"), NOTHING_DONE.values(), ids=NOTHING_DONE)
-def test_whoever_orders_what_does_nothing_is_told(given: dict[str, Any], notes: list[str]) -> None:
+def test_an_order_without_effect_has_a_note(given: dict[str, Any], notes: list[str]) -> None:
     """Where no policy has what the order is about."""
     assert Replicas(1).give(**given)[1] == notes
 
@@ -904,7 +904,7 @@ def test_policies_of_routes_have_limits_as_well() -> None:
     assert one.give(kind="kill", caller={"x-team": "t"})[1] == []
 
 
-def test_whoever_names_a_hash_that_no_server_has_reported_is_told() -> None:
+def test_an_order_for_a_hash_that_no_server_has_reported_has_a_note() -> None:
     """A caller, a session or a loop by a hash of its own; by their values there is nothing to compare."""
     one = Replicas(1, limited(max_steps=3, session={"keys": ["header:x-session-id"]}))
     one.givers[0].list_seen = lambda: Seen({"a" * 16}, {"b" * 16}, {"c" * 8})

@@ -87,7 +87,7 @@ def _draw_hour(curves: dict[tuple[str, str, str], Curve]) -> None:
 
 @contextmanager
 def serving(service: Service, looked: threading.Event | None = None) -> Iterator[str]:
-    """The URL of a page about this service; `looked` is set when somebody looks at it."""
+    """The URL of a page about this service; `looked` is set when the page is requested."""
 
     def shows() -> bool:
         if looked is not None:
@@ -143,7 +143,7 @@ def test_the_page_shows_sessions() -> None:
 
 
 def test_the_page_of_a_quiet_night() -> None:
-    """Where nobody loops, that is what it says."""
+    """Without loops the page says that there are none."""
     with serving(make_service(policy("p", {"pathPrefix": "/"}))) as url:
         text = fetch(url)[1]
 

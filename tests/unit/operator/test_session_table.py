@@ -157,7 +157,7 @@ def test_what_kills_a_session_is_told() -> None:
     ]
 
 
-def test_an_answer_that_nobody_has_counted_says_nothing() -> None:
+def test_an_answer_without_a_ledger_changes_no_counts() -> None:
     """A settlement for a ledger that is gone leaves what was known, except what became of the call."""
     table = SessionTable()
     note(table, Standing(1, steps=4, blocks=2, killed=1), 1)
@@ -259,7 +259,7 @@ def test_quiet_sessions_are_forgotten() -> None:
 
 
 def test_replicas_tables_are_merged() -> None:
-    """Counts are of whoever was told last, calls come together, and so do a request here and its answer there."""
+    """Counts are those of the last replica to hear of the session; calls are merged, even if only the answer came there."""
     here, there = SessionTable(), SessionTable()
     note(here, Standing(steps=1, age_ms=0), 1, now=1_000)
     note(there, Standing(steps=2, age_ms=1_000), 2, now=1_001, caller=[], model="", tool="")
@@ -276,7 +276,7 @@ def test_replicas_tables_are_merged() -> None:
 
 
 def test_what_stops_a_session_is_known_everywhere() -> None:
-    """The newest refusal counts, and whether an operator has killed it is told by whoever had its newest request."""
+    """The newest refusal counts; whether an operator has killed it is known from the replica with its newest request."""
     here, there = SessionTable(), SessionTable()
     note(here, Standing(steps=1), 1, now=1_000)
     note(there, Standing(LIMITS.index("max_steps"), 1, 1, steps=1, blocks=1), now=1_001)
@@ -403,7 +403,7 @@ def make_table(session: str = SESSION) -> SessionTable:
 
 
 def test_a_run_is_told_step_by_step() -> None:
-    """`/sessions/<id>` has each call with time, model, tools, tokens and status; one that nobody knows is 404."""
+    """`/sessions/<id>` has each call with time, model, tools, tokens and status; an unknown session is 404."""
     with admin_of(make_table()) as client:
         (listed,) = client.ask("/sessions")["sessions"]
         (run,) = client.ask(f"/sessions/{SESSION}")["sessions"]
@@ -481,8 +481,8 @@ def test_the_command_says_that_there_is_no_session(capsys: pytest.CaptureFixture
         assert run_sessions(capsys, "--policy", "q", "--admin", client.url) == "no session in the last hour\n"
 
 
-def test_the_command_finds_a_caller_as_it_prints_him(capsys: pytest.CaptureFixture[str]) -> None:
-    """By a name and its value as well as by the value alone; where he is not among those that there are, it says so."""
+def test_the_command_finds_a_caller_as_it_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """By its name and value, or by the value alone; if no session has that caller, it says so."""
     with admin_of(make_table(), shows=True) as client, admin_of(make_table("6" * 16)) as other:
         asked = ["--admin", client.url]
         listed = run_sessions(capsys, *asked)

@@ -1,4 +1,4 @@
-"""What is kept of late, and who makes room."""
+"""Recent entries are kept, and the quietest make room."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Seen:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 4)), max_size=200))
-def test_whoever_has_been_quiet_longest_makes_room(uses: list[tuple[str, int]]) -> None:
+def test_the_longest_quiet_entry_makes_room(uses: list[tuple[str, int]]) -> None:
     """Of its own tenant's where that has more than its share, else of all: as a list says that is put in order at each use."""
     table: Table[Seen] = Table(MOST, SHARE)
     order: list[tuple[str, str]] = []  # the quietest first

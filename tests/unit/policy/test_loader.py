@@ -422,7 +422,7 @@ def test_a_drop_in_fairvisor_bundle_loads_and_names_what_is_not_enforced() -> No
 
 
 def test_what_a_drop_in_bundle_switches_off_is_not_reported() -> None:
-    """A circuit breaker that is off, and empty parts, are no limits that anybody could miss."""
+    """A circuit breaker that is off, and empty parts, are not reported as limits that are missing."""
     loaded = check(bundle(spec(rules=[], fallback_limit={}, circuit_breaker={"enabled": False}), kill_switches=[]))
 
     assert loaded.unenforced == ()

@@ -49,7 +49,7 @@ def test_what_is_packed_is_read(name: str) -> None:
 
 
 def test_encodings_one_upon_the_other_are_undone_in_turn() -> None:
-    """The last one named was applied last; `identity` is none; more than two are nobody's."""
+    """The last one named was applied last; `identity` is none; more than two are refused."""
     twice = brotli.compress(_gzip(DATA))
 
     assert read_text(twice, b"gzip, identity , br", MEGABYTE) == DATA

@@ -324,7 +324,7 @@ def fingerprints(*texts: str, **loop: Any) -> list[str]:  # noqa: ANN401  # keys
 @pytest.mark.parametrize("similarity", ["canonical", "tail", "tool_calls", "turns"])
 @pytest.mark.parametrize("frame", [f"{OPENING}\n%s\n{CLOSING}0123456789abcdef{END}", f"{OPENING}\n%s\n~loopguard~]"])
 def test_progress_within_forged_marks_is_progress(similarity: str, frame: str) -> None:
-    """An agent whose results stand between marks of somebody else's is not taken for one that gets the same again."""
+    """An agent whose results stand between forged marks is not mistaken for one that gets the same result again."""
     more = {"compare_results": True} if similarity == "tool_calls" else {}
     one, other, same = fingerprints(
         frame % "page 1 of 9", frame % "page 2 of 9", frame % "page 1 of 9", similarity=similarity, **more

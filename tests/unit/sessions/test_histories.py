@@ -69,7 +69,7 @@ _GAPS = st.lists(
 
 
 def name_session() -> str:
-    """One that nobody else has."""
+    """A name that no other session has."""
     return f"session {next(_NUMBERS)}"
 
 
@@ -193,7 +193,7 @@ def test_two_agents_of_a_session_are_known_side_by_side() -> None:
     assert known[2:] == [True] * 48
 
 
-def test_nobody_else_is_known_by_the_same_history() -> None:
+def test_no_other_session_is_known_by_the_same_history() -> None:
     """What one session has shown says nothing of another one's."""
     one, other = name_session(), name_session()
     body = write(make_chat(9))
@@ -232,7 +232,7 @@ def test_what_takes_much_room_is_not_known(shape: str, calls: list[tuple[str, di
 
 
 def test_bounds_hold_for_what_is_known() -> None:
-    """Of messages there are no more than of a history that nobody knows."""
+    """The bound on messages is the same as for a history that is not known."""
     many = name_session()
     talk = [{"role": "user", "content": "x"}] * (MAX_STEPS - 22)
     value = make_chat(10)
@@ -273,7 +273,7 @@ def test_numbers_in_what_is_known_keep_their_bound() -> None:
     ids=["messages that stand there twice", "a model of another type", "a history with the server", "a wrapped body"],
 )
 def test_what_is_never_known(body: dict[str, Any]) -> None:
-    """Where nobody can tell by the bytes where messages stand, or they do not say all, the body is read as a whole."""
+    """If the bytes do not tell where messages stand, or messages alone do not say all, the whole body is read."""
     session = name_session()
 
     assert [is_known(write(body), session) for _ in range(2)] == [False, False]

@@ -201,7 +201,7 @@ def test_where_the_server_keeps_the_history_results_stand_for_calls() -> None:
 
 
 @every_shape
-def test_what_was_seen_of_late_changes_nothing(shape: str) -> None:
+def test_what_was_seen_recently_changes_nothing(shape: str) -> None:
     """A history shows the same calls when it comes again, when others have come between, and where nothing is remembered."""
     histories = [number([[("read", {"a": at + more}), ("pay", {})] for more in range(4)]) for at in range(3)]
 
@@ -230,7 +230,7 @@ def test_what_is_too_much_stays_too_much(count: int, arguments: list[Any]) -> No
 
 @pytest.mark.parametrize(("tool", "count", "known"), [("f", 8, 1), ("f", 9, 0), ("f" * 257, 1, 0)])
 def test_what_takes_much_room_is_not_remembered(tool: str, count: int, known: int) -> None:
-    """Nobody fills the memory with long names, or with many calls; long arguments leave a digest behind."""
+    """Neither long names nor many calls can fill the memory; of long arguments a digest is kept."""
     forget()
     calls = [{"id": f"{at}", "function": {"name": tool, "arguments": {"a": "x" * 9_000}}} for at in range(count)]
     body = json.dumps({"messages": [{"role": "assistant", "tool_calls": calls}]}).encode()

@@ -107,12 +107,12 @@ def test_names_of_models_at_bedrock_and_openrouter_are_known(model: str) -> None
 
 
 def test_a_policys_price_goes_before_the_packages() -> None:
-    """Whoever has a contract says so."""
+    """A policy can state the prices of a contract."""
     assert Rates({"gpt-4*": price("1 1")}, None).find_cost("gpt-4o", _MILLION) == 10**9
     assert Rates({"gpt-5*": price("1 1")}, None).find_cost("gpt-4o", _MILLION) == 25 * 10**8
 
 
-def test_a_model_that_nobody_knows_costs_what_the_policy_says() -> None:
+def test_an_unknown_model_costs_what_the_policy_says() -> None:
     """Else what the dearest do: a name that is made up is no way around a limit."""
     assert Rates({}, price("3 4")).find_cost("made-up", _MILLION) == 3 * 10**9
     assert Rates({}, None).find_cost("made-up", _MILLION) == DEAREST.input * 10**9
@@ -146,7 +146,7 @@ def test_without_the_package_policies_alone_have_rates() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_model_is_priced_by_the_name_that_somebody_has_a_price_for() -> None:
+def test_a_model_is_priced_by_the_name_that_has_a_price() -> None:
     """Its own name counts; what it was asked as, where nothing but a price for all is known of its own."""
     for rates in (Rates({"m": price("1 1"), "*": price("9 9")}, None), Rates({"m": price("1 1")}, price("9 9"))):
         assert rates.choose_name("m-2024-08-06", "m") == "m"

@@ -160,8 +160,8 @@ def test_a_refusal_says_which_limit_and_how_much_of_it() -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_who_leaves_while_he_is_held_has_used_nothing(waits: bool) -> None:
-    """Nothing went on: there is no step, nothing is reserved, and it is no refusal. Who waits for his answer has it."""
+def test_a_client_that_leaves_while_held_has_used_nothing(waits: bool) -> None:
+    """Nothing went on: no step is counted and nothing reserved, and it is no refusal. A client that waits gets its answer."""
     limits = limited(max_steps=5, max_cost_per_session=1.0, unknown_model={"input": 2, "output": 8})
     held = policy("held", ANY, action="throttle", threshold_identical_requests=2, limit_keys=["header:x-team"])
     service = make_service(limits, held)
@@ -229,7 +229,7 @@ def test_refusals_are_logged_more_and_more_seldom(caplog: pytest.LogCaptureFixtu
     ids=["refused", "warned", "recorded"],
 )
 def test_a_request_of_a_session_is_named_as_by_a_detector(limits: dict[str, Any], record: bool) -> None:
-    """Whoever looks for a request by its fingerprint finds it, whatever the limits have made of it."""
+    """A request can be found by its fingerprint, whatever the limits have done with it."""
     service, detector = make_service(limited(**limits), record=record), policy("p", ANY, limit_keys=["header:x-team"])
     send(service, [turns(0)])
 
@@ -449,7 +449,7 @@ def test_whose_a_session_is_says_its_own_policy() -> None:
 
 
 def test_agents_of_a_session_count_together() -> None:
-    """Whoever another agent starts uses up what that one has."""
+    """An agent that another one starts uses up that one's limits."""
     service = make_service(limited(max_steps=2))
     named = {"x_claude_code_session_id": "run"}
 
@@ -469,7 +469,7 @@ def test_a_caller_who_begins_ever_new_sessions_is_one_in_the_end() -> None:
 
 
 def test_shadow_limits_watch_and_count_apart() -> None:
-    """Nobody is refused, and what would have been is counted."""
+    """No request is refused, and what would have been is counted."""
     service = make_service(limited("shadow", max_steps=1, max_tool_calls=1, max_tool_calls_mode="narrow"))
 
     answers = [ask(service, turns(number)) for number in range(1, 4)]
@@ -495,7 +495,7 @@ def test_a_model_is_told_what_is_left_before_it_is_refused() -> None:
     assert metadata_of(answers[2])["warning"] == "session_steer"
 
 
-def test_a_body_that_nobody_can_look_into_is_a_step_all_the_same() -> None:
+def test_a_body_that_cannot_be_read_is_a_step_all_the_same() -> None:
     """Whatever a client does to its body, the steps of its session count, and what could not be looked at is counted too."""
     service = make_service(limited(max_steps=2))
 

@@ -333,7 +333,7 @@ def test_sessions_are_limited_as_the_rules_say(
     detects: bool,
     events: Sequence[Ask | Bill],
 ) -> None:
-    """Whatever is sent, by whom, again or in part, to which replica, and whatever becomes of it."""
+    """Whatever is sent, by any caller, again or in part, to either replica, and whatever becomes of it."""
     if narrows and "max_tool_calls" in limits:
         limits = {**limits, "max_tool_calls_mode": "narrow"}
     world = World(limits, most_sessions, detects=detects)

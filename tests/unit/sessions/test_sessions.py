@@ -40,7 +40,7 @@ def test_without_a_session_a_request_is_all_that_is_known(keys: dict[str, Any], 
 
 
 def test_a_session_never_takes_the_place_of_a_caller() -> None:
-    """Nobody knows whether two anonymous callers who name the same session are one; a policy for one caller need not."""
+    """Two anonymous callers with the same session name may be two sessions; a policy for a single caller has no such doubt."""
     shared = make_service(agents(missing_descriptor="share", limit_keys=["header:x-org"]))
     single = make_service(agents(limit_keys=[]))
 
@@ -75,7 +75,7 @@ def test_a_history_on_the_server_needs_a_session(written: Any) -> None:  # noqa:
 
 
 def test_a_plain_prompt_has_no_history_in_any_session() -> None:
-    """What it holds in words nobody reads, and the reason says so."""
+    """Its text is not read for what was done, and the reason says so."""
     service = make_service(agents())
 
     assert send_all(service, [json.dumps({"prompt": "Go on."}).encode()] * 3, session_id="s") == [200] * 3
@@ -111,7 +111,7 @@ def test_agents_that_another_one_starts_have_a_history_each() -> None:
 
 
 def test_a_session_is_its_tenant_s_own() -> None:
-    """A stranger who names somebody's session neither sees it nor changes it."""
+    """A caller that names another tenant's session neither sees nor changes it."""
     service = make_service(agents())
 
     assert send_all(service, [turn(1), turn(2)], session_id="s", x_user_id="bob") == [200, 200]
@@ -197,7 +197,7 @@ def test_while_the_store_is_down_this_process_remembers(later: bool) -> None:
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
 def test_what_needs_the_ring_can_be_refused_without_it(later: bool) -> None:
-    """`--on-store-error reject` refuses what nobody can judge, and nothing that shows enough by itself."""
+    """`--on-store-error reject` refuses a request that cannot be judged, but not one that shows enough by itself."""
     store = FailingStore(error=StoreError("down", kind="timeout"), later=later)
     service = make_service(agents(), store=store, on_store_error="reject")
     whole = json.dumps(as_chat([Did((("edit", {"n": n}),), ("ok",)) for n in range(32)])).encode()
@@ -229,7 +229,7 @@ def test_only_who_needs_the_ring_waits_for_the_store() -> None:
     assert ask(service, json.dumps(as_chat([STUCK] * 3)).encode(), session_id="s")[1] is True
 
 
-def test_a_failure_that_nobody_waits_for_is_counted_all_the_same() -> None:
+def test_a_failure_that_no_request_waits_for_is_counted_all_the_same() -> None:
     """And the turn is kept here, so that a later request finds it while the store is away."""
     service = make_service(agents(), store=FailingStore(error=StoreError("down", kind="timeout"), later=True))
     edits = [Did((("edit", {"n": n}),), ("ok",)) for n in range(31)]

@@ -66,7 +66,7 @@ def test_every_window_does_what_its_definition_says(  # what a window is made of
     st.lists(st.integers(0, 12), max_size=30),
 )
 def test_a_threshold_of_one_trips_at_once(window_type: str, window: int, cooldown: int, gaps: list[int]) -> None:
-    """Whoever knows already that it is a loop has the first request acted on, and the cooldown begins with it."""
+    """With a threshold of one, the first request is acted on, and the cooldown starts with it."""
     hit = Hit("key", window_type, window, 1, cooldown, True, 100)
     times = [sum(gaps[: position + 1]) for position in range(len(gaps))]
 
@@ -201,7 +201,7 @@ def test_a_clock_that_is_set_back_refuses_no_innocent(
 def test_a_sentence_ends_on_a_clock_that_was_set_back(
     window_type: str, count_refused: bool, cooldown: int, gaps: list[int], back: int
 ) -> None:
-    """Whatever was counted before, a window and a cooldown after the first request on the new clock nobody is refused."""
+    """Whatever was counted before, no request is refused a window and a cooldown after the first one on the new clock."""
     hit = Hit("key", window_type, 20, 3, cooldown, count_refused, 100)
     times = [10_000 + sum(gaps[: position + 1]) for position in range(len(gaps))]
     returned = times[-1] - back

@@ -64,7 +64,7 @@ def test_what_another_encoder_sends_is_understood(blocks: list[Pairs], coded: bo
 def test_any_bytes_are_read_as_another_decoder_reads_them(blocks: list[bytes]) -> None:
     """Whatever a block holds, it means the same to python-hyper's decoder, or both refuse it.
 
-    Ours alone refuses more than two table size updates in one block, which RFC 7541 section 4.2 does not let anybody send.
+    Only ours refuses more than two table size updates in one block, which RFC 7541 section 4.2 does not allow.
     """
     ours, theirs = Decoder(Cache()), Reference()
     for block in blocks:

@@ -186,7 +186,7 @@ def test_finished_streams_leave_nothing_behind() -> None:
 
 
 def test_sending_on_a_stream_that_we_have_ended_is_a_bug() -> None:
-    """Whoever answers twice is told so, on a stream that the peer has ended as on one that it has not."""
+    """A second answer is an error of the caller, whether or not the peer has ended the stream."""
     connection, _, streams = opened(headers(1), headers(3, http2.END_HEADERS | http2.END_STREAM))
     for stream in streams.values():
         connection.respond(stream, encode([(b":status", b"200")]), end=True)

@@ -243,7 +243,7 @@ def test_answers_that_are_let_go_take_turns() -> None:
 
 
 def test_answered_streams_that_the_peer_leaves_open_are_closed_for_it() -> None:
-    """Past the limit the oldest is reset without an error, and frames that still come for it harm nobody."""
+    """Past the limit the oldest is reset without an error, and late frames for it do no harm."""
     connection, _, streams = opened(*map(headers, range(1, 40, 2)), limits=Http2Limits(lingering=5))
     for stream in streams.values():
         connection.respond(stream, OK, end=True)
@@ -270,7 +270,7 @@ def test_streams_whose_window_stays_shut_are_bounded() -> None:
     assert pool.held == connection.streams == 0
 
 
-def test_answers_that_nobody_takes_are_bounded_in_bytes() -> None:
+def test_answers_that_are_not_read_are_bounded_in_bytes() -> None:
     """A peer whose window stays shut holds no more of the pool than its share, then the connection is ended."""
     pool = Pool(10_000)
     connection, _, streams = opened(SHUT, headers(), pool=pool)
@@ -417,7 +417,7 @@ class HostilePeers(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), times=st.integers(1, 200))
     def ping(self, which: int, times: int) -> None:
-        """Is anybody there?"""
+        """A peer sends pings."""
         self._receive(which, frame(http2.PING, 0, 0, bytes(8)) * times)
 
     @rule(which=st.integers(0, 1), size=st.integers(0, 3_000), end=st.booleans(), headers_alone=st.booleans(), data=st.data())
