@@ -36,7 +36,7 @@ func main() {
 	features.MetadataExchange = false // a filter that only Istio's own build of Envoy has
 	features.ALPNFilter = false       // as is this one
 	settings := mesh.DefaultMeshConfig()
-	settings.EnableAutoMtls.Value = false // nobody hands out certificates here
+	settings.EnableAutoMtls.Value = false // no certificates are issued here
 	options := xds.FakeOptions{MeshConfig: settings, ConfigString: configs, KubernetesObjectString: objects}
 	prints := strings.HasPrefix(place, "{")
 	if !prints {

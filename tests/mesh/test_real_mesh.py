@@ -66,7 +66,7 @@ VALUES: Values = {
         "enabled": True,
         "namespace": GATEWAYS,
         "workloadSelector": LABELS,
-        "tls": "DISABLE",  # nobody hands out certificates here
+        "tls": "DISABLE",  # no certificates are issued here
         "routes": [
             {"name": "chat"},
             {"name": "claims"},
@@ -158,7 +158,7 @@ def write_bootstrap(printed: Object, istiod: int) -> Object:
     return {
         "admin": printed["admin"],
         "node": {
-            # Nobody has this address: of an endpoint's, such as 127.0.0.1, Istio would take that endpoint's labels.
+            # No endpoint has this address: with an endpoint's, such as 127.0.0.1, Istio would use that endpoint's labels.
             "id": f"router~192.0.2.1~gateway.{GATEWAYS}~{GATEWAYS}.svc.cluster.local",
             "cluster": "gateway",
             "metadata": {"NAMESPACE": GATEWAYS, "LABELS": LABELS, "CLUSTER_ID": "Kubernetes", "ISTIO_VERSION": "1.30.0"},
@@ -213,7 +213,7 @@ def gateway() -> Iterator[Stack]:
 
 
 def test_a_loop_is_refused(gateway: Stack) -> None:
-    """On a named route the third identical request is refused; a route that nobody named never meets Loopguard."""
+    """On a named route the third identical request is refused; requests on other routes never reach Loopguard."""
     before = gateway.loopguard.metric("unmatched_total")
 
     assert statuses(gateway, "/chat", 3, body=b"same") == [200, 200, 429]

@@ -27,7 +27,7 @@ RETRYING: dict[str, Ask] = {
     "gemini-retrying": partial(ask_python, partial(ask_gemini, retries=True)),
     **{f"bedrock-{mode}": partial(ask_python, partial(ask_bedrock, mode=mode)) for mode in ("legacy", "standard", "adaptive")},
 }
-"""SDKs that somebody has told to retry."""
+"""SDKs that are configured to retry."""
 
 OTHERS: dict[str, Ask] = {
     "ollama": partial(ask_python, ask_ollama),

@@ -46,14 +46,14 @@ def run_gemini_agent(errand: Errand) -> str:
         """Check it."""
         return errand.check()
 
-    def ask_somebody() -> str:
-        """Ask somebody."""
-        return errand.ask_somebody()
+    def ask_colleague() -> str:
+        """Ask a colleague."""
+        return errand.ask_colleague()
 
     options = types.HttpOptions(base_url=errand.url, headers={USER: errand.user})
     client = genai.Client(api_key="none", http_options=options)
     calling = types.AutomaticFunctionCallingConfig(maximum_remote_calls=20)
-    config = types.GenerateContentConfig(tools=[check, ask_somebody], automatic_function_calling=calling)
+    config = types.GenerateContentConfig(tools=[check, ask_colleague], automatic_function_calling=calling)
     return client.models.generate_content(model=NAME, contents="Is it done?", config=config).text or ""
 
 
@@ -66,7 +66,7 @@ def run_bedrock_agent(errand: Errand) -> str:
     plain = Config(signature_version=botocore.UNSIGNED)
     client: Any = boto3.client("bedrock-runtime", endpoint_url=errand.url, region_name="us-east-1", config=plain)
     client.meta.events.register("before-call", lambda params, **_: params["headers"].update({USER: errand.user}))
-    results = {"check": errand.check(), "ask_somebody": errand.ask_somebody()}
+    results = {"check": errand.check(), "ask_colleague": errand.ask_colleague()}
     tools = [{"toolSpec": {"name": name, "inputSchema": {"json": {"type": "object"}}}} for name in results]
     messages: list[Any] = [{"role": "user", "content": [{"text": "Is it done?"}]}]
     while True:
@@ -81,7 +81,7 @@ def run_bedrock_agent(errand: Errand) -> str:
 
 def run_messages_agent(errand: Errand) -> str:
     """Anthropic's SDK, with the whole history in each request."""
-    job = Job(errand.url, errand.user, ["Is it done?"], {"check": errand.check, "ask_somebody": errand.ask_somebody})
+    job = Job(errand.url, errand.user, ["Is it done?"], {"check": errand.check, "ask_colleague": errand.ask_colleague})
     *_, last = messages_agent(job)
     return last.text
 
@@ -220,7 +220,7 @@ def test_a_tool_that_is_used_up_is_offered_no_more(gate: Gate, name: str, user: 
 
     assert said == DONE
     assert gate.model.asked[user[USER]] == 3
-    assert list_offered(json.loads(gate.model.bodies[user[USER]])) == ["ask_somebody"]
+    assert list_offered(json.loads(gate.model.bodies[user[USER]])) == ["ask_colleague"]
 
 
 def test_a_retry_of_the_sdk_is_no_second_step(gate: Gate, user: dict[str, str]) -> None:

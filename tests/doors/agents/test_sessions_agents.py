@@ -110,7 +110,7 @@ def test_two_sessions_of_one_user_are_apart(gate: Gate, agent: Agent, user: dict
 
 
 @every_agent
-def test_without_a_session_nobody_is_refused(gate: Gate, agent: Agent, user: dict[str, str]) -> None:
+def test_without_a_session_no_request_is_refused(gate: Gate, agent: Agent, user: dict[str, str]) -> None:
     """What the server keeps cannot be seen, and the metric says so."""
     gate.model.scripts[user[USER]] = again([CHECK])
     before = sum(replica.metric("uncounted_total", reason="no_history") for replica in gate.stack.replicas)

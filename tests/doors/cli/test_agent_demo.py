@@ -72,7 +72,7 @@ def test_every_scene_goes_as_told(tmp_path: Path) -> None:
     assert left(output) == []
 
 
-def test_an_agent_that_nobody_stops_is_told(tmp_path: Path) -> None:
+def test_an_agent_that_is_not_stopped_is_reported(tmp_path: Path) -> None:
     """With a policy in shadow mode the looping agent is given up some turns later: exit code 1, in red on a terminal."""
     shadow = write(tmp_path / "policy.json", mode="shadow", similarity="tool_calls")
     ours, theirs = pty.openpty()
@@ -96,7 +96,7 @@ def _read(terminal: int) -> str:
     try:
         while part := os.read(terminal, 65_536):
             parts.append(part)
-    except OSError:  # how Linux says that nobody has the other side open any more
+    except OSError:  # how Linux reports that the other side is closed
         pass
     os.close(terminal)
     return b"".join(parts).decode()

@@ -54,7 +54,7 @@ USER: dict[str, Any] = {"limit_keys": ["header:x-user"]}
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A policy file that somebody has laid out by hand, without a line end at its end."""
+    """A policy file that was formatted by hand, without a newline at its end."""
     made = tmp_path / "policies.json"
     made.write_bytes(SHADOW)
     return made
@@ -80,7 +80,7 @@ def test_the_change_is_shown_and_not_made(capsys: pytest.CaptureFixture[str], fi
     assert file.read_bytes() == SHADOW
 
 
-def test_step_by_step_to_everybody(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+def test_step_by_step_to_all_callers(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     """Each step changes what it has to and no other byte; the last one is not made twice."""
     steps = []
     for percent in (25, 50, None):
@@ -97,7 +97,7 @@ def test_step_by_step_to_everybody(capsys: pytest.CaptureFixture[str], file: Pat
     assert file.read_bytes() == steps[-1]
 
 
-def test_at_once_to_everybody(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+def test_at_once_to_all_callers(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     """Without --percent a shadow policy acts on all callers, and is told so by its mode alone."""
     run = promote(capsys, file, None, "--write")
 
@@ -197,7 +197,7 @@ def test_a_link_is_shown_and_not_replaced(capsys: pytest.CaptureFixture[str], fi
     assert file.read_bytes() == SHADOW
 
 
-def test_what_somebody_else_has_changed_meanwhile_is_kept(file: Path) -> None:
+def test_changes_by_another_program_are_kept(file: Path) -> None:
     """The file must be what it was when it was read, and no half-made file is left behind."""
     with pytest.raises(LoopguardError, match="was changed by another program; nothing was written"):
         _write(file, b"[]", b"{}")
@@ -214,7 +214,7 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("percent", [25, 100])
 def test_the_policy_that_it_is_a_canary_of_stays(capsys: pytest.CaptureFixture[str], tmp_path: Path, percent: int) -> None:
-    """While it acts on a share the candidate goes on being compared; once on everybody there is nothing left to compare."""
+    """While the candidate acts on a share, it is still compared; once it acts on all callers, nothing is left to compare."""
     live, strict = policy("live", {"pathPrefix": "/"}, **USER), policy("strict", {"pathPrefix": "/"}, mode="shadow", **USER)
     strict["spec"]["canary_of"] = "live"
     file = written(tmp_path / "p.json", live, strict)
@@ -338,7 +338,7 @@ def test_a_running_server_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
                 eventually(lambda: server.metric("policy_enforce_percent", policy="p") == percent, f"{percent} percent")  # noqa: B023  # called at once
                 assert json.loads(server.get("/policies")[1])["modes"] == {"p": "enforce"}
             assert promote(capsys, file, None, "--write").code == 0
-            eventually(lambda: 'policy_enforce_percent{policy="p"}' not in server.get("/metrics")[1], "everybody")
+            eventually(lambda: 'policy_enforce_percent{policy="p"}' not in server.get("/metrics")[1], "all callers")
             assert server.metric("policy_reloads_total", result="error") == 0
         finally:
             server.stop()

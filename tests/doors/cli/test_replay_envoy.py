@@ -49,7 +49,7 @@ def send_traffic(gate: Stack) -> int:
                 gate.send(f"{path}?user={user}", headers=headers)
                 sent += 2
     grpc = {"content-type": "application/grpc", "te": "trailers"}
-    for _ in range(4):  # streams, whose bodies nobody waits for
+    for _ in range(4):  # streams: no request waits for their bodies
         gate.send("/reject/grpc", method="POST", body=iter([b"x"]), headers={"x-user-id": "ann", "x-team": "t", **grpc})
     return sent + 4
 
@@ -94,7 +94,7 @@ def test_a_replayed_access_log_gives_the_same_decisions(recorded: Stack, capsys:
     )
 
 
-def test_the_access_log_names_nobody(recorded: Stack) -> None:
+def test_the_access_log_names_no_caller(recorded: Stack) -> None:
     """What is recorded tells callers apart, and shows neither who they are nor the values of a query."""
     recorded.send("/reject/secret?user=carol&key=s3cret", headers={"x-user-id": "carol"})
 
@@ -131,7 +131,7 @@ def write(folder: Path) -> Path:
 
 
 def test_a_hash_of_a_replay_is_said_to_stand_for_no_caller_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever blocks a caller by it is told so; by the hash that the live log has the caller is blocked."""
+    """Blocking a caller by it gets a note; the hash from the live log blocks the caller."""
     admin = tmp_path / "admin.sock"
     with stack(POLICIES, "--record", "--admin-socket", str(admin)) as gate:
         for _ in range(3):

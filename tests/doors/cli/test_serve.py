@@ -37,7 +37,7 @@ def test_validate_fails_where_serve_would(capsys: pytest.CaptureFixture[str], tm
 
 @pytest.fixture
 def taken() -> Iterator[str]:
-    """A TCP address that somebody else listens on."""
+    """A TCP address that is already in use."""
     with socket.create_server(("127.0.0.1", 0)) as holder:
         yield f"127.0.0.1:{holder.getsockname()[1]}"
 

@@ -242,7 +242,7 @@ def _served(held: list[socket.socket]) -> set[bytes]:
 
 
 def test_past_the_bounds_requests_are_rejected_instead_of_held() -> None:
-    """With --max-throttled 20 one user holds two requests and everybody together twenty; the next gets a 429 at once."""
+    """With --max-throttled 20 at most two requests of one user and twenty in all are held; the next gets a 429 at once."""
     with stack(HOLDING, "--max-throttled", "20", "--drain-timeout", "0") as made:
         users = [{"x-user-id": f"user-{number}"} for number in range(11)]
         connection = made.connect()
@@ -250,9 +250,9 @@ def test_past_the_bounds_requests_are_rejected_instead_of_held() -> None:
         connection.close()
         held = _hold(made, users[:10], each=2)
 
-        one_user, somebody_else = made.send("/", headers=users[0]), made.send("/", headers=users[10])
+        one_user, another_user = made.send("/", headers=users[0]), made.send("/", headers=users[10])
 
-        assert (one_user.status, somebody_else.status) == (429, 429)
+        assert (one_user.status, another_user.status) == (429, 429)
         assert one_user.headers["x-fairvisor-reason"] == "loop_detected"
         made.loopguard.stop()
         assert _served(held) == {b"HTTP/1.1 200 OK\r\n"}

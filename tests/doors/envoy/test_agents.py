@@ -237,7 +237,7 @@ def test_an_agent_goes_on_with_the_reason_as_a_message(gate: Gate, api: str, use
     assert went_on.turns[-1].text == "I changed the approach."
 
 
-def test_another_user_in_the_same_loop_is_judged_by_his_own_calls(gate: Gate, api: str, user: dict[str, str]) -> None:
+def test_another_user_in_the_same_loop_is_judged_by_its_own_calls(gate: Gate, api: str, user: dict[str, str]) -> None:
     """An agent that was stopped leaves nothing behind that stops another one earlier."""
     other = {"x-user-id": f"{user['x-user-id']}-other"}
 
@@ -246,7 +246,7 @@ def test_another_user_in_the_same_loop_is_judged_by_his_own_calls(gate: Gate, ap
     assert stopped == [3, 3, 3]
 
 
-def test_shadow_mode_counts_and_stops_nobody(gate: Gate, api: str, user: dict[str, str]) -> None:
+def test_shadow_mode_counts_and_stops_no_agent(gate: Gate, api: str, user: dict[str, str]) -> None:
     """In shadow mode the looping agent comes to its end, and the metric has every request that would have been refused."""
     metric, labels = gate.stack.loopguard.metric, {"policy": "shadow", "mode": "shadow", "action": "reject"}
     before = metric("loops_detected_total", **labels)

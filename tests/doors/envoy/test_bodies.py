@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
     @property
     def user(self) -> str:
-        """Nobody else's name."""
+        """A name that no other case has."""
         return "-".join(str(int(value)) if isinstance(value, bool) else str(value) for value in self)
 
     def make_upload(self, pause: Callable[[], object] | None = None) -> Upload:
@@ -239,7 +239,7 @@ Metrics.__init__ = break_it
 @pytest.mark.parametrize(
     ("selector", "preamble"),
     [({"methods": ["PUT"]}, ""), ({"methods": ["PUT"]}, _BUG), ({}, _BUG)],
-    ids=["nobody matches", "nobody matches, and an error", "an error"],
+    ids=["no policy matches", "no policy matches, and an error", "an error"],
 )
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bodies_outlive_policies_that_do_not_match_and_errors_of_ours(

@@ -1,4 +1,4 @@
-"""Whom Loopguard tells apart, through the real Envoy: verified claims, trusted addresses, named routes."""
+"""How Loopguard tells callers apart, through the real Envoy: verified claims, trusted addresses, named routes."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ bTAfBgNVHSMEGDAWgBQ+chabTBUc2DR4A9kqD0LxGk9RbTAPBgNVHRMBAf8EBTAD
 AQH/MAoGCCqGSM49BAMCA0cAMEQCIBM6PschlseGNy8cZeYtztTO9jsi9kuZlphe
 TZI7q67eAiBeQeiPO+sjfHpDPJ3WSx6fU3EZA2uwgzjilbqzjEm91g==
 -----END CERTIFICATE-----
-"""  # of nobody: Envoy only has to be able to read it
+"""  # with no owner: Envoy only has to be able to read it
 
 
 def version() -> tuple[int, int]:
@@ -347,7 +347,7 @@ LIMIT = 65_535
 
 @pytest.mark.parametrize("mode", SHADOW_MODES)
 def test_a_shadow_mode_touches_nothing(mode: str) -> None:
-    """Loops are counted and nobody is refused, held or warned; bodies of any size pass as they came; Loopguard may be gone."""
+    """Loops are counted, no request is refused, held or warned, bodies of any size pass unchanged; Loopguard may be gone."""
     document = bundle(
         policy("refuse", {"pathExact": "/refuse"}),
         policy("hold", {"pathExact": "/hold"}, action="throttle"),

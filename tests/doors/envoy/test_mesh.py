@@ -395,7 +395,7 @@ def test_the_canary_sees_what_the_stable_filter_sees(gateway: Stack) -> None:
 
 
 def test_an_observing_filter_never_acts() -> None:
-    """With observability_mode an enforcing policy counts and refuses nobody, and a body above the limit goes on."""
+    """With observability_mode an enforcing policy counts but refuses no request, and a body above the limit passes."""
     values = CASES["istio-shadow"]
     with mesh(values, {"/": "default"}) as made:
         found = statuses(made, "/a", 5, "ann", method="POST", body=b"same")

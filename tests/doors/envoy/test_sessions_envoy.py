@@ -276,7 +276,7 @@ def test_a_body_that_cannot_be_changed_costs_what_it_costs(bank: Bank, session: 
     ],
     ids=["stream without usage", "stream that breaks off", "text"],
 )
-def test_what_nobody_has_said_is_estimated(bank: Bank, session: str, reply: Reply) -> None:
+def test_what_is_not_reported_is_estimated(bank: Bank, session: str, reply: Reply) -> None:
     """All of the call's cost is marked so, and it counts."""
     connection = http.client.HTTPConnection("127.0.0.1", bank.made.envoy.port, timeout=PATIENCE)
     bank.model.reply = reply
@@ -436,7 +436,7 @@ def test_the_fields_own_format_ends_costs_and_failures(bank: Bank, session: str)
 
 
 def test_another_team_is_not_touched(bank: Bank, session: str) -> None:
-    """Whoever takes the name of a session of others has one of his own."""
+    """A team that uses the name of another team's session gets a session of its own."""
     assert bank.play("/steps/x", session, 8, "mallory") == [200] * 3 + [429] * 5
 
     assert bank.play("/steps/x", session, 4) == [200] * 3 + [429]

@@ -167,7 +167,7 @@ def test_shadow_changes_no_byte_where_envoy_only_looks_on(
 
 
 def test_shadow_changes_no_byte_beside_a_dead_store() -> None:
-    """Where nobody can be asked, each process counts for itself: with shadow policies beside them refusals are the same."""
+    """Without a reachable store, each process counts for itself; shadow policies beside them do not change the refusals."""
     flags = ("--store", "redis://127.0.0.1:1")
     never = policy("never", {"pathPrefix": "/"}, threshold_identical_requests=1_000_000)
     with stack(bundle(*ENFORCING, never), *flags) as alone:

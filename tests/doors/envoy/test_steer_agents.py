@@ -18,7 +18,7 @@ from tests.support.documents import bundle, policy
 from tests.support.frameworks import FRAMEWORKS, Errand
 from tests.support.harness import stack
 
-ELSEWHERE = Call("ask_somebody")
+ELSEWHERE = Call("ask_colleague")
 STEERING = policy(
     "steer",
     {"pathPrefix": "/"},
@@ -75,7 +75,7 @@ def play(gate: Gate, name: str, user: str, script: Script, detour: Script | None
 
 
 def _tools() -> dict[str, Callable[..., str]]:
-    return {"check": same, "ask_somebody": lambda **_: "It is done."}
+    return {"check": same, "ask_colleague": lambda **_: "It is done."}
 
 
 @pytest.mark.parametrize("name", SDKS)

@@ -200,7 +200,7 @@ def test_http2_clients_reach_an_upstream_of_http1(shared: Stack, user: dict[str,
 
 @pytest.mark.parametrize("path", ["/reject", "/beside"])
 def test_a_request_with_trailers_and_no_body_is_counted(shared: Stack, user: dict[str, str], path: str) -> None:
-    """Over HTTP/2 it does not end with its headers, and nobody sends its body."""
+    """Over HTTP/2 it does not end with its headers, and no body follows."""
     answers = [over_http2(shared, path, user, trailers=True) for _ in range(3)]
 
     assert [status for status, _ in answers] == ["200", "200", "429"]

@@ -101,7 +101,7 @@ def test_json_that_claims_to_be_grpc_is_counted(strict: Stack, user: dict[str, s
         (f"/?{'&' * 10_001}", PLAIN, {}, 400, "target_too_long"),
         ("/", PLAIN, {"x-user-id": ""}, 400, "missing_descriptor"),
     ],
-    ids=["not gzip", "bomb", "padding", "query", "nobody"],
+    ids=["not gzip", "bomb", "padding", "query", "no caller"],
 )
 def test_what_cannot_be_counted_is_refused(
     strict: Stack, user: dict[str, str], target: str, data: bytes, more: dict[str, str], status: int, why: str

@@ -313,7 +313,7 @@ def test_an_answer_that_is_none(liar: str, complaint: str, capsys: pytest.Captur
     assert complaint in run.complaint
 
 
-def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Where no server listens one line says which, and the exit code is 1."""
     run = Run(capsys, "canary", "status", "--admin", "http://127.0.0.1:1")
 

@@ -74,7 +74,7 @@ class Night:
         return [replica.get("/overrides")[1] for replica in self.made.replicas]
 
     def read_loops(self) -> list[dict[str, dict[str, Any]]]:
-        """What each replica says about whom."""
+        """What each replica reports, by user."""
         return [{loop["descriptors"]["x-user-id"]: loop for loop in loops} for loops in self._list_loops()]
 
     def count_loops(self) -> list[int]:
@@ -124,7 +124,7 @@ def night() -> Iterator[Night]:
 
 @pytest.fixture(autouse=True)
 def _healthy(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever happens in a test of the night, nobody else notices: agents that get on with their work are let through."""
+    """A test of the night does not affect other agents: those that make progress are let through."""
     if "night" not in request.fixturenames:
         yield
         return
@@ -156,8 +156,8 @@ def working(send: Callable[..., list[int]]) -> Iterator[list[int]]:
         thread.join()
 
 
-def test_everybody_is_named_for_what_he_does(night: Night) -> None:
-    """Whichever replica is asked, it knows the storm, the stuck agent and the poller from each other, and nobody else."""
+def test_every_caller_is_named_for_what_it_does(night: Night) -> None:
+    """Every replica tells the storm, the stuck agent and the poller apart, and reports no other caller."""
     assert night.send("/hook/billing", "storm", 30) == [200] * 19 + [429] * 11
     assert night.send("/v1/chat/completions", "agent-7", 5, STUCK) == [429] * 5
     assert night.send("/poll", "poller", 6) == [200] + [429] * 5
@@ -248,8 +248,8 @@ def test_a_restart_of_both_replicas_loses_nothing(night: Night) -> None:
     eventually(lambda: night.send("/poll/other", "late") == [429], "the block")
 
 
-def test_a_thousand_tenants_at_once_hide_nobody(night: Night) -> None:
-    """What is shown stays bounded, whoever goes on looping stays in sight, and scripts for names are text."""
+def test_a_thousand_tenants_at_once_hide_no_agent(night: Night) -> None:
+    """The list stays bounded, an agent that keeps looping stays visible, and a script in a name is shown as text."""
 
     def loop(number: int) -> list[int]:
         hidden = night.send("/v1/chat/completions", "in-the-crowd", 1, STUCK) if number % 100 == 0 else []

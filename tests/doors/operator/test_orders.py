@@ -1,4 +1,4 @@
-"""Orders over the admin port and its socket, by the commands and by whoever else tries, on running servers."""
+"""Orders over the admin port and its socket, from the commands and from unauthorized clients, on running servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GOOD = {**JSON, "authorization": f"Bearer {TOKEN}"}
 
 
 class Running:
-    """A server that takes orders from whoever has the token, and over its socket."""
+    """A server that accepts orders with a token, and over its socket."""
 
     def __init__(self, folder: Path, *arguments: str, preamble: str = "") -> None:
         self.tokens = folder / "tokens"
@@ -71,7 +71,7 @@ def reading() -> Iterator[Running]:
 
 
 def test_an_order_is_given_listed_and_revoked(running: Running) -> None:
-    """Whoever has the token gives an order; everybody may read it; it can be revoked once."""
+    """A client with the token gives an order; any client may read it; it can be revoked once."""
     status, given = running.ask("POST", "/overrides", BLOCK | {"reason": "runaway"}, GOOD | {"x-loopguard-operator": "eve@x"})
 
     assert status == 201
@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[dict[str, str], int]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_whoever_has_no_credential_changes_nothing(running: Running, case: str) -> None:
+def test_without_a_credential_nothing_can_be_changed(running: Running, case: str) -> None:
     """Neither gives nor revokes, and hears why; a browser cannot be tricked into it."""
     headers, status = REFUSED[case]
 
@@ -137,7 +137,7 @@ def test_without_a_token_file_the_port_only_reads(reading: Running) -> None:
 
 
 def test_the_socket_needs_no_token(reading: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever may open the socket gives orders by it, and only the server's user may."""
+    """Any process that can open the socket can give orders; only the server's user can."""
     admin = f"unix:{reading.socket}"
 
     assert main(["block", "--caller", "x-user-id=ann", "--for", "2m", "--reason", "runaway", "--admin", admin]) == 0
@@ -154,7 +154,7 @@ def test_the_socket_needs_no_token(reading: Running, capsys: pytest.CaptureFixtu
 
 
 def test_orders_are_told_in_a_file(reading: Running) -> None:
-    """Whoever follows the file reads who has ordered what, and that it was revoked."""
+    """The file shows who gave an order, and that it was revoked."""
     admin = ["--admin", f"unix:{reading.socket}"]
 
     def read_events() -> list[dict[str, Any]]:
@@ -172,7 +172,7 @@ def test_orders_are_told_in_a_file(reading: Running) -> None:
 
 
 def test_tokens_are_read_again(running: Running) -> None:
-    """A token that is replaced holds no longer, without a restart; where the file is gone nobody gets in."""
+    """A replaced token stops working without a restart; if the file is missing, every token is refused."""
     try:
         running.tokens.write_text("another-token-of-good-length\n\nand-a-second-one-beside-it\n")
         assert running.ask("DELETE", "/overrides/x", headers=GOOD)[0] == 401
@@ -200,7 +200,7 @@ def test_tokens_are_read_again(running: Running) -> None:
     ],
 )
 def test_a_bad_order_is_refused_with_what_is_wrong(running: Running, body: bytes, status: int, part: str) -> None:
-    """Whoever gives it hears everything; nothing is ordered."""
+    """The answer says what is wrong, and no order is given."""
     refused, said = running.ask("POST", "/overrides", body, GOOD)
 
     assert (refused, part in said["error"]) == (status, True)
@@ -253,9 +253,7 @@ def test_a_flood_of_orders_is_bounded(tmp_path: Path) -> None:
         (["block", "--tool", "t", "--token-file", "/nowhere"], "--token-file /nowhere: cannot be read"),
     ],
 )
-def test_a_command_that_cannot_be_meant_asks_nobody(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_command_asks_no_server(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Usage errors exit 2 with one clear line."""
     assert main([*arguments, "--admin", "http://127.0.0.1:1"]) == 2
     assert message in capsys.readouterr().err

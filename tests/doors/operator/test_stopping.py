@@ -42,7 +42,7 @@ def test_envoy_shows_the_path_that_a_switch_names(running: Stack) -> None:
 
 
 def test_a_switch_and_its_override_come_and_go_while_the_server_runs() -> None:
-    """A reload puts a switch into force; the end of the override that spares everybody needs none, and is logged."""
+    """A reload activates a switch; the override, which spares all callers, ends without a reload, and that is logged."""
     with stack(bundle(GUARDED)) as made:
 
         def ask() -> int:

@@ -114,7 +114,7 @@ def played(work: Callable[[SharedStore], Awaitable[None]]) -> None:
 
 
 def test_the_first_replica_gives_its_key_and_the_others_take_it() -> None:
-    """Whoever comes later."""
+    """Those that start later."""
     first, second = HashKey(), HashKey()
     given = first.secret
 
@@ -226,7 +226,7 @@ def test_a_server_starts_without_its_store(tmp_path: Path) -> None:
 
 
 def test_what_is_no_key_is_not_taken(tmp_path: Path) -> None:
-    """Where somebody else has written there, each process uses a key of its own, and says so."""
+    """If another program has written to the key, each process uses a key of its own and logs it."""
     with server() as one:
         one.client().set("loopguard:secret:hash:1", "short")
         guard = start(tmp_path, "a", "--store", f"redis://{one.address}")

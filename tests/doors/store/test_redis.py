@@ -305,7 +305,7 @@ def test_a_credential_provider_takes_the_place_of_a_password(module: str, settin
         open_store(f"redis://a?credential_provider={module}:Rotating", Metrics(), settings)
 
 
-def test_a_credential_provider_that_blocks_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_credential_provider_that_blocks_delays_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """A provider without an asynchronous way is asked in a thread, and not again before it has answered."""
     asked, go_on = Semaphore(0), Event()
 
@@ -629,7 +629,7 @@ def test_nothing_is_ever_scanned() -> None:
 
 
 @pytest.mark.parametrize("poison", ["set x y", "set x ''", "hset x a b", "rpush x y", "rpush x 1 y", "sadd x y"])
-def test_a_key_of_somebody_else_is_replaced(driver: Driver, one: Server, poison: str) -> None:
+def test_a_key_of_another_program_is_replaced(driver: Driver, one: Server, poison: str) -> None:
     """Where a counter's key holds something else, that hit counts from 1, and the others of its batch are not disturbed."""
     hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
     good = [replace(hit, key=f"good-{hit.key}") for hit in hits]
@@ -647,7 +647,7 @@ def test_a_key_of_somebody_else_is_replaced(driver: Driver, one: Server, poison:
 
 
 @pytest.mark.parametrize("poison", ["set x y", "set x ''", "set x 12345678123456789", "hset x a b", "rpush x y", "sadd x y"])
-def test_a_ring_s_key_of_somebody_else_is_replaced(driver: Driver, one: Server, poison: str) -> None:
+def test_a_ring_s_key_of_another_program_is_replaced(driver: Driver, one: Server, poison: str) -> None:
     """Where a ring's key holds something else, the ring begins anew, and the others of its batch are not disturbed."""
     good, bad = make_push("a", key="good"), make_push("a", key="bad")
     driver.push([good])
@@ -663,7 +663,7 @@ def test_a_ring_s_key_of_somebody_else_is_replaced(driver: Driver, one: Server, 
     "poison", ["set x y", "set x ''", f"set x {'y' * 70}", f"set x {'y' * 20}", "hset x a b", "rpush x y", "sadd x y"]
 )
 @pytest.mark.parametrize("kind", ["key", "tenant", "shared"])
-def test_a_session_s_key_of_somebody_else_is_replaced(driver: Driver, one: Server, kind: str, poison: str) -> None:
+def test_a_session_s_key_of_another_program_is_replaced(driver: Driver, one: Server, kind: str, poison: str) -> None:
     """Where a key of a session holds something else, that begins anew, and the others of its batch are not disturbed."""
     good = make_step(1, NO_LIMITS, key="good:7f", tenant="others:7f", shared="more:7f")
     bad = make_step(1, limit(max_sessions=0) if kind == "shared" else NO_LIMITS)
@@ -709,7 +709,7 @@ def test_every_packed_value_begins_with_its_version(driver: Driver, one: Server)
 
 
 def test_a_tenant_s_sessions_of_another_version_are_none(driver: Driver, one: Server) -> None:
-    """Nobody is refused for what cannot be read."""
+    """No request is refused because of state that cannot be read."""
     steps = [make_step(number, limit(max_sessions=1), key=f"session:{number}:7f") for number in range(3)]
     first = driver.account(steps[:2])
     one.client().setrange(list_packed(driver)["tenant"], 0, b"\x01")
@@ -798,7 +798,7 @@ def test_steps_go_in_scripts_that_are_short(driver: Driver, one: Server, calls: 
 
 
 def test_a_ledger_on_the_server_is_small(driver: Driver, one: Server) -> None:
-    """Whatever a session has shown: nobody reads and writes a hundred kilobytes for each of its steps."""
+    """Whatever a session has done, its ledger is never hundreds of kilobytes that each step reads and writes."""
     limits = limit(tool_calls=10_000, tools=tuple((number.to_bytes(4), 10_000) for number in range(1, 61)))
     history = [make_record(number * 8, arguments=str(number)) for number in range(4_900)]
     steps = [make_step(number, limits, history[: 4_500 + number]) for number in range(400)]
@@ -813,7 +813,7 @@ def test_a_ledger_on_the_server_is_small(driver: Driver, one: Server) -> None:
 @pytest.mark.parametrize("poison", ["set x y", "set x ''", "hset x a b", "rpush x y", "sadd x y"])
 @pytest.mark.parametrize("part", ["ends", "documents", "version"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_key_of_documents_that_is_somebody_else_s_is_replaced(
+def test_a_key_of_documents_of_another_program_is_replaced(
     driver: Driver, one: Server, kind: str, part: str, poison: str
 ) -> None:
     """Where one of their keys holds something else, there are no documents, and the next one is taken."""
@@ -867,7 +867,7 @@ def test_a_document_that_is_gone_leaves_the_others(driver: Driver, one: Server, 
 
 @pytest.mark.parametrize("rubbish", [b":1\r\n", b"*1\r\n:1\r\n", b"*2\r\n$1\r\n1\r\n$-1\r\n"])
 def test_a_list_of_orders_that_is_none_is_no_answer(rubbish: bytes) -> None:
-    """Whatever a server answers, whoever asks hears that it is no list of orders."""
+    """Any reply that is not a list of orders raises a StoreError that says so."""
     with impostor(rubbish) as address:
         host, _, port = address.rpartition(":")
         connections = SideConnections(SingleLayout(address, lambda: SingleServer(ServerAddress(host, int(port)), Access())), "")
@@ -904,7 +904,7 @@ def test_orders_that_change_are_read_anew(driver: Driver, one: Server) -> None:
 
 
 def test_a_board_that_fails_is_no_outage() -> None:
-    """Where boards alone cannot be had, whoever asks for one is told so, requests are counted, and it heals by itself."""
+    """If boards alone fail, asking for one raises an error, requests are still counted, and it recovers by itself."""
     with server() as one, Driver(f"redis://{one.address}") as driver:
         driver.count([make_hit()])
         driver.run(driver.store.publish("board", "a", b"x", 60))
@@ -1075,7 +1075,7 @@ def test_a_batch_is_bounded(driver: Driver) -> None:
     assert driver.metric("store_batch_size_sum") == 600
 
 
-def test_a_caller_who_leaves_disturbs_nobody(driver: Driver) -> None:
+def test_a_caller_that_leaves_disturbs_no_other(driver: Driver) -> None:
     """Requests cancelled while they wait are counted, and the others get their answers."""
 
     async def some_leave() -> list[int]:
@@ -1095,8 +1095,8 @@ async def _one(driver: Driver) -> int:
     return (await driver.ask([make_hit(threshold=100)], None))[0].count
 
 
-def test_callers_who_listen_are_told_once_unless_they_have_left(driver: Driver) -> None:
-    """An answer calls whoever listens for it, a listener that fails keeps it from nobody, and who has left hears nothing."""
+def test_listeners_are_called_once_unless_they_have_left(driver: Driver) -> None:
+    """An answer calls its listeners; one that fails does not stop the others, and one that has left is not called."""
     told: list[object] = []
 
     async def listen() -> list[object]:
@@ -1166,7 +1166,7 @@ def test_what_a_replica_says_of_a_hammered_loop_never_goes_back(driver: Driver, 
 
 
 def test_an_error_of_ours_is_one_callers_alone(driver: Driver) -> None:
-    """Who shares a round trip with somebody whose answer cannot be made gets an answer, and nobody waits without end."""
+    """An answer that cannot be decoded fails its own caller; the others in the round trip are answered, and none hangs."""
 
     async def ask() -> list[object]:
         hits = [make_hit(key=driver.key(make_hit(key=name))) for name in ("a", "b", "c")]
@@ -1330,7 +1330,7 @@ def _refused(driver: Driver) -> StoreError | None:
     return None
 
 
-def test_a_hung_server_fails_everybody_who_waits() -> None:
+def test_a_hung_server_fails_all_waiting_requests() -> None:
     """Requests of one moment, in flight and in the queue, all hear of a server that does not answer."""
     with server() as hung, Driver(f"redis://{hung.address}", store_timeout=1) as driver:
         driver.count([make_hit()])

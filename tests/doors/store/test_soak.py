@@ -65,7 +65,7 @@ class Load:
 
 @contextmanager
 def soak(url: str) -> Iterator[Stack]:
-    """Two Loopguards on one store behind Envoy, under load; in the end nobody may have seen anything but 200 and 429."""
+    """Two Loopguards on one store behind Envoy, under load; at the end every status must have been 200 or 429."""
     with stack(POLICIES, "--store", url, failure_mode="deny", replicas=2) as made:
         load = Load(made.envoy.port)
         try:

@@ -149,7 +149,7 @@ def test_handshakes_under_way_are_bounded_and_the_flood_pays(run: Run) -> None:
 
 
 def test_silent_connections_are_bounded(run: Run) -> None:
-    """Past the bound whoever has kept silent longest is let go, and who speaks is served."""
+    """Past the bound the connection that has been silent longest is closed, and a client that speaks is served."""
 
     async def steps(place: Place) -> None:
         for _ in range(acceptor._WAITING + 50):

@@ -188,7 +188,7 @@ def test_a_busy_connection_has_its_turn_and_no_more(run: Run, repeated: bytes) -
     run(steps, limits=patient)
 
 
-def test_whoever_never_reads_is_not_read(run: Run) -> None:
+def test_a_client_that_never_reads_is_not_read(run: Run) -> None:
     """Who asks and takes no answer is kept waiting, with no more in memory than a turn's answers."""
     service = make_service(policy("p", ANY, threshold_identical_requests=2, count_refused=True))
 
@@ -342,7 +342,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
 def test_an_attack_ends_its_own_connection_alone(run: Run, attack: bytes) -> None:
-    """Each class ends with a GOAWAY to whoever does it; a call of another connection that is open goes on."""
+    """Each class of attack ends with a GOAWAY to its own connection; an open call on another connection continues."""
 
     async def steps(door: Door) -> None:
         innocent = door.connect(HELLO + opening(1))
@@ -384,7 +384,7 @@ def test_grpcio_serves_others_beside_an_attack(attack: bytes) -> None:
 
 @pytest.mark.parametrize("length", ["9" * 5_000, "-1", "1e3", "0x10"])
 def test_a_length_that_is_none_ends_its_stream_alone(run: Run, length: str) -> None:
-    """A content-length that nobody could mean resets the stream, however long it is; the connection goes on."""
+    """A content-length that is not a valid number resets the stream, whatever its length; the connection continues."""
 
     async def steps(door: Door) -> None:
         client = door.connect()
@@ -400,7 +400,7 @@ def test_a_length_that_is_none_ends_its_stream_alone(run: Run, length: str) -> N
 
 
 def test_of_too_many_connections_the_longest_idle_are_closed(run: Run) -> None:
-    """Past the bound whoever has been silent longest gets a GOAWAY without an error; calls that are open are answered."""
+    """Past the bound the connection that has been silent longest gets a GOAWAY without an error; open calls are answered."""
     service = make_service(policy("p", ANY), max_connections=5)
 
     async def steps(door: Door) -> None:
@@ -442,7 +442,7 @@ def test_calls_that_begin_while_their_connection_is_to_leave_are_answered(run: R
         await old.read_until(http2.GOAWAY, 0)
         await old.send(opening(1))
         (peer,) = [peer for peer in door.server.peers if peer.calls]
-        while peer in door.server.retiring:  # noqa: ASYNC110  # nobody tells
+        while peer in door.server.retiring:  # noqa: ASYNC110  # there is no event for it
             await asyncio.sleep(0.05)
         await old.send(message(1, asked()))
 
@@ -452,7 +452,7 @@ def test_calls_that_begin_while_their_connection_is_to_leave_are_answered(run: R
 
 
 def test_where_every_connection_works_the_next_is_refused(run: Run) -> None:
-    """With the bound reached and nobody idle a new connection is closed at once, and the others go on."""
+    """With the bound reached and no idle connection, a new one is closed at once, and the others continue."""
     service = make_service(policy("p", ANY), max_connections=2)
 
     async def steps(door: Door) -> None:

@@ -118,7 +118,7 @@ def result(certificates: Certificates, name: str) -> float:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For certificates that nobody rotates."""
+    """For certificates that are not rotated."""
     return tmp_path_factory.mktemp("tls")
 
 
@@ -389,14 +389,14 @@ def counted(door: Door) -> float:
     return sum(float(item.value) for samples in collected for item in samples)
 
 
-@pytest.mark.parametrize("who", ["nobody", "another authority", "another name", "no TLS"])
-def test_anybody_else_cannot_ask(at_door: AtDoor, folder: Path, who: str) -> None:
-    """No certificate, another authority's, one that is made out to somebody else, or no TLS at all: nothing is counted."""
+@pytest.mark.parametrize("who", ["no certificate", "another authority", "another name", "no TLS"])
+def test_no_other_client_can_ask(at_door: AtDoor, folder: Path, who: str) -> None:
+    """No certificate, one of another authority, one for another name, or no TLS at all: nothing is counted."""
 
     async def steps(door: Door) -> None:
         if who == "no TLS":
             status = await door.ask(None)
-        elif who == "nobody":
+        elif who == "no certificate":
             status = await door.ask(credentials_of(None))
         elif who == "another authority":
             status = await door.ask(credentials_of(issue_client(folder, ENVOY, by=STRANGER)))
@@ -452,7 +452,7 @@ def test_a_handshake_that_stalls_is_ended(folder: Path, new_loop: Callable[[], a
 
 
 def test_a_refusal_is_counted_and_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever is not let in by `fast` counts in a metric, and the log says why."""
+    """A client that `fast` does not let in is counted in a metric, and the log says why."""
     caplog.set_level("INFO")
 
     async def run() -> Metrics:
@@ -527,15 +527,15 @@ def without_certificate(text: str) -> str:
 
 
 def listens(port: int) -> bool:
-    """Whether somebody takes connections there."""
+    """Whether connections are accepted there."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
         return True
     return False
 
 
-@pytest.mark.parametrize("who", ["nobody", "another authority", "another name", "no TLS", "another server"])
+@pytest.mark.parametrize("who", ["no certificate", "another authority", "another name", "no TLS", "another server"])
 def test_any_other_envoy_cannot_ask(guarded: Guarded, folder: Path, tmp_path: Path, who: str) -> None:
-    """An Envoy that may not ask counts nothing in anybody's name; nor does one that takes another server for Loopguard."""
+    """An Envoy that may not connect cannot count for any caller; nor can one that takes another server for Loopguard."""
     made, _, client = guarded
     before = made.loopguard.metric("requests_total"), made.loopguard.metric("unmatched_total")
     shown = {
@@ -554,7 +554,7 @@ def test_any_other_envoy_cannot_ask(guarded: Guarded, folder: Path, tmp_path: Pa
         **flags,
     }
     write_policies(tmp_path, POLICIES)
-    envoy = Envoy(tmp_path, read_options(EnvoyOptions, options), without_certificate if who == "nobody" else str)
+    envoy = Envoy(tmp_path, read_options(EnvoyOptions, options), without_certificate if who == "no certificate" else str)
     try:
         other = Stack(tmp_path, made.upstream, made.loopguard, envoy)
         eventually(lambda: listens(envoy.port), "Envoy's listener")  # it waits for the first health check

@@ -167,7 +167,7 @@ def test_health_is_told_and_watched(run: Run) -> None:
         assert (await made.check()).status == HealthCheckResponse.SERVING
         assert (await made.check(EXT_PROC)).status == HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError) as unknown:
-            await made.check("nobody")
+            await made.check("unknown")
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
         watch = made.channel.unary_stream(
             f"/{HEALTH}/Watch", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString
@@ -185,7 +185,7 @@ def test_health_is_told_and_watched(run: Run) -> None:
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_sessions_know_whether_a_held_request_went_on(run: Run, leaves: bool) -> None:
-    """What is reserved for it stays once its answer has left, and is given back where nobody waited for that."""
+    """What is reserved for it stays once its answer was sent, and is released if its client left before."""
     held = policy("p", ANY, action="throttle", threshold_identical_requests=2, max_delay_ms=30_000 if leaves else 50)
     held["spec"] |= {"session": {"keys": ["header:x-session-id"]}, "session_limits": {"max_cost_per_session": 1.0}}
     held["spec"]["session_limits"]["unknown_model"] = {"input": 2, "output": 8}
@@ -214,11 +214,11 @@ def test_sessions_know_whether_a_held_request_went_on(run: Run, leaves: bool) ->
 
 
 def test_an_unknown_method_is_unimplemented(run: Run) -> None:
-    """A method that nobody serves gets its proper status."""
+    """A method that the server does not have gets the status UNIMPLEMENTED."""
 
     async def steps(made: Running) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await made.channel.unary_unary("/loopguard.test.Nobody/Knows")(b"x", timeout=PATIENCE)
+            await made.channel.unary_unary("/loopguard.test.Unknown/Method")(b"x", timeout=PATIENCE)
         assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
     run(make_service(policy("p", ANY)), steps)
@@ -242,7 +242,7 @@ def test_stopping_ends_calls_with_ok() -> None:
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_an_address_in_use_is_told(name: str, tmp_path: Path) -> None:
-    """A port or a Unix socket that somebody listens on is refused by name; a dead socket file is replaced."""
+    """A port or a Unix socket in use is refused by name; a stale socket file is replaced."""
 
     async def listen(where: str) -> None:
         server = TRANSPORTS[name](make_service(policy("p", ANY)), Health())
@@ -302,7 +302,7 @@ def test_streams_are_counted_back(run: Run) -> None:
     run(service, steps)
 
 
-def test_odd_metadata_harms_nobody() -> None:
+def test_odd_metadata_is_harmless() -> None:
     """Header names and values of any bytes are taken as they come, and the connection goes on."""
     odd = ((b"x-loopguard-\xff", b"\xfe"), (b"x-loopguard-scope", b"not a scope!"))
     pairs = (

@@ -22,7 +22,7 @@ class Published(NamedTuple):
 
 
 BOARDS: dict[str, tuple[list[Published], int, dict[str, bytes]]] = {
-    "nobody": ([], 1_000, {}),
+    "none": ([], 1_000, {}),
     "one": ([Published(1_000, "a", b"\x00\xff\r\n", 60)], 1_000, {"a": b"\x00\xff\r\n"}),
     "two": ([Published(1_000, "a", b"x", 60), Published(1_001, "b", b"", 60)], 1_002, {"a": b"x", "b": b""}),
     "the last word counts": ([Published(1_000, "a", b"x", 60), Published(1_001, "a", b"y", 60)], 1_002, {"a": b"y"}),
@@ -115,7 +115,7 @@ def test_orders_in_every_store(store: Driver, case: str) -> None:
 
 
 def test_what_does_not_stand_cannot_be_taken_back(store: Driver) -> None:
-    """Whoever takes an order back is told whether there was one, also where it has just ended."""
+    """Revoking an order returns whether there was one, also if it has just ended."""
     store.run(store.store.put_order(store.name("book"), "a", b"x", 60, 1_000))
 
     assert not store.run(store.store.drop_order(store.name("book"), "b", 1_000))
