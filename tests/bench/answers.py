@@ -39,7 +39,7 @@ _IN_MESSAGE = 20
 """Entries of a message, which Envoy fills up to 16 KiB."""
 
 _BESIDE = b"\x0a" + bytes([120]) + b"\x12" + bytes([118]) + bytes(118)
-"""What else Envoy tells of a request, which nobody reads: two fields of bytes in the first field of an entry."""
+"""What else Envoy sends about a request, which is not read: two fields of bytes in the first field of an entry."""
 
 _COUNTS = {
     "prompt_tokens": 1_200,

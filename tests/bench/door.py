@@ -66,7 +66,7 @@ class _Innocent:
         return found
 
     async def ask(self, user: str, path: str = samples.PATH) -> bytes:
-        """What the server answers to a user's request, which is the same whenever he asks."""
+        """The server's answer to a request of `user`; the request is the same each time."""
         self._stream = number = self._stream + 2
         body = b'{"model":"gpt-4o","input":"%b"}' % user.encode()
         head = samples.headers_message(path, user=user, length=len(body))

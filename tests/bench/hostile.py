@@ -1,4 +1,4 @@
-"""Requests made to hurt: each message holds up everybody else for as long as the guard looks at it."""
+"""Hostile requests: each message delays all other requests for as long as the guard inspects it."""
 
 from __future__ import annotations
 

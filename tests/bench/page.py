@@ -1,4 +1,4 @@
-"""What it costs requests that somebody looks at the page on the admin port."""
+"""What an open page on the admin port costs requests."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Guard(NamedTuple):
 
 
 def run(*, quick: bool) -> list[Row]:
-    """Measure seconds in which nobody looks, and seconds in which many do, in turns."""
+    """Measure seconds without viewers and seconds with many, in turns."""
     rounds, seconds = (3, 2) if quick else (5, 4)
     numbers = iter(range(1 << 20, 1 << 40, 1 << 20))  # every round sends requests that were never sent before
     calm: list[float] = []

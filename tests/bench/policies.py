@@ -53,7 +53,7 @@ class _Side:
     """One engine and requests that meet its policies.
 
     They all meet the same few policies in both engines: what is measured is the lookup among many, not how cold the
-    processor's cache is for a policy that nobody has used lately.
+    processor's cache is for a policy that has not been used recently.
     """
 
     def __init__(self, shape: Shape, policies: int, requests: int) -> None:

@@ -37,7 +37,7 @@ def run_module(module: str, *arguments: str) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now."""
+    """A port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -46,7 +46,7 @@ def canary(number: int = 1, **loop: Any) -> dict[str, Any]:  # noqa: ANN401  # a
 
 
 def budget(number: int = 0, **loop: Any) -> dict[str, Any]:  # noqa: ANN401  # as `policy`
-    """`policy` with limits of sessions beside its detector, which are met by nobody."""
+    """`policy` with session limits beside its detector, none of which is reached."""
     made = policy(number, **loop)
     limits = {
         "max_steps": 1_000,

@@ -1,4 +1,4 @@
-"""What it costs to look into a body, against decoding the same bytes with msgspec, which is the least that anybody could do."""
+"""What it costs to inspect a body, compared with decoding the same bytes with msgspec, which is the lower bound."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _stuck(size: int) -> bytes:
 
 
 def _measure_steering(*, quick: bool) -> list[Row]:
-    """What a note costs beside finding out that it is due, and what the possibility costs whoever gets none: whole streams."""
+    """The cost of adding a note, and the cost for requests that get none, over whole streams."""
     size, times = 70_000, 20 if quick else 100
     bodies = {"stuck": samples.body_message(_stuck(size)), "at work": samples.body_message(request(size))}
     found = interleaved(

@@ -51,7 +51,7 @@ def find_words(text: str, words: list[str]) -> Iterator[str]:
 
 
 def list_files() -> list[Path]:
-    """All of the package's that somebody writes, but for those of the APIs."""
+    """All files of the package that are written by hand, except those of the APIs."""
     away = (PACKAGE / "apis", PACKAGE / "pb")
     files = [file for file in sorted(PACKAGE.rglob("*")) if file.suffix in {".py", ".json", ".yaml", ".html", ".lua"}]
     return [file for file in files if not any(file.is_relative_to(folder) for folder in away)]

@@ -194,8 +194,8 @@ def test_alerts_say_what_to_do(name: str) -> None:
     assert "job" in labels
 
 
-def test_a_surge_is_looked_into_and_nobody_else_is_let_go() -> None:
-    """Whoever is woken by it is led to the page and to freeing one caller, not to switching the guard off for all."""
+def test_a_surge_is_looked_into_and_only_one_caller_is_released() -> None:
+    """The alert leads to the page and to releasing one caller, not to turning off the guard for all of them."""
     text = ALERTS["LoopguardLoopSurge"]["annotations"]["description"]
 
     assert "admin port (`/`)" in text
@@ -232,11 +232,11 @@ CASES = {
         "Gone", 40, 0, {'policy_info{instance="a"}': "1x20", 'policy_info{instance="b"}': "1x60"}
     ),
     "a canary was turned off": Case("Gone", 40, 0, {'policy_info{job="loopguard-canary"}': "1x20"}),
-    "nobody asks any more": Case("Unasked", 90, 1, {"decision_seconds_count": "0+60x60 3600x60"}),
-    "nobody asks for ten minutes": Case("Unasked", 70, 0, {"decision_seconds_count": "0+60x60 3600x60"}),
-    "nobody ever asked": Case("Unasked", 90, 0, {"decision_seconds_count": "0x120"}),
-    "hardly anybody ever asked": Case("Unasked", 90, 0, {"decision_seconds_count": "0x30 1x90"}),
-    "nobody has asked for hours": Case("Unasked", 180, 0, {"decision_seconds_count": "0+60x60 3600x120"}),
+    "requests have stopped": Case("Unasked", 90, 1, {"decision_seconds_count": "0+60x60 3600x60"}),
+    "no requests for ten minutes": Case("Unasked", 70, 0, {"decision_seconds_count": "0+60x60 3600x60"}),
+    "no requests ever": Case("Unasked", 90, 0, {"decision_seconds_count": "0x120"}),
+    "hardly any requests ever": Case("Unasked", 90, 0, {"decision_seconds_count": "0x30 1x90"}),
+    "no requests for hours": Case("Unasked", 180, 0, {"decision_seconds_count": "0+60x60 3600x120"}),
     "a route names a policy that is not there": Case(
         "HandoverErrors", 13, 1, {'handover_errors_total{reason="unknown_policy"}': "0x10 1x30"}
     ),

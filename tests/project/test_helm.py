@@ -288,7 +288,7 @@ def test_monitors_scrape_everything_once(values: Values) -> None:
 
 @each_case
 def test_a_stopping_pod_has_time_for_all_of_it(values: Values) -> None:
-    """The pod is not killed before delay and drain are over, and the kubelet asks where somebody answers."""
+    """The pod is not killed before delay and drain are over, and the kubelet probes a port that answers."""
     for deployment in of_kind(objects(values), "Deployment"):
         spec = deployment["spec"]["template"]["spec"]
         given = settings.read_settings({}, environment(deployment))
@@ -598,7 +598,7 @@ def test_mutual_tls_comes_from_a_secret() -> None:
     assert [name.value for name in given.tls_client_san] == CASES["mutual-tls"]["tls"]["clientSans"]
 
 
-def test_a_gateway_is_told_whom_to_trust() -> None:
+def test_a_gateway_is_told_which_peers_to_trust() -> None:
     """Envoy Gateway verifies Loopguard by the authority in the Secret and the name that is set, else that of the Service."""
     made = one(objects(CASES["mutual-tls"]), "BackendTLSPolicy")["spec"]
     by_service = merged(CASES["mutual-tls"], {"tls": {"serverName": ""}})

@@ -229,7 +229,7 @@ os.execv(ENVOY, [ENVOY, *arguments])
 
 
 class Reader:
-    """Somebody who types what a page says, in a folder with the project in it and the page's examples saved as files."""
+    """A reader who types what a page says, in a folder with the project in it and the page's examples saved as files."""
 
     def __init__(self, folder: Path, page: Path, addresses: Mapping[str, str]) -> None:
         """Set up the folder; `addresses` stand in for those of the page."""
@@ -470,7 +470,7 @@ def test_no_target_is_made_up() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    """What is not for everybody stands in docs."""
+    """What only some readers need is in docs."""
     assert len(README.read_text().split()) < MOST_WORDS
 
 

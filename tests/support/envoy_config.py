@@ -43,7 +43,7 @@ def verdict(text: str, folder: Path) -> str:
 
 
 def theirs(printed: dict[str, Any]) -> dict[str, Any]:
-    """Somebody's Envoy, which has what every Envoy has; ports and upstream are those of the bootstrap that is printed."""
+    """An Envoy of a user, with what every Envoy has; ports and upstream are those of the bootstrap that is printed."""
     (listener,) = printed["static_resources"]["listeners"]
     upstream = printed["static_resources"]["clusters"][1]
     to_upstream = {"cluster": "upstream", "timeout": "0s"}

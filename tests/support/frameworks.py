@@ -25,13 +25,13 @@ class Errand(NamedTuple):
         url: where the API is, without its `/v1`.
         user: on whose behalf.
         check: a tool.
-        ask_somebody: another one.
+        ask_colleague: another one.
     """
 
     url: str
     user: str
     check: Callable[[], str]
-    ask_somebody: Callable[[], str]
+    ask_colleague: Callable[[], str]
 
 
 Run: TypeAlias = Callable[[Errand], str]
@@ -45,7 +45,7 @@ def run_langchain(errand: Errand) -> str:
     model = ChatOpenAI(
         model=NAME, base_url=f"{errand.url}/v1", api_key=SecretStr("none"), default_headers={USER: errand.user}, max_retries=2
     )
-    agent: Any = create_agent(model, tools=[_document(errand.check, "check"), _document(errand.ask_somebody, "ask_somebody")])
+    agent: Any = create_agent(model, tools=[_document(errand.check, "check"), _document(errand.ask_colleague, "ask_colleague")])
     state = agent.invoke({"messages": [{"role": "user", "content": TASK}]}, {"recursion_limit": 2 * MOST_TURNS})
     return str(state["messages"][-1].content)
 
@@ -58,7 +58,7 @@ def _run_openai_agent(errand: Errand, model: type[OpenAIChatCompletionsModel | O
     client = openai.AsyncOpenAI(api_key="none", base_url=f"{errand.url}/v1", default_headers={USER: errand.user})
     tools: Any = [
         agents.function_tool(_document(errand.check, "check")),
-        agents.function_tool(_document(errand.ask_somebody, "ask_somebody")),
+        agents.function_tool(_document(errand.ask_colleague, "ask_colleague")),
     ]
     agent = agents.Agent(name="worker", model=model(NAME, client), tools=tools)
     return str(agents.Runner.run_sync(agent, TASK, max_turns=MOST_TURNS).final_output)
@@ -88,7 +88,7 @@ def run_pydantic_agent(errand: Errand) -> str:
     client = openai.AsyncOpenAI(api_key="none", base_url=f"{errand.url}/v1", default_headers={USER: errand.user})
     agent = Agent(OpenAIChatModel(NAME, provider=OpenAIProvider(openai_client=client)))
     agent.tool_plain(_document(errand.check, "check"))
-    agent.tool_plain(_document(errand.ask_somebody, "ask_somebody"))
+    agent.tool_plain(_document(errand.ask_colleague, "ask_colleague"))
     return agent.run_sync(TASK).output
 
 
@@ -97,7 +97,7 @@ def run_anthropic_runner(errand: Errand) -> str:
     from anthropic import Anthropic, beta_tool
 
     client = Anthropic(api_key="none", base_url=errand.url, default_headers={USER: errand.user})
-    tools = [beta_tool(_document(errand.check, "check")), beta_tool(_document(errand.ask_somebody, "ask_somebody"))]
+    tools = [beta_tool(_document(errand.check, "check")), beta_tool(_document(errand.ask_colleague, "ask_colleague"))]
     messages: Any = [{"role": "user", "content": TASK}]
     runner = client.beta.messages.tool_runner(
         model=NAME, max_tokens=1024, messages=messages, tools=tools, max_iterations=MOST_TURNS
@@ -112,7 +112,7 @@ class NodeError(Exception):
 
 def run_node_agent(sdk: str, errand: Errand) -> str:
     """An SDK of JavaScript, in a process of its own, whose tools bring back what ours do."""
-    results = {"check": errand.check(), "ask_somebody": errand.ask_somebody()}
+    results = {"check": errand.check(), "ask_colleague": errand.ask_colleague()}
     answer = run_node("run.mjs", [sdk, errand.url, errand.user, TASK], results)
     if "error" in answer:
         raise NodeError(answer["error"])

@@ -215,13 +215,13 @@ def outside() -> dict[str, str]:
 
 
 def numbers(user: str) -> dict[str, Any]:
-    """Arguments of Popen for a user of an image, as far as we may become somebody else."""
+    """Arguments of Popen to run as the image's user, if this process may change its user."""
     uid, _, gid = user.partition(":")
     return {"user": int(uid), "group": int(gid), "extra_groups": []} if AS_ROOT else {}
 
 
 def base_python(user: str) -> str:
-    """An interpreter that the image's user can run, too; the one of the tests may stand in somebody's home."""
+    """An interpreter that the image's user can run, too; that of the tests may be in another user's home."""
     test = "import ensurepip, sys; assert sys.version_info >= (3, 11)"
     for candidate in (f"{sysconfig.get_config_var('BINDIR')}/python3", "/usr/bin/python3", "/usr/local/bin/python3"):
         try:
@@ -248,7 +248,7 @@ class Container:
         self._environment = {**image.environment, "LOOPGUARD_DRAIN_DELAY": "0"}
         for name in ("LOOPGUARD_LISTEN", "LOOPGUARD_ADMIN"):
             host, _, port = image.environment[name].rpartition(":")
-            assert host == "0.0.0.0", "nobody outside could reach it"  # noqa: S104  # compared
+            assert host == "0.0.0.0", "unreachable from outside"  # noqa: S104  # compared
             assert port in image.ports
             with socket.create_server((host, 0)) as free:
                 self._environment[name] = f"{host}:{free.getsockname()[1]}"
@@ -272,7 +272,7 @@ class Container:
         return process.returncode, output.strip()
 
     def get(self, path: str) -> str:
-        """An admin page, from outside; empty while nobody answers with 200."""
+        """An admin page, from outside; empty until it answers with 200."""
         port = self._environment["LOOPGUARD_ADMIN"].rpartition(":")[2]
         try:
             with urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE) as answer:

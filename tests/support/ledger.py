@@ -498,7 +498,7 @@ CASES: dict[str, Case] = {
         ),
         (4, make_step(1, limit(threshold=1, window=1), call("send")), "loop_detection 1/1 send"),
     ],
-    "a settlement of nobody's": [(0, settle_step(_FIRST, FAILED, 9), "ok")],
+    "a settlement without a step": [(0, settle_step(_FIRST, FAILED, 9), "ok")],
 }
 """When, what is asked, and what a store says to it."""
 

@@ -31,7 +31,7 @@ def envoy_filter(values: Values) -> Object:
 
 
 def cluster_names(found: Object) -> Iterator[str]:
-    """Whom the filters of an EnvoyFilter ask, and its access logs tell."""
+    """The clusters that the filters of an EnvoyFilter call, and those that its access logs go to."""
     for patch in found["spec"]["configPatches"]:
         config = patch["patch"]["value"].get("typed_config", {})
         logs = [log["typed_config"]["common_config"] for log in config.get("access_log", ())]

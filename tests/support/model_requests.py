@@ -257,7 +257,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], Reasons, bool]] = {
     "1 MiB of nested arrays": (lambda: _nested(MIB // 2 - 1).encode(), LIMIT, False),
     "nested arrays": (lambda: _nested(40_000).encode(), NOT_JSON, False),
     "nested arrays in a message": (lambda: chat_body(user_message(_nested(40_000))), NOT_JSON, False),
-    "nested arrays where nobody looks": (lambda: chat_body(user_message(), more=f'"x":{_nested(40_000)},'), NOT_JSON, False),
+    "nested arrays in an unread field": (lambda: chat_body(user_message(), more=f'"x":{_nested(40_000)},'), NOT_JSON, False),
     "nested objects": (lambda: b'{"messages":' * 40_000 + b"1" + b"}" * 40_000, NOT_JSON, False),
     "open arrays": (lambda: b"[" * 40_000, NOT_JSON, False),
     "deep arrays": (lambda: chat_body(user_message(_nested(900))), NONE, False),

@@ -46,7 +46,7 @@ REDIS = shutil.which("redis-server")
 
 
 def free_port() -> int:
-    """A port that nobody uses now, low enough for a cluster's bus, which takes the port 10,000 above."""
+    """A free port, low enough for a cluster's bus, which takes the port 10,000 above."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

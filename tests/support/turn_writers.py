@@ -13,7 +13,7 @@ class Did(NamedTuple):
     Attributes:
         calls: tools and their arguments, made at once.
         results: what each brought back; fewer where some never came.
-        user: said by anybody behind the results; empty for nothing.
+        user: what the user says after the results; empty for nothing.
         thought: never the same twice.
         number: of the turn in ids and the like; 0: as it stands in the request.
     """
